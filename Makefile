@@ -29,7 +29,7 @@ PYTEST := -m pytest -n $(WORKERS) --maxprocesses=8 --dist=worksteal
 
 LIBRARY := $(wildcard configuration serving modeling planning conversion)
 # Tests of the repository itself; everything else must pass on an installed wheel, far from the checkout.
-NOT_IN_WHEEL := test_benchmarks.py test_benchmarks_elsewhere.py test_layout.py test_readme.py test_snippets.py test_wheel.py
+NOT_IN_WHEEL := test_benchmarks.py test_benchmarks_elsewhere.py test_benchmarks_quality.py test_layout.py test_readme.py test_snippets.py test_wheel.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -46,8 +46,8 @@ demo: $(VENV)/.installed-vision ## ask the small model in the repository about a
 chat: $(VENV)/.installed-page ## open a page to talk with that model and see its experts, or with another: MODEL=folder
 	@HF_HUB_OFFLINE=1 $(BIN) -m llamoe chat $(MODEL) $(if $(filter examples/llamoe-tiny,$(MODEL)),$(PICTURES:%=--picture %)) $(ARGS)
 
-train-tiny: $(VENV)/.installed-vision ## train that model anew, in an hour and a half of two cores: ARGS="--out folder"
-	HF_HUB_OFFLINE=1 $(BIN) examples/tiny/train.py $(ARGS)
+train-tiny: $(VENV)/.installed-page ## train that model anew, in an hour and a half of two cores, in trained-tiny/
+	HF_HUB_OFFLINE=1 $(BIN) examples/tiny/train.py
 
 test: $(VENV)/.installed-test ## run the test suite
 	$(BIN) $(PYTEST) $(ARGS)

@@ -4,14 +4,17 @@
     python -m benchmarks.cpu --cases llama.cpp     # beside llama.cpp, where that is installed
     python -m benchmarks.gpu --output folder       # Scout- and Maverick-shaped layers in bfloat16
     python -m benchmarks.readme                    # the README's and docs/performance.md's figures, from the results
+    python -m benchmarks.conversion                # conversions beside a plain copy
+    python -m benchmarks.quality                   # what few bits cost the small model's answers
+    python -m benchmarks.elsewhere_large           # a mixture that is larger than its memory
+    python -m benchmarks.qlora                     # adapters of a Scout in 4 bits, on a CUDA device
 
 Reading order: bars (targets for the figures), hardware (machine, versions, measured rates), memory and clocks (what
 is measured), harness (how a case runs), shapes and roofline (sizes, and the least that a case must read and compute),
 routing (inputs for chosen experts), shared_weights (models of both libraries on the same parameters), then the cases:
-block, adapters, models, attention, small_modules and loading; with models in folders saved_models, decoders,
-gguf_files (and its script gguf_converter), beside_llama_cpp and few_bits; with experts on disk large_mixtures and
-elsewhere, and elsewhere_large, which is a command of its own; report, plot and readme write the results, command_line
-reads the options, cpu and gpu are the commands. `conversion` is independent and is run as a file.
+block, models, small_modules; in processes of their own loading, and elsewhere on a large_mixture; with models in
+folders saved_models, gguf_files (and its script gguf_converter) and few_bits; report, plot and readme write the
+results, command_line reads the options, cpu and gpu are the commands.
 """
 
 import os

@@ -1,9 +1,10 @@
 """Targets for the figures, and whether they are reached. These are no tests, since a busy machine would fail them."""
 
 import math
+import operator
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from . import AGAIN, OURS, REFERENCE, is_of
@@ -78,33 +79,32 @@ class Results:
         """Time of stock's fastest way over ours; the smallest over the cases."""
         return least(ratio_of_fastest(case) for case in self.find(groups, **facts))
 
-    def noise(self, groups: str | Iterable[str]) -> float:
+    def noise(self, groups: str | Iterable[str], field: str = "ratio") -> float:
         """Distance from one of the ratio of stock against itself, between medians; the largest over the cases."""
         rows = (case["contestants"].get(AGAIN, {}) for case in self.find(groups))
-        return max([LEAST_NOISE, *(abs(1 - row["ratio"]) for row in rows if "ratio" in row)])
+        return max([LEAST_NOISE, *(abs(1 - row[field]) for row in rows if field in row)])
 
     def ratio_of_peers(self, groups: str | Iterable[str], **facts) -> float | None:
-        """The fastest peer's time over ours; the smallest over token counts. "-tuned" groups add ways to theirs."""
-        groups = [groups] if isinstance(groups, str) else list(groups)
-        ways: dict[tuple, dict[str, list[float]]] = {}
-        for case in self.find([*groups, *(f"{group}{TUNED}" for group in groups)], **facts):
-            key = tuple(case.get(fact) for fact in ("tokens", "routing", "repeated"))
-            times = ways.setdefault((case["group"].removesuffix(TUNED), *key), {"ours": [], "theirs": []})
-            for name, row in case["contestants"].items():
-                if "median" in row and is_of(name, OURS, *PEERS):
-                    times["ours" if is_of(name, OURS) else "theirs"].append(row["median"])
-        return least(
-            min(times["theirs"]) / min(times["ours"])
-            for times in ways.values()
-            if times["ours"] and times["theirs"]
-        )
+        """The fastest peer's time over ours, each in its fastest mode; the smallest over the cases."""
+        medians = [
+            [
+                [
+                    row["median"]
+                    for name, row in case["contestants"].items()
+                    if "median" in row and is_of(name, *who)
+                ]
+                for who in ((OURS,), PEERS)
+            ]
+            for case in self.find(groups, **facts)
+        ]
+        return least(min(theirs) / min(ours) for ours, theirs in medians if ours and theirs)
 
     def roofline(self, groups: str | Iterable[str], **facts) -> float | None:
         """The smallest fraction of the roofline."""
         return least(best(case, "roofline", OURS) for case in self.find(groups, **facts))
 
     def memory(
-        self, groups: str | Iterable[str], others: tuple[str, ...], aside: float = 0, **facts
+        self, groups: str | Iterable[str], others: tuple[str, ...] = (REFERENCE,), aside: float = 0, **facts
     ) -> float | None:
         """Our peak memory, less `aside` bytes, over the leanest other's; the largest over the cases that have both."""
         found = []
@@ -160,13 +160,6 @@ class Results:
         rows = [case["contestants"].get(OURS, {}) for case in self.find(LOADING)]
         return least(row.get("returned_ratio") for row in rows)
 
-    def returned_noise(self) -> float:
-        """As `noise`, for the time until `from_pretrained` returns."""
-        rows = [case["contestants"].get(AGAIN, {}) for case in self.find(LOADING)]
-        return max(
-            [LEAST_NOISE, *(abs(1 - row["returned_ratio"]) for row in rows if "returned_ratio" in row)]
-        )
-
 
 def best(case: dict, field: str, *who: str) -> float | None:
     """The largest value of a field among some contestants, in any mode."""
@@ -185,46 +178,21 @@ def least(values: Iterable[float | None]) -> float | None:
     return min((value for value in values if value is not None), default=None)
 
 
-def _block_bars(
-    group: str, what: str, one: float, many: float, tokens: int, in_turn: bool = False
-) -> list[Bar]:
-    even = dict(routing="uniform")
-    bars = [Bar(f"{what}, T = {tokens}", lambda r: r.ratio(group, tokens=tokens, **even), many)]
-    for repeated, how in ((False, ", layers in turn"), (True, ", one layer again and again")):
-        if in_turn or not repeated:
-            bars.append(
-                Bar(
-                    f"{what}, T = 1" + (how if in_turn else ""),
-                    lambda r, repeated=repeated: r.ratio(group, tokens=1, repeated=repeated, **even),
-                    one,
-                )
-            )
-    return bars
+def at_least(
+    text: str, limit: float, number: Callable[..., float | None], *given, unit: str = "×", **named
+) -> Bar:
+    """A target for a number of the results that is given arguments, at least so large."""
+    return Bar(text, lambda found: number(found, *given, **named), limit, unit=unit)
 
 
-def _adapter_bars(group: str, what: str, limits: dict[int, float]) -> list[Bar]:
-    """A step with LoRA on the experts, over a step of peft's, and over one without adapters."""
-    text = f"LoRA on {what}, T = {{}}, step over peft's"
-    bars = [
-        Bar(text.format(tokens), partial(_over, group, REFERENCE, tokens), limit, at_most=True)
-        for tokens, limit in limits.items()
-    ]
-    return bars + _over_frozen(group, f"LoRA on {what}, T = {{}}, step", tuple(limits), 1.25)
+def at_most(
+    text: str, limit: float, number: Callable[..., float | None], *given, unit: str = "×", **named
+) -> Bar:
+    """As `at_least`, for a number that is at most so large."""
+    return replace(at_least(text, limit, number, *given, unit=unit, **named), at_most=True)
 
 
-def _over_frozen(group: str, text: str, counts: tuple[int, ...], limit: float) -> list[Bar]:
-    return [
-        Bar(
-            f"{text.format(tokens)} over one without adapters",
-            partial(_over, group, "frozen", tokens),
-            limit,
-            at_most=True,
-        )
-        for tokens in counts
-    ]
-
-
-def _over(group: str, other: str, tokens: int, found: Results) -> float | None:
+def _over(found: Results, group: str, other: str, tokens: int) -> float | None:
     """Our time over another's."""
     return least(
         best(case, "ratio", other) / best(case, "ratio", OURS)
@@ -233,165 +201,152 @@ def _over(group: str, other: str, tokens: int, found: Results) -> float | None:
     )
 
 
+def _block_bars(
+    group: str, what: str, one: float, many: float, tokens: int, in_turn: bool = False
+) -> list[Bar]:
+    even = dict(routing="uniform")
+    ways = {", layers in turn": False, ", one layer again and again": True} if in_turn else {"": False}
+    return [at_least(f"{what}, T = {tokens}", many, Results.ratio, group, tokens=tokens, **even)] + [
+        at_least(f"{what}, T = 1{how}", one, Results.ratio, group, tokens=1, repeated=repeated, **even)
+        for how, repeated in ways.items()
+    ]
+
+
+def _over_frozen(group: str, text: str, counts: Iterable[int], limit: float) -> list[Bar]:
+    text += " over one without adapters"
+    return [at_most(text.format(tokens), limit, _over, group, "frozen", tokens) for tokens in counts]
+
+
+def _adapter_bars(group: str, what: str, limits: dict[int, float]) -> list[Bar]:
+    """A step with LoRA on the experts, over a step of peft's, and over one without adapters."""
+    text = f"LoRA on {what}, T = {{}}, step"
+    bars = [
+        at_most(f"{text.format(tokens)} over peft's", limit, _over, group, REFERENCE, tokens)
+        for tokens, limit in limits.items()
+    ]
+    return bars + _over_frozen(group, text, limits, 1.25)
+
+
 def _never_slower(what: str, groups: str | tuple[str, ...]) -> Bar:
-    return Bar(what, lambda r: r.ratio(groups), 1.0, allowance=lambda r: r.noise(groups))
+    return replace(at_least(what, 1.0, Results.ratio, groups), allowance=lambda r: r.noise(groups))
 
 
-def _token_bars() -> list[Bar]:
-    """Our time for a token over llama.cpp's, 16 bit against 32, and two threads against one."""
+def _of_models() -> list[Bar]:
+    """Our time for a token over llama.cpp's, 16 bit against 32, two threads against one; prefill in few bits."""
     bars = []
+
+    def add(
+        bar: Callable[..., Bar], text: str, limit: float, ours: str, other: str, groups="llama.cpp", **facts
+    ):
+        bars.append(
+            bar(text, limit, Results.over, ours=f"{OURS}, {ours}", other=other, groups=groups, **facts)
+        )
+
     for ours, theirs, *limits in (
         ("float32", "f32", 1.2, 1.3),
         ("int8", "q8_0", 1.5, 1.8),
         ("int4", "q4_0", 1.4, 1.7),
     ):
-        for model, limit in zip(SAVED_MODELS, limits, strict=True):
+        for model, limit in zip(MODELS, limits, strict=True):
             text = f"a token, {model} in {ours}, time over llama.cpp's {theirs}"
-            value = _over_in("llama.cpp", ours, f"llama.cpp, {theirs}", phase="decode", model=model)
-            bars.append(Bar(text, value, limit, at_most=True))
-    for model in SAVED_MODELS:
-        value = _over_in("llama.cpp", "float32", f"{OURS}, bfloat16", phase="decode", model=model)
-        bars.append(Bar(f"a token, {model}, float32 over bfloat16", value, 1.0 - NOISE))
+            add(at_most, text, limit, ours, f"llama.cpp, {theirs}", phase="decode", model=model)
+    for model in MODELS:
+        text = f"a token, {model}, float32 over bfloat16"
+        add(at_least, text, 1 - NOISE, "float32", f"{OURS}, bfloat16", phase="decode", model=model)
     for ours in ("int8", "int4"):
-        for model in SAVED_MODELS:
-            value = _over_in("llama.cpp", ours, f"{OURS}, {ours}, 2 threads", phase="threads", model=model)
-            bars.append(Bar(f"a token, {model} in {ours}, wall time of one thread over two", value, 1.6))
+        for model in MODELS:
+            text = f"a token, {model} in {ours}, wall time of one thread over two"
+            add(at_least, text, 1.6, ours, f"{OURS}, {ours}, 2 threads", phase="threads", model=model)
+    for model, limit in zip(MODELS, (1.4, 2.2), strict=True):
+        text = f"prefill of 512 tokens, {model} in int4 over bfloat16"
+        add(at_most, text, limit, "int4", f"{OURS}, bfloat16", "few-bits", phase="prefill", model=model)
     return bars
 
 
-def _few_bits_bars() -> list[Bar]:
-    """Prefill in int4 over 16 bit, and the seconds that quantizing takes."""
-    bars = []
-    for model, limit in zip(SAVED_MODELS, (1.4, 2.2), strict=True):
-        value = _over_in("few-bits", "int4", f"{OURS}, bfloat16", phase="prefill", model=model)
-        bars.append(Bar(f"prefill of 512 tokens, {model} in int4 over bfloat16", value, limit, at_most=True))
-    for how, limit in (("", 20), (" without search", 8)):
-        name = f"{OURS}, int4{how}"
-        value = partial(Results.seconds_a_billion, name=name)
-        bars.append(Bar(f"quantizing a billion weights to int4{how}", value, limit, at_most=True, unit=" s"))
-    return bars
-
-
-def _elsewhere_bars() -> list[Bar]:
-    """What experts on disk cost: bytes, hits, memory, and time beside other ways to the same."""
-    text = "experts on disk"
-    rows = [
-        ("bytes read over those of missed experts", "read_over_missed", 1.02, "×"),
-        ("hit rate, distance from the simulated one", "hit_rate_error", 0.02, ""),
-        ("peak memory beyond all else, the room for experts and one expert", "megabytes_beyond", 200, " MB"),
-        ("a token, time over reads through the page cache", "over_page_cache", 1.0 + NOISE, "×"),
-        ("a token, time over a mapping with advice", "over_mapped", 1.0 + NOISE, "×"),
-        ("a token, time over accelerate's offload", "over_accelerate", 0.5, "×"),
-    ]
-    return [
-        *(
-            Bar(f"{text}, {what}", partial(Results.largest, field=field), limit, at_most=True, unit=unit)
-            for what, field, limit, unit in rows
-        ),
-        Bar(
-            f"{text}, share of the drive's rate in large reads",
-            lambda r: least(case.get("share_of_drive") for case in r.find("elsewhere")),
-            0.8,
-            unit="",
-        ),
-    ]
-
-
-def _over_in(group: str, ours: str, other: str, **facts) -> Callable[[Results], float | None]:
-    return partial(Results.over, groups=group, ours=f"{OURS}, {ours}", other=other, **facts)
-
-
-SAVED_MODELS = ("dense", "mixture")
+MODELS = ("dense", "mixture")
 LOADING = ("loading", "loading-many")
-TUNED = "-tuned"
+BLOCKS = ("block-16", "block-128")
+ON_DISK = "experts on disk"
+UP_TO = partial(partial, operator.ge)
 CPU = [
     *_block_bars("block-16", "mixture block, 16 experts", 8, 7.5, 1024, in_turn=True),
     *_block_bars("block-128", "mixture block, 128 experts", 40, 35, 1024, in_turn=True),
-    Bar(
-        "mixture block, slowest T of 1 to 1024",
-        lambda r: r.ratio(("block-16", "block-128"), tokens=lambda count: count <= 1024),
-        1.0,
-    ),
-    Bar("whole decoder, prefill, T = 1024", lambda r: r.ratio("decoder", phase="prefill", tokens=1024), 5),
-    Bar("whole decoder, decode, B = 1", lambda r: r.ratio("decoder", phase="decode", tokens=1), 4.5),
-    Bar("training step, 16 experts, T = 256", lambda r: r.ratio("training-16"), 4),
-    Bar("training step, 128 experts, T = 256", lambda r: r.ratio("training-128"), 8),
+    at_least("mixture block, slowest T of 1 to 1024", 1.0, Results.ratio, BLOCKS, tokens=UP_TO(1024)),
+    at_least("whole decoder, prefill, T = 1024", 5, Results.ratio, "decoder", phase="prefill", tokens=1024),
+    at_least("whole decoder, decode, B = 1", 4.5, Results.ratio, "decoder", phase="decode", tokens=1),
+    at_least("training step, 16 experts, T = 256", 4, Results.ratio, "training-16"),
+    at_least("training step, 128 experts, T = 256", 8, Results.ratio, "training-128"),
     *_adapter_bars("adapters-16", "16 experts", {512: 0.4, 4096: 0.85}),
     *_adapter_bars("adapters-128", "128 experts", {512: 0.15, 4096: 0.4}),
     *_over_frozen("adapters-bfloat16", "LoRA on 16 experts in bfloat16, T = {}, step", (512, 4096), 1.5),
     *_over_frozen("adapters-decode", "decoding B = {} with LoRA on 16 experts", (1, 8, 32), 1.3),
-    Bar(
-        "LoRA on 128 experts, T = 512, peak memory over peft's",
-        lambda r: r.memory("adapters-128", (REFERENCE,), tokens=512),
-        0.1,
-        at_most=True,
-    ),
-    Bar(
-        "peak memory of the block, 128 experts, T = 1024, over stock's",
-        lambda r: r.memory("block-128", (REFERENCE,), tokens=1024),
-        1 / 20,
-        at_most=True,
+    at_most("LoRA on 128 experts, T = 512, peak memory over peft's", 0.1, Results.memory, "adapters-128", tokens=512),
+    at_most(
+        "peak memory of the block, 128 experts, T = 1024, over stock's", 0.05, Results.memory, "block-128", tokens=1024
     ),
     _never_slower("dense LLaMA, slowest case", "dense"),
-    Bar(
-        "sliding window of 1,024, T = 16384, attention alone",
-        lambda r: r.ratio("window", phase="attention"),
-        4,
+    at_least(
+        "sliding window of 1,024, T = 16384, attention alone", 4, Results.ratio, "window", phase="attention"
     ),
-    Bar(
-        "sliding window of 1,024, T = 16384, peak memory over stock's",
-        lambda r: r.memory("window", (REFERENCE,), tokens=16384),
-        0.25,
-        at_most=True,
+    at_most(
+        "sliding window of 1,024, T = 16384, peak memory over stock's", 0.25, Results.memory, "window", tokens=16384
     ),
-    Bar("Mixtral's block, T = 1", lambda r: r.ratio("mixtral", tokens=1), 1.3),
-    Bar("Mixtral's block, slowest case", lambda r: r.ratio("mixtral"), 0.95),
-    Bar("Mixtral's block in bfloat16, slowest case", lambda r: r.ratio("mixtral-bfloat16"), 0.95),
-    Bar(
-        "loading, peak memory over the checkpoint's bytes",
-        lambda r: r.loaded(),
-        1.1,
-        at_most=True,
-    ),
+    at_least("Mixtral's block, T = 1", 1.3, Results.ratio, "mixtral", tokens=1),
+    at_least("Mixtral's block, slowest case", 0.95, Results.ratio, "mixtral"),
+    at_least("Mixtral's block in bfloat16, slowest case", 0.95, Results.ratio, "mixtral-bfloat16"),
+    at_most("loading, peak memory over the checkpoint's bytes", 1.1, Results.loaded),
     _never_slower("loading and reading once, speed", LOADING),
-    Bar(
-        "`from_pretrained` alone, speed",
-        lambda r: r.returned(),
-        1.0,
-        allowance=lambda r: r.returned_noise(),
+    replace(
+        at_least("`from_pretrained` alone, speed", 1.0, Results.returned),
+        allowance=lambda r: r.noise(LOADING, "returned_ratio"),
     ),
-    *_token_bars(),
-    *_few_bits_bars(),
-    *_elsewhere_bars(),
-]
+    *_of_models(),
+    at_most("quantizing a billion weights to int4", 20, Results.seconds_a_billion, f"{OURS}, int4", unit=" s"),
+    at_most(
+        "quantizing a billion weights to int4 without search", 8, Results.seconds_a_billion,
+        f"{OURS}, int4 without search", unit=" s",
+    ),
+    at_most(f"{ON_DISK}, bytes read over those of missed experts", 1.02, Results.largest, "read_over_missed"),
+    at_most(f"{ON_DISK}, hit rate, distance from the simulated one", 0.02, Results.largest, "hit_rate_error", unit=""),
+    at_most(
+        f"{ON_DISK}, peak memory beyond all else, the room for experts and one expert", 200, Results.largest,
+        "megabytes_beyond", unit=" MB",
+    ),
+    at_most(
+        f"{ON_DISK}, a token, time over reads through the page cache", 1 + NOISE, Results.largest, "over_page_cache"
+    ),
+    at_most(f"{ON_DISK}, a token, time over a mapping with advice", 1 + NOISE, Results.largest, "over_mapped"),
+    at_most(f"{ON_DISK}, a token, time over accelerate's offload", 0.5, Results.largest, "over_accelerate"),
+    at_least(
+        f"{ON_DISK}, share of the drive's rate in large reads", 0.8,
+        lambda r: least(case.get("share_of_drive") for case in r.find("elsewhere")), unit="",
+    ),
+]  # fmt: skip
 SHAPED = ("block-scout", "block-maverick")
 GPU = [
     *_block_bars("block-scout", "Scout-shaped block", 6, 5, 8192),
     *_block_bars("block-maverick", "Maverick-shaped block", 45, 30, 8192),
-    Bar(
-        "share of the copy bandwidth, T up to 32",
-        lambda r: r.roofline(SHAPED, tokens=lambda count: count <= 32),
-        0.7,
-        unit="",
+    at_least(
+        "share of the copy bandwidth, T up to 32", 0.7, Results.roofline, SHAPED, tokens=UP_TO(32), unit=""
     ),
-    Bar(
+    at_least(
         "share of the matmul rate, Scout-shaped, T = 8192",
-        lambda r: r.roofline("block-scout", tokens=8192),
         0.65,
+        Results.roofline,
+        "block-scout",
+        tokens=8192,
         unit="",
     ),
-    Bar(
+    at_least(
         "against the fastest peer, any T, both in their fastest mode",
-        lambda r: r.ratio_of_peers(SHAPED),
         1.0 - NOISE,
+        Results.ratio_of_peers,
+        SHAPED,
     ),
-    Bar(
-        "peak memory over the leanest peer's, any T, 1 MB aside",
-        lambda r: r.memory(SHAPED, PEERS, ASIDE),
-        1.0,
-        at_most=True,
+    at_most(
+        "peak memory over the leanest peer's, any T, 1 MB aside", 1.0, Results.memory, SHAPED, PEERS, ASIDE
     ),
-    Bar("training step, Scout-shaped", lambda r: r.ratio("training-scout"), 4),
+    at_least("training step, Scout-shaped", 4, Results.ratio, "training-scout"),
     _never_slower("dense LLaMA, slowest case", "dense"),
 ]
 BARS = {"cpu": CPU, "gpu": GPU}

@@ -1,35 +1,37 @@
 """Memory and speed of conversions, on a synthetic mixture with large stacks of experts.
 
-    python benchmarks/conversion.py --folder /fast/disk
+    python -m benchmarks.conversion
 
 Each conversion runs in a process of its own, in turn with a plain copy of the source (`cp`, flushed to the disk). Its
 memory is the process's peak above its memory after the imports and a first small conversion. The limit is 1 GiB and
-three times the largest matrix: one expert, or the embedding. Needs four times the checkpoint's size on the disk.
+three times the largest matrix: one expert, or the embedding. Needs four times the checkpoint's size in the folder for
+temporary files.
 """
 
-import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
 
-import llamoe
 from llamoe.conversion import Checkpoint, convert
 from llamoe.conversion.checkpoint import expected_shapes
 from llamoe.conversion.hf import save_hf
 from llamoe.conversion.io.lazy_tensor import LazyTensor
 from llamoe.conversion.options import WriteOptions
 
-RESULTS = Path(__file__).parent / "results"
+from .command_line import RESULTS
+from .hardware import describe
+from .large_mixtures import LargeMixture
+from .processes import in_process, status
+
+MIXTURE, SMALL = LargeMixture(1024, 2048, 6, 64, 32000), LargeMixture(512, 256, 2, 2, 32000)
+ROUNDS = 5
 GB = 10**9
 CASES = {
     "hf to hf, larger files": ("hf", {"shard_size": "3GB"}),
@@ -47,138 +49,86 @@ class Noise(LazyTensor):
         return torch.rand((stop - start, *self.shape[1:])).sub_(0.5).to(self.dtype)
 
 
-def text_config(layers: int, experts: int, hidden: int, inner: int) -> llamoe.LlamoeTextConfig:
-    """Configuration of a Llama 4 decoder whose weights are mostly experts."""
-    return llamoe.LlamoeTextConfig(
-        vocab_size=32000,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        intermediate_size_mlp=2 * inner,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=8,
-        head_dim=64,
-        num_local_experts=experts,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-
-
-def make(config: llamoe.LlamoeTextConfig, folder: Path, shard_size: str = "1GB") -> Checkpoint:
-    """Write a checkpoint of noise."""
+def make(mixture: LargeMixture, folder: Path) -> list[LazyTensor]:
+    """Write a checkpoint of noise to `hf` in a folder, and Meta's of it to `meta`."""
+    config = mixture.config()
+    # As many as files of Meta's, which share them.
+    config.num_key_value_heads = 8
     tensors = {name: Noise(shape, torch.bfloat16, name) for name, shape in expected_shapes(config).items()}
-    checkpoint = Checkpoint(folder, "hf", config, tensors)
-    save_hf(checkpoint, folder, WriteOptions(shard_size=shard_size))
-    return checkpoint
+    options = WriteOptions(shard_size="1GB")
+    save_hf(Checkpoint(folder / "hf", "hf", config, tensors), folder / "hf", options)
+    convert(folder / "hf", folder / "meta", to="meta", shards=8)
+    return list(tensors.values())
 
 
-def peak_bytes() -> int:
-    """Peak memory of this process, pages of files included."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+def measure(source: str, target: str, small: str, options: dict) -> dict:
+    """Seconds of a conversion in this process, and its peak above the base."""
+    with tempfile.TemporaryDirectory(dir=Path(target).parent) as first:
+        convert(small, Path(first) / "out", **options)
+    base, begun = status("VmHWM"), time.perf_counter()
+    convert(source, target, **options)
+    return {"seconds": time.perf_counter() - begun, "peak_bytes": status("VmHWM") - base}
 
 
-def measure(source: str, target: str, small: str, options: str) -> None:
-    """Convert in this process; print seconds and bytes above the base."""
-    with tempfile.TemporaryDirectory() as folder:
-        # The first conversion pays for imports, threads and the allocator.
-        convert(small, Path(folder) / "first", **json.loads(options))
-    base = peak_bytes()
-    begun = time.perf_counter()
-    convert(source, target, **json.loads(options))
-    print(json.dumps([time.perf_counter() - begun, peak_bytes() - base]))
-
-
-def copy(source: str, target: str) -> None:
-    """Copy a folder with the system's command and flush it to the disk; print seconds."""
+def copy(source: Path, target: Path) -> float:
+    """Seconds of a plain copy, flushed to the disk."""
     begun = time.perf_counter()
     subprocess.run(["cp", "-r", "--reflink=never", source, target], check=True)
-    for path in Path(target).iterdir():
-        with open(path, "rb") as file:
+    for path in target.iterdir():
+        with path.open("rb") as file:
             os.fsync(file.fileno())
-    print(json.dumps([time.perf_counter() - begun, 0]))
+    return time.perf_counter() - begun
 
 
-def run(*words: str) -> tuple[float, int]:
-    """Run a function of this file in a new process."""
-    done = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    seconds, nbytes = json.loads(done.stdout.splitlines()[-1])
-    return seconds, nbytes
-
-
-def main() -> None:
-    """Create the checkpoint, alternate conversions and copies, write the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--folder", type=Path, default=None, help="where to work; default a temporary folder")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--experts", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+def main(
+    mixture: LargeMixture = MIXTURE, small: LargeMixture = SMALL, rounds: int = ROUNDS, output=RESULTS
+) -> None:
+    """Create the checkpoints, alternate conversions and copies, write the results."""
+    with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        config = text_config(options.layers, options.experts, 1024, 2048)
-        sources = {"hf": work / "hf", "meta": work / "meta"}
-        small = {"hf": work / "small", "meta": work / "small-meta"}
-        checkpoint = make(config, sources["hf"])
-        make(text_config(2, 2, 512, 256), small["hf"])
-        for folders in (sources, small):
-            convert(folders["hf"], folders["meta"], to="meta", shards=8)
-        size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-        stack = max(tensor.nbytes for tensor in checkpoint.tensors.values())
-        matrix = max(
-            tensor.nbytes // (tensor.shape[0] if tensor.ndim > 2 else 1)
-            for tensor in checkpoint.tensors.values()
-        )
-        limit = 2**30 + 3 * matrix
+        tensors = make(mixture, work)
+        make(small, work / "small")
         rows = []
-        for case, (kind, words) in CASES.items():
-            seconds, peaks, copies, ratios = [], [], [], []
-            for _ in range(options.rounds):
-                copied, _ = run("copy", str(sources[kind]), str(work / "out"))
+        for case, (kind, options) in CASES.items():
+            runs, copies = [], []
+            for _ in range(rounds):
+                copies.append(copy(work / kind, work / "out"))
                 shutil.rmtree(work / "out")
-                taken, peak = run(
-                    "measure", str(sources[kind]), str(work / "out"), str(small[kind]), json.dumps(words)
-                )
+                paths = {"source": work / kind, "target": work / "out", "small": work / "small" / kind}
+                given = {what: str(path) for what, path in paths.items()}
+                runs.append(in_process("conversion", "measure", options=options, **given))
                 shutil.rmtree(work / "out")
-                seconds.append(taken)
-                copies.append(copied)
-                peaks.append(peak)
-                ratios.append(copied / taken)
+            ratios = [copied / run["seconds"] for copied, run in zip(copies, runs, strict=True)]
             rows.append(
                 {
                     "case": case,
-                    "seconds": statistics.median(seconds),
+                    "seconds": statistics.median(run["seconds"] for run in runs),
                     "copy_seconds": statistics.median(copies),
                     "speed_against_copy": statistics.median(ratios),
                     "speed_range": [min(ratios), max(ratios)],
-                    "peak_bytes": max(peaks),
+                    "peak_bytes": max(run["peak_bytes"] for run in runs),
                 }
             )
             print(rows[-1], flush=True)
+    about = describe(torch.device("cpu"))
     result = {
-        "date": date.today().isoformat(),
-        "command": f"python benchmarks/conversion.py --layers {options.layers} --experts {options.experts} "
-        f"--rounds {options.rounds}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "processors": torch.get_num_threads(),
-        "bytes": size,
-        "largest_stack_bytes": stack,
-        "largest_matrix_bytes": matrix,
-        "limit_bytes": limit,
+        **{name: about[name] for name in ("date", "python", "processors")},
+        "command": "python -m benchmarks.conversion",
+        "torch": about["versions"]["torch"],
+        "bytes": sum(tensor.nbytes for tensor in tensors),
+        "largest_stack_bytes": max(tensor.nbytes for tensor in tensors),
+        "largest_matrix_bytes": max(
+            tensor.nbytes // (tensor.shape[0] if tensor.ndim > 2 else 1) for tensor in tensors
+        ),
         "cases": rows,
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "conversion.json").write_text(json.dumps(result, indent=2) + "\n")
-    (RESULTS / "conversion.md").write_text(describe(result))
+    result["limit_bytes"] = 2**30 + 3 * result["largest_matrix_bytes"]
+    output.mkdir(exist_ok=True)
+    (output / "conversion.json").write_text(json.dumps(result, indent=2) + "\n")
+    (output / "conversion.md").write_text(page(result))
 
 
-def describe(result: dict) -> str:
+def page(result: dict) -> str:
     """The results as a Markdown page."""
     lines = [
         "# Conversions: memory and speed",
@@ -198,19 +148,11 @@ def describe(result: dict) -> str:
             f"| {row['case']} | {row['seconds']:.2f} | {row['copy_seconds']:.2f} | "
             f"{row['speed_against_copy']:.2f} ({low:.2f}–{high:.2f}) | {row['peak_bytes'] / GB:.3f} |"
         )
-    lines += [
-        "",
-        f"{result['date']}, Python {result['python']}, torch {result['torch']}, {result['processors']} cores: "
-        f"`{result['command']}`",
-        "",
-    ]
-    return "\n".join(lines)
+    about = (
+        f"{result['date']}, Python {result['python']}, torch {result['torch']}, {result['processors']} cores"
+    )
+    return "\n".join([*lines, "", f"{about}: `{result['command']}`", ""])
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["measure"]:
-        measure(*sys.argv[2:])
-    elif sys.argv[1:2] == ["copy"]:
-        copy(*sys.argv[2:])
-    else:
-        main()
+    main()

@@ -4,9 +4,9 @@
     python -m benchmarks.cpu --cases block-16 dense
     LLAMA_CPP_CONVERTER=llama.cpp/convert_hf_to_gguf.py python -m benchmarks.cpu --cases llama.cpp
 
-The groups llama.cpp and llama.cpp-compiled run only when they are named. They need llama-cpp-python, the converter of
-llama.cpp's sources, about four minutes each, and 4 GB in the folder for temporary files. The case of two threads needs
-two processors that nobody else uses.
+The group llama.cpp runs only when it is named. It needs llama-cpp-python, the converter of llama.cpp's sources, about
+four minutes, and 4 GB in the folder for temporary files. Its case of two threads needs two processors that nobody else
+uses.
 """
 
 import sys
@@ -15,15 +15,11 @@ from functools import partial
 import torch
 
 from . import (
-    adapters,
-    attention,
-    beside_llama_cpp,
     block,
     command_line,
     elsewhere,
     few_bits,
     loading,
-    mixtral,
     models,
     saved_models,
     small_modules,
@@ -42,7 +38,7 @@ COPIES = 4
 # Experts of 6.3 MB, 2.4 GB of them.
 ON_DISK = LargeMixture(hidden=1024, expert=1024, layers=6, experts=64)
 SAVED = (saved_models.DENSE, saved_models.MIXTURE)
-BY_NAME = ("llama.cpp", "llama.cpp-compiled")
+BY_NAME = ("llama.cpp",)
 """Groups that run only when they are named: they need what this repository does not install."""
 
 GROUPS: dict[str, Group] = {
@@ -50,10 +46,10 @@ GROUPS: dict[str, Group] = {
     "block-128": partial(block.inference, SETTING, MINI_128, DECODE, (256, 512, 1024), (32, 256), COPIES),
     "training-16": partial(block.training, SETTING, MINI, 256),
     "training-128": partial(block.training, SETTING, MINI_128, 256),
-    "adapters-16": partial(adapters.training, SETTING, MINI, (512, 4096)),
-    "adapters-128": partial(adapters.training, SETTING, MINI_128, (512, 4096)),
-    "adapters-bfloat16": partial(adapters.training, BFLOAT16, MINI, (512, 4096)),
-    "adapters-decode": partial(adapters.decoding, SETTING, MINI, LAYERS, (1, 8, 32)),
+    "adapters-16": partial(block.lora, SETTING, MINI, (512, 4096)),
+    "adapters-128": partial(block.lora, SETTING, MINI_128, (512, 4096)),
+    "adapters-bfloat16": partial(block.lora, BFLOAT16, MINI, (512, 4096)),
+    "adapters-decode": partial(block.lora_decoding, SETTING, MINI, LAYERS, (1, 8, 32)),
     "decoder": partial(
         models.mixture, SETTING, MINI, LAYERS, prefill=(128, 1024), decode=DECODE, training=(256,)
     ),
@@ -61,16 +57,15 @@ GROUPS: dict[str, Group] = {
         models.dense, SETTING, MINI, LAYERS, prefill=(128, 1024), decode=DECODE, training=(256,)
     ),
     "chunked": partial(
-        attention.chunked, SETTING, MINI, chunk=1024, counts=(2, 4, 8), long=65536, patience=60.0
+        models.chunked, SETTING, MINI, chunk=1024, counts=(2, 4, 8), long=65536, patience=60.0
     ),
-    "window": partial(attention.windowed, SETTING, MINI, 1024, (2, 16)),
-    "mixtral": partial(mixtral.everything, SETTING, MINI_8, (1, 32, 1024), 256),
-    "mixtral-bfloat16": partial(mixtral.everything, BFLOAT16, MINI_8, (1, 32, 1024), 256),
+    "window": partial(models.windowed, SETTING, MINI, 1024, (2, 16)),
+    "mixtral": partial(block.mixtral, SETTING, MINI_8, (1, 32, 1024), 256),
+    "mixtral-bfloat16": partial(block.mixtral, BFLOAT16, MINI_8, (1, 32, 1024), 256),
     "vision": partial(small_modules.vision, SETTING, hidden=512, layers=4, heads=8, output=512, tiles=(1, 2)),
     "parts": partial(small_modules.small, SETTING, MINI, 1024),
     "few-bits": partial(few_bits.few_bits, SAVED, 512),
-    "llama.cpp": partial(beside_llama_cpp.decoding, SAVED),
-    "llama.cpp-compiled": partial(beside_llama_cpp.decoding, SAVED, is_compiled=True),
+    "llama.cpp": partial(few_bits.beside_llama_cpp, SAVED),
     "elsewhere": partial(elsewhere.elsewhere, ON_DISK),
     "loading": partial(loading.loading, SETTING, MINI, LAYERS, "100MB"),
     "loading-many": partial(loading.loading, SETTING, MANY_SMALL, 12, "100KB", dense=True),

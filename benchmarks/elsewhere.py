@@ -10,8 +10,6 @@ import hashlib
 import json
 import mmap
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections import OrderedDict
@@ -32,8 +30,8 @@ from llamoe.modeling.moe import Experts
 from . import OURS
 from .clocks import WallClock
 from .harness import IN_BFLOAT16, ROUNDS, Cases, beyond, difference, summarize
-from .large_mixtures import LargeMixture, draw_routing, forget, passes_of, simulate_lru
-from .loading import Watch, status
+from .large_mixtures import LargeMixture, draw_routing, passes_of, simulate_lru
+from .processes import Watch, bytes_read, forget, in_process, status
 
 RESIDENT = "in memory"
 CACHED = f"{OURS}, page cache"
@@ -53,19 +51,9 @@ TINY = LargeMixture(64, 64, 2, 2)
 
 
 def elsewhere(
-    mixture: LargeMixture,
-    shares: tuple[float, ...] = (0.25, 0.5),
-    warm: int = 96,
-    tokens: int = 64,
+    mixture: LargeMixture, shares: tuple[float, ...] = (0.25, 0.5), warm: int = 96, tokens: int = 64
 ) -> Cases:
-    """Decode one row with room for a share of the experts, then read all of them.
-
-    Args:
-        mixture: sizes.
-        shares: of the experts, that have room.
-        warm: tokens before the measured ones, which fill the memory.
-        tokens: that are measured.
-    """
+    """Decode one row with room for shares of the experts, `tokens` behind `warm` that fill it; then read them all."""
     with tempfile.TemporaryDirectory() as name:
         folder, small = Path(name) / "mixture", Path(name) / "small"
         for shape, place in ((mixture, folder), (TINY, small)):
@@ -87,7 +75,7 @@ def _tokens(mixture: LargeMixture, law: str, share: float, given: dict, rounds: 
     for number in range(rounds):
         for who in CONTESTANTS[:: 1 if number % 2 == 0 else -1]:
             if number == 0 or who in IN_TURN:
-                found[who].append(in_process("decode", who=who, law=law, budget=room, **given))
+                found[who].append(in_process("elsewhere", "decode", who=who, law=law, budget=room, **given))
     rows = {who: _joined(its) for who, its in found.items()}
     details = {who: row.pop("details", {}) for who, row in rows.items()}
     expected, failures = details[RESIDENT], []
@@ -137,7 +125,9 @@ def _joined(runs: list[dict]) -> dict:
 
 def _rate(mixture: LargeMixture, folder: Path, rounds: int) -> dict:
     """The case of passes that need every expert, beside large reads of the same files, in turns in one process."""
-    found = in_process("rate", folder=str(folder), budget=mixture.all_bytes // 4, rounds=4 * rounds)
+    found = in_process(
+        "elsewhere", "rate", folder=str(folder), budget=mixture.all_bytes // 4, rounds=4 * rounds
+    )
     rows = found if "skipped" not in found else {OURS: found}
     name = f"reading {mixture.all_bytes / 1e9:.2f} GB of experts"
     result = _finished(name, rows, [], DRIVE, phase="rate", nbytes=mixture.all_bytes)
@@ -154,27 +144,6 @@ def _finished(name: str, rows: dict[str, dict], failures: list[str], reference: 
     result = {"case": name, **facts, "clock": WallClock.unit, "contestants": rows}
     summarize(result, reference)
     return {**result, "tolerance": vars(IN_BFLOAT16), "failures": failures}
-
-
-def in_process(what: str, **given) -> dict:
-    """Run `decode` or `rate` in a new process; what it returns, or `{"skipped": reason}`."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "benchmarks.elsewhere",
-            what,
-            json.dumps({"threads": torch.get_num_threads(), **given}),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
-    if done.returncode:
-        return {"skipped": (done.stderr.strip().splitlines() or ["it ended"])[-1][:300]}
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 class Advised:
@@ -345,10 +314,7 @@ def rate(folder: str, budget: int, rounds: int) -> dict:
 
 
 class LargeReads:
-    """Direct reads of files in large requests by several threads.
-
-    Threads, files and buffers are there before the first read, so that a read costs what the drive takes.
-    """
+    """Direct reads of files in large requests by several threads, which are there with their buffers before."""
 
     def __init__(self, paths: list[Path]):
         self._pool = ThreadPoolExecutor(READERS)
@@ -375,19 +341,3 @@ class LargeReads:
             return os.preadv(descriptor, [buffer], at)
         finally:
             self._buffers.put(buffer)
-
-
-def bytes_read() -> int:
-    """Bytes that the kernel read from drives for this process."""
-    return int(Path("/proc/self/io").read_text().partition("\nread_bytes:")[2].split()[0])
-
-
-def main() -> None:
-    """Run what `in_process` asks for."""
-    what, given = sys.argv[1], json.loads(sys.argv[2])
-    torch.set_num_threads(given.pop("threads"))
-    print(json.dumps({"decode": decode, "rate": rate}[what](**given)))
-
-
-if __name__ == "__main__":
-    main()

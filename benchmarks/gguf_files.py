@@ -14,13 +14,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .decoders import silence
 from .harness import LeftOut
 
 VARIABLE = "LLAMA_CPP_CONVERTER"
 CONVERTED = ("f32", "bf16", "q8_0")
 TYPES = (*CONVERTED, "q4_0")
 CHILD = str(Path(__file__).with_name("gguf_converter.py"))
+
+
+_callbacks: list = []
+
+
+def silence(llama_cpp) -> None:
+    """Make llama.cpp's C code print nothing."""
+    # C keeps no reference of the function.
+    if not _callbacks:
+        _callbacks.append(llama_cpp.llama_log_callback(lambda level, text, data: None))
+    llama_cpp.llama_log_set(_callbacks[0], None)
 
 
 def find_converter() -> Path:

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from . import attention, block, command_line, loading, models, small_modules
+from . import block, command_line, loading, models, small_modules
 from .clocks import DeviceClock
 from .harness import Cases, Group
 from .memory import available_bytes
@@ -23,9 +23,8 @@ from .shapes import MANY_SMALL, MAVERICK, SCOUT, Setting, Shape
 SETTING = Setting(torch.device("cuda", 0), torch.bfloat16)
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128)
 PREFILL = (512, 1024, 2048, 8192)
-# Compiling takes most of the time, so few sizes, and kernel tuning only where the compiled peer is strongest.
+# Compiling takes most of the time, so few sizes.
 GRAPHS = replace(SETTING, compile_modes=("reduce-overhead",), compiled_tokens=(1, 8, 32, 128))
-TUNED = replace(SETTING, compile_modes=("max-autotune",), compiled_tokens=(1, 8))
 # The width of LLaMA 2 13B, with its vocabulary of 32000 rows.
 DENSE = replace(SCOUT, vocabulary=32000)
 LEFT_FOR_ACTIVATIONS = 40e9
@@ -42,8 +41,6 @@ def decoder(setting: Setting, shape: Shape, **what) -> Cases:
 GROUPS: dict[str, Group] = {
     "block-scout": partial(block.inference, GRAPHS, SCOUT, DECODE, PREFILL, (8, 32, 8192)),
     "block-maverick": partial(block.inference, GRAPHS, MAVERICK, DECODE, PREFILL, (8, 32, 8192)),
-    "block-scout-tuned": partial(block.inference, TUNED, SCOUT, TUNED.compiled_tokens, (), ()),
-    "block-maverick-tuned": partial(block.inference, TUNED, MAVERICK, TUNED.compiled_tokens, (), ()),
     "training-scout": partial(block.training, SETTING, SCOUT, 256),
     "training-scout-long": partial(block.training, SETTING, SCOUT, 4096),
     "training-maverick": partial(block.training, SETTING, MAVERICK, 256),
@@ -53,9 +50,7 @@ GROUPS: dict[str, Group] = {
     "dense": partial(
         models.dense, SETTING, DENSE, 8, prefill=(512, 4096), decode=DECODE, training=(2048,), generate=(1,)
     ),
-    "chunked": partial(
-        attention.chunked, SETTING, SCOUT, chunk=8192, counts=(2, 4), long=65536, patience=30.0
-    ),
+    "chunked": partial(models.chunked, SETTING, SCOUT, chunk=8192, counts=(2, 4), long=65536, patience=30.0),
     "vision": partial(
         small_modules.vision, SETTING, hidden=1408, layers=34, heads=16, output=4096, tiles=(1, 8)
     ),

@@ -6,14 +6,20 @@ import statistics
 import subprocess
 from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+import llamoe
+
 from .clocks import Clock
 
-PACKAGES = ("llamoe", "torch", "transformers", "triton", "safetensors", "llama_cpp_python")
+PACKAGES = {name: name for name in ("transformers", "triton", "safetensors")} | {
+    "llama_cpp_python": "llama_cpp"
+}
+"""Distribution to module."""
 
 
 @dataclass(frozen=True)
@@ -64,57 +70,28 @@ def measure_rates(clock: Clock, dtype: torch.dtype, rounds: int = 7, side: int =
 
 def describe(device: torch.device) -> dict:
     """Machine, versions and date for the results."""
+    words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    versions = {name: version(name) for name, module in PACKAGES.items() if find_spec(module)}
     about = {
         "date": date.today().isoformat(),
-        "commit": commit(),
-        "processor": processor_name(),
+        "commit": done.stdout.strip() or None,
+        "processor": next(names, platform.processor() or platform.machine()),
         "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        # torch's own version names the kind of build.
+        "versions": {"llamoe": llamoe.__version__, "torch": torch.__version__, **versions},
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        about["device"] = properties.name
-        about["device_bytes"] = properties.total_memory
-        about["cuda"] = torch.version.cuda
+        about |= {
+            "device": properties.name,
+            "device_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+        }
     return about
-
-
-def commit() -> str | None:
-    """The checked-out commit, or None outside a repository."""
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=Path(__file__).parent,
-        )
-    # git is not installed.
-    except OSError:
-        return None
-    return done.stdout.strip() or None
-
-
-def processor_name() -> str:
-    """The processor's name as the system reports it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str | None:
-    if package == "torch":
-        # The module's version names the kind of build.
-        return torch.__version__
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        if package == "llamoe":
-            import llamoe
-
-            return llamoe.__version__
-        return None

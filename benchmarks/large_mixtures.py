@@ -4,7 +4,6 @@ Weights are random. Routing then says nothing of trained models, so it is drawn:
 """
 
 import json
-import os
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -163,15 +162,3 @@ def passes_of(experts_LTK: torch.Tensor) -> list[list[Expert]]:
         [(layer, expert) for layer, chosen in enumerate(its_LK.tolist()) for expert in sorted(set(chosen))]
         for its_LK in experts_LTK.unbind(1)
     ]
-
-
-def forget(folder: Path) -> None:
-    """Drop the files of a folder from the page cache, as far as nobody maps them."""
-    for path in folder.glob("*.safetensors"):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            # Pages that were just written can be dropped once they are on the drive.
-            os.fdatasync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)

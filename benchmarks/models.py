@@ -1,20 +1,34 @@
-"""Cases of whole decoders, mixture and dense: prefill, decoding with a cache, training, and `generate` in one graph."""
+"""Cases of whole decoders, mixture and dense: prefill, decoding, training, `generate`; and of local attention.
+
+Local attention is measured in a prefill of one layer with a small feed-forward; each pass builds its masks.
+"""
 
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import torch
-from transformers import DynamicCache, Llama4ForCausalLM, LlamaForCausalLM, PreTrainedModel
+from torch import nn
+from transformers import (
+    DynamicCache,
+    Llama4ForCausalLM,
+    Llama4TextModel,
+    LlamaForCausalLM,
+    MistralModel,
+    PreTrainedModel,
+)
 
 import llamoe
 
 from . import AGAIN, OURS, REFERENCE, roofline
 from .harness import ROUNDS, SURE_ROUNDS, Case, Cases, Contestant, tolerance_of, tolerance_of_gradients
+from .memory import available_bytes
 from .shapes import Setting, Shape
-from .shared_weights import dense_config, model_pair, text_config
+from .shared_weights import dense_config, mistral_config, model_pair, text_config
 
 PAST = 64
 """Cached tokens in each row while decoding."""
+QUADRATIC_NUMBERS = 2
+"""Bytes for each pair of tokens while a mask is built: the mask, and one of the two masks that it combines."""
 
 
 def mixture(setting: Setting, shape: Shape, layers: int, **what) -> Cases:
@@ -51,57 +65,69 @@ def decoder(
         generate: batch sizes of `generate` with a static cache, which transformers compiles on a device.
         again: measure stock against itself as well, and take more rounds of all contestants.
     """
-    models = dict(zip((REFERENCE, OURS), pair, strict=True))
-    if again:
-        models[AGAIN] = models[REFERENCE]
-    yield from _prefill(setting, models, prefill)
-    yield from _decode(setting, models, decode)
-    yield from _training(setting, models, training)
-    yield from _generate(setting, models, generate)
+    stock, ours = pair
+    models = {REFERENCE: stock, OURS: ours} | ({AGAIN: stock} if again else {})
+    layers, vocabulary = len(ours.model.layers), ours.vocab_size
 
-
-def _rounds(models: dict) -> int:
-    return SURE_ROUNDS if AGAIN in models else ROUNDS
-
-
-def _contestants(models: dict, make: Callable) -> dict[str, Contestant]:
-    return {name: Contestant(torch.no_grad()(make(model))) for name, model in models.items()}
-
-
-def _work(models: dict, ids: torch.Tensor, past: int = 0) -> roofline.Work:
-    ours = models[OURS]
-    hit = roofline.experts_hit(ours, input_ids=ids) if isinstance(ours, llamoe.LlamoeForCausalLM) else []
-    return roofline.of_decoder(ours, *ids.shape, past, hit)
-
-
-def _prefill(setting: Setting, models: dict, lengths: tuple[int, ...]) -> Cases:
-    for length in lengths:
-        ids = setting.tokens(1, length, models[OURS].vocab_size)
-        yield Case(
-            name=f"prefill, T = {length}",
-            contestants=_contestants(
-                models, lambda model, ids=ids: lambda: model(ids, use_cache=False).logits
-            ),
-            work=_work(models, ids),
-            tolerance=tolerance_of(setting.dtype, len(models[OURS].model.layers)),
-            facts={"phase": "prefill", "tokens": length},
-            least=_rounds(models),
+    def case(
+        name: str, make: Callable, phase: str, tokens: int, work=None, outputs: Any = None, **options
+    ) -> Case:
+        given = {} if outputs is None else {"outputs": outputs}
+        contestants = {who: Contestant(make(model), **given) for who, model in models.items()}
+        facts, tolerance = {"phase": phase, "tokens": tokens}, tolerance_of(setting.dtype, layers)
+        return Case(
+            name, contestants, work, tolerance, facts, least=SURE_ROUNDS if again else ROUNDS, **options
         )
 
+    for length in prefill:
+        ids = setting.tokens(1, length, vocabulary)
 
-def _decode(setting: Setting, models: dict, batches: tuple[int, ...]) -> Cases:
-    vocabulary = models[OURS].vocab_size
-    for batch in batches:
-        prompt = setting.tokens(batch, PAST, vocabulary)
-        ids = setting.tokens(batch, 1, vocabulary, offset=2)
-        yield Case(
-            name=f"decode, B = {batch}",
-            contestants=_contestants(models, partial(decode_step, prompt=prompt, ids=ids)),
-            work=_work(models, ids, PAST),
-            tolerance=tolerance_of(setting.dtype, len(models[OURS].model.layers)),
-            facts={"phase": "decode", "tokens": batch},
-            least=_rounds(models),
-        )
+        def whole(model, ids=ids):
+            return torch.no_grad()(lambda: model(ids, use_cache=False).logits)
+
+        yield case(f"prefill, T = {length}", whole, "prefill", length, _work(ours, ids))
+    for batch in decode:
+        prompt, ids = setting.tokens(batch, PAST, vocabulary), setting.tokens(batch, 1, vocabulary, offset=2)
+
+        def step(model, prompt=prompt, ids=ids):
+            return torch.no_grad()(decode_step(model, prompt, ids))
+
+        yield case(f"decode, B = {batch}", step, "decode", batch, _work(ours, ids, PAST))
+    # Our model has the same parameters.
+    parameters = list(stock.parameters())
+
+    def forget() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
+    for length in training:
+        ids = setting.tokens(1, length, vocabulary)
+
+        def train(model, ids=ids):
+            def run():
+                forget()
+                model(ids, labels=ids, use_cache=False).loss.backward()
+                return [parameter.grad for parameter in parameters]
+
+            return run
+
+        work = roofline.of_training(_work(ours, ids))
+        trained = case(f"training, T = {length}", train, "training", length, work, list, before=forget)
+        trained.tolerance = tolerance_of_gradients(setting.dtype, layers)
+        yield trained
+    forget()
+    for batch in generate:
+        new, prompt = 64, setting.tokens(batch, PAST, vocabulary)
+        options = dict(max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
+
+        def answer(model, prompt=prompt, options=options):
+            return lambda: model.generate(prompt, cache_implementation="static", **options)
+
+        made = case(f"generate {new} tokens, static cache, B = {batch}", answer, "generate", batch)
+        for contestant in made.contestants.values():
+            # Single steps compare logits. Here one tie would change all later tokens.
+            contestant.outputs, contestant.warm_up, contestant.has_own_pool = None, 2, True
+        yield made
 
 
 def decode_step(
@@ -120,64 +146,86 @@ def decode_step(
     return run
 
 
-def _training(setting: Setting, models: dict, lengths: tuple[int, ...]) -> Cases:
-    # Our model has the same parameters.
-    parameters = list(models[REFERENCE].parameters())
+def _work(ours: PreTrainedModel, ids: torch.Tensor, past: int = 0) -> roofline.Work:
+    hit = roofline.experts_hit(ours, input_ids=ids) if isinstance(ours, llamoe.LlamoeForCausalLM) else []
+    return roofline.of_decoder(ours, *ids.shape, past, hit)
 
-    def forget() -> None:
-        for parameter in parameters:
-            parameter.grad = None
 
-    tolerance = tolerance_of_gradients(setting.dtype, len(models[OURS].model.layers))
-    for length in lengths:
-        ids = setting.tokens(1, length, models[OURS].vocab_size)
+def chunked(
+    setting: Setting, shape: Shape, chunk: int, counts: tuple[int, ...], long: int, patience: float
+) -> Cases:
+    """Prefill of several chunks, then of a long text.
 
-        def step(model, ids=ids) -> Callable[[], list[torch.Tensor]]:
-            def run():
-                forget()
-                model(ids, labels=ids, use_cache=False).loss.backward()
-                return [parameter.grad for parameter in parameters]
-
-            return run
-
-        yield Case(
-            name=f"training, T = {length}",
-            contestants={name: Contestant(step(model), outputs=list) for name, model in models.items()},
-            work=roofline.of_training(_work(models, ids)),
-            tolerance=tolerance,
-            facts={"phase": "training", "tokens": length},
-            least=_rounds(models),
-            before=forget,
+    Args:
+        setting: device and dtype.
+        shape: sizes.
+        chunk: tokens in a chunk.
+        counts: numbers of chunks, rising.
+        long: tokens of the long text. A contestant skips it if its mask would take more than half of the memory, or if
+            its last time, scaled with the square of the length, exceeds the patience.
+        patience: seconds.
+    """
+    plain = dict(moe_layers=[], num_local_experts=1, intermediate_size_mlp=shape.hidden, no_rope_layers=[1])
+    longest = max(long, chunk * max(counts))
+    config = text_config(shape, attention_chunk_size=chunk, max_position_embeddings=longest, **plain)
+    pair = model_pair(setting, Llama4TextModel, llamoe.LlamoeTextModel, config)
+    result: dict | None = None
+    length = 0
+    for tokens in [*(chunk * count for count in counts), long]:
+        facts = {"phase": "chunked", "tokens": tokens, "chunks": tokens // chunk, "chunk": chunk}
+        case = _hidden_states(setting, shape, pair, f"T = {tokens}, {tokens // chunk} chunks", facts)
+        case.work = _work_of_chunks(pair[1], tokens, chunk)
+        case.skipped = (
+            _left_out(setting, result, length, tokens, patience) if tokens == long and result else {}
         )
-    forget()
+        result = yield case
+        length = tokens
 
 
-def _generate(setting: Setting, models: dict, batches: tuple[int, ...], new: int = 64) -> Cases:
-    for batch in batches:
-        prompt = setting.tokens(batch, PAST, models[OURS].vocab_size)
+def windowed(setting: Setting, shape: Shape, window: int, counts: tuple[int, ...]) -> Cases:
+    """Prefill under a sliding window, of so many windows: a layer, and its attention alone."""
+    config = mistral_config(shape, sliding_window=window, max_position_embeddings=window * max(counts))
+    pair = model_pair(setting, MistralModel, llamoe.LlamoeDenseModel, config)
+    for count, alone in [*((count, "") for count in counts), (counts[-1], ", attention alone")]:
+        if alone:
+            for model in pair:
+                model.layers[0].mlp = nn.Identity()
+        facts = {"phase": "attention" if alone else "window", "tokens": window * count, "window": window}
+        yield _hidden_states(setting, shape, pair, f"T = {window * count}, window of {window}{alone}", facts)
 
-        def whole(model, prompt=prompt) -> Callable[[], torch.Tensor]:
-            def run():
-                return model.generate(
-                    prompt,
-                    max_new_tokens=new,
-                    min_new_tokens=new,
-                    do_sample=False,
-                    cache_implementation="static",
-                    pad_token_id=0,
-                )
 
-            return run
+def _hidden_states(setting: Setting, shape: Shape, pair: tuple, name: str, facts: dict) -> Case:
+    ids = setting.tokens(1, facts["tokens"], shape.vocabulary)
 
-        # Single steps compare logits. Here one tie would change all later tokens.
-        yield Case(
-            name=f"generate {new} tokens, static cache, B = {batch}",
-            contestants={
-                name: Contestant(whole(model), outputs=None, warm_up=2, has_own_pool=True)
-                for name, model in models.items()
-            },
-            work=None,
-            tolerance=tolerance_of(setting.dtype, len(models[OURS].model.layers)),
-            facts={"phase": "generate", "tokens": batch},
-            least=_rounds(models),
+    def run(model):
+        return torch.no_grad()(lambda: model(ids, use_cache=False).last_hidden_state)
+
+    contestants = {who: Contestant(run(model)) for who, model in zip((REFERENCE, OURS), pair, strict=True)}
+    return Case(name, contestants, None, tolerance_of(setting.dtype), facts)
+
+
+def _work_of_chunks(model, tokens: int, chunk: int) -> roofline.Work:
+    """The work of a decoder whose scores stay inside chunks, without the head."""
+    layer = sum(p.numel() for p in model.layers.parameters())
+    itemsize = next(model.parameters()).element_size()
+    pairs = tokens // chunk * chunk * (chunk + 1) // 2
+    attended = 4 * pairs * model.config.num_attention_heads * model.config.head_dim
+    moved = layer + 2 * tokens * model.config.hidden_size
+    return roofline.Work(moved * itemsize, 2 * tokens * layer + attended)
+
+
+def _left_out(setting: Setting, last: dict, length: int, tokens: int, patience: float) -> dict[str, str]:
+    reasons = {}
+    available, mask = available_bytes(setting.device), QUADRATIC_NUMBERS * tokens**2
+    if mask > available / 2:
+        reasons[REFERENCE] = (
+            f"a mask of {tokens} x {tokens} takes {mask / 1e9:.1f} GB; {available / 1e9:.1f} GB are free"
         )
+    for name, row in last["contestants"].items():
+        expected = row.get("median", 0) * (tokens / length) ** 2
+        if name not in reasons and expected > patience:
+            reasons[name] = (
+                f"{row['median']:.2f} s at {length} tokens make {expected:.0f} s if it grows with the square, more "
+                f"than {patience:g} s"
+            )
+    return reasons

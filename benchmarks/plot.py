@@ -15,7 +15,6 @@ from matplotlib import pyplot
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from . import OURS, REFERENCE
-from .bars import TUNED
 
 # Okabe and Ito's colours, distinct for colour-blind eyes; each line also has a marker of its own.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -51,7 +50,6 @@ def _block_lines(cases: list[dict], field: str, who: str = OURS) -> dict[str, li
         row = case["contestants"].get(who, {})
         if (
             case["group"].startswith("block-")
-            and not case["group"].endswith(TUNED)
             # A logarithmic axis has no zero.
             and row.get(field)
             and case["routing"] == "uniform"

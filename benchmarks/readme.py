@@ -12,11 +12,9 @@ from pathlib import Path
 
 from . import OURS, REFERENCE, cpu, gpu, is_of, report
 from .bars import BARS, PEERS, Results, ratio_of_fastest
-from .beside_llama_cpp import LLAMA_CPP
+from .few_bits import LLAMA_CPP
+from .report import ROOT, replaced
 
-ROOT = Path(__file__).parents[1]
-BEGIN = "<!-- speed: written by `python -m benchmarks.readme` -->"
-END = "<!-- end of speed -->"
 TOKENS = {"cpu": (1, 8, 32, 128, 1024, 8192), "gpu": (1, 8, 32, 128, 512, 4096, 8192)}
 COPIES = "an expert's for each token"
 """End of the reason for which `batched_mm` is left out of many cases."""
@@ -201,19 +199,6 @@ def _left_out(results: dict, name: str) -> list[str]:
     return lines + [f"**Failed**: {line}" for line in report.failures(results)]
 
 
-def replaced(text: str, body: str, name: str = "README.md") -> str:
-    """A page's text with a new body between the markers.
-
-    Raises:
-        ValueError: the markers do not stand once each, in order.
-    """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"{name} needs the line {BEGIN} and after it {END}, once each")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n\n{body}\n\n{END}{after}"
-
-
 PAGES = {"README.md": summary, "docs/performance.md": section}
 
 
@@ -232,7 +217,7 @@ def main() -> int:
     ]
     pages = {name: (options.root / name).read_text() for name in PAGES}
     try:
-        wanted = {name: replaced(text, PAGES[name](*results), name) for name, text in pages.items()}
+        wanted = {name: replaced(text, PAGES[name](*results), "speed", name) for name, text in pages.items()}
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,10 +1,13 @@
 """Results as JSON (everything), Markdown (tables) and lines for the terminal."""
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from . import AGAIN, REFERENCE, bars
+
+ROOT = Path(__file__).parents[1]
 
 TITLES = {"cpu": "Speed on a CPU", "gpu": "Speed on a GPU"}
 GROUPS = {
@@ -48,8 +51,8 @@ NOTES = {
     "transformers in float32. llama.cpp's files are those that its converter makes, and its quantizer for q4_0: there "
     "all matrices have that type, but the head has q6_K; the head is below 1 % of the weights. "
     "Logits are compared in float32. After a contestant's name stand the MB of its weights, and how many of its first "
-    "tokens are those of the first contestant: with random weights rounding soon leads to another token. `compiled` is "
-    "a step with a static cache in one graph. Of llama.cpp and compiled code peak memory is not seen.",
+    "tokens are those of the first contestant: with random weights rounding soon leads to another token. Of llama.cpp "
+    "peak memory is not seen.",
     "elsewhere": "A mixture of 6 layers with 64 experts of 6.3 MB, one of them for a token, in bfloat16; "
     "which one is drawn. "
     "One row, a token a pass, after 96 tokens that fill the memory. Wall time, of each token the fastest of the "
@@ -124,6 +127,21 @@ def write_page(results: dict, folder: Path, name: str) -> None:
     (folder / f"{name}.md").write_text(page(results, name, (folder / f"{name}.svg").exists()))
 
 
+def replaced(text: str, body: str, what: str, name: str) -> str:
+    """A page's text with a new body between `<!-- what: written by ... -->` and `<!-- end of what -->`.
+
+    Raises:
+        ValueError: the marks do not stand once each, in order.
+    """
+    marks = re.findall(rf"<!-- (?:{what}: |end of {what} )", text)
+    found = re.search(rf"(<!-- {what}: .*? -->\n).*(<!-- end of {what} -->)", text, re.DOTALL)
+    if found is None or len(marks) != 2:
+        raise ValueError(
+            f"{name} needs the marks <!-- {what}: ... --> and after it <!-- end of {what} -->, once each"
+        )
+    return f"{text[: found.end(1)]}\n{body}\n\n{text[found.start(2) :]}"
+
+
 @cache
 def _say_once(text: str) -> None:
     print(text)
@@ -171,10 +189,7 @@ def failures(results: dict) -> list[str]:
 
 def group_table(cases: list[dict]) -> list[str]:
     """Table rows, one for each contestant of each case."""
-    lines = [
-        "| case | | ms | quartiles | ratio | peak MB | roofline |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = ["| case | | ms | quartiles | ratio | peak MB | roofline |", "|---|---|---|---|---|---|---|"]
     for case in cases:
         label = case["case"]
         if "distinct" in case:

@@ -37,14 +37,12 @@ class SavedModel:
         name: name in the results.
         ours: our class.
         stock: transformers' class for the same folder.
-        config_class: configuration of ours.
-        fields: its fields, without those of the vocabulary.
+        fields: of our configuration, without those of the vocabulary.
     """
 
     name: str
     ours: type[PreTrainedModel]
     stock: type[PreTrainedModel]
-    config_class: type[PreTrainedConfig]
     fields: dict[str, Any]
 
     @property
@@ -54,7 +52,7 @@ class SavedModel:
 
     def config(self) -> PreTrainedConfig:
         """The configuration, with the tokenizer's vocabulary."""
-        return self.config_class(
+        return self.ours.config_class(
             vocab_size=len(tokenizer()), bos_token_id=0, eos_token_id=None, pad_token_id=None, **self.fields
         )
 
@@ -83,7 +81,6 @@ DENSE = SavedModel(
     "dense",
     llamoe.LlamoeDenseForCausalLM,
     LlamaForCausalLM,
-    llamoe.LlamoeDenseConfig,
     dict(ATTENTION, intermediate_size=2816, num_hidden_layers=10, max_position_embeddings=2048),
 )
 # 197 million, of which a token meets 55: every other layer is a mixture.
@@ -91,7 +88,6 @@ MIXTURE = SavedModel(
     "mixture",
     llamoe.LlamoeForCausalLM,
     Llama4ForCausalLM,
-    llamoe.LlamoeTextConfig,
     dict(
         ATTENTION,
         intermediate_size=1024,

@@ -9,10 +9,12 @@ from transformers import (
     Llama4VisionConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 import llamoe
 
@@ -108,6 +110,25 @@ def block_pair(
         block.load_state_dict(parameters, assign=True)
         ours[name] = block.eval()
     return stock.eval(), ours
+
+
+def mixtral_blocks(setting: Setting, shape: Shape) -> dict[str, nn.Module]:
+    """Mixtral's block, two experts chosen: stock's in its models' default and other implementations, and ours."""
+    fields = dict(hidden_size=shape.hidden, intermediate_size=shape.expert, num_local_experts=shape.experts)
+    config = MixtralConfig(**{**_sizes(shape), **fields, "num_experts_per_tok": 2, "num_hidden_layers": 1})
+    with made_in(setting):
+        first = MixtralSparseMoeBlock(config)
+    draw_weights(first, setting)
+    found: dict[str, nn.Module] = {}
+    with torch.device("meta"):
+        for name, way in {"": "grouped_mm", ", eager": "eager", ", batched_mm": "batched_mm"}.items():
+            its = MixtralConfig(**config.to_dict(), experts_implementation=way)
+            found[f"stock{name}"] = MixtralSparseMoeBlock(its)
+        found["llamoe"] = llamoe.LlamoeMixtralModel(llamoe.from_stock(config)).layers[0].mlp
+    for module in found.values():
+        module.load_state_dict(dict(first.named_parameters()), assign=True)
+        module.eval()
+    return found
 
 
 def model_pair(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers import Llama4TextConfig, Llama4VisionModel
+from transformers import Llama4VisionModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding, apply_rotary_emb
 
@@ -33,32 +33,26 @@ def vision(
     config = vision_config(hidden, layers, heads, output)
     pair = model_pair(setting, Llama4VisionModel, llamoe.LlamoeVisionModel, config)
     weights = sum(parameter.numel() for parameter in pair[0].parameters())
+    multiplied = sum(parameter.numel() for parameter in pair[0].model.parameters() if parameter.ndim == 2)
     patches = (config.image_size // config.patch_size) ** 2 + 1
     for count in tiles:
         pixels = setting.randn(count, 3, config.image_size, config.image_size)
 
         def run(model, pixels=pixels) -> Callable[[], torch.Tensor]:
-            return lambda: model(pixels).last_hidden_state
+            return torch.no_grad()(lambda: model(pixels).last_hidden_state)
 
         scores = 4 * layers * count * patches**2 * hidden
+        moved = weights * setting.dtype.itemsize + pixels.nbytes
         yield Case(
             name=f"{count} tile{'s' if count > 1 else ''}",
             contestants={
-                name: Contestant(torch.no_grad()(run(model)))
-                for name, model in zip((REFERENCE, OURS), pair, strict=True)
+                who: Contestant(run(model)) for who, model in zip((REFERENCE, OURS), pair, strict=True)
             },
             # The adapter processes a quarter of the patches. Counting all of them overstates the work by less than 1 %.
-            work=Work(
-                weights * setting.dtype.itemsize + pixels.nbytes,
-                2 * count * patches * _encoder_weights(pair[0]) + scores,
-            ),
+            work=Work(moved, 2 * count * patches * multiplied + scores),
             tolerance=tolerance_of(setting.dtype, layers),
             facts={"phase": "vision", "tokens": count},
         )
-
-
-def _encoder_weights(tower: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in tower.model.parameters() if parameter.ndim == 2)
 
 
 def small(setting: Setting, shape: Shape, tokens: int, compiled: bool = True) -> Cases:
@@ -70,11 +64,11 @@ def small(setting: Setting, shape: Shape, tokens: int, compiled: bool = True) ->
         tokens: length of one row.
         compiled: whether to measure `torch.compile`, too.
     """
-    for name, functions, differing, work in (
+    for name, functions, work in (
         _norms(setting, shape, tokens),
         _feed_forwards(setting, shape, tokens),
-        _rotary_half_split(setting, shape, tokens),
-        _rotary_interleaved(setting, shape, tokens),
+        _rotary(setting, shape, tokens, interleave=False),
+        _rotary(setting, shape, tokens, interleave=True),
         _norms(setting, shape, 1),
         _linear_layer(setting, shape),
     ):
@@ -82,7 +76,8 @@ def small(setting: Setting, shape: Shape, tokens: int, compiled: bool = True) ->
             yield Case(
                 name=f"{name}, {'compiled' if compiles else 'eager'}",
                 contestants={
-                    who: _small_contestant(function, compiles, who not in differing)
+                    # A LayerNorm computes another function.
+                    who: _contestant(function, compiles, who != "nn.LayerNorm")
                     for who, function in functions.items()
                 },
                 work=work,
@@ -92,7 +87,7 @@ def small(setting: Setting, shape: Shape, tokens: int, compiled: bool = True) ->
             torch.compiler.reset()
 
 
-def _small_contestant(function: Callable, compiles: bool, compared: bool) -> Contestant:
+def _contestant(function: Callable, compiles: bool, compared: bool) -> Contestant:
     run = torch.compile(function, dynamic=False) if compiles else function
     outputs = (lambda result: list(result) if isinstance(result, tuple) else [result]) if compared else None
     return Contestant(torch.no_grad()(run), outputs=outputs, warm_up=2 if compiles else 1)
@@ -100,17 +95,13 @@ def _small_contestant(function: Callable, compiles: bool, compared: bool) -> Con
 
 def _norms(setting: Setting, shape: Shape, tokens: int):
     x = setting.randn(1, tokens, shape.hidden)
-    norms = {
-        REFERENCE: LlamaRMSNorm(shape.hidden, EPS),
-        OURS: RMSNorm(shape.hidden, EPS),
-        "nn.RMSNorm": nn.RMSNorm(shape.hidden, EPS),
-        "nn.LayerNorm": nn.LayerNorm(shape.hidden, EPS),
-    }
-    for norm in norms.values():
-        norm.to(setting.device, setting.dtype)
+    norms = {REFERENCE: LlamaRMSNorm, OURS: RMSNorm, "nn.RMSNorm": nn.RMSNorm, "nn.LayerNorm": nn.LayerNorm}
+    functions = {}
+    for name, norm_class in norms.items():
+        norm = norm_class(shape.hidden, EPS).to(setting.device, setting.dtype)
         draw_weights(norm, setting)
-    functions = {name: (lambda norm=norm: norm(x)) for name, norm in norms.items()}
-    return f"RMSNorm, T = {tokens}", functions, {"nn.LayerNorm"}, Work(2 * x.nbytes, 0)
+        functions[name] = lambda norm=norm: norm(x)
+    return f"RMSNorm, T = {tokens}", functions, Work(2 * x.nbytes, 0)
 
 
 def _feed_forwards(setting: Setting, shape: Shape, tokens: int):
@@ -122,56 +113,37 @@ def _feed_forwards(setting: Setting, shape: Shape, tokens: int):
     ours.load_state_dict(dict(stock.named_parameters()), assign=True)
     weights = sum(parameter.numel() for parameter in stock.parameters())
     work = Work((weights + 2 * x.numel()) * x.itemsize, 2 * tokens * weights)
-    return f"SwiGLU, T = {tokens}", {REFERENCE: lambda: stock(x), OURS: lambda: ours(x)}, set(), work
+    return f"SwiGLU, T = {tokens}", {REFERENCE: lambda: stock(x), OURS: lambda: ours(x)}, work
 
 
-def _heads(setting: Setting, shape: Shape, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _rotary(setting: Setting, shape: Shape, tokens: int, interleave: bool):
+    """LLaMA's, which splits a head in halves, or Llama 4's, which interleaves."""
     # The layout that a projection returns: heads after tokens.
     query = setting.randn(1, tokens, shape.heads, shape.head_dim)
     key = setting.randn(1, tokens, shape.key_value_heads, shape.head_dim, offset=2)
-    return query, key, torch.arange(tokens, device=setting.device)[None]
-
-
-def _rotary_half_split(setting: Setting, shape: Shape, tokens: int):
-    query, key, positions = _heads(setting, shape, tokens)
-    embedding = RotaryEmbedding(llamoe.from_stock(dense_config(shape, 1))).to(setting.device)
-    cos, sin = embedding(query, positions)
+    positions = torch.arange(tokens, device=setting.device)[None]
+    config = text_config(shape, no_rope_layers=[1]) if interleave else dense_config(shape, 1)
+    with torch.device(setting.device):
+        cos, sin = RotaryEmbedding(llamoe.from_stock(config))(query, positions)
+        angles = Llama4TextRotaryEmbedding(config)(query, positions) if interleave else None
     # Stock's angles cover both halves of a head, in the dtype of the hidden states.
     full = [torch.cat((angle, angle), dim=-1).to(setting.dtype) for angle in (cos, sin)]
+    eager = rotary_tables(cos, sin, interleave)
 
     def stock() -> tuple[torch.Tensor, ...]:
+        if interleave:
+            return apply_rotary_emb(query, key, angles)
         rotated = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *full)
         return tuple(x.transpose(1, 2) for x in rotated)
 
-    functions = {REFERENCE: stock, OURS: _rotated_together(query, key, cos, sin, interleave=False)}
-    return f"rotary of LLaMA, T = {tokens}", functions, set(), Work(2 * (query.nbytes + key.nbytes), 0)
-
-
-def _rotary_interleaved(setting: Setting, shape: Shape, tokens: int):
-    query, key, positions = _heads(setting, shape, tokens)
-    config: Llama4TextConfig = text_config(shape, no_rope_layers=[1])
-    with torch.device(setting.device):
-        angles = Llama4TextRotaryEmbedding(config)(query, positions)
-        cos, sin = RotaryEmbedding(llamoe.from_stock(config))(query, positions)
-    functions = {
-        REFERENCE: lambda: apply_rotary_emb(query, key, angles),
-        OURS: _rotated_together(query, key, cos, sin, interleave=True),
-    }
-    return f"rotary of Llama 4, T = {tokens}", functions, set(), Work(2 * (query.nbytes + key.nbytes), 0)
-
-
-def _rotated_together(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bool
-) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Rotate as `Attention` does: tables are made once a pass, with real numbers under a compiler."""
-    eager = rotary_tables(cos, sin, interleave)
-
-    def run() -> tuple[torch.Tensor, ...]:
+    def ours() -> tuple[torch.Tensor, ...]:
+        # As `Attention` does: tables are made once a pass, with real numbers under a compiler.
         tables = rotary_tables(cos, sin, interleave) if torch.compiler.is_compiling() else eager
         rotated = rotate(torch.cat((query, key), dim=2), tables, interleave)
         return rotated.split_with_sizes((query.shape[2], key.shape[2]), dim=2)
 
-    return run
+    name = f"rotary of {'Llama 4' if interleave else 'LLaMA'}, T = {tokens}"
+    return name, {REFERENCE: stock, OURS: ours}, Work(2 * (query.nbytes + key.nbytes), 0)
 
 
 def _linear_layer(setting: Setting, shape: Shape):
@@ -183,4 +155,4 @@ def _linear_layer(setting: Setting, shape: Shape):
     turn = itertools.cycle(layers)
     functions = {REFERENCE: lambda: next(turn)(x), OURS: lambda: apply_linear(next(turn), x)}
     weight = layers[0].weight
-    return "linear layer, T = 1", functions, set(), Work(weight.nbytes + x.nbytes, 2 * weight.numel())
+    return "linear layer, T = 1", functions, Work(weight.nbytes + x.nbytes, 2 * weight.numel())

@@ -18,22 +18,20 @@ from benchmarks import (
     AGAIN,
     OURS,
     REFERENCE,
-    adapters,
-    attention,
     bars,
-    beside_llama_cpp,
     block,
     command_line,
     cpu,
-    decoders,
     few_bits,
     gguf_files,
     gpu,
     harness,
     loading,
     models,
+    processes,
     qlora,
     readme,
+    report,
     routing,
     saved_models,
     small_modules,
@@ -172,12 +170,13 @@ def test_what_does_not_fit_is_skipped_with_a_reason(clock):
 GROUPS = {
     "block-16": partial(block.inference, SETTING, TINY, (1, 3), (9,), (9,)),
     "training-16": partial(block.training, SETTING, TINY, 9),
-    "adapters-16": partial(adapters.training, SETTING, TINY, (9,)),
-    "adapters-decode": partial(adapters.decoding, SETTING, TINY, 2, (3,)),
+    "adapters-16": partial(block.lora, SETTING, TINY, (9,)),
+    "adapters-decode": partial(block.lora_decoding, SETTING, TINY, 2, (3,)),
     "decoder": partial(models.mixture, SETTING, TINY, 2, prefill=(9,), decode=(3,), training=(9,)),
     "dense": partial(models.dense, SETTING, TINY, 2, prefill=(9,), decode=(3,), training=(9,)),
-    "chunked": partial(attention.chunked, SETTING, TINY, chunk=8, counts=(2,), long=40, patience=60.0),
-    "window": partial(attention.windowed, SETTING, TINY, 8, (5,)),
+    "chunked": partial(models.chunked, SETTING, TINY, chunk=8, counts=(2,), long=40, patience=60.0),
+    "mixtral": partial(block.mixtral, SETTING, TINY, (1, 9), 9, copies=2),
+    "window": partial(models.windowed, SETTING, TINY, 8, (5,)),
     "vision": partial(small_modules.vision, SETTING, hidden=64, layers=1, heads=4, output=32, tiles=(1,)),
     "parts": partial(small_modules.small, SETTING, TINY, 9, compiled=False),
 }
@@ -233,9 +232,9 @@ def test_from_the_cases_to_the_reports(tmp_path, clock, capsys):
             assert len(row["seconds"]) == 2
             assert row["ratio"] > 0
             # Of some the least work is not counted.
-            assert case["group"].startswith(("adapters", "window")) or row["roofline"] > 0
+            assert case["group"].startswith(("adapters", "mixtral", "window")) or row["roofline"] > 0
             assert row["peak_bytes"] > 0
-            assert ("difference" in row) == (name not in (REFERENCE, "nn.LayerNorm", adapters.FROZEN))
+            assert ("difference" in row) == (name not in (REFERENCE, "nn.LayerNorm", block.FROZEN))
     found = {case["case"]: case for case in results["cases"] if case["group"] == "block-16"}
     assert set(found) == {"B = 1", "B = 3", "T = 9", "T = 9, Zipf"}
     assert set(found["B = 1"]["contestants"]) == {"stock", "llamoe", "grouped_mm", "batched_mm"}
@@ -365,13 +364,6 @@ def test_bars_take_the_worst_case_of_ours():
         llamoes=(8, 1),
     )
     assert bars.Results({"cases": [case("block-16", 1, **ways)]}).ratio("block-16") == 2.5
-    # A peer's fastest way may stand in the group of the slow mode; at other numbers of tokens it says nothing.
-    both = [
-        case("block-16", 1, stock=(1, 1), llamoe=(6, 1), grouped_mm=(3, 1)),
-        case("block-16-tuned", 1, stock=(1, 1), llamoe=(4, 1), grouped_mm_compiled=(8, 1)),
-        case("block-16-tuned", 8, stock=(1, 1), grouped_mm_compiled=(50, 1)),
-    ]
-    assert bars.Results({"cases": both}).ratio_of_peers("block-16") == pytest.approx(6 / 8)
     lean = {"cases": [case("block-16", 1, llamoe=(1, 12e5), grouped_mm=(1, 4e5))]}
     assert bars.Results(lean).memory("block-16", bars.PEERS, bars.ASIDE) == pytest.approx(0.5)
     rows = bars.table(results, "cpu")
@@ -394,10 +386,12 @@ def test_never_slower_is_judged_with_the_noise_of_stock_against_itself(again, no
 
 
 def test_figures_are_replaced_and_checked_in_both_pages(tmp_path, monkeypatch, capsys):
-    stale = f"# name\n\n{readme.BEGIN}\nold\n{readme.END}\n\nmore\n"
-    assert readme.replaced(stale, "new") == f"# name\n\n{readme.BEGIN}\n\nnew\n\n{readme.END}\n\nmore\n"
-    with pytest.raises(ValueError, match="once each"):
-        readme.replaced("# name\n", "new")
+    page = "# name\n\n<!-- speed: written by `me` -->{}<!-- end of speed -->\n\nmore\n"
+    stale = page.format("\nold\n")
+    assert report.replaced(stale, "new", "speed", "") == page.format("\n\nnew\n\n")
+    for wrong in ("# name\n", stale + stale):
+        with pytest.raises(ValueError, match="once each"):
+            report.replaced(wrong, "new", "speed", "")
     pages = [tmp_path / name for name in readme.PAGES]
     (tmp_path / "docs").mkdir()
     for page in pages:
@@ -445,7 +439,7 @@ def test_the_summary_has_the_ratios_of_the_results():
 
 def test_threads_are_given_back():
     before, seen = torch.get_num_threads(), []
-    with pytest.raises(RuntimeError, match="no such kernel"), decoders.on_threads(before + 1):
+    with pytest.raises(RuntimeError, match="no such kernel"), few_bits.on_threads(before + 1):
         fails(seen.append(torch.get_num_threads()))
     assert seen == [before + 1]
     assert torch.get_num_threads() == before
@@ -453,14 +447,15 @@ def test_threads_are_given_back():
 
 def test_loading_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch):
     """Of 30 MB of weights at least 27 have to be held, and the sum tells that they are the ones that were saved."""
-    programs.in_place_of_subprocess(monkeypatch, loading)
+    programs.in_place_of_subprocess(monkeypatch, processes)
     shape = Shape(hidden=256, expert=320, experts=25, heads=6, key_value_heads=2, head_dim=20, vocabulary=101)
     loading.save(SETTING, shape, 1, tmp_path / "checkpoint", "10MB")
     loading.save(SETTING, loading.SMALL, 1, tmp_path / "small", "10MB")
     shards = list((tmp_path / "checkpoint").glob("*.safetensors"))
     nbytes = sum(path.stat().st_size for path in shards)
     assert len(shards) > 1
-    found = loading.load_in_process(OURS, tmp_path / "checkpoint", tmp_path / "small", SETTING)
+    paths = {"folder": str(tmp_path / "checkpoint"), "small": str(tmp_path / "small")}
+    found = processes.in_process("loading", "load", who=OURS, device="cpu", **paths)
     assert found["peak_bytes"] > 0.9 * nbytes
     assert len(found["seconds"]) == len(found["returned_seconds"]) == loading.LOADS
     assert all(
@@ -496,7 +491,7 @@ SAVED = (
 
 def test_few_bits_from_the_cases_to_the_reports(tmp_path, monkeypatch, clock):
     monkeypatch.setitem(GROUPS, "few-bits", partial(few_bits.few_bits, SAVED, 9))
-    monkeypatch.setattr(beside_llama_cpp, "NEW", 3)
+    monkeypatch.setattr(few_bits, "NEW", 3)
     assert run_session(tmp_path, clock, ["few-bits"]) == 0
     results = json.loads((tmp_path / "cpu.json").read_text())
     assert [(case["phase"], case["model"]) for case in results["cases"]] == [
@@ -513,7 +508,7 @@ def test_few_bits_from_the_cases_to_the_reports(tmp_path, monkeypatch, clock):
         # Embedding and head, which stay, are most of these small models.
         assert sixteen > eight > four
         # Float32 ran first, and has its own tokens.
-        assert case["first_tokens"][f"{OURS}, float32"] == beside_llama_cpp.NEW
+        assert case["first_tokens"][f"{OURS}, float32"] == few_bits.NEW
     # Two dense layers and two mixtures: attention and norms, feed-forward; five experts and the shared one, router.
     attention_, norms = 2 * 192 * 96 + 2 * 192 * 32, 2 * 192
     weights = 4 * (attention_ + norms) + 2 * (3 * 192 * 320 + 6 * 3 * 192 * 128 + 5 * 192)
@@ -541,14 +536,14 @@ class Recites:
 
 
 def test_decoders_are_compared_in_float32_and_their_first_tokens_counted(clock):
-    tokens = list(range(beside_llama_cpp.NEW))
+    tokens = list(range(few_bits.NEW))
     makers = {
         REFERENCE: lambda: Recites(tokens),
         f"{OURS}, float32": lambda: Recites(tokens, 1.0),
         f"{OURS}, int4": lambda: Recites([*tokens[:3], 99, *tokens[4:]], 1.0),
         "llama.cpp, q4_0": lambda: fails(None),
     }
-    case = beside_llama_cpp.decode_case("a case", makers, 1, clock=WallClock(cache_bytes=2**16))
+    case = few_bits.decode_case("a case", makers, 1, clock=WallClock(cache_bytes=2**16))
     case.clock.shortest = 1e-5
     result = harness.measure(case, case.clock, RATES, QUICK)
     assert result["first_tokens"] == {
@@ -585,7 +580,7 @@ def test_a_group_that_cannot_be_run_keeps_its_results(
     monkeypatch.setitem(GROUPS, "llama.cpp", lambda: (case for case in [make_case(lambda x: x)]))
     assert run_session(tmp_path, clock, ["llama.cpp"]) == 0
     before = (tmp_path / "cpu.json").read_text()
-    GROUPS["llama.cpp"] = partial(beside_llama_cpp.decoding, SAVED)
+    GROUPS["llama.cpp"] = partial(few_bits.beside_llama_cpp, SAVED)
     assert run_session(tmp_path, clock, ["llama.cpp"]) == 0
     assert sentence in capsys.readouterr().out
     assert (tmp_path / "cpu.json").read_text() == before
@@ -598,7 +593,7 @@ def test_a_group_that_cannot_be_run_keeps_its_results(
 )
 def test_llama_cpp_computes_the_same(tmp_path, monkeypatch, clock):
     """Logits in float32, and the size of each type; the group on tiny models."""
-    monkeypatch.setitem(GROUPS, "llama.cpp", partial(beside_llama_cpp.decoding, SAVED))
+    monkeypatch.setitem(GROUPS, "llama.cpp", partial(few_bits.beside_llama_cpp, SAVED))
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert run_session(tmp_path, clock, ["llama.cpp"]) == 0
@@ -613,24 +608,9 @@ def test_llama_cpp_computes_the_same(tmp_path, monkeypatch, clock):
         assert all(len(row["seconds"]) == 2 for row in case["contestants"].values())
     for case in results["cases"][:2]:
         assert case["contestants"]["llama.cpp, f32"]["difference"]["largest"] < 1e-4
-        assert case["first_tokens"]["llama.cpp, f32"] == beside_llama_cpp.NEW
+        assert case["first_tokens"]["llama.cpp, f32"] == few_bits.NEW
         sizes = [case["nbytes_of"][f"llama.cpp, {kind}"] for kind in gguf_files.TYPES]
         assert sizes == sorted(sizes, reverse=True)
-
-
-def test_the_compiled_step_decodes_as_generate_does(tmp_path, monkeypatch):
-    SAVED[0].save(tmp_path)
-    model = saved_models.load_ours(SAVED[0], tmp_path, "float32")
-    monkeypatch.setattr(torch, "compile", lambda module, fullgraph: module)
-    plain, compiled = (
-        decoders.Generate(model, threads=torch.get_num_threads() + 1),
-        decoders.CompiledStep(model),
-    )
-    before, expected = torch.get_num_threads(), plain.decode(20)
-    assert torch.get_num_threads() == before
-    assert compiled.decode(20) == expected
-    assert compiled.decode(20) == expected
-    assert len(set(expected)) > 2
 
 
 @pytest.mark.parametrize(
@@ -645,7 +625,7 @@ def test_the_compiled_step_decodes_as_generate_does(tmp_path, monkeypatch):
 def test_two_threads_are_measured_on_processors_that_nobody_uses(monkeypatch, processors, load, reason):
     monkeypatch.setattr(os, "cpu_count", lambda: processors)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 9.0, 9.0))
-    case = beside_llama_cpp._two_threads(SAVED[0], None, dict.fromkeys(gguf_files.TYPES))
+    case = few_bits.two_threads(SAVED[0], None, dict.fromkeys(gguf_files.TYPES))
     on_two = {name for name in case.contestants if name.endswith("2 threads")}
     assert len(on_two) == 4 and len(case.contestants) == 8
     assert case.skipped == (dict.fromkeys(on_two, reason) if reason else {})
@@ -656,8 +636,7 @@ def test_groups_that_are_asked_for_by_name_do_not_run_by_default():
     chosen = made.parse_args([]).cases
     assert [group for group in cpu.GROUPS if group not in chosen] == list(cpu.BY_NAME)
     assert made.parse_args(["--cases", "llama.cpp"]).cases == ["llama.cpp"]
-    # Lines are broken at hyphens, too.
-    assert "bynamealone:llama.cpp,llama.cpp-compiled" in "".join(made.format_help().split())
+    assert "bynamealone:llama.cpp" in "".join(made.format_help().split())
 
 
 def test_a_time_over_anothers_is_the_median_of_the_rounds():
@@ -692,8 +671,9 @@ def test_the_gpu_benchmark_refuses_without_a_device(tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize("weights", ["nf4", "int4"])
-def test_qlora_from_packed_random_weights_to_the_whole_model(weights, tmp_path, monkeypatch, capsys):
-    words = ["qlora", "--tiny", "--weights", weights, "--steps", "1", "--output", str(tmp_path)]
+def test_qlora_from_packed_random_weights_to_the_whole_model(weights, monkeypatch, capsys):
+    words = ["qlora", "--tiny", "--weights", weights]
+    monkeypatch.setattr(qlora, "STEPS", 1)
     monkeypatch.setattr(sys, "argv", words)
     if weights == "nf4":
         pytest.importorskip("bitsandbytes")
@@ -709,7 +689,6 @@ def test_qlora_from_packed_random_weights_to_the_whole_model(weights, tmp_path, 
         r"^48 layers, extrapolated, not measured: \S+ GB .*, \S+ tokens/s$", printed, re.MULTILINE
     )
     assert "at most 66 GB, at least 3,000 tokens/s" in printed
-    assert list(tmp_path.iterdir()) == []
 
     # Few layers have their peak where the whole model has not.
     rows = [

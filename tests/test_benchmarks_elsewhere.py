@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import programs
 
-from benchmarks import OURS, bars, command_line, elsewhere
+from benchmarks import OURS, bars, command_line, elsewhere, processes
 from benchmarks.clocks import ProcessorClock
 from benchmarks.harness import Budget
 from benchmarks.large_mixtures import LargeMixture, passes_of, simulate_lru
@@ -60,9 +60,11 @@ def test_hits_are_the_simulated_ones_and_all_contestants_compute_the_same(folder
 
 def test_a_contestant_that_fails_is_told(folder, monkeypatch):
     """Room for less than one expert."""
-    programs.in_place_of_subprocess(monkeypatch, elsewhere)
+    programs.in_place_of_subprocess(monkeypatch, processes)
     given = {"folder": str(folder), "small": str(folder), "law": "even", "budget": 1, "warm": 1, "tokens": 1}
-    assert "experts_memory=1 bytes" in elsewhere.in_process("decode", who=OURS, **given)["skipped"]
+    assert (
+        "experts_memory=1 bytes" in processes.in_process("elsewhere", "decode", who=OURS, **given)["skipped"]
+    )
 
 
 @pytest.mark.slow
@@ -78,8 +80,8 @@ def test_experts_on_disk_from_the_cases_to_the_reports(tmp_path, monkeypatch):
     assert all(len(row["seconds"]) == 20 for row in token["contestants"].values())
     assert token["hit_rate_error"] == 0
     assert set(all_read["contestants"]) == {elsewhere.DRIVE, OURS, elsewhere.WITH_PRODUCTS}
-    judged = {
-        bar.text: bar.value(bars.Results({"cases": [token, all_read]})) for bar in bars._elsewhere_bars()
-    }
+    found = bars.Results({"cases": [token, all_read]})
+    judged = {bar.text: bar.value(found) for bar in bars.CPU if bar.text.startswith(bars.ON_DISK)}
+    assert len(judged) == 7
     assert all(number is not None for number in judged.values())
     assert "% hits, " in (tmp_path / "cpu.md").read_text()

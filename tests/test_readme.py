@@ -128,16 +128,15 @@ def test_the_small_models_page_is_near_what_its_training_measured():
     assert min(map(min, by_page.values())) >= 85
 
 
-def test_what_few_bits_cost_is_that_of_the_results(monkeypatch):
-    """`examples/tiny/few_bits.py --page` writes the table; each format stays within its bar."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples/tiny"))
-    import few_bits
+def test_what_few_bits_cost_is_that_of_the_results():
+    """`python -m benchmarks.quality` writes the table; each format stays within its bar."""
+    from benchmarks import quality
 
     results = json.loads(read("benchmarks/results/quality.json"))
-    assert [row["name"] for row in results["rows"]] == list(few_bits.variants())
-    assert few_bits.missed(results["rows"]) == []
+    assert [row["name"] for row in results["rows"]] == list(quality.variants())
+    assert quality.missed(results["rows"]) == []
     page = read("docs/quantization.md")
-    assert few_bits.table(results["rows"]) in page
+    assert quality.table(results["rows"]) in page
     assert f"{results['questions']:,} questions" in " ".join(page.split())
     assert results["questions"] >= 5000
 

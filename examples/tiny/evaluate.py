@@ -4,32 +4,12 @@ Everything works as for a user: `AutoProcessor`, `AutoModelForImageTextToText`, 
 answer counts only if it equals the expected one, character by character.
 """
 
-import argparse
 import random
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
-
-
-def read_arguments() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description="Accuracy of a checkpoint made by train.py.")
-    parser.add_argument("--model", default="examples/llamoe-tiny", help="default: %(default)s")
-    parser.add_argument("--count", type=int, default=3840, help="questions per column (default: %(default)s)")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    parser.add_argument("--page", type=Path, help="Markdown file, for its part between <!-- accuracy ... -->")
-    arguments = parser.parse_args()
-    if arguments.count < 1:
-        parser.error(f"argument --count: must be at least 1, not {arguments.count}")
-    return arguments
-
-
-if __name__ == "__main__":
-    # Help and mistakes are shown before torch is imported, which takes seconds.
-    read_arguments()
+from typing import Any
 
 import grammar
 import questions
@@ -42,7 +22,6 @@ import llamoe  # noqa: F401  (registers the model types)
 
 BATCH_SIZE = 64
 PLAIN = "none of these"
-BEGIN, END = "<!-- accuracy: written by `examples/tiny/evaluate.py --page` -->", "<!-- end of accuracy -->"
 WORDINGS = ("trained", "near", "far")
 
 
@@ -158,10 +137,7 @@ def report(folder: str | Path, count: int, dtype: str = "auto") -> str:
 def table(measured: dict[str, dict[str, float]]) -> str:
     """A Markdown table with a row for each kind of question and each stress of pictures that occurred."""
     lines = ["| | trained wordings | wordings of others | unusual ones |", "|:--|--:|--:|--:|"]
-    for group, keys in (
-        ("questions", ("all", *questions.KINDS)),
-        ("pictures", (*shapes.STRESSES, PLAIN)),
-    ):
+    for group, keys in (("questions", ("all", *questions.KINDS)), ("pictures", (*shapes.STRESSES, PLAIN))):
         lines.append(f"| **{group}** | | | |")
         for key in keys:
             if any(key in column for column in measured.values()):
@@ -170,45 +146,5 @@ def table(measured: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def around_table(page: Path) -> tuple[str, str]:
-    """What stands before and behind the table of a page, with the marks.
-
-    Raises:
-        ValueError: the page lacks the marks.
-        OSError: there is no such page.
-    """
-    text = page.read_text()
-    begin, end = text.find(BEGIN), text.find(END)
-    if not 0 <= begin < end:
-        raise ValueError(f"{page} has no part between {BEGIN} and {END}")
-    return text[: begin + len(BEGIN)], text[end:]
-
-
-def fail(message: object) -> NoReturn:
-    """Print one line and exit with status 2, as argparse does."""
-    print(f"evaluate: {' '.join(str(message).split())}", file=sys.stderr)
-    raise SystemExit(2) from None
-
-
-def main() -> None:
-    """Print the table, and write it into a page."""
-    arguments = read_arguments()
-    before, behind = "", ""
-    if arguments.page:
-        try:
-            before, behind = around_table(arguments.page)
-        except (OSError, ValueError) as error:
-            fail(error)
-    try:
-        text = report(arguments.model, arguments.count, arguments.dtype)
-    except (OSError, ValueError) as error:
-        is_there = Path(arguments.model).exists()
-        fail(f"{arguments.model}: {error if is_there else 'no such folder, nor such a model in reach'}")
-    print(text)
-    if arguments.page:
-        as_list = text.replace("\nmixture", "\n- mixture")
-        arguments.page.write_text(f"{before}\n\n{as_list}\n\n{behind}")
-
-
 if __name__ == "__main__":
-    main()
+    print(report(Path(__file__).parents[1] / "llamoe-tiny", 3840))

@@ -12,13 +12,12 @@ The state is saved now and then; the same command goes on from there after a sto
 model, its processor, `training.log` and the loss as a picture, `loss.png`.
 """
 
-import argparse
 import hashlib
 import os
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -26,44 +25,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-
-def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or these words."""
-    parser = argparse.ArgumentParser(description="Train a tiny multimodal mixture of experts on shapes.")
-    parser.add_argument("--out", default="trained-tiny", help="folder (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=9000, help="of all stages (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and pictures (default: %(default)s)")
-    parser.add_argument("--evaluate", type=int, default=960, help="questions a column (default: %(default)s)")
-    parser.add_argument("--save-every", type=int, default=100, help="steps (default: %(default)s)")
-    arguments = parser.parse_args(words)
-    for name in ("steps", "evaluate", "save_every"):
-        if getattr(arguments, name) < 1:
-            parser.error(
-                f"argument --{name.replace('_', '-')}: must be at least 1, not {getattr(arguments, name)}"
-            )
-    return arguments
-
-
-if __name__ == "__main__":
-    # Help and mistakes are shown before torch is imported, which takes seconds.
-    read_arguments()
-
 import evaluate
 import questions
 import torch
-from dialogues import (
-    CLASSES,
-    SQUARES,
-    Job,
-    Stage,
-    batches,
-    draw_scene,
-    picture_text,
-    write_chats,
-    write_rows,
-)
+from dialogues import CLASSES, SQUARES, Job, Stage, batches, draw_scene, picture_text, write_chats, write_rows
+from matplotlib.figure import Figure
 from model import build_model, build_processor, build_tokenizer
-from PIL import Image, ImageDraw
 from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -72,6 +39,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from llamoe import LlamoeForConditionalGeneration, LlamoeProcessor
 
+OUT = Path("trained-tiny")
+# Of both stages.
+STEPS = 9000
+SEED = 0
+SAVE_EVERY = 100
+# Questions in each column of the examination at the end.
+EXAMINED = 960
 # Steps whose losses make a line of the log together.
 LOGGED = 100
 
@@ -81,14 +55,7 @@ ANSWERING = Stage(
     24,
     5e-3,
     dict.fromkeys(questions.KINDS, 1.0)
-    | {
-        "caption": 3.0,
-        "count": 1.5,
-        "exists": 2.0,
-        "where": 2.0,
-        "beside": 1.5,
-        "relation": 2.0,
-    },
+    | {"caption": 3.0, "count": 1.5, "exists": 2.0, "where": 2.0, "beside": 1.5, "relation": 2.0},
     chats=(1, 1, 1, 1, 2),
 )
 
@@ -321,67 +288,44 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def draw_losses(training: Training) -> Image.Image:
-    """The loss over the steps, by its logarithm: a mean of thirty steps for each point, a colour for each stage."""
-    width, height, margin = 800, 400, 40
-    picture = Image.new("RGB", (width, height), "white")
-    pen = ImageDraw.Draw(picture)
-    scale = torch.tensor(training.losses).clamp(min=1e-4).log10()
-    low, high = float(scale.min().floor()), float(scale.max().ceil())
-    stages = list(dict.fromkeys(job.stage for job in training.jobs))
-    colours = ("#1f77b4", "#ff7f0e", "#2ca02c")
-
-    def place(step: int, value: float) -> tuple[float, float]:
-        across = step / len(training.jobs) * (width - 2 * margin)
-        return margin + across, height - margin - (value - low) / (high - low) * (height - 2 * margin)
-
-    for power in range(int(low), int(high) + 1):
-        y = place(0, power)[1]
-        pen.line((margin, y, width - margin, y), fill="#dddddd")
-        pen.text((4, y - 6), f"{10.0**power:g}", fill="black")
-    for number, stage in enumerate(stages):
-        steps = [step for step, job in enumerate(training.jobs) if job.stage is stage]
-        points = [
-            place(step, float(scale[max(steps[0], step - 29) : step + 1].mean()))
-            for step in steps
-            if step < training.step
-        ]
-        if points:
-            pen.line(points, fill=colours[number], width=2)
-            pen.text((points[0][0] + 4, 8), stage.name, fill=colours[number])
-    pen.text((width // 2, height - 20), f"{len(training.jobs)} steps", fill="black")
-    return picture
+def draw_losses(training: Training, path: Path) -> None:
+    """The loss over the steps: a mean of thirty steps for each point, a colour for each stage."""
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    losses = training.losses
+    for stage in dict.fromkeys(job.stage for job in training.jobs):
+        steps = [step for step, job in enumerate(training.jobs[: training.step]) if job.stage is stage]
+        means = [mean(losses[max(steps[0], step - 29) : step + 1]) for step in steps]
+        axes.semilogy(steps, means, label=stage.name)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:
     """Train, save in bfloat16 and measure the saved model."""
-    arguments = read_arguments()
-    set_seed(arguments.seed)
-    folder = Path(arguments.out)
-    processor = build_processor(build_tokenizer(784, write_corpus(arguments.seed)))
+    set_seed(SEED)
+    processor = build_processor(build_tokenizer(784, write_corpus(SEED)))
     model = build_model(processor.tokenizer)
     heads = nn.Linear(model.config.text_config.hidden_size, sum(CLASSES) + SQUARES**2)
-    training = Training(model, heads, plan(arguments.steps, arguments.seed))
-    state = folder / "training-state.pt"
+    training = Training(model, heads, plan(STEPS, SEED))
+    state = OUT / "training-state.pt"
     if state.is_file():
-        try:
-            training.load(state)
-        except ValueError as error:
-            raise SystemExit(f"train: {error}") from None
+        training.load(state)
         print(f"going on after step {training.step} of {len(training.jobs)}")
-    folder.mkdir(parents=True, exist_ok=True)
+    OUT.mkdir(parents=True, exist_ok=True)
     print(f"{model.num_parameters() / 1e6:.2f} million parameters, {len(processor.tokenizer)} tokens")
 
     def after_step(training: Training) -> None:
-        if training.step % arguments.save_every == 0 or training.step == len(training.jobs):
+        if training.step % SAVE_EVERY == 0 or training.step == len(training.jobs):
             training.save(state)
-            draw_losses(training).save(folder / "loss.png")
 
     train(training, processor, after_step)
-    model.bfloat16().save_pretrained(folder)
-    processor.save_pretrained(folder)
-    log = write_log(training, folder, arguments.evaluate)
-    (folder / "training.log").write_text(log)
+    draw_losses(training, OUT / "loss.png")
+    model.bfloat16().save_pretrained(OUT)
+    processor.save_pretrained(OUT)
+    log = write_log(training, OUT, EXAMINED)
+    (OUT / "training.log").write_text(log)
     state.unlink()
     print(log, end="")
 

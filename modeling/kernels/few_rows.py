@@ -61,9 +61,9 @@ class Plan(NamedTuple):
     """Up to how many programs the second product is split along its inner extent."""
 
 
-# Estimated for an H200 (132 multiprocessors, each with 228 KB of shared memory and room for two programs); measure with
-# `benchmarks/tune_few_rows.py`. Rows of a block are 128 bytes, and a program has about 90 KB in flight: one program per
-# multiprocessor should then hide the memory's latency, and the last programs of a launch leave no gap.
+# Estimated for an H200 (132 multiprocessors, each with 228 KB of shared memory and room for two programs). Rows of a
+# block are 128 bytes, and a program has about 90 KB in flight: one program per multiprocessor should then hide the
+# memory's latency, and the last programs of a launch leave no gap.
 PLANS = {
     2: Plan(Tile(64, 64, 4), Tile(64, 128, 4), shared_bytes=110 * 1024, programs=2048, concurrent=264),
     4: Plan(Tile(32, 32, 4), Tile(32, 64, 4), shared_bytes=110 * 1024, programs=2048, concurrent=264),

@@ -3,9 +3,9 @@
 import hashlib
 import random
 import re
+import runpy
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -258,8 +258,8 @@ def test_training_runs_from_nothing(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(train, name, replace(getattr(train, name), batch_size=3))
     corpus = train.write_corpus(0, scenes=20)
     monkeypatch.setattr(train, "write_corpus", lambda seed: corpus)
-    words = ["train.py", "--steps", "6", "--evaluate", "2", "--out", str(tmp_path / "tiny")]
-    monkeypatch.setattr(sys, "argv", words)
+    for name, value in {"OUT": tmp_path / "tiny", "STEPS": 6, "EXAMINED": 2}.items():
+        monkeypatch.setattr(train, name, value)
     train.main()
     printed = capsys.readouterr()
     assert all(stage in printed.err for stage in ("seeing", "answering", "loss="))
@@ -273,8 +273,7 @@ def test_the_model_is_what_its_log_says(tiny):
 
     log = (FOLDER / "training.log").read_text()
     steps, seed, minutes = map(int, re.match(r"(\d+) steps from seed (\d+), (\d+) minutes\n", log).groups())
-    defaults = train.read_arguments([])
-    assert (steps, seed) == (defaults.steps, defaults.seed) and minutes <= 90
+    assert (steps, seed) == (train.STEPS, train.SEED) and minutes <= 90
     digest = hashlib.sha256((FOLDER / "model.safetensors").read_bytes()).hexdigest()
     assert log.endswith(f"\nsha256 of model.safetensors: {digest}\n")
 
@@ -282,165 +281,14 @@ def test_the_model_is_what_its_log_says(tiny):
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["--prompt", "What is in the picture?"], "a red circle on the left and a blue square on the right."),
-        (
-            ["--device-map", "cpu", "--dtype", "float32"]
-            + ["--prompt", "What is on the left?<|image|>", "--max-new-tokens", "3"],
-            "a red circle",
-        ),
+        ([], "a red circle on the left and a blue square on the right."),
+        ([FOLDER, PICTURE, "What is on the left?"], "a red circle."),
     ],
-    ids=["as in the README", "with every option"],
 )
 def test_the_demo_prints_the_answer_and_nothing_else(words, answer, monkeypatch, capsys):
-    """A marker says where the picture stands; the answer's length and the weights' type can be chosen."""
-    import describe_image
-
-    command = ["describe_image.py", "--model", str(FOLDER), "--image", str(PICTURE), *words]
-    monkeypatch.setattr(sys, "argv", command)
-    describe_image.main()
+    monkeypatch.setattr(sys, "argv", ["describe_image.py", *map(str, words)])
+    runpy.run_path(str(EXAMPLES / "describe_image.py"))
     assert capsys.readouterr().out.strip() == answer
-
-
-def _truncated(folder: Path) -> Path:
-    path = folder / "truncated.png"
-    path.write_bytes(PICTURE.read_bytes()[: PICTURE.stat().st_size // 2])
-    return path
-
-
-def _text_model(folder: Path) -> Path:
-    from transformers import LlamaConfig
-
-    LlamaConfig().save_pretrained(folder / "text")
-    return folder / "text"
-
-
-def _no_config(folder: Path) -> Path:
-    (folder / "empty").mkdir()
-    return folder / "empty"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda tmp: {"image": tmp / "none.png"}, "no such image"),
-        (lambda tmp: {"image": _truncated(tmp)}, "cannot read the image"),
-        (lambda tmp: {"image": __file__}, "cannot read the image"),
-        (lambda tmp: {"model": tmp / "none"}, "no such model folder"),
-        (lambda tmp: {"model": _no_config(tmp)}, "no config.json"),
-        (lambda tmp: {"model": _text_model(tmp)}, "without a vision tower"),
-        (lambda tmp: {"prompt": "<|image|> or <|image|>?"}, "2 <|image|> markers, the pictures given are 1"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, change, message):
-    """Found before the weights are read, without a traceback."""
-    import describe_image
-
-    def read_weights(*arguments, **options):
-        raise AssertionError("the weights were read before the input was checked")
-
-    monkeypatch.setattr(describe_image.AutoModelForImageTextToText, "from_pretrained", read_weights)
-    arguments = {"model": FOLDER, "image": PICTURE, "prompt": "What is this?"} | change(tmp_path)
-    command = [part for key, value in arguments.items() for part in (f"--{key}", str(value))]
-    monkeypatch.setattr(sys, "argv", ["describe_image.py", *command])
-    with pytest.raises(SystemExit) as ending:
-        describe_image.main()
-    printed = capsys.readouterr()
-    assert ending.value.code == 2
-    assert printed.err.startswith("describe_image: ") and message in printed.err
-    assert len(printed.err.strip().splitlines()) == 1 and not printed.out
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda path: None, "no such model folder: {}"),
-        (lambda path: path.write_text("hello"), "no such model folder: {}"),
-        (
-            lambda path: path.mkdir(),
-            "{} has no config.json, so it is not a model folder; `llamoe convert` makes one",
-        ),
-    ],
-    ids=["nothing", "file", "empty folder"],
-)
-def test_chat_tells_nothing_from_no_model(make, says, tmp_path, monkeypatch, capsys):
-    import chat
-
-    make(tmp_path / "nowhere")
-    monkeypatch.setattr(sys, "argv", ["chat.py", str(tmp_path / "nowhere")])
-    with pytest.raises(SystemExit, match="2"):
-        chat.main()
-    assert capsys.readouterr().err == f"chat: {says.format(tmp_path / 'nowhere')}\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--count", "0"], "argument --count: must be at least 1, not 0\n"),
-        (["--model", "{}/none"], "evaluate: {}/none: no such folder, nor such a model in reach\n"),
-        (["--model", "{}"], "evaluate: {}: .*\n"),
-        (["--page", "{}/page.md"], "evaluate: {}/page.md has no part between .* and .*\n"),
-    ],
-)
-def test_what_cannot_be_evaluated_is_told_in_a_sentence(arguments, says, tmp_path, monkeypatch, capsys):
-    import evaluate
-
-    (tmp_path / "page.md").write_text("Nothing.\n")
-    command = ["evaluate.py", "--count", "1", *(argument.format(tmp_path) for argument in arguments)]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit, match="2"):
-        evaluate.main()
-    assert re.search(says.format(tmp_path) + "$", capsys.readouterr().err)
-
-
-def test_a_page_gets_the_table(tmp_path, monkeypatch, capsys):
-    """Kinds that were not asked have no row; what stands around the table stays."""
-    import evaluate
-
-    page = tmp_path / "page.md"
-    page.write_text(f"Before.\n\n{evaluate.BEGIN}\nold\n{evaluate.END}\n\nAfter.\n")
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--count", "1", "--page", str(page)])
-    evaluate.main()
-    printed, written = capsys.readouterr().out, page.read_text()
-    table = [line for line in printed.splitlines() if line.startswith("|")]
-    assert [row.split("|")[1].strip() for row in table[2:5]] == ["**questions**", "all", "caption"]
-    assert written.startswith(f"Before.\n\n{evaluate.BEGIN}\n\n") and "old" not in written
-    assert "\n".join(table) in written and "- mixture 0: " in written
-    assert written.endswith(f"\n\n{evaluate.END}\n\nAfter.\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ([], None),
-        (["--steps", "0"], "--steps: must be at least 1, not 0"),
-        (["--evaluate", "0"], "--evaluate: must be at least 1, not 0"),
-        (["--save-every", "0"], "--save-every: must be at least 1, not 0"),
-    ],
-)
-def test_training_leaves_the_shipped_model_alone(arguments, says, tmp_path, monkeypatch, capsys):
-    """Without `--out` it writes to a folder of its own; wrong arguments end it before an hour of training."""
-    import train
-
-    written = []
-
-    def no_train(training, processor, after_step):
-        training.step = len(training.jobs)
-        after_step(training)
-
-    monkeypatch.setattr(train, "train", no_train)
-    monkeypatch.setattr(train, "write_corpus", lambda seed: ["a red circle."])
-    monkeypatch.setattr(train, "draw_losses", lambda training: Image.new("RGB", (1, 1)))
-    monkeypatch.setattr(train, "write_log", lambda training, folder, count: written.append(folder) or "log")
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-    monkeypatch.chdir(tmp_path)
-    if says is None:
-        train.main()
-        (folder,) = written
-        assert FOLDER.name != folder.name and (tmp_path / folder / "config.json").is_file()
-        return
-    with pytest.raises(SystemExit, match="2"):
-        train.main()
-    assert says in capsys.readouterr().err and not written
 
 
 def test_the_answer_is_all_that_a_first_script_prints(tiny, recwarn, caplog):

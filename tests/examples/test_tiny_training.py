@@ -9,6 +9,7 @@ from support.paths import EXAMPLES
 # Small batches, and no evaluation: the questions are those of the training itself.
 PROGRAM = """
 import dataclasses, os, signal, sys
+from pathlib import Path
 sys.path.insert(0, {folder!r})
 import dialogues, evaluate, train
 for name in ("SEEING", "ANSWERING"):
@@ -21,13 +22,13 @@ def save(self, path):
     if self.step == {stop}:
         os.kill(os.getpid(), signal.SIGKILL)
 train.Training.save = save
-sys.argv = ["train.py", "--steps", {steps!r}, "--save-every", "1", "--evaluate", "1", "--out", {out!r}]
+train.OUT, train.STEPS, train.SAVE_EVERY, train.EXAMINED = Path({out!r}), {steps}, 1, 1
 train.main()
 """
 
 
 def run(out, stop=None, steps=6):
-    program = PROGRAM.format(folder=str(EXAMPLES / "tiny"), out=str(out), stop=stop, steps=str(steps))
+    program = PROGRAM.format(folder=str(EXAMPLES / "tiny"), out=str(out), stop=stop, steps=steps)
     return programs.run(["-c", program])
 
 

@@ -152,13 +152,3 @@ def test_compiling_kernels_is_told_on_a_terminal(switch, on_terminal, is_told, t
     if output.strip() != "None":
         pytest.skip("needs a C++ compiler, and a CPU with AVX-512 for bfloat16")
     assert ("compiling kernels for this processor" in errors) == is_told
-
-
-@pytest.mark.parametrize(("on_terminal", "is_drawn"), first_always((False, False), (True, True)))
-def test_examples_draw_on_a_terminal_alone(on_terminal, is_drawn, run):
-    words = ["--model", ROOT / "examples/llamoe-tiny", "--image", ROOT / "examples/pictures/two_shapes.png"]
-    script = ROOT / "examples/describe_image.py"
-    errors, output = run(script, *words, "--max-new-tokens", "4", on_terminal=on_terminal)
-    assert output.strip()
-    assert ("Loading weights" in errors) == is_drawn
-    assert on_terminal or errors == ""

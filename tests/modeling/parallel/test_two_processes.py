@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import runpy
-import sys
 import time
 from itertools import product
 
@@ -314,50 +312,16 @@ def test_the_example_trains_the_same_in_all_four_ways(measured):
         assert losses[1] < losses[0] - 0.1
 
 
-def test_the_example_shares_no_experts_where_there_are_none(tmp_path, monkeypatch, capsys):
-    llamoe.LlamoeDenseConfig().save_pretrained(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--model", str(tmp_path), "--parallel", "ep"])
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-    assert "this model has none: choose ddp, fsdp or tp" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("rank", "content", "says"),
-    [
-        (None, None, "no such folder, nor such a model in reach"),
-        (None, '{"model_type": "llamoe_text", "hidden_size": 0}', ".*hidden_size = 0: .*"),
-        ("0", None, "no such folder, nor such a model in reach"),
-        ("1", None, None),
-    ],
-)
-def test_a_model_that_the_example_cannot_read_is_told_once(
-    rank, content, says, tmp_path, monkeypatch, capsys
-):
-    """The script looks before it starts its processes. Started by torchrun, only the first process tells."""
-    if content is not None:
-        (tmp_path / "nope").mkdir()
-        (tmp_path / "nope/config.json").write_text(content)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--model", "nope"])
-    monkeypatch.delenv("RANK", raising=False)
-    if rank is not None:
-        monkeypatch.setenv("RANK", rank)
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-    printed = capsys.readouterr()
-    expected = "" if says is None else f"train_parallel: nope: {says}\n"
-    assert re.fullmatch(expected, printed.err) and not printed.out
-
-
 @pytest.mark.slow
-def test_the_example_starts_its_processes_itself(tmp_path):
-    """By torchrun, and as one who runs torchrun would."""
+def test_the_example_runs_under_torchrun(tmp_path):
     model = TEXT.make_small(num_local_experts=4)
     model.save_pretrained(tmp_path / "model")
-    arguments = ["--model", "model", "--parallel", "ep", "--steps", "2", "--save", "trained"]
-    done = programs.run([EXAMPLE, *arguments], tmp_path, environment(), timeout=PATIENCE)
+    text = EXAMPLE.read_text()
+    for name, value in {"MODEL": "model", "STEPS": 2, "SAVE": "trained"}.items():
+        text = re.sub(rf"^{name} = .*", f"{name} = {value!r}", text, flags=re.MULTILINE)
+    (tmp_path / "edited.py").write_text(text)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = programs.run([*launch, "edited.py", "ep"], tmp_path, environment(), timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
     losses = [float(line.removeprefix(f"ep step {step}: loss ")) for step, line in enumerate(lines)]

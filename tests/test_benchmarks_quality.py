@@ -2,31 +2,32 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
 from support.paths import EXAMPLES
+
+from benchmarks import quality
 
 FOLDER = EXAMPLES / "llamoe-tiny"
 
 
 @pytest.fixture(scope="module")
 def exam():
-    import few_bits
 
-    return few_bits.Examination(FOLDER, 5)
+    return quality.Examination(FOLDER, 5)
 
 
 @torch.no_grad()
 def test_surprise_is_that_of_each_answer_after_its_own_prompt(exam):
     """Row by row, without padding."""
-    import few_bits
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(FOLDER, dtype=torch.float32).eval()
     inputs = exam.batches[0].to(dtype=torch.float32)
     expected = exam.expected[:5]
-    found = few_bits.surprise_of(model, inputs, expected)
+    found = quality.surprise_of(model, inputs, expected)
     assert {len(ids) for ids in expected} != {len(expected[0])}
     for row, ids in enumerate(expected):
         kept = inputs["attention_mask"][row].bool()
@@ -50,23 +51,22 @@ def test_expected_tokens_are_what_the_chat_template_writes(exam):
 
 
 def test_variants_are_compared_question_by_question(exam):
-    import few_bits
 
     assert len(exam.answers) == len(exam.expected) == 15
-    wanted = few_bits.variants()
-    base, packed = (exam.ask(wanted[name]) for name in (few_bits.BASE, "int4, groups of 64"))
+    wanted = quality.variants()
+    base, packed = (exam.ask(wanted[name]) for name in (quality.BASE, "int4, groups of 64"))
     assert packed.nbytes < 0.45 * base.nbytes
-    row = few_bits.compare(exam, "int4, groups of 64", packed, base)
+    row = quality.compare(exam, "int4, groups of 64", packed, base)
     right = [text == answer for text, answer in zip(packed.texts, exam.answers, strict=True)]
     before = [text == answer for text, answer in zip(base.texts, exam.answers, strict=True)]
     assert row.accuracy == pytest.approx(sum(right) / 15)
     assert row.change == pytest.approx((sum(right) - sum(before)) / 15)
     assert row.perplexity == pytest.approx(math.exp(packed.surprise.sum() / sum(map(len, exam.expected))))
     assert row.surprise_change == pytest.approx(
-        math.log(row.perplexity) - math.log(few_bits.compare(exam, "", base, base).perplexity)
+        math.log(row.perplexity) - math.log(quality.compare(exam, "", base, base).perplexity)
     )
     assert list(row.columns) == ["trained", "near", "far"]
-    same = few_bits.compare(exam, few_bits.BASE, base, base)
+    same = quality.compare(exam, quality.BASE, base, base)
     assert (same.change, same.change_error, same.same, same.surprise_change, same.surprise_error) == (
         0,
         0,
@@ -77,8 +77,21 @@ def test_variants_are_compared_question_by_question(exam):
 
 
 def test_a_missed_bar_is_told():
-    import few_bits
 
-    fields = {field.name: 0 for field in dataclasses.fields(few_bits.Row)}
+    fields = {field.name: 0 for field in dataclasses.fields(quality.Row)}
     rows = [{**fields, "name": name, "change": -0.011} for name in ("16 bit", "int8", "int4, groups of 32")]
-    assert few_bits.missed(rows) == ["int8: 1.10 points lost, 0.2 were allowed"]
+    assert quality.missed(rows) == ["int8: 1.10 points lost, 0.2 were allowed"]
+
+
+def test_hit_rates_are_counted_and_drawn(tmp_path):
+    text = quality.hits(1, tmp_path / "rates.svg")
+    rows = re.findall(
+        r"^\| (\d) of 8 \| ([\d.]+)% \| [\d.]+% \| ([\d.]+)% \| ([\d.]+)% \|$", text, re.MULTILINE
+    )
+    assert [row[0] for row in rows] == list("12345678")
+    answers = [float(row[1]) for row in rows]
+    # With room for all, what a prompt brought is there; with room for one, two layers push each other's out.
+    assert answers[0] == 0 and answers[-1] == 100
+    assert answers == sorted(answers)
+    assert float(rows[-1][2]) == 100
+    assert (tmp_path / "rates.svg").read_text().startswith("<?xml")

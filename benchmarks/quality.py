@@ -1,0 +1,334 @@
+"""What few bits cost the small model: its answers, and how well it foretells the expected ones; and its experts' hits.
+
+    python -m benchmarks.quality        # writes results/quality.json and the table of docs/quantization.md
+    python -m benchmarks.quality hits   # the table and the figure of docs/expert_hit_rates.md
+
+Every variant, llamoe's formats and those of bitsandbytes beside 16 bit, gets the same questions in the same batches,
+those of the three columns of `examples/tiny/evaluate.py`. So the answers to each question are compared in pairs, and
+the standard error is that of the differences. The perplexity is that of the expected answers, their end included, after
+picture and question. Hits are those that the model's own store counts while it answers one question after the other.
+"""
+
+import importlib.metadata
+import json
+import logging
+import math
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    BitsAndBytesConfig,
+    LogitsProcessorList,
+)
+
+import llamoe
+from llamoe.modeling.checkpoints.quantization import stored_bytes
+from llamoe.modeling.elsewhere import ExpertsStatistics
+
+from .command_line import RESULTS
+from .report import ROOT, replaced
+
+sys.path.append(str(ROOT / "examples/tiny"))
+from evaluate import WORDINGS, Case, draw_cases, prompts
+
+FOLDER = ROOT / "examples/llamoe-tiny"
+COUNT = 3840
+"""Questions in each column."""
+HITS_COUNT = 480
+"""Questions for the hit rates."""
+BARS = {"int8": 0.2, "int4": 2.0}
+"""Points of accuracy that llamoe's formats may cost."""
+BASE = "16 bit"
+# What llamoe's formats leave in 16 bit, for bitsandbytes to leave, too.
+_KEPT = ["lm_head", "vision_model", "multi_modal_projector"]
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    """Name to arguments of `from_pretrained`."""
+    found: dict[str, dict[str, Any]] = {"32 bit": {"dtype": torch.float32}, BASE: {}}
+    for name, fields in {
+        "int8": {"weights": "int8"},
+        "int4, groups of 32": {"weights": "int4", "group_size": 32},
+        "int4, groups of 64": {"weights": "int4", "group_size": 64},
+    }.items():
+        ways = {"": {}, ", experts in 16 bit": {"experts": False}, ", without search": {"search": False}}
+        for suffix, more in ways.items():
+            found[name + suffix] = {"quantization_config": llamoe.QuantizationConfig(**fields, **more)}
+    nf4 = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    for name, fields in {"bitsandbytes 8 bit": {"load_in_8bit": True}, "bitsandbytes nf4": nf4}.items():
+        for suffix, skipped in {"": _KEPT, ", experts in 16 bit": [*_KEPT, "experts"]}.items():
+            config = BitsAndBytesConfig(**fields, llm_int8_skip_modules=skipped)
+            found[name + suffix] = {"quantization_config": config}
+    return found
+
+
+@dataclass
+class Answers:
+    """What a variant answered.
+
+    Attributes:
+        texts: of each question the answer.
+        surprise: of each question the negative log likelihood of the expected answer's tokens, `[questions]` float64.
+        nbytes: bytes of the decoder.
+    """
+
+    texts: list[str]
+    surprise: torch.Tensor
+    nbytes: int
+
+
+class Examination:
+    """Questions, ready for any variant."""
+
+    def __init__(self, folder: str | Path, count: int):
+        self.folder = folder
+        self.processor = AutoProcessor.from_pretrained(folder)
+        base = AutoModelForImageTextToText.from_pretrained(folder)
+        self.sizes = dict.fromkeys(WORDINGS, count)
+        self.batches: list[Any] = []
+        self.answers: list[str] = []
+        for wording in WORDINGS:
+            # Answers of one length together: a batch is generated until its longest one ends.
+            cases = sorted(draw_cases(count, wording), key=lambda case: len(case.answer))
+            self.answers += [case.answer for case in cases]
+            # Pixels have the numbers of bfloat16 in any dtype. The pictures themselves would fill gigabytes.
+            given = [case.picture for case in cases], [case.question for case in cases]
+            self.batches += prompts(base, self.processor, *given)
+        tokenizer = self.processor.tokenizer
+        end = tokenizer.convert_tokens_to_ids("<|eot|>")
+        self.expected = [
+            [*tokenizer(answer, add_special_tokens=False)["input_ids"], end] for answer in self.answers
+        ]
+        self.tokens = torch.tensor([len(ids) for ids in self.expected], dtype=torch.float64)
+
+    @torch.inference_mode()
+    def ask(self, arguments: dict[str, Any]) -> Answers:
+        """Load a variant, ask it everything, and measure how likely the expected answers are for it."""
+        model: Any = AutoModelForImageTextToText.from_pretrained(self.folder, **arguments).eval()
+        texts: list[str] = []
+        surprise: list[torch.Tensor] = []
+        for inputs in self.batches:
+            inputs = inputs.to(dtype=model.dtype)
+            generated = model.generate(**inputs)[:, inputs["input_ids"].shape[1] :]
+            # Without the texts of this batch, their number is that of the questions before it.
+            expected = self.expected[len(texts) : len(texts) + len(generated)]
+            surprise.append(surprise_of(model, inputs, expected))
+            texts += [
+                text.strip() for text in self.processor.batch_decode(generated, skip_special_tokens=True)
+            ]
+        weights = [*model.named_parameters(), *model.named_buffers()]
+        nbytes = sum(stored_bytes(tensor) for name, tensor in weights if "language_model" in name)
+        return Answers(texts, torch.cat(surprise), nbytes)
+
+    def right(self, answers: Answers) -> torch.Tensor:
+        """Whether each answer is the expected one, as numbers."""
+        pairs = zip(answers.texts, self.answers, strict=True)
+        return torch.tensor([text == expected for text, expected in pairs], dtype=torch.float64)
+
+
+def surprise_of(model: Any, inputs: Any, expected: list[list[int]]) -> torch.Tensor:
+    """Negative log likelihood of each row's expected tokens after its prompt, `[rows]` float64."""
+    longest = max(map(len, expected))
+    rows = torch.tensor([ids + [0] * (longest - len(ids)) for ids in expected])
+    is_there = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in expected])
+    whole = dict(inputs)
+    whole["input_ids"] = torch.cat([inputs["input_ids"], rows], 1)
+    whole["attention_mask"] = torch.cat([inputs["attention_mask"], is_there], 1)
+    logits = model(**whole).logits[:, -longest - 1 : -1].double()
+    chosen = logits.log_softmax(-1).gather(2, rows[:, :, None])[:, :, 0]
+    return -(chosen * is_there).sum(1)
+
+
+def mean_and_error(values: torch.Tensor) -> tuple[float, float]:
+    """The mean, and its standard error."""
+    return values.mean().item(), (values.std() / math.sqrt(len(values))).item()
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is told of a variant.
+
+    Attributes:
+        name: of the variant.
+        decoder_bytes: bytes of the decoder's weights.
+        accuracy: part of the answers that are exactly right.
+        columns: the same for each column.
+        change, change_error: of the accuracy against 16 bit, question by question, and its standard error.
+        same: part of the answers that are those of 16 bit, right or wrong.
+        perplexity: of the expected answers.
+        surprise_change, surprise_error: of its logarithm, against 16 bit, and its standard error.
+    """
+
+    name: str
+    decoder_bytes: int
+    accuracy: float
+    columns: dict[str, float]
+    change: float
+    change_error: float
+    same: float
+    perplexity: float
+    surprise_change: float
+    surprise_error: float
+
+
+def compare(exam: Examination, name: str, given: Answers, base: Answers) -> Row:
+    """The row of a variant."""
+    right = exam.right(given)
+    total = exam.tokens.sum()
+    more = given.surprise - base.surprise
+    per_token = (more.sum() / total).item()
+    # A ratio of two sums: what a question adds beyond its part of the tokens.
+    _, error = mean_and_error((more - per_token * exam.tokens) / exam.tokens.mean())
+    parts = zip(exam.sizes, right.split(list(exam.sizes.values())), strict=True)
+    columns = {wording: part.mean().item() for wording, part in parts}
+    same = sum(a == b for a, b in zip(given.texts, base.texts, strict=True)) / len(base.texts)
+    perplexity = math.exp((given.surprise.sum() / total).item())
+    change = mean_and_error(right - exam.right(base))
+    return Row(name, given.nbytes, right.mean().item(), columns, *change, same, perplexity, per_token, error)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The Markdown table of measured rows."""
+    lines = [
+        "| | decoder | right answers | change in points | answers of 16 bit | perplexity | its change |",
+        "|:--|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        change, same, more = "", "", ""
+        if row["name"] != BASE:
+            change = f"{100 * row['change']:+.2f} ± {100 * row['change_error']:.2f}"
+            same = f"{row['same']:.1%}"
+            # Of small numbers the logarithm's change is the relative one.
+            more = f"{100 * row['surprise_change']:+.2f}% ± {100 * row['surprise_error']:.2f}"
+        lines.append(
+            f"| {row['name']} | {row['decoder_bytes'] / 1e6:.2f} MB | {row['accuracy']:.2%} | {change} | {same} "
+            f"| {row['perplexity']:.4f} | {more} |"
+        )
+    return "\n".join(lines)
+
+
+def missed(rows: list[dict[str, Any]]) -> list[str]:
+    """Sentences on formats that cost more than their bar."""
+    return [
+        f"{row['name']}: {-100 * row['change']:.2f} points lost, {bar} were allowed"
+        for row in rows
+        for kind, bar in BARS.items()
+        if row["name"].startswith(kind) and -100 * row["change"] > bar
+    ]
+
+
+def few_bits(count: int = COUNT, results: Path = RESULTS / "quality.json") -> str:
+    """Ask all variants and write the results; their table."""
+    # It says for every layer of every batch in which dtype it multiplies.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    exam, wanted = Examination(FOLDER, count), variants()
+    base, rows = exam.ask(wanted[BASE]), []
+    for name, arguments in wanted.items():
+        rows.append(asdict(compare(exam, name, base if name == BASE else exam.ask(arguments), base)))
+        print(table(rows[-1:]).splitlines()[-1], flush=True)
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "bitsandbytes")}
+    content = {
+        "questions": len(exam.answers),
+        "tokens": int(exam.tokens.sum()),
+        "versions": versions,
+        "rows": rows,
+    }
+    results.write_text(json.dumps(content, indent=1) + "\n")
+    print("\n".join(missed(rows)))
+    return table(rows)
+
+
+@torch.no_grad()
+def count_hits(model: Any, processor: Any, cases: list[Case]) -> tuple[list[ExpertsStatistics], Counter]:
+    """Ask one question after the other; the counts of prompts and of answers' tokens, and these tokens' experts."""
+    counts, used = [ExpertsStatistics(), ExpertsStatistics()], Counter()
+
+    def count(index: int) -> None:
+        counts[index] += sum(model.experts_statistics(reset=True).values(), ExpertsStatistics())
+
+    for case in cases:
+        (inputs,) = prompts(model, processor, [case.picture], [case.question])
+        length = inputs["input_ids"].shape[1]
+
+        def after_pass(ids: torch.Tensor, scores: torch.Tensor, length=length) -> torch.Tensor:
+            # The first token is chosen after the pass of the prompt.
+            if ids.shape[1] == length:
+                count(0)
+            return scores
+
+        with llamoe.trace_experts(model) as trace:
+            model.generate(**inputs, logits_processor=LogitsProcessorList([after_pass]))
+        count(1)
+        for layer, experts in enumerate(trace.experts()[:, length:, 0].tolist()):
+            used.update((layer, expert) for expert in experts)
+    return counts, used
+
+
+def hits(count: int = HITS_COUNT, figure: Path = ROOT / "docs/expert_hit_rates.svg") -> str:
+    """Hit rates with room for one expert, for two, and so on, as a table; and as a figure."""
+    torch.set_num_threads(1)
+    processor = AutoProcessor.from_pretrained(FOLDER)
+    cases, text = draw_cases(count, "trained"), AutoConfig.from_pretrained(FOLDER).text_config
+    total = len(text.moe_layers) * text.num_local_experts
+    nbytes = 3 * text.hidden_size * text.intermediate_size * torch.bfloat16.itemsize
+    lines: dict[str, list[float]] = {
+        "tokens of answers": [],
+        "prompts": [],
+        "most used ones, for answers": [],
+    }
+    asked: set[tuple[int, int]] = set()
+    for room in range(1, total + 1):
+        model = llamoe.LlamoeForConditionalGeneration.from_pretrained(
+            FOLDER, dtype=torch.bfloat16, device_map={"experts": "disk"}, experts_memory=room * nbytes
+        ).eval()
+        (prompt, answer), used = count_hits(model, processor, cases)
+        model.close()
+        kept = sum(number for _, number in used.most_common(room)) / used.total()
+        for values, value in zip(lines.values(), (answer.hit_rate, prompt.hit_rate, kept), strict=True):
+            values.append(value)
+        asked.add((answer.hits + answer.misses, prompt.hits + prompt.misses))
+    # Whatever has room, the same experts are asked for.
+    ((of_answers, of_prompts),) = asked
+    draw_hits([room / total for room in range(1, total + 1)], lines, figure)
+    rows = [
+        f"| {room} of {total} | " + " | ".join(f"{value:.1%}" for value in (*values, room / total)) + " |"
+        for room, values in enumerate(zip(*lines.values(), strict=True), start=1)
+    ]
+    head = "| room for | answers | prompts | the most used ones, for answers | even choices |\n|---|---|---|---|---|"
+    said = (
+        f"{count} questions; {of_answers:,} choices for tokens of answers, {of_prompts:,} experts of prompts."
+    )
+    return "\n".join([said, "", head, *rows])
+
+
+def draw_hits(shares: list[float], lines: dict[str, list[float]], path: Path) -> None:
+    """Draw the figure of hit rates."""
+    from .plot import COLOURS, MARKERS, STYLE, pyplot
+
+    with pyplot.rc_context(STYLE):
+        figure, panel = pyplot.subplots(figsize=(5, 3.2), layout="constrained")
+        for (name, values), colour, marker in zip(lines.items(), COLOURS, MARKERS, strict=False):
+            panel.plot(shares, values, color=colour, marker=marker, label=name)
+        panel.plot([0, 1], [0, 1], color="#888888", linestyle="--", label="even choices, expected")
+        panel.set(xlabel="room for experts, share of all", ylabel="hit rate", xlim=(0, 1.02), ylim=(0, 1.03))
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_formatter("{x:.0%}")
+        panel.legend()
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    measured, what, name = few_bits, "quality", "docs/quantization.md"
+    if sys.argv[1:] == ["hits"]:
+        measured, what, name = hits, "hit rates", "docs/expert_hit_rates.md"
+    text = measured()
+    print(text)
+    (ROOT / name).write_text(replaced((ROOT / name).read_text(), text, what, name))
