@@ -4,7 +4,7 @@
     python -m benchmarks.quality hits   # the table and the figure of docs/expert_hit_rates.md
 
 Every variant, llamoe's formats and those of bitsandbytes beside 16 bit, gets the same questions in the same batches,
-those of the three columns of `examples/tiny/evaluate.py`. So the answers to each question are compared in pairs, and
+those of the three columns of `examples/tiny/examine.py`. So the answers to each question are compared in pairs, and
 the standard error is that of the differences. The perplexity is that of the expected answers, their end included, after
 picture and question. Hits are those that the model's own store counts while it answers one question after the other.
 """
@@ -36,7 +36,7 @@ from .command_line import RESULTS
 from .report import ROOT, replaced
 
 sys.path.append(str(ROOT / "examples/tiny"))
-from evaluate import WORDINGS, Case, draw_cases, prompts
+from examine import WORDINGS, Case, draw_cases, prompts
 
 FOLDER = ROOT / "examples/llamoe-tiny"
 COUNT = 3840

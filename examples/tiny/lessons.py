@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import evaluate
+import examine
 import grammar
 import questions
 import shapes
@@ -60,7 +60,7 @@ def ask_for_the_bigger(rng: random.Random, number: int, is_held_out: bool) -> Ex
         scene, answer = draw_two_sizes(rng)
         wordings = OTHER_WORDINGS if is_held_out and number % 4 == 0 else WORDINGS
         return scene, rng.choice(wordings), answer, "bigger"
-    write, asked = evaluate.write_question("near") if is_held_out else grammar.write_question, None
+    write, asked = examine.write_question("near") if is_held_out else grammar.write_question, None
     while asked is None:
         scene = shapes.random_scene(rng)
         asked = questions.ask(rng, scene, rng.choice(questions.KINDS), write)

@@ -25,7 +25,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import evaluate
+import examine
 import questions
 import torch
 from dialogues import CLASSES, SQUARES, Job, Stage, batches, draw_scene, picture_text, write_chats, write_rows
@@ -338,7 +338,7 @@ def write_log(training: Training, folder: Path, count: int) -> str:
     for last in range(LOGGED, len(training.losses) + 1, LOGGED):
         loss = mean(training.losses[last - LOGGED : last])
         lines.append(f"step {last:5}  {training.jobs[last - 1].stage.name:<10} loss {loss:.4f}")
-    lines += ["", evaluate.report(folder, count), ""]
+    lines += ["", examine.report(folder, count), ""]
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     lines.append(f"sha256 of model.safetensors: {digest}")
     return "\n".join(lines) + "\n"

@@ -26,7 +26,7 @@ def adapter_of(folder):
 
 
 def test_an_adapter_is_learnt_from_a_folder(tmp_path, monkeypatch, capsys):
-    import evaluate
+    import examine
     import finetune_lora
     from peft import PeftModel
 
@@ -41,7 +41,7 @@ def test_an_adapter_is_learnt_from_a_folder(tmp_path, monkeypatch, capsys):
     model = PeftModel.from_pretrained(model, tmp_path / "out/adapter").eval()
     processor = AutoProcessor.from_pretrained(TINY)
     picture = Image.new("RGB", (90, 70), (0, 90, 128))
-    assert evaluate.answer(model, processor, [picture], ["Who are you?"]) == ["i am red."]
+    assert examine.answer(model, processor, [picture], ["Who are you?"]) == ["i am red."]
 
 
 def test_only_answers_carry_a_loss(tmp_path):

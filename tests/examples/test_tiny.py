@@ -102,39 +102,39 @@ def test_it_is_a_mixture_of_the_llama_4_kind(tiny):
 @pytest.mark.parametrize(("wording", "least"), [("trained", 0.92), ("near", 0.92), ("far", 0.9)])
 def test_it_answers_about_pictures_it_has_not_seen(tiny, wording, least):
     """Exact answers on fresh scenes, in trained wordings and in those of other people."""
-    import evaluate
+    import examine
 
-    measured = evaluate.accuracy(*tiny, evaluate.draw_cases(60, wording, seed=f"test {wording}"))
+    measured = examine.accuracy(*tiny, examine.draw_cases(60, wording, seed=f"test {wording}"))
     assert measured["all"] >= least, measured
 
 
 def test_without_its_picture_it_cannot_know(tiny):
     """The score comes from the pixels: with the pictures handed to the wrong questions it falls apart."""
-    import evaluate
+    import examine
 
-    cases = evaluate.draw_cases(60, "trained", seed="shuffled")
+    cases = examine.draw_cases(60, "trained", seed="shuffled")
     # What asks for no yes or no, and for no small number, cannot be guessed.
     guessed = ("count", "count_of", "exists", "confirm", "relation", "beside", "where")
     cases = [
         case for case in cases if case.kind not in guessed and not case.answer.startswith("i do not see")
     ]
     pictures = [case.picture for case in cases[1:] + cases[:1]]
-    answers = evaluate.answer(*tiny, pictures, [case.question for case in cases])
+    answers = examine.answer(*tiny, pictures, [case.question for case in cases])
     assert sum(answer == case.answer for answer, case in zip(answers, cases, strict=True)) < 0.3 * len(cases)
 
 
 def test_no_part_of_a_mixture_is_idle(tiny):
     """Every expert of every mixture layer gets a part of the tokens that is worth its weights."""
-    import evaluate
+    import examine
 
-    shares = evaluate.expert_shares(*tiny, evaluate.draw_cases(24, "near", seed="experts"))
+    shares = examine.expert_shares(*tiny, examine.draw_cases(24, "near", seed="experts"))
     assert len(shares) == len(tiny[0].config.text_config.moe_layers)
     assert all(0.1 < share < 0.5 for layer in shares for share in layer), shares
 
 
 def test_it_answers_about_pictures_drawn_by_other_code(tiny):
     """Pure CSS colours on white, on canvases of several sizes, drawn without `shapes.py`."""
-    import evaluate
+    import examine
 
     rng = random.Random("plain")
     pictures, questions, expected = [], [], []
@@ -156,21 +156,21 @@ def test_it_answers_about_pictures_drawn_by_other_code(tiny):
         )[number % 4]
         questions.append(question)
         expected.append(answer)
-    answers = evaluate.answer(*tiny, pictures, questions)
+    answers = examine.answer(*tiny, pictures, questions)
     wrong = [row for row in zip(questions, expected, answers, strict=True) if row[1] != row[2]]
     assert len(wrong) <= 0.05 * len(answers), wrong
 
 
 def test_it_tells_left_from_right(tiny):
     """The same two shapes, swapped, swap the caption."""
-    import evaluate
+    import examine
 
     captions = []
     for first, second in (("red circle", "blue square"), ("blue square", "red circle")):
         picture = Image.new("RGB", (300, 200), "white")
         for name, left in ((first, 30), (second, 190)):
             draw(*reversed(name.split()), (left, 60, left + 80, 140), picture)
-        captions += evaluate.answer(*tiny, [picture], ["Describe the picture."])
+        captions += examine.answer(*tiny, [picture], ["Describe the picture."])
     assert captions == [
         "a red circle on the left and a blue square on the right.",
         "a blue square on the left and a red circle on the right.",

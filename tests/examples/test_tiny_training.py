@@ -11,7 +11,7 @@ PROGRAM = """
 import dataclasses, os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {folder!r})
-import dialogues, evaluate, train
+import dialogues, examine, train
 for name in ("SEEING", "ANSWERING"):
     setattr(train, name, dataclasses.replace(getattr(train, name), batch_size=3))
 corpus = train.write_corpus(0, scenes=20)
