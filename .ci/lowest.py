@@ -8,9 +8,7 @@ with open("pyproject.toml", "rb") as file:
 
 extras = project["optional-dependencies"]
 # What examples import.
-others = [
-    requirement for requirement in extras["test"] if requirement.startswith(("matplotlib", "pyahocorasick"))
-]
+others = [requirement for requirement in extras["test"] if requirement.startswith("matplotlib")]
 for requirement in project["dependencies"] + extras["vision"] + extras["tokenizers"] + others:
     name, lowest = re.match(r"([\w-]+)>=([\w.]+)", requirement).groups()
     print(f"{name}=={lowest}")
