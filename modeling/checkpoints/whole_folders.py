@@ -48,11 +48,9 @@ class FolderLock:
                 stacklevel=2,
             )
         self._status = os.stat(self.path)
-        try:
+        # Only for messages: the disk may be full, and Windows lets nobody write into a locked file.
+        with suppress(OSError):
             self.path.write_text(f"process {self._process} on {socket.gethostname()}", encoding="utf-8")
-        except OSError:
-            self.release()
-            raise
 
     def is_held(self) -> bool:
         """Whether the folder still belongs to this run, and this is its process and not a fork."""
@@ -108,9 +106,10 @@ def holder(folder: Path) -> str:
 
 def sync(path: Path) -> None:
     """Flush a file, or a folder's names, to the disk: a power failure must not leave names without content."""
-    # Windows opens no folder.
-    if os.name == "posix" or path.is_file():
-        descriptor = os.open(path, os.O_RDONLY)
+    # Windows opens no folder, and flushes no file that is open for reading.
+    is_posix = os.name == "posix"
+    if is_posix or path.is_file():
+        descriptor = os.open(path, os.O_RDONLY if is_posix else os.O_RDWR)
         try:
             os.fsync(descriptor)
         finally:
