@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .io import Progress, parse_size
+from ..configuration.sizes import bytes_of, count_of
+from .io import Progress
 
 _DTYPES = {
     "float32": torch.float32,
@@ -50,7 +51,7 @@ class WriteOptions:
                 f"dtype = {str(self.dtype).removeprefix('torch.')!r}: valid are float32, float16 and bfloat16, or none "
                 "to keep the source's."
             )
-        parse_size(self.shard_size)
+        bytes_of("shard_size", self.shard_size, 1)
 
     @property
     def cast_to(self) -> torch.dtype | None:
@@ -64,5 +65,4 @@ DEFAULTS = WriteOptions()
 def check_at_least(least: int, **values: int) -> None:
     """Refuse options that are not integers or are below `least`."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} = {value!r}; give an integer of at least {least}.")
+        count_of(name, value, least)

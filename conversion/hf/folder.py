@@ -17,6 +17,7 @@ from ...configuration.errors import CheckpointError
 from ...configuration.hub import as_json, our_files
 from ...configuration.json_files import LARGE
 from ...configuration.quantization import METHOD
+from ...configuration.sizes import bytes_of
 from ...modeling.checkpoints import check_shards, find_weights, sum_by_part
 from ...modeling.registration import model_class
 from ..checkpoint import Checkpoint, Report, carry_out, check_model, main_dtype, tie_heads
@@ -25,7 +26,6 @@ from ..io import (
     Plan,
     open_pickle,
     open_safetensors,
-    parse_size,
     read_bytes,
     read_json,
     split_shards,
@@ -179,7 +179,7 @@ def save_hf(
         tensors = {name: tensor.cast(options.cast_to) for name, tensor in tensors.items()}
     config.dtype = torch.bfloat16 if quantization is not None else main_dtype(tensors)
     described, layout = _config_files(config, options.layout)
-    shard_size = parse_size(options.shard_size)
+    shard_size = bytes_of("shard_size", options.shard_size, 1)
     groups, index = split_shards(tensors, shard_size, lambda name: owners.get(name, name))
     companions = processor_of_layout(checkpoint.companions, layout)
     plan = Plan(

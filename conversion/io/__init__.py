@@ -7,7 +7,7 @@ write_checkpoint.
 from .lazy_tensor import LazyTensor, Slot, blocks, check_alike, compute, dtype_name, from_tensor, join, stack
 from .name_table import Condition, Drop, Row, Table, read_through, sources_of, write_through
 from .operations import KEEP, TRANSPOSED, FusedRows, Operation, are_equal, one_of, permute_pairs, split
-from .plan import Plan, Progress, parse_size, split_shards
+from .plan import Plan, Progress, split_shards
 from .read_files import (
     check_sums,
     open_pickle,
@@ -51,7 +51,6 @@ __all__ = [
     "open_pickle",
     "open_safetensors",
     "open_weights",
-    "parse_size",
     "permute_pairs",
     "read_bytes",
     "read_json",

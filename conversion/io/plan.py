@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...configuration.json_files import to_json
-from ...configuration.sizes import parse_bytes
 from .lazy_tensor import LazyTensor
 from .target_folder import Look
 
@@ -63,14 +62,6 @@ class Plan:
         }
         described = json.dumps([self.identity, layout, content], sort_keys=True, default=str)
         return hashlib.sha256(described.encode()).hexdigest()
-
-
-def parse_size(size: int | str) -> int:
-    """The bytes of a size, a number or a text such as "5GB", "500MB" or "2GiB"; `ValueError` if it is below 1."""
-    number = parse_bytes(size) if isinstance(size, str) else size
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"shard_size = {size!r}: should be bytes, 1 or more, or a text such as '5GB'.")
-    return number
 
 
 def split_shards(

@@ -386,9 +386,9 @@ def test_parts_in_the_wrong_places_are_refused(parts, tmp_path):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (dict(projector_dim=0), "projector_dim = 0"),
-        (dict(seed=-1), "seed = -1"),
-        (dict(max_tiles=0), "max_tiles = 0"),
+        (dict(projector_dim=0), "projector_dim=0"),
+        (dict(seed=-1), "seed=-1"),
+        (dict(max_tiles=0), "max_tiles=0"),
         (dict(pixel_shuffle_ratio=0.4), "pixel_shuffle_ratio = 0.4"),
         (dict(pixel_shuffle_ratio=0), "pixel_shuffle_ratio = 0;"),
         (dict(pixel_shuffle_ratio=1 / 3), "pixel shuffle"),

@@ -292,5 +292,5 @@ class TestActivation:
             open_tower(file, activation="gelu")
         with pytest.raises(CheckpointError, match="num_attention_heads"):
             open_tower(file, activation="gelu", heads=5)
-        with pytest.raises(ValueError, match="heads = 0"):
+        with pytest.raises(ValueError, match="heads=0"):
             open_tower(file, activation="gelu", heads=0)

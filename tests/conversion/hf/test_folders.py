@@ -211,8 +211,8 @@ def test_dtype_is_that_of_every_part(tmp_path):
     [
         ({"to": "gguf"}, "to = 'gguf'"),
         ({"dtype": "int8"}, "dtype = 'int8'"),
-        ({"shard_size": "5 apples"}, "shard_size = '5 apples'"),
-        ({"shard_size": 0}, "shard_size = 0"),
+        ({"shard_size": "5 apples"}, "shard_size='5 apples'"),
+        ({"shard_size": 0}, "shard_size=0"),
         ({"experts": "stacked"}, "experts = 'stacked'"),
         ({"layout": "meta"}, "layout = 'meta'"),
         ({"shards": 2}, "shards = 2"),

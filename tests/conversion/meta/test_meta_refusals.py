@@ -32,7 +32,7 @@ from llamoe.conversion.options import WriteOptions
             8,
             ["num_key_value_heads = 4", "intermediate_size = 84", "vision_config.num_attention_heads = 12"],
         ),
-        ("llama-2", 0, ["shards = 0"]),
+        ("llama-2", 0, ["shards=0"]),
     ],
 )
 def test_files_that_sizes_cannot_be_divided_by_are_refused(name, shards, numbers, tmp_path):
