@@ -30,7 +30,8 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 import llamoe
 from llamoe.modeling.layers import RotaryEmbedding
-from llamoe.modeling.quantization import Format, LlamoeQuantizer, QuantizedExperts, QuantizedLinear
+from llamoe.modeling.formats import Format
+from llamoe.modeling.quantization import LlamoeQuantizer, QuantizedExperts, QuantizedLinear
 from llamoe.modeling.quantization.bnb_quantizers import BitsAndBytes4BitQuantizer
 
 from .command_line import RESULTS, command

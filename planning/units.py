@@ -15,7 +15,7 @@ from torch import nn
 from ..configuration import LlamoeVisionConfig
 from ..configuration.quantization import METHOD
 from ..modeling.checkpoints import owner_of, sum_by_part
-from ..modeling.quantization import Bnb4Bit, Bnb8Bit
+from ..modeling.formats import Bnb4Bit, Bnb8Bit
 from .source import Source
 
 BITS = (32, 16, 8, 4)

@@ -142,7 +142,7 @@ def test_what_few_bits_cost_is_that_of_the_results():
 
 
 def test_bits_of_a_weight_are_those_of_the_formats():
-    from llamoe.modeling.quantization.formats import Int4, Int8
+    from llamoe.modeling.formats import Int4, Int8
 
     page = read("docs/quantization.md")
     for text, form in {
@@ -159,7 +159,7 @@ def test_bits_of_a_weight_are_those_of_the_formats():
 def test_the_search_for_scales_makes_the_error_a_tenth_smaller():
     import torch
 
-    from llamoe.modeling.quantization.formats import Int4
+    from llamoe.modeling.formats import Int4
 
     weight = torch.randn(128, 2048, generator=torch.Generator().manual_seed(0))
     for size in (32, 64, 128):

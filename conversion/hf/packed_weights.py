@@ -19,7 +19,8 @@ import torch
 from ...configuration import QuantizationConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
-from ...modeling.quantization import Format, LlamoeQuantizer, QuantizedExperts, QuantizedLinear
+from ...modeling.formats import Format
+from ...modeling.quantization import LlamoeQuantizer, QuantizedExperts, QuantizedLinear
 from ...modeling.registration import empty_model
 from ..checkpoint import expected_shapes_of
 from ..io import LazyTensor, check_finite, compute, dtype_name, stack

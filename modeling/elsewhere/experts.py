@@ -1,4 +1,4 @@
-"""Routed experts whose matrices are elsewhere: a store beside the resident stack (`moe.stores`).
+"""Routed experts whose matrices are elsewhere.
 
 A product asks for one matrix at a time. It is in a slot of the memory for recently used ones, or it is brought there,
 and is multiplied as a slice of a stack would be, in the same order.
@@ -7,23 +7,17 @@ Shapes: N rows, E experts, S slots, I columns in, O columns out.
 """
 
 import copy
-import itertools
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..checkpoints import STACKS
-from ..kernels import cpp_feed_forward, has_feed_forward, is_recorded
-from ..moe import Experts, Group, groups_between, is_torchs_product
-from .products import matrix_for_kernel, matrix_of, product
+from ..formats import Parts
+from ..kernels import has_feed_forward
+from ..moe import STACKS, Experts, Group, Ranges, Stack, multiply_sorted, register_holder
 from .store import Store
-
-_REGISTERED: "weakref.WeakValueDictionary[int, ExpertsElsewhere]" = weakref.WeakValueDictionary()
-_NUMBERS = itertools.count()
 
 
 class ExpertsElsewhere(Experts):
@@ -35,25 +29,20 @@ class ExpertsElsewhere(Experts):
 
     is_elsewhere = True
 
-    def __init__(self, experts: Experts, name: str, dtype: torch.dtype):
+    def __init__(self, experts: Experts, name: str):
         """Take the place of empty experts.
 
         Args:
             experts: on the meta device, plain or packed.
             name: of the experts in the model, for errors.
-            dtype: of the products.
         """
-        nn.Module.__init__(self)
-        self.__dict__.update({k: v for k, v in experts.__dict__.items() if k not in nn.Module().__dict__})
-        self.act_fn = experts.act_fn
+        self.take_after(experts)
         # Not a submodule: nothing of it is in the model.
         self.__dict__["_shapes"] = experts
         self.name = name
-        self.is_packed = experts.is_packed
-        self.is_transposed = experts.is_transposed
-        self._dtype = dtype
-        self.number = next(_NUMBERS)
-        _REGISTERED[self.number] = self
+        # Where they are, the dtype cannot change.
+        self._formats = experts.formats
+        self.number = register_holder(self)
         self.store: Store | None = None
 
     def __deepcopy__(self, memo: dict) -> "ExpertsElsewhere":
@@ -63,8 +52,7 @@ class ExpertsElsewhere(Experts):
         for shared in (self.store, self._shapes, *self._parameters.values(), *self._buffers.values()):
             memo[id(shared)] = shared
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        new.number = next(_NUMBERS)
-        _REGISTERED[new.number] = new
+        new.number = register_holder(new)
         return new
 
     def __reduce__(self):
@@ -74,14 +62,14 @@ class ExpertsElsewhere(Experts):
         )
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the products."""
-        return self._dtype
+    def storage(self) -> str:
+        """Where they are, for errors."""
+        return f"on {self.store.place!r}"
 
     @property
     def weight(self) -> torch.Tensor:
         """An empty tensor on the device of the products, to which peft moves new adapters."""
-        return torch.empty(0, dtype=self._dtype, device=self.device)
+        return torch.empty(0, dtype=self.dtype, device=self.device)
 
     @property
     def device(self) -> torch.device:
@@ -92,10 +80,6 @@ class ExpertsElsewhere(Experts):
         """Shape of a stack in the family's own order."""
         return self._shapes.stack_shape(name)
 
-    def unpacked_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the stacks, by their names."""
-        return {name: self.stack_shape(name) for name in STACKS}
-
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict, strict: bool, *lists: list[str]
     ) -> None:
@@ -103,7 +87,7 @@ class ExpertsElsewhere(Experts):
             given = state_dict.get(prefix + name)
             if given is not None and not (given.is_meta or given.data_ptr() == own.data_ptr()):
                 lists[-1].append(
-                    f"{prefix}{name} is on {self.store.place!r}, and is read from the files that the model was loaded "
+                    f"{prefix}{name} is {self.storage}, and is read from the files that the model was loaded "
                     "from: load the model into memory to give it other weights."
                 )
 
@@ -113,15 +97,15 @@ class ExpertsElsewhere(Experts):
         Raises:
             ValueError: it does not.
         """
-        moved = fn(torch.empty(0, dtype=self._dtype))
-        if moved.dtype != self._dtype and not self.is_packed:
+        moved = fn(torch.empty(0, dtype=self.dtype))
+        if moved.dtype != self.dtype and not self.is_packed:
             raise ValueError(
-                f"{self.name} is read in {self._dtype} from where it lies, and cannot become {moved.dtype} in place: "
+                f"{self.name} is read in {self.dtype} from where it lies, and cannot become {moved.dtype} in place: "
                 f"load the model with dtype={moved.dtype}."
             )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        # Nothing moves: `multiply_groups` brings matrices to the rows, or rows to the matrices.
+        # Nothing moves: a product brings matrices to the rows, or rows to the matrices.
         self.check_cast(fn)
         return self
 
@@ -134,7 +118,7 @@ class ExpertsElsewhere(Experts):
         for own_name, parameter in self._parameters.items():
             if parameter.requires_grad:
                 raise ValueError(
-                    f"{self.name}.{own_name} shall be trained, but is on {self.store.place!r}, where nothing can "
+                    f"{self.name}.{own_name} shall be trained, but is {self.storage}, where nothing can "
                     "change it: set requires_grad_(False) for it, as LoRA does, or load it into memory."
                 )
 
@@ -142,122 +126,33 @@ class ExpertsElsewhere(Experts):
         """As `Experts.forward`.
 
         Raises:
-            ValueError: these experts are to be trained, or an experts implementation wants whole stacks.
+            ValueError: these experts are to be trained.
         """
         if self.training and torch.is_grad_enabled():
             self.check_frozen()
-        chosen = self.config._experts_implementation
-        if chosen not in (None, "llamoe", "llamoe_loop", "llamoe_grouped", "eager"):
-            raise ValueError(
-                f'experts_implementation="{chosen}" needs stacks in memory, but {self.name} is on '
-                f'{self.store.place!r}: choose "llamoe".'
-            )
         return super().forward(*args, **kwargs)
 
-    def matrices(self, name: str) -> "_Matrices":
-        """The experts' matrices `[in, out]`, each read when it is asked for."""
-        return _Matrices(self, name)
+    def stack(self, name: str) -> "StackElsewhere":
+        """The matrices of a stack, for products."""
+        return StackElsewhere(self, name)
 
-    def input_first(self, name: str) -> torch.Tensor:
-        """Refused: there is no such tensor.
+    def _kernel_takes(self, x_NH: torch.Tensor, groups: list[Group]) -> bool:
+        if self.store.is_remote or not super()._kernel_takes(x_NH, groups):
+            return False
+        # Asked before any of them is read.
+        probe = self.store.probe(self.name)
+        gate_up, down = (probe.format.for_kernel([part[0] for part in probe.parts(name)]) for name in STACKS)
+        return gate_up is not None and down is not None and has_feed_forward(x_NH.shape[1], gate_up, down)
 
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(f"{self.name}.{name} is on {self.store.place!r}, and is no stack in memory.")
-
-    def multiply_stack(self, x_NI: torch.Tensor, name: str, groups: Any, multiply: Callable) -> torch.Tensor:
-        """The products of rows with their experts' matrices; arguments as in `Experts`."""
-        x_NI = x_NI.to(self.dtype) if self.is_packed else x_NI
-        if not isinstance(groups, list):
-            return product_elsewhere(x_NI, self.number, name, groups, False, is_torchs_product(multiply))
-        return self.multiply_groups(x_NI, name, groups)
-
-    def multiply_groups(
-        self,
-        x_NI: torch.Tensor,
-        name: str,
-        groups: list[Group],
-        transposed: bool = False,
-        is_grouped: bool = False,
-    ) -> torch.Tensor:
-        """Each group of rows times its expert's matrix; for neither gradients nor compilers.
-
-        Args:
-            x_NI: `[N, I]`, or `[N, O]` if `transposed`.
-            name: of the stack.
-            groups: cover all rows in their order; numbers from E on stand for no expert.
-            transposed: whether the matrices are multiplied from the other side, as in a backward pass.
-            is_grouped: by torch's grouped product.
-
-        Returns:
-            `[N, O]`, or `[N, I]` if `transposed`, in the dtype of the products; 0 in rows of no expert.
-
-        Raises:
-            CheckpointError: a file has changed or cannot be read, or the model is closed.
-        """
-        hit = _by_expert(group for group in groups if group[0] < self.num_experts)
-        out_NO = None
-        # The stack that multiplies the results, in a forward pass or back.
-        later = STACKS[not transposed] if name == STACKS[transposed] else None
-        # At most as many as there are slots: more would evict the first ones before they are used.
-        ahead = [] if later is None else [expert for expert, _ in hit][: self.store.num_slots(self.name)]
-        self.store.prefetch(self.name, later, ahead[:1])
-        others = set(ahead[1:])
-        with closing(self.store.walk(self.name, name, _sizes(hit))) as found:
-            for (expert, ranges), parts in zip(hit, found, strict=True):
-                if expert in others:
-                    # Behind this stack's next matrices, which are needed first.
-                    self.store.prefetch(self.name, later, [expert])
-                for start, end in ranges:
-                    x = x_NI[start:end].to(parts[0].device)
-                    y = product(self._shapes, x, name, parts, transposed, is_grouped).to(x_NI.device)
-                    if len(groups) == 1:
-                        return y
-                    if out_NO is None:
-                        out_NO = x_NI.new_empty(len(x_NI), y.shape[1])
-                    out_NO[start:end] = y
-        if out_NO is None:
-            out_NO = x_NI.new_empty(len(x_NI), self.size_out(name, transposed))
-        for expert, start, end in groups:
-            if expert >= self.num_experts:
-                out_NO[start:end].zero_()
-        return out_NO
-
-    def size_out(self, name: str, transposed: bool) -> int:
-        """Columns of a stack's products."""
-        first, second = self.stack_shape(name)[1:]
-        return first if self.is_transposed == transposed else second
-
-    def _products_by_kernel(self, x_NH: torch.Tensor, groups: list[Group]) -> torch.Tensor | None:
-        if self.store.is_remote or not self._shapes._kernel_takes(x_NH, groups):
-            return None
-        if any(expert >= self.num_experts for expert, _, _ in groups) or not self._has_kernel(x_NH.shape[1]):
-            return None
+    def _bring_both(self, groups: list[Group]) -> Iterator[tuple[Parts, Parts, Ranges]]:
         hit = _by_expert(groups)
         sizes = _sizes(hit)
         self.store.prefetch(self.name, "down_proj", [expert for expert, _ in hit])
-        out_NH = None
         with closing(self.store.walk(self.name, "gate_up_proj", sizes)) as gate_ups:
-            for size, (_, ranges), parts in zip(sizes, hit, gate_ups, strict=True):
-                gate_up = matrix_for_kernel(self._shapes, "gate_up_proj", parts)
+            for size, (_, ranges), gate_up in zip(sizes, hit, gate_ups, strict=True):
                 # A down matrix is let go before the next gate is waited for, so that threads cannot block each other.
                 with closing(self.store.walk(self.name, "down_proj", [size])) as downs:
-                    down = matrix_for_kernel(self._shapes, "down_proj", next(downs))
-                    if gate_up is None or down is None:
-                        return None
-                    for start, end in ranges:
-                        y = cpp_feed_forward(x_NH[start:end], gate_up, None, down)
-                        if y is None or len(groups) == 1:
-                            return y
-                        out_NH = x_NH.new_empty(x_NH.shape) if out_NH is None else out_NH
-                        out_NH[start:end] = y
-        return out_NH
-
-    def _has_kernel(self, hidden_size: int) -> bool:
-        """Whether a compiled kernel takes these experts; asked before any of them is read."""
-        gate_up, down = (self.store.probe(self.name).matrix_for_kernel(stack, 0) for stack in STACKS)
-        return gate_up is not None and down is not None and has_feed_forward(hidden_size, gate_up, down)
+                    yield gate_up, next(downs), ranges
 
     def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
         """As `Experts.fits_grouped_mm`."""
@@ -265,24 +160,58 @@ class ExpertsElsewhere(Experts):
 
     def extra_repr(self) -> str:
         """Show the sizes and the place in `print(model)`."""
-        hidden_size, intermediate_size = self.hidden_and_intermediate_size
-        form = f", format={self.format.key}" if self.is_packed else ""
-        place = None if self.store is None else self.store.place
-        return f"num_experts={self.num_experts}, {hidden_size=}, {intermediate_size=}{form}, on={place!r}"
+        return f"{super().extra_repr()}, on={None if self.store is None else self.store.place!r}"
 
 
-class _Matrices:
-    """What the loop over experts asks for a matrix."""
+class StackElsewhere(Stack):
+    """The matrices of one stack, which a store brings."""
 
     def __init__(self, experts: ExpertsElsewhere, name: str):
-        self.experts, self.name = experts, name
+        self.experts, self.name, self.parts = experts, name, []
+        self.form, self.sizes = experts.formats[name], experts.sizes_of(name)
+        self.num_experts = experts.num_experts
+        self.source = f"{experts.number}:{name}"
+
+    def bring(self, groups: Sequence[Group], transposed: bool) -> Iterator[tuple[Parts, Ranges]]:
+        """As `Stack.bring`, in the order of the experts; they are brought to the rows, or stay where they are.
+
+        Raises:
+            CheckpointError: a file has changed or cannot be read, or the model is closed.
+            ValueError: a backward pass, if these experts are to be trained.
+        """
+        if transposed:
+            # Outside of training mode a forward pass may be for its results alone, also with gradients switched on.
+            self.experts.check_frozen()
+        store, layer = self.experts.store, self.experts.name
+        hit = _by_expert(group for group in groups if group[0] < self.num_experts)
+        # The stack that multiplies the results, in a forward pass or back.
+        later = STACKS[not transposed] if self.name == STACKS[transposed] else None
+        # At most as many as there are slots: more would evict the first ones before they are used.
+        ahead = [] if later is None else [expert for expert, _ in hit][: store.num_slots(layer)]
+        store.prefetch(layer, later, ahead[:1])
+        others = set(ahead[1:])
+        with closing(store.walk(layer, self.name, _sizes(hit))) as found:
+            for (expert, ranges), parts in zip(hit, found, strict=True):
+                if expert in others:
+                    # Behind this stack's next matrices, which are needed first.
+                    store.prefetch(layer, later, [expert])
+                yield parts, ranges
+
+    def matrices(self) -> "StackElsewhere":
+        """The matrices `[I, O]`, each read when it is asked for."""
+        return self
 
     def __getitem__(self, expert: int) -> torch.Tensor:
         store, layer = self.experts.store, self.experts.name
         with closing(store.walk(layer, self.name, [(expert, 1)], may_compute=False)) as found:
-            matrix = matrix_of(self.experts._shapes, self.name, next(found))
+            matrix = self.form.matrix(next(found), self.sizes, self.form.compute_dtype).T
             # The slot is free for another expert when this returns.
             return matrix.to(self.experts.device, copy=True)
+
+    def multiply_by_grouped_mm(self, x_NI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        """As `Stack.multiply_by_grouped_mm`, one expert after the other."""
+        self.form = self.form.with_grouped_mm()
+        return multiply_sorted(x_NI, self, ends_E)
 
 
 def _by_expert(groups: Iterable[Group]) -> list[tuple[int, list[tuple[int, int]]]]:
@@ -296,61 +225,3 @@ def _by_expert(groups: Iterable[Group]) -> list[tuple[int, list[tuple[int, int]]
 def _sizes(hit: list[tuple[int, list[tuple[int, int]]]]) -> list[tuple[int, int]]:
     """Each expert and its number of rows."""
     return [(expert, sum(end - start for start, end in ranges)) for expert, ranges in hit]
-
-
-# The host counts the rows; a captured CUDA stream cannot wait for it.
-@torch.library.custom_op("llamoe::product_elsewhere", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _product_elsewhere(
-    x_NI: torch.Tensor, number: int, name: str, ends_E: torch.Tensor, transposed: bool, is_grouped: bool
-) -> torch.Tensor:
-    experts = _REGISTERED[number]
-    with torch.no_grad():
-        groups = groups_between(ends_E, len(x_NI))
-        y = experts.multiply_groups(x_NI, name, groups, transposed, is_grouped)
-        # The results of operators may not be views.
-        return y.clone(memory_format=torch.contiguous_format) if y._base is not None else y.contiguous()
-
-
-def product_elsewhere(
-    x_NI: torch.Tensor, number: int, name: str, ends_E: torch.Tensor, transposed: bool, is_grouped: bool
-) -> torch.Tensor:
-    """`ExpertsElsewhere.multiply_groups` for autograd and compilers.
-
-    Args:
-        x_NI: `[N, I]`, or `[N, O]` if `transposed`, sorted by expert.
-        number: of the experts: operators take no objects.
-        name: of the stack.
-        ends_E: `[E]` integers, the index after each expert's last row.
-        transposed: as in `multiply_groups`.
-        is_grouped: as in `multiply_groups`.
-    """
-    if is_recorded(x_NI) or (x_NI.requires_grad and torch.is_grad_enabled()):
-        return _product_elsewhere(x_NI, number, name, ends_E, transposed, is_grouped)
-    return _REGISTERED[number].multiply_groups(
-        x_NI, name, groups_between(ends_E, len(x_NI)), transposed, is_grouped
-    )
-
-
-@_product_elsewhere.register_fake
-def _(x_NI, number, name, ends_E, transposed, is_grouped):
-    return x_NI.new_empty(x_NI.shape[0], _REGISTERED[number].size_out(name, transposed))
-
-
-def _save(ctx, inputs, output):
-    _, ctx.number, ctx.name, ends_E, ctx.transposed, ctx.is_grouped = inputs
-    # The copy of a model may be gone before its last backward pass.
-    ctx.experts = _REGISTERED[ctx.number]
-    ctx.save_for_backward(ends_E)
-
-
-def _differentiate(ctx, grad):
-    # Outside of training mode a forward pass may be for its results alone, also with gradients switched on.
-    ctx.experts.check_frozen()
-    (ends_E,) = ctx.saved_tensors
-    grad_x = product_elsewhere(
-        grad.contiguous(), ctx.number, ctx.name, ends_E, not ctx.transposed, ctx.is_grouped
-    )
-    return grad_x, None, None, None, None, None
-
-
-_product_elsewhere.register_autograd(_differentiate, setup_context=_save)

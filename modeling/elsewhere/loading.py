@@ -194,7 +194,7 @@ def claim(model: nn.Module, files: list[str] | None, load_config: Any) -> None:
         )
         request.shapes[name] = empty
         request.claimed[name] = chosen[name], stored[name]
-        model.set_submodule(name, ExpertsElsewhere(empty, name, empty.dtype))
+        model.set_submodule(name, ExpertsElsewhere(empty, name))
         ignored.add(re.escape(name[name.find("layers.") :]) + r"\.")
     model._keys_to_ignore_on_load_unexpected = ignored
     for place in ("disk", "cpu"):

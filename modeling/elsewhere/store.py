@@ -17,15 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoints import STACKS
-from ..moe import Experts
+from ..formats import Parts
+from ..moe import STACKS, Experts
 from .budget import ExpertsMemory, default_size
 from .copies import Copied, Copies
 from .costs import Costs, measure
 from .matrix_cache import Job, MatrixCache
 from .memory import BLOCK, slots_of, unit_of
 from .pieces import Piece, StoredLayer, part_names
-from .products import Parts, product
 from .reading import Readers, Reading, closed
 from .statistics import Counter
 
@@ -44,9 +43,7 @@ def with_stacks(
         make: a tensor of a shape and dtype.
     """
     new: Any = object.__new__(type(experts))
-    nn.Module.__init__(new)
-    new.__dict__.update({k: v for k, v in experts.__dict__.items() if k not in nn.Module().__dict__})
-    new.act_fn = experts.act_fn
+    new.take_after(experts)
     new.num_experts = num_experts
     for name, tensor in [*experts._parameters.items(), *experts._buffers.items()]:
         made = make((num_experts, *tensor.shape[1:]), tensor.dtype)
@@ -92,7 +89,7 @@ def check_budget(layers: Mapping[str, Experts], budget: int) -> None:
 
 
 def _parts(experts: Experts, stack: str, expert: int) -> Parts:
-    return [getattr(experts, name).data[expert : expert + 1] for name in part_names(experts, stack)]
+    return [getattr(experts, name).data[expert] for name in part_names(experts, stack)]
 
 
 class _Slots:
@@ -137,12 +134,13 @@ def _fetch(
     key: Key,
     slot: int,
 ) -> Job:
-    held[slot] = parts = []
+    parts: list[torch.Tensor] = []
+    held[slot] = parts
     for index, (bytes_, shape) in enumerate(zip(memory, shapes, strict=True)):
         size = math.prod(shape.shape[1:]) * shape.itemsize
         first = store.first_byte(key, stack, index, unit_of(size))
         part = bytes_[slot, first : first + size].view(shape.dtype)
-        parts.append(part.view(1, *shape.shape[1:]))
+        parts.append(part.view(shape.shape[1:]))
     return store.fetch(key, stack, parts, [bytes_[slot] for bytes_ in memory], slot, copies)
 
 
@@ -247,27 +245,27 @@ class Store:
         experts = self._layers[layer]
         pieces = []
         for piece in self._stored[layer].pieces[stack][expert]:
-            place = piece.place([part[0] for part in parts], experts.is_transposed)
+            place = piece.place(parts, experts.is_transposed)
             is_in_blocks = (
                 blocks is not None
                 and unit_of(parts[piece.part].nbytes) == BLOCK
-                and self._is_as_stored(piece, experts)
+                and self._is_as_stored(piece, stack, experts)
             )
             pieces.append((piece, place, blocks[piece.part] if blocks and is_in_blocks else None))
         return self._readers.start(pieces, f"expert {expert} of {layer}", count)
 
-    def _is_as_stored(self, piece: Piece, experts: Any) -> bool:
+    def _is_as_stored(self, piece: Piece, stack: str, experts: Experts) -> bool:
         """Whether a part of a matrix lies in memory as in its file, where its kernel can read it."""
-        alignment = experts.format.alignment if experts.is_packed else experts.dtype.itemsize
-        is_same = experts.is_packed or piece.dtype == experts.dtype
-        return piece.rows is None and is_same and piece.begin % max(alignment, piece.dtype.itemsize) == 0
+        dtype = getattr(experts, part_names(experts, stack)[piece.part]).dtype
+        alignment = max(experts.format.alignment, dtype.itemsize)
+        return piece.rows is None and piece.dtype == dtype and piece.begin % alignment == 0
 
     def first_byte(self, key: Key, stack: str, part: int, unit: int) -> int:
         """Bytes between a slot's begin and a part of a matrix: as in the file, modulo `unit` (`memory.unit_of`)."""
         layer, expert = key
         piece = next(each for each in self._stored[layer].pieces[stack][expert] if each.part == part)
         # On an accelerator a resident model has memory of its own.
-        is_kept = self.place == "disk" and self._is_as_stored(piece, self._layers[layer])
+        is_kept = self.place == "disk" and self._is_as_stored(piece, stack, self._layers[layer])
         return piece.begin % unit if is_kept else 0
 
     def fetch(
@@ -367,11 +365,10 @@ class Store:
             return self.memory.misses
         group, experts = self._groups[layer], self._layers[layer]
         if group.costs is None:
-            x = torch.zeros(64, experts.stack_shape(stack)[1 if experts.is_transposed else 2]).to(
-                experts.dtype
-            )
+            form, sizes = experts.formats[stack], experts.sizes_of(stack)
+            x = torch.zeros(64, sizes[1]).to(form.compute_dtype)
             group.costs = measure(
                 lambda: [part.to(self.device, copy=True) for part in parts],
-                lambda rows: product(experts, x[:rows], stack, parts),
+                lambda rows: form.multiply(x[:rows], parts, sizes),
             )
         return group.costs.cheaper(num_rows)

@@ -1,15 +1,25 @@
 """The mixture of experts.
 
 Reading order: grouped_mm_limits (what torch's grouped product accepts), grouped_product (each expert's rows times its
-matrix), low_rank (what adapters add to it), state_dicts (experts that come one by one), stores (where the experts'
-numbers are, and the loop that defines their result), dispatch (rows sorted by expert, and which product multiplies
+matrix), low_rank (what adapters add to it), state_dicts (experts that come one by one), experts (the module, and the
+loop that defines its result), dispatch (rows sorted by expert, and which product multiplies
 them), layer (which experts, with what weight), losses (router losses and the load of experts), balancing (routers
 watched in training, and balanced without a loss), trace (which experts compute which tokens).
 """
 
 from .balancing import RouterWatch, watch_routers
-from .dispatch import check_kernels, choose_path, is_torchs_product, why_not
-from .grouped_product import Group, groups_between, multiply_groups
+from .dispatch import check_kernels, choose_path, why_not
+from .experts import IMPLEMENTATION, STACKS, Experts, OutputFirstExperts, implementation_can
+from .grouped_product import (
+    Group,
+    Ranges,
+    Stack,
+    groups_between,
+    multiply_groups,
+    multiply_one,
+    multiply_sorted,
+    register_holder,
+)
 from .layer import MixtureOfExperts, Router
 from .losses import TrainsRouters, expert_load
 from .low_rank import LowRank, Updates
@@ -22,7 +32,6 @@ from .state_dicts import (
     missing_matrices,
     take_matrices,
 )
-from .stores import IMPLEMENTATION, Experts, OutputFirstExperts
 from .trace import ExpertTrace, trace_experts
 
 __all__ = [
@@ -35,6 +44,9 @@ __all__ = [
     "MixtureOfExperts",
     "OutputFirstExperts",
     "PARTS_OF_STACKS",
+    "Ranges",
+    "STACKS",
+    "Stack",
     "Router",
     "TrainsRouters",
     "Updates",
@@ -42,11 +54,14 @@ __all__ = [
     "expert_load",
     "fuse",
     "groups_between",
-    "is_torchs_product",
+    "implementation_can",
     "like",
     "matrix_named",
     "missing_matrices",
     "multiply_groups",
+    "multiply_one",
+    "multiply_sorted",
+    "register_holder",
     "RouterWatch",
     "take_matrices",
     "trace_experts",

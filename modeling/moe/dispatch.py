@@ -1,6 +1,6 @@
 """How rows reach their experts: sorted or not, and which product multiplies them.
 
-Three paths have the same result as the loop that defines it (`stores`):
+Three paths have the same result as the loop that defines it (`experts`):
 
 * `loop`: sort the rows by expert, then one product for each hit expert. The host counts the rows, which costs nothing
   on the CPU. The CPU takes it without gradients (a few rows go to their experts unsorted), and with gradients for large
@@ -27,7 +27,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch.nn import functional as F
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from ..kernels import (
@@ -42,10 +41,10 @@ from ..kernels import (
     kernel_is_right,
     rows_of_torch,
 )
+from .experts import IMPLEMENTATION, IMPLEMENTATIONS, Experts, implementation_can
 from .grouped_mm_limits import grouped_mm_takes_dtype
-from .grouped_product import LARGE_GRADIENT_BYTES, grouped_product, groups_between, multiply_groups
+from .grouped_product import LARGE_GRADIENT_BYTES, Stack, groups_between, multiply_groups, multiply_sorted
 from .low_rank import Updates, factors, of_rows
-from .stores import IMPLEMENTATION, IMPLEMENTATIONS, Experts
 
 Path = Literal["loop", "kernel", "grouped"]
 PATHS: tuple[Path, ...] = ("loop", "kernel", "grouped")
@@ -122,7 +121,7 @@ def compute_experts(
             updates = of_rows(updates, tokens_N)
         y_NH = experts.products(_rows_of_choices(x_TH, top_k_index), groups, multiply_groups, updates)
     else:
-        product = multiply_groups if host_counts else _grouped_mm if path == "grouped" else _grouped_product
+        product = multiply_groups if host_counts else _grouped_mm if path == "grouped" else multiply_sorted
         y_NH = _products_of_sorted(experts, x_TH, top_k_index, product, updates)
     y_NH = y_NH * top_k_weights.reshape(-1, 1)
     num_tokens, top_k = top_k_index.shape
@@ -166,21 +165,12 @@ def _products_of_sorted(
     return y_NH.index_select(0, place_N)
 
 
-def _grouped_mm(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def _grouped_mm(x_NI: torch.Tensor, stack: Stack, ends_E: torch.Tensor) -> torch.Tensor:
     # The factors of an adapter may be thinner than the product takes, or of a dtype that it does not.
-    is_thin = any(size * x_NI.element_size() % 16 for size in weight_EIO.shape[1:])
+    is_thin = any(size * x_NI.element_size() % 16 for size in stack.sizes)
     if is_thin or not grouped_mm_takes_dtype(x_NI.dtype, x_NI, x_NI.device):
-        return _grouped_product(x_NI, weight_EIO, ends_E)
-    return F.grouped_mm(x_NI, weight_EIO.to(x_NI.dtype), offs=ends_E)
-
-
-def is_torchs_product(multiply: Callable) -> bool:
-    """Whether a product that stacks are given is torch's grouped one."""
-    return multiply is _grouped_mm
-
-
-def _grouped_product(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    return grouped_product(x_NI, weight_EIO.to(x_NI.dtype), ends_E)
+        return multiply_sorted(x_NI, stack, ends_E)
+    return stack.multiply_by_grouped_mm(x_NI, ends_E)
 
 
 def choose_path(
@@ -272,7 +262,7 @@ def why_not(
     """Reason why a path cannot be taken; None if it can. Arguments as in `choose_path`."""
     weight = experts.down_proj
     hidden_size, intermediate_size = experts.hidden_and_intermediate_size
-    if path != "loop" and experts.is_packed:
+    if experts.is_packed and not implementation_can(_name(path), "packed"):
         return f"experts of {experts.format.key} are multiplied one by one."
     if path == "kernel":
         if needs_gradient or is_adapted:

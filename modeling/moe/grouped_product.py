@@ -1,28 +1,34 @@
-"""Grouped product: each expert's rows times its matrix.
+"""Grouped product: each expert's rows times its matrix, whatever its format, and wherever it lies.
 
 Only the data tells how many rows each expert gets. `multiply_groups` takes the numbers from the host and forms one
 product for each hit expert. A compiler cannot follow such a loop, and autograd would give every slice of a stack a
 gradient as large as the stack. The operator `grouped_product` keeps the loop out of the graph: compiler and autograd
-see its shapes and its gradients (also second ones), which are operators too. torch's `grouped_mm` does the same where
-it exists, for rows of a multiple of 16 bytes.
+see its shapes and its gradients (of plain weights also second ones), which are operators too. torch's `grouped_mm` does
+the same where it exists, for plain weights and rows of a multiple of 16 bytes.
 
 Shapes: N rows, E experts, I columns in, O columns out.
 """
 
+import itertools
 import math
 import mmap
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from torch.nn import functional as F
 
-from ..kernels import SHORTCUTS_ARE_ON, in_float32, multiply_rows, needs_float32
+from ..formats import Format, Parts, Sizes, format_of, plain_format
+from ..kernels import SHORTCUTS_ARE_ON, is_recorded, is_transformed, needs_float32
 
-FEW_ROWS = 4
-"""Up to this many rows of an expert MKL's batched product may be faster than its plain one."""
 LARGE_GRADIENT_BYTES = 32 << 20
 """From this size a gradient gets memory of its own; the allocator keeps smaller pieces for the next step."""
 
 Group = tuple[int, int, int]
 """An expert, the index of its first row, and the index after its last one."""
+Ranges = Sequence[tuple[int, int]]
+"""The first row, and the one after the last, of each group of an expert."""
 
 
 def groups_between(ends_E: torch.Tensor, num_rows: int) -> list[Group]:
@@ -37,35 +43,88 @@ def groups_between(ends_E: torch.Tensor, num_rows: int) -> list[Group]:
     return [(expert, start, end) for expert, (start, end) in enumerate(bounds) if start < end]
 
 
-def _is_transposed(weight_EIO: torch.Tensor) -> bool:
-    """Whether a stack is a view of one that lies output-first."""
-    return weight_EIO.stride(1) == 1 < weight_EIO.stride(2)
+class Stack:
+    """The matrices of all experts, in memory.
+
+    Attributes:
+        form: of a matrix.
+        parts: of all matrices, each with an axis for experts in front.
+        sizes: O and I.
+        num_experts: E.
+        source: text by which the operator finds a stack that is not in memory; "" for this one.
+    """
+
+    source = ""
+
+    def __init__(self, form: Format, parts: Parts, sizes: Sizes):
+        self.form, self.parts, self.sizes = form, parts, sizes
+        self.num_experts = len(parts[0])
+
+    def bring(self, groups: Sequence[Group], transposed: bool) -> Iterator[tuple[Parts, Ranges]]:
+        """The parts of each hit expert's matrix, valid until the next are asked for, and its groups of rows."""
+        for expert, start, end in groups:
+            if expert < self.num_experts:
+                yield [part[expert] for part in self.parts], ((start, end),)
+
+    def matrices(self) -> Sequence[torch.Tensor]:
+        """The matrices `[I, O]`."""
+        # `unbind` once: indexing a stack per expert would write a full-size gradient for each of them.
+        each = zip(*(part.unbind(0) for part in self.parts), strict=True)
+        return [self.form.matrix(parts, self.sizes, self.form.compute_dtype).T for parts in each]
+
+    def multiply_by_grouped_mm(self, x_NI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        """The product of all groups by torch's grouped one, which knows the stacks of one format."""
+        form: Any = self.form
+        return F.grouped_mm(x_NI, form.input_first(self.parts).to(x_NI.dtype), offs=ends_E)
 
 
-def multiply_groups(x_NI: torch.Tensor, weight_EIO: torch.Tensor, groups: list[Group]) -> torch.Tensor:
+def plain_stack(weight_EIO: torch.Tensor) -> Stack:
+    """A stack of plain matrices in any strides."""
+    lies_output_first = weight_EIO.stride(1) == 1 < weight_EIO.stride(2)
+    # The gradient of a transposed view is made in the layout of the parameter: autograd would copy any other.
+    part = weight_EIO.transpose(1, 2) if lies_output_first else weight_EIO
+    _, num_in, num_out = weight_EIO.shape
+    return Stack(plain_format(weight_EIO.dtype, not lies_output_first), [part], (num_out, num_in))
+
+
+def multiply_groups(
+    x_NI: torch.Tensor, stack: Stack, groups: Sequence[Group], transposed: bool = False
+) -> torch.Tensor:
     """Multiply each group of rows by its own matrix; for neither gradients nor compilers.
 
     Args:
-        x_NI: `[N, I]`.
-        weight_EIO: `[E, I, O]`; only matrices of groups with rows are read. They are cast to the dtype of `x_NI`.
+        x_NI: `[N, I]`, or `[N, O]` if `transposed`, in a dtype that the format takes.
+        stack: of which only matrices of groups with rows are read.
         groups: cover all rows in their order; an expert may have several, and numbers from E on stand for none.
+        transposed: whether the matrices are multiplied from the other side, as in the backward pass.
 
     Returns:
-        `[N, O]`; rows without an expert are zero.
+        `[N, O]`, or `[N, I]` if `transposed`; rows without an expert are zero.
     """
-    out_NO = x_NI.new_empty(x_NI.shape[0], weight_EIO.shape[2])
-    lies_output_first = _is_transposed(weight_EIO)
-    for expert, start, end in groups:
-        if expert < len(weight_EIO) and lies_output_first and end - start <= FEW_ROWS:
-            out_NO[start:end] = multiply_rows(x_NI[start:end], weight_EIO[expert].T.to(x_NI.dtype))
-        elif expert < len(weight_EIO):
-            weight_IO = weight_EIO[expert].to(x_NI.dtype)
-            y = in_float32(x_NI[start:end], weight_IO.T) if SHORTCUTS_ARE_ON else None
-            if y is None:
-                torch.mm(x_NI[start:end], weight_IO, out=out_NO[start:end])
-            else:
+    if torch.is_autocast_enabled(x_NI.device.type):
+        # It would cast rows and matrices to its dtype, and back.
+        with torch.autocast(x_NI.device.type, enabled=False):
+            return multiply_groups(x_NI, stack, groups, transposed)
+    product = stack.form.multiply_transposed if transposed else stack.form.multiply
+    out_NO = None
+    brought: Any = stack.bring(groups, transposed)
+    try:
+        for parts, ranges in brought:
+            for start, end in ranges:
+                x = x_NI[start:end].to(parts[0].device)
+                y = product(x, parts, stack.sizes).to(x_NI.device)
+                if len(groups) == 1:
+                    return y
+                if out_NO is None:
+                    out_NO = y.new_empty(len(x_NI), y.shape[1])
                 out_NO[start:end] = y
-        else:
+    finally:
+        # Lets go of what it has brought, whatever happens here.
+        brought.close()
+    if out_NO is None:
+        return x_NI.new_zeros(len(x_NI), stack.sizes[int(transposed)])
+    for expert, start, end in groups:
+        if expert >= stack.num_experts:
             out_NO[start:end].zero_()
     return out_NO
 
@@ -104,64 +163,134 @@ def _unmapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
+_HOLDERS: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+def register_holder(experts: Any) -> int:
+    """A number by which the operator, which takes no objects, finds experts whose stacks are not in memory."""
+    number = next(_NUMBERS)
+    _HOLDERS[number] = experts
+    return number
+
+
 # The host counts the rows; a captured CUDA stream cannot wait for it.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
 @torch.library.custom_op("llamoe::grouped_product", mutates_args=(), tags=_TAGS)
-def grouped_product(x_NI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def product_operator(
+    x: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    source: str,
+    key: str,
+    sizes: Sequence[int],
+    ends_E: torch.Tensor | None,
+    transposed: bool,
+) -> torch.Tensor:
     """`multiply_groups` for autograd and compilers.
 
     Args:
-        x_NI: `[N, I]`, sorted by expert.
-        weight_EIO: `[E, I, O]` in the dtype of `x_NI`.
-        ends_E: `[E]` integers, the index after each expert's last row.
+        x: `[N, I]`, or `[N, O]` if `transposed`, sorted by expert.
+        parts: of all experts, or of one matrix; none if there is a source.
+        source: of a stack that is not in memory: the holder's number and the stack's name.
+        key: of the format.
+        sizes: O and I.
+        ends_E: `[E]` integers, the index after each expert's last row; None for one matrix.
+        transposed: as in `multiply_groups`.
     """
-    with torch.no_grad():
-        return multiply_groups(x_NI, weight_EIO, groups_between(ends_E, len(x_NI)))
+    form, stack = format_of(key), None
+    # Autocast would cast rows and matrices to its dtype, and back.
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        if ends_E is None:
+            y = (form.multiply_transposed if transposed else form.multiply)(x, parts, tuple(sizes))
+        else:
+            if source:
+                number, _, name = source.partition(":")
+                stack = _HOLDERS[int(number)].stack(name)
+                stack.form = form
+            else:
+                stack = Stack(form, parts, tuple(sizes))
+            y = multiply_groups(x, stack, groups_between(ends_E, len(x)), transposed)
+        # The results of operators may not be views.
+        return y.clone(memory_format=torch.contiguous_format) if y._base is not None else y.contiguous()
+
+
+@product_operator.register_fake
+def _(x, parts, source, key, sizes, ends_E, transposed):
+    return x.new_empty(x.shape[0], sizes[1] if transposed else sizes[0])
+
+
+def _save_product(ctx, inputs, output):
+    x, parts, ctx.source, ctx.key, ctx.sizes, ends_E, ctx.transposed = inputs
+    needs_x, *needs_parts = ctx.needs_input_grad[: 1 + len(parts)]
+    # The copy of a model may be gone before its last backward pass.
+    ctx.holder = _HOLDERS[int(ctx.source.partition(":")[0])] if ctx.source else None
+    # The weight's gradient needs the rows; frozen experts, as under LoRA, need not save them.
+    ctx.save_for_backward(x if any(needs_parts) else None, ends_E, *(parts if needs_x else ()))
+
+
+def _differentiate_product(ctx, grad):
+    x, ends_E, *parts = ctx.saved_tensors
+    needs_x, needs_parts = ctx.needs_input_grad[:2]
+    grad = grad.contiguous()
+    grad_x, grad_parts = None, [None] * len(needs_parts)
+    if needs_x:
+        grad_x = product_operator(grad, parts, ctx.source, ctx.key, ctx.sizes, ends_E, not ctx.transposed)
+    if x is not None:
+        form: Any = format_of(ctx.key)
+        rows = (x, grad) if form.is_input_first != ctx.transposed else (grad, x)
+        grad_parts = [grouped_outer_product(*rows, ends_E).to(form.compute_dtype)]
+    # A list of inputs has a list of gradients.
+    return grad_x, grad_parts, None, None, None, None, None
+
+
+product_operator.register_autograd(_differentiate_product, setup_context=_save_product)
+
+
+def multiply_sorted(
+    x_NI: torch.Tensor, stack: Stack, ends_E: torch.Tensor, transposed: bool = False
+) -> torch.Tensor:
+    """`multiply_groups` for autograd and compilers; `ends_E` has the index after each expert's last row, `[E]`."""
+    key, sizes = stack.form.key, list(stack.sizes)
+    return product_operator(x_NI, list(stack.parts), stack.source, key, sizes, ends_E, transposed)
+
+
+def multiply_one(form: Format, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
+    """Rows times the transpose of one matrix, which gets no gradient: `[N, O]` in the dtype of the rows."""
+    x = form.cast(x_NI)
+    if needs_operator(x):
+        y = product_operator(x, list(parts), "", form.key, list(sizes), None, False)
+    else:
+        y = form.multiply(x, parts, sizes)
+    return y if x is x_NI else y.to(x_NI.dtype)
+
+
+def needs_operator(x: torch.Tensor) -> bool:
+    """Whether autograd or a compiler follows the rows, or autocast must be kept out."""
+    return (
+        (x.requires_grad and torch.is_grad_enabled())
+        or is_recorded(x)
+        or is_transformed()
+        or torch.is_autocast_enabled(x.device.type)
+    )
 
 
 @torch.library.custom_op("llamoe::grouped_outer_product", mutates_args=(), tags=_TAGS)
 def grouped_outer_product(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Gradient of `grouped_product` with respect to the weight, `[E, I, O]`.
+    """Gradient of `multiply_sorted` with respect to a plain weight, `[E, I, O]`.
 
     Args:
         x_NI: `[N, I]`, sorted by expert.
         grad_NO: `[N, O]`, gradient of the result.
-        ends_E: as in `grouped_product`.
+        ends_E: as in `multiply_sorted`.
     """
     return _multiply_outer(x_NI, grad_NO, ends_E)
-
-
-@grouped_product.register_fake
-def _(x_NI, weight_EIO, ends_E):
-    return x_NI.new_empty(x_NI.shape[0], weight_EIO.shape[2])
 
 
 @grouped_outer_product.register_fake
 def _(x_NI, grad_NO, ends_E):
     return x_NI.new_empty(ends_E.shape[0], x_NI.shape[1], grad_NO.shape[1])
-
-
-def _save_product(ctx, inputs, output):
-    x_NI, weight_EIO, ends_E = inputs
-    needs_x, needs_weight = ctx.needs_input_grad[:2]
-    # The weight's gradient needs the rows; frozen experts, as under LoRA, need not save them.
-    ctx.save_for_backward(x_NI if needs_weight else None, weight_EIO if needs_x else None, ends_E)
-    # The gradient of a transposed view is made in the layout of the parameter: autograd would copy any other.
-    ctx.is_transposed = _is_transposed(weight_EIO)
-
-
-def _differentiate_product(ctx, grad_NO):
-    x_NI, weight_EIO, ends_E = ctx.saved_tensors
-    grad_NO = grad_NO.contiguous()
-    grad_x = None if weight_EIO is None else grouped_product(grad_NO, weight_EIO.transpose(1, 2), ends_E)
-    grad_weight = None
-    if x_NI is not None and ctx.is_transposed:
-        grad_weight = grouped_outer_product(grad_NO, x_NI, ends_E).transpose(1, 2)
-    elif x_NI is not None:
-        grad_weight = grouped_outer_product(x_NI, grad_NO, ends_E)
-    return grad_x, grad_weight, None
 
 
 def _save_outer_product(ctx, inputs, output):
@@ -171,12 +300,12 @@ def _save_outer_product(ctx, inputs, output):
 def _differentiate_outer_product(ctx, grad_EIO):
     x_NI, grad_NO, ends_E = ctx.saved_tensors
     needs_x, needs_grad = ctx.needs_input_grad[:2]
+    stack = plain_stack(grad_EIO)
     return (
-        grouped_product(grad_NO, grad_EIO.transpose(1, 2), ends_E) if needs_x else None,
-        grouped_product(x_NI, grad_EIO, ends_E) if needs_grad else None,
+        multiply_sorted(grad_NO, stack, ends_E, transposed=True) if needs_x else None,
+        multiply_sorted(x_NI, stack, ends_E) if needs_grad else None,
         None,
     )
 
 
-grouped_product.register_autograd(_differentiate_product, setup_context=_save_product)
 grouped_outer_product.register_autograd(_differentiate_outer_product, setup_context=_save_outer_product)

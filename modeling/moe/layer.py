@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig
 
 from ..kernels import multiply_rows
 from ..layers import FeedForward
-from .stores import Experts, OutputFirstExperts
+from .experts import Experts, OutputFirstExperts
 
 
 class Router(nn.Module):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..kernels import multiply_rows
+from .grouped_product import plain_stack
 
 # Up to this many rows the CPU multiplies the second factors of all experts without reordering them: copying them into
 # the order of the stacks costs more.
@@ -44,14 +45,15 @@ class LowRank:
             groups: which rows belong to which expert, in the form that `multiply` takes.
             multiply: the product of rows, a stack, and `groups`.
         """
+        thin_Nr = multiply(self.dropout(x_NI.to(self.a_EIr.dtype)), plain_stack(self.a_EIr), groups)
         # The thin product is scaled: it is narrower than the result.
-        thin_Nr = multiply(self.dropout(x_NI.to(self.a_EIr.dtype)), self.a_EIr, groups) * self.scale
+        thin_Nr = thin_Nr * self.scale
         if isinstance(groups, list) and len(x_NI) <= FEW_ROWS:
             update_NO = self._multiply_in_pefts_order(thin_Nr, groups)
         else:
             # A whole transpose first: its copy is much faster than that of three axes in another order.
             b_rEO = self.b_OrE.flatten(1).t().contiguous().unflatten(0, self.b_OrE.shape[1:])
-            update_NO = multiply(thin_Nr, b_rEO.transpose(0, 1), groups)
+            update_NO = multiply(thin_Nr, plain_stack(b_rEO.transpose(0, 1)), groups)
         return (y_NO + update_NO).to(y_NO.dtype)
 
     def _multiply_in_pefts_order(

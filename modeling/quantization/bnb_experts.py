@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 
 from ..checkpoints import WEIGHT, Stored, return_freed_memory
-from ..moe import PARTS_OF_STACKS, Experts
+from ..formats import BitsAndBytesFormat, Bnb4Bit
+from ..moe import PARTS_OF_STACKS, STACKS, Experts
 from .bnb_files import read_matrix
-from .bnb_formats import BitsAndBytesFormat, Bnb4Bit
-from .experts import STACKS, QuantizedExperts
+from .experts import QuantizedExperts
 from .packed import check_finite
 
 
@@ -24,7 +24,6 @@ class BitsAndBytesExperts(QuantizedExperts):
         weight_dtype: of the weights that were quantized, which files record.
     """
 
-    formats: dict[str, BitsAndBytesFormat]
     is_packed_one_by_one = True
 
     def __init__(self, experts: Experts, form: BitsAndBytesFormat, weight_dtype: torch.dtype):

@@ -13,8 +13,7 @@ import torch
 
 from ...configuration.errors import CheckpointError
 from ..checkpoints import WEIGHT, Stored, headers_of, read_header, tensor_of_expert, tensors_of
-from .bnb_formats import BLOCKSIZES, NESTED_BLOCKSIZE, BitsAndBytesFormat, Bnb4Bit, code_of
-from .formats import Parts, Sizes
+from ..formats import BLOCKSIZES, NESTED_BLOCKSIZE, BitsAndBytesFormat, Bnb4Bit, Parts, Sizes, code_of
 from .packed import check_finite
 
 _DAMAGED = "The checkpoint is damaged: download it again, or quantize the original one."

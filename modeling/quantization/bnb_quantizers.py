@@ -19,12 +19,11 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .._private_api import forget_conversions, replace_quantizer
 from ..checkpoints import SavesWhole, tell_of_experts
-from ..moe import Experts, Router
+from ..formats import BitsAndBytesFormat, Bnb4Bit, Bnb4BitNested, Bnb8Bit
+from ..moe import STACKS, Experts, Router
 from .bnb_experts import BitsAndBytesExperts
 from .bnb_files import first_state, layer_of, packed_layers
-from .bnb_formats import BitsAndBytesFormat, Bnb4Bit, Bnb4BitNested, Bnb8Bit
 from .bnb_loading import packed_experts
-from .experts import STACKS
 from .quantizer import LlamoeQuantizer
 
 if TYPE_CHECKING:

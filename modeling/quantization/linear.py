@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..formats import Format
 from ..kernels import Matrix
-from .formats import Format
+from ..moe import multiply_one
 from .packed import Packed
-from .products import multiply
 
 
 class QuantizedLinear(Packed, nn.Linear):
@@ -56,7 +56,7 @@ class QuantizedLinear(Packed, nn.Linear):
                 f"A layer of {self.format.key} takes floats [..., {self.in_features}], not {x.dtype} {list(x.shape)}."
             )
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        y = multiply(self.format, rows, self.parts(), (self.out_features, self.in_features))
+        y = multiply_one(self.format, rows, self.parts(), (self.out_features, self.in_features))
         if x.dim() != 2:
             y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)

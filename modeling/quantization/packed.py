@@ -16,7 +16,6 @@ class Packed(nn.Module):
     """A base class to name before the layer's own: codes are parameters, and what belongs to them buffers."""
 
     is_packed = True
-    is_elsewhere = False
 
     def _packed_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in [*self._parameters.items(), *self._buffers.items()]:

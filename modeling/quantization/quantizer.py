@@ -20,11 +20,10 @@ from ...configuration.errors import ConfigurationError
 from ...configuration.quantization import METHOD, QuantizationConfig
 from .._private_api import forget_conversions
 from ..checkpoints import DTYPE_NAMES
+from ..formats import BLOCK, Format, Int4, Int8, torchs_block
 from ..kernels import int4_library, why_no_cpp_kernels
-from ..moe import Experts
-from .experts import STACKS, QuantizedExperts
-from .formats import Format, Int4, Int8
-from .int4_layout import BLOCK, torchs_block
+from ..moe import STACKS, Experts
+from .experts import QuantizedExperts
 from .linear import QuantizedLinear
 from .loading import Quantize, align_codes, check_scales
 
@@ -122,7 +121,7 @@ class LlamoeQuantizer(HfQuantizer):
             if not should_convert_module(name, kept):
                 continue
             sizes = (
-                {f"{name}.{stack}": tuple(module.input_first(stack).shape[:0:-1]) for stack in STACKS}
+                {f"{name}.{stack}": module.sizes_of(stack) for stack in STACKS}
                 if is_experts
                 else {f"{name}.weight": (module.out_features, module.in_features)}
             )

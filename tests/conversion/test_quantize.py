@@ -18,7 +18,7 @@ from llamoe.conversion import convert, open_checkpoint, quantize, verify
 from llamoe.conversion.hf import packed_weights
 from llamoe.conversion.hf.packed_weights import pack_tensors
 from llamoe.conversion.io.lazy_tensor import LazyTensor, blocks
-from llamoe.modeling.quantization import formats
+from llamoe.modeling import formats
 
 # Outputs are multiples of 16 and inputs of 32, as the formats want them.
 SIZES = dict(

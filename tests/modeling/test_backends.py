@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 import llamoe
 from llamoe.modeling.attention.layer import eager_attention_forward
 from llamoe.modeling.moe import dispatch
-from llamoe.modeling.moe.stores import IMPLEMENTATIONS, Experts
+from llamoe.modeling.moe.experts import IMPLEMENTATIONS, Experts
 
 
 @pytest.fixture

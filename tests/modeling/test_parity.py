@@ -36,8 +36,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 import llamoe
+from llamoe.modeling.moe.experts import Experts
 from llamoe.modeling.moe.layer import MixtureOfExperts
-from llamoe.modeling.moe.stores import Experts
 
 BACKENDS = ["llamoe", "eager", "grouped_mm", "batched_mm"]
 # More than three attention chunks or windows of 16 tokens, and six steps of the temperature (floor_scale is 8).

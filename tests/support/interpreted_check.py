@@ -25,7 +25,7 @@ from llamoe.modeling.kernels import few_rows, few_rows_check, few_rows_triton
 from llamoe.modeling.kernels.few_rows_check import find_difference
 from llamoe.modeling.moe import dispatch
 from llamoe.modeling.moe.dispatch import check_kernels
-from llamoe.modeling.moe.stores import Experts
+from llamoe.modeling.moe.experts import Experts
 from llamoe_command import doctor_steps
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels would need a GPU"

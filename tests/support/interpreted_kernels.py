@@ -21,7 +21,7 @@ from llamoe.modeling.kernels.few_rows import (
     few_rows_fits,
     run_kernels,
 )
-from llamoe.modeling.moe.stores import Experts, OutputFirstExperts
+from llamoe.modeling.moe.experts import Experts, OutputFirstExperts
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels would need a GPU"
 

@@ -15,11 +15,11 @@ from transformers.distributed import DistributedConfig
 
 import llamoe
 from llamoe.modeling.checkpoints import in_units
+from llamoe.modeling.formats import Int4
+from llamoe.modeling.moe import STACKS as STACK_NAMES
 from llamoe.modeling.moe import Experts, LowRank, OutputFirstExperts
 from llamoe.modeling.moe.dispatch import compute_experts
-from llamoe.modeling.quantization.experts import STACKS as STACK_NAMES
 from llamoe.modeling.quantization.experts import QuantizedExperts
-from llamoe.modeling.quantization.formats import Int4
 
 DENSE, TEXT = (
     case for case in SHALLOW_MODELS if case.name in ("LlamoeDenseForCausalLM", "LlamoeForCausalLM")

@@ -19,7 +19,7 @@ from support.tables import in_turn
 
 import llamoe
 from llamoe.modeling.adapters.when_imported import when_imported
-from llamoe.modeling.moe.stores import Experts
+from llamoe.modeling.moe.experts import Experts
 
 TYPES = {"llamoe_dense": "llama", "llamoe_text": "llama4", "llamoe": "llama4", "llamoe_vision": "llama4"}
 DENSE, TEXT = (

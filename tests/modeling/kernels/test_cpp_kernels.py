@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from llamoe import LlamoeTextConfig
 from llamoe.modeling import kernels
+from llamoe.modeling.formats import Int4, Int8
 from llamoe.modeling.kernels import cpp_kernels
 from llamoe.modeling.layers import FeedForward, RMSNorm
 from llamoe.modeling.moe import Experts, OutputFirstExperts
-from llamoe.modeling.quantization.formats import Int4, Int8
 
 pytestmark = pytest.mark.skipif(
     cpp_kernels.library() is None, reason="needs a C++ compiler, and a CPU with AVX-512 for bfloat16"

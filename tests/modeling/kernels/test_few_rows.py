@@ -24,7 +24,7 @@ from llamoe.modeling.kernels.few_rows import (
     few_rows_experts_reference,
     few_rows_fits,
 )
-from llamoe.modeling.moe.stores import Experts
+from llamoe.modeling.moe.experts import Experts
 
 CUDA = torch.device("cuda", 0)
 

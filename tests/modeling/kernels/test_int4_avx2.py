@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from llamoe.modeling.formats import Int4
 from llamoe.modeling.kernels import cpp_kernels
-from llamoe.modeling.quantization.formats import Int4
 
 HAS_AVX2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 # Of the largest number: a product is rounded to bfloat16 once, its sum in float32 is nearly exact.

@@ -17,9 +17,15 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import llamoe
 from llamoe.modeling.moe import dispatch
 from llamoe.modeling.moe.dispatch import PATHS, choose_path, compute_experts, why_not
-from llamoe.modeling.moe.grouped_product import grouped_product, groups_between, multiply_groups
+from llamoe.modeling.moe.experts import Experts
+from llamoe.modeling.moe.grouped_product import (
+    groups_between,
+    multiply_groups,
+    multiply_sorted,
+    plain_stack,
+    product_operator,
+)
 from llamoe.modeling.moe.layer import MixtureOfExperts
-from llamoe.modeling.moe.stores import Experts
 
 SIZES = {
     "odd": dict(hidden_size=70, intermediate_size=51),
@@ -255,11 +261,18 @@ def test_the_gradient_of_the_operator_is_its_derivative():
     x = torch.randn(6, 3, dtype=torch.float64, generator=generator, requires_grad=True)
     weight = torch.randn(4, 3, 5, dtype=torch.float64, generator=generator, requires_grad=True)
     ends = torch.tensor([2, 2, 5, 5], dtype=torch.int32)  # two groups without rows, and a row behind the last
-    assert torch.autograd.gradcheck(lambda *tensors: grouped_product(*tensors, ends), (x, weight))
-    torch.library.opcheck(grouped_product, (x.detach(), weight.detach(), ends))
-    assert torch.autograd.gradgradcheck(lambda *tensors: grouped_product(*tensors, ends), (x, weight))
-    given = multiply_groups(x.detach(), weight.detach(), groups_between(ends, len(x)))
-    assert max_abs(grouped_product(x, weight, ends), given) == 0
+
+    def product(x, weight):
+        return multiply_sorted(x, plain_stack(weight), ends)
+
+    assert torch.autograd.gradcheck(product, (x, weight))
+    assert torch.autograd.gradgradcheck(product, (x, weight))
+    for given in (weight, weight.mT.contiguous().mT):
+        stack = plain_stack(given.detach())
+        rows = multiply_groups(x.detach(), stack, groups_between(ends, len(x)))
+        assert max_abs(product(x, given), rows) == 0
+        operands = x.detach(), stack.parts, "", stack.form.key, list(stack.sizes), ends, False
+        torch.library.opcheck(product_operator, operands)
 
 
 @pytest.mark.parametrize("sizes", SIZES)

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 import llamoe
+from llamoe.modeling.moe.experts import Experts
 from llamoe.modeling.moe.layer import MixtureOfExperts
-from llamoe.modeling.moe.stores import Experts
 
 BACKENDS = ["llamoe", "llamoe_loop", "eager", "grouped_mm", "batched_mm"]
 # Odd sizes are not multiples of 16 bytes, which grouped_mm refuses: there llamoe falls back to the loop.

@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 import llamoe
 from llamoe.modeling.moe import MixtureOfExperts
 from llamoe.modeling.moe.dispatch import compute_experts
-from llamoe.modeling.moe.stores import OutputFirstExperts
+from llamoe.modeling.moe.experts import OutputFirstExperts
 
 SIZES = dict(hidden_size=24, intermediate_size=20, num_local_experts=5, num_experts_per_tok=3)
 RULES = [

@@ -12,10 +12,10 @@ from support.few_bits import CLOSE, WEIGHTS, distance, folder, load, logits, pac
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from llamoe.modeling.formats import Int4, Int8, int4
 from llamoe.modeling.kernels import cpp_kernels, float32_blocks
-from llamoe.modeling.quantization import QuantizedLinear, formats, quantizer
-from llamoe.modeling.quantization.formats import Int4, Int8
-from llamoe.modeling.quantization.products import multiply
+from llamoe.modeling.moe import multiply_one
+from llamoe.modeling.quantization import QuantizedLinear, quantizer
 
 # Inputs
 
@@ -73,10 +73,10 @@ def test_addresses_that_kernels_do_not_expect(form, sizes, kernels, monkeypatch)
         x = torch.randn(num_rows, sizes[1]).bfloat16()
         for at_codes, at_scales, at_rows in ((0, 0, 0), (1, 0, 0), (16, 2, 0), (33, 6, 10), (0, 2, 2)):
             parts = shifted(codes, at_codes), shifted(scales, at_scales)
-            y = multiply(form, shifted(x, at_rows), parts, sizes)
+            y = multiply_one(form, shifted(x, at_rows), parts, sizes)
             assert distance(y, x.float() @ expected) < 0.01  # one product in bfloat16
         for strided in (x.T.contiguous().T, x.repeat_interleave(2, 1)[:, ::2]):
-            assert distance(multiply(form, strided, (codes, scales), sizes), x.float() @ expected) < 0.01
+            assert distance(multiply_one(form, strided, (codes, scales), sizes), x.float() @ expected) < 0.01
 
 
 def test_codes_of_a_mapped_file_at_odd_addresses(weights, tmp_path):
@@ -110,7 +110,7 @@ def test_a_processor_without_the_kernels(monkeypatch, caplog):
     expected = {weights: [logits(packed("text", weights), ids) for ids in asked] for weights in WEIGHTS}
     monkeypatch.setattr(cpp_kernels, "_library", None)
     monkeypatch.setattr(cpp_kernels, "_int4_library", None)
-    for module in (formats, quantizer):
+    for module in (int4, quantizer):
         monkeypatch.setattr(module, "torchs_block", lambda: None)
     monkeypatch.setattr(float32_blocks, "rows_of_torch", lambda dtype: 3)
     monkeypatch.setattr(quantizer, "_said", set())
@@ -127,8 +127,7 @@ def test_a_processor_without_the_kernels(monkeypatch, caplog):
 AVX2 = """
 import torch
 from llamoe.modeling.kernels import rows_of_torch
-from llamoe.modeling.quantization import torchs_block
-from llamoe.modeling.quantization.formats import Int4
+from llamoe.modeling.formats import Int4, torchs_block
 
 torch.manual_seed(0)
 assert (torch.backends.cpu.get_cpu_capability(), torchs_block(), rows_of_torch(torch.bfloat16)) == ("AVX2", 32, 3)

@@ -1,8 +1,9 @@
-"""Where the numbers of the experts are, and the loop over experts that defines their result.
+"""The experts, whatever the format of their numbers, and the loop over experts that defines their result.
 
-A store answers one thing: the products of these rows with these experts, and what adapters add to them
-(`Experts.products`). It has no part in the choice of rows and experts, nor in how rows are sorted and multiplied
-(`dispatch`). Here is the resident stack: expert e is slice e of two parameters. `quantization` has packed ones.
+They answer one thing: the products of these rows with these experts, and what adapters add to them
+(`Experts.products`). They have no part in the choice of rows and experts, nor in how rows are sorted and multiplied
+(`dispatch`). Here expert e is slice e of two stacks in memory, whose numbers `formats` knows. `quantization` has
+experts whose stacks are codes, `elsewhere` those whose stacks are not in memory: they say where tensors are.
 
 `loop_over_experts` is the definition: the formula of an expert for each expert in turn. Every other way to compute
 experts is compared with it.
@@ -10,7 +11,8 @@ experts is compared with it.
 Shapes: T tokens, k experts a token, N rows, E experts, H hidden_size, I intermediate_size, F = 2 * I.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,23 +21,36 @@ from transformers import PreTrainedConfig
 from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
 from transformers.utils import is_torchdynamo_compiling
 
-from ..kernels import (
-    PLAIN_MAX_ROWS,
-    Matrix,
-    apply_gate,
-    can_use_shortcut,
-    cpp_feed_forward,
-    is_silu,
-    plain_matrix,
-)
+from ..formats import Format, Parts, Sizes, plain_format
+from ..kernels import apply_gate, can_use_shortcut, cpp_feed_forward, is_silu
 from ..layers import activation
 from .grouped_mm_limits import grouped_mm_takes, grouped_mm_takes_dtype, grouped_mm_waits
-from .grouped_product import Group
+from .grouped_product import Group, Ranges, Stack
 from .low_rank import Updates
 from .state_dicts import TakesSingleExperts
 
 IMPLEMENTATION = "llamoe"
 """The default name in transformers' registry of experts implementations."""
+STACKS = ("gate_up_proj", "down_proj")
+"""Names of the stacks, in the order in which they multiply."""
+
+_ABILITIES: Mapping[str, frozenset[str]] = {
+    "llamoe": frozenset({"packed", "elsewhere", "adapted"}),
+    "llamoe_loop": frozenset({"packed", "elsewhere", "adapted"}),
+    "llamoe_grouped": frozenset({"elsewhere", "adapted"}),
+    "llamoe_kernel": frozenset({"adapted"}),
+    "eager": frozenset({"packed", "elsewhere"}),
+}
+
+
+def implementation_can(name: str | None, *wanted: str) -> bool:
+    """Whether an experts implementation computes more than plain stacks in memory.
+
+    Args:
+        name: transformers' own, which are in no table here, compute nothing else; None is the default.
+        wanted: "packed" stacks, stacks "elsewhere", or what adapters add to rows, "adapted".
+    """
+    return _ABILITIES.get(name or IMPLEMENTATION, frozenset()).issuperset(wanted)
 
 
 class Implementations(ExpertsInterface):
@@ -43,7 +58,14 @@ class Implementations(ExpertsInterface):
 
     def get_interface(self, experts_implementation: str | None, default: Callable) -> Callable:
         """The function of this name; of `llamoe` where no model has chosen a name."""
-        return super().get_interface(experts_implementation or IMPLEMENTATION, default)
+        name = experts_implementation or IMPLEMENTATION
+        function = super().get_interface(name, default)
+        return function if implementation_can(name, "packed", "elsewhere") else partial(_checked, function)
+
+
+def _checked(function: Callable, experts: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    experts.check_implementation()
+    return function(experts, *args, **kwargs)
 
 
 IMPLEMENTATIONS = Implementations()
@@ -60,12 +82,12 @@ class Experts(TakesSingleExperts):
     takes_llamoe_paths = True
     # What adapters add, where a call cannot carry it: processes that share experts pass on rows alone.
     updates: Updates | None = None
-    # Whether the stacks hold codes of few bits, which nothing here can multiply.
-    is_packed = False
     # Whether files have packed experts one by one, as linear layers.
     is_packed_one_by_one = False
     # Whether the stacks are on disk or in RAM, from where one matrix at a time is brought.
     is_elsewhere = False
+    # Of each stack, where it is not that of its tensor.
+    _formats: Mapping[str, Any] | None = None
     is_transposed: bool
 
     def __init__(self, config: PreTrainedConfig):
@@ -81,19 +103,71 @@ class Experts(TakesSingleExperts):
     def _empty_stack(self, size_in: int, size_out: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(self.num_experts, size_in, size_out))
 
+    def take_after(self, other: "Experts") -> None:
+        """Become a module without tensors that has the sizes, configuration and marks of other experts."""
+        nn.Module.__init__(self)
+        self.__dict__.update({k: v for k, v in other.__dict__.items() if k not in nn.Module().__dict__})
+        self.act_fn = other.act_fn
+
+    @property
+    def formats(self) -> Mapping[str, Any]:
+        """The format of each stack."""
+        return dict.fromkeys(STACKS, self.format) if self._formats is None else self._formats
+
+    @property
+    def format(self) -> Format:
+        """What the numbers of an expert's matrix are."""
+        if self._formats is None:
+            return plain_format(self.down_proj.dtype, self.is_transposed)
+        return self._formats["down_proj"]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the stacks are codes of few bits."""
+        return self.format.is_packed
+
+    @property
+    def storage(self) -> str | None:
+        """How the weights are kept, for errors; None for plain stacks in memory, which alone can change."""
+        return f"stored as {self.format.key}" if self.is_packed else None
+
+    def check_implementation(self) -> None:
+        """Refuse an experts implementation that wants whole stacks of numbers where there are none.
+
+        Raises:
+            ValueError: one that does not know packed stacks, or stacks elsewhere.
+        """
+        name = self.config._experts_implementation
+        needs = {"packed": self.is_packed, "elsewhere": self.is_elsewhere}
+        if not implementation_can(name, *(need for need, is_real in needs.items() if is_real)):
+            raise ValueError(
+                f'experts_implementation="{name}" needs stacks of 16 or 32 bits in memory, but these experts are '
+                f'{self.storage}: choose "llamoe"{", or model.dequantize()" if self.is_packed else ""}.'
+            )
+
+    def stack(self, name: str) -> Stack:
+        """The matrices of a stack, for products."""
+        return Stack(self.formats[name], self.parts(name), self.sizes_of(name))
+
+    def parts(self, name: str) -> list[torch.Tensor]:
+        """The parts of a stack, of which its format says what they mean."""
+        return [getattr(self, name + suffix) for suffix in self.format.suffixes]
+
     def input_first(self, name: str) -> torch.Tensor:
-        """A stack as `[E, in, out]`: itself, or a view."""
+        """A stack as `[E, in, out]`: itself, or a view.
+
+        Raises:
+            ValueError: there is no such tensor.
+        """
+        if self.storage is not None:
+            raise ValueError(f"{name} is {self.storage}, and is no stack of numbers in memory.")
         stack = getattr(self, name)
         return stack if self.is_transposed else stack.transpose(1, 2)
 
-    def matrices(self, name: str) -> Sequence[torch.Tensor]:
-        """The experts' matrices of a stack, each `[in, out]`."""
-        return self.input_first(name).unbind(0)
-
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights."""
-        return self.down_proj.dtype
+        """Dtype of the products."""
+        return self.format.compute_dtype
 
     @property
     def device(self) -> torch.device:
@@ -101,14 +175,22 @@ class Experts(TakesSingleExperts):
         return self.down_proj.device
 
     def stack_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a stack in the family's own order."""
+        """Shape of a stack of numbers in the family's own order."""
         return tuple(getattr(self, name).shape)
+
+    def sizes_of(self, name: str) -> Sizes:
+        """O and I of a stack's matrices."""
+        _, first, second = self.stack_shape(name)
+        return (second, first) if self.is_transposed else (first, second)
+
+    def unpacked_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the stacks of numbers, by their names."""
+        return {name: self.stack_shape(name) for name in STACKS}
 
     @property
     def hidden_and_intermediate_size(self) -> tuple[int, int]:
         """H and I."""
-        _, first, second = self.stack_shape("down_proj")
-        return (second, first) if self.is_transposed else (first, second)
+        return self.sizes_of("down_proj")
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -130,8 +212,7 @@ class Experts(TakesSingleExperts):
     ) -> torch.Tensor:
         """The definition: each chosen expert in turn computes the tokens that chose it."""
         result = torch.zeros_like(hidden_states)
-        # `unbind` once: indexing the stack per expert would write a full-size gradient for each of them.
-        gate_up, down = (self.matrices(name) for name in ("gate_up_proj", "down_proj"))
+        gate_up, down = (self.stack(name).matrices() for name in STACKS)
         chosen = [expert for expert in top_k_index.unique().tolist() if expert < self.num_experts]
         # Where no expert is chosen, one multiplies no rows, which keeps the weights in the autograd graph.
         for expert in chosen or [0]:
@@ -142,15 +223,11 @@ class Experts(TakesSingleExperts):
             result.index_add_(0, tokens, weighted.to(result.dtype))
         return result
 
-    def multiply_stack(self, x_NI: torch.Tensor, name: str, groups: Any, multiply: Callable) -> torch.Tensor:
-        """`[N, O]`: the products of rows with their experts' matrices of one stack; arguments as in `products`."""
-        return multiply(x_NI, self.input_first(name), groups)
-
     def products(
         self,
         x_NH: torch.Tensor,
         groups: Any,
-        multiply: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor],
+        multiply: Callable[[torch.Tensor, Stack, Any], torch.Tensor],
         updates: Updates,
     ) -> torch.Tensor:
         """The outputs of these rows' experts, `[N, H]`: `down(act(gate(x)) * up(x))`.
@@ -158,16 +235,22 @@ class Experts(TakesSingleExperts):
         Args:
             x_NH: rows, grouped by expert.
             groups: which rows belong to which expert, in the form that `multiply` takes.
-            multiply: the product of rows, a stack of one matrix for each expert, and `groups`.
+            multiply: the product of rows, a stack, and `groups`.
             updates: what adapters add to a stack's products.
         """
-        if isinstance(groups, list) and not updates and is_silu(self.act_fn) and can_use_shortcut(x_NH):
+        if (
+            isinstance(groups, list)
+            and groups
+            and not updates
+            and is_silu(self.act_fn)
+            and can_use_shortcut(x_NH)
+        ):
             y_NH = self._products_by_kernel(x_NH, groups)
             if y_NH is not None:
                 return y_NH
 
         def product(x: torch.Tensor, name: str) -> torch.Tensor:
-            y = self.multiply_stack(x, name, groups, multiply)
+            y = multiply(self.format.cast(x), self.stack(name), groups)
             for update in updates.get(name, ()):
                 y = update.add(y, x, groups, multiply)
             return y
@@ -177,32 +260,35 @@ class Experts(TakesSingleExperts):
 
     def _products_by_kernel(self, x_NH: torch.Tensor, groups: list[Group]) -> torch.Tensor | None:
         """The outputs of few rows, each expert by one call; None where there is no such kernel."""
-        if not self._kernel_takes(x_NH, groups):
+        form = self.format
+        if not self._kernel_takes(x_NH, groups) or max(groups)[0] >= self.num_experts:
             return None
         out_NH = None
-        for expert, start, end in groups:
-            if expert >= self.num_experts:
-                return None
-            gate_up, down = (self.matrix_for_kernel(name, expert) for name in ("gate_up_proj", "down_proj"))
-            if gate_up is None or down is None:
-                return None
-            y = cpp_feed_forward(x_NH[start:end], gate_up, None, down)
-            if y is None or len(groups) == 1:
-                return y
-            out_NH = x_NH.new_empty(x_NH.shape) if out_NH is None else out_NH
-            out_NH[start:end] = y
+        brought: Any = self._bring_both(groups)
+        try:
+            for gate_up, down, ranges in brought:
+                matrices = form.for_kernel(gate_up), form.for_kernel(down)
+                if matrices[0] is None or matrices[1] is None:
+                    return None
+                for start, end in ranges:
+                    y = cpp_feed_forward(x_NH[start:end], matrices[0], None, matrices[1])
+                    if y is None or len(groups) == 1:
+                        return y
+                    out_NH = x_NH.new_empty(x_NH.shape) if out_NH is None else out_NH
+                    out_NH[start:end] = y
+        finally:
+            brought.close()
         return out_NH
 
     def _kernel_takes(self, x_NH: torch.Tensor, groups: list[Group]) -> bool:
         """Whether a compiled kernel is faster for these rows, and takes their dtype."""
-        return len(x_NH) <= PLAIN_MAX_ROWS and all(
-            type(stack) is nn.Parameter and stack.dtype == x_NH.dtype
-            for stack in (self.gate_up_proj, self.down_proj)
-        )
+        return self.format.kernel_takes(x_NH, max([end - start for _, start, end in groups]))
 
-    def matrix_for_kernel(self, name: str, expert: int) -> Matrix | None:
-        """An expert's matrix of a stack; None if there is no kernel for it."""
-        return plain_matrix(getattr(self, name)[expert], self.is_transposed)
+    def _bring_both(self, groups: list[Group]) -> Iterator[tuple[Parts, Parts, Ranges]]:
+        """The parts of both matrices of each hit expert, valid until the next are asked for, and its groups of rows."""
+        gate_up, down = (self.parts(name) for name in STACKS)
+        for expert, start, end in groups:
+            yield [part[expert] for part in gate_up], [part[expert] for part in down], ((start, end),)
 
     def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
         """Whether torch's grouped product exists on a device and takes weights of these sizes and dtype.
@@ -211,6 +297,8 @@ class Experts(TakesSingleExperts):
             device: default: the weights' device.
             dtype: dtype of the product; default: that of the weights.
         """
+        if self.is_packed:
+            return False
         weight = self.down_proj
         device = weight.device if device is None else device
         dtype = weight.dtype if dtype is None else dtype
@@ -228,7 +316,8 @@ class Experts(TakesSingleExperts):
     def extra_repr(self) -> str:
         """Show the sizes in `print(model)`."""
         hidden_size, intermediate_size = self.hidden_and_intermediate_size
-        return f"num_experts={self.num_experts}, {hidden_size=}, {intermediate_size=}"
+        form = f", format={self.format.key}" if self.is_packed else ""
+        return f"num_experts={self.num_experts}, {hidden_size=}, {intermediate_size=}{form}"
 
 
 class OutputFirstExperts(Experts):

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from .formats import MAKERS, Format, Int8, Parts, Sizes
+from .format import MAKERS, Format, Parts, Sizes
+from .int8 import Int8
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 # Blocks that share a scale of their scales.

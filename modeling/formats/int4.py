@@ -1,22 +1,17 @@
-"""Formats of a quantized matrix: what it is stored as, how rows are multiplied by it, and what it means.
-
-A format works on one matrix `[O, I]` of a linear layer or of one expert. It is stored as several tensors, its parts. A
-stack of experts has the same parts with an axis for experts in front.
+"""4 bits, with a scale and an offset for each output and group of inputs.
 
 Shapes: O outputs, I inputs, P inputs with padding, N rows.
 """
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
 from torch.nn import functional as F
 
-from ..kernels import BLOCK_WEIGHTS, Matrix, blocks_in_float32, cpp_products, needs_float32
+from ..kernels import BLOCK_WEIGHTS, Matrix, cpp_products, needs_float32
+from .format import CHUNK, MAKERS, Format, Parts, Sizes
 from .int4_layout import (
     BLOCK,
     ROWS_MULTIPLE,
@@ -27,67 +22,12 @@ from .int4_layout import (
     torchs_block,
     unpack,
 )
-from .scales import asymmetric, symmetric
+from .scales import asymmetric
 
-Parts = Sequence[torch.Tensor]
-Sizes = tuple[int, int]
-"""O and I."""
-
-# Weights that are quantized at a time: what the processor's cache holds.
-_CHUNK = 1 << 17
 # Weights whose bytes are reordered at a time for torch's kernel.
 _REORDERED_WEIGHTS = 1 << 22
 # Share of a matrix that padding may add.
 _MOST_PADDING = 1 / 8
-
-
-class Format(ABC):
-    """One way to store a matrix."""
-
-    suffixes: ClassVar[tuple[str, ...]]
-    """What follows the weight's name in the names of the parts; the first is "", the packed codes."""
-    compute_dtype: torch.dtype
-    alignment: ClassVar[int] = 1
-    """Bytes of which the address of the codes must be a multiple for a kernel."""
-    kernel_max_rows: ClassVar[int] = 0
-    """Up to this many rows a kernel, which unpacks for each few rows, is faster than unpacking once."""
-
-    @property
-    @abstractmethod
-    def key(self) -> str:
-        """Text from which `format_of` makes this format again: operators take no objects."""
-
-    @abstractmethod
-    def refusal(self, sizes: Sizes) -> str | None:
-        """Why a matrix of these sizes cannot be stored; None if it can."""
-
-    @abstractmethod
-    def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each part."""
-
-    def nbytes(self, sizes: Sizes) -> int:
-        """Bytes of all parts."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.parts(sizes))
-
-    @abstractmethod
-    def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of a matrix of any float dtype and strides."""
-
-    @abstractmethod
-    def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix `[O, I]` that the parts mean; mostly a view with other strides."""
-
-    @abstractmethod
-    def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        """The rows times the transpose of the matrix, `[N, O]`, both in `compute_dtype`."""
-
-    def for_kernel(self, parts: Parts) -> Matrix | None:
-        """The matrix for `kernels.cpp_kernels`; None if they do not know this format, or it is not on the CPU."""
-        return None
-
-    def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        """The rows times the matrix, `[N, I]`: the gradient of `multiply`."""
-        return x_NO @ self.matrix(parts, sizes, x_NO.dtype)
 
 
 @dataclass(frozen=True)
@@ -139,7 +79,7 @@ class Int4(Format):
             for shape, dtype in self.parts(weight_OI.shape)
         )
         padding = self._padded(weight_OI.shape[1]) - weight_OI.shape[1]
-        step = max(_CHUNK // weight_OI.shape[1] // BLOCK, 1) * BLOCK
+        step = max(CHUNK // weight_OI.shape[1] // BLOCK, 1) * BLOCK
         for start in range(0, len(weight_OI), step):
             rows = weight_OI[start : start + step].contiguous().float()
             if padding:
@@ -224,88 +164,4 @@ class Int4(Format):
         return y_NP[:, : sizes[1]].to(x_NO.dtype)
 
 
-@dataclass(frozen=True)
-class Int8(Format):
-    """A scale for each output; products by a kernel on a CPU.
-
-    Parts: codes `[O, I]` int8, and scales `[O]` bfloat16.
-
-    Attributes:
-        search: whether scales minimise the squared error.
-    """
-
-    search: bool = True
-    suffixes = ("", "_scale")
-    compute_dtype = torch.bfloat16
-    kernel_max_rows = 24
-    # Rows and codes begin at multiples of it: torch's kernel does not check that, and ends the process elsewhere.
-    alignment = 32
-
-    @property
-    def key(self) -> str:
-        return "int8"
-
-    def refusal(self, sizes: Sizes) -> str | None:
-        if sizes[1] % ROWS_MULTIPLE:
-            return f"its {sizes[1]} inputs are no multiple of {ROWS_MULTIPLE}, as int8 needs"
-        return None
-
-    def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return [(tuple(sizes), torch.int8), ((sizes[0],), torch.bfloat16)]
-
-    def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        codes, scales = (
-            torch.empty(shape, dtype=dtype, device=weight_OI.device)
-            for shape, dtype in self.parts(weight_OI.shape)
-        )
-        step = max(_CHUNK // weight_OI.shape[1], 1)
-        for start in range(0, len(weight_OI), step):
-            rows = weight_OI[start : start + step].contiguous().float()
-            codes[start : start + step], found = symmetric(rows, self.search)
-            scales[start : start + step] = found[:, 0]
-        return [codes, scales]
-
-    def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-        codes, scales = parts
-        return codes.to(dtype).mul_(scales.to(dtype)[:, None])
-
-    def for_kernel(self, parts: Parts) -> Matrix | None:
-        return Matrix(8, 0, *parts) if parts[0].is_cpu else None
-
-    def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        codes, scales = parts
-        if len(x_NI) <= self.kernel_max_rows and codes.is_cpu:
-            y_NO = cpp_products(x_NI, [self.for_kernel(parts)])
-            if y_NO is not None:
-                return y_NO
-        if len(x_NI) <= self.kernel_max_rows and codes.is_cpu and codes.data_ptr() % self.alignment == 0:
-            x_NI = x_NI.contiguous()
-            if x_NI.data_ptr() % self.alignment:
-                x_NI = x_NI.clone()
-            return torch.ops.aten._weight_int8pack_mm(x_NI, codes, scales)
-        if not needs_float32(x_NI):
-            return (x_NI @ codes.to(x_NI.dtype).T).mul_(scales)
-        y_NO = x_NI.new_empty(len(x_NI), len(codes), dtype=torch.float32)
-        for some, weight_OI in blocks_in_float32(codes):
-            torch.mm(x_NI.float(), weight_OI.T, out=y_NO[:, some])
-        return y_NO.mul_(scales).to(x_NI.dtype)
-
-    def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        codes, scales = parts
-        if not needs_float32(x_NO):
-            return (x_NO * scales) @ codes.to(x_NO.dtype)
-        x, y_NI = x_NO.float() * scales, x_NO.new_zeros(len(x_NO), sizes[1], dtype=torch.float32)
-        for some, weight_OI in blocks_in_float32(codes):
-            y_NI.addmm_(x[:, some], weight_OI)
-        return y_NI.to(x_NO.dtype)
-
-
-MAKERS: dict[str, Callable[..., Format]] = {"int4": lambda size: Int4(int(size)), "int8": Int8}
-"""What makes a format of its key's fields, by the key's first word."""
-
-
-@lru_cache
-def format_of(key: str) -> Format:
-    """The format of this key."""
-    name, *fields = key.split(":")
-    return MAKERS[name](*fields)
+MAKERS["int4"] = lambda size: Int4(int(size))

@@ -1,0 +1,33 @@
+"""What the numbers of a matrix are: plain ones of 16 to 64 bits, int4, int8, and bitsandbytes' formats.
+
+Reading order: format (the questions that each format answers), plain, int4_layout (where a code stands in memory and
+files), scales (codes and scales of weights), int4, int8, bnb. Formats know no modules.
+"""
+
+from .bnb import BLOCKSIZES, NESTED_BLOCKSIZE, BitsAndBytesFormat, Bnb4Bit, Bnb4BitNested, Bnb8Bit, code_of
+from .format import MAKERS, Format, Parts, Sizes, format_of
+from .int4 import Int4
+from .int4_layout import BLOCK, torchs_block
+from .int8 import Int8
+from .plain import Plain, plain_format
+
+__all__ = [
+    "BLOCK",
+    "BLOCKSIZES",
+    "BitsAndBytesFormat",
+    "Bnb4Bit",
+    "Bnb4BitNested",
+    "Bnb8Bit",
+    "Format",
+    "Int4",
+    "Int8",
+    "MAKERS",
+    "NESTED_BLOCKSIZE",
+    "Parts",
+    "Plain",
+    "Sizes",
+    "code_of",
+    "format_of",
+    "plain_format",
+    "torchs_block",
+]

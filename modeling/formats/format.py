@@ -1,0 +1,98 @@
+"""What the numbers of a matrix are: what it is stored as, how rows are multiplied by it, and what it means.
+
+A format works on one matrix `[O, I]` of a linear layer or of one expert. It is stored as one or several tensors, its
+parts. A stack of experts has the same parts with an axis for experts in front. A format knows no modules.
+
+Shapes: O outputs, I inputs, N rows.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+
+from ..kernels import Matrix
+
+Parts = Sequence[torch.Tensor]
+Sizes = tuple[int, int]
+"""O and I."""
+
+CHUNK = 1 << 17
+"""Weights that are quantized at a time: what the processor's cache holds."""
+
+
+class Format(ABC):
+    """One way to store a matrix."""
+
+    suffixes: ClassVar[tuple[str, ...]]
+    """What follows the weight's name in the names of the parts; the first is "", the weight or its codes."""
+    compute_dtype: torch.dtype
+    """Dtype of the products."""
+    is_packed: ClassVar[bool] = True
+    """Whether the first part holds codes, which only this format's products read, and not numbers."""
+    kernel_max_rows: ClassVar[int] = 0
+    """Up to this many rows a kernel, which unpacks for each few rows, is faster than unpacking once."""
+
+    @property
+    def alignment(self) -> int:
+        """Bytes of which the address of the first part must be a multiple for a kernel."""
+        return 1
+
+    @property
+    @abstractmethod
+    def key(self) -> str:
+        """Text from which `format_of` makes this format again: operators take no objects."""
+
+    @abstractmethod
+    def refusal(self, sizes: Sizes) -> str | None:
+        """Why a matrix of these sizes cannot be stored; None if it can."""
+
+    @abstractmethod
+    def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each part."""
+
+    def nbytes(self, sizes: Sizes) -> int:
+        """Bytes of all parts."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.parts(sizes))
+
+    @abstractmethod
+    def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a matrix of any float dtype and strides."""
+
+    @abstractmethod
+    def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix `[O, I]` that the parts mean; mostly a view with other strides."""
+
+    @abstractmethod
+    def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
+        """The rows times the transpose of the matrix, `[N, O]`, both in `compute_dtype`."""
+
+    def cast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows in a dtype that the products take."""
+        return x.to(self.compute_dtype)
+
+    def kernel_takes(self, x: torch.Tensor, most_rows: int) -> bool:
+        """Whether `kernels.cpp_feed_forward` is faster for rows of which an expert has up to `most_rows`."""
+        return x.dtype == torch.bfloat16 and most_rows <= self.kernel_max_rows
+
+    def for_kernel(self, parts: Parts) -> Matrix | None:
+        """The matrix for `kernels.cpp_kernels`; None if they do not know this format, or it is not on the CPU."""
+        return None
+
+    def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
+        """The rows times the matrix, `[N, I]`: the gradient of `multiply`."""
+        return x_NO @ self.matrix(parts, sizes, x_NO.dtype)
+
+
+MAKERS: dict[str, Callable[..., Format]] = {}
+"""What makes a format of its key's fields, by the key's first word."""
+
+
+@lru_cache
+def format_of(key: str) -> Format:
+    """The format of this key."""
+    name, *fields = key.split(":")
+    return MAKERS[name](*fields)

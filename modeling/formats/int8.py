@@ -1,0 +1,92 @@
+"""8 bits, with a scale for each output.
+
+Shapes: O outputs, I inputs, N rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..kernels import Matrix, blocks_in_float32, cpp_products, needs_float32
+from .format import CHUNK, MAKERS, Format, Parts, Sizes
+from .int4_layout import ROWS_MULTIPLE
+from .scales import symmetric
+
+
+@dataclass(frozen=True)
+class Int8(Format):
+    """A scale for each output; products by a kernel on a CPU.
+
+    Parts: codes `[O, I]` int8, and scales `[O]` bfloat16.
+
+    Attributes:
+        search: whether scales minimise the squared error.
+    """
+
+    search: bool = True
+    suffixes = ("", "_scale")
+    compute_dtype = torch.bfloat16
+    kernel_max_rows = 24
+    # Rows and codes begin at multiples of it: torch's kernel does not check that, and ends the process elsewhere.
+    alignment = 32
+
+    @property
+    def key(self) -> str:
+        return "int8"
+
+    def refusal(self, sizes: Sizes) -> str | None:
+        if sizes[1] % ROWS_MULTIPLE:
+            return f"its {sizes[1]} inputs are no multiple of {ROWS_MULTIPLE}, as int8 needs"
+        return None
+
+    def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [(tuple(sizes), torch.int8), ((sizes[0],), torch.bfloat16)]
+
+    def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
+        codes, scales = (
+            torch.empty(shape, dtype=dtype, device=weight_OI.device)
+            for shape, dtype in self.parts(weight_OI.shape)
+        )
+        step = max(CHUNK // weight_OI.shape[1], 1)
+        for start in range(0, len(weight_OI), step):
+            rows = weight_OI[start : start + step].contiguous().float()
+            codes[start : start + step], found = symmetric(rows, self.search)
+            scales[start : start + step] = found[:, 0]
+        return [codes, scales]
+
+    def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
+        codes, scales = parts
+        return codes.to(dtype).mul_(scales.to(dtype)[:, None])
+
+    def for_kernel(self, parts: Parts) -> Matrix | None:
+        return Matrix(8, 0, *parts) if parts[0].is_cpu else None
+
+    def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
+        codes, scales = parts
+        if len(x_NI) <= self.kernel_max_rows and codes.is_cpu:
+            y_NO = cpp_products(x_NI, [self.for_kernel(parts)])
+            if y_NO is not None:
+                return y_NO
+        if len(x_NI) <= self.kernel_max_rows and codes.is_cpu and codes.data_ptr() % self.alignment == 0:
+            x_NI = x_NI.contiguous()
+            if x_NI.data_ptr() % self.alignment:
+                x_NI = x_NI.clone()
+            return torch.ops.aten._weight_int8pack_mm(x_NI, codes, scales)
+        if not needs_float32(x_NI):
+            return (x_NI @ codes.to(x_NI.dtype).T).mul_(scales)
+        y_NO = x_NI.new_empty(len(x_NI), len(codes), dtype=torch.float32)
+        for some, weight_OI in blocks_in_float32(codes):
+            torch.mm(x_NI.float(), weight_OI.T, out=y_NO[:, some])
+        return y_NO.mul_(scales).to(x_NI.dtype)
+
+    def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
+        codes, scales = parts
+        if not needs_float32(x_NO):
+            return (x_NO * scales) @ codes.to(x_NO.dtype)
+        x, y_NI = x_NO.float() * scales, x_NO.new_zeros(len(x_NO), sizes[1], dtype=torch.float32)
+        for some, weight_OI in blocks_in_float32(codes):
+            y_NI.addmm_(x[:, some], weight_OI)
+        return y_NI.to(x_NO.dtype)
+
+
+MAKERS["int8"] = Int8

@@ -1,0 +1,109 @@
+"""Plain numbers, as trained: 16, 32 or 64 bits.
+
+Shapes: O outputs, I inputs, N rows.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn import functional as F
+
+from ..kernels import PLAIN_MAX_ROWS, SHORTCUTS_ARE_ON, Matrix, in_float32, multiply_rows, plain_matrix
+from .format import MAKERS, Format, Parts, Sizes
+
+# Up to this many rows MKL's batched product may be faster than its plain one.
+_FEW_ROWS = 4
+
+
+@dataclass(frozen=True)
+class Plain(Format):
+    """A matrix in a floating-point dtype; the only format whose weights can have gradients.
+
+    Its one part is `[O, I]`, or `[I, O]` if input-first. Rows of another dtype have the matrix cast to theirs.
+
+    Attributes:
+        is_input_first: whether the part is `[I, O]`.
+        by_grouped_mm: whether torch's grouped product multiplies it, so that one expert has the bits of a stack.
+    """
+
+    compute_dtype: torch.dtype
+    is_input_first: bool = False
+    by_grouped_mm: bool = False
+    suffixes = ("",)
+    is_packed = False
+
+    @property
+    def key(self) -> str:
+        dtype = str(self.compute_dtype).removeprefix("torch.")
+        return f"plain:{dtype}:{int(self.is_input_first)}:{int(self.by_grouped_mm)}"
+
+    @property
+    def alignment(self) -> int:
+        return self.compute_dtype.itemsize
+
+    def refusal(self, sizes: Sizes) -> str | None:
+        """None: all sizes can be stored."""
+        return None
+
+    def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [(sizes[:: -1 if self.is_input_first else 1], self.compute_dtype)]
+
+    def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
+        weight = weight_OI.T if self.is_input_first else weight_OI
+        return [weight.to(self.compute_dtype).contiguous()]
+
+    def input_first(self, parts: Parts) -> torch.Tensor:
+        """The matrix `[I, O]`, or a stack of them: the part itself, or a view."""
+        return parts[0] if self.is_input_first else parts[0].mT
+
+    def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
+        return self.input_first(parts).mT.to(dtype)
+
+    def cast(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows as they are."""
+        return x
+
+    def kernel_takes(self, x: torch.Tensor, most_rows: int) -> bool:
+        return x.dtype == self.compute_dtype and len(x) <= PLAIN_MAX_ROWS
+
+    def for_kernel(self, parts: Parts) -> Matrix | None:
+        # Shards and other libraries' tensors have classes of their own.
+        return plain_matrix(parts[0], self.is_input_first) if type(parts[0]) is torch.Tensor else None
+
+    def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
+        return self._multiply(x_NI, self.input_first(parts))
+
+    def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
+        return self._multiply(x_NO, self.input_first(parts).T)
+
+    def _multiply(self, x_NI: torch.Tensor, weight_IO: torch.Tensor) -> torch.Tensor:
+        lies_output_first = weight_IO.stride(0) == 1 < weight_IO.stride(1)
+        weight_IO = weight_IO.to(x_NI.dtype)
+        if self.by_grouped_mm:
+            ends = torch.tensor([len(x_NI)], dtype=torch.int32, device=x_NI.device)
+            return F.grouped_mm(x_NI, weight_IO[None], offs=ends)
+        if lies_output_first and len(x_NI) <= _FEW_ROWS:
+            return multiply_rows(x_NI, weight_IO.T)
+        y_NO = in_float32(x_NI, weight_IO.T) if SHORTCUTS_ARE_ON else None
+        return torch.mm(x_NI, weight_IO) if y_NO is None else y_NO
+
+    def with_grouped_mm(self) -> "Plain":
+        """The same, multiplied by torch's grouped product."""
+        return replace(self, by_grouped_mm=True)
+
+
+_PLAIN = {
+    is_input_first: {
+        dtype: Plain(dtype, is_input_first)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    }
+    for is_input_first in (False, True)
+}
+
+
+def plain_format(dtype: torch.dtype, is_input_first: bool) -> Plain:
+    """The plain format of this dtype and order."""
+    return _PLAIN[is_input_first].get(dtype) or Plain(dtype, is_input_first)
+
+
+MAKERS["plain"] = lambda dtype, *flags: Plain(getattr(torch, dtype), *(flag == "1" for flag in flags))
