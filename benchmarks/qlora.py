@@ -29,8 +29,8 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 import llamoe
-from llamoe.modeling.layers import RotaryEmbedding
 from llamoe.modeling.formats import Format
+from llamoe.modeling.layers import RotaryEmbedding
 from llamoe.modeling.quantization import LlamoeQuantizer, QuantizedExperts, QuantizedLinear
 from llamoe.modeling.quantization.bnb_quantizers import BitsAndBytes4BitQuantizer
 

@@ -24,6 +24,7 @@ from transformers.utils import (
 )
 
 import llamoe
+from llamoe.modeling.formats import torchs_block
 from llamoe.modeling.kernels import (
     SHORTCUTS_ARE_ON,
     few_rows_limit,
@@ -32,7 +33,6 @@ from llamoe.modeling.kernels import (
     why_no_cpp_kernels,
 )
 from llamoe.modeling.moe import IMPLEMENTATION, choose_path, why_not
-from llamoe.modeling.formats import torchs_block
 
 # Rows of a step of decoding, and of a long prompt or a training step.
 _FEW, _MANY = 1, 4096

@@ -180,7 +180,7 @@ class LlamoePreTrainedModel(
         if isinstance(module, QuantizedLinear):
             return
         super()._init_weights(module)
-        if isinstance(module, Experts) and not (module.is_packed or module.is_elsewhere):
+        if isinstance(module, Experts) and module.storage is None:
             std = self.config.get_text_config().initializer_range
             init.normal_(module.gate_up_proj, mean=0.0, std=std)
             init.normal_(module.down_proj, mean=0.0, std=std)

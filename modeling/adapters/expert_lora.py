@@ -20,7 +20,7 @@ from peft import LoraConfig
 from peft.tuners.lora import layer
 from torch import nn
 
-from ..moe import IMPLEMENTATION, LowRank, Updates
+from ..moe import IMPLEMENTATION, LowRank, Updates, implementation_can
 from ._private_api import sum_of_parameters
 from .expert_begin import begin_by_expert
 from .expert_layout import by_expert
@@ -86,7 +86,7 @@ class ParamWrapper(layer.ParamWrapper):
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int] | tuple[None, None]:
         experts: Any = self.get_base_layer()
-        if not experts.is_packed:
+        if experts.storage is None:
             return super()._get_in_out_features(module)
         # peft reads sizes off the parameter, which here has those of the codes.
         self.num_experts, *sizes = experts.stack_shape(self.parameter_name)
@@ -183,8 +183,8 @@ class ParamWrapper(layer.ParamWrapper):
             asked = "dropout"
         if self._expert_mesh() is not None:
             asked = "experts that several processes share (ep_size)"
-        if experts.is_packed and active:
-            asked = f"experts that are stored as {experts.format.key}"
+        if experts.storage is not None and active:
+            asked = f"experts that are {experts.storage}"
         if asked:
             raise ValueError(
                 f'experts_implementation="{experts.config._experts_implementation}" adds LoRA to the weights, '
@@ -240,8 +240,7 @@ def _without_dropout(config: LoraConfig) -> LoraConfig:
 
 def _computed_here(experts: Any) -> bool:
     """Whether llamoe computes these experts; other libraries' ways do not know updates."""
-    name = experts.config._experts_implementation
-    return name is None or name.startswith(IMPLEMENTATION)
+    return implementation_can(experts.config._experts_implementation, "adapted")
 
 
 def add_weighted_adapter(

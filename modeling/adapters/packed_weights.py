@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ...configuration.quantization import METHOD
-from ..quantization import QuantizedExperts, QuantizedLinear
+from ..quantization import QuantizedLinear
 from .stack_targets import targeted_parameters
 
 # peft's methods that compute from a layer's inputs and outputs alone.
@@ -56,7 +56,7 @@ def refuse_for_packed(config: Any, model: nn.Module) -> None:
             parts = name.split(".")
             if any(".".join(parts[:end]).endswith(saved) for end in range(1, len(parts) + 1)):
                 raise ValueError(
-                    f"modules_to_save names {saved!r}, but {name} is stored as {module.format.key}, which does not "
+                    f"modules_to_save names {saved!r}, but {name} is {module.storage}, which does not "
                     "train: adapt it with LoRA, or call model.dequantize() first."
                 )
     for name, module in packed.items():
@@ -65,7 +65,7 @@ def refuse_for_packed(config: Any, model: nn.Module) -> None:
             continue
         if asked := _what_needs_numbers(config, name, module, by_parameter):
             raise ValueError(
-                f"{asked} needs the numbers of {name}, which is {_how(module)}: choose LoRA with "
+                f"{asked} needs the numbers of {name}, which is {module.storage}: choose LoRA with "
                 'init_lora_weights=True or "gaussian", or call model.dequantize() first.'
             )
 
@@ -73,7 +73,7 @@ def refuse_for_packed(config: Any, model: nn.Module) -> None:
 def _packed(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Each packed module, by its name without those of adapters around it."""
     for name, module in model.named_modules():
-        if isinstance(module, QuantizedExperts | QuantizedLinear) or getattr(module, "is_elsewhere", False):
+        if getattr(module, "storage", None) is not None:
             yield name.replace(".base_layer", ""), module
 
 
@@ -98,10 +98,6 @@ def _what_needs_numbers(config: Any, name: str, module: Any, by_parameter: bool)
     return None if variant is None else f"{variant}={getattr(config, variant)!r}"
 
 
-def _how(module: Any) -> str:
-    return f"on {module.store.place!r}" if module.is_elsewhere else f"stored as {module.format.key}"
-
-
 def refuse_merging(module: nn.Module) -> None:
     """Refuse to merge adapters into packed weights.
 
@@ -113,15 +109,11 @@ def refuse_merging(module: nn.Module) -> None:
     """
     for name, layer in module.named_modules():
         base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else None
-        if getattr(base, "is_elsewhere", False):
+        if (storage := getattr(base, "storage", None)) is not None:
             raise ValueError(
-                f"{name or base.name} is {_how(base)}, where nothing is written: load the model into memory to merge "
-                "adapters into it, or save the adapters alone."
-            )
-        if isinstance(base, QuantizedExperts | QuantizedLinear):
-            raise ValueError(
-                f"{name or type(base).__name__} is stored as {base.format.key}, into which no adapter can be merged: "
-                "call get_base_model().dequantize() first, or merge into the 16-bit model."
+                f"{name or type(base).__name__} is {storage}, into which no adapter can be merged: merge into the "
+                "16-bit model in memory, which get_base_model().dequantize() makes of one in few bits, or save the "
+                "adapter alone."
             )
 
 

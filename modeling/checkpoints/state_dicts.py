@@ -284,11 +284,10 @@ def _single(name: str, experts: Mapping[str, Experts]) -> tuple[str, ExpertMatri
 
 def _check_single(key: str, path: str, matrix: ExpertMatrix, experts: Experts) -> str:
     """The stack of a single expert's matrix."""
-    if experts.is_packed or experts.is_elsewhere:
-        place = "stored in few bits" if experts.is_packed else "not in memory"
+    if experts.storage is not None:
         raise CheckpointError(
-            f"{key} is of one expert in 16 or 32 bits, and the experts {path} are {place}: load the folder by "
-            "from_pretrained."
+            f"{key} is of one expert in 16 or 32 bits, and the experts {path} are {experts.storage}: load the "
+            "folder by from_pretrained."
         )
     if matrix.number >= experts.num_experts:
         raise CheckpointError(

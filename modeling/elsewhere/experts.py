@@ -64,7 +64,7 @@ class ExpertsElsewhere(Experts):
     @property
     def storage(self) -> str:
         """Where they are, for errors."""
-        return f"on {self.store.place!r}"
+        return "not in memory" if self.store is None else f"on {self.store.place!r}"
 
     @property
     def weight(self) -> torch.Tensor:
@@ -160,7 +160,7 @@ class ExpertsElsewhere(Experts):
 
     def extra_repr(self) -> str:
         """Show the sizes and the place in `print(model)`."""
-        return f"{super().extra_repr()}, on={None if self.store is None else self.store.place!r}"
+        return f"{self._shapes.extra_repr()}, on={None if self.store is None else self.store.place!r}"
 
 
 class StackElsewhere(Stack):

@@ -74,6 +74,10 @@ class Format(ABC):
         """Rows in a dtype that the products take."""
         return x.to(self.compute_dtype)
 
+    def dtype_in_autocast(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of the products where autocast asks for one; packed weights have one of their own."""
+        return self.compute_dtype
+
     def kernel_takes(self, x: torch.Tensor, most_rows: int) -> bool:
         """Whether `kernels.cpp_feed_forward` is faster for rows of which an expert has up to `most_rows`."""
         return x.dtype == torch.bfloat16 and most_rows <= self.kernel_max_rows

@@ -42,7 +42,6 @@ class Plain(Format):
         return self.compute_dtype.itemsize
 
     def refusal(self, sizes: Sizes) -> str | None:
-        """None: all sizes can be stored."""
         return None
 
     def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -60,8 +59,11 @@ class Plain(Format):
         return self.input_first(parts).mT.to(dtype)
 
     def cast(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows as they are."""
         return x
+
+    def dtype_in_autocast(self, dtype: torch.dtype) -> torch.dtype:
+        # Autocast leaves float64 alone.
+        return self.compute_dtype if self.compute_dtype == torch.float64 else dtype
 
     def kernel_takes(self, x: torch.Tensor, most_rows: int) -> bool:
         return x.dtype == self.compute_dtype and len(x) <= PLAIN_MAX_ROWS

@@ -41,7 +41,7 @@ from ..kernels import (
     kernel_is_right,
     rows_of_torch,
 )
-from .experts import IMPLEMENTATION, IMPLEMENTATIONS, Experts, implementation_can
+from .experts import IMPLEMENTATION, IMPLEMENTATIONS, Experts
 from .grouped_mm_limits import grouped_mm_takes_dtype
 from .grouped_product import LARGE_GRADIENT_BYTES, Stack, groups_between, multiply_groups, multiply_sorted
 from .low_rank import Updates, factors, of_rows
@@ -262,8 +262,8 @@ def why_not(
     """Reason why a path cannot be taken; None if it can. Arguments as in `choose_path`."""
     weight = experts.down_proj
     hidden_size, intermediate_size = experts.hidden_and_intermediate_size
-    if experts.is_packed and not implementation_can(_name(path), "packed"):
-        return f"experts of {experts.format.key} are multiplied one by one."
+    if reason := experts.refusal(_name(path)):
+        return reason
     if path == "kernel":
         if needs_gradient or is_adapted:
             return f"the kernel {'has no gradient' if needs_gradient else 'knows no adapter'}."
@@ -287,12 +287,10 @@ def why_not(
 
 def compute_dtype(experts: Any) -> torch.dtype:
     """Dtype in which experts are computed: autocast's, or the weights' own."""
-    device_type, dtype = experts.device.type, experts.dtype
-    # Autocast leaves float64 alone. Packed weights have one dtype for their products.
-    is_cast = device_type != "meta" and dtype != torch.float64 and not experts.is_packed
-    return (
-        torch.get_autocast_dtype(device_type) if is_cast and torch.is_autocast_enabled(device_type) else dtype
-    )
+    form, device_type = experts.format, experts.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return form.compute_dtype
+    return form.dtype_in_autocast(torch.get_autocast_dtype(device_type))
 
 
 def _name(path: Path | None) -> str:

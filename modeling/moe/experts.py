@@ -34,23 +34,23 @@ IMPLEMENTATION = "llamoe"
 STACKS = ("gate_up_proj", "down_proj")
 """Names of the stacks, in the order in which they multiply."""
 
-_ABILITIES: Mapping[str, frozenset[str]] = {
-    "llamoe": frozenset({"packed", "elsewhere", "adapted"}),
-    "llamoe_loop": frozenset({"packed", "elsewhere", "adapted"}),
-    "llamoe_grouped": frozenset({"elsewhere", "adapted"}),
-    "llamoe_kernel": frozenset({"adapted"}),
-    "eager": frozenset({"packed", "elsewhere"}),
+_ABILITIES = {
+    "llamoe": ("packed", "elsewhere", "adapted"),
+    "llamoe_loop": ("packed", "elsewhere", "adapted"),
+    "llamoe_grouped": ("elsewhere", "adapted"),
+    "llamoe_kernel": ("adapted",),
+    "eager": ("packed", "elsewhere"),
 }
 
 
-def implementation_can(name: str | None, *wanted: str) -> bool:
+def implementation_can(name: str | None, ability: str) -> bool:
     """Whether an experts implementation computes more than plain stacks in memory.
 
     Args:
         name: transformers' own, which are in no table here, compute nothing else; None is the default.
-        wanted: "packed" stacks, stacks "elsewhere", or what adapters add to rows, "adapted".
+        ability: "packed" stacks, stacks "elsewhere", or what adapters add to rows, "adapted".
     """
-    return _ABILITIES.get(name or IMPLEMENTATION, frozenset()).issuperset(wanted)
+    return ability in _ABILITIES.get(name or IMPLEMENTATION, ())
 
 
 class Implementations(ExpertsInterface):
@@ -60,7 +60,7 @@ class Implementations(ExpertsInterface):
         """The function of this name; of `llamoe` where no model has chosen a name."""
         name = experts_implementation or IMPLEMENTATION
         function = super().get_interface(name, default)
-        return function if implementation_can(name, "packed", "elsewhere") else partial(_checked, function)
+        return function if name in _ABILITIES else partial(_checked, function)
 
 
 def _checked(function: Callable, experts: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -128,8 +128,15 @@ class Experts(TakesSingleExperts):
 
     @property
     def storage(self) -> str | None:
-        """How the weights are kept, for errors; None for plain stacks in memory, which alone can change."""
-        return f"stored as {self.format.key}" if self.is_packed else None
+        """How the weights are kept, for errors; None for plain stacks in memory, which alone can be changed."""
+        return None
+
+    def refusal(self, name: str | None) -> str | None:
+        """Why an experts implementation of this name cannot compute these experts; None if it can."""
+        needs = {"packed": self.is_packed, "elsewhere": self.is_elsewhere}
+        if all(implementation_can(name, need) for need, is_real in needs.items() if is_real):
+            return None
+        return f"it needs stacks of 16 or 32 bits in memory, but these experts are {self.storage}."
 
     def check_implementation(self) -> None:
         """Refuse an experts implementation that wants whole stacks of numbers where there are none.
@@ -138,12 +145,8 @@ class Experts(TakesSingleExperts):
             ValueError: one that does not know packed stacks, or stacks elsewhere.
         """
         name = self.config._experts_implementation
-        needs = {"packed": self.is_packed, "elsewhere": self.is_elsewhere}
-        if not implementation_can(name, *(need for need, is_real in needs.items() if is_real)):
-            raise ValueError(
-                f'experts_implementation="{name}" needs stacks of 16 or 32 bits in memory, but these experts are '
-                f'{self.storage}: choose "llamoe"{", or model.dequantize()" if self.is_packed else ""}.'
-            )
+        if reason := self.refusal(name):
+            raise ValueError(f'experts_implementation="{name}": {reason} Choose "{IMPLEMENTATION}".')
 
     def stack(self, name: str) -> Stack:
         """The matrices of a stack, for products."""
@@ -297,7 +300,7 @@ class Experts(TakesSingleExperts):
             device: default: the weights' device.
             dtype: dtype of the product; default: that of the weights.
         """
-        if self.is_packed:
+        if self.storage is not None:
             return False
         weight = self.down_proj
         device = weight.device if device is None else device
@@ -316,8 +319,7 @@ class Experts(TakesSingleExperts):
     def extra_repr(self) -> str:
         """Show the sizes in `print(model)`."""
         hidden_size, intermediate_size = self.hidden_and_intermediate_size
-        form = f", format={self.format.key}" if self.is_packed else ""
-        return f"num_experts={self.num_experts}, {hidden_size=}, {intermediate_size=}{form}"
+        return f"num_experts={self.num_experts}, {hidden_size=}, {intermediate_size=}"
 
 
 class OutputFirstExperts(Experts):

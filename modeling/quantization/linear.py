@@ -85,7 +85,3 @@ class QuantizedLinear(Packed, nn.Linear):
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias.detach().to(dtype))
         return linear.train(self.training)
-
-    def extra_repr(self) -> str:
-        """Show the sizes and the format in `print(model)`."""
-        return f"{super().extra_repr()}, format={self.format.key}"

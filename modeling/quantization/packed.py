@@ -10,12 +10,23 @@ import torch
 from torch import nn
 
 from ...configuration.errors import CheckpointError
+from ..formats import Format
 
 
 class Packed(nn.Module):
     """A base class to name before the layer's own: codes are parameters, and what belongs to them buffers."""
 
     is_packed = True
+    format: Format
+
+    @property
+    def storage(self) -> str:
+        """How the weights are kept, for errors."""
+        return f"stored as {self.format.key}"
+
+    def extra_repr(self) -> str:
+        """Show the sizes and the format in `print(model)`."""
+        return f"{super().extra_repr()}, format={self.format.key}"
 
     def _packed_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in [*self._parameters.items(), *self._buffers.items()]:

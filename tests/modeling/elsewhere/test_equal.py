@@ -131,7 +131,7 @@ def test_experts_implementations_are_equal(implementation, folders, ids):
 
 def test_implementations_that_want_stacks_are_refused(folders, ids):
     _, elsewhere = load_both(folders["text"], 2, experts_implementation="batched_mm")
-    with pytest.raises(ValueError, match="batched_mm.*layers.1.feed_forward.experts is on 'disk'"):
+    with pytest.raises(ValueError, match="batched_mm.*on 'disk'"):
         elsewhere(ids)
 
 

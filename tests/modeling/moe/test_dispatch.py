@@ -145,7 +145,7 @@ def test_rows_and_gradients_decide_on_a_gpu(
         input_first=lambda name: weight,
         hidden_and_intermediate_size=(64, 48),
         stack_shape=lambda name: weight.shape,
-        is_packed=False,
+        refusal=lambda name: None,
         is_transposed=True,
         fits_grouped_mm=lambda dtype: grouped_fits,
     )
