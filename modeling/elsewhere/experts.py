@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..formats import Parts
+from ..formats import Format, Parts
 from ..kernels import has_feed_forward
 from ..moe import STACKS, Experts, Group, Ranges, Stack, multiply_sorted, register_holder
 from .store import Store
@@ -136,12 +136,12 @@ class ExpertsElsewhere(Experts):
         """The matrices of a stack, for products."""
         return StackElsewhere(self, name)
 
-    def _kernel_takes(self, x_NH: torch.Tensor, groups: list[Group]) -> bool:
-        if self.store.is_remote or not super()._kernel_takes(x_NH, groups):
+    def _kernel_takes(self, form: Format, x_NH: torch.Tensor, groups: list[Group]) -> bool:
+        if self.store.is_remote or not super()._kernel_takes(form, x_NH, groups):
             return False
         # Asked before any of them is read.
         probe = self.store.probe(self.name)
-        gate_up, down = (probe.format.for_kernel([part[0] for part in probe.parts(name)]) for name in STACKS)
+        gate_up, down = (form.for_kernel([part[0] for part in probe.parts(name)]) for name in STACKS)
         return gate_up is not None and down is not None and has_feed_forward(x_NH.shape[1], gate_up, down)
 
     def _bring_both(self, groups: list[Group]) -> Iterator[tuple[Parts, Parts, Ranges]]:

@@ -78,9 +78,9 @@ class Format(ABC):
         """Dtype of the products where autocast asks for one; packed weights have one of their own."""
         return self.compute_dtype
 
-    def kernel_takes(self, x: torch.Tensor, most_rows: int) -> bool:
-        """Whether `kernels.cpp_feed_forward` is faster for rows of which an expert has up to `most_rows`."""
-        return x.dtype == torch.bfloat16 and most_rows <= self.kernel_max_rows
+    def kernel_takes(self, x: torch.Tensor, rows: Sequence[int]) -> bool:
+        """Whether `kernels.cpp_feed_forward` is faster for `x`, of which the experts have so many rows each."""
+        return x.dtype == torch.bfloat16 and max(rows) <= self.kernel_max_rows
 
     def for_kernel(self, parts: Parts) -> Matrix | None:
         """The matrix for `kernels.cpp_kernels`; None if they do not know this format, or it is not on the CPU."""

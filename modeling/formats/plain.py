@@ -3,6 +3,7 @@
 Shapes: O outputs, I inputs, N rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,7 +66,7 @@ class Plain(Format):
         # Autocast leaves float64 alone.
         return self.compute_dtype if self.compute_dtype == torch.float64 else dtype
 
-    def kernel_takes(self, x: torch.Tensor, most_rows: int) -> bool:
+    def kernel_takes(self, x: torch.Tensor, rows: Sequence[int]) -> bool:
         return x.dtype == self.compute_dtype and len(x) <= PLAIN_MAX_ROWS
 
     def for_kernel(self, parts: Parts) -> Matrix | None:

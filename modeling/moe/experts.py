@@ -13,6 +13,7 @@ Shapes: T tokens, k experts a token, N rows, E experts, H hidden_size, I interme
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -154,6 +155,8 @@ class Experts(TakesSingleExperts):
 
     def parts(self, name: str) -> list[torch.Tensor]:
         """The parts of a stack, of which its format says what they mean."""
+        if self._formats is None:
+            return [getattr(self, name)]
         return [getattr(self, name + suffix) for suffix in self.format.suffixes]
 
     def input_first(self, name: str) -> torch.Tensor:
@@ -264,7 +267,7 @@ class Experts(TakesSingleExperts):
     def _products_by_kernel(self, x_NH: torch.Tensor, groups: list[Group]) -> torch.Tensor | None:
         """The outputs of few rows, each expert by one call; None where there is no such kernel."""
         form = self.format
-        if not self._kernel_takes(x_NH, groups) or max(groups)[0] >= self.num_experts:
+        if not self._kernel_takes(form, x_NH, groups) or max(groups)[0] >= self.num_experts:
             return None
         out_NH = None
         brought: Any = self._bring_both(groups)
@@ -283,15 +286,16 @@ class Experts(TakesSingleExperts):
             brought.close()
         return out_NH
 
-    def _kernel_takes(self, x_NH: torch.Tensor, groups: list[Group]) -> bool:
+    def _kernel_takes(self, form: Format, x_NH: torch.Tensor, groups: list[Group]) -> bool:
         """Whether a compiled kernel is faster for these rows, and takes their dtype."""
-        return self.format.kernel_takes(x_NH, max([end - start for _, start, end in groups]))
+        return form.kernel_takes(x_NH, [end - start for _, start, end in groups])
 
     def _bring_both(self, groups: list[Group]) -> Iterator[tuple[Parts, Parts, Ranges]]:
         """The parts of both matrices of each hit expert, valid until the next are asked for, and its groups of rows."""
-        gate_up, down = (self.parts(name) for name in STACKS)
+        gate_up, down = self.parts("gate_up_proj"), self.parts("down_proj")
         for expert, start, end in groups:
-            yield [part[expert] for part in gate_up], [part[expert] for part in down], ((start, end),)
+            pick = itemgetter(expert)
+            yield [*map(pick, gate_up)], [*map(pick, down)], ((start, end),)
 
     def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
         """Whether torch's grouped product exists on a device and takes weights of these sizes and dtype.

@@ -14,6 +14,7 @@ import math
 import mmap
 import weakref
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Stack:
         """The parts of each hit expert's matrix, valid until the next are asked for, and its groups of rows."""
         for expert, start, end in groups:
             if expert < self.num_experts:
-                yield [part[expert] for part in self.parts], ((start, end),)
+                yield [*map(itemgetter(expert), self.parts)], ((start, end),)
 
     def matrices(self) -> Sequence[torch.Tensor]:
         """The matrices `[I, O]`."""
