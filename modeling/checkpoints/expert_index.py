@@ -24,12 +24,10 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.modeling_utils import load_state_dict
 
 from ...configuration.errors import CheckpointError
-from ..moe import PARTS_OF_STACKS, Experts, matrix_named
+from ..moe import PARTS_OF_STACKS, STACKS, Experts, matrix_named
 from .checkpoint_files import read_header
 from .safetensors_files import DTYPE_NAMES, WEIGHT_DTYPES
 
-STACKS = tuple(PARTS_OF_STACKS[True])
-"""Names of the stacks of a layer's experts."""
 WEIGHT = "weight"
 """Kind of the tensor that has an expert's numbers, or their codes."""
 PLACES = {

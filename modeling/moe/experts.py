@@ -65,7 +65,7 @@ class Implementations(ExpertsInterface):
 
 
 def _checked(function: Callable, experts: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    experts.check_implementation()
+    experts.check_implementation(experts.config._experts_implementation)
     return function(experts, *args, **kwargs)
 
 
@@ -133,21 +133,20 @@ class Experts(TakesSingleExperts):
         return None
 
     def refusal(self, name: str | None) -> str | None:
-        """Why an experts implementation of this name cannot compute these experts; None if it can."""
+        """What an experts implementation of this name needs and these experts are not; None if it can compute them."""
         needs = {"packed": self.is_packed, "elsewhere": self.is_elsewhere}
         if all(implementation_can(name, need) for need, is_real in needs.items() if is_real):
             return None
-        return f"it needs stacks of 16 or 32 bits in memory, but these experts are {self.storage}."
+        return f"needs stacks of 16 or 32 bits in memory, but these experts are {self.storage}."
 
-    def check_implementation(self) -> None:
+    def check_implementation(self, name: str | None) -> None:
         """Refuse an experts implementation that wants whole stacks of numbers where there are none.
 
         Raises:
             ValueError: one that does not know packed stacks, or stacks elsewhere.
         """
-        name = self.config._experts_implementation
         if reason := self.refusal(name):
-            raise ValueError(f'experts_implementation="{name}": {reason} Choose "{IMPLEMENTATION}".')
+            raise ValueError(f'experts_implementation="{name}" {reason} Choose "{IMPLEMENTATION}".')
 
     def stack(self, name: str) -> Stack:
         """The matrices of a stack, for products."""

@@ -36,7 +36,7 @@ class QuantizedExperts(Packed, Experts):
                 self.register_parameter(name, nn.Parameter(part, requires_grad=False))
             else:
                 self.register_buffer(name, part)
-        self.check_implementation()
+        self.check_implementation(self.config._experts_implementation)
 
     def part_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each part of the stacks, by its name."""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ...configuration.errors import ConfigurationError
 from ...configuration.quantization import METHOD, QuantizationConfig
 from .._private_api import forget_conversions
 from ..checkpoints import DTYPE_NAMES
-from ..formats import BLOCK, Format, Int4, Int8, torchs_block
+from ..formats import BLOCK, Format, format_of, torchs_block
 from ..kernels import int4_library, why_no_cpp_kernels
 from ..moe import STACKS, Experts
 from .experts import QuantizedExperts
@@ -35,7 +36,10 @@ _saves_dequantized: ContextVar[bool] = ContextVar("llamoe_saves_dequantized", de
 
 def format_for(config: QuantizationConfig) -> Format:
     """The format that a config asks for."""
-    return Int4(config.group_size, config.search) if config.weights == "int4" else Int8(config.search)
+    form: Any = format_of(
+        config.weights if config.group_size is None else f"{config.weights}:{config.group_size}"
+    )
+    return replace(form, search=config.search) if hasattr(form, "search") else form
 
 
 def check_request(stored: Any, requested: Any) -> None:

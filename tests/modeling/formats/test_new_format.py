@@ -1,0 +1,59 @@
+"""A format that somebody adds: one class, and its word among the weights that a QuantizationConfig knows."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from support.few_bits import CLOSE, distance, folder, load, logits, route_by_position, save
+from transformers import AutoModelForCausalLM
+
+from llamoe.modeling.formats import MAKERS, Format
+from llamoe.modeling.quantization import QuantizedExperts, QuantizedLinear
+
+
+@dataclass(frozen=True)
+class OneScale(Format):
+    """8 bits and one scale for each matrix."""
+
+    suffixes = ("", "_scale")
+    compute_dtype = torch.bfloat16
+    key = "one_scale"
+
+    def refusal(self, sizes):
+        return None
+
+    def parts(self, sizes):
+        return [(sizes, torch.int8), ((1,), torch.bfloat16)]
+
+    def quantize(self, weight_OI):
+        scale = (weight_OI.abs().amax().float() / 127).bfloat16()
+        return [(weight_OI.float() / scale).round().clamp(-127, 127).to(torch.int8), scale[None]]
+
+    def matrix(self, parts, sizes, dtype):
+        return parts[0].to(dtype) * parts[1].to(dtype)
+
+    def multiply(self, x_NI, parts, sizes):
+        return x_NI @ parts[0].to(x_NI.dtype).T * parts[1]
+
+
+@pytest.mark.parametrize(("family", "mixture"), [("text", "feed_forward"), ("mixtral", "mlp")])
+def test_a_format_of_ones_own(family, mixture, monkeypatch):
+    """Quantized while it is loaded, saved and loaded again; outputs and gradients are those of the weights it means."""
+    monkeypatch.setitem(MAKERS, OneScale.key, OneScale)
+    monkeypatch.setattr("llamoe.configuration.quantization.WEIGHTS", (OneScale.key,))
+    route_by_position(monkeypatch)
+    x = torch.randn(9, 128, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
+
+    def gradient(model):
+        return torch.autograd.grad(model.get_submodule(f"model.layers.1.{mixture}")(x).square().sum(), x)[0]
+
+    model = load(folder(family), OneScale.key)
+    packed = [module for module in model.modules() if isinstance(module, QuantizedExperts | QuantizedLinear)]
+    assert {type(module) for module in packed} == {QuantizedExperts, QuantizedLinear}
+    assert {module.format for module in packed} == {OneScale()}
+    found = logits(model), gradient(model)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(save(model))), found[0])
+    plain = model.dequantize()
+    assert not any(isinstance(module, QuantizedExperts | QuantizedLinear) for module in plain.modules())
+    for mine, meant in zip(found, (logits(plain), gradient(plain)), strict=True):
+        assert distance(mine, meant) < CLOSE
