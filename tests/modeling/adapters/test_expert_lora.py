@@ -409,9 +409,10 @@ def stacks_with_factors(layout, weights, dtype):
     make_asymmetric(experts).to(weights).requires_grad_(False)
     if layout == "int4":
         packed = QuantizedExperts(experts, Int4(32))
-        packed.load_state_dict(
-            {k: v for name in STACK_NAMES for k, v in packed.quantize(name, getattr(experts, name)).items()}
-        )
+        for name in STACK_NAMES:
+            found = [packed.format.quantize(matrix.T) for matrix in experts.stack(name).matrices()]
+            for part, each in zip(packed.parts(name), zip(*found, strict=True), strict=True):
+                part.data.copy_(torch.stack(each))
         experts = packed
     generator, leaves = torch.Generator().manual_seed(1), {}
     for name, size_in, size_out in zip(STACK_NAMES, (64, 96), (192, 64), strict=True):
