@@ -23,6 +23,8 @@ _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _POSITIONS = re.compile(r"indices(\.|$)")
 # Ranks up to which a config is trusted (LoRA, other methods), and a number of elements always allowed in a file.
 _COMMON_RANK, _FULL_RANK, _FEW_NUMBERS = 1 << 10, 1 << 16, 1 << 26
+# What a file has beside its numbers at the most.
+_HEADER_BYTES = 100_000_000
 
 
 def check_files(
@@ -39,6 +41,12 @@ def check_files(
     path = next(filter(None, (_find(name_or_path, name, download) for name in _WEIGHTS)), None)
     if path is None:
         return {}
+    most = max(_FEW_NUMBERS, 4 * sum(parameter.numel() for parameter in model.parameters()))
+    # Of eight bytes a number at the most. Asked first: a file of terabytes cannot be opened everywhere.
+    if (size := os.stat(path).st_size) > 8 * most + _HEADER_BYTES:
+        raise CheckpointError(
+            f"{path}: has {size} bytes, which is beyond reason for an adapter of this model."
+        )
     header = read_header(path)
     for name, tensor in header.items():
         if tensor.dtype not in WEIGHT_DTYPES and not _POSITIONS.search(name):
@@ -47,7 +55,6 @@ def check_files(
                 f"({', '.join(sorted(WEIGHT_DTYPES))})."
             )
     found = sum(math.prod(tensor.shape) for tensor in header.values())
-    most = max(_FEW_NUMBERS, 4 * sum(parameter.numel() for parameter in model.parameters()))
     if found > most:
         raise CheckpointError(
             f"{path}: holds {found} numbers, which is beyond reason for an adapter of this model."

@@ -80,6 +80,11 @@ def read_safetensors(path: str | os.PathLike) -> dict[str, TensorHeader]:
             pass
         content = json.loads(header, object_pairs_hook=without_duplicates)
     except (SafetensorError, OSError, MemoryError, ValueError) as error:
+        if "Cannot allocate memory" in str(error):
+            raise CheckpointError(
+                f"{path}: its {size} bytes cannot be mapped, since this process may not take so many addresses "
+                "(`ulimit -v`). Raise that limit."
+            ) from error
         raise damaged(error) from error
     content.pop("__metadata__", None)
     found = {}
