@@ -31,7 +31,6 @@ from ._compat import CACHE, takes_cache
 from .attention import (
     Attention,
     MaskInputs,
-    attend_one_token,
     attention_masks,
     cache_to_write,
     mask_of_new_tokens,
@@ -49,7 +48,7 @@ from .input_checks import (
     check_tokens,
     leave_out_attentions,
 )
-from .kernels import apply_linear, apply_normalized_feed_forward, is_watched
+from .kernels import FewRows, apply_head, begin_few_rows
 from .layers import FeedForward, RMSNorm, RotaryEmbedding, rotary_tables
 from .moe import MixtureOfExperts, Router, TrainsRouters, expert_load
 
@@ -82,14 +81,21 @@ class DecoderLayer(GradientCheckpointingLayer):
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor,
         past_key_values: Cache | None = None,
+        few_rows: FewRows | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
-        """Map `[B, T, hidden_size]` to the same shape; other arguments as in `Attention`."""
+        """Map `[B, T, hidden_size]` to the same shape.
+
+        `few_rows` computes half a layer faster, or says None; other arguments as in `Attention`.
+        """
+        if torch.compiler.is_compiling():
+            # A layer that is compiled by itself: compilers follow modules alone.
+            few_rows = None
         norm, attention = self.input_layernorm, self.self_attn
         context = position_embeddings, attention_mask, position_ids, past_key_values
-        at_once = attend_one_token(norm, attention, hidden_states, *context, kwargs)
-        if at_once is not None:
-            hidden_states = at_once
+        fast = None if few_rows is None else few_rows.attend(norm, attention, hidden_states, *context)
+        if fast is not None:
+            hidden_states = fast
         else:
             attended, _ = attention(
                 norm(hidden_states),
@@ -101,11 +107,8 @@ class DecoderLayer(GradientCheckpointingLayer):
             )
             hidden_states = hidden_states + attended
         feed_forward, norm = getattr(self, self.feed_forward_name), self.post_attention_layernorm
-        if type(feed_forward) is FeedForward and type(norm) is RMSNorm and not is_watched(feed_forward):
-            at_once = apply_normalized_feed_forward(norm, *feed_forward.parts(), hidden_states)
-            if at_once is not None:
-                return at_once
-        return hidden_states + feed_forward(norm(hidden_states))
+        fast = None if few_rows is None else few_rows.feed_forward(norm, feed_forward, hidden_states)
+        return hidden_states + feed_forward(norm(hidden_states)) if fast is None else fast
 
 
 class DecoderModel(LlamoePreTrainedModel):
@@ -193,7 +196,10 @@ class DecoderModel(LlamoePreTrainedModel):
             rotary_positions = without_padding_positions(position_ids, attention_mask, inputs.query_offset)
         hidden_states = inputs_embeds
         cos, sin = self.rotary_emb(hidden_states, rotary_positions)
-        position_embeddings = rotary_tables(cos, sin, self.rotary_emb.interleave)
+        few_rows = begin_few_rows(hidden_states, kwargs)
+        position_embeddings = cos, sin
+        if few_rows is None or not few_rows.is_one_token:
+            position_embeddings = rotary_tables(cos, sin, self.rotary_emb.interleave)
         # The types are read from a list, not from the layers: under pipeline parallelism other stages' are
         # placeholders. `generate(assistant_early_exit=...)` drafts with fewer layers, and lowers their number in the
         # config meanwhile.
@@ -204,12 +210,14 @@ class DecoderModel(LlamoePreTrainedModel):
                 position_embeddings=position_embeddings,
                 attention_mask=mask_mapping[attention_type],
                 position_ids=position_ids,
+                few_rows=few_rows,
                 # By this name transformers takes it away under gradient checkpointing.
                 **{CACHE: past_key_values},
                 **kwargs,
             )
+        last = self.norm(hidden_states) if few_rows is None else few_rows.normalize(self.norm, hidden_states)
         return MoeModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states), **{CACHE: past_key_values if use_cache else None}
+            last_hidden_state=last, **{CACHE: past_key_values if use_cache else None}
         )
 
 
@@ -341,7 +349,7 @@ class CausalLM(TrainsRouters, LlamoePreTrainedModel):
         )
         hidden_states = outputs.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = apply_linear(self.lm_head, hidden_states[:, kept])
+        logits = apply_head(self.lm_head, hidden_states[:, kept])
 
         loss = aux_loss = load = None
         if labels is not None:

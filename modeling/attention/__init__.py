@@ -4,7 +4,7 @@ Reading order: cache (length and keys of a KV cache before a pass), implementati
 visibility (which tokens see each other: rules, groups, chunk borders), positions (from padding, from lengths, of
 cached tokens), mask_inputs (the facts of a pass), varlen and chunked_sdpa (attention without a mask), masks (a real
 one), forms (the table of all forms, and which one a pass takes), cache_checks (whether a cache fits the model),
-recomputation (caches under gradient checkpointing), layer (the module), one_token (a decode step on a CPU).
+recomputation (caches under gradient checkpointing), layer (the module).
 """
 
 from .cache import cached_length
@@ -13,7 +13,6 @@ from .forms import attention_masks
 from .implementation import implementation_on
 from .layer import Attention, eager_attention_forward
 from .mask_inputs import MaskInputs, mask_of_new_tokens
-from .one_token import attend_one_token
 from .positions import without_padding_positions
 from .recomputation import cache_to_write, recomputed_with_gradients_only
 from .visibility import rules_of
@@ -21,7 +20,6 @@ from .visibility import rules_of
 __all__ = [
     "Attention",
     "MaskInputs",
-    "attend_one_token",
     "attention_masks",
     "cache_to_write",
     "cached_length",

@@ -11,6 +11,7 @@ itself is transformers' attention interface.
 Shapes: B batch, H heads, T or Q new tokens, K keys (cached and new), D head_dim.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from transformers import Cache, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import PAGED_CACHE, fill_paged_cache
-from ..kernels import apply_linear, apply_linears
+from ..kernels import apply_linear
 from ..layers import L2Norm, rotary_tables, rotate
 from .forms import attend_in_form, fail_split_rows
 from .implementation import implementation_on
@@ -55,6 +56,8 @@ def eager_attention_forward(
 
 class Attention(nn.Module):
     """Causal self-attention of one decoder layer, described by `config.layer_plan(layer_idx)`."""
+
+    formula = "attention"
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
@@ -104,9 +107,35 @@ class Attention(nn.Module):
         Returns:
             `[B, T, hidden_size]`, and the attention weights where the implementation returns them, else None.
         """
-        input_shape = hidden_states.shape[:-1]
+        projected = [
+            apply_linear(linear, hidden_states) for linear in (self.q_proj, self.k_proj, self.v_proj)
+        ]
+        output, weights = self.attend(
+            projected, position_embeddings, attention_mask, position_ids, past_key_values, **kwargs
+        )
+        return apply_linear(self.o_proj, output), weights
+
+    def attend(
+        self,
+        projected: Sequence[torch.Tensor],
+        position_embeddings: tuple[torch.Tensor, ...],
+        attention_mask: Any,
+        position_ids: torch.Tensor,
+        past_key_values: Cache | None = None,
+        may_shortcut: bool | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What stands between the projections; arguments as in `forward`.
+
+        Args:
+            projected: queries, keys and values, `[B, T, heads * D]`.
+            may_shortcut: what `can_use_shortcut` says of this pass, if it was asked.
+
+        Returns:
+            `[B, T, heads * D]`, and the attention weights or None.
+        """
+        input_shape = projected[0].shape[:-1]
         heads_shape = (*input_shape, -1, self.head_dim)
-        projected = apply_linears((self.q_proj, self.k_proj, self.v_proj), hidden_states)
         query, key, value = (each.view(heads_shape) for each in projected)  # [B, T, H, D]
         value = value.transpose(1, 2)
 
@@ -141,9 +170,9 @@ class Attention(nn.Module):
             # Implementations that take no mask read it.
             kwargs["sliding_window"] = self.sliding_window
         output, weights = attend_in_form(
-            attend, self, query, key, value, attention_mask, position_ids, **kwargs
+            attend, self, query, key, value, attention_mask, position_ids, may_shortcut, **kwargs
         )
-        return apply_linear(self.o_proj, output.reshape(*input_shape, -1).contiguous()), weights
+        return output.reshape(*input_shape, -1).contiguous(), weights
 
     def _temperature(self, position_ids: torch.Tensor) -> torch.Tensor:
         # log1p(floor((position + 1) / floor_scale)) * attn_scale + 1: no effect below position floor_scale - 1.

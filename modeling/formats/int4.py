@@ -5,12 +5,18 @@ Shapes: O outputs, I inputs, P inputs with padding, N rows.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch.nn import functional as F
 
-from ..kernels import BLOCK_WEIGHTS, Matrix, cpp_products, needs_float32
+from ..kernels import (
+    BLOCK_WEIGHTS,
+    INT4_MAX_ROWS,
+    INT4_TORCH_MAX_ROWS,
+    Matrix,
+    cpp_products,
+    needs_float32,
+)
 from .format import CHUNK, MAKERS, Format, Parts, Sizes
 from .int4_layout import (
     BLOCK,
@@ -46,9 +52,7 @@ class Int4(Format):
     search: bool = True
     suffixes = ("", "_scale")
     compute_dtype = torch.bfloat16
-    kernel_max_rows = 1024
-    # The same of torch's kernel, for the blocks that it reads.
-    torch_max_rows: ClassVar[dict[int | None, int]] = {64: 80, 32: 48}
+    kernel_max_rows = INT4_MAX_ROWS
 
     @property
     def key(self) -> str:
@@ -118,7 +122,7 @@ class Int4(Format):
             y_NO = cpp_products(x_NI, [self.for_kernel(parts)])
             if y_NO is not None:
                 return y_NO
-        if packed.is_cpu and len(x_NI) <= self.torch_max_rows.get(torchs_block(), 0):
+        if packed.is_cpu and len(x_NI) <= INT4_TORCH_MAX_ROWS.get(torchs_block() or 0, 0):
             return self._multiply_by_torch(x_NI.contiguous(), packed, scales)
         if not needs_float32(x_NI):
             return x_NI @ self._input_first(parts, x_NI.dtype)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels import Matrix, blocks_in_float32, cpp_products, needs_float32
+from ..kernels import INT8_MAX_ROWS, Matrix, blocks_in_float32, cpp_products, needs_float32
 from .format import CHUNK, MAKERS, Format, Parts, Sizes
 from .int4_layout import ROWS_MULTIPLE
 from .scales import symmetric
@@ -26,7 +26,7 @@ class Int8(Format):
     search: bool = True
     suffixes = ("", "_scale")
     compute_dtype = torch.bfloat16
-    kernel_max_rows = 24
+    kernel_max_rows = INT8_MAX_ROWS
     # Rows and codes begin at multiples of it: torch's kernel does not check that, and ends the process elsewhere.
     alignment = 32
 

@@ -9,11 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
-from ..kernels import PLAIN_MAX_ROWS, SHORTCUTS_ARE_ON, Matrix, in_float32, multiply_rows, plain_matrix
+from ..kernels import CPP_PLAIN_MAX_ROWS, SHORTCUTS_ARE_ON, Matrix, in_float32, multiply_rows, plain_matrix
 from .format import MAKERS, Format, Parts, Sizes
-
-# Up to this many rows MKL's batched product may be faster than its plain one.
-_FEW_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class Plain(Format):
         return self.compute_dtype if self.compute_dtype == torch.float64 else dtype
 
     def kernel_takes(self, x: torch.Tensor, rows: Sequence[int]) -> bool:
-        return x.dtype == self.compute_dtype and len(x) <= PLAIN_MAX_ROWS
+        return x.dtype == self.compute_dtype and len(x) <= CPP_PLAIN_MAX_ROWS
 
     def for_kernel(self, parts: Parts) -> Matrix | None:
         # Shards and other libraries' tensors have classes of their own.
@@ -85,7 +82,7 @@ class Plain(Format):
         if self.by_grouped_mm:
             ends = torch.tensor([len(x_NI)], dtype=torch.int32, device=x_NI.device)
             return F.grouped_mm(x_NI, weight_IO[None], offs=ends)
-        if lies_output_first and len(x_NI) <= _FEW_ROWS:
+        if lies_output_first and len(x_NI) <= CPP_PLAIN_MAX_ROWS:
             return multiply_rows(x_NI, weight_IO.T)
         y_NO = in_float32(x_NI, weight_IO.T) if SHORTCUTS_ARE_ON else None
         return torch.mm(x_NI, weight_IO) if y_NO is None else y_NO

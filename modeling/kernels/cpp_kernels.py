@@ -42,10 +42,8 @@ _ARGUMENTS = {
 }
 # fmt: on
 # Outputs of a 4-bit matrix are computed as many at a time.
-_BLOCK = 64
+BLOCK = 64
 BITS = {torch.bfloat16: 16, torch.float32: 32}
-# Above this many rows torch's own norm, which several threads share, is faster.
-_NORM_MAX_ROWS = 128
 
 # The compiled kernels: False before the first use, None where there are none. And that of 4 bits for AVX2.
 _library: Any = False
@@ -180,14 +178,14 @@ def _agrees_on_int4(found: Any) -> bool:
     generator = torch.Generator().manual_seed(0)
     num_out, num_in, group_size = 128, 192, 64
     codes = torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8, generator=generator)
-    low, high = codes.view(-1, 2, _BLOCK // 2, num_in).unbind(1)
+    low, high = codes.view(-1, 2, BLOCK // 2, num_in).unbind(1)
     packed = (low | high << 4).mT.reshape(num_out, num_in // 2)
     scales = torch.randn(num_in // group_size, num_out, 2, generator=generator).bfloat16()
     scale, offset = scales.float().repeat_interleave(group_size, 0).unbind(2)
     weight_IO = (codes.T.float() - 8) * scale + offset
     rows = [torch.randn(num_rows, num_in, generator=generator).bfloat16() for num_rows in (1, 7)]
     matrix = Matrix(4, group_size, packed, scales)
-    return all(_is_close(_products(found, x, [matrix]), x.float() @ weight_IO) for x in rows)
+    return all(_is_close(multiply(x, prepare([matrix], found)), x.float() @ weight_IO) for x in rows)
 
 
 def _agrees(found: Any) -> bool:
@@ -199,37 +197,72 @@ def _agrees(found: Any) -> bool:
     for num_rows in (1, 7):
         x = torch.randn(num_rows, num_in, generator=generator).bfloat16()
         expected = (x.float() @ codes.float().T) * scales.float()
-        if not _is_close(_products(found, x, [Matrix(8, 0, codes, scales)]), expected):
+        if not _is_close(multiply(x, prepare([Matrix(8, 0, codes, scales)], found)), expected):
             return False
         for dtype in (torch.float32, torch.bfloat16):
             x, weight = x.to(dtype), codes.to(dtype)
             # Also where rows begin within a cache line.
             for rows in (weight, weight.flatten()[2 : 2 - num_in].view(-1, num_in)):
-                if not _is_close(_products(found, x, [Matrix(BITS[dtype], 0, rows, None)]), x @ rows.T):
+                if not _is_close(
+                    multiply(x, prepare([Matrix(BITS[dtype], 0, rows, None)], found)), x @ rows.T
+                ):
                     return False
     return _agrees_on_int4(found)
 
 
-def library_for(matrices: Sequence[Matrix]) -> Any:
-    """The kernels, if they take matrices of these sizes. That they were not compiled is told for few bits, once."""
-    if not _are_whole(matrices):
+class Products(NamedTuple):
+    """Up to three matrices of one format by their addresses, which are right as long as the tensors are there."""
+
+    library: Any
+    bits: int
+    inputs: int
+    group_size: int
+    sizes: list[int]
+    """Outputs of each matrix."""
+    placed: list[Any]
+    """Of three matrices, or nothing: addresses of codes and scales, and outputs."""
+
+
+def prepare(matrices: Sequence[Matrix | None], found: Any = None) -> Products | None:
+    """What multiplies by up to three matrices at once; None where they are unlike, or there is no kernel.
+
+    That none was compiled is told for few bits, once.
+
+    Args:
+        matrices: of the same inputs; output-first.
+        found: the kernels; default: those of this processor.
+    """
+    first, placed, sizes = matrices[0], [], []
+    for each in matrices:
+        if each is None or first is None or each[:2] != first[:2] or each.inputs != first.inputs:
+            return None
+        sizes.append(each.outputs)
+        placed += (*pointers(each), each.outputs)
+    assert first is not None
+    bits, group_size, *_ = first
+    # Outputs of 4 bits are computed in whole blocks.
+    if bits == 4 and any(size % BLOCK for size in sizes):
         return None
-    found = library()
-    _tell_reasons(matrices)
-    return found
-
-
-def _are_whole(matrices: Sequence[Matrix]) -> bool:
-    """Whether outputs of 4 bits are whole blocks."""
-    return matrices[0].bits != 4 or not any(matrix.codes.shape[0] % _BLOCK for matrix in matrices)
-
-
-def _tell_reasons(matrices: Sequence[Matrix]) -> None:
-    if _reasons and matrices[0].bits <= 8:
+    found = found or library() or (int4_library() if bits == 4 else None)
+    if _reasons and bits <= 8:
         logger.warning(
             "Kernels for few bits on a CPU were not compiled; torch's slower ones are used: %s",
             _reasons.pop(),
         )
+    placed += (None, None, 0) * (3 - len(matrices))
+    return None if found is None else Products(found, bits, first.inputs, group_size, sizes, placed)
+
+
+def multiply(x: torch.Tensor, products: Products) -> torch.Tensor:
+    """Rows times the transposes of matrices, `[N, O]`, their outputs side by side."""
+    found, bits, num_in, group_size, sizes, placed = products
+    num_rows, threads = x.numel() // num_in, torch.get_num_threads()
+    y = x.new_empty(num_rows, sum(sizes))
+    x = x.contiguous()
+    found.products(
+        x.data_ptr(), y.data_ptr(), num_rows, bits, num_in, group_size, threads, len(sizes), *placed
+    )
+    return y
 
 
 def cpp_products(x_NI: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor | None:
@@ -242,90 +275,8 @@ def cpp_products(x_NI: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor
     Returns:
         `[N, O]` in the dtype of the rows, the outputs of the matrices side by side.
     """
-    found = library_for(matrices)
-    if found is None and matrices[0].bits == 4 and _are_whole(matrices):
-        found = int4_library()
-        _tell_reasons(matrices)
-    if found is None or any(matrix.inputs != x_NI.shape[1] for matrix in matrices):
-        return None
-    return _products(found, x_NI.contiguous(), matrices)
-
-
-def _products(found: Any, x: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor:
-    bits, group_size, *_ = matrices[0]
-    placed: list[Any] = []
-    num_out = 0
-    for _, _, codes, scales, _ in matrices:
-        own = codes.shape[0]
-        placed += (codes.data_ptr(), None if scales is None else scales.data_ptr(), own)
-        num_out += own
-    placed += (None, None, 0) * (3 - len(matrices))
-    num_rows, num_in = x.shape
-    y = x.new_empty(num_rows, num_out)
-    threads = torch.get_num_threads()
-    found.products(
-        x.data_ptr(), y.data_ptr(), num_rows, bits, num_in, group_size, threads, len(matrices), *placed
-    )
-    return y
-
-
-def cpp_feed_forward(
-    x_NH: torch.Tensor, gate: Matrix, up: Matrix | None, down: Matrix
-) -> torch.Tensor | None:
-    """`down(silu(gate(x)) * up(x))`; None where there is no kernel.
-
-    Args:
-        x_NH: on the CPU; float32 for matrices of 32 bits, otherwise bfloat16.
-        gate: F outputs, or those of gate followed by those of up.
-        up: F outputs, or None.
-        down: F inputs, or more after padding.
-
-    Returns:
-        `[N, H]` in the dtype of the rows.
-    """
-    found = library_for((gate, down))
-    size = gate.outputs if up is not None else gate.outputs // 2
-    (num_rows, num_in), num_out = x_NH.shape, down.outputs
-    if found is None or not _takes(num_in, size, gate, up, down):
-        return None
-    x_NH = x_NH.contiguous()
-    y_NH = x_NH.new_empty(num_rows, num_out)
-    found.feed_forward(
-        x_NH.data_ptr(),
-        y_NH.data_ptr(),
-        num_rows,
-        gate.bits,
-        gate.is_input_first,
-        num_in,
-        size,
-        down.inputs,
-        num_out,
-        gate.group_size,
-        torch.get_num_threads(),
-        *pointers(gate, up, down),
-    )
-    return y_NH
-
-
-def has_feed_forward(num_in: int, gate: Matrix, down: Matrix) -> bool:
-    """Whether `cpp_feed_forward` has a kernel for rows of so many numbers, where gate and up are one matrix."""
-    return library_for((gate, down)) is not None and _takes(num_in, gate.outputs // 2, gate, None, down)
-
-
-def _takes(num_in: int, size: int, gate: Matrix, up: Matrix | None, down: Matrix) -> bool:
-    is_whole = gate.bits != 4 or not (size % _BLOCK or down.outputs % _BLOCK)
-    return is_whole and belong_together(num_in, size, gate, up, down)
-
-
-def belong_together(num_in: int, size: int, gate: Matrix, up: Matrix | None, down: Matrix) -> bool:
-    """Whether sizes of a feed-forward fit: the inputs of down may be padded to a whole group."""
-    others = (gate, down) if up is None else (gate, up, down)
-    return (
-        gate.inputs == num_in
-        and (up is None or (up.inputs == num_in and up.outputs == size))
-        and 0 <= down.inputs - size < max(gate.group_size, 1)
-        and all(each.bits == gate.bits and each.group_size == gate.group_size for each in others)
-    )
+    products = prepare(matrices)
+    return None if products is None or products.inputs != x_NI.shape[1] else multiply(x_NI, products)
 
 
 def pointers(*matrices: Matrix | None) -> list[int | None]:
@@ -338,28 +289,3 @@ def pointers(*matrices: Matrix | None) -> list[int | None]:
             _, _, codes, scales, _ = matrix
             found += (codes.data_ptr(), None if scales is None else scales.data_ptr())
     return found
-
-
-def cpp_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor | None:
-    """`x / sqrt(mean(x ** 2) + eps) * weight` over the last axis; None where there is no kernel, or torch's is faster.
-
-    Args:
-        x: `[..., D]` on the CPU.
-        weight: `[D]` or None.
-        eps: added to the mean square.
-    """
-    size = x.shape[-1]
-    bits = BITS.get(x.dtype)
-    if bits is None or not 0 < x.numel() <= _NORM_MAX_ROWS * size:
-        return None
-    if weight is not None and not (
-        weight.dtype == x.dtype and weight.is_cpu and weight.is_contiguous() and weight.shape == x.shape[-1:]
-    ):
-        return None
-    if (found := library()) is None:
-        return None
-    x = x.contiguous()
-    y = torch.empty_like(x)
-    scale = None if weight is None else weight.data_ptr()
-    found.rms_norm(bits, x.data_ptr(), scale, y.data_ptr(), x.numel() // size, size, eps)
-    return y

@@ -1,172 +1,169 @@
-"""A decoder layer for one token on a CPU, in three calls of the compiled kernels: what stands around a cache's update.
+"""What a decoder layer of few rows on a CPU is made of besides products: calls of the compiled kernels.
 
-Shapes: H hidden size, F intermediate size, K cached keys.
+Shapes: N rows, H hidden size, F intermediate size, K cached keys.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from .cpp_kernels import BITS, Matrix, belong_together, library_for, pointers
+from .cpp_kernels import BITS, BLOCK, Matrix, Products, library, pointers
 
 
-class Rotation(NamedTuple):
-    """How queries and keys are rotated.
-
-    Attributes:
-        table: begins with the first cosine in float32, on the CPU.
-        sine_offset: float32 numbers from there to the first sine, which may be in another tensor that the caller keeps.
-        step: float32 numbers from one of the `head_dim / 2` cosines to the next, and from sine to sine.
-        is_interleaved: whether a pair of channels stands side by side, or half a head apart.
-    """
-
-    table: torch.Tensor
-    sine_offset: int
-    step: int
-    is_interleaved: bool
-
-
-def cpp_project(
-    x: torch.Tensor,
-    norm: torch.Tensor,
-    eps: float,
-    matrices: Sequence[Matrix],
-    head_dim: int,
-    rotation: Rotation | None,
-    qk_eps: float,
-    query_scale: float,
-) -> torch.Tensor | None:
-    """Queries, keys and values of one token, `[outputs]` side by side; None where there is no kernel.
+def rms_norm(x: torch.Tensor, weight: int, eps: float) -> torch.Tensor:
+    """`x / sqrt(mean(x ** 2) + eps) * weight` over the last axis, where there are kernels.
 
     Args:
-        x: of one token, `[..., H]` on the CPU.
-        norm: weight of the RMSNorm before, `[H]` in the dtype of `x`.
-        eps: its eps.
-        matrices: of queries, keys and values, for rows of the dtype of `x`.
-        head_dim: channels of a head.
-        rotation: of queries and keys, or None.
-        qk_eps: eps of the norm of each of their heads after that; negative for none.
-        query_scale: what queries are multiplied by at last.
+        x: `[..., H]` in bfloat16 or float32 on the CPU.
+        weight: address of `[H]` in the same dtype.
+        eps: added to the mean square.
     """
-    found = library_for(matrices)
-    if found is None or any(matrix.inputs != x.shape[-1] for matrix in matrices):
-        return None
-    y = x.new_empty(sum(matrix.codes.shape[0] for matrix in matrices))
-    placed: list[Any] = []
-    for matrix in matrices:
-        placed += (*pointers(matrix), matrix.codes.shape[0])
-    turned: tuple[Any, ...] = (None, None, 0, False)
-    if rotation is not None:
-        first = rotation.table.data_ptr()
-        turned = first, first + 4 * rotation.sine_offset, rotation.step, rotation.is_interleaved
-    found.project(
-        BITS[x.dtype],
-        x.data_ptr(),
-        norm.data_ptr(),
-        eps,
-        y.data_ptr(),
-        matrices[0].bits,
-        x.shape[-1],
-        matrices[0].group_size,
-        torch.get_num_threads(),
-        *placed,
-        head_dim,
-        *turned,
-        qk_eps,
-        query_scale,
-    )
+    x = x.contiguous()
+    y, size = torch.empty_like(x), x.shape[-1]
+    library().rms_norm(BITS[x.dtype], x.data_ptr(), weight, y.data_ptr(), x.numel() // size, size, eps)
     return y
 
 
-def cpp_attend(
+class Swiglu(NamedTuple):
+    """The matrices of a feed-forward by their addresses, which are right as long as the tensors are there."""
+
+    bits: int
+    is_input_first: bool
+    inputs: int
+    size: int
+    padded: int
+    """Inputs of down, which may be padded to a whole group."""
+    outputs: int
+    group_size: int
+    placed: list[Any]
+
+
+def prepare_swiglu(gate: Matrix, up: Matrix | None, down: Matrix) -> Swiglu | None:
+    """What computes `down(silu(gate(x)) * up(x))`; None where the matrices do not fit, or there is no kernel.
+
+    Args:
+        gate: F outputs, or those of gate followed by those of up.
+        up: F outputs, or None.
+        down: F inputs, or more after padding.
+    """
+    size = gate.outputs // 2 if up is None else gate.outputs
+    bits, group_size = gate[:2]
+    inputs, outputs, padded = gate.inputs, down.outputs, down.inputs
+    fits = (
+        down[:2] == gate[:2]
+        and (up is None or (up[:2] == gate[:2] and (up.inputs, up.outputs) == (inputs, size)))
+        and 0 <= padded - size < max(group_size, 1)
+        # Outputs of 4 bits are computed in whole blocks.
+        and (bits != 4 or not (size % BLOCK or outputs % BLOCK))
+    )
+    if not fits or library() is None:
+        return None
+    placed = pointers(gate, up, down)
+    return Swiglu(bits, gate.is_input_first, inputs, size, padded, outputs, group_size, placed)
+
+
+def swiglu(x: torch.Tensor, matrices: Swiglu) -> torch.Tensor:
+    """`down(silu(gate(x)) * up(x))`, `[N, H]`."""
+    *form, placed = matrices
+    x, num_rows = x.contiguous(), x.numel() // matrices.inputs
+    y = x.new_empty(num_rows, matrices.outputs)
+    threads = torch.get_num_threads()
+    library().feed_forward(x.data_ptr(), y.data_ptr(), num_rows, *form, threads, *placed)
+    return y
+
+
+def normalized_swiglu(x: torch.Tensor, norm: int, eps: float, matrices: Swiglu) -> torch.Tensor:
+    """`x + swiglu(rms_norm(x))` for as many outputs as inputs, output-first; `norm` as in `rms_norm`."""
+    bits, _, inputs, size, padded, _, group_size, placed = matrices
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    rows = BITS[x.dtype], x.data_ptr(), norm, eps, y.data_ptr(), x.numel() // inputs
+    threads = torch.get_num_threads()
+    library().normalized_feed_forward(*rows, bits, inputs, size, padded, group_size, threads, *placed)
+    return y
+
+
+def cpp_feed_forward(
+    x_NH: torch.Tensor, gate: Matrix, up: Matrix | None, down: Matrix
+) -> torch.Tensor | None:
+    """`down(silu(gate(x)) * up(x))`, `[N, H]` in the dtype of the rows; None where there is no kernel.
+
+    Args:
+        x_NH: on the CPU; float32 for matrices of 32 bits, otherwise bfloat16.
+        gate: as in `prepare_swiglu`, like the others.
+    """
+    matrices = prepare_swiglu(gate, up, down)
+    return None if matrices is None or matrices.inputs != x_NH.shape[1] else swiglu(x_NH, matrices)
+
+
+def has_feed_forward(num_in: int, gate: Matrix, down: Matrix) -> bool:
+    """Whether `cpp_feed_forward` has a kernel for rows of so many numbers, where gate and up are one matrix."""
+    matrices = prepare_swiglu(gate, None, down)
+    return matrices is not None and matrices.inputs == num_in
+
+
+def project(
+    x: torch.Tensor,
+    norm: int,
+    eps: float,
+    products: Products,
+    head_dim: int,
+    angles: tuple[torch.Tensor, ...],
+    is_interleaved: bool,
+    qk_eps: float,
+    query_scale: float,
+) -> torch.Tensor:
+    """Queries, keys and values of one token, `[outputs]` side by side.
+
+    Args:
+        x: of one token, `[..., H]` on the CPU.
+        norm: of the RMSNorm before, as in `rms_norm`.
+        eps: its eps.
+        products: those of queries, keys and values, for rows of the dtype of `x`.
+        head_dim: channels of a head.
+        angles: cosines and sines `[head_dim / 2]` float32, by which queries and keys are rotated; or nothing.
+        is_interleaved: whether the channels of a rotated pair stand side by side, or half a head apart.
+        qk_eps: eps of the norm of each of their heads after that; negative for none.
+        query_scale: what queries are multiplied by at last.
+    """
+    found, bits, inputs, group_size, sizes, placed = products
+    y = x.new_empty(sum(sizes))
+    row = BITS[x.dtype], x.data_ptr(), norm, eps, y.data_ptr(), bits, inputs, group_size
+    tables = [angle.data_ptr() for angle in angles] or [None, None]
+    threads = torch.get_num_threads()
+    found.project(*row, threads, *placed, head_dim, *tables, 1, is_interleaved, qk_eps, query_scale)
+    return y
+
+
+def attend(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     scaling: float,
-    output: Matrix,
+    products: Products,
     residual: torch.Tensor,
 ) -> torch.Tensor | None:
-    """`residual + output(attention)` for one token that sees all keys; None where there is no kernel.
+    """`residual + output(attention)` for one token that sees all keys; None where the sizes do not fit.
 
     Args:
         queries: begins with `[heads * head_dim]` numbers.
         keys: `[1, key heads, K, head_dim]` in the same dtype, with channels side by side.
         values: likewise.
         scaling: factor of the scores.
-        output: matrix of the output projection.
+        products: that of the output projection.
         residual: contiguous.
-
-    Returns:
-        the shape of `residual`.
     """
     _, key_heads, count, head_dim = keys.shape
-    heads, rest = divmod(output.inputs, head_dim)
-    fits = (
-        not rest
-        and heads % key_heads == 0
-        and keys.shape == values.shape
-        and output.outputs == residual.shape[-1]
-    )
-    if not fits or (found := library_for((output,))) is None:
+    found, bits, inputs, group_size, sizes, placed = products
+    heads, rest = divmod(inputs, head_dim)
+    if rest or heads % key_heads or keys.shape != values.shape or sizes[0] != residual.shape[-1]:
         return None
     y = torch.empty_like(residual)
+    cached = [(each.data_ptr(), each.stride(1), each.stride(2)) for each in (keys, values)]
+    sizes_of_heads = count, heads, key_heads, head_dim
+    form = bits, group_size, torch.get_num_threads(), *placed[:3]
     found.attend_and_project(
-        BITS[residual.dtype],
-        queries.data_ptr(),
-        keys.data_ptr(),
-        keys.stride(1),
-        keys.stride(2),
-        values.data_ptr(),
-        values.stride(1),
-        values.stride(2),
-        count,
-        heads,
-        key_heads,
-        head_dim,
-        scaling,
-        output.bits,
-        output.group_size,
-        torch.get_num_threads(),
-        *pointers(output),
-        output.codes.shape[0],
-        residual.data_ptr(),
-        y.data_ptr(),
-    )
-    return y
-
-
-def cpp_normalized_feed_forward(
-    x: torch.Tensor, norm: torch.Tensor, eps: float, gate: Matrix, up: Matrix, down: Matrix
-) -> torch.Tensor | None:
-    """`x + feed_forward(rms_norm(x))`; None where there is no kernel.
-
-    Args:
-        x: `[..., H]` on the CPU, contiguous.
-        norm: weight of the norm, `[H]` in the dtype of `x`.
-        eps: its eps.
-        gate: F outputs, output-first.
-        up: likewise.
-        down: F inputs, or more after padding.
-    """
-    found = library_for((gate, up, down))
-    size = x.shape[-1]
-    if found is None or down.outputs != size or not belong_together(size, gate.outputs, gate, up, down):
-        return None
-    y = torch.empty_like(x)
-    found.normalized_feed_forward(
-        BITS[x.dtype],
-        x.data_ptr(),
-        norm.data_ptr(),
-        eps,
-        y.data_ptr(),
-        x.numel() // x.shape[-1],
-        gate.bits,
-        x.shape[-1],
-        gate.codes.shape[0],
-        down.inputs,
-        gate.group_size,
-        torch.get_num_threads(),
-        *pointers(gate, up, down),
-    )
+        BITS[residual.dtype], queries.data_ptr(), *cached[0], *cached[1], *sizes_of_heads, scaling, *form,
+        residual.data_ptr(), y.data_ptr(),
+    )  # fmt: skip
     return y

@@ -16,12 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-TRITON_MAX_ROWS = 128
-"""Above this, comparing all rows with each other is no longer cheap beside the products."""
-
-# Fewer by compute capability. There torch's grouped product does not ask the host, and reads an expert once for more
-# rows than a tile of these kernels has. No card was timed.
-_MAX_ROWS = {9: 64, 10: 64}
+from .limits import TRITON_MAX_ROWS, TRITON_PREFERRED_MAX_ROWS
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Triton reads this variable when it is imported; its interpreter runs kernels in Python, on the CPU too.
@@ -97,7 +92,7 @@ def few_rows_fits(
 def few_rows_limit(device: torch.device) -> int:
     """Up to how many rows, of all experts together, the kernels are preferred to torch's products on a device."""
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
-    return _MAX_ROWS.get(major, TRITON_MAX_ROWS)
+    return TRITON_PREFERRED_MAX_ROWS.get(major, TRITON_MAX_ROWS)
 
 
 # An opaque operator, not a `triton_op`: the same code then runs inside and outside of a graph, on every torch release.

@@ -13,25 +13,21 @@ from collections.abc import Iterator
 import torch
 
 from .._private_api import has_mkldnn_products
+from .limits import DOT_PRODUCT_MAX_ROWS, IMITATED_MAX_ROWS
 
 BLOCK_WEIGHTS = 1 << 19
 """Weights that are cast at a time: a block in float32 stays in the caches of two levels."""
-
-# Up to this many rows torch's own product with an output-first matrix, a sum of dot products a row, is faster.
-_DOT_PRODUCT_ROWS = 3
-# The same where oneDNN imitates instructions for bfloat16 with those of AVX-512.
-_IMITATED_ROWS = 8
 
 
 def _rows_of_torch(dtype: torch.dtype) -> int | None:
     if platform.machine() not in ("x86_64", "AMD64"):
         return None
     if not has_mkldnn_products(dtype):
-        return _DOT_PRODUCT_ROWS
+        return DOT_PRODUCT_MAX_ROWS
     can = torch.cpu.get_capabilities()
     # Processors with AVX-512 for float16 have it for bfloat16, too; oneDNN imitates the latter alone.
     is_imitated = not (can.get("avx512_bf16") or can.get("avx_ne_convert") or can.get("amx_bf16"))
-    return _IMITATED_ROWS if is_imitated and dtype == torch.bfloat16 else None
+    return IMITATED_MAX_ROWS if is_imitated and dtype == torch.bfloat16 else None
 
 
 # Asked when this is imported: compilers follow functions, and cannot ask a processor.
@@ -60,7 +56,7 @@ def in_float32(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | No
     """
     most = rows_of_torch(weight_OI.dtype) if weight_OI.is_cpu and x_NI.dtype == weight_OI.dtype else None
     is_input_first = weight_OI.stride(0) == 1 < weight_OI.stride(1)
-    if most is None or (len(x_NI) <= most and not (is_input_first and most == _DOT_PRODUCT_ROWS)):
+    if most is None or (len(x_NI) <= most and not (is_input_first and most == DOT_PRODUCT_MAX_ROWS)):
         return None
     x = x_NI.float()
     if is_input_first:

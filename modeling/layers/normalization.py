@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..kernels import can_use_shortcut, cpp_norm
-
 
 def rms_normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
     """Divide by the root mean square over the last axis.
@@ -35,6 +33,8 @@ class RMSNorm(nn.Module):
     `[2, -1, 3, 0]` becomes `[1.069, -0.535, 1.604, 0]` under a scale of ones.
     """
 
+    formula = "rms_norm"
+
     def __init__(self, hidden_size: int, eps: float = 1e-5):
         super().__init__()
         self.eps = eps
@@ -42,10 +42,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalize `[..., D]`; the dtype is kept unless the weight's is wider."""
-        if can_use_shortcut(hidden_states):
-            normalized = cpp_norm(hidden_states, self.weight, self.eps)
-            if normalized is not None:
-                return normalized
         if hidden_states.dtype == self.weight.dtype == torch.float32:
             return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
         return rms_normalize(hidden_states, self.eps) * self.weight
@@ -58,16 +54,14 @@ class RMSNorm(nn.Module):
 class L2Norm(nn.Module):
     """RMSNorm without a weight: Llama 4 applies it to each query and key head after rotation."""
 
+    formula = "l2_norm"
+
     def __init__(self, eps: float = 1e-6):
         super().__init__()
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize `[..., D]`; the dtype is kept."""
-        if can_use_shortcut(x):
-            normalized = cpp_norm(x, None, self.eps)
-            if normalized is not None:
-                return normalized
         return rms_normalize(x, self.eps)
 
     def extra_repr(self) -> str:

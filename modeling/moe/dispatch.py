@@ -30,6 +30,8 @@ import torch
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from ..kernels import (
+    CPU_LOOP_MAX_ROWS_PER_EXPERT,
+    CPU_UNSORTED_MAX_ROWS,
     SHORTCUTS_ARE_ON,
     TRITON_MAX_ROWS,
     few_rows_experts,
@@ -48,11 +50,6 @@ from .low_rank import Updates, factors, of_rows
 
 Path = Literal["loop", "kernel", "grouped"]
 PATHS: tuple[Path, ...] = ("loop", "kernel", "grouped")
-
-# Up to this many rows the CPU skips sorting: reading an expert twice is cheaper.
-CPU_UNSORTED_MAX_ROWS = 4
-# Up to this many rows an expert, on average, training large experts on the CPU takes the loop.
-CPU_LOOP_MAX_ROWS_PER_EXPERT = 3
 
 
 def compute_experts(

@@ -23,7 +23,7 @@ from transformers.integrations.moe import ExpertsInterface, use_experts_implemen
 from transformers.utils import is_torchdynamo_compiling
 
 from ..formats import Format, Parts, Sizes, plain_format
-from ..kernels import apply_gate, can_use_shortcut, cpp_feed_forward, is_silu
+from ..kernels import apply_gate, cpp_feed_forward, is_silu
 from ..layers import activation
 from .grouped_mm_limits import grouped_mm_takes, grouped_mm_takes_dtype, grouped_mm_waits
 from .grouped_product import Group, Ranges, Stack
@@ -243,16 +243,6 @@ class Experts(TakesSingleExperts):
             multiply: the product of rows, a stack, and `groups`.
             updates: what adapters add to a stack's products.
         """
-        if (
-            isinstance(groups, list)
-            and groups
-            and not updates
-            and is_silu(self.act_fn)
-            and can_use_shortcut(x_NH)
-        ):
-            y_NH = self._products_by_kernel(x_NH, groups)
-            if y_NH is not None:
-                return y_NH
 
         def product(x: torch.Tensor, name: str) -> torch.Tensor:
             y = multiply(self.format.cast(x), self.stack(name), groups)
@@ -263,10 +253,12 @@ class Experts(TakesSingleExperts):
         gate_NI, up_NI = product(x_NH, "gate_up_proj").chunk(2, dim=-1)
         return product(apply_gate(self.act_fn, gate_NI, up_NI), "down_proj")
 
-    def _products_by_kernel(self, x_NH: torch.Tensor, groups: list[Group]) -> torch.Tensor | None:
+    def products_by_kernel(self, x_NH: torch.Tensor, groups: list[Group]) -> torch.Tensor | None:
         """The outputs of few rows, each expert by one call; None where there is no such kernel."""
         form = self.format
-        if not self._kernel_takes(form, x_NH, groups) or max(groups)[0] >= self.num_experts:
+        if not is_silu(self.act_fn) or max(groups)[0] >= self.num_experts:
+            return None
+        if not self._kernel_takes(form, x_NH, groups):
             return None
         out_NH = None
         brought: Any = self._bring_both(groups)

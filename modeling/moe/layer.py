@@ -41,6 +41,7 @@ class Router(nn.Module):
         balancing_bias: `[E]` float32, added to the logits where experts are chosen, or None. Scores do not know it.
     """
 
+    formula = "router"
     balancing_bias: torch.Tensor | None
 
     def __init__(self, config: PreTrainedConfig):
@@ -81,6 +82,10 @@ class Router(nn.Module):
             logits_TE = (logits_TE + update(x_TH)).to(logits_TE.dtype)
         if self.training and self.dropout > 0:
             logits_TE = F.dropout(logits_TE, p=self.dropout)
+        return self.choose_by(logits_TE)
+
+    def choose_by(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `forward` returns for these logits."""
         scores_TK, indices_TK = self.choose(logits_TE)
         # transformers multiplies outputs in float32, inputs in their dtype.
         return logits_TE, scores_TK.to(logits_TE.dtype) if self.scales_input else scores_TK, indices_TK
@@ -124,6 +129,8 @@ def jitter(x: torch.Tensor, half_width: float, is_training: bool) -> torch.Tenso
 class MixtureOfExperts(nn.Module):
     """Router, routed experts and, if there is one, shared expert: the feed-forward of a mixture layer."""
 
+    formula = "mixture"
+
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         factor = config.expert_capacity_factor
@@ -142,27 +149,24 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `[..., H]` to the same shape."""
+        return self.mix(hidden_states, getattr(self, self.router_name), self.experts, self.shared_expert)
+
+    def mix(
+        self, hidden_states: torch.Tensor, router: Callable, experts: Callable, shared_expert: Callable | None
+    ) -> torch.Tensor:
+        """`forward` with these functions in the places of its modules."""
         hidden_states = jitter(hidden_states, self.jitter_noise, self.training)
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        _, scores_TK, indices_TK = getattr(self, self.router_name)(x_TH)
+        _, scores_TK, indices_TK = router(x_TH)
         if self.training and self.capacity_factor is not None:
             scores_TK = self._drop_over_capacity(scores_TK, indices_TK)
         if self.scales_input:
-            routed_TH = self._experts_of_scaled(x_TH, scores_TK, indices_TK)
+            routed_TH = _experts_of_scaled(experts, x_TH, scores_TK, indices_TK)
         else:
-            routed_TH = self.experts(x_TH, indices_TK, scores_TK)
+            routed_TH = experts(x_TH, indices_TK, scores_TK)
         routed = routed_TH.view(hidden_states.shape)
         # The shared expert gets the rows of the batch: adapters may differ from row to row.
-        return routed if self.shared_expert is None else self.shared_expert(hidden_states) + routed
-
-    def _experts_of_scaled(
-        self, x_TH: torch.Tensor, scores_TK: torch.Tensor, indices_TK: torch.Tensor
-    ) -> torch.Tensor:
-        scaled_NH = (x_TH[:, None] * scores_TK[..., None]).flatten(0, 1)
-        indices_N1 = indices_TK.reshape(-1, 1)
-        # The experts' outputs are not scaled any more.
-        weights_N1 = torch.ones_like(indices_N1, dtype=scaled_NH.dtype)
-        return self.experts(scaled_NH, indices_N1, weights_N1).unflatten(0, indices_TK.shape).sum(1)
+        return routed if shared_expert is None else shared_expert(hidden_states) + routed
 
     def _drop_over_capacity(self, scores_TK: torch.Tensor, indices_TK: torch.Tensor) -> torch.Tensor:
         """Zero the scores of tokens beyond their expert's capacity; the best scores are kept first.
@@ -181,3 +185,13 @@ class MixtureOfExperts(nn.Module):
         ranks = torch.arange(len(order), device=order.device) - starts_E[indices_N[order]]
         kept_N = torch.empty_like(scores_N).scatter_(0, order, (ranks < capacity).to(scores_N.dtype))
         return scores_TK * kept_N.view_as(scores_TK)
+
+
+def _experts_of_scaled(
+    experts: Callable, x_TH: torch.Tensor, scores_TK: torch.Tensor, indices_TK: torch.Tensor
+) -> torch.Tensor:
+    scaled_NH = (x_TH[:, None] * scores_TK[..., None]).flatten(0, 1)
+    indices_N1 = indices_TK.reshape(-1, 1)
+    # The experts' outputs are not scaled any more.
+    weights_N1 = torch.ones_like(indices_N1, dtype=scaled_NH.dtype)
+    return experts(scaled_NH, indices_N1, weights_N1).unflatten(0, indices_TK.shape).sum(1)

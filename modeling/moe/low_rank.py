@@ -12,12 +12,8 @@ from typing import Any
 
 import torch
 
-from ..kernels import multiply_rows
+from ..kernels import PEFT_ORDER_MAX_ROWS, multiply_rows
 from .grouped_product import plain_stack
-
-# Up to this many rows the CPU multiplies the second factors of all experts without reordering them: copying them into
-# the order of the stacks costs more.
-FEW_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class LowRank:
         thin_Nr = multiply(self.dropout(x_NI.to(self.a_EIr.dtype)), plain_stack(self.a_EIr), groups)
         # The thin product is scaled: it is narrower than the result.
         thin_Nr = thin_Nr * self.scale
-        if isinstance(groups, list) and len(x_NI) <= FEW_ROWS:
+        if isinstance(groups, list) and len(x_NI) <= PEFT_ORDER_MAX_ROWS:
             update_NO = self._multiply_in_pefts_order(thin_Nr, groups)
         else:
             # A whole transpose first: its copy is much faster than that of three axes in another order.

@@ -61,7 +61,7 @@ def test_logits_are_bit_equal(kind, experts, folders, ids):
 def test_every_store_is_bit_equal(kind, place, is_remote, misses, folders, ids, monkeypatch):
     if is_remote:
         # An accelerator has none of the CPU's kernels.
-        monkeypatch.setattr(Experts, "_products_by_kernel", lambda *_: None)
+        monkeypatch.setattr(Experts, "products_by_kernel", lambda *_: None)
     resident, elsewhere = load_both(folders[kind])
     memory = ExpertsMemory(2 * expert_bytes(resident), misses=misses)
     put_in_store(elsewhere, place, memory, is_remote)

@@ -19,7 +19,7 @@ FAST_LINK = Costs(bring=0.0, few_rows=1.0, row=1.0)
 
 def in_ram(folder, experts: int, costs: Costs, monkeypatch):
     """The resident model, and one with experts in RAM beside a stand-in for an accelerator, with these costs."""
-    monkeypatch.setattr(Experts, "_products_by_kernel", lambda *_: None)
+    monkeypatch.setattr(Experts, "products_by_kernel", lambda *_: None)
     resident, model = load_both(folder)
     put_in_store(model, "cpu", ExpertsMemory(experts * expert_bytes(resident)), is_remote=True)
     (store,) = model._stores()

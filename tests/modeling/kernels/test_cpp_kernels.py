@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from llamoe import LlamoeTextConfig
 from llamoe.modeling import kernels
 from llamoe.modeling.formats import Int4, Int8
-from llamoe.modeling.kernels import cpp_kernels
+from llamoe.modeling.kernels import cpp_kernels, cpp_layer, decode
 from llamoe.modeling.layers import FeedForward, RMSNorm
 from llamoe.modeling.moe import Experts, OutputFirstExperts
 
@@ -93,14 +93,12 @@ def packed_like(form, weight):
     return form.for_kernel(parts), form.matrix(parts, weight.shape, torch.float32)
 
 
-@pytest.mark.parametrize("has_weight", [True, False])
-def test_norm_is_the_formula(has_weight):
+def test_norm_is_the_formula():
     torch.manual_seed(7)
     x = (3 * torch.randn(2, 5, 4, 80)).bfloat16()[:, 1:, ::2]
-    weight = torch.randn(80).bfloat16() if has_weight else None
-    expected = F.rms_norm(x, (80,), None, 1e-5)
-    expected = expected * weight if has_weight else expected
-    found = kernels.cpp_norm(x, weight, 1e-5)
+    weight = torch.randn(80).bfloat16()
+    expected = F.rms_norm(x, (80,), None, 1e-5) * weight
+    found = cpp_layer.rms_norm(x, weight.data_ptr(), 1e-5)
     assert found.shape == x.shape
     # Sums in another order; a quotient on the border between two numbers rounds to either of them.
     assert (found != expected).float().mean() < 0.01
@@ -224,7 +222,11 @@ def test_layers_and_experts_take_the_kernels(dtype, num_rows, monkeypatch):
     weights = torch.rand(num_rows, 1).to(dtype)
 
     def outputs():
-        return [layer(x), *(module(x, chosen, weights) for module in experts)]
+        few = decode.FewRows(x, {})
+        return [
+            few._feed_forward(layer, x),
+            *(decode._compute_experts(module, x, chosen, weights) for module in experts),
+        ]
 
     found = outputs()
     monkeypatch.setattr(cpp_kernels, "_library", None)
@@ -263,13 +265,10 @@ def test_sizes_that_do_not_fit_have_no_kernel():
         (of(64, 96, True), None, of(96, 64, True)),
     ):
         assert kernels.cpp_feed_forward(x, gate, up, down) is None
-    assert kernels.cpp_norm(x, torch.ones(80), 1e-5) is None
-    norm = nn.RMSNorm(80)
-    assert kernels.norm_weight(norm, x) is None
-    projected = kernels.cpp_project(
-        x[:1], torch.ones(96), 1e-5, [of(96, 96), of(48, 80), of(48, 96)], 24, None, -1.0, 1.0
-    )
-    assert projected is None
+    few = decode.FewRows(x, {})
+    assert few._norm(RMSNorm(96)) is not None
+    assert few._norm(RMSNorm(80)) is None and few._norm(nn.RMSNorm(96)) is None
+    assert cpp_kernels.prepare([of(96, 96), of(48, 80), of(48, 96)]) is None
     queries, keys = torch.randn(96), torch.randn(1, 2, 5, 24)
     for values, heads, output in (
         (keys[:, :, :4], keys, of(96, 96)),
@@ -277,7 +276,7 @@ def test_sizes_that_do_not_fit_have_no_kernel():
         (keys, keys, of(80, 96)),
         (keys, keys, of(96, 100)),
     ):
-        assert kernels.cpp_attend(queries, heads, values, 1.0, output, x[:1]) is None
+        assert cpp_layer.attend(queries, heads, values, 1.0, cpp_kernels.prepare([output]), x[:1]) is None
     with torch.no_grad(), pytest.raises(RuntimeError):
         kernels.multiply_rows(x, torch.randn(8, 80))
 
@@ -290,8 +289,9 @@ def test_edited_layers_raise_as_torch_does(change):
         layer.down_proj = nn.Linear(400, 192, bias=False)
     elif change == "up":
         layer.up_proj = nn.Linear(192, 336, bias=False)
+    x, norm = torch.randn(1, 1, 192), RMSNorm(256 if change == "norm" else 192)
     with pytest.raises(RuntimeError):
-        RMSNorm(256)(torch.randn(1, 1, 192)) if change == "norm" else layer(torch.randn(1, 1, 192))
+        decode.FewRows(x, {}).feed_forward(norm, layer, x)
 
 
 @for_plain

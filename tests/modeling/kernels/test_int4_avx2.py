@@ -38,7 +38,10 @@ def side_by_side(request):
 def test_products_side_by_side(num_rows, side_by_side, library):
     matrices, weight_OI, num_in = side_by_side
     x = torch.randn(num_rows, num_in).bfloat16()
-    found, expected = cpp_kernels._products(library, x, matrices).float(), x.float() @ weight_OI.T
+    found, expected = (
+        cpp_kernels.multiply(x, cpp_kernels.prepare(matrices, library)).float(),
+        x.float() @ weight_OI.T,
+    )
     assert found.shape == expected.shape
     assert not num_rows or (found - expected).abs().max() < ROUNDED_ONCE * expected.abs().max()
 
@@ -50,7 +53,7 @@ def test_threads_change_nothing(side_by_side, library):
         found = []
         for number in (1, 2):
             torch.set_num_threads(number)
-            found.append(cpp_kernels._products(library, x, matrices))
+            found.append(cpp_kernels.multiply(x, cpp_kernels.prepare(matrices, library)))
         assert torch.equal(*found)
     finally:
         torch.set_num_threads(threads)
@@ -61,6 +64,6 @@ def test_what_is_no_number_stays_in_its_row(number, side_by_side, library):
     matrices, _, num_in = side_by_side
     x = torch.zeros(2, num_in).bfloat16()
     x[1, 5] = number
-    found = cpp_kernels._products(library, x, matrices)
+    found = cpp_kernels.multiply(x, cpp_kernels.prepare(matrices, library))
     assert (found[0] == 0).all()
     assert not found[1].isfinite().any()

@@ -10,9 +10,10 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from llamoe.modeling.kernels import apply_head as apply_to_few
 from llamoe.modeling.kernels import cpp_kernels, cpu, float32_blocks
-from llamoe.modeling.kernels.cpu import apply_gate, apply_linear
-from llamoe.modeling.layers.feed_forward import FeedForward, activation
+from llamoe.modeling.kernels.cpu import apply_gate
+from llamoe.modeling.layers.feed_forward import activation
 from llamoe.modeling.layers.normalization import L2Norm
 
 
@@ -24,7 +25,7 @@ def in_parts(monkeypatch):
     calls = []
     monkeypatch.setattr(cpp_kernels, "_library", None)
     monkeypatch.setattr(cpu, "_BATCHES_ARE_FASTER", True)
-    monkeypatch.setattr(cpu, "_LINEAR_MIN_WEIGHTS", 1)
+    monkeypatch.setattr(cpu, "_MIN_WEIGHTS", 1)
 
     def count(x, *args, original=cpu._multiply_in_parts):
         calls.append(tuple(x.shape))
@@ -38,6 +39,15 @@ def layer(num_in, num_out, bias=False, dtype=torch.float32):
     return nn.Linear(num_in, num_out, bias, dtype=dtype)
 
 
+class Head(nn.Module):
+    def __init__(self, num_in, num_out):
+        super().__init__()
+        self.linear = layer(num_in, num_out)
+
+    def forward(self, x):
+        return apply_to_few(self.linear, x)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (1, 1), (1, 2), (3, 1), (0,), (1, 0), (4,), (2, 3)])
 @pytest.mark.parametrize(("num_out", "bias"), [(1, True), (17, False), (34, True), (65, False), (128, True)])
@@ -46,25 +56,25 @@ def test_equals_the_plain_call(num_out, shape, bias, in_parts):
     x = torch.randn(*shape, 50)
     strided = x[..., None].expand(*shape, 50, 2)[..., 1]
     for given in (x, strided):
-        out = apply_linear(plain, given)
+        out = apply_to_few(plain, given)
         assert out.shape == (*shape, num_out)
         torch.testing.assert_close(out, plain(x), rtol=0, atol=1e-5)
-    assert len(in_parts) == 2 * (x.numel() <= 150)
+    assert len(in_parts) == 2 * (0 < x.numel() <= 150)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_dtypes_go_the_plain_way(dtype, in_parts):
     plain, x = layer(50, 34, dtype=dtype), torch.randn(1, 50, dtype=dtype)
-    assert torch.equal(apply_linear(plain, x), plain(x)) and not in_parts
+    assert torch.equal(apply_to_few(plain, x), plain(x)) and not in_parts
 
 
 def test_gradients_and_autocast_go_the_plain_way(in_parts):
     plain, x = layer(50, 34), torch.randn(1, 50)
-    apply_linear(plain, x).square().sum().backward()
+    apply_to_few(plain, x).square().sum().backward()
     assert plain.weight.grad.abs().sum() > 0
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert apply_linear(plain, x).dtype == torch.bfloat16
+        assert apply_to_few(plain, x).dtype == torch.bfloat16
     assert not in_parts
 
 
@@ -73,16 +83,16 @@ def test_transposed_and_sparse_weights(in_parts):
     plain, x = layer(50, 34), torch.randn(1, 50)
     expected = plain(x)
     plain.weight.data = plain.weight.data.T.contiguous().T
-    assert max_abs(apply_linear(plain, x), expected) < 1e-5
+    assert max_abs(apply_to_few(plain, x), expected) < 1e-5
     plain.weight = nn.Parameter(plain.weight.to_sparse_csr(), requires_grad=False)
-    assert max_abs(apply_linear(plain, x), expected) < 1e-5
+    assert max_abs(apply_to_few(plain, x), expected) < 1e-5
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("width", [49, 51, 75, 100])
 def test_a_wrong_width_is_the_error_that_torch_knows(width, in_parts):
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        apply_linear(layer(50, 34), torch.randn(1, width))
+        apply_to_few(layer(50, 34), torch.randn(1, width))
 
 
 @torch.no_grad()
@@ -90,30 +100,27 @@ def test_hooks_and_replacements_are_called(in_parts):
     """As adapters, offloading and pruning use them."""
     plain, x, calls = layer(50, 34), torch.randn(1, 50), []
     handle = plain.register_forward_hook(lambda *_: calls.append("hook"))
-    apply_linear(plain, x)
+    apply_to_few(plain, x)
     handle.remove()
     handle = plain.register_forward_pre_hook(lambda *_: calls.append("pre-hook"))
-    apply_linear(plain, x)
+    apply_to_few(plain, x)
     handle.remove()
     plain.forward = lambda x: calls.append("forward") or x
-    apply_linear(plain, x)
+    apply_to_few(plain, x)
     assert calls == ["hook", "pre-hook", "forward"] and not in_parts
 
 
 @torch.no_grad()
 def test_compilers_and_tracers_see_plain_layers(in_parts):
-    feed_forward = FeedForward(50, 34, "silu")
+    head = Head(50, 34)
     one, three = torch.randn(1, 50), torch.randn(3, 50)
-    expected = feed_forward(three)
-    assert len(in_parts) == 3
-    compiled = torch.compile(feed_forward, fullgraph=True, backend="aot_eager")
-    traced, symbolic = (
-        torch.jit.trace(feed_forward, one, check_trace=False),
-        torch.fx.symbolic_trace(feed_forward),
-    )
+    expected = head(three)
+    assert len(in_parts) == 1
+    compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
+    traced, symbolic = torch.jit.trace(head, one, check_trace=False), torch.fx.symbolic_trace(head)
     for again in (compiled, traced, symbolic):
         assert max_abs(again(three), expected) < 1e-5
-    assert len(in_parts) == 3
+    assert len(in_parts) == 1
 
 
 @torch.no_grad()
@@ -134,13 +141,13 @@ def test_models_decode_through_it_with_and_without_an_adapter(in_parts):
 @torch.no_grad()
 def test_dual_numbers_go_the_plain_way(in_parts):
     """Forward derivatives are there without gradients too, but not of every call that is taken for a CPU."""
-    feed_forward, x, direction = FeedForward(256, 200, "silu"), torch.randn(2, 1, 256), torch.randn(2, 1, 256)
+    head, x, direction = Head(256, 200), torch.randn(2, 1, 256), torch.randn(2, 1, 256)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x[0], direction[0])
-        tangent = torch.autograd.forward_ad.unpack_dual(feed_forward(dual)).tangent
+        tangent = torch.autograd.forward_ad.unpack_dual(head(dual)).tangent
     assert not in_parts
     step = 1e-3 * direction[0]
-    below, above = feed_forward(x[0] - step), feed_forward(x[0] + step)
+    below, above = head(x[0] - step), head(x[0] + step)
     assert max_abs(tangent, (above - below) / 2e-3) < 1e-3  # of central differences in float32
 
 
@@ -153,24 +160,24 @@ def test_a_bias_that_is_no_parameter(in_parts):
             plain.bias = None
         else:
             plain.register_buffer("bias", bias)
-        assert max_abs(apply_linear(plain, x), nn.functional.linear(x, plain.weight, bias)) < 1e-5
+        assert max_abs(apply_to_few(plain, x), nn.functional.linear(x, plain.weight, bias)) < 1e-5
     assert len(in_parts) == 2
 
 
 @torch.no_grad()
 def test_who_looks_on_sees_the_plain_calls(in_parts):
     """Counters of operations, modes that stand for other devices, and hooks on all modules."""
-    feed_forward, x, seen = FeedForward(50, 34, "silu"), torch.randn(1, 50), []
+    head, x, seen = Head(50, 34), torch.randn(1, 50), []
     with FlopCounterMode(display=False) as counter:
-        feed_forward(x)
-    assert counter.get_total_flops() == 2 * 3 * 50 * 34
+        head(x)
+    assert counter.get_total_flops() == 2 * 50 * 34
     with FakeTensorMode(allow_non_fake_inputs=True):
-        L2Norm()(x), feed_forward(x)
+        L2Norm()(x), head(x)
     assert type(L2Norm()(x)) is torch.Tensor
     hook = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
-    feed_forward(x)
+    head(x)
     hook.remove()
-    assert len(seen) == 5 and not in_parts
+    assert seen == [head.linear, head] and not in_parts
 
 
 @pytest.mark.parametrize(
@@ -218,7 +225,7 @@ def test_a_gate_has_gradients():
 @pytest.mark.parametrize(("rows", "is_taken"), [(1, False), (4, True), (37, True)])
 def test_sixteen_bits_go_through_float32_in_blocks(rows, is_taken, is_input_first, dtype, monkeypatch):
     """Where a processor has no instructions for them; sums are rounded once, unlike torch's own of float16."""
-    monkeypatch.setattr(float32_blocks, "rows_of_torch", lambda dtype: float32_blocks._DOT_PRODUCT_ROWS)
+    monkeypatch.setattr(float32_blocks, "rows_of_torch", lambda dtype: float32_blocks.DOT_PRODUCT_MAX_ROWS)
     # No whole number of blocks.
     monkeypatch.setattr(float32_blocks, "BLOCK_WEIGHTS", 70 * 9)
     weight, x = torch.randn(50, 70).to(dtype), torch.randn(rows, 70).to(dtype)

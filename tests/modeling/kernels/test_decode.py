@@ -11,8 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import llamoe
-from llamoe.modeling import decoder
-from llamoe.modeling.kernels import SHORTCUTS_ARE_ON, cpp_kernels
+from llamoe.modeling.kernels import SHORTCUTS_ARE_ON, FewRows, cpp_kernels
 
 pytestmark = pytest.mark.skipif(
     cpp_kernels.library() is None or not SHORTCUTS_ARE_ON,
@@ -57,12 +56,12 @@ def taken(monkeypatch):
     """How many layers had their attention in one go, and how many called the modules."""
     counts = {True: 0, False: 0}
 
-    def count(*args, original=decoder.attend_one_token):
+    def count(*args, original=FewRows._attend_one_token):
         found = original(*args)
         counts[found is not None] += 1
         return found
 
-    monkeypatch.setattr(decoder, "attend_one_token", count)
+    monkeypatch.setattr(FewRows, "_attend_one_token", count)
     return counts
 
 
@@ -182,6 +181,15 @@ def test_modules_are_called_where_somebody_looks(taken):
     assert not taken[True]
 
 
+def test_layers_that_are_compiled_one_by_one_are_called(taken):
+    model = dense()
+    expected = steps(model, ids(8))
+    taken[True] = 0
+    for layer in model.model.layers:
+        layer.compile(backend="eager", fullgraph=True)
+    assert max_abs(steps(model, ids(8)), expected) < 2e-5 and not taken[True]
+
+
 @torch.no_grad()
 def test_padding_and_other_caches(taken):
     """A mask, or a cache of fixed length, hides keys."""
@@ -234,3 +242,63 @@ def test_a_saved_model_decodes_the_same(tmp_path):
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert max_abs(steps(again), steps(model)) < 2e-5
+
+
+def doubled(model, name):
+    model.model.layers[1].get_submodule(name).register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def replaced(model, name, module):
+    parent, _, child = name.rpartition(".")
+    setattr(model.model.layers[1].get_submodule(parent), child, module)
+
+
+def other_weight(model, name):
+    module = model.model.layers[0].get_submodule(name)
+    module.weight.data = module.weight.data.flip(0).contiguous()
+
+
+def adapted(model):
+    model = get_peft_model(model, LoraConfig(target_modules=["up_proj"], init_lora_weights=False))
+    return model.base_model.model
+
+
+def replaced_forward(model):
+    module = model.model.layers[1].mlp
+    module.forward = lambda x, forward=module.forward: -forward(x)
+
+
+CHANGES = {
+    "hook on a linear layer": lambda model: doubled(model, "mlp.down_proj"),
+    "hook on a norm": lambda model: doubled(model, "post_attention_layernorm"),
+    "hook on the attention's projection": lambda model: doubled(model, "self_attn.v_proj"),
+    "hook on the feed-forward": lambda model: doubled(model, "mlp"),
+    "hook on the activation": lambda model: doubled(model, "mlp.act_fn"),
+    "rows of another stride": lambda model: model.model.layers[0].register_forward_hook(
+        lambda module, args, output: torch.stack((2 * output, output), -1)[..., 0]
+    ),
+    "forward": replaced_forward,
+    "linear layer": lambda model: replaced(model, "mlp.up_proj", nn.Linear(192, 320, bias=False)),
+    "bias": lambda model: replaced(model, "self_attn.o_proj", nn.Linear(432, 192)),
+    "activation": lambda model: replaced(model, "mlp.act_fn", nn.Tanh()),
+    "norm's class": lambda model: replaced(model, "input_layernorm", nn.LayerNorm(192)),
+    "weight": lambda model: other_weight(model, "mlp.gate_proj"),
+    "norm's weight": lambda model: other_weight(model, "input_layernorm"),
+    "weight in place": lambda model: model.model.layers[0].self_attn.k_proj.weight.data.neg_(),
+    "eps": lambda model: setattr(model.model.layers[0].input_layernorm, "eps", 3.0),
+    "adapter": adapted,
+    "casts": lambda model: model.bfloat16().float(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_two_passes_is_seen(change):
+    model, tokens = dense(), ids(8)
+    before = steps(model, tokens)
+    changed = CHANGES[change](model)
+    model = changed if isinstance(changed, nn.Module) and hasattr(changed, "lm_head") else model
+    found = steps(model, tokens)
+    with torch.enable_grad():
+        expected = model(tokens).logits[:, 5:]
+    # Sums in another order; a change that is missed shows.
+    assert max_abs(found, expected) < 2e-5 and max_abs(found, before) > 1e-4

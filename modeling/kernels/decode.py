@@ -1,0 +1,390 @@
+"""The one door to faster decoding on a CPU: half a decoder layer of few rows by compiled kernels.
+
+A decode step is bound by reading weights, which torch reads at half to three quarters of the memory's speed, and in
+small models by the calls between products. `begin_few_rows` decides once a pass whether the fast way serves. What it
+gives computes half a layer each time, or says None: then the modules are called. The numbers are the modules', with
+their roundings.
+
+What the kernels need to know of a module is worked out once (`_recall`), and again whenever its class, its hooks, its
+`forward`, or the address, dtype or shape of its tensors have changed. So hooks, adapters, casts and moves between two
+passes are seen. A layer that is adapted or watched is called as a module, and those beside it are not.
+
+Classes whose formula is known here say which one it is, as `formula`; their subclasses do not inherit it.
+
+Shapes: B batch, T tokens, H hidden size, K experts a token, N = B * T * K rows of experts.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .cpp_kernels import BITS, Matrix, Products, library, multiply, plain_matrix, prepare
+from .cpp_layer import Swiglu, attend, normalized_swiglu, prepare_swiglu, project, rms_norm, swiglu
+from .cpu import (
+    apply_linear,
+    attend_to_single_queries,
+    can_use_shortcut,
+    is_plain,
+    is_silu,
+    is_watched,
+    linear_by_torch,
+    plain_weight,
+)
+from .limits import CPP_NORM_MAX_ROWS, CPP_PACKED_MAX_ROWS, CPP_PLAIN_MAX_ROWS, CPU_UNSORTED_MAX_ROWS
+
+
+class _Linears(NamedTuple):
+    """The products of up to three layers that are given the same rows."""
+
+    together: Products | None
+    each: list[Products | None]
+
+
+class _Half(NamedTuple):
+    """What is known of half a layer."""
+
+    norm: int | None
+    """Address of the weight of the norm before; None where its module must be called."""
+    inputs: _Linears
+    """Of attention queries, keys and values, of a feed-forward gate and up, of a mixture the router."""
+    output: _Linears
+    whole: Swiglu | None = None
+    """The matrices of a feed-forward, where it is one call."""
+
+
+# What is known of a module, with the signature that it was known for. No tensor is kept: weights that were replaced are
+# freed.
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], Any]] = weakref.WeakKeyDictionary()
+
+
+def begin_few_rows(x: torch.Tensor, options: Mapping[str, Any]) -> "FewRows | None":
+    """What computes a pass of few rows; None where the modules do.
+
+    Args:
+        x: `[B, T, H]`, what the first layer is given.
+        options: arguments of the attention implementation.
+    """
+    if can_use_shortcut(x) and 0 < x.numel() <= CPP_NORM_MAX_ROWS * x.shape[-1]:
+        return FewRows(x, options)
+    return None
+
+
+def apply_head(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """`linear(x)` of a language model's head, whose rows are often fewer than those of its decoder."""
+    few = begin_few_rows(x, {})
+    return apply_linear(linear, x) if few is None else few.head(linear, x)
+
+
+class FewRows:
+    """A pass of few rows."""
+
+    def __init__(self, x: torch.Tensor, options: Mapping[str, Any]):
+        self.dtype, self.shape, self.size, self.options = x.dtype, x.shape, x.shape[-1], options
+        num_rows = x.numel() // self.size
+        self.takes_plain, self.takes_packed = num_rows <= CPP_PLAIN_MAX_ROWS, num_rows <= CPP_PACKED_MAX_ROWS
+        self.has_kernels = x.dtype in BITS and library() is not None
+        self.key = self.dtype, self.size, self.takes_plain, self.takes_packed, self.has_kernels
+        asks = any(option is not None and option is not False for option in options.values())
+        # Whether attention of one token may be two calls, which take angles instead of rotary tables.
+        self.is_one_token = num_rows == 1 and self.has_kernels and not asks
+
+    def normalize(self, norm: Any, x: torch.Tensor) -> torch.Tensor:
+        """`norm(x)`."""
+        address = self._recall([norm], lambda: self._norm(norm)) if self._takes(x) else None
+        return self._normalize(norm, address, x)
+
+    def head(self, linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """`linear(x)`."""
+        known = self._recall([linear], lambda: self._linears(linear))
+        return linear(x) if known is None else self._multiply((linear,), known, x)[0]
+
+    def attend(
+        self,
+        norm: Any,
+        attention: Any,
+        x: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, ...],
+        attention_mask: Any,
+        position_ids: torch.Tensor,
+        cache: Any,
+    ) -> torch.Tensor | None:
+        """`x + attention(norm(x))`, arguments as in `Attention.forward`; None where the modules must be called."""
+        if type(attention).__dict__.get("formula") != "attention" or not self._takes(x):
+            return None
+        q_proj, k_proj, v_proj, o_proj = (attention._modules[f"{name}_proj"] for name in "qkvo")
+        watched = [attention, norm, q_proj, k_proj, v_proj, o_proj]
+
+        def work_out() -> _Half:
+            return _Half(self._norm(norm), self._linears(q_proj, k_proj, v_proj), self._linears(o_proj))
+
+        known = self._recall(watched, work_out)
+        context = position_embeddings, attention_mask, position_ids, cache
+        if known is None:
+            return x + attention(self.normalize(norm, x), *context, **self.options)[0]
+        if self.is_one_token and attention_mask is None and cache is not None:
+            y = self._attend_one_token(norm, attention, x, known, position_embeddings, position_ids, cache)
+            if y is not None:
+                return y
+        rows = self._normalize(norm, known.norm, x)
+        projected = self._multiply((q_proj, k_proj, v_proj), known.inputs, rows)
+        attended, _ = attention.attend(projected, *context, may_shortcut=True, **self.options)
+        return x + self._multiply((o_proj,), known.output, attended)[0]
+
+    def _attend_one_token(
+        self,
+        norm: Any,
+        attention: Any,
+        x: torch.Tensor,
+        known: _Half,
+        angles: tuple[torch.Tensor, ...],
+        position_ids: torch.Tensor,
+        cache: Any,
+    ) -> torch.Tensor | None:
+        """The same for one token that sees all cached ones, in two calls around the update of the cache."""
+        config, head_dim, qk_norm = attention.config, attention.head_dim, attention.qk_norm
+        inputs, output = known.inputs.together, known.output.together
+        if (
+            known.norm is None
+            or not x.is_contiguous()
+            or inputs is None
+            or output is None
+            or attention.training
+            or (qk_norm is not None and _formula_of(qk_norm) != "l2_norm")
+            or ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation) is not sdpa_attention_forward
+            or (attention.use_rope and not _are_angles(*angles, head_dim=head_dim))
+        ):
+            return None
+        projected = project(
+            x,
+            known.norm,
+            norm.eps,
+            inputs,
+            head_dim,
+            angles if attention.use_rope else (),
+            attention.rope_interleave,
+            -1.0 if qk_norm is None else qk_norm.eps,
+            _temperature(config, position_ids) if attention.use_temperature_tuning else 1.0,
+        )
+        query, key, value = projected.split_with_sizes(inputs.sizes)
+        key, value = key.view(1, -1, 1, head_dim), value.view(1, -1, 1, head_dim)
+        key, value = cache.update(key, value, attention.layer_idx)
+        if _is_one_row(key, x) and _is_one_row(value, x):
+            y = attend(query, key, value, attention.scaling, output, x)
+            if y is not None:
+                return y
+        attended = attend_to_single_queries(
+            query.view(1, -1, 1, head_dim), key, value, None, attention.scaling
+        )
+        return x + self._multiply((attention.o_proj,), known.output, attended.reshape(1, 1, -1))[0]
+
+    def feed_forward(self, norm: Any, module: Any, x: torch.Tensor) -> torch.Tensor | None:
+        """`x + module(norm(x))` of a feed-forward or a mixture; None where the modules must be called."""
+        formula = type(module).__dict__.get("formula")
+        if not self._takes(x):
+            return None
+        if formula == "feed_forward":
+            return self._feed_forward(module, x, norm)
+        if formula != "mixture":
+            return None
+        router, shared = getattr(module, module.router_name), module.shared_expert
+        known = self._recall(
+            [module, norm, router], lambda: _Half(self._norm(norm), self._router(router), _NONE)
+        )
+        if known is None:
+            return None
+        if known.inputs.together is not None and not router.training:
+            router = partial(self._route, router, known.inputs.together)
+        if shared is not None and type(shared).__dict__.get("formula") == "feed_forward":
+            shared = partial(self._feed_forward, shared)
+        experts = partial(_compute_experts, module.experts)
+        return x + module.mix(self._normalize(norm, known.norm, x), router, experts, shared)
+
+    def _feed_forward(self, module: Any, x: torch.Tensor, norm: Any = None) -> torch.Tensor | None:
+        """`module(x)`, or `x + module(norm(x))`; None where both must be called."""
+        gate, up, down, act_fn = (
+            module._modules[name] for name in ("gate_proj", "up_proj", "down_proj", "act_fn")
+        )
+
+        def work_out() -> _Half:
+            matrices = [self._matrix(linear) for linear in (gate, up, down)]
+            is_known = self.has_kernels and is_silu(act_fn) and None not in matrices
+            whole = prepare_swiglu(*matrices) if is_known else None
+            fits = whole is not None and whole.inputs == whole.outputs == self.size
+            address = None if norm is None else self._norm(norm)
+            return _Half(address, self._linears(gate, up), self._linears(down), whole if fits else None)
+
+        known = self._recall([module, gate, up, down, act_fn] + ([] if norm is None else [norm]), work_out)
+        if known is None:
+            return module(x) if norm is None else None
+        if known.whole is not None and known.norm is not None:
+            return normalized_swiglu(x, known.norm, norm.eps, known.whole)
+        rows = x if norm is None else self._normalize(norm, known.norm, x)
+        if known.whole is not None and self._is_readable(rows) and rows.shape == x.shape:
+            y = swiglu(rows, known.whole).view(x.shape)
+        else:
+            gated, upped = self._multiply((gate, up), known.inputs, rows)
+            y = self._multiply((down,), known.output, act_fn(gated) * upped)[0]
+        return y if norm is None else x + y
+
+    def _takes(self, x: torch.Tensor) -> bool:
+        """Whether `x` is what the pass began with, as it is unless a module of another kind has returned it."""
+        return x.shape == self.shape and self._is_readable(x)
+
+    def _is_readable(self, x: torch.Tensor) -> bool:
+        """Whether kernels may read a tensor."""
+        return type(x) is torch.Tensor and x.dtype == self.dtype and x.is_cpu
+
+    def _multiply(
+        self, linears: Sequence[nn.Module], known: _Linears, x: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """`[linear(x) for linear in linears]`; those of one format by one call."""
+        together, fits = known.together, self._is_readable(x)
+        if fits and together is not None and together.inputs == x.shape[-1]:
+            y = multiply(x, together).view(*x.shape[:-1], -1)
+            return (y,) if len(linears) == 1 else y.split_with_sizes(together.sizes, -1)
+        return [
+            multiply(x, products).view(*x.shape[:-1], -1)
+            if fits and products is not None and products.inputs == x.shape[-1]
+            else linear_by_torch(linear, x)
+            for linear, products in zip(linears, known.each or [None] * len(linears), strict=True)
+        ]
+
+    def _route(self, router: Any, products: Products, x_TH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """`router(x_TH)`."""
+        fits = self._is_readable(x_TH) and x_TH.shape[-1] == products.inputs
+        return router.choose_by(multiply(x_TH, products)) if fits else router(x_TH)
+
+    def _normalize(self, norm: Any, address: int | None, x: torch.Tensor) -> torch.Tensor:
+        return norm(x) if address is None else rms_norm(x, address, norm.eps)
+
+    def _recall(self, watched: Sequence[Any], work_out: Callable[[], Any]) -> Any:
+        """What `work_out` returns of the first module; worked out again if anything of the watched ones has changed.
+
+        None where the first one must be called, because something watches it.
+        """
+        signature: list[Any] = [self.key]
+        for each in watched:
+            signature += (
+                type(each),
+                "forward" in each.__dict__,
+                not each._forward_hooks,
+                not each._forward_pre_hooks,
+            )
+            for tensor in (*each._parameters.values(), *each._buffers.values()):
+                if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+                    signature += (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.is_contiguous())
+                else:
+                    signature.append(type(tensor))
+        known = _KNOWN.get(watched[0])
+        if known is None or known[0] != signature:
+            known = signature, None if is_watched(watched[0]) else work_out()
+            _KNOWN[watched[0]] = known
+        return known[1]
+
+    def _linears(self, *linears: nn.Module) -> _Linears:
+        matrices = [self._matrix(linear) for linear in linears]
+        together = prepare(matrices)
+        each = [prepare([matrix]) for matrix in matrices] if together is None else []
+        return _Linears(together, each)
+
+    def _matrix(self, linear: Any) -> Matrix | None:
+        """A layer's matrix, where a compiled kernel takes these rows; otherwise None."""
+        if type(linear) is nn.Linear:
+            weight = plain_weight(linear, self.dtype) if self.takes_plain and linear.bias is None else None
+            return None if weight is None else plain_matrix(weight)
+        # Asked of the class: adapters' and other libraries' layers have no such attribute.
+        is_packed = self.takes_packed and getattr(type(linear), "is_packed", False)
+        is_known = is_packed and self.dtype == torch.bfloat16 and not is_watched(linear)
+        return linear.for_kernel() if is_known else None
+
+    def _norm(self, norm: Any) -> int | None:
+        """The address of an RMSNorm's weight; None where the module must be called."""
+        weight = norm._parameters["weight"] if _formula_of(norm) == "rms_norm" else None
+        is_known = self.has_kernels and is_plain(weight, self.dtype) and weight.shape == (self.size,)
+        return weight.data_ptr() if is_known else None
+
+    def _router(self, router: Any) -> _Linears:
+        weight = router._parameters["weight"] if _formula_of(router) == "router" else None
+        is_known = self.takes_plain and is_plain(weight, self.dtype)
+        return _Linears(prepare([plain_matrix(weight)]), []) if is_known else _NONE
+
+
+_NONE = _Linears(None, [])
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def _formula_of(module: nn.Module) -> str | None:
+    """The formula that a module computes; None if it is of another class, or something watches it."""
+    return None if is_watched(module) else type(module).__dict__.get("formula")
+
+
+def _compute_experts(
+    experts: Any, x_TH: torch.Tensor, indices_TK: torch.Tensor, weights_TK: torch.Tensor
+) -> torch.Tensor:
+    """`experts(x_TH, indices_TK, weights_TK)`."""
+    num_tokens, top_k = indices_TK.shape
+    y_NH = None
+    if (
+        getattr(experts, "takes_llamoe_paths", False)
+        and not experts.updates
+        and experts.config._experts_implementation in (None, "llamoe")
+        and not is_watched(experts)
+        and (num_tokens * top_k <= CPU_UNSORTED_MAX_ROWS or experts.is_packed)
+    ):
+        y_NH = _multiply_by_experts(experts, x_TH, indices_TK)
+    if y_NH is None:
+        return experts(x_TH, indices_TK, weights_TK)
+    y_NH = y_NH * weights_TK.reshape(-1, 1)
+    return (y_NH if top_k == 1 else y_NH.unflatten(0, (num_tokens, top_k)).sum(1)).to(x_TH.dtype)
+
+
+def _multiply_by_experts(experts: Any, x_TH: torch.Tensor, indices_TK: torch.Tensor) -> torch.Tensor | None:
+    """`[N, H]`: the outputs of all choices; None where there is no kernel."""
+    top_k, ids = indices_TK.shape[1], indices_TK.reshape(-1).tolist()
+    if len(ids) <= CPU_UNSORTED_MAX_ROWS:
+        x_NH = x_TH if top_k == 1 else x_TH.repeat_interleave(top_k, 0)
+        return experts.products_by_kernel(x_NH, [(expert, row, row + 1) for row, expert in enumerate(ids)])
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    groups: list[tuple[int, int, int]] = []
+    for expert, rows in groupby(order, key=ids.__getitem__):
+        start = groups[-1][2] if groups else 0
+        groups.append((expert, start, start + len(list(rows))))
+    order_N = torch.tensor(order)
+    y_NH = experts.products_by_kernel(x_TH[order_N // top_k], groups)
+    return None if y_NH is None else torch.empty_like(y_NH).index_copy_(0, order_N, y_NH)
+
+
+def _are_angles(cosines: torch.Tensor, *others: torch.Tensor, head_dim: int) -> bool:
+    """Whether these are the cosines and sines of one position, and not what `rotary_tables` makes of them."""
+    return len(others) == 1 and all(
+        table.is_cpu
+        and table.dtype == torch.float32
+        and table.numel() * 2 == head_dim
+        and table.is_contiguous()
+        for table in (cosines, *others)
+    )
+
+
+def _is_one_row(keys: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether a cache gave an ordinary tensor of one row."""
+    return (
+        type(keys) is torch.Tensor
+        and keys.dtype == x.dtype
+        and keys.is_cpu
+        and keys.stride(3) == 1
+        and keys.shape[0] == 1
+    )
+
+
+def _temperature(config: Any, position_ids: torch.Tensor) -> float:
+    """The factor of the queries, as in `Attention`."""
+    steps = max(math.floor((position_ids.item() + 1) / config.floor_scale), 0)
+    return math.log1p(steps) * config.attn_scale + 1.0

@@ -1,0 +1,45 @@
+"""How many rows are few: every limit between two ways to the same product, with whom it limits and why.
+
+The unit is rows of one product, unless a name says otherwise. A decode step has a row for each token of its batch, and
+in a mixture a row for each expert of a token.
+"""
+
+# Decoding on a CPU (`decode`, `cpp_kernels`).
+CPP_NORM_MAX_ROWS = 128
+"""The compiled norm, and with it the whole door; above, torch's, which several threads share, is faster."""
+CPP_PACKED_MAX_ROWS = 16
+"""The compiled kernels with weights of 4 and 8 bits in one call for several layers; above, calls are short beside
+products."""
+CPP_PLAIN_MAX_ROWS = 4
+"""The compiled kernels with weights of 16 and 32 bits; above, torch's are faster."""
+MKL_BATCH_MAX_ROWS = 3
+"""MKL's batched product; above, it gains little over its plain one."""
+
+# Products of 16 bits on a CPU (`float32_blocks`).
+DOT_PRODUCT_MAX_ROWS = 3
+"""Torch's product with an output-first matrix, a sum of dot products a row, without instructions for 16 bits."""
+IMITATED_MAX_ROWS = 8
+"""The same where oneDNN imitates instructions for bfloat16 with those of AVX-512."""
+
+# Packed matrices on a CPU (`formats`). A kernel unpacks for each few rows; above, unpacking once is faster.
+INT4_MAX_ROWS = 1024
+"""Our kernel of 4 bits."""
+INT4_TORCH_MAX_ROWS = {64: 80, 32: 48}
+"""Torch's kernel of 4 bits, by the outputs of the blocks that it reads."""
+INT8_MAX_ROWS = 24
+"""Our kernel of 8 bits, and torch's."""
+
+# Experts (`moe`).
+CPU_UNSORTED_MAX_ROWS = 4
+"""Rows of all experts that a CPU leaves unsorted: reading an expert twice is cheaper."""
+CPU_LOOP_MAX_ROWS_PER_EXPERT = 3
+"""Rows an expert, on average, for which training large experts on a CPU takes the loop."""
+PEFT_ORDER_MAX_ROWS = 16
+"""Rows of all experts that the CPU multiplies by adapters in peft's order: copying into the stacks' costs more."""
+
+# Experts on a GPU (`few_rows`).
+TRITON_MAX_ROWS = 128
+"""Rows of all experts that the Triton kernels take; above, comparing all rows with each other is no longer cheap."""
+TRITON_PREFERRED_MAX_ROWS = {9: 64, 10: 64}
+"""Fewer by compute capability, where torch's grouped product does not ask the host, and reads an expert once for more
+rows than a tile of the kernels has. No card was timed."""
