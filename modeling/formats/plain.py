@@ -71,12 +71,7 @@ class Plain(Format):
         return plain_matrix(parts[0], self.is_input_first) if type(parts[0]) is torch.Tensor else None
 
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        return self._multiply(x_NI, self.input_first(parts))
-
-    def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        return self._multiply(x_NO, self.input_first(parts).T)
-
-    def _multiply(self, x_NI: torch.Tensor, weight_IO: torch.Tensor) -> torch.Tensor:
+        weight_IO = parts[0] if self.is_input_first else parts[0].T
         lies_output_first = weight_IO.stride(0) == 1 < weight_IO.stride(1)
         weight_IO = weight_IO.to(x_NI.dtype)
         if self.by_grouped_mm:
@@ -86,6 +81,9 @@ class Plain(Format):
             return multiply_rows(x_NI, weight_IO.T)
         y_NO = in_float32(x_NI, weight_IO.T) if SHORTCUTS_ARE_ON else None
         return torch.mm(x_NI, weight_IO) if y_NO is None else y_NO
+
+    def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
+        return self.multiply(x_NO, [parts[0].T], sizes)
 
     def with_grouped_mm(self) -> "Plain":
         """The same, multiplied by torch's grouped product."""

@@ -150,7 +150,8 @@ class Experts(TakesSingleExperts):
 
     def stack(self, name: str) -> Stack:
         """The matrices of a stack, for products."""
-        return Stack(self.formats[name], self.parts(name), self.sizes_of(name))
+        form = self.format if self._formats is None else self._formats[name]
+        return Stack(form, self.parts(name), self.sizes_of(name))
 
     def parts(self, name: str) -> list[torch.Tensor]:
         """The parts of a stack, of which its format says what they mean."""
@@ -245,7 +246,8 @@ class Experts(TakesSingleExperts):
         """
 
         def product(x: torch.Tensor, name: str) -> torch.Tensor:
-            y = multiply(self.format.cast(x), self.stack(name), groups)
+            stack = self.stack(name)
+            y = multiply(stack.form.cast(x), stack, groups)
             for update in updates.get(name, ()):
                 y = update.add(y, x, groups, multiply)
             return y
