@@ -296,7 +296,8 @@ def _check_tensor(stored: Stored, wanted: tuple[int, ...], dtype: torch.dtype | 
 
 def _check_single(stack: str, experts: Experts, stored: StoredStack, ignores_sizes: bool) -> None:
     first: Any = stored.first
-    count, wanted = experts.num_experts, shape_of_one(experts, stack)
+    # Under expert parallelism a process holds some of them.
+    count, wanted = experts.config.num_local_experts, shape_of_one(experts, stack)
     source = f"the model that config.json describes has {list(wanted)}"
     if ignores_sizes:
         count, wanted = 1 + max(number for number, _ in stored.single), first.shape
