@@ -253,7 +253,8 @@ def multiply_sorted(
     x_NI: torch.Tensor, stack: Stack, ends_E: torch.Tensor, transposed: bool = False
 ) -> torch.Tensor:
     """`multiply_groups` for autograd and compilers; `ends_E` has the index after each expert's last row, `[E]`."""
-    key, sizes = stack.form.key, list(stack.sizes)
+    # A tracer has tensors in the place of a weight's sizes.
+    key, sizes = stack.form.key, [int(size) for size in stack.sizes]
     return product_operator(x_NI, list(stack.parts), stack.source, key, sizes, ends_E, transposed)
 
 
