@@ -190,6 +190,8 @@ def index_experts(
     }
     for tensor in tensors:
         for key in names(tensor.name):
+            if "experts" not in key:
+                continue
             if key in wanted:
                 layer, stack, suffix = wanted[key]
                 kinds, kind = index[layer][stack].whole, suffix
