@@ -18,7 +18,7 @@ from support.paths import EXAMPLES
 from transformers import AutoTokenizer
 
 import llamoe
-from llamoe.conversion.checkpoint import model_class
+from llamoe.modeling.registration import model_class
 from llamoe.serving import gguf_problems
 
 ROOT = Path(__file__).parents[2]
