@@ -38,7 +38,7 @@ from .cpu import (
     linear_by_torch,
     plain_weight,
 )
-from .limits import CPP_NORM_MAX_ROWS, CPP_PACKED_MAX_ROWS, CPP_PLAIN_MAX_ROWS, CPU_UNSORTED_MAX_ROWS
+from .limits import CPP_PACKED_MAX_ROWS, CPP_PLAIN_MAX_ROWS, CPU_UNSORTED_MAX_ROWS
 
 
 class _Linears(NamedTuple):
@@ -72,7 +72,7 @@ def begin_few_rows(x: torch.Tensor, options: Mapping[str, Any]) -> "FewRows | No
         x: `[B, T, H]`, what the first layer is given.
         options: arguments of the attention implementation.
     """
-    if can_use_shortcut(x) and 0 < x.numel() <= CPP_NORM_MAX_ROWS * x.shape[-1]:
+    if can_use_shortcut(x) and 0 < x.numel() <= CPP_PACKED_MAX_ROWS * x.shape[-1]:
         return FewRows(x, options)
     return None
 
@@ -98,7 +98,8 @@ class FewRows:
 
     def normalize(self, norm: Any, x: torch.Tensor) -> torch.Tensor:
         """`norm(x)`."""
-        address = self._recall([norm], lambda: self._norm(norm)) if self._takes(x) else None
+        fits = self.takes_plain and self._takes(x)
+        address = self._recall([norm], lambda: self._norm(norm)) if fits else None
         return self._normalize(norm, address, x)
 
     def head(self, linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +124,8 @@ class FewRows:
         watched = [attention, norm, q_proj, k_proj, v_proj, o_proj]
 
         def work_out() -> _Half:
-            return _Half(self._norm(norm), self._linears(q_proj, k_proj, v_proj), self._linears(o_proj))
+            inputs = self._linears(q_proj, k_proj, v_proj)
+            return _Half(self._norm(norm, inputs), inputs, self._linears(o_proj))
 
         known = self._recall(watched, work_out)
         context = position_embeddings, attention_mask, position_ids, cache
@@ -195,9 +197,12 @@ class FewRows:
         if formula != "mixture":
             return None
         router, shared = getattr(module, module.router_name), module.shared_expert
-        known = self._recall(
-            [module, norm, router], lambda: _Half(self._norm(norm), self._router(router), _NONE)
-        )
+
+        def work_out() -> _Half:
+            inputs = self._router(router)
+            return _Half(self._norm(norm, inputs), inputs, _NONE)
+
+        known = self._recall([module, norm, router], work_out)
         if known is None:
             return None
         if known.inputs.together is not None and not router.training:
@@ -218,8 +223,9 @@ class FewRows:
             is_known = self.has_kernels and is_silu(act_fn) and None not in matrices
             whole = prepare_swiglu(*matrices) if is_known else None
             fits = whole is not None and whole.inputs == whole.outputs == self.size
-            address = None if norm is None else self._norm(norm)
-            return _Half(address, self._linears(gate, up), self._linears(down), whole if fits else None)
+            inputs = self._linears(gate, up)
+            address = None if norm is None else self._norm(norm, inputs)
+            return _Half(address, inputs, self._linears(down), whole if fits else None)
 
         known = self._recall([module, gate, up, down, act_fn] + ([] if norm is None else [norm]), work_out)
         if known is None:
@@ -305,9 +311,14 @@ class FewRows:
         is_known = is_packed and self.dtype == torch.bfloat16 and not is_watched(linear)
         return linear.for_kernel() if is_known else None
 
-    def _norm(self, norm: Any) -> int | None:
-        """The address of an RMSNorm's weight; None where the module must be called."""
-        weight = norm._parameters["weight"] if _formula_of(norm) == "rms_norm" else None
+    def _norm(self, norm: Any, inputs: _Linears | None = None) -> int | None:
+        """The address of an RMSNorm's weight; None where the module must be called.
+
+        Before `inputs` that torch multiplies it is: a layer then has the same bits whoever computes it, as those that
+        accelerate brings from elsewhere.
+        """
+        serves = inputs is None or inputs.together is not None or any(inputs.each)
+        weight = norm._parameters["weight"] if serves and _formula_of(norm) == "rms_norm" else None
         is_known = self.has_kernels and is_plain(weight, self.dtype) and weight.shape == (self.size,)
         return weight.data_ptr() if is_known else None
 

@@ -5,10 +5,8 @@ in a mixture a row for each expert of a token.
 """
 
 # Decoding on a CPU (`decode`, `cpp_kernels`).
-CPP_NORM_MAX_ROWS = 128
-"""The compiled norm, and with it the whole door; above, torch's, which several threads share, is faster."""
 CPP_PACKED_MAX_ROWS = 16
-"""The compiled kernels with weights of 4 and 8 bits in one call for several layers; above, calls are short beside
+"""The compiled kernels with weights of 4 and 8 bits, and with them the whole door; above, calls are short beside
 products."""
 CPP_PLAIN_MAX_ROWS = 4
 """The compiled kernels with weights of 16 and 32 bits; above, torch's are faster."""
