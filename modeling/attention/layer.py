@@ -20,7 +20,7 @@ from transformers import Cache, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import PAGED_CACHE, fill_paged_cache
-from ..kernels import apply_linear
+from ..kernels import apply_linear, computes
 from ..layers import L2Norm, rotary_tables, rotate
 from .forms import attend_in_form, fail_split_rows
 from .implementation import implementation_on
@@ -57,8 +57,6 @@ def eager_attention_forward(
 class Attention(nn.Module):
     """Causal self-attention of one decoder layer, described by `config.layer_plan(layer_idx)`."""
 
-    formula = "attention"
-
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
         plan = config.layer_plan(layer_idx)
@@ -84,6 +82,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query_size, hidden_size, bias=bias)
         self.qk_norm = L2Norm(config.rms_norm_eps) if plan.use_qk_norm else None
 
+    @computes("attention")
     def forward(
         self,
         hidden_states: torch.Tensor,

@@ -20,7 +20,7 @@ from .cpu import (
     is_silu,
     multiply_rows,
 )
-from .decode import FewRows, apply_head, begin_few_rows
+from .decode import FewRows, apply_head, begin_few_rows, computes
 from .few_rows import few_rows_experts, few_rows_fits, few_rows_limit
 from .few_rows_check import find_difference, kernel_is_right
 from .float32_blocks import BLOCK_WEIGHTS, blocks_in_float32, in_float32, needs_float32, rows_of_torch
@@ -57,6 +57,7 @@ __all__ = [
     "begin_few_rows",
     "blocks_in_float32",
     "can_use_shortcut",
+    "computes",
     "cpp_feed_forward",
     "cpp_products",
     "few_rows_experts",

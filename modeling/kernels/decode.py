@@ -9,7 +9,8 @@ What the kernels need to know of a module is worked out once (`_recall`), and ag
 `forward`, or the address, dtype or shape of its tensors have changed. So hooks, adapters, casts and moves between two
 passes are seen. A layer that is adapted or watched is called as a module, and those beside it are not.
 
-Classes whose formula is known here say which one it is, as `formula`; their subclasses do not inherit it.
+A `forward` whose formula is known here says which one it is, by `computes`. One that took its place, in the class or in
+a subclass, is called.
 
 Shapes: B batch, T tokens, H hidden size, K experts a token, N = B * T * K rows of experts.
 """
@@ -65,6 +66,16 @@ class _Half(NamedTuple):
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], Any]] = weakref.WeakKeyDictionary()
 
 
+def computes(formula: str) -> Callable[[Callable], Callable]:
+    """A decorator of a `forward`, which says what it computes."""
+
+    def mark(forward: Callable) -> Callable:
+        vars(forward)["formula"] = formula
+        return forward
+
+    return mark
+
+
 def begin_few_rows(x: torch.Tensor, options: Mapping[str, Any]) -> "FewRows | None":
     """What computes a pass of few rows; None where the modules do.
 
@@ -118,7 +129,7 @@ class FewRows:
         cache: Any,
     ) -> torch.Tensor | None:
         """`x + attention(norm(x))`, arguments as in `Attention.forward`; None where the modules must be called."""
-        if type(attention).__dict__.get("formula") != "attention" or not self._takes(x):
+        if _formula(attention) != "attention" or not self._takes(x):
             return None
         q_proj, k_proj, v_proj, o_proj = (attention._modules[f"{name}_proj"] for name in "qkvo")
         watched = [attention, norm, q_proj, k_proj, v_proj, o_proj]
@@ -189,7 +200,7 @@ class FewRows:
 
     def feed_forward(self, norm: Any, module: Any, x: torch.Tensor) -> torch.Tensor | None:
         """`x + module(norm(x))` of a feed-forward or a mixture; None where the modules must be called."""
-        formula = type(module).__dict__.get("formula")
+        formula = _formula(module)
         if not self._takes(x):
             return None
         if formula == "feed_forward":
@@ -207,7 +218,7 @@ class FewRows:
             return None
         if known.inputs.together is not None and not router.training:
             router = partial(self._route, router, known.inputs.together)
-        if shared is not None and type(shared).__dict__.get("formula") == "feed_forward":
+        if shared is not None and _formula(shared) == "feed_forward":
             shared = partial(self._feed_forward, shared)
         experts = partial(_compute_experts, module.experts)
         return x + module.mix(self._normalize(norm, known.norm, x), router, experts, shared)
@@ -314,10 +325,10 @@ class FewRows:
     def _norm(self, norm: Any, inputs: _Linears | None = None) -> int | None:
         """The address of an RMSNorm's weight; None where the module must be called.
 
-        Before `inputs` that torch multiplies it is: a layer then has the same bits whoever computes it, as those that
-        accelerate brings from elsewhere.
+        With more rows than kernels take of plain matrices, and before `inputs` that torch multiplies, it must be: a
+        layer has the same bits then whoever computes it, as those that accelerate brings from elsewhere.
         """
-        serves = inputs is None or inputs.together is not None or any(inputs.each)
+        serves = self.takes_plain or inputs is None or inputs.together is not None or any(inputs.each)
         weight = norm._parameters["weight"] if serves and _formula_of(norm) == "rms_norm" else None
         is_known = self.has_kernels and is_plain(weight, self.dtype) and weight.shape == (self.size,)
         return weight.data_ptr() if is_known else None
@@ -334,7 +345,11 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 def _formula_of(module: nn.Module) -> str | None:
     """The formula that a module computes; None if it is of another class, or something watches it."""
-    return None if is_watched(module) else type(module).__dict__.get("formula")
+    return None if is_watched(module) else _formula(module)
+
+
+def _formula(module: nn.Module) -> str | None:
+    return getattr(type(module).__dict__.get("forward"), "formula", None)
 
 
 def _compute_experts(

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ..kernels import apply_gate, apply_linear
+from ..kernels import apply_gate, apply_linear, computes
 
 
 def activation(name: str) -> nn.Module:
@@ -21,8 +21,6 @@ def activation(name: str) -> nn.Module:
 class FeedForward(nn.Module):
     """The dense feed-forward of a layer, and the shared expert of a mixture."""
 
-    formula = "feed_forward"
-
     def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str, bias: bool = False):
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
@@ -30,6 +28,7 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.act_fn = activation(hidden_act)
 
+    @computes("feed_forward")
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `[..., hidden_size]` to the same shape."""
         gate, up = apply_linear(self.gate_proj, hidden_states), apply_linear(self.up_proj, hidden_states)

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..kernels import computes
+
 
 def rms_normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
     """Divide by the root mean square over the last axis.
@@ -33,13 +35,12 @@ class RMSNorm(nn.Module):
     `[2, -1, 3, 0]` becomes `[1.069, -0.535, 1.604, 0]` under a scale of ones.
     """
 
-    formula = "rms_norm"
-
     def __init__(self, hidden_size: int, eps: float = 1e-5):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size))
 
+    @computes("rms_norm")
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalize `[..., D]`; the dtype is kept unless the weight's is wider."""
         if hidden_states.dtype == self.weight.dtype == torch.float32:
@@ -54,12 +55,11 @@ class RMSNorm(nn.Module):
 class L2Norm(nn.Module):
     """RMSNorm without a weight: Llama 4 applies it to each query and key head after rotation."""
 
-    formula = "l2_norm"
-
     def __init__(self, eps: float = 1e-6):
         super().__init__()
         self.eps = eps
 
+    @computes("l2_norm")
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize `[..., D]`; the dtype is kept."""
         return rms_normalize(x, self.eps)

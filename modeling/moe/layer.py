@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
-from ..kernels import multiply_rows
+from ..kernels import computes, multiply_rows
 from ..layers import FeedForward
 from .experts import Experts, OutputFirstExperts
 
@@ -41,7 +41,6 @@ class Router(nn.Module):
         balancing_bias: `[E]` float32, added to the logits where experts are chosen, or None. Scores do not know it.
     """
 
-    formula = "router"
     balancing_bias: torch.Tensor | None
 
     def __init__(self, config: PreTrainedConfig):
@@ -61,6 +60,7 @@ class Router(nn.Module):
             bias_E = torch.zeros(config.num_local_experts, dtype=torch.float32)
         self.register_buffer("balancing_bias", bias_E)
 
+    @computes("router")
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -129,8 +129,6 @@ def jitter(x: torch.Tensor, half_width: float, is_training: bool) -> torch.Tenso
 class MixtureOfExperts(nn.Module):
     """Router, routed experts and, if there is one, shared expert: the feed-forward of a mixture layer."""
 
-    formula = "mixture"
-
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         factor = config.expert_capacity_factor
@@ -147,6 +145,7 @@ class MixtureOfExperts(nn.Module):
                 config.hidden_size, config.intermediate_size, config.hidden_act, bias=config.mlp_bias
             )
 
+    @computes("mixture")
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `[..., H]` to the same shape."""
         return self.mix(hidden_states, getattr(self, self.router_name), self.experts, self.shared_expert)
