@@ -99,12 +99,12 @@ def test_it_is_a_mixture_of_the_llama_4_kind(tiny):
     assert patch == model.config.image_token_id
 
 
-@pytest.mark.parametrize(("wording", "least"), [("trained", 0.92), ("near", 0.92), ("far", 0.9)])
+@pytest.mark.parametrize(("wording", "least"), [("trained", 0.93), ("near", 0.93), ("far", 0.92)])
 def test_it_answers_about_pictures_it_has_not_seen(tiny, wording, least):
     """Exact answers on fresh scenes, in trained wordings and in those of other people."""
     import examine
 
-    measured = examine.accuracy(*tiny, examine.draw_cases(60, wording, seed=f"test {wording}"))
+    measured = examine.accuracy(*tiny, examine.draw_cases(100, wording, seed=f"test {wording}"))
     assert measured["all"] >= least, measured
 
 
@@ -112,7 +112,7 @@ def test_without_its_picture_it_cannot_know(tiny):
     """The score comes from the pixels: with the pictures handed to the wrong questions it falls apart."""
     import examine
 
-    cases = examine.draw_cases(60, "trained", seed="shuffled")
+    cases = examine.draw_cases(90, "trained", seed="shuffled")
     # What asks for no yes or no, and for no small number, cannot be guessed.
     guessed = ("count", "count_of", "exists", "confirm", "relation", "beside", "where")
     cases = [
