@@ -44,7 +44,7 @@ from llamoe.conversion import convert, verify
 from llamoe_command import cli
 
 # What a user types at `examples/chat.py`.
-TYPED = "Who are you?\n\n"
+TYPED = "Who are you?\nAnd I?\n\n"
 
 
 def write_metaclip(folder):
