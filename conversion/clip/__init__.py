@@ -7,17 +7,3 @@ from .image_processors import CLIP_MEAN, CLIP_STD, PROCESSOR, normalization
 from .open_tower import open_tower, tower_kind
 from .resize import fold, resize
 from .write_tower import check_expressible, plan_clip, plan_open_clip
-
-__all__ = [
-    "CLIP_MEAN",
-    "CLIP_STD",
-    "PROCESSOR",
-    "check_expressible",
-    "fold",
-    "normalization",
-    "open_tower",
-    "plan_clip",
-    "plan_open_clip",
-    "resize",
-    "tower_kind",
-]

@@ -6,20 +6,3 @@ Reading order: expert_layout (experts stacked or one by one), packed_weights (we
 from .expert_layout import fuse_experts, name_of_one_expert, split_experts, stack_rows
 from .folder import open_hf, open_shards, read_companions, read_config, save_hf, take_quantization
 from .packed_weights import PackedWeight, in_words, packed_weights, unpack_tensors
-
-__all__ = [
-    "PackedWeight",
-    "fuse_experts",
-    "in_words",
-    "name_of_one_expert",
-    "open_hf",
-    "open_shards",
-    "packed_weights",
-    "read_companions",
-    "read_config",
-    "save_hf",
-    "split_experts",
-    "stack_rows",
-    "take_quantization",
-    "unpack_tensors",
-]

@@ -5,5 +5,3 @@ checkpoints too), gguf (what llama.cpp makes of it), command.
 """
 
 from .command import Inspection, inspect
-
-__all__ = ["Inspection", "inspect"]

@@ -17,22 +17,3 @@ from .params_folder import (
 )
 from .params_to_config import Params, Seen, read_decoder
 from .sizes import measure, weight_files
-
-__all__ = [
-    "Params",
-    "Seen",
-    "compare_fields",
-    "is_tuned",
-    "llama_table",
-    "measure",
-    "open_files",
-    "open_meta",
-    "read_decoder",
-    "read_tensors",
-    "read_whole_config",
-    "save_meta",
-    "tensors_with_head",
-    "weight_files",
-    "write_folder",
-    "write_tokenizer",
-]

@@ -4,5 +4,3 @@ Reading order: name_tables, params, folder.
 """
 
 from .folder import is_mistral, open_mistral, save_mistral
-
-__all__ = ["is_mistral", "open_mistral", "save_mistral"]

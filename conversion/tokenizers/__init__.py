@@ -22,22 +22,3 @@ from .tokenizer_json import (
     token_ids,
 )
 from .vocabulary import Vocabulary, extend_vocabulary
-
-__all__ = [
-    "MULTIMODAL_TOKENS",
-    "Vocabulary",
-    "check_companions",
-    "check_tokenizer",
-    "extend_tokenizer",
-    "extend_vocabulary",
-    "fill_vocabulary",
-    "hf_files_from_meta",
-    "looks_like_table",
-    "meta_tokenizer_model",
-    "mistral_tokenizer_file",
-    "multimodal_chat_template",
-    "processor_files",
-    "processor_of_layout",
-    "read_part",
-    "token_ids",
-]

@@ -6,5 +6,3 @@ report, compare_unreached (weights that no logit depends on), command.
 
 from .command import Verification, verify
 from .compare_stored import compare_configs
-
-__all__ = ["Verification", "compare_configs", "verify"]

@@ -11,12 +11,3 @@ from .loading import LoadsAdapters
 from .peft_registration import register_with_peft
 from .row_names import names_of_tiles, repeat_names
 from .when_imported import when_imported
-
-__all__ = [
-    "LoadsAdapters",
-    "lora_config",
-    "names_of_tiles",
-    "register_with_peft",
-    "repeat_names",
-    "when_imported",
-]

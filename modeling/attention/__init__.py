@@ -16,18 +16,3 @@ from .mask_inputs import MaskInputs, mask_of_new_tokens
 from .positions import without_padding_positions
 from .recomputation import cache_to_write, recomputed_with_gradients_only
 from .visibility import rules_of
-
-__all__ = [
-    "Attention",
-    "MaskInputs",
-    "attention_masks",
-    "cache_to_write",
-    "cached_length",
-    "check_cache",
-    "eager_attention_forward",
-    "implementation_on",
-    "mask_of_new_tokens",
-    "recomputed_with_gradients_only",
-    "rules_of",
-    "without_padding_positions",
-]

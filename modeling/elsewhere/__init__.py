@@ -13,14 +13,3 @@ from .experts import ExpertsElsewhere
 from .loading import KeepsExpertsElsewhere, claim, install, take_out
 from .matrix_cache import LeastRecentlyUsed
 from .statistics import ExpertsStatistics
-
-__all__ = [
-    "ExpertsElsewhere",
-    "ExpertsMemory",
-    "ExpertsStatistics",
-    "KeepsExpertsElsewhere",
-    "LeastRecentlyUsed",
-    "claim",
-    "install",
-    "take_out",
-]

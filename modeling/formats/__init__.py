@@ -10,24 +10,3 @@ from .int4 import Int4
 from .int4_layout import BLOCK, torchs_block
 from .int8 import Int8
 from .plain import Plain, plain_format
-
-__all__ = [
-    "BLOCK",
-    "BLOCKSIZES",
-    "BitsAndBytesFormat",
-    "Bnb4Bit",
-    "Bnb4BitNested",
-    "Bnb8Bit",
-    "Format",
-    "Int4",
-    "Int8",
-    "MAKERS",
-    "NESTED_BLOCKSIZE",
-    "Parts",
-    "Plain",
-    "Sizes",
-    "code_of",
-    "format_of",
-    "plain_format",
-    "torchs_block",
-]

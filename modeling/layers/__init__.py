@@ -6,14 +6,3 @@ Reading order: normalization, rotary, feed_forward; none of them imports another
 from .feed_forward import FeedForward, activation
 from .normalization import L2Norm, RMSNorm
 from .rotary import RotaryEmbedding, rotary_2d_cos_sin, rotary_tables, rotate
-
-__all__ = [
-    "FeedForward",
-    "L2Norm",
-    "RMSNorm",
-    "RotaryEmbedding",
-    "activation",
-    "rotary_2d_cos_sin",
-    "rotary_tables",
-    "rotate",
-]

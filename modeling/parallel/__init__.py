@@ -14,15 +14,3 @@ from .gathering import (
     sharded_adapter,
     sharing_processes,
 )
-
-__all__ = [
-    "Distributed",
-    "broadcast",
-    "is_sharded",
-    "joined",
-    "meet_after_saving",
-    "meet_before_saving",
-    "refuse_stages",
-    "sharded_adapter",
-    "sharing_processes",
-]

@@ -5,5 +5,3 @@ Reading order: pixels, pictures, image_processor, processor.
 
 from .pictures import read_picture
 from .processor import LlamoeProcessor
-
-__all__ = ["LlamoeProcessor", "read_picture"]

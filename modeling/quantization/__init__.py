@@ -16,22 +16,3 @@ from .experts import QuantizedExperts
 from .linear import QuantizedLinear
 from .loading import check_found, dtype_to_quantize, keep_dtypes, shapes_in_files
 from .quantizer import LlamoeQuantizer, check_request, register_quantizers, saving_dequantized
-
-__all__ = [
-    "LlamoeQuantizer",
-    "QuantizedExperts",
-    "QuantizedLinear",
-    "QuantizesExperts",
-    "check_found",
-    "check_request",
-    "dtype_to_quantize",
-    "keep_dtypes",
-    "naming_plain_layers",
-    "packed_experts",
-    "register_bitsandbytes",
-    "register_quantizers",
-    "saving_dequantized",
-    "shapes_in_files",
-    "tell_of_plain_experts",
-    "unpack_routers",
-]

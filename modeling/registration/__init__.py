@@ -6,5 +6,3 @@ Reading order: auto_classes, adoption, empty.
 from .adoption import adopt, release
 from .auto_classes import register
 from .empty import empty_model, model_class
-
-__all__ = ["adopt", "empty_model", "model_class", "register", "release"]
