@@ -6,13 +6,13 @@
     python -m benchmarks.readme                    # the README's and docs/performance.md's figures, from the results
     python -m benchmarks.conversion                # conversions beside a plain copy
     python -m benchmarks.quality                   # what few bits cost the small model's answers
-    python -m benchmarks.elsewhere_large           # a mixture that is larger than its memory
+    python -m benchmarks.offload_large           # a mixture that is larger than its memory
     python -m benchmarks.qlora                     # adapters of a Scout in 4 bits, on a CUDA device
 
 Reading order: bars (targets for the figures), hardware (machine, versions, measured rates), memory and clocks (what
 is measured), harness (how a case runs), shapes and roofline (sizes, and the least that a case must read and compute),
 routing (inputs for chosen experts), shared_weights (models of both libraries on the same parameters), then the cases:
-block, models, small_modules; in processes of their own loading, and elsewhere on a large_mixture; with models in
+block, models, small_modules; in processes of their own loading, and offload on a large_mixture; with models in
 folders saved_models, gguf_files (and its script gguf_converter) and few_bits; report, plot and readme write the
 results, command_line reads the options, cpu and gpu are the commands.
 """

@@ -142,7 +142,7 @@ class Results:
         ]
         return max((1e9 * seconds / weights for seconds, weights in rows if seconds), default=None)
 
-    def largest(self, field: str, groups: str = "elsewhere") -> float | None:
+    def largest(self, field: str, groups: str = "offload") -> float | None:
         """The largest number that cases of a group have under a name."""
         numbers = (case.get(field) for case in self.find(groups))
         return max((number for number in numbers if number is not None), default=None)
@@ -319,7 +319,7 @@ CPU = [
     at_most(f"{ON_DISK}, a token, time over accelerate's offload", 0.5, Results.largest, "over_accelerate"),
     at_least(
         f"{ON_DISK}, share of the drive's rate in large reads", 0.8,
-        lambda r: least(case.get("share_of_drive") for case in r.find("elsewhere")), unit="",
+        lambda r: least(case.get("share_of_drive") for case in r.find("offload")), unit="",
     ),
 ]  # fmt: skip
 SHAPED = ("block-scout", "block-maverick")

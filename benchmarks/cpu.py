@@ -17,10 +17,10 @@ import torch
 from . import (
     block,
     command_line,
-    elsewhere,
     few_bits,
     loading,
     models,
+    offload,
     saved_models,
     small_modules,
 )
@@ -66,7 +66,7 @@ GROUPS: dict[str, Group] = {
     "parts": partial(small_modules.small, SETTING, MINI, 1024),
     "few-bits": partial(few_bits.few_bits, SAVED, 512),
     "llama.cpp": partial(few_bits.beside_llama_cpp, SAVED),
-    "elsewhere": partial(elsewhere.elsewhere, ON_DISK),
+    "offload": partial(offload.offload, ON_DISK),
     "loading": partial(loading.loading, SETTING, MINI, LAYERS, "100MB"),
     "loading-many": partial(loading.loading, SETTING, MANY_SMALL, 12, "100KB", dense=True),
 }

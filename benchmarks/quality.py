@@ -30,7 +30,7 @@ from transformers import (
 
 import llamoe
 from llamoe.modeling.checkpoints.quantization import stored_bytes
-from llamoe.modeling.elsewhere import ExpertsStatistics
+from llamoe.modeling.offload import ExpertsStatistics
 
 from .command_line import RESULTS
 from .report import ROOT, replaced

@@ -23,7 +23,7 @@ GROUPS = {
     "parts": "Small parts",
     "few": "Few bits: a token, prefill, quantizing",
     "llama.cpp": "Decoding one row beside llama.cpp",
-    "elsewhere": "Experts on disk: a token, and reading all",
+    "offload": "Experts on disk: a token, and reading all",
     "loading": "`from_pretrained`",
 }
 NOTES = {
@@ -53,7 +53,7 @@ NOTES = {
     "Logits are compared in float32. After a contestant's name stand the MB of its weights, and how many of its first "
     "tokens are those of the first contestant: with random weights rounding soon leads to another token. Of llama.cpp "
     "peak memory is not seen.",
-    "elsewhere": "A mixture of 6 layers with 64 experts of 6.3 MB, one of them for a token, in bfloat16; "
+    "offload": "A mixture of 6 layers with 64 experts of 6.3 MB, one of them for a token, in bfloat16; "
     "which one is drawn. "
     "One row, a token a pass, after 96 tokens that fill the memory. Wall time, of each token the fastest of the "
     "rounds in which the three alike take turns; ratios are the time with all experts in memory over the "

@@ -22,7 +22,7 @@ from ..configuration.checks import listed
 from ..configuration.errors import CheckpointError
 from ..modeling.checkpoints import find_weights
 from ..modeling.registration import empty_model
-from .io import LazyTensor, Look, Plan, look_at, one_of, read_json, write
+from .io import FileStamp, LazyTensor, Plan, look_at, one_of, read_json, write
 from .options import WriteOptions
 
 _OF_ADAPTER = "adapter_config.json"
@@ -54,7 +54,7 @@ class Checkpoint:
     companions: dict[str, bytes] = field(default_factory=dict)
     sources: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    looks: dict[Path, Look] = field(default_factory=dict)
+    looks: dict[Path, FileStamp] = field(default_factory=dict)
     quantization: QuantizationConfig | None = None
     stored: dict[str, LazyTensor] = field(default_factory=dict)
 

@@ -53,9 +53,9 @@ from llamoe.modeling.decoder import (  # noqa: E402
     LlamoeMixtralModel,
     LlamoeTextModel,
 )
-from llamoe.modeling.elsewhere import ExpertsMemory, ExpertsStatistics  # noqa: E402
 from llamoe.modeling.moe import ExpertTrace, RouterWatch, trace_experts, watch_routers  # noqa: E402
 from llamoe.modeling.multimodal import LlamoeForConditionalGeneration, LlamoeModel  # noqa: E402
+from llamoe.modeling.offload import ExpertsMemory, ExpertsStatistics  # noqa: E402
 from llamoe.modeling.processing import LlamoeProcessor, read_picture  # noqa: E402
 from llamoe.modeling.registration import adopt, release  # noqa: E402
 from llamoe.modeling.registration import register as _register  # noqa: E402

@@ -27,7 +27,7 @@ def is_under_functorch() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def is_observed() -> bool:
+def torch_modes_active() -> bool:
     """Whether a transform of `torch.func`, forward-mode differentiation, a dispatch mode or a global hook is active.
 
     Each would see, or need, other operators than those that a shortcut calls.

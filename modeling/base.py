@@ -22,8 +22,8 @@ from ._compat import takes_cache
 from ._private_api import keep_conversions
 from .adapters import LoadsAdapters
 from .attention import MaskInputs, attention_masks
-from .elsewhere import KeepsExpertsElsewhere, claim, install, take_out
 from .moe import IMPLEMENTATION, Experts, Router
+from .offload import OffloadMixin, attach_stores, parse_experts_map, replace_with_offloaded
 from .parallel import Distributed
 from .quantization import (
     LlamoeQuantizer,
@@ -37,8 +37,8 @@ from .quantization import (
     packed_experts,
     saving_dequantized,
     shapes_in_files,
-    tell_of_plain_experts,
     unpack_routers,
+    warn_of_plain_experts,
 )
 
 logger = logging.getLogger("llamoe")
@@ -49,7 +49,7 @@ _QUANTIZERS_FOR_MIXTURES = ("bitsandbytes", "hqq", "llamoe", "quanto", "torchao"
 
 
 class LlamoePreTrainedModel(
-    KeepsExpertsElsewhere, LoadsAdapters, Distributed, checkpoints.TakesStateDicts, checkpoints.SavesWhole
+    OffloadMixin, LoadsAdapters, Distributed, checkpoints.TakesStateDicts, checkpoints.AtomicSaveMixin
 ):
     """Base of every llamoe model."""
 
@@ -224,7 +224,7 @@ class LlamoePreTrainedModel(
         elif name_or_path is not None and not kwargs.get("gguf_file"):
             config = cls._config_if_quantized(config or name_or_path, kwargs)
         cls._check_quantization(config, kwargs.get("quantization_config"))
-        with take_out(kwargs), checkpoints.loading() as state:
+        with parse_experts_map(kwargs), checkpoints.loading() as state:
             if name_or_path is not None and os.path.isdir(name_or_path):
                 quantization = getattr(config, "quantization_config", None)
                 quantized = bool(kwargs.get("quantization_config") or quantization)
@@ -234,10 +234,10 @@ class LlamoePreTrainedModel(
                 )
             result = super().from_pretrained(name_or_path, *model_args, **kwargs)
             model = result[0] if isinstance(result, tuple) else result
-            install(model)
+            attach_stores(model)
         model._log_backends()
         if getattr(model, "is_quantized", False):
-            tell_of_plain_experts(model, _name(model.quantization_method))
+            warn_of_plain_experts(model, _name(model.quantization_method))
         return result
 
     @classmethod
@@ -255,7 +255,7 @@ class LlamoePreTrainedModel(
         if files:
             checkpoints.check_files(files, load_config.pretrained_model_name_or_path)
         if is_whole:
-            claim(model, files, load_config)
+            replace_with_offloaded(model, files, load_config)
         quantizer = load_config.hf_quantizer
         is_ours = isinstance(quantizer, LlamoeQuantizer)
         dtype = dtype_to_quantize(files) if is_ours else None

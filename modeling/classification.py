@@ -23,7 +23,7 @@ from ._compat import CACHE, takes_cache
 from .attention import mask_of_new_tokens
 from .base import LlamoePreTrainedModel
 from .input_checks import check_answers, check_class_labels, check_labels, check_padding_token, check_tensors
-from .moe import TrainsRouters
+from .moe import RouterLossMixin
 
 logger = logging.get_logger("llamoe")
 
@@ -57,7 +57,7 @@ class LlamoeSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
     router_logits: tuple[torch.FloatTensor, ...] | None = None
 
 
-class SequenceClassifier(TrainsRouters, Head, GenericForSequenceClassification, LlamoePreTrainedModel):
+class SequenceClassifier(RouterLossMixin, Head, GenericForSequenceClassification, LlamoePreTrainedModel):
     """One class, number or set of labels for a whole sequence; base of the families' classes.
 
     The router losses work as under the language model head. The generic head would drop their inputs, so its few

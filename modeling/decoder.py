@@ -50,7 +50,7 @@ from .input_checks import (
 )
 from .kernels import FewRows, apply_head, begin_few_rows
 from .layers import FeedForward, RMSNorm, RotaryEmbedding, rotary_tables
-from .moe import MixtureOfExperts, Router, TrainsRouters, expert_load
+from .moe import MixtureOfExperts, Router, RouterLossMixin, expert_load
 
 
 class DecoderLayer(GradientCheckpointingLayer):
@@ -276,7 +276,7 @@ class LlamoeCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
     expert_load: torch.LongTensor | None = None
 
 
-class CausalLM(TrainsRouters, LlamoePreTrainedModel):
+class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
     """A decoder with a language model head; base of the families' classes."""
 
     config: DecoderConfig

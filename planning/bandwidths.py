@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ..configuration.sizes import bytes_of
-from ..modeling.elsewhere.memory import open_direct
+from ..modeling.offload.memory import open_direct
 
 _PIECE = 8 << 20
 _READERS = 8

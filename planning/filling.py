@@ -19,7 +19,7 @@ class Filled:
     Attributes:
         device_map: names of units, or of what holds several, to devices.
         places: device of each unit.
-        weights: device to bytes of weights, without experts that are elsewhere.
+        weights: device to bytes of weights, without experts that are offloaded.
         cache: device to bytes of keys and values.
     """
 
@@ -56,7 +56,7 @@ def fill(
     Args:
         units: in the order in which they run.
         room: device to bytes; accelerators (0, 1, ...) before "cpu".
-        apart: names of units whose experts are elsewhere.
+        apart: names of units whose experts are offloaded.
         reserve: bytes of each accelerator that stay free; without accelerators, of RAM.
         is_whole: whether every unit must stay on these devices. Then no room is left to bring others.
 

@@ -30,7 +30,7 @@ class PlacementPlan:
     Attributes:
         device_map: for `from_pretrained`.
         experts_memory: for `from_pretrained`; memory for recently used experts, of RAM where they are on disk, of each
-            accelerator where they are in RAM. None where no experts are elsewhere.
+            accelerator where they are in RAM. None where no experts are offloaded.
         room: device to bytes for weights and cache: its memory without headroom.
         weights: device to bytes of weights, experts among them.
         cache: device to bytes of keys and values at their fullest.
@@ -42,7 +42,7 @@ class PlacementPlan:
         cached: tokens that each layer's cache holds.
         cached_token: key/value heads, their size, and bytes of a number; a layer's cache has two such for each token.
         expert_bytes_per_step: bytes of routed experts that one token of each row reads, wherever they are.
-        hit_share: share of the experts elsewhere that `experts_memory` holds, which is the share of hits if all experts
+        hit_share: share of the offloaded experts that `experts_memory` holds, which is the share of hits if all experts
             are chosen equally often.
         seconds: of one decoding step, by cause.
         tokens_per_second: of all rows together, by the bandwidths alone (`speed`); None for a tower.
@@ -234,7 +234,7 @@ class _Choice:
 
     Attributes:
         filled: which device has which unit.
-        apart: names of units whose experts are elsewhere.
+        apart: names of units whose experts are offloaded.
         place: where these are: "cpu" or "disk"; None without.
         memory: for those used last; None without.
     """
@@ -328,16 +328,16 @@ def _finish(
 ) -> PlacementPlan:
     main, filled, place, memory = next(iter(room)), choice.filled, choice.place, choice.memory
     device_map, weights = dict(filled.device_map), dict(filled.weights)
-    # Units, their devices, and where their experts are if these are elsewhere.
+    # Units, their devices, and where their experts are if these are offloaded.
     placed = [
         (unit, own, place if unit.name in choice.apart else None)
         for unit, own in zip(sizes.units, filled.places, strict=True)
     ]
-    leaving = [(unit, own) for unit, own, elsewhere in placed if elsewhere is not None]
+    leaving = [(unit, own) for unit, own, offloaded in placed if offloaded is not None]
     experts: dict[Any, int] = {}
-    for unit, own, elsewhere in placed:
+    for unit, own, offloaded in placed:
         if unit.experts:
-            at = own if elsewhere is None else elsewhere
+            at = own if offloaded is None else offloaded
             experts[at] = experts.get(at, 0) + unit.experts
     away = sum(unit.experts for unit, _ in leaving)
     if leaving:
@@ -359,7 +359,7 @@ def _finish(
     notes = []
     if bits in (4, 8):
         notes.append(
-            f"Experts elsewhere are read as files have them: run `llamoe quantize IN OUT --to int{bits}`, "
+            f"Offloaded experts are read as files have them: run `llamoe quantize IN OUT --to int{bits}`, "
             "and plan OUT, whose files say the sizes."
             if place is not None
             else f"bitsandbytes stores weights so: add quantization_config=BitsAndBytesConfig(load_in_{bits}bit=True) "

@@ -40,7 +40,7 @@ def seconds_of_step(
         main: the first device, to which others' units are brought.
         chosen: experts of a token in each mixture.
         rows: sequences that are generated at once.
-        hit_share: share of experts elsewhere that are held by their `experts_memory`.
+        hit_share: share of offloaded experts that are held by their `experts_memory`.
         bandwidths: bytes a second.
     """
     b = bandwidths
@@ -56,21 +56,21 @@ def seconds_of_step(
         # An expert in RAM is computed there or brought, whichever is sooner.
         beside = min(1 / b.ram, 1 / b.link)
         way = "RAM" if b.ram >= b.link else "the link to the accelerator"
-    for unit, place, elsewhere in placed:
+    for unit, place, offloaded in placed:
         own = unit.weights if unit.is_read else 0
         routed = bytes_of_step([unit], chosen, rows)
         if place in ("cpu", "disk") and place != main:
             # accelerate brings a layer whole, with all experts that it has.
-            brought = own + (0 if elsewhere else unit.experts)
+            brought = own + (0 if offloaded else unit.experts)
             if place == "disk":
                 add("layers from the drive", brought, b.drive)
             if main != "cpu":
                 add("layers over the link", brought, b.link)
         add("weights where they are computed", own, home)
         add("keys and values", unit.cache, home)
-        if elsewhere is None:
+        if offloaded is None:
             add("experts where they are computed", routed, home)
-        elif elsewhere == "cpu":
+        elif offloaded == "cpu":
             add("experts held by the accelerator", routed * hit_share, home)
             add(f"experts from {way}", routed * (1 - hit_share), 1 / beside)
         else:

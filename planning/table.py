@@ -79,8 +79,8 @@ def rows_of_experts(plan: Any) -> list[str]:
             f"experts_memory={plan.experts_memory} bytes of {where} hold {plan.hit_share:.1%} of them; a step reads "
             f"{plan.expert_bytes_per_step / GB:.2f} GB of experts in all."
         )
-    elsewhere = 0 if plan.experts_memory is None else plan.experts.get("disk", plan.experts.get("cpu", 0))
-    outside = sum(plan.weights.get(place, 0) for place in ("cpu", "disk") if place != main) - elsewhere
+    offloaded = 0 if plan.experts_memory is None else plan.experts.get("disk", plan.experts.get("cpu", 0))
+    outside = sum(plan.weights.get(place, 0) for place in ("cpu", "disk") if place != main) - offloaded
     if outside > 0:
         refused = ", and bitsandbytes refuses that" if plan.form in _IN_FEW_BITS and main != "cpu" else ""
         where = "on no accelerator" if main != "cpu" else "on disk"

@@ -1,7 +1,7 @@
 """The parts of a model that a device holds whole, with their bytes: of a configuration, or of a folder's files.
 
 A part is a layer of a decoder or a tower, or what stands beside the layers. A mixture's routed experts count by
-themselves, as they may be elsewhere.
+themselves, as they may be offloaded.
 """
 
 import re
@@ -64,7 +64,7 @@ class Sizes:
         form: dtype or format of the weights, as text.
         element_size: bytes of a number in the cache.
         chosen: experts that a token is given in each mixture; 0 without mixtures.
-        may_leave: whether routed experts can be elsewhere, which takes safetensors files, plain or in llamoe's formats.
+        may_leave: whether routed experts can be offloaded, which takes safetensors files, plain or in llamoe's formats.
     """
 
     units: tuple[Unit, ...]
@@ -92,7 +92,7 @@ class Sizes:
 
     @property
     def least(self) -> int:
-        """Bytes of one routed expert of each kind, which memory for those elsewhere holds at least."""
+        """Bytes of one routed expert of each kind, which memory for offloaded ones holds at least."""
         return sum({unit.one_expert for unit in self.units}) if self.may_leave else 0
 
     def with_cache(self, per_layer: list[int]) -> "Sizes":

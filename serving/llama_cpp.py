@@ -45,7 +45,7 @@ _ATTN_SCALE = 0.1
 _PERIOD = 4
 _EXPERTS_WITHOUT_QK_NORM = 128
 
-_ELSEWHERE = "Serve this model with transformers."
+_INSTEAD = "Serve this model with transformers."
 
 
 def gguf_problems(config: LlamoeBaseConfig, architecture: str | None = None) -> list[str]:
@@ -67,7 +67,7 @@ def gguf_problems(config: LlamoeBaseConfig, architecture: str | None = None) -> 
     try:
         problems += _of_folder(to_stock(config))
     except ConfigurationError as error:
-        problems.append(f"{error}. llama.cpp's converter reads stock's layout alone. {_ELSEWHERE}")
+        problems.append(f"{error}. llama.cpp's converter reads stock's layout alone. {_INSTEAD}")
     problems += _of_decoder(text)
     problems += _of_rope(text.rope_parameters)
     problems += _of_llama4(text) if isinstance(text, LlamoeTextConfig) else _of_windows(text)
@@ -121,7 +121,7 @@ def _of_decoder(config: Any) -> Iterator[str]:
     if config.hidden_act not in ("silu", "swish"):
         yield (
             f"hidden_act = {config.hidden_act!r}: llama.cpp computes these models with silu, whatever config.json "
-            f"says. {_ELSEWHERE}"
+            f"says. {_INSTEAD}"
         )
     experts = getattr(config, "num_local_experts", 0)
     for name, value, most in (
@@ -129,7 +129,7 @@ def _of_decoder(config: Any) -> Iterator[str]:
         ("num_local_experts", experts, _MOST_EXPERTS),
     ):
         if value > most:
-            yield f"{name} = {value}: llama.cpp ends its process above {most}. {_ELSEWHERE}"
+            yield f"{name} = {value}: llama.cpp ends its process above {most}. {_INSTEAD}"
 
 
 def _of_rope(parameters: dict[str, Any]) -> Iterator[str]:
@@ -143,7 +143,7 @@ def _of_rope(parameters: dict[str, Any]) -> Iterator[str]:
     elif kind in ("longrope", "proportional"):
         yield (
             f"rope_type = {kind!r}: llama.cpp's converter writes none of its factors for these models, so that all "
-            f"positions are rotated as with 'default'. {_ELSEWHERE}"
+            f"positions are rotated as with 'default'. {_INSTEAD}"
         )
     elif kind == "yarn":
         yield from _of_yarn(parameters)
@@ -159,15 +159,15 @@ def _of_yarn(parameters: dict[str, Any]) -> Iterator[str]:
     if given is not None and not math.isclose(given, computed, rel_tol=1e-6):
         yield (
             f"rope_type = 'yarn' with an attention factor of {given:g}: llama.cpp takes 0.1 ln(factor) + 1 = "
-            f"{computed:g}, whatever attention_factor, mscale and mscale_all_dim say. {_ELSEWHERE}"
+            f"{computed:g}, whatever attention_factor, mscale and mscale_all_dim say. {_INSTEAD}"
         )
     for name, fixed in (("beta_fast", 32), ("beta_slow", 1)):
         if (value := parameters.get(name) or fixed) != fixed:
-            yield f"{name} = {value:g} of rope_type 'yarn': llama.cpp computes these models with {fixed}. {_ELSEWHERE}"
+            yield f"{name} = {value:g} of rope_type 'yarn': llama.cpp computes these models with {fixed}. {_INSTEAD}"
     if parameters.get("truncate") is False:
         yield (
             "truncate = False of rope_type 'yarn': llama.cpp rounds the first and the last channel that it blends. "
-            f"{_ELSEWHERE}"
+            f"{_INSTEAD}"
         )
 
 
@@ -204,14 +204,14 @@ def _of_llama4(config: LlamoeTextConfig) -> Iterator[str]:
     if [int(bool(rotates)) for rotates in config.no_rope_layers or ()] != rotated:
         yield (
             f"no_rope_layers = {config.no_rope_layers}: llama.cpp rotates all layers but every fourth, whatever "
-            f"config.json says. {_ELSEWHERE}"
+            f"config.json says. {_INSTEAD}"
         )
     yield from _of_temperature(config, 0 in rotated)
     has_norm = config.num_local_experts != _EXPERTS_WITHOUT_QK_NORM
     if config.use_qk_norm != has_norm:
         yield (
             f"use_qk_norm = {config.use_qk_norm} with num_local_experts = {config.num_local_experts}: llama.cpp "
-            f"normalises queries and keys unless there are {_EXPERTS_WITHOUT_QK_NORM} experts. {_ELSEWHERE}"
+            f"normalises queries and keys unless there are {_EXPERTS_WITHOUT_QK_NORM} experts. {_INSTEAD}"
         )
     step = config.interleave_moe_layer_step
     mixtures = list(range(step - 1, len(layers), step)) if step else []
@@ -229,7 +229,7 @@ def _of_llama4(config: LlamoeTextConfig) -> Iterator[str]:
     if config.attention_bias:
         yield (
             "attention_bias = True: llama.cpp knows no bias of Llama 4's output projection and stops at a file with "
-            f"one. {_ELSEWHERE}"
+            f"one. {_INSTEAD}"
         )
 
 
@@ -261,5 +261,5 @@ def _of_temperature(config: LlamoeTextConfig, has_positions_free: bool) -> Itera
     yield (
         f"attn_temperature_tuning = {bool(config.attn_temperature_tuning)}, floor_scale = {config.floor_scale}, "
         f"attn_scale = {config.attn_scale:g}: llama.cpp computes every Llama 4 with True, {_FLOOR_SCALE} and "
-        f"{_ATTN_SCALE}, so that logits differ from position {same} on. {todo if same else _ELSEWHERE}"
+        f"{_ATTN_SCALE}, so that logits differ from position {same} on. {todo if same else _INSTEAD}"
     )

@@ -63,7 +63,7 @@ class PackedWeight:
         """Bytes of all parts."""
         return (self.num_experts or 1) * self.form.nbytes(self.sizes)
 
-    def pack(self, tensor: LazyTensor, ahead: "_Ahead") -> dict[str, LazyTensor]:
+    def pack(self, tensor: LazyTensor, ahead: "_ReadAhead") -> dict[str, LazyTensor]:
         """View the parts of a weight, by their keys."""
         experts = range(self.num_experts or 0)
         matrices = [tensor] if self.num_experts is None else [tensor.row(number) for number in experts]
@@ -99,7 +99,7 @@ class PackedWeight:
         return matrix.T if self.is_input_first else matrix
 
 
-class _Ahead:
+class _ReadAhead:
     """Packs matrices in threads: the one that is asked for, and those that follow it.
 
     They are read in the thread that asks, since views of a source may share memory for their latest block.
@@ -135,7 +135,7 @@ class _Ahead:
 class _Part(LazyTensor):
     """One part of a matrix, in one block: the next matrix that is asked for replaces this one."""
 
-    def __init__(self, ahead: _Ahead, place: int, index: int, shape: tuple[int, ...], dtype: torch.dtype):
+    def __init__(self, ahead: _ReadAhead, place: int, index: int, shape: tuple[int, ...], dtype: torch.dtype):
         super().__init__(shape, dtype, ahead.matrix(place).origin)
         self._ahead, self._place, self._index = ahead, place, index
 
@@ -197,7 +197,7 @@ def pack_tensors(
 
     Weights are packed from the dtype that they have: a cast would round what is rounded again.
     """
-    ahead = _Ahead()
+    ahead = _ReadAhead()
     found: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         if name in packed:

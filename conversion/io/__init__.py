@@ -17,5 +17,5 @@ from .read_files import (
     read_json,
     same_place,
 )
-from .target_folder import Look, check_apart, check_target, look_at, look_at_source
+from .target_folder import FileStamp, check_apart, check_target, look_at, look_at_source
 from .write_checkpoint import check_finite, write

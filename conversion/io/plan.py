@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ...configuration.json_files import to_json
 from .lazy_tensor import LazyTensor
-from .target_folder import Look
+from .target_folder import FileStamp
 
 
 class Progress(Protocol):
@@ -39,7 +39,7 @@ class Plan:
     before: dict[str, bytes] = field(default_factory=dict)
     last: dict[str, bytes] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=dict)
-    sources: Mapping[Path, Look] = field(default_factory=dict)
+    sources: Mapping[Path, FileStamp] = field(default_factory=dict)
 
     @property
     def files(self) -> dict[str, dict[str, LazyTensor]]:

@@ -18,7 +18,7 @@ _PATIENCE, _TRIES = 0.5, 100
 _READ = {".safetensors", ".bin", ".pth", ".pt", ".json", ".model", ".jinja"}
 
 
-class Look(NamedTuple):
+class FileStamp(NamedTuple):
     """What changes when a file is written or replaced; for a link, the values of its target."""
 
     size: int
@@ -26,13 +26,13 @@ class Look(NamedTuple):
     inode: int
 
 
-def look_at(path: Path) -> Look:
+def look_at(path: Path) -> FileStamp:
     """The current look of a file."""
     status = path.stat()
-    return Look(status.st_size, status.st_mtime_ns, status.st_ino)
+    return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
-def look_at_source(path: Path) -> dict[Path, Look]:
+def look_at_source(path: Path) -> dict[Path, FileStamp]:
     """The looks of a checkpoint's files, before any of them is read; of a single file, of its description, too.
 
     Raises:
@@ -47,7 +47,7 @@ def look_at_source(path: Path) -> dict[Path, Look]:
     return {file: look_at(file) for file in files if file.is_file()}
 
 
-def check_unchanged(looks: Mapping[Path, Look]) -> None:
+def check_unchanged(looks: Mapping[Path, FileStamp]) -> None:
     """Raise a `CheckpointError` if a file has another size, time or inode than at its opening, or is gone."""
     for path, before in looks.items():
         try:
@@ -57,7 +57,7 @@ def check_unchanged(looks: Mapping[Path, Look]) -> None:
                 f"{path}: cannot be read any more ({error.strerror}), though it was when the conversion began."
             ) from error
         if now != before:
-            how = [name for name, old, new in zip(Look._fields, before, now, strict=True) if old != new]
+            how = [name for name, old, new in zip(FileStamp._fields, before, now, strict=True) if old != new]
             raise CheckpointError(
                 f"{path}: was changed or replaced while it was being converted ({', '.join(how)} differ), so that the "
                 "result would be a mixture. Begin again when nothing writes to the source."

@@ -149,7 +149,7 @@ class _Run:
             for name, tensors in group.items():
                 make = SafetensorsOutput if name.endswith(".safetensors") else TorchOutput
                 outputs[name] = make(self._partial(name), tensors)
-            with _Behind() as behind:
+            with _WriteBehind() as behind:
                 for unit in _units(group):
                     self._write_unit(unit, outputs, behind)
             for output in outputs.values():
@@ -163,7 +163,7 @@ class _Run:
             self._name(name)
         sync(self.target)
 
-    def _write_unit(self, unit: Unit, outputs: Mapping[str, Output], behind: "_Behind") -> None:
+    def _write_unit(self, unit: Unit, outputs: Mapping[str, Output], behind: "_WriteBehind") -> None:
         pending = [(name, key, tensor, blocks(tensor)) for name, key, tensor in unit]
         for step in range(max(len(ranges) for *_, ranges in pending)):
             for name, key, tensor, ranges in pending:
@@ -252,7 +252,7 @@ def check_finite(key: str, tensor: LazyTensor, block: torch.Tensor) -> None:
         raise CheckpointError(f"{leaf.origin} (as {key}): {count} of its numbers are {cause}.")
 
 
-class _Behind:
+class _WriteBehind:
     """Runs calls one after the other in a thread, while the next block is read."""
 
     def __init__(self):
@@ -260,7 +260,7 @@ class _Behind:
         self.waiting: deque[tuple[int, Future]] = deque()
         self.nbytes = 0
 
-    def __enter__(self) -> "_Behind":
+    def __enter__(self) -> "_WriteBehind":
         return self
 
     def run(self, nbytes: int, function: Callable[..., None], *args: Any) -> None:

@@ -132,7 +132,7 @@ def refuse_shared_experts(config: Any, model: PreTrainedModel) -> None:
         )
 
 
-def tell_of_frozen_experts(config: Any, model: nn.Module) -> None:
+def warn_of_frozen_experts(config: Any, model: nn.Module) -> None:
     """Say once how many bytes an adapter reaches, and how many it leaves frozen, if the experts are among these.
 
     Args:

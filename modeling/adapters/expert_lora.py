@@ -74,10 +74,10 @@ class ParamWrapper(layer.ParamWrapper):
         self, adapter_name: str, device: torch.device | None = None
     ) -> None:
         experts: Any = self.get_base_layer()
-        if not experts.is_elsewhere:
+        if not experts.is_offloaded:
             super()._move_adapter_to_device_of_base_layer(adapter_name, device)
             return
-        # Weights that are elsewhere have no data, or are not where the rows are.
+        # Weights that are offloaded have no data, or are not where the rows are.
         dtype = None if experts.is_packed else experts.dtype
         for factors in (self.lora_A, self.lora_B):
             # An adapter that a file is read for has no data yet.

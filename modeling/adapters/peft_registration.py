@@ -30,7 +30,7 @@ from ._private_api import (
     turn_update_of_one_expert,
     watch_adapter_files,
 )
-from .adapted_parts import refuse_shared_experts, tell_of_frozen_experts
+from .adapted_parts import refuse_shared_experts, warn_of_frozen_experts
 from .expert_layout import mark, remember_file
 from .fitting import join_beginnings, orient_swapped, pad_ranks
 from .loading import LoadsAdapters
@@ -97,7 +97,7 @@ def _expand_all_linear(original: Any, config: Any, model: nn.Module) -> Any:
         refuse_shared_experts(config, model)
         # Where peft takes "all-linear" for experts, too, it asks here first for the layers alone.
         if not (isinstance(targets, str) and model.config.model_type == LlamoeMixtralConfig.model_type):
-            tell_of_frozen_experts(config, model)
+            warn_of_frozen_experts(config, model)
     return config
 
 

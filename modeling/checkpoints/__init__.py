@@ -48,9 +48,9 @@ from .mapped_memory import forget_pages, is_mapped, return_freed_memory
 from .other_loaders import replace_loaders, replace_trainers_loader
 from .parts import in_units, part_of, sum_by_part
 from .pickles import Named
-from .quantization import tell_of_experts
+from .quantization import warn_of_experts
 from .safetensors_files import DTYPE_NAMES, DTYPES, WEIGHT_DTYPES, TensorHeader
-from .saving import SavesWhole
+from .saving import AtomicSaveMixin
 from .split_experts import fuse_while_loading
 from .state_dicts import TakesStateDicts
 from .torch_files import read_records, read_torch

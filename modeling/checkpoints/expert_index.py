@@ -8,7 +8,7 @@ Files have a layer's experts as two stacks, or each expert's gate, up and down a
 
 Packed stacks have several parts, and beside a linear layer's weight that bitsandbytes has packed stand tensors of other
 kinds (`weight.absmax`, `SCB` …). Who wants experts asks here: to fuse, quantize or unpack them while they are loaded
-(`load_experts`), or to read them where they are (`elsewhere`).
+(`load_experts`), or to read them where they are (`offload`).
 
 Shapes: E experts, H hidden_size, I intermediate_size.
 """

@@ -66,7 +66,7 @@ def take_experts(
     layers = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, Experts) and not module.is_elsewhere
+        if isinstance(module, Experts) and not module.is_offloaded
     }
     tensors = headers_of(files or ()) if state_dict is None else tensors_of(state_dict, None)
     names = names_in_model(model, load_config)

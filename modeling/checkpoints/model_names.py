@@ -48,7 +48,7 @@ class ModelNames:
         self.routed: dict[str, list[str]] = {}
         self.others: dict[str, list[str]] = {}
         self.layers: set[str] = set()
-        self.elsewhere: set[str] = set()
+        self.offloaded: set[str] = set()
         self._walk(model, "", "", "", adapter=False)
 
     def _walk(self, module: nn.Module, name: str, plain: str, owner: str, adapter: bool) -> None:
@@ -73,8 +73,8 @@ class ModelNames:
             if adapter:
                 continue
             self.of_plain[_join(plain, key)] = full
-            if isinstance(module, Experts) and module.is_elsewhere:
-                self.elsewhere.add(full)
+            if isinstance(module, Experts) and module.is_offloaded:
+                self.offloaded.add(full)
             if isinstance(module, Experts | Router):
                 if key != "balancing_bias":
                     self.routed.setdefault(owner, []).append(full)

@@ -57,7 +57,7 @@ def _before_and_after(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[st
         yield name, before, after
 
 
-def tell_of_experts(model: nn.Module, stacks: Iterable[torch.Tensor], reason: str) -> None:
+def warn_of_experts(model: nn.Module, stacks: Iterable[torch.Tensor], reason: str) -> None:
     """Warn, in one sentence with bytes by part, if a quantizer has left routed experts unquantized.
 
     `stacks` has one stack of experts of each mixture, `reason` is a clause that says why they were left.

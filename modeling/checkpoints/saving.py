@@ -211,7 +211,7 @@ def _without_wrappers(model: PreTrainedModel) -> dict[str, Any] | None:
     return {name: weights[name] for name in expected}
 
 
-class SavesWhole(PreTrainedModel):
+class AtomicSaveMixin(PreTrainedModel):
     """`save_pretrained` for a model class; a base class to name before `PreTrainedModel`."""
 
     # Whether transformers undoes the rules of loading. Most of our keys are those of stock's files, and the rules let

@@ -315,7 +315,7 @@ def _check_memory(given: _Given, names: ModelNames, state_dict: Mapping[str, Any
     for name in (*given.whole, *given.single):
         own, tensor = names.tensors[name], state_dict.get(given.prefix + name)
         is_empty = isinstance(tensor, torch.Tensor) and tensor.is_meta
-        if own is not None and own.is_meta and not is_empty and name not in names.elsewhere:
+        if own is not None and own.is_meta and not is_empty and name not in names.offloaded:
             raise CheckpointError(
                 f"{given.prefix}{name} of this model is on the meta device, where no weight can be copied to: give "
                 "assign=True, or load the folder by from_pretrained."

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._private_api import compile_cpp
-from .waiting import told_if_long
+from .waiting import log_if_slow
 
 logger = logging.getLogger("llamoe")
 
@@ -143,7 +143,7 @@ def _compile_for_avx2() -> Any:
 def _compiled(source: str, arguments: dict[str, list[Any]], agrees: Callable[[Any], bool]) -> Any:
     global _why_none
     try:
-        with told_if_long("llamoe: compiling kernels for this processor, once"):
+        with log_if_slow("llamoe: compiling kernels for this processor, once"):
             found = compile_cpp(_source(source))
         if not found.is_supported():
             return None

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from .._private_api import is_observed
+from .._private_api import torch_modes_active
 from .cpp_kernels import cpp_products, plain_matrix
 from .float32_blocks import in_float32, rows_of_torch
 from .limits import CPP_PLAIN_MAX_ROWS, MKL_BATCH_MAX_ROWS
@@ -54,18 +54,18 @@ def can_use_shortcut(x: torch.Tensor) -> bool:
         and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
         and x.is_cpu
         and not torch.is_autocast_enabled("cpu")
-        and not is_observed()
+        and not torch_modes_active()
     )
 
 
-def is_watched(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks, or another `forward`."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
 def is_silu(act_fn: nn.Module) -> bool:
     """Whether an activation is SiLU, and nothing watches it."""
-    return type(act_fn) is _SILU and not is_watched(act_fn)
+    return type(act_fn) is _SILU and not has_hooks(act_fn)
 
 
 def is_plain(weight: torch.Tensor | None, dtype: torch.dtype) -> bool:
@@ -81,7 +81,7 @@ def is_plain(weight: torch.Tensor | None, dtype: torch.dtype) -> bool:
 
 def plain_weight(linear: Any, dtype: torch.dtype) -> torch.Tensor | None:
     """The weight of an `nn.Linear` that nothing watches, if it is ordinary, of this dtype, and large enough."""
-    if type(linear) is not nn.Linear or is_watched(linear):
+    if type(linear) is not nn.Linear or has_hooks(linear):
         return None
     weight = linear._parameters.get("weight")
     return weight if is_plain(weight, dtype) and weight.numel() >= _MIN_WEIGHTS else None

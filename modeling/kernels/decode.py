@@ -33,9 +33,9 @@ from .cpu import (
     apply_linear,
     attend_to_single_queries,
     can_use_shortcut,
+    has_hooks,
     is_plain,
     is_silu,
-    is_watched,
     linear_by_torch,
     plain_weight,
 )
@@ -302,7 +302,7 @@ class FewRows:
                     signature.append(type(tensor))
         known = _KNOWN.get(watched[0])
         if known is None or known[0] != signature:
-            known = signature, None if is_watched(watched[0]) else work_out()
+            known = signature, None if has_hooks(watched[0]) else work_out()
             _KNOWN[watched[0]] = known
         return known[1]
 
@@ -319,7 +319,7 @@ class FewRows:
             return None if weight is None else plain_matrix(weight)
         # Asked of the class: adapters' and other libraries' layers have no such attribute.
         is_packed = self.takes_packed and getattr(type(linear), "is_packed", False)
-        is_known = is_packed and self.dtype == torch.bfloat16 and not is_watched(linear)
+        is_known = is_packed and self.dtype == torch.bfloat16 and not has_hooks(linear)
         return linear.for_kernel() if is_known else None
 
     def _norm(self, norm: Any, inputs: _Linears | None = None) -> int | None:
@@ -345,7 +345,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 def _formula_of(module: nn.Module) -> str | None:
     """The formula that a module computes; None if it is of another class, or something watches it."""
-    return None if is_watched(module) else _formula(module)
+    return None if has_hooks(module) else _formula(module)
 
 
 def _formula(module: nn.Module) -> str | None:
@@ -362,7 +362,7 @@ def _compute_experts(
         getattr(experts, "takes_llamoe_paths", False)
         and not experts.updates
         and experts.config._experts_implementation in (None, "llamoe")
-        and not is_watched(experts)
+        and not has_hooks(experts)
         and (num_tokens * top_k <= CPU_UNSORTED_MAX_ROWS or experts.is_packed)
     ):
         y_NH = _multiply_by_experts(experts, x_TH, indices_TK)

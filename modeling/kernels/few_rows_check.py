@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from .few_rows import TRITON_MAX_ROWS, few_rows_experts, row_counts_of_launches
-from .waiting import told_if_long
+from .waiting import log_if_slow
 
 logger = logging.getLogger("llamoe")
 
@@ -42,7 +42,7 @@ def kernel_is_right(gate_up_EHF: torch.Tensor, down_EIH: torch.Tensor, may_check
         return _is_known(device, dtype, " ".join(f"{size}" for size in sizes))
     kind = (device, dtype, *sizes)
     if kind not in _FAILURES:
-        with told_if_long("llamoe: checking the kernel for few rows, once in this process"):
+        with log_if_slow("llamoe: checking the kernel for few rows, once in this process"):
             failure = _FAILURES[kind] = find_difference(gate_up_EHF, down_EIH)
         if failure:
             logger.warning(

@@ -12,7 +12,7 @@ _PATIENCE = 1.0
 
 
 @contextlib.contextmanager
-def told_if_long(text: str) -> Iterator[None]:
+def log_if_slow(text: str) -> Iterator[None]:
     """A context that shows a text on a terminal if it lasts, until it ends.
 
     It goes the way of transformers' progress bars, and is silent where they are turned off.

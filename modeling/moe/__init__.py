@@ -21,7 +21,7 @@ from .grouped_product import (
     register_holder,
 )
 from .layer import MixtureOfExperts, Router
-from .losses import TrainsRouters, expert_load
+from .losses import RouterLossMixin, expert_load
 from .low_rank import LowRank, Updates
 from .state_dicts import (
     PARTS_OF_STACKS,

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .losses import TrainsRouters, expert_load, moves, router_entropy, token_weights
+from .losses import RouterLossMixin, expert_load, moves, router_entropy, token_weights
 
 
 class RouterWatch:
@@ -183,9 +183,9 @@ _Counts = tuple[torch.Tensor, torch.Tensor, int]
 """Load `[L, E]`, sums of the routers' entropies and of their logits' standard deviations `[2, L]`, number of passes."""
 
 
-def _head_of(model: nn.Module) -> TrainsRouters:
+def _head_of(model: nn.Module) -> RouterLossMixin:
     for module in model.modules():
-        if isinstance(module, TrainsRouters) and module.routers():
+        if isinstance(module, RouterLossMixin) and module.routers():
             return module
     raise ValueError(f"{type(model).__name__} has no routers to watch: it is no mixture of ours with a head.")
 

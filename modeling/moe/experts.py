@@ -3,7 +3,7 @@
 They answer one thing: the products of these rows with these experts, and what adapters add to them
 (`Experts.products`). They have no part in the choice of rows and experts, nor in how rows are sorted and multiplied
 (`dispatch`). Here expert e is slice e of two stacks in memory, whose numbers `formats` knows. `quantization` has
-experts whose stacks are codes, `elsewhere` those whose stacks are not in memory: they say where tensors are.
+experts whose stacks are codes, `offload` those whose stacks are not in memory: they say where tensors are.
 
 `loop_over_experts` is the definition: the formula of an expert for each expert in turn. Every other way to compute
 experts is compared with it.
@@ -36,11 +36,11 @@ STACKS = ("gate_up_proj", "down_proj")
 """Names of the stacks, in the order in which they multiply."""
 
 _ABILITIES = {
-    "llamoe": ("packed", "elsewhere", "adapted"),
-    "llamoe_loop": ("packed", "elsewhere", "adapted"),
-    "llamoe_grouped": ("elsewhere", "adapted"),
+    "llamoe": ("packed", "offloaded", "adapted"),
+    "llamoe_loop": ("packed", "offloaded", "adapted"),
+    "llamoe_grouped": ("offloaded", "adapted"),
     "llamoe_kernel": ("adapted",),
-    "eager": ("packed", "elsewhere"),
+    "eager": ("packed", "offloaded"),
 }
 
 
@@ -49,7 +49,7 @@ def implementation_can(name: str | None, ability: str) -> bool:
 
     Args:
         name: transformers' own, which are in no table here, compute nothing else; None is the default.
-        ability: "packed" stacks, stacks "elsewhere", or what adapters add to rows, "adapted".
+        ability: "packed" stacks, stacks "offloaded", or what adapters add to rows, "adapted".
     """
     return ability in _ABILITIES.get(name or IMPLEMENTATION, ())
 
@@ -86,7 +86,7 @@ class Experts(TakesSingleExperts):
     # Whether files have packed experts one by one, as linear layers.
     is_packed_one_by_one = False
     # Whether the stacks are on disk or in RAM, from where one matrix at a time is brought.
-    is_elsewhere = False
+    is_offloaded = False
     # Of each stack, where it is not that of its tensor.
     _formats: Mapping[str, Any] | None = None
     is_transposed: bool
@@ -134,7 +134,7 @@ class Experts(TakesSingleExperts):
 
     def refusal(self, name: str | None) -> str | None:
         """What an experts implementation of this name needs and these experts are not; None if it can compute them."""
-        needs = {"packed": self.is_packed, "elsewhere": self.is_elsewhere}
+        needs = {"packed": self.is_packed, "offloaded": self.is_offloaded}
         if all(implementation_can(name, need) for need, is_real in needs.items() if is_real):
             return None
         return f"needs stacks of 16 or 32 bits in memory, but these experts are {self.storage}."
@@ -143,7 +143,7 @@ class Experts(TakesSingleExperts):
         """Refuse an experts implementation that wants whole stacks of numbers where there are none.
 
         Raises:
-            ValueError: one that does not know packed stacks, or stacks elsewhere.
+            ValueError: one that does not know packed stacks, or offloaded stacks.
         """
         if reason := self.refusal(name):
             raise ValueError(f'experts_implementation="{name}" {reason} Choose "{IMPLEMENTATION}".')

@@ -136,7 +136,7 @@ def _mean_over_layers(losses: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([loss.to(device) for loss in losses]).mean()
 
 
-class TrainsRouters(PreTrainedModel):
+class RouterLossMixin(PreTrainedModel):
     """Mixin of heads that add router losses to their own, as the config asks.
 
     Attributes:

@@ -1,7 +1,7 @@
 """What adapters add to the experts' products: `y += scale * (dropout(x) A_e) B_e`, a pair of thin matrices an expert.
 
 The pair is multiplied as the experts' own stacks are, with the same rows and groups. Nothing touches a stack, which may
-be frozen, packed or elsewhere.
+be frozen, packed or offloaded.
 
 Shapes: T tokens, k experts a token, N = T * k rows, E experts, I columns in, r rank, O columns out.
 """

@@ -10,7 +10,7 @@ from .bnb_quantizers import (
     QuantizesExperts,
     naming_plain_layers,
     register_bitsandbytes,
-    tell_of_plain_experts,
+    warn_of_plain_experts,
 )
 from .experts import QuantizedExperts
 from .linear import QuantizedLinear

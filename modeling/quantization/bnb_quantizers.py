@@ -18,7 +18,7 @@ from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .._private_api import forget_conversions, replace_quantizer
-from ..checkpoints import SavesWhole, tell_of_experts
+from ..checkpoints import AtomicSaveMixin, warn_of_experts
 from ..formats import BitsAndBytesFormat, Bnb4Bit, Bnb4BitNested, Bnb8Bit
 from ..moe import STACKS, Experts, Router
 from .bnb_experts import BitsAndBytesExperts
@@ -53,7 +53,7 @@ class QuantizesExperts(_Base):
         super()._process_model_before_weight_loading(
             model, device_map=device_map, checkpoint_files=checkpoint_files, **kwargs
         )
-        if not isinstance(model, SavesWhole):
+        if not isinstance(model, AtomicSaveMixin):
             return
         files = [str(file) for file in checkpoint_files or ()]
         # Some folders hold the experts of some layers in 16 bit beside quantized ones.
@@ -84,7 +84,7 @@ class QuantizesExperts(_Base):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         model = super()._process_model_after_weight_loading(model, **kwargs)
-        if isinstance(model, SavesWhole):
+        if isinstance(model, AtomicSaveMixin):
             _keep_codes_in_order(model)
             if self.pre_quantized or packed_experts(model):
                 # transformers cannot run its rules for packed weights in reverse, and saving would try.
@@ -198,7 +198,7 @@ def register_bitsandbytes() -> None:
     replace_quantizer("bitsandbytes_8bit", BitsAndBytes8BitQuantizer)
 
 
-def tell_of_plain_experts(model: PreTrainedModel, method: str) -> None:
+def warn_of_plain_experts(model: PreTrainedModel, method: str) -> None:
     """Warn of experts that a quantized model has in 16 or 32 bits.
 
     Args:
@@ -217,4 +217,4 @@ def tell_of_plain_experts(model: PreTrainedModel, method: str) -> None:
         and not module.is_packed
         and not (takes_experts and not quantizer.pre_quantized)
     ]
-    tell_of_experts(model, stacks, reason)
+    warn_of_experts(model, stacks, reason)

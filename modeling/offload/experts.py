@@ -1,4 +1,4 @@
-"""Routed experts whose matrices are elsewhere.
+"""Routed experts whose matrices are offloaded.
 
 A product asks for one matrix at a time. It is in a slot of the memory for recently used ones, or it is brought there,
 and is multiplied as a slice of a stack would be, in the same order.
@@ -20,14 +20,14 @@ from ..moe import STACKS, Experts, Group, Ranges, Stack, multiply_sorted, regist
 from .store import Store
 
 
-class ExpertsElsewhere(Experts):
+class OffloadedExperts(Experts):
     """The experts of one layer, of which a `Store` has the matrices.
 
     Parameters give names, shapes and dtypes, and what `save_pretrained` writes: a memory map where the file has the
     whole stack in the model's dtype, else a meta tensor. Products read the store instead.
     """
 
-    is_elsewhere = True
+    is_offloaded = True
 
     def __init__(self, experts: Experts, name: str):
         """Take the place of empty experts.
@@ -45,7 +45,7 @@ class ExpertsElsewhere(Experts):
         self.number = register_holder(self)
         self.store: Store | None = None
 
-    def __deepcopy__(self, memo: dict) -> "ExpertsElsewhere":
+    def __deepcopy__(self, memo: dict) -> "OffloadedExperts":
         """A copy of the layer, with the same store."""
         new: Any = object.__new__(type(self))
         memo[id(self)] = new
@@ -132,9 +132,9 @@ class ExpertsElsewhere(Experts):
             self.check_frozen()
         return super().forward(*args, **kwargs)
 
-    def stack(self, name: str) -> "StackElsewhere":
+    def stack(self, name: str) -> "OffloadedStack":
         """The matrices of a stack, for products."""
-        return StackElsewhere(self, name)
+        return OffloadedStack(self, name)
 
     def _kernel_takes(self, form: Format, x_NH: torch.Tensor, groups: list[Group]) -> bool:
         if self.store.is_remote or not super()._kernel_takes(form, x_NH, groups):
@@ -163,10 +163,10 @@ class ExpertsElsewhere(Experts):
         return f"{self._shapes.extra_repr()}, on={None if self.store is None else self.store.place!r}"
 
 
-class StackElsewhere(Stack):
+class OffloadedStack(Stack):
     """The matrices of one stack, which a store brings."""
 
-    def __init__(self, experts: ExpertsElsewhere, name: str):
+    def __init__(self, experts: OffloadedExperts, name: str):
         self.experts, self.name, self.parts = experts, name, []
         self.form, self.sizes = experts.formats[name], experts.sizes_of(name)
         self.num_experts = experts.num_experts
@@ -197,7 +197,7 @@ class StackElsewhere(Stack):
                     store.prefetch(layer, later, [expert])
                 yield parts, ranges
 
-    def matrices(self) -> "StackElsewhere":
+    def matrices(self) -> "OffloadedStack":
         """The matrices `[I, O]`, each read when it is asked for."""
         return self
 

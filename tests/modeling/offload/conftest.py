@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.elsewhere import mixtral, text_model
+from support.offload import mixtral, text_model
 
 
 @pytest.fixture(scope="session")

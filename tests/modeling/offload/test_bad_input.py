@@ -1,4 +1,4 @@
-"""What cannot be done with experts elsewhere is refused in a sentence, and leaves no thread and no open file behind."""
+"""What cannot be done with offloaded experts is refused in a sentence, and leaves no thread and no open file behind."""
 
 import copy
 import json
@@ -9,10 +9,10 @@ import threading
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.elsewhere import expert_bytes, load_both, mixtral, text_model
+from support.offload import expert_bytes, load_both, mixtral, text_model
 
 import llamoe
-from llamoe.modeling.elsewhere import ExpertsMemory, LeastRecentlyUsed
+from llamoe.modeling.offload import ExpertsMemory, LeastRecentlyUsed
 
 ON_DISK = {"experts": "disk"}
 

@@ -1,13 +1,13 @@
-"""Ways to ask for experts elsewhere, and classes that take them."""
+"""Ways to ask for offloaded experts, and classes that take them."""
 
 import pytest
 import torch
 from peft import get_peft_model
-from support.elsewhere import expert_bytes, llamoe_class, load_both, mixtral, text_model
+from support.offload import expert_bytes, llamoe_class, load_both, mixtral, text_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import llamoe
-from llamoe.modeling.elsewhere import ExpertsElsewhere
+from llamoe.modeling.offload import OffloadedExperts
 
 TINY = "examples/llamoe-tiny"
 
@@ -53,7 +53,7 @@ def test_files_are_found_after_the_folder_of_the_process_has_changed(text_folder
 def test_auto_classes_take_the_arguments(text_folder, ids):
     resident = AutoModelForCausalLM.from_pretrained(text_folder).eval()
     model = AutoModelForCausalLM.from_pretrained(text_folder, experts_memory="100KB").eval()
-    assert [type(module) for module in model.modules()].count(ExpertsElsewhere) == 2
+    assert [type(module) for module in model.modules()].count(OffloadedExperts) == 2
     with torch.no_grad():
         assert torch.equal(resident(ids).logits, model(ids).logits)
     assert "experts_memory" not in model.config.to_dict()
@@ -113,7 +113,7 @@ def test_compiled_models_are_equal(tmp_path, ids):
     torch.compiler.reset()
 
 
-def test_classifiers_take_experts_elsewhere(tmp_path, ids):
+def test_classifiers_take_offloaded_experts(tmp_path, ids):
     text_model().save_pretrained(tmp_path)
     kwargs = {"num_labels": 3, "ignore_mismatched_sizes": True}
     torch.manual_seed(0)

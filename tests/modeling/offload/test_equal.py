@@ -1,12 +1,12 @@
-"""Experts elsewhere give the bits of experts in memory: in every store, kind of model, and way to use it."""
+"""Offloaded experts give the bits of experts in memory: in every store, kind of model, and way to use it."""
 
 import pytest
 import torch
-from support.elsewhere import counts, expert_bytes, load_both, mixtral, put_in_store, simulate_lru, text_model
+from support.offload import counts, expert_bytes, load_both, mixtral, put_in_store, simulate_lru, text_model
 
 import llamoe
-from llamoe.modeling.elsewhere import ExpertsMemory
 from llamoe.modeling.moe import Experts
+from llamoe.modeling.offload import ExpertsMemory
 
 KINDS = ("text", "text of 16 bits", "two experts a token", "mixtral", "int4", "int8")
 # A place, whether rows are on a device that stands in for an accelerator, and what becomes of a miss.
@@ -41,12 +41,12 @@ def folders(tmp_path_factory):
     ("kind", "experts"), [(kind, (1, 3, 99)[number % 3]) for number, kind in enumerate(KINDS)]
 )
 def test_logits_are_bit_equal(kind, experts, folders, ids):
-    resident, elsewhere = load_both(folders[kind], experts)
+    resident, offloaded = load_both(folders[kind], experts)
     with torch.no_grad():
         # A prompt, a token, a token in each of two rows, and a few.
         for each in (ids, ids[:1, :1], ids[:, :1], ids[:1, :3]):
-            assert torch.equal(resident(each).logits, elsewhere(each).logits)
-    assert counts(elsewhere).misses > 0
+            assert torch.equal(resident(each).logits, offloaded(each).logits)
+    assert counts(offloaded).misses > 0
 
 
 # Each store with two kinds, one of them in few bits or stored one by one.
@@ -62,13 +62,13 @@ def test_every_store_is_bit_equal(kind, place, is_remote, misses, folders, ids, 
     if is_remote:
         # An accelerator has none of the CPU's kernels.
         monkeypatch.setattr(Experts, "products_by_kernel", lambda *_: None)
-    resident, elsewhere = load_both(folders[kind])
+    resident, offloaded = load_both(folders[kind])
     memory = ExpertsMemory(2 * expert_bytes(resident), misses=misses)
-    put_in_store(elsewhere, place, memory, is_remote)
+    put_in_store(offloaded, place, memory, is_remote)
     with torch.no_grad():
         for each in (ids, ids[:1, :1], ids[:1, :3]):
-            assert torch.equal(resident(each).logits, elsewhere(each).logits)
-    found = counts(elsewhere)
+            assert torch.equal(resident(each).logits, offloaded(each).logits)
+    found = counts(offloaded)
     assert found.misses > 0
     if misses == "compute":
         assert found.computed > 0
@@ -91,64 +91,64 @@ def test_every_store_is_bit_equal(kind, place, is_remote, misses, folders, ids, 
     ],
 )
 def test_generation_is_equal(kind, how, folders, ids):
-    resident, elsewhere = load_both(folders[kind], 2)
+    resident, offloaded = load_both(folders[kind], 2)
     ids = ids[:1] if "prompt_lookup_num_tokens" in how else ids
     answers = []
-    for model in (resident, elsewhere):
+    for model in (resident, offloaded):
         torch.manual_seed(7)
         answers.append(model.generate(ids, max_new_tokens=6, pad_token_id=0, **how))
     assert torch.equal(*answers)
 
 
 def test_assisted_generation_is_equal(folders, ids):
-    resident, elsewhere = load_both(folders["text"], 2)
+    resident, offloaded = load_both(folders["text"], 2)
     _, helper = load_both(folders["text of 16 bits"], 2)
     # Learning a threshold takes scikit-learn, which takes seconds to import.
     helper.generation_config.assistant_confidence_threshold = 0.0
     plain = resident.generate(ids[:1], max_new_tokens=9, do_sample=False)
     assert torch.equal(
-        plain, elsewhere.generate(ids[:1], max_new_tokens=9, do_sample=False, assistant_model=helper)
+        plain, offloaded.generate(ids[:1], max_new_tokens=9, do_sample=False, assistant_model=helper)
     )
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_equal(side, folders, ids):
-    resident, elsewhere = load_both(folders["text"], 2)
+    resident, offloaded = load_both(folders["text"], 2)
     mask = torch.ones_like(ids)
     mask[0, slice(5) if side == "left" else slice(-5, None)] = 0
     with torch.no_grad():
         assert torch.equal(
-            resident(ids, attention_mask=mask).logits, elsewhere(ids, attention_mask=mask).logits
+            resident(ids, attention_mask=mask).logits, offloaded(ids, attention_mask=mask).logits
         )
 
 
 @pytest.mark.parametrize("implementation", ["eager", "llamoe_loop"])
 def test_experts_implementations_are_equal(implementation, folders, ids):
-    resident, elsewhere = load_both(folders["text"], 2, experts_implementation=implementation)
+    resident, offloaded = load_both(folders["text"], 2, experts_implementation=implementation)
     with torch.no_grad():
-        assert torch.equal(resident(ids).logits, elsewhere(ids).logits)
+        assert torch.equal(resident(ids).logits, offloaded(ids).logits)
 
 
 def test_implementations_that_want_stacks_are_refused(folders, ids):
-    _, elsewhere = load_both(folders["text"], 2, experts_implementation="batched_mm")
+    _, offloaded = load_both(folders["text"], 2, experts_implementation="batched_mm")
     with pytest.raises(ValueError, match="batched_mm.*on 'disk'"):
-        elsewhere(ids)
+        offloaded(ids)
 
 
 def test_autocast_is_equal(folders, ids):
-    resident, elsewhere = load_both(folders["text"], 2)
+    resident, offloaded = load_both(folders["text"], 2)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(resident(ids).logits, elsewhere(ids).logits)
+        assert torch.equal(resident(ids).logits, offloaded(ids).logits)
 
 
 def test_a_cast_while_reading_is_equal(folders, ids):
     cls, folder = llamoe.LlamoeForCausalLM, folders["text of 16 bits"]
     resident = cls.from_pretrained(folder, dtype=torch.float32).eval()
-    elsewhere = cls.from_pretrained(
+    offloaded = cls.from_pretrained(
         folder, dtype=torch.float32, device_map={"experts": "disk"}, experts_memory=2 * expert_bytes(resident)
     ).eval()
     with torch.no_grad():
-        assert torch.equal(resident(ids).logits, elsewhere(ids).logits)
+        assert torch.equal(resident(ids).logits, offloaded(ids).logits)
 
 
 @pytest.mark.parametrize("device_map", [
@@ -173,11 +173,11 @@ def test_maps_name_some_layers(device_map, folders, ids):
 
 @pytest.mark.parametrize("slots", [2, 5, 9])
 def test_hits_are_those_of_a_simulated_cache(slots, folders, ids):
-    resident, elsewhere = load_both(folders["text"], slots)
-    with llamoe.trace_experts(elsewhere) as trace:
-        elsewhere.generate(ids[:1], max_new_tokens=25, do_sample=False, eos_token_id=-1)
+    resident, offloaded = load_both(folders["text"], slots)
+    with llamoe.trace_experts(offloaded) as trace:
+        offloaded.generate(ids[:1], max_new_tokens=25, do_sample=False, eos_token_id=-1)
     hits, misses = simulate_lru(trace, slots)
-    found = counts(elsewhere)
+    found = counts(offloaded)
     assert (found.hits, found.misses) == (hits, misses)
     assert found.bytes_read == misses * expert_bytes(resident)
 
@@ -197,9 +197,9 @@ def test_gradients_through_frozen_experts_are_equal(kind, training, folders, ids
 
 
 def test_trained_experts_are_refused_by_name(folders, ids):
-    _, elsewhere = load_both(folders["text"], 2)
+    _, offloaded = load_both(folders["text"], 2)
     with pytest.raises(ValueError, match="model.layers.1.feed_forward.experts.gate_up_proj shall be trained"):
-        elsewhere.train()(ids)
+        offloaded.train()(ids)
 
 
 @pytest.mark.parametrize("kind", ["text", "mixtral", "int4"])

@@ -23,9 +23,9 @@ from accelerate import dispatch_model
 from transformers import DynamicCache, PreTrainedModel
 
 import llamoe
-from llamoe.modeling.elsewhere import ExpertsMemory, ExpertsStatistics
-from llamoe.modeling.elsewhere.memory import pages
 from llamoe.modeling.moe import Experts
+from llamoe.modeling.offload import ExpertsMemory, ExpertsStatistics
+from llamoe.modeling.offload.memory import pages
 
 from . import OURS
 from .clocks import WallClock
@@ -50,7 +50,7 @@ READERS = 8
 TINY = LargeMixture(64, 64, 2, 2)
 
 
-def elsewhere(
+def offload(
     mixture: LargeMixture, shares: tuple[float, ...] = (0.25, 0.5), warm: int = 96, tokens: int = 64
 ) -> Cases:
     """Decode one row with room for shares of the experts, `tokens` behind `warm` that fill it; then read them all."""
@@ -75,7 +75,7 @@ def _tokens(mixture: LargeMixture, law: str, share: float, given: dict, rounds: 
     for number in range(rounds):
         for who in CONTESTANTS[:: 1 if number % 2 == 0 else -1]:
             if number == 0 or who in IN_TURN:
-                found[who].append(in_process("elsewhere", "decode", who=who, law=law, budget=room, **given))
+                found[who].append(in_process("offload", "decode", who=who, law=law, budget=room, **given))
     rows = {who: _joined(its) for who, its in found.items()}
     details = {who: row.pop("details", {}) for who, row in rows.items()}
     expected, failures = details[RESIDENT], []
@@ -126,7 +126,7 @@ def _joined(runs: list[dict]) -> dict:
 def _rate(mixture: LargeMixture, folder: Path, rounds: int) -> dict:
     """The case of passes that need every expert, beside large reads of the same files, in turns in one process."""
     found = in_process(
-        "elsewhere", "rate", folder=str(folder), budget=mixture.all_bytes // 4, rounds=4 * rounds
+        "offload", "rate", folder=str(folder), budget=mixture.all_bytes // 4, rounds=4 * rounds
     )
     rows = found if "skipped" not in found else {OURS: found}
     name = f"reading {mixture.all_bytes / 1e9:.2f} GB of experts"

@@ -9,7 +9,7 @@ a device map to such experts).
 """
 
 from .budget import ExpertsMemory
-from .experts import ExpertsElsewhere
-from .loading import KeepsExpertsElsewhere, claim, install, take_out
+from .experts import OffloadedExperts
+from .loading import OffloadMixin, attach_stores, parse_experts_map, replace_with_offloaded
 from .matrix_cache import LeastRecentlyUsed
 from .statistics import ExpertsStatistics

@@ -4,8 +4,8 @@ import json
 
 import torch
 from support import programs
-from support.elsewhere import expert_bytes, text_model
 from support.models import filled
+from support.offload import expert_bytes, text_model
 
 import llamoe
 

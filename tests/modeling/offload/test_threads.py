@@ -8,12 +8,12 @@ import time
 
 import pytest
 import torch
-from support.elsewhere import expert_bytes, load_both, put_in_store, text_model
+from support.offload import expert_bytes, load_both, put_in_store, text_model
 
 import llamoe
-from llamoe.modeling.elsewhere import ExpertsMemory
-from llamoe.modeling.elsewhere.matrix_cache import LeastRecentlyUsed, MatrixCache
 from llamoe.modeling.moe import Experts
+from llamoe.modeling.offload import ExpertsMemory
+from llamoe.modeling.offload.matrix_cache import LeastRecentlyUsed, MatrixCache
 
 # Seconds after which a test says that threads wait for each other.
 LONG = 60
@@ -145,9 +145,9 @@ def _io_error():
 
 @pytest.mark.parametrize(("slots", "where"), [(1, "product"), (3, "reading"), (1, "reading")])
 def test_an_interrupt_leaves_the_model_whole(where, slots, logits_and_model, ids, monkeypatch):
-    from llamoe.modeling.elsewhere import reading
     from llamoe.modeling.formats import Plain
     from llamoe.modeling.moe import experts
+    from llamoe.modeling.offload import reading
 
     asked, expected, model = logits_and_model(slots, 3)
 
@@ -290,7 +290,7 @@ def test_a_model_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise MemoryError("no room")
 
-    from llamoe.modeling.elsewhere import store
+    from llamoe.modeling.offload import store
 
     monkeypatch.setattr(store, "_Slots", fail)
     with pytest.raises(MemoryError):

@@ -1,4 +1,4 @@
-"""The matrices of experts that are elsewhere, for all layers of a model: slots, and how a matrix comes to one.
+"""The matrices of experts that are offloaded, for all layers of a model: slots, and how a matrix comes to one.
 
 Experts on disk are read into slots in RAM. Experts in RAM are copied into slots on the accelerator, or their rows are
 computed on the CPU. Where rows are on an accelerator and experts on disk, the slots are in RAM, and a matrix is brought

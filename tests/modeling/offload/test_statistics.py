@@ -6,12 +6,12 @@ import pickle
 
 import pytest
 import torch
-from support.elsewhere import counts, expert_bytes, load_both, mixtral, put_in_store, text_model
+from support.offload import counts, expert_bytes, load_both, mixtral, put_in_store, text_model
 
 import llamoe
-from llamoe.modeling.elsewhere import ExpertsElsewhere, ExpertsMemory
-from llamoe.modeling.elsewhere.costs import Costs
 from llamoe.modeling.moe import Experts
+from llamoe.modeling.offload import ExpertsMemory, OffloadedExperts
+from llamoe.modeling.offload.costs import Costs
 
 SLOW_LINK = Costs(bring=1.0, few_rows=0.0, row=0.0)
 FAST_LINK = Costs(bring=0.0, few_rows=1.0, row=1.0)
@@ -135,7 +135,7 @@ def test_a_copy_keeps_hooks_and_shares_the_store(text_folder, ids):
     resident, model = load_both(text_folder)
     called = []
     for module in model.modules():
-        if isinstance(module, ExpertsElsewhere):
+        if isinstance(module, OffloadedExperts):
             module.register_forward_hook(lambda *_: called.append(1))
     new = copy.deepcopy(model)
     assert new._stores() == model._stores()

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import programs
-from support.elsewhere import counts, expert_bytes, llamoe_class, load_both, mixtral, text_model
 from support.models import run
+from support.offload import counts, expert_bytes, llamoe_class, load_both, mixtral, text_model
 
 import llamoe
-from llamoe.modeling.elsewhere import ExpertsMemory
+from llamoe.modeling.offload import ExpertsMemory
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
@@ -298,13 +298,13 @@ def test_a_file_replaced_while_the_model_loads_is_refused(experts_file, monkeypa
     from llamoe.modeling import base
 
     size = 2 * expert_bytes(text_model())
-    install = base.install
+    attach_stores = base.attach_stores
 
     def late(model):
         replace(experts_file)
-        install(model)
+        attach_stores(model)
 
-    monkeypatch.setattr(base, "install", late)
+    monkeypatch.setattr(base, "attach_stores", late)
     with pytest.raises(llamoe.CheckpointError, match="experts.safetensors: has changed"):
         llamoe.LlamoeForCausalLM.from_pretrained(experts_file.parent, experts_memory=size)
 

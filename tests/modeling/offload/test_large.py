@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from support.elsewhere import counts, expert_bytes, load_both, mixtral, text_model
+from support.offload import counts, expert_bytes, load_both, mixtral, text_model
 
 import llamoe
-from llamoe.modeling.elsewhere.memory import BLOCK, pages, slots_of
+from llamoe.modeling.offload.memory import BLOCK, pages, slots_of
 
 # A stack of gate and up has 1.3 MB an expert in float32, down half of it: one matrix in blocks and one that is not.
 SIZES = {"hidden_size": 256, "intermediate_size": 656, "num_local_experts": 5, "num_hidden_layers": 2}
@@ -32,11 +32,11 @@ def folders(tmp_path_factory):
     ("kind", "experts"), [("float32", 1), ("bfloat16", 4), ("mixtral", 1), ("mixtral", 99), ("int8", 4)]
 )
 def test_large_matrices_are_bit_equal(kind, experts, folders, ids):
-    resident, elsewhere = load_both(folders[kind], experts)
+    resident, offloaded = load_both(folders[kind], experts)
     with torch.no_grad():
         for each in (ids, ids[:1, :1], ids[:, :1], ids):
-            assert torch.equal(resident(each).logits, elsewhere(each).logits)
-    found = counts(elsewhere)
+            assert torch.equal(resident(each).logits, offloaded(each).logits)
+    found = counts(offloaded)
     needed = found.misses * expert_bytes(resident)
     assert 0 < needed <= found.bytes_read <= 1.02 * needed
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import programs
 
-from benchmarks import OURS, bars, command_line, elsewhere, processes
+from benchmarks import OURS, bars, command_line, offload, processes
 from benchmarks.clocks import ProcessorClock
 from benchmarks.harness import Budget
 from benchmarks.large_mixtures import LargeMixture, passes_of, simulate_lru
@@ -33,27 +33,27 @@ def test_a_pass_asks_layer_by_layer_for_each_expert_once():
     assert passes_of(experts) == [[(0, 1), (0, 2), (1, 3)], [(0, 0), (1, 1), (1, 2)]]
 
 
-@pytest.mark.parametrize("law", list(elsewhere.LAWS))
+@pytest.mark.parametrize("law", list(offload.LAWS))
 def test_hits_are_the_simulated_ones_and_all_contestants_compute_the_same(folder, law):
     slots = 6
     room = slots * TINY.expert_bytes
     found = {
-        who: elsewhere.decode(who, str(folder), str(folder), law, budget=room, warm=5, tokens=20)
-        for who in elsewhere.CONTESTANTS
+        who: offload.decode(who, str(folder), str(folder), law, budget=room, warm=5, tokens=20)
+        for who in offload.CONTESTANTS
     }
     details = {who: row["details"] for who, row in found.items()}
-    counts = simulate_lru(details[elsewhere.RESIDENT]["passes"], slots)[5:]
+    counts = simulate_lru(details[offload.RESIDENT]["passes"], slots)[5:]
     hits, misses = (sum(count[index] for count in counts) for index in (0, 1))
     assert 0 < hits and 0 < misses
-    for who in (OURS, elsewhere.CACHED, elsewhere.MAPPED):
+    for who in (OURS, offload.CACHED, offload.MAPPED):
         assert found[who]["hit_rate"] == hits / (hits + misses)
         assert found[who]["missed"] == misses / 20
-        assert details[who]["digest"] == details[elsewhere.RESIDENT]["digest"]
+        assert details[who]["digest"] == details[offload.RESIDENT]["digest"]
     # So small experts are read through the page cache, and without anything around them.
     assert found[OURS]["counted_bytes"] == pytest.approx(found[OURS]["missed"] * TINY.expert_bytes)
     assert torch.allclose(
-        torch.tensor(details[elsewhere.ACCELERATE]["first"]),
-        torch.tensor(details[elsewhere.RESIDENT]["first"]),
+        torch.tensor(details[offload.ACCELERATE]["first"]),
+        torch.tensor(details[offload.RESIDENT]["first"]),
         atol=0.05,
     )
 
@@ -62,24 +62,22 @@ def test_a_contestant_that_fails_is_told(folder, monkeypatch):
     """Room for less than one expert."""
     programs.in_place_of_subprocess(monkeypatch, processes)
     given = {"folder": str(folder), "small": str(folder), "law": "even", "budget": 1, "warm": 1, "tokens": 1}
-    assert (
-        "experts_memory=1 bytes" in processes.in_process("elsewhere", "decode", who=OURS, **given)["skipped"]
-    )
+    assert "experts_memory=1 bytes" in processes.in_process("offload", "decode", who=OURS, **given)["skipped"]
 
 
 @pytest.mark.slow
 def test_experts_on_disk_from_the_cases_to_the_reports(tmp_path, monkeypatch):
-    monkeypatch.setattr(elsewhere, "LAWS", {"zipf": "Zipf"})
-    groups = {"elsewhere": lambda: elsewhere.elsewhere(TINY, (0.5,), warm=5, tokens=20)}
+    monkeypatch.setattr(offload, "LAWS", {"zipf": "Zipf"})
+    groups = {"offload": lambda: offload.offload(TINY, (0.5,), warm=5, tokens=20)}
     clock, budget = ProcessorClock(cache_bytes=2**16), Budget(seconds=0.0, least=1, most=1)
     rates = dict(rounds=1, side=64, nbytes=2**20)
-    done = command_line.run("cpu", groups, ["elsewhere"], clock, torch.float32, tmp_path, budget, **rates)
+    done = command_line.run("cpu", groups, ["offload"], clock, torch.float32, tmp_path, budget, **rates)
     assert done == 0
     token, all_read = json.loads((tmp_path / "cpu.json").read_text())["cases"]
-    assert set(token["contestants"]) == set(elsewhere.CONTESTANTS)
+    assert set(token["contestants"]) == set(offload.CONTESTANTS)
     assert all(len(row["seconds"]) == 20 for row in token["contestants"].values())
     assert token["hit_rate_error"] == 0
-    assert set(all_read["contestants"]) == {elsewhere.DRIVE, OURS, elsewhere.WITH_PRODUCTS}
+    assert set(all_read["contestants"]) == {offload.DRIVE, OURS, offload.WITH_PRODUCTS}
     found = bars.Results({"cases": [token, all_read]})
     judged = {bar.text: bar.value(found) for bar in bars.CPU if bar.text.startswith(bars.ON_DISK)}
     assert len(judged) == 7

@@ -1,4 +1,4 @@
-"""From a device map that names experts to a model whose experts are elsewhere.
+"""From a device map that names experts to a model whose experts are offloaded.
 
 transformers and accelerate know modules and devices. So the names of experts are taken out of the map first; while the
 model loads, these experts have no weights at all, and no one reads them; then each gets its store.
@@ -21,7 +21,7 @@ from ..checkpoints import device_of, forget_pages, is_mapped, names_in_model
 from ..moe import Experts
 from ..quantization import LlamoeQuantizer
 from .budget import ExpertsMemory, default_size
-from .experts import ExpertsElsewhere
+from .experts import OffloadedExperts
 from .memory import ALIGNMENT
 from .pieces import StoredLayer, find_pieces
 from .statistics import ExpertsStatistics
@@ -50,12 +50,12 @@ class _Request:
     shapes: dict[str, Experts] = field(default_factory=dict)
 
 
-_current: ContextVar[_Request | None] = ContextVar("llamoe_experts_elsewhere", default=None)
+_current: ContextVar[_Request | None] = ContextVar("llamoe_offload_request", default=None)
 
 
 @contextmanager
-def take_out(kwargs: dict[str, Any]) -> Iterator[None]:
-    """Context of a load, in which experts are elsewhere as the arguments of `from_pretrained` ask.
+def parse_experts_map(kwargs: dict[str, Any]) -> Iterator[None]:
+    """Context of a load, in which experts are offloaded as the arguments of `from_pretrained` ask.
 
     `experts_memory` leaves the arguments, and experts leave their `device_map`.
 
@@ -113,12 +113,12 @@ def _default_device() -> Any:
 
 
 def _main_device(device_map: Mapping[str, Any]) -> torch.device:
-    """The device to which accelerate brings what is elsewhere."""
+    """The device to which accelerate brings what is offloaded."""
     found = (device for device in device_map.values() if _name(device) is None)
     return torch.device(next(found, "cpu"))
 
 
-def claim(model: nn.Module, files: list[str] | None, load_config: Any) -> None:
+def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_config: Any) -> None:
     """Take the experts that were asked for out of an empty model, before its weights are read.
 
     Raises:
@@ -194,7 +194,7 @@ def claim(model: nn.Module, files: list[str] | None, load_config: Any) -> None:
         )
         request.shapes[name] = empty
         request.claimed[name] = chosen[name], stored[name]
-        model.set_submodule(name, ExpertsElsewhere(empty, name))
+        model.set_submodule(name, OffloadedExperts(empty, name))
         ignored.add(re.escape(name[name.find("layers.") :]) + r"\.")
     model._keys_to_ignore_on_load_unexpected = ignored
     for place in ("disk", "cpu"):
@@ -213,14 +213,14 @@ def _rows_device(name: str, device_map: Mapping[str, Any]) -> torch.device:
     return _main_device(device_map) if device is None or _name(device) else torch.device(device)
 
 
-def install(model: nn.Module) -> None:
+def attach_stores(model: nn.Module) -> None:
     """Give the experts that were taken out their stores, once everything else is loaded."""
     # Threads write to this memory, outside of a mode that the caller may be in.
     with torch.inference_mode(False):
-        _install(model)
+        _attach_stores(model)
 
 
-def _install(model: nn.Module) -> None:
+def _attach_stores(model: nn.Module) -> None:
     request = _current.get()
     if request is None or not request.claimed:
         return
@@ -258,7 +258,7 @@ def _own_other_weights(model: nn.Module) -> None:
     needed can say so. This memory counts as the rest of the model's anyway.
     """
     for module in model.modules():
-        if isinstance(module, ExpertsElsewhere):
+        if isinstance(module, OffloadedExperts):
             continue
         for tensor in [*module._parameters.values(), *module._buffers.values()]:
             if tensor is not None and is_mapped(tensor.data):
@@ -285,7 +285,7 @@ def _share(request: _Request, names: list[str], total: int) -> ExpertsMemory:
     return replace(request.memory, size=size)
 
 
-def _connect(experts: ExpertsElsewhere, store: Store, stored: StoredLayer) -> None:
+def _connect(experts: OffloadedExperts, store: Store, stored: StoredLayer) -> None:
     experts.store = store
     shapes: Any = experts._shapes
     for own_name in [*shapes._parameters, *shapes._buffers]:
@@ -301,18 +301,18 @@ def _connect(experts: ExpertsElsewhere, store: Store, stored: StoredLayer) -> No
             experts.register_buffer(own_name, tensor)
 
 
-class KeepsExpertsElsewhere(nn.Module):
+class OffloadMixin(nn.Module):
     """Methods of every model for experts on disk or in RAM: statistics, closing, and what is refused."""
 
     def _stores(self) -> list[Store]:
-        found = (module.store for module in self.modules() if isinstance(module, ExpertsElsewhere))
+        found = (module.store for module in self.modules() if isinstance(module, OffloadedExperts))
         return list(dict.fromkeys(store for store in found if store is not None))
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
         """As `PreTrainedModel.load_adapter`."""
         # `from_pretrained` of an adapter's folder calls this before it returns.
-        install(self)
-        own = [module for module in self.modules() if isinstance(module, ExpertsElsewhere)]
+        attach_stores(self)
+        own = [module for module in self.modules() if isinstance(module, OffloadedExperts)]
         places = getattr(self, "hf_device_map", None)
         if own:
             # Adapters lie where products are computed.
@@ -342,10 +342,10 @@ class KeepsExpertsElsewhere(nn.Module):
         """Check that all weights can be written to a folder.
 
         Raises:
-            ValueError: experts elsewhere that no file has as whole stacks.
+            ValueError: offloaded experts that no file has as whole stacks.
         """
         for name, module in self.named_modules():
-            if isinstance(module, ExpertsElsewhere) and any(
+            if isinstance(module, OffloadedExperts) and any(
                 tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]
             ):
                 raise ValueError(
@@ -360,7 +360,7 @@ class KeepsExpertsElsewhere(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         # A cast is refused before the first layer has changed.
         for module in self.modules():
-            if isinstance(module, ExpertsElsewhere):
+            if isinstance(module, OffloadedExperts):
                 module.check_cast(fn)
         return super()._apply(fn, recurse)
 
@@ -368,10 +368,10 @@ class KeepsExpertsElsewhere(nn.Module):
         """As `PreTrainedModel.dequantize`.
 
         Raises:
-            ValueError: packed experts that are elsewhere.
+            ValueError: packed experts that are offloaded.
         """
         for name, module in self.named_modules():
-            if isinstance(module, ExpertsElsewhere) and module.is_packed:
+            if isinstance(module, OffloadedExperts) and module.is_packed:
                 raise ValueError(
                     f"dequantize: {name} is on {module.store.place!r}, where nothing can be changed. Load the model "
                     "into memory."
@@ -379,7 +379,7 @@ class KeepsExpertsElsewhere(nn.Module):
         return super().dequantize(*args, **kwargs)  # type: ignore[misc]
 
     def close(self) -> None:
-        """Close the files and end the threads of experts elsewhere; a closed model refuses to compute.
+        """Close the files and end the threads of offloaded experts; a closed model refuses to compute.
 
         What nobody refers to any more is closed, too. Does nothing for other models.
         """

@@ -1,6 +1,6 @@
 """A mixture that is larger than its process's memory: its answer beside that of the same one mapped with all memory.
 
-    python -m benchmarks.elsewhere_large     # writes 13.4 GB to the folder for temporary files, and removes them
+    python -m benchmarks.offload_large     # writes 13.4 GB to the folder for temporary files, and removes them
 
 Two processes generate greedily from one prompt: one with experts on disk, one whose weights are mapped, which takes
 what memory there is. The tokens must be equal. The first one's peak (mapped pages of files are in it) and what the
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import llamoe
-from llamoe.modeling.elsewhere import ExpertsStatistics
+from llamoe.modeling.offload import ExpertsStatistics
 
 from .command_line import RESULTS
 from .hardware import describe
@@ -71,7 +71,7 @@ def generate(folder: str, gigabytes: float | None) -> dict:
 def run(folder: Path, gigabytes: float | None) -> dict:
     """`generate` in a new process, with nothing of the folder in the page cache before, and what is in it behind."""
     forget(folder)
-    found = in_process("elsewhere_large", "generate", folder=str(folder), gigabytes=gigabytes)
+    found = in_process("offload_large", "generate", folder=str(folder), gigabytes=gigabytes)
     if "skipped" in found:
         raise RuntimeError(found["skipped"])
     words = ["fincore", "--bytes", "--noheadings", "--output", "RES", *folder.glob("*.safetensors")]
@@ -107,7 +107,7 @@ def page(about: dict, mixture: LargeMixture, found: dict[str, dict]) -> str:
         "|---|---|---|",
         *(f"| {what} | {cell(found['disk'])} | {cell(found['mapped'])} |" for what, cell in rows.items()),
         "",
-        f"`python -m benchmarks.elsewhere_large`: {about['date']} at {about['commit']}, {about['processor']}, one of "
+        f"`python -m benchmarks.offload_large`: {about['date']} at {about['commit']}, {about['processor']}, one of "
         f"{about['processors']} processors, {about['system']}, Python {about['python']}, {versions}",
         "",
     ]
@@ -130,7 +130,7 @@ def main(mixture: LargeMixture = MIXTURE, output: Path = RESULTS) -> int:
     text = page(describe(torch.device("cpu")), mixture, found)
     print(text)
     if not failures:
-        (output / "elsewhere_large.md").write_text(text)
+        (output / "offload_large.md").write_text(text)
     return len(failures)
 
 

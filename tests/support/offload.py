@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 import llamoe
-from llamoe.modeling.elsewhere import ExpertsElsewhere, ExpertsStatistics
+from llamoe.modeling.offload import ExpertsStatistics, OffloadedExperts
 
 TEXT = {
     "vocab_size": 199, "hidden_size": 64, "intermediate_size": 48, "intermediate_size_mlp": 96, "num_hidden_layers": 3,
@@ -46,15 +46,15 @@ def load_both(folder, experts: int = 3, **kwargs):
     """The model of a folder in memory, and with room for so many experts, which are on disk."""
     resident = llamoe_class(folder).from_pretrained(folder, dtype="auto", **kwargs).eval()
     memory = experts * expert_bytes(resident)
-    elsewhere = (
+    offloaded = (
         llamoe_class(folder)
         .from_pretrained(
             folder, dtype="auto", device_map={"experts": "disk"}, experts_memory=memory, **kwargs
         )
         .eval()
     )
-    assert any(isinstance(module, ExpertsElsewhere) for module in elsewhere.modules())
-    return resident, elsewhere
+    assert any(isinstance(module, OffloadedExperts) for module in offloaded.modules())
+    return resident, offloaded
 
 
 def llamoe_class(folder):
@@ -66,12 +66,12 @@ def llamoe_class(folder):
 
 def put_in_store(model, place: str, memory, is_remote: bool) -> None:
     """Give a model's experts a store of another kind; the CPU stands in for an accelerator if `is_remote`."""
-    from llamoe.modeling.elsewhere.store import Store
+    from llamoe.modeling.offload.store import Store
 
     (old,) = model._stores()
     new = Store(old._layers, old._stored, place, torch.device("cpu"), memory, is_remote)
     for module in model.modules():
-        if isinstance(module, ExpertsElsewhere):
+        if isinstance(module, OffloadedExperts):
             module.store = new
     old.close()
 
