@@ -4,7 +4,7 @@ The converter is part of llama.cpp's sources and not of llama-cpp-python: `LLAMA
 the path of convert_hf_to_gguf.py, which has the folders gguf-py and conversion beside it. It runs in another process.
 
 q8_0 and q4_0 are what llama.cpp makes by default, not `pure`: all matrices have that type, except that the head of q4_0
-is q6_K (q8_0 where its rows are no multiple of 256), and that norms and routers stay in float32.
+is q6_K (q8_0 where its rows are not multiples of 256), and that norms and routers stay in float32.
 """
 
 import ctypes
@@ -45,7 +45,7 @@ def find_converter() -> Path:
     if not named:
         raise LeftOut(f"{VARIABLE} is not set to the path of llama.cpp's convert_hf_to_gguf.py")
     if not Path(named).is_file():
-        raise LeftOut(f"{VARIABLE}={named} is no file: it must be llama.cpp's convert_hf_to_gguf.py")
+        raise LeftOut(f"{VARIABLE}={named} is not a file: it must be llama.cpp's convert_hf_to_gguf.py")
     return Path(named).absolute()
 
 

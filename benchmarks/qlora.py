@@ -218,7 +218,7 @@ def main() -> int:
         (RESULTS / "qlora.json").write_text(json.dumps(results, indent=1) + "\n")
     if all(math.isfinite(row["loss"]) and row["factors_with_gradients"] == row["factors"] for row in rows):
         return 0
-    print("FAILED: a loss is no number, or factors of adapters have no gradients", file=sys.stderr)
+    print("FAILED: a loss is not a number, or factors of adapters have no gradients", file=sys.stderr)
     return 1
 
 

@@ -82,7 +82,7 @@ _is_saving: ContextVar[bool] = ContextVar("llamoe_is_saving", default=False)
 
 _COMPOSITE_TYPES = ("llama4", "llamoe")
 
-# Outputs that are no predictions. `Trainer` gathers the others over a whole evaluation, and returns the logits alone
+# Outputs that are not predictions. `Trainer` gathers the others over a whole evaluation, and returns the logits alone
 # if nothing else is left.
 KEYS_TO_IGNORE_AT_INFERENCE = [
     "cache",
@@ -164,7 +164,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
             **kwargs: Fields to override, and transformers' own arguments.
 
         Returns:
-            The configuration; with `return_unused_kwargs=True` a pair of it and the arguments that are no fields.
+            The configuration; with `return_unused_kwargs=True` a pair of it and the arguments that are not fields.
         """
         data = cls._read(config_dict)
         cls._warn_of_misspelt(kwargs)
@@ -201,7 +201,11 @@ class LlamoeBaseConfig(PreTrainedConfig):
                 fail(cls, name, value, f"wrong type {type(value).__name__}", "a dictionary of fields")
             if name == "id2label" and isinstance(value, dict) and not all(map(_is_number, value)):
                 fail(
-                    cls, name, value, "has a key that is no number", "{0: first label, 1: second label, ...}"
+                    cls,
+                    name,
+                    value,
+                    "has a key that is not a number",
+                    "{0: first label, 1: second label, ...}",
                 )
             if name == "feed_forward_name" and value != cls.feed_forward_name:
                 fail(cls, name, value, "belongs to the class", repr(cls.feed_forward_name))

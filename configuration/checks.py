@@ -170,7 +170,7 @@ def check_rope_parameters(config: Any, rotary_multiple: int) -> None:
         )
         if not all(map(_is_number, numbers)):
             valid = "a finite number, or a list of them"
-            problem = "must be finite" if value in (math.inf, -math.inf) else "is no number"
+            problem = "must be finite" if value in (math.inf, -math.inf) else "is not a number"
             fail(config, f"rope_parameters[{name!r}]", value, problem, valid)
     rope_type = parameters.get("rope_type")
     # "axial" is for models that rotate by several coordinates at once.

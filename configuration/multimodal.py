@@ -113,7 +113,7 @@ class LlamoeConfig(LlamoeBaseConfig):
         """Check that tower, projector and decoder fit together; `ValueError` if they do not.
 
         The class defaults do not, as in stock (the tower ends with 4096 channels, the projector reads 7680). So this
-        is no part of `validate`; a model's constructor calls it.
+        is not a part of `validate`; a model's constructor calls it.
         """
         vision, text = self.vision_config, self.text_config
         if not vision.use_adapter:

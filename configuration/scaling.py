@@ -132,7 +132,7 @@ def compute_optimal(
 def _within_budgets(flops: float, optimum: Callable[[float], ComputeOptimal], given: str) -> ComputeOptimal:
     if not _SMALLEST * 1.001 < flops < _LARGEST / 1.001:
         raise ConfigurationError(
-            f"compute_optimal: {given} is no size of a training: its budget lies outside of {_SMALLEST:.0e} to "
+            f"compute_optimal: {given} is not a size of a training: its budget lies outside of {_SMALLEST:.0e} to "
             f"{_LARGEST:.0e} FLOPs, of which the fits say nothing."
         )
     return optimum(flops)

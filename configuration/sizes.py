@@ -16,7 +16,7 @@ def parse_bytes(text: str) -> int | None:
     number, unit = found[1], found[2].upper()
     try:
         return int(float(number) * (1024 if unit.endswith("I") else 1000) ** (_POWERS.index(unit[0]) + 1))
-    # What is no number, and infinity.
+    # What is not a number, and infinity.
     except (ValueError, OverflowError):
         return None
 
@@ -45,7 +45,7 @@ def count_of(name: str, value: Any, least: int = 1) -> int:
     """A number of things that a user gave.
 
     Raises:
-        ValueError: it is no whole number, or smaller.
+        ValueError: it is not a whole number, or smaller.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r}: give a whole number of at least {least}.")

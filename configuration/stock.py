@@ -102,7 +102,7 @@ def from_stock(config: PreTrainedConfig | Mapping[str, Any]) -> LlamoeBaseConfig
 def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:
     """The stock equivalent of a configuration of ours, as the content of a `config.json`.
 
-    Fields that change only training or reporting are dropped; attributes that are no field, such as
+    Fields that change only training or reporting are dropped; attributes that are not fields, such as
     `quantization_config`, are kept, but not of llamoe's own formats: weights in stock's layout are plain. Model type
     and architectures are stock's throughout.
     """

@@ -61,7 +61,7 @@ def convert_vision(
         ValueError: bad options, a target in use or inside the source, an unknown activation or number of heads, a tower
             that the target format cannot express, a damaged source, or `resume` for a model, of which nothing shows
             that it is the same one; no file is left behind.
-        TypeError: a module that is no model of open_clip.
+        TypeError: a module that is not a model of open_clip.
         OSError: the disk is full or fails; complete files stay for `resume`.
     """
     target = Path(target)

@@ -57,7 +57,7 @@ def _open(path: Path, companions: bool, instruct: bool | None) -> Checkpoint:
         return open_hf(path, companions=companions)
     inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
     raise CheckpointError(
-        f"{path}: is no checkpoint that is known here: neither params.json with consolidated.00.pth (Meta) or "
+        f"{path}: is not a checkpoint that is known here: neither params.json with consolidated.00.pth (Meta) or "
         "consolidated.safetensors (Mistral AI), nor config.json (Hugging Face), nor open_clip_model.safetensors "
         f"(open_clip); it holds {inside}."
     )

@@ -13,7 +13,7 @@ jitter, dropout or capacity.
 cover an open set (the chosen stay chosen while their logits stay the largest), on which sum e_i(s_i x) is constant.
 SwiGLU is analytic, so each e_i(s x) is constant in s wherever it is defined, down to s = 0, where an expert without
 biases gives 0. So each routed expert is the zero function, and shared = f. Copies of f as routed experts, as in the
-paper, cannot work here: SwiGLU is not homogeneous, so f(s x) is no multiple of f(x), and s is unknown.
+paper, cannot work here: SwiGLU is not homogeneous, so f(s x) is not a multiple of f(x), and s is unknown.
 
 *Among the weights of the zero function*, a down projection of zero learns best. With h(s x) the inner state, the
 gradient of the down projection is h(s x)^T dL/dy: the dense model's own features, for the tokens of that expert only,

@@ -65,7 +65,7 @@ def chat(
         )
     if not (folder / "config.json").is_file():
         raise ValueError(
-            f"{folder} is no model folder: it has no config.json. `llamoe convert` makes one of other formats."
+            f"{folder} is not a model folder: it has no config.json. `llamoe convert` makes one of other formats."
         )
     if missing := [name for name in ("gradio", "matplotlib") if find_spec(name) is None]:
         raise ValueError(f"the page needs {' and '.join(missing)}: pip install 'llamoe[page]'")

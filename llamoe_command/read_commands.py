@@ -128,7 +128,7 @@ def verify(
 
     The exit status is 0 where they are shown to be one function, 1 where they are shown to be two, and 4 where neither
     is shown: other weights without outputs to compare (--no-logits), or outputs that could not be computed. Tokenizers
-    and generation settings are no part of the function.
+    and generation settings are not parts of the function.
 
         llamoe verify llama-2-7b-chat chat      # before and after convert
     """

@@ -395,7 +395,7 @@ class LlamoePreTrainedModel(
         """
         if not os.fspath(save_directory):
             raise ValueError(
-                "save_pretrained(''): this is no path; give a folder, or \".\" for the current one."
+                "save_pretrained(''): this is not a path; give a folder, or \".\" for the current one."
             )
         if os.path.isfile(save_directory):
             raise ValueError(f"save_pretrained({str(save_directory)!r}): this is a file; give a folder.")

@@ -322,7 +322,7 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
             logits_to_keep: compute logits of this many last tokens (0: all), or of the tokens at these indices.
 
         Raises:
-            ValueError: inputs or labels of a wrong shape, a label that is no token (on the CPU), or router losses
+            ValueError: inputs or labels of a wrong shape, a label that is not a token (on the CPU), or router losses
                 under reentrant gradient checkpointing, where they would train nothing.
         """
         # Without labels the model checks its inputs itself.

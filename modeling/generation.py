@@ -42,7 +42,7 @@ class CheckedGeneration(GenerationMixin):
         """Generate tokens; the arguments are those of `GenerationMixin.generate`.
 
         Raises:
-            ValueError: tokens or embeddings that are no tensor, or a batch without rows.
+            ValueError: tokens or embeddings that are not tensors, or a batch without rows.
         """
         if kwargs.get("custom_generate") is None:  # whose inputs are its own business
             given = {"inputs": inputs, **{name: kwargs.get(name) for name in ("input_ids", "inputs_embeds")}}

@@ -24,7 +24,7 @@ def check_padding_id(config: PreTrainedConfig) -> None:
     """Raise a `ConfigurationError` for a padding token for which torch's embedding has no row; -1 is the last one."""
     padding, size = config.pad_token_id, config.vocab_size
     if padding is not None and not -size <= padding < size:
-        problem = f"is no token of a vocabulary of {size}"
+        problem = f"is not a token of a vocabulary of {size}"
         fail(config, "pad_token_id", padding, problem, f"below {size}, or None")
 
 
@@ -52,7 +52,7 @@ def check_tokens(
         the one that is given.
 
     Raises:
-        ValueError: both or none are given, or one is no tensor, or has the wrong shape, dtype or range.
+        ValueError: both or none are given, or one is not a tensor, or has the wrong shape, dtype or range.
     """
     check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds)
     if (input_ids is None) == (inputs_embeds is None):
@@ -188,7 +188,7 @@ def check_next_tokens(config: PreTrainedConfig, labels: torch.Tensor, ignored: i
     wrong = wrong[(wrong != ignored) & ((wrong < 0) | (wrong >= config.vocab_size))]
     if wrong.numel():
         raise ValueError(
-            f"labels contain {wrong[0].item()}, which is no token of a vocabulary of {config.vocab_size}; expected: "
+            f"labels contain {wrong[0].item()}, which is not a token of a vocabulary of {config.vocab_size}; expected: "
             f"0 to {config.vocab_size - 1}, or {ignored} where no loss is wanted."
         )
 

@@ -189,7 +189,7 @@ def pixel_shuffle(patches: torch.Tensor, ratio: float) -> torch.Tensor:
         `[N, (G / S) ** 2, S * S * D]`, row by row; a token joins its patches' channels row by row.
 
     Raises:
-        ValueError: the patches form no square, or 1 / ratio is no integer that divides its side.
+        ValueError: the patches form no square, or 1 / ratio is not an integer that divides its side.
     """
     # While `torch.jit.trace` runs, sizes are tensors.
     num_patches = int(patches.shape[1])

@@ -84,7 +84,7 @@ def _seconds(work) -> float:
 def _drive(folder: Path, most_bytes: int) -> float:
     if not folder.is_dir():
         raise ValueError(
-            f"{folder}: is no folder; give one with large files, by which its drive can be measured."
+            f"{folder}: is not a folder; give one with large files, by which its drive can be measured."
         )
     files = [path for path in folder.rglob("*") if path.is_file()]
     largest = max(files, key=lambda path: path.stat().st_size, default=None)

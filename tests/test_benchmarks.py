@@ -568,7 +568,7 @@ def test_decoders_are_compared_in_float32_and_their_first_tokens_counted(clock):
         (
             True,
             "nowhere/convert.py",
-            "llama.cpp is left out: LLAMA_CPP_CONVERTER=nowhere/convert.py is no file",
+            "llama.cpp is left out: LLAMA_CPP_CONVERTER=nowhere/convert.py is not a file",
         ),
     ],
 )
@@ -677,7 +677,7 @@ def test_qlora_from_packed_random_weights_to_the_whole_model(weights, monkeypatc
     monkeypatch.setattr(sys, "argv", words)
     if weights == "nf4":
         pytest.importorskip("bitsandbytes")
-    # It fails if a loss is no number, or a factor of an adapter has no gradient.
+    # It fails if a loss is not a number, or a factor of an adapter has no gradient.
     assert qlora.main() == 0
     printed = capsys.readouterr().out
     found = re.findall(r"(\d+) layers, measured: .* loss (\S+); gradients in (\d+) of (\d+) factors", printed)

@@ -98,7 +98,7 @@ def open_tower(
         CheckpointError: a file is missing or damaged, a tensor is missing, unknown or of another shape, or the
             tower has parts that ours cannot express.
         ValueError: activation, model or heads are unknown, or an argument contradicts the configuration.
-        TypeError: a module that is no model of open_clip.
+        TypeError: a module that is not a model of open_clip.
     """
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation = {activation!r}: valid are {' and '.join(map(repr, ACTIVATIONS))}.")
@@ -147,12 +147,12 @@ def _explain_unknown(path: Path) -> CheckpointError:
     )
     if not (path / "config.json").is_file():
         return CheckpointError(
-            f"{path}: is no tower's folder: expected {expected}. A single file is named itself."
+            f"{path}: is not a tower's folder: expected {expected}. A single file is named itself."
         )
     model_type = str(read_json(path / "config.json").get("model_type"))
     reason = " (SigLIP's towers have no class token and pool by attention)" if "siglip" in model_type else ""
     return CheckpointError(
-        f"{path / 'config.json'}: model_type {model_type!r} is no tower that can be converted{reason}; expected "
+        f"{path / 'config.json'}: model_type {model_type!r} is not a tower that can be converted{reason}; expected "
         f"{expected}."
     )
 
@@ -245,8 +245,8 @@ def _view_tower(model: nn.Module, where: Path) -> dict[str, LazyTensor]:
     visual = getattr(model, "visual", None)
     if not isinstance(visual, nn.Module):
         raise TypeError(
-            f"{type(model).__name__}: is no model of open_clip, which has its tower in `visual`; expected a path, or "
-            "what open_clip.create_model returns."
+            f"{type(model).__name__}: is not a model of open_clip, which has its tower in `visual`; expected a path, "
+            "or what open_clip.create_model returns."
         )
     state = {f"visual.{name}": tensor for name, tensor in visual.state_dict().items()}
     if any(tensor.is_meta for tensor in state.values()):

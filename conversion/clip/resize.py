@@ -105,7 +105,7 @@ def resize(checkpoint: Checkpoint, image_size: int) -> Checkpoint:
     """A tower for pictures of another size in pixels: positions resized (see `resize_positions`), processor adapted.
 
     Raises:
-        ValueError: the size is no multiple of the patch size, or the grid does not fit the tower's adapter.
+        ValueError: the size is not a multiple of the patch size, or the grid does not fit the tower's adapter.
     """
     before = cast(LlamoeVisionConfig, checkpoint.config)
     check_at_least(1, image_size=image_size)

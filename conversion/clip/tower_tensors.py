@@ -31,7 +31,7 @@ def measure(table: Table, tensors: Mapping[str, LazyTensor], where: Path) -> tup
     for name, axes in zip(names, _MEASURED.values(), strict=True):
         if name not in tensors:
             raise CheckpointError(
-                f"{where}: {name} is missing, without which this is no vision transformer of CLIP."
+                f"{where}: {name} is missing, without which this is not a vision transformer of CLIP."
             )
         if tensors[name].ndim != axes:
             raise CheckpointError(

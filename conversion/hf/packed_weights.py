@@ -221,7 +221,7 @@ def unpack_tensors(
         config: of the model.
         quantization: how its weights are stored.
         place: the folder, for messages.
-        problems: gets sentences on parts that are missing or do not fit, which then are no error.
+        problems: gets sentences on parts that are missing or do not fit, which then are not errors.
 
     Raises:
         CheckpointError: a part is missing, or has another shape or dtype than the format asks for; or no such model can

@@ -123,7 +123,7 @@ def _survey(path: Path, error: Exception) -> tuple[Checkpoint, list[str]]:
     elif path.is_file() and tensors:
         kind = "weights"
         if not any(map(OF_CLIP.search, tensors)):
-            # Drop the complaint that a file of another model is no tower.
+            # Drop the complaint that a file of another model is not a tower.
             problems = []
     found = Checkpoint(path, kind, config, tensors, sources=files, quantization=quantization, stored=stored)
     return found, list(dict.fromkeys(problems))

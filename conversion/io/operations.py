@@ -131,8 +131,8 @@ def split(tensor: LazyTensor, axis: int, files: int) -> list[LazyTensor]:
     size = tensor.shape[axis]
     if size % files:
         raise CheckpointError(
-            f"{tensor.origin} of shape {list(tensor.shape)} cannot be split over {files} files: {size} is no multiple "
-            f"of {files}. Choose a number of files that divides it."
+            f"{tensor.origin} of shape {list(tensor.shape)} cannot be split over {files} files: {size} is not a "
+            f"multiple of {files}. Choose a number of files that divides it."
         )
     part = size // files
     return [tensor.cut(axis, i * part, (i + 1) * part) for i in range(files)]

@@ -82,7 +82,7 @@ def check_target(target: Path, resume: bool) -> None:
         parent = next(parent for parent in target.absolute().parents if parent.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise ValueError(
-                f"{target}: {parent} is no folder that can be written to. Choose another target."
+                f"{target}: {parent} is not a folder that can be written to. Choose another target."
             )
         return
     if not target.is_dir():
@@ -97,7 +97,7 @@ def check_target(target: Path, resume: bool) -> None:
         raise ValueError(f"{target}: {state}; nothing is overwritten: {hint}.")
     if not is_unfinished:
         raise ValueError(
-            f"{target}: there is nothing to resume: it is no folder that a conversion left unfinished. If it is "
+            f"{target}: there is nothing to resume: it is not a folder that a conversion left unfinished. If it is "
             "finished, use it; otherwise choose another target."
         )
 

@@ -283,7 +283,7 @@ def add_kept(config: LlamoeBaseConfig, kept: Mapping[str, Any], origin: str) -> 
         same = name == "attn_temperature_tuning" and bool(part) == bool(getattr(config, name, None))
         if name not in declared_fields(type(config)) or not (name in free or same):
             raise CheckpointError(
-                f"{origin}: {name} = {part!r} is no field that this file may hold; params.json and the tensors "
+                f"{origin}: {name} = {part!r} is not a field that this file may hold; params.json and the tensors "
                 f"decide what the model computes."
             )
         try:

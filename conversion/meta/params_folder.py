@@ -21,7 +21,7 @@ _Config = TypeVar("_Config", bound=LlamoeBaseConfig)
 
 
 def open_files(paths: Sequence[Path]) -> tuple[list[dict[str, LazyTensor]], dict[str, str]]:
-    """Each file's tensors by name, and the entries that are no tensors, with the reason why they are left out."""
+    """Each file's tensors by name, and the entries that are not tensors, with the reason why they are left out."""
     files: list[dict[str, LazyTensor]] = []
     dropped: dict[str, str] = {}
     for path in paths:

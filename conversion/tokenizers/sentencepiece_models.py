@@ -53,7 +53,9 @@ def read(content: bytes, origin: str) -> Any:
             )
         # Pieces that are not UTF-8 are bytes.
         if not all(isinstance(piece.piece, str) for piece in proto.pieces):
-            raise CheckpointError(f"{origin}: a SentencePiece model with a piece that is no text. {advice}")
+            raise CheckpointError(
+                f"{origin}: a SentencePiece model with a piece that is not a text. {advice}"
+            )
         library.SentencePieceProcessor(model_proto=content)
     except CheckpointError:
         raise

@@ -60,7 +60,7 @@ def read(content: bytes, origin: str) -> Tekken:
         special = [names.get(number, f"<SPECIAL_{number}>") for number in range(specials)]
         result = Tekken(list(ranks), special, config["pattern"], int(config["version"].removeprefix("v")))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{origin}: is no tekken.json ({error!r}). {_ADVICE}") from error
+        raise CheckpointError(f"{origin}: is not a tekken.json ({error!r}). {_ADVICE}") from error
     if list(ranks.values()) != list(range(size - specials)):
         raise CheckpointError(
             f"{origin}: has {len(ranks)} different tokens, not one for each rank from 0 to {size - specials - 1}. "

@@ -85,7 +85,7 @@ def verify(
         progress: an object with `start(total_bytes)` and `advance(nbytes, file)`.
 
     Raises:
-        CheckpointError: a path is no checkpoint, or a file is damaged.
+        CheckpointError: a path is not a checkpoint, or a file is damaged.
         ValueError: a count below 1, a negative seed or tolerance, an unavailable device, or one checkpoint reads texts
             only and the other pictures only.
     """

@@ -15,7 +15,7 @@ def find_port(host: str, port: int | None) -> int:
     """A port that is free now.
 
     Raises:
-        ValueError: the port is taken, all ports that are tried are, or the host is no address of this machine.
+        ValueError: the port is taken, all ports that are tried are, or the host is not an address of this machine.
     """
     if port is not None:
         found = _bind(host, port)
@@ -36,7 +36,7 @@ def _bind(host: str, port: int) -> int | None:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, OverflowError) as error:
-        raise ValueError(f"{host}:{port} is no address of this machine ({error}).") from error
+        raise ValueError(f"{host}:{port} is not an address of this machine ({error}).") from error
     with socket.socket(family, kind) as listener:
         # On Windows it would let a port be taken twice.
         if os.name == "posix":
@@ -50,7 +50,7 @@ def _bind(host: str, port: int) -> int | None:
         except OSError as error:
             if error.errno in _NOT_HERE:
                 raise ValueError(
-                    f"{host} is no address of this machine; the default is 127.0.0.1."
+                    f"{host} is not an address of this machine; the default is 127.0.0.1."
                 ) from error
             return None
         return listener.getsockname()[1]

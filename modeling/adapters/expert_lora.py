@@ -43,7 +43,7 @@ class ParamWrapper(layer.ParamWrapper):
     ):
         if parameter_name is None:
             raise ValueError(
-                "LoRA's target_modules names the experts' module, which is no linear layer. Name its stacks in "
+                "LoRA's target_modules names the experts' module, which is not a linear layer. Name its stacks in "
                 'target_parameters: ["experts.gate_up_proj", "experts.down_proj"].'
             )
         if config.use_dora:

@@ -20,7 +20,7 @@ class ParamWrapper(layer.ParamWrapper):
     ):
         if parameter_name is None:
             raise ValueError(
-                "LoRA's target_modules names the router's module, which is no linear layer. Name its weight in "
+                "LoRA's target_modules names the router's module, which is not a linear layer. Name its weight in "
                 'target_parameters, such as ["router.weight"] ("gate.weight" of Mixtral).'
             )
         super().__init__(base_layer, adapter_name, parameter_name, **kwargs)

@@ -51,7 +51,7 @@ def check_files(
     for name, tensor in header.items():
         if tensor.dtype not in WEIGHT_DTYPES and not _POSITIONS.search(name):
             raise CheckpointError(
-                f"{path}: {name} has dtype {tensor.dtype}, which is no dtype of an adapter's weights "
+                f"{path}: {name} has dtype {tensor.dtype}, which is not a dtype of an adapter's weights "
                 f"({', '.join(sorted(WEIGHT_DTYPES))})."
             )
     found = sum(math.prod(tensor.shape) for tensor in header.values())

@@ -314,7 +314,7 @@ def check_fit(
                     )
             elif header.dtype not in WEIGHT_DTYPES:
                 raise CheckpointError(
-                    f"{path}: {name} has dtype {header.dtype}, which is no dtype of plain weights "
+                    f"{path}: {name} has dtype {header.dtype}, which is not a dtype of plain weights "
                     f"({', '.join(sorted(WEIGHT_DTYPES))}), and config.json has no quantization_config for it."
                 )
 

@@ -36,7 +36,7 @@ def check_devices(device_map: Any, max_memory: Any = None, offload_folder: Any =
         for name, device in device_map.items():
             if not isinstance(name, str):
                 raise ValueError(
-                    f"device_map: {name!r} is no module's name, but of type {type(name).__name__}."
+                    f"device_map: {name!r} is not a module's name, but of type {type(name).__name__}."
                 )
             if not _exists(device):
                 raise ValueError(f"device_map[{name!r}] = {device!r}: {_devices_here()}")

@@ -214,7 +214,7 @@ def _unknown(tensor: Stored, experts: Experts) -> str:
     known = "experts.N.gate_proj.weight and experts.gate_projs.N.weight, with up and down likewise."
     if not experts.is_transposed:
         known = "experts.N.w1.weight, w2 and w3."
-    return f"{tensor} belongs to one expert, but is no weight that can be fused: known are {known}"
+    return f"{tensor} belongs to one expert, but is not a weight that can be fused: known are {known}"
 
 
 def check_experts(
@@ -287,7 +287,7 @@ def _check_tensor(stored: Stored, wanted: tuple[int, ...], dtype: torch.dtype | 
         )
     if dtype is None and stored.dtype not in WEIGHT_DTYPES:
         raise CheckpointError(
-            f"{stored} has dtype {stored.dtype}, which is no dtype of plain weights. Load the unquantized checkpoint."
+            f"{stored} has dtype {stored.dtype}, which is not a dtype of plain weights. Load the unquantized "
         )
     if dtype is not None and stored.dtype != DTYPE_NAMES[dtype]:
         raise CheckpointError(

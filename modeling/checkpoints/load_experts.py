@@ -158,7 +158,7 @@ class ExpertsOfCheckpoint:
             offload_index: transformers' record of weights that stay on disk, to which stacks are added.
 
         Raises:
-            CheckpointError: an expert is not stored as config.json says, or its scales are no numbers.
+            CheckpointError: an expert is not stored as config.json says, or its scales are not numbers.
         """
         places = dict(load_config.device_map or {"": "cpu"})
         for layer, experts in self._layers.items():

@@ -141,7 +141,7 @@ class Unpickler(PythonUnpickler):
                 f"{self.origin}: holds tensors of another kind ({shown}); plain ones were expected."
             )
         raise CheckpointError(
-            f"{self.origin}: is no plain file of tensors, and may want to run code ({shown}). It is not opened; get "
+            f"{self.origin}: is not a plain file of tensors, and may want to run code ({shown}). It is not opened; get "
             "the weights as safetensors or from their original source."
         )
 
@@ -151,14 +151,14 @@ class Unpickler(PythonUnpickler):
             case ("storage", Named(name=name), str(key), str(), int(numel), *part) if numel >= 0:
                 dtype = _STORAGES[name.rpartition(".")[2].removesuffix("Storage")]
                 return self.find(dtype, key, numel, *part)
-        self.fail("asks for what is no storage")
+        self.fail("asks for what is not a storage")
 
     def load_setitems(self) -> None:
         """Add alternating keys and values to a dictionary."""
         pairs = self.pop_mark()
         target = self.stack[-1]
         if type(target) is not dict or len(pairs) % 2:
-            self.fail("enters pairs into what is no dictionary")
+            self.fail("enters pairs into what is not a dictionary")
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
             # Nested tuples can take forever to hash, and chosen numbers can collide.
             if not (type(key) is str or type(key) is int and -(2**31) <= key < 2**31):
@@ -186,7 +186,7 @@ class Unpickler(PythonUnpickler):
         """Name what an allowed class would make."""
         _, made = self.stack.pop(), self.stack.pop()
         if type(made) is not Named or made.name not in self.allowed:
-            self.fail("makes an object that is no tensor")
+            self.fail("makes an object that is not a tensor")
         self.append(Named(made.name.rpartition(".")[2]))
 
     def load_reduce(self) -> None:
@@ -197,7 +197,7 @@ class Unpickler(PythonUnpickler):
     def call(self, function: Any, arguments: Any) -> Any:
         """Result of a function, if it is known without calling it."""
         if type(function) is not Named or type(arguments) is not tuple:
-            self.fail("calls what is no function")
+            self.fail("calls what is not a function")
         match function.name, arguments:
             case ("torch._utils._rebuild_tensor" | "torch._utils._rebuild_tensor_v2"), (
                 Storage() as storage, begin, shape, strides, *rest
@@ -253,7 +253,7 @@ class Unpickler(PythonUnpickler):
             and all(type(n) is int and 0 <= n <= MOST_INDICES for n in (begin, *shape, *strides))
             and prod(shape) <= MOST_INDICES
         ):
-            self.fail("has a tensor whose shape and strides are no sizes")
+            self.fail("has a tensor whose shape and strides are not sizes")
         reach = 0
         if prod(shape):
             reach = begin + 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))

@@ -190,7 +190,7 @@ def _check_small(record: Record, shown: str, file: BinaryIO, fail: Callable[[str
         fail("was written on a big-endian machine; save it again on a usual one")
     # torch divides by this number.
     if shown.endswith("/.storage_alignment") and not (content.isdigit() and 0 < int(content) <= 1 << 20):
-        fail(f"{shown} is no alignment")
+        fail(f"{shown} is not an alignment")
 
 
 def _read_legacy(path: str | os.PathLike, file: BinaryIO, allowed: set[str]) -> Any:

@@ -253,7 +253,7 @@ def _joined(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 def _aligned(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of an expert at an address that kernels take: sizes that are no multiple of 32 leave others."""
+    """Codes of an expert at an address that kernels take: sizes that are not multiples of 32 leave others."""
     return codes.clone() if codes.is_cuda and codes.data_ptr() % _ALIGNMENT else codes
 
 

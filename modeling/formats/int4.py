@@ -61,10 +61,10 @@ class Int4(Format):
     def refusal(self, sizes: Sizes) -> str | None:
         num_out, num_in = sizes
         if num_out % ROWS_MULTIPLE:
-            return f"it has {num_out} outputs, which is no multiple of {ROWS_MULTIPLE}, as int4 needs"
+            return f"it has {num_out} outputs, which is not a multiple of {ROWS_MULTIPLE}, as int4 needs"
         if (padding := self._padded(num_in) - num_in) > num_in * _MOST_PADDING:
             return (
-                f"its {num_in} inputs are no multiple of group_size={self.group_size}, and padding would add "
+                f"its {num_in} inputs are not multiples of group_size={self.group_size}, and padding would add "
                 f"{padding / num_in:.0%}"
             )
         return None

@@ -36,7 +36,7 @@ class Int8(Format):
 
     def refusal(self, sizes: Sizes) -> str | None:
         if sizes[1] % ROWS_MULTIPLE:
-            return f"its {sizes[1]} inputs are no multiple of {ROWS_MULTIPLE}, as int8 needs"
+            return f"its {sizes[1]} inputs are not multiples of {ROWS_MULTIPLE}, as int8 needs"
         return None
 
     def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:

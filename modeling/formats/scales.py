@@ -84,7 +84,7 @@ def symmetric(
             best = torch.where(is_better, explained, best)
             found = torch.where(is_better, product / spread, found)
         scale = found
-    # Rows of zeros. What is no number stays, and is found.
+    # Rows of zeros. What is not a number stays, and is found.
     scale = torch.where(scale == 0, 1.0, scale).to(dtype)
     codes = torch.mul(weights_NG, scale.float().reciprocal_())
     return codes.round_().clamp_(-127, 127).to(torch.int8), scale

@@ -92,7 +92,7 @@ class RouterWatch:
         self._of_step, self._of_report = None, _add(self._of_report, counts)
         load, (_, spread_L), passes = counts
         with torch.no_grad():
-            # Logits that are no numbers, as of a step that a scaler of gradients skips, move nothing.
+            # Logits that are not numbers, as of a step that a scaler of gradients skips, move nothing.
             spreads = (spread_L / passes).nan_to_num(0.0, 0.0, 0.0)
             for router, load_E, spread in zip(self.head.routers(), load, spreads, strict=True):
                 if moves(router):
@@ -187,7 +187,9 @@ def _head_of(model: nn.Module) -> RouterLossMixin:
     for module in model.modules():
         if isinstance(module, RouterLossMixin) and module.routers():
             return module
-    raise ValueError(f"{type(model).__name__} has no routers to watch: it is no mixture of ours with a head.")
+    raise ValueError(
+        f"{type(model).__name__} has no routers to watch: it is not a mixture of ours with a head."
+    )
 
 
 def _shares(load: torch.Tensor) -> torch.Tensor:

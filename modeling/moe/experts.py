@@ -166,7 +166,7 @@ class Experts(TakesSingleExperts):
             ValueError: there is no such tensor.
         """
         if self.storage is not None:
-            raise ValueError(f"{name} is {self.storage}, and is no stack of numbers in memory.")
+            raise ValueError(f"{name} is {self.storage}, and is not a stack of numbers in memory.")
         stack = getattr(self, name)
         return stack if self.is_transposed else stack.transpose(1, 2)
 

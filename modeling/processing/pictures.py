@@ -60,7 +60,7 @@ def read_picture(source: str | os.PathLike | bytes | BinaryIO, *, max_pixels: in
     except Image.DecompressionBombError as error:
         raise PictureError(f"{name}: has too many pixels. Make the picture smaller ({error}).") from error
     except UnidentifiedImageError as error:
-        raise PictureError(f"{name}: is no picture, or of another format; {_EXPECTED}.") from error
+        raise PictureError(f"{name}: is not a picture, or of another format; {_EXPECTED}.") from error
     except PictureError:
         raise
     # A damaged file makes Pillow raise nearly anything.
@@ -133,13 +133,13 @@ def _pictures_of(image: Any) -> list[Any]:
         try:
             numbers = np.asarray(image)
         except ValueError as error:
-            raise PictureError(f"a picture of numbers in lists is no array ({error}).") from error
+            raise PictureError(f"a picture of numbers in lists is not an array ({error}).") from error
     elif not isinstance(image, torch.Tensor) and hasattr(image, "__array__"):
         numbers = np.asarray(image)
     if not isinstance(numbers, (np.ndarray, torch.Tensor)):
         raise PictureError(
-            f"a {type(image).__name__} is no picture; expected a path, an address, the bytes of a file, a PIL image, "
-            "an array or a tensor, or one list of these for each text."
+            f"a {type(image).__name__} is not a picture; expected a path, an address, the bytes of a file, a PIL "
+            "image, an array or a tensor, or one list of these for each text."
         )
     if numbers.ndim not in (2, 3, 4):
         raise PictureError(
@@ -181,7 +181,7 @@ def _file_of(source: str | os.PathLike | bytes | BinaryIO) -> tuple[str, Path | 
     if not isinstance(source, (str, os.PathLike)):
         if not hasattr(source, "read"):
             raise PictureError(
-                f"a {type(source).__name__} is no picture; expected a path, the bytes of a file, or a binary file."
+                f"a {type(source).__name__} is not a picture; expected a path, the bytes of a file, or a binary file."
             )
         return str(getattr(source, "name", "picture")), source
     path = Path(source)
@@ -193,7 +193,7 @@ def _file_of(source: str | os.PathLike | bytes | BinaryIO) -> tuple[str, Path | 
     if not is_there:
         raise PictureError(f"{source}: no such picture.")
     if not is_file:
-        raise PictureError(f"{source}: is no file; {_EXPECTED}.")
+        raise PictureError(f"{source}: is not a file; {_EXPECTED}.")
     return str(source), path
 
 

@@ -94,7 +94,7 @@ def read_matrix(form: BitsAndBytesFormat, found: Mapping[str, Stored], sizes: Si
         sizes: of the matrix.
 
     Raises:
-        CheckpointError: a tensor is missing, has another shape or dtype, or scales that are no numbers; or the weight
+        CheckpointError: a tensor is missing, has another shape or dtype, or scales that are not numbers; or the weight
             is stored in another format.
     """
     read = _read_4_bits if isinstance(form, Bnb4Bit) else _read_8_bits

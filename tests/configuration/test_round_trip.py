@@ -72,7 +72,7 @@ def test_saved_with_a_model(family, layout, tmp_path):
 
 
 def test_parts_that_had_a_folder_of_their_own(tmp_path):
-    """What a part's folder says of loading it is no field of the part, in whatever it is put."""
+    """What a part's folder says of loading it is not a field of the part, in whatever it is put."""
     text_config().save_pretrained(tmp_path / "text")
     vision_config().save_pretrained(tmp_path / "vision")
     parts = {

@@ -373,7 +373,7 @@ def test_parts_in_the_wrong_places_are_refused(parts, tmp_path):
     for first, second, named in [
         (tmp_path / "tower", parts.decoder, "/tower is"),
         (parts.tower, parts.decoder, "/tower is"),
-        (parts.decoder, parts.decoder, "/decoder.* is no tower"),
+        (parts.decoder, parts.decoder, "/decoder.* is not a tower"),
         (parts.decoder, tmp_path / "nothing", "nothing: no such file"),
         (tmp_path / "nothing", parts.tower, "nothing: no such file"),
         (tmp_path / "bare", parts.tower, r"bare.* tokenizer\.json or tokenizer\.model"),

@@ -102,7 +102,7 @@ def flip(rng: random.Random, original: Original) -> Damage:
 
 
 def structure(content: bytes) -> list[tuple[int, int]]:
-    """The parts of one of torch's archives that are no numbers of tensors, as ranges of bytes."""
+    """The parts of one of torch's archives that are not numbers of tensors, as ranges of bytes."""
     ranges, position = [], 0
     with zipfile.ZipFile(io.BytesIO(content)) as whole:
         for info in sorted(whole.infolist(), key=lambda info: info.header_offset):

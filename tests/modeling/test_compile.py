@@ -192,7 +192,7 @@ EXPERTS = [
 
 @pytest.mark.parametrize(("implementation", "dtype", "width"), EXPERTS, ids=str)
 def test_experts_are_one_graph(implementation, dtype, width):
-    """A width of 52 in bfloat16 is no multiple of 16 bytes, which torch's grouped product asks for."""
+    """A width of 52 in bfloat16 is not a multiple of 16 bytes, which torch's grouped product asks for."""
     config = CASES["LlamoeForCausalLM"].make_config(intermediate_size=width)
     config._experts_implementation = implementation
     mixture = MixtureOfExperts(config)

@@ -528,7 +528,9 @@ def test_padding_token_of_the_vocabulary(padding):
     config = llamoe.LlamoeDenseConfig.from_dict(stock_dense_config(vocab_size=47).to_dict())
     config.pad_token_id = padding
     if padding in (-48, 47):
-        with pytest.raises(ValueError, match=f"pad_token_id = {padding}: is no token of a vocabulary of 47"):
+        with pytest.raises(
+            ValueError, match=f"pad_token_id = {padding}: is not a token of a vocabulary of 47"
+        ):
             llamoe.LlamoeDenseModel(config)
     else:
         llamoe.LlamoeDenseModel(config)

@@ -407,7 +407,7 @@ def stock_of_width(tmp_path_factory):
 )
 @pytest.mark.parametrize(("width", "fits"), [(52, True), (51, False)], ids=["aligned", "odd"])
 def test_experts_backends(width, fits, backend, how, stock_of_width, monkeypatch):
-    # Rows of 51 floats are no multiple of 16 bytes: `grouped_mm` then runs the loop over experts.
+    # Rows of 51 floats are not multiples of 16 bytes: `grouped_mm` then runs the loop over experts.
     folder, expected = stock_of_width(width)
     at_load = backend if how == "at-load" else "eager"
     ours = load_whole(llamoe.LlamoeForCausalLM, folder, experts_implementation=at_load)
@@ -466,7 +466,7 @@ def test_bfloat16_with_every_backend(kind, width, attention, tmp_path, record_pa
     ours = load_whole(llamoe.LlamoeForCausalLM, tmp_path, **options)
     for backend in BACKENDS:
         ours.set_experts_implementation(backend)
-        # In bfloat16 rows of 52 are no multiple of 16 bytes, those of 56 are.
+        # In bfloat16 rows of 52 are not multiples of 16 bytes, those of 56 are.
         assert all(block.experts.fits_grouped_mm() is (width == 56) for block in mixtures(ours).values())
         given = ours(ids(), output_router_logits=True)
         check_bfloat16_errors(given.logits, expected, reference, names, record_parity)

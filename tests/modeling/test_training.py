@@ -227,7 +227,7 @@ def test_label_smoothing_predicts_the_next_token(case, tmp_path):
 
 @pytest.mark.parametrize("case", [DENSE, MIXTRAL, MULTIMODAL], **ids)
 def test_evaluation_gives_logits_and_nothing_beside_them(case, tmp_path):
-    """Router logits, losses and image states are no predictions, and have no common shape to gather them by."""
+    """Router logits, losses and image states are not predictions, and have no common shape to gather them by."""
     model, examples = case.make_small(), rows(case, count=8)
     config = model.config.get_text_config()
     if case.has_experts:

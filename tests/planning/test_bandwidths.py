@@ -32,7 +32,7 @@ def test_an_empty_folder_has_no_drive_to_measure(tmp_path):
     with pytest.raises(ValueError, match="has no file of 1 MB or more"):
         measure_bandwidths(tmp_path)
     for wrong in (tmp_path / "missing", __file__):
-        with pytest.raises(ValueError, match="is no folder; give one with large files"):
+        with pytest.raises(ValueError, match="is not a folder; give one with large files"):
             measure_bandwidths(wrong)
 
 

@@ -84,7 +84,7 @@ class MetaCase:
 
         Args:
             release: with the fused names of Llama 4's releases.
-            extras: with the entries that are no weights.
+            extras: with the entries that are not weights.
             one_storage: each file's tensors as slices of one storage.
         """
         ranks = split(weights, files, self.embedding_axis)

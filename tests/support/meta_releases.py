@@ -303,7 +303,7 @@ def fuse(rank: dict[str, torch.Tensor], params: dict) -> dict[str, torch.Tensor]
 
 
 def llama_extras(params: dict, version: int) -> dict[str, torch.Tensor]:
-    """Entries of LLaMA 1 or 2 files that are no weights."""
+    """Entries of LLaMA 1 or 2 files that are not weights."""
     frequencies = torch.rand(params["dim"] // params["n_heads"] // 2)
     if version == 1:
         names = [f"layers.{i}.attention.inner_attention.rope.freqs" for i in range(params["n_layers"])]
@@ -313,7 +313,7 @@ def llama_extras(params: dict, version: int) -> dict[str, torch.Tensor]:
 
 
 def llama4_extras(params: dict) -> dict:
-    """Entries of Llama 4 release files that are no weights: statistics, frequencies and opaque states."""
+    """Entries of Llama 4 release files that are not weights: statistics, frequencies and opaque states."""
     extras = {"rope.freqs": torch.rand(params["dim"] // params["n_heads"] // 2)}
     for layer in range(params["n_layers"]):
         own = f"layers.{layer}."
@@ -354,7 +354,7 @@ def read_ranks(folder: Path) -> list[dict]:
 
 
 def unfuse(rank: dict, params: dict, files: int) -> dict[str, torch.Tensor]:
-    """One rank's weights by unfused names, whichever names it has; what is no weight is left out."""
+    """One rank's weights by unfused names, whichever names it has; what is not a weight is left out."""
     head_dim = params["dim"] // params["n_heads"]
     key_rows = (params.get("n_kv_heads") or params["n_heads"]) // files * head_dim
     releases = {release: unfused for unfused, release in RELEASE_NAMES.items()}

@@ -11,7 +11,7 @@ from torch import nn
 
 import llamoe
 
-# bigG's ratio, which is no fraction of integers, and heads of 26 channels; the width is no multiple of 64.
+# bigG's ratio, which is no fraction of integers, and heads of 26 channels; the width is not a multiple of 64.
 WIDTH, HEADS_HERE, LAYERS, PATCH, EMBED, GRID = 104, 4, 3, 6, 40, 7
 MLP_RATIO = 4.9231
 INNER = int(WIDTH * MLP_RATIO)

@@ -193,9 +193,9 @@ def png_of_size(width, height):
 
 BROKEN = {
     "cut off": (data_url(TWO_SHAPES[: len(TWO_SHAPES) // 2]), "is damaged and cannot be read as a picture"),
-    "a text": (data_url(b"I am a picture."), "is no picture, or of another format; expected a JPEG, PNG"),
+    "a text": (data_url(b"I am a picture."), "is not a picture, or of another format; expected a JPEG, PNG"),
     "no base64": ("data:image/png;base64,@@@@", "neither a file nor an address"),
-    "empty": (data_url(b""), "is no picture"),
+    "empty": (data_url(b""), "is not a picture"),
     "a large one": (data_url(png_of_size(10_000, 10_000)), "10,000 x 10,000 pixels are more than 89,478,485"),
     "a huge one": (data_url(png_of_size(60_000, 60_000)), "has too many pixels. Make the picture smaller"),
     "another format": (data_url(encode(Image.new("RGB", (8, 8)), "TIFF")), "or of another format"),

@@ -150,7 +150,7 @@ def test_a_file_in_excess_of_metas_is_not_taken_for_a_part(originals):
     ],
 )
 def test_numbers_that_are_none_are_found_wherever_they_are(originals, kind, place, value):
-    """Frequencies and statistics of Meta's files are no weights: what they hold does not matter."""
+    """Frequencies and statistics of Meta's files are not weights: what they hold does not matter."""
     original = originals[kind]
     [name] = original.weight_files()
     content = bytearray(original.files[name])

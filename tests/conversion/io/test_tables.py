@@ -115,5 +115,5 @@ def test_row_of_several_tensors_needs_all():
 
 
 def test_size_that_files_do_not_divide_is_named():
-    with pytest.raises(CheckpointError, match="6 is no multiple of 4"):
+    with pytest.raises(CheckpointError, match="6 is not a multiple of 4"):
         split(4)

@@ -219,7 +219,7 @@ def test_of_several_tokenizers_the_newest_is_taken(tmp_path):
     ("content", "words"),
     [
         (b'{"config": 3}', "nor a tekken.json"),
-        (tekken(config=3), "is no tekken.json"),
+        (tekken(config=3), "is not a tekken.json"),
         (tekken(vocab=tekken()["vocab"][:-3]), "not one for each rank from 0 to 264"),
         (tekken(vocab=tekken()["vocab"][1:]), "not one for each rank"),
         (tekken(special_tokens=[{"rank": 1, "token_str": "<s>"}]), "no </s>"),

@@ -505,7 +505,7 @@ def test_numbers_that_are_none_are_found(saved, tmp_path):
     assert math.isnan(nan) and infinite == math.inf and not result.tensors
     json.dumps(result.as_dict(), allow_nan=False)
     result = verify(spoiled, spoiled)
-    assert result.same_weights and result.same_function is False  # what is no number is no function
+    assert result.same_weights and result.same_function is False  # what is not a number is not a function
 
 
 def test_bad_arguments_and_paths_are_told(saved, tmp_path):

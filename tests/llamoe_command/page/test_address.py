@@ -50,7 +50,7 @@ def test_a_hundred_taken_ports_are_told(monkeypatch):
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "no such host", "999.1.1.1"])
 def test_a_host_of_another_machine_is_refused(host):
-    with pytest.raises(ValueError, match=f"{host}.* is no address of this machine"):
+    with pytest.raises(ValueError, match=f"{host}.* is not an address of this machine"):
         find_port(host, 0)
 
 
@@ -80,10 +80,10 @@ def test_what_is_wrong_with_the_command_is_told_before_anything_is_loaded(tmp_pa
     with taken() as port:
         cases = {
             ("nowhere",): "nowhere: no such file or folder",
-            (str(tmp_path / "text"),): "is no model folder: it has no config.json",
+            (str(tmp_path / "text"),): "is not a model folder: it has no config.json",
             (str(TINY), "--picture", "none.png"): "none.png: no such file or folder",
             (str(TINY), "--port", str(port)): f"port {port} is taken",
-            (str(TINY), "--host", "203.0.113.7"): "203.0.113.7 is no address of this machine",
+            (str(TINY), "--host", "203.0.113.7"): "203.0.113.7 is not an address of this machine",
         }
         code = f"""
 import contextlib, io, sys
@@ -116,7 +116,7 @@ def test_a_folder_or_picture_that_does_not_fit_ends_the_command_with_a_sentence(
     )
     (tmp_path / "text.png").write_text("no picture")
     status, told = chat(capsys, TINY, "--picture", tmp_path / "text.png")
-    assert status == 2 and "text.png: is no picture" in told
+    assert status == 2 and "text.png: is not a picture" in told
     llama = chat_folders.write_llama(tmp_path / "llama")
     status, told = chat(capsys, llama, "--picture", EXAMPLES / "pictures" / "two_shapes.png")
     assert status == 2 and "has no vision tower, so its page takes no --picture" in told

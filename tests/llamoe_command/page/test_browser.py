@@ -126,7 +126,7 @@ def spoilt(tmp_path):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("text.png", "text.png: is no picture, or of another format; expected a JPEG"),
+        ("text.png", "text.png: is not a picture, or of another format; expected a JPEG"),
         ("cut.png", "cut.png: is damaged and cannot be read as a picture"),
         ("huge.png", "huge.png: has too many pixels. Make the picture smaller"),
     ],

@@ -292,7 +292,7 @@ def test_dtype_that_no_weight_has(kind, dtype, model_copy, monkeypatch):
                 torch.save(weights, file, _use_new_zipfile_serialization=kind != "legacy")
             break
     assert str(file) in refused(
-        path, f"{name} has dtype {read_header(file)[name].dtype}, which is no dtype of plain weights"
+        path, f"{name} has dtype {read_header(file)[name].dtype}, which is not a dtype of plain weights"
     )
 
 

@@ -145,7 +145,7 @@ for_plain = pytest.mark.parametrize("dtype", PLAIN, ids=["float32", "bfloat16"])
 
 
 def placed(shape, dtype, offset):
-    """Random numbers that begin `offset` bytes after a multiple of 64, between others that are no numbers."""
+    """Random numbers that begin `offset` bytes after a multiple of 64, between others that are not numbers."""
     size = math.prod(shape)
     room = torch.full((size + 192,), torch.nan, dtype=dtype)
     start = (-room.data_ptr() % 64 + offset) // dtype.itemsize + 64 // dtype.itemsize

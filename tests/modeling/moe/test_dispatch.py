@@ -204,7 +204,7 @@ def test_weights_in_any_strides(num_tokens):
 
 @pytest.mark.parametrize("spacing", [(3, 1), (8, 1), (8, 2)], ids=str)
 def test_training_with_weights_in_any_strides(spacing):
-    """Rows that are no multiple of 16 bytes apart, and columns that are not neighbours, go through the loop."""
+    """Rows that are not multiples of 16 bytes apart, and columns that are not neighbours, go through the loop."""
     more, step = spacing
     experts, expected = make_experts("aligned"), make_experts("aligned")
     expected.load_state_dict(experts.state_dict())

@@ -187,12 +187,12 @@ def test_what_is_no_file(tmp_path):
     (tmp_path / "empty.png").touch()
     cases = {
         tmp_path / "none.png": "no such picture",
-        tmp_path: "is no file",
-        tmp_path / "pipe": "is no file",  # opening it would wait for ever
-        tmp_path / "empty.png": "is no picture",
+        tmp_path: "is not a file",
+        tmp_path / "pipe": "is not a file",  # opening it would wait for ever
+        tmp_path / "empty.png": "is not a picture",
         "x" * 5000: "name|no such picture",
         "a\0b": "name|no such picture",
-        "": "is no file|no such picture",
+        "": "is not a file|no such picture",
     }
     for path, message in cases.items():
         with pytest.raises(PictureError, match=message):
@@ -333,10 +333,12 @@ def test_none_is_no_picture(images, processor):
 def test_what_is_neither_a_file_nor_a_picture(processor, tmp_path):
     (tmp_path / "notes.txt").write_text("a red circle")
     for source in (tmp_path / "notes.txt", str(tmp_path / "notes.txt")):
-        with pytest.raises(PictureError, match=r"notes\.txt: is no picture, or of another format"):
+        with pytest.raises(PictureError, match=r"notes\.txt: is not a picture, or of another format"):
             processor(images=[source], text=processor.fake_image_token)
     for source in (None, 5, {}):
-        with pytest.raises(PictureError, match=f"a {type(source).__name__} is no picture; expected a path"):
+        with pytest.raises(
+            PictureError, match=f"a {type(source).__name__} is not a picture; expected a path"
+        ):
             llamoe.read_picture(source)
     with pytest.raises(ValueError, match="text is an empty list"):
         processor(text=[])

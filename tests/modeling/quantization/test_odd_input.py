@@ -131,7 +131,7 @@ from llamoe.modeling.formats import Int4, torchs_block
 
 torch.manual_seed(0)
 assert (torch.backends.cpu.get_cpu_capability(), torchs_block(), rows_of_torch(torch.bfloat16)) == ("AVX2", 32, 3)
-# The last block of 48 outputs is no whole one; 49 rows are more than torch's kernel takes.
+# The last block of 48 outputs is not a whole one; 49 rows are more than torch's kernel takes.
 for sizes in (240, 96), (192, 96):
     parts = Int4(32).quantize(torch.randn(*sizes))
     for rows in 1, 5, 49:
