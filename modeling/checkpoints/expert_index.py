@@ -288,6 +288,7 @@ def _check_tensor(stored: Stored, wanted: tuple[int, ...], dtype: torch.dtype | 
     if dtype is None and stored.dtype not in WEIGHT_DTYPES:
         raise CheckpointError(
             f"{stored} has dtype {stored.dtype}, which is not a dtype of plain weights. Load the unquantized "
+            "checkpoint."
         )
     if dtype is not None and stored.dtype != DTYPE_NAMES[dtype]:
         raise CheckpointError(

@@ -255,7 +255,7 @@ class TestPlaces:
             open_tower(tmp_path / "nothing")
         (tmp_path / "empty").mkdir()
         with pytest.raises(
-            CheckpointError, match="no tower's folder: expected open_clip_model.safetensors or"
+            CheckpointError, match="not a tower's folder: expected open_clip_model.safetensors or"
         ):
             open_tower(tmp_path / "empty")
         (tmp_path / "text.pt").write_text("hello")

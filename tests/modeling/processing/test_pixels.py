@@ -144,7 +144,7 @@ def test_bool_is_black_and_white(processor):
         (np.zeros((5, 6, 7)), r"shape \[5, 6, 7\]"),
         (np.zeros(5), r"float64 and shape \[5\]"),
         (np.zeros((0, 4, 3)), r"shape \[0, 4, 3\]"),
-        ([[1, 2], [3]], "no array"),
+        ([[1, 2], [3]], "not an array"),
         ({}, "a dict is not a picture"),
         (b"no picture", "of 10 bytes: is not a picture"),
         ([drawn("RGB"), [drawn("RGB")]], "beside lists"),
