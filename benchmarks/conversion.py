@@ -22,8 +22,8 @@ import torch
 from llamoe.conversion import Checkpoint, convert
 from llamoe.conversion.checkpoint import expected_shapes
 from llamoe.conversion.hf import save_hf
+from llamoe.conversion.io import WriteOptions
 from llamoe.conversion.io.lazy_tensor import LazyTensor
-from llamoe.conversion.options import WriteOptions
 
 from .command_line import RESULTS
 from .hardware import describe

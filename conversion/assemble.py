@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
+from ..configuration.sizes import count_of
 from .checkpoint import Checkpoint, Report, expected_shapes, take_part
 from .clip import CLIP_MEAN, CLIP_STD, PROCESSOR, fold, normalization, open_tower, resize
 from .hf import save_hf
-from .io import LazyTensor, Progress, check_apart
+from .io import LazyTensor, Progress, WriteOptions, check_apart
 from .open import describe, open_checkpoint, open_source
-from .options import WriteOptions, check_at_least
 from .tokenizers import Vocabulary, extend_vocabulary, processor_files
 from .upcycle import as_text_model, fresh, zeros
 
@@ -84,10 +84,10 @@ def assemble(
         CheckpointError: a missing or damaged file (also a ValueError).
     """
     options = WriteOptions(layout, dtype, shard_size, resume, dry_run, progress)
-    check_at_least(0, seed=seed)
-    check_at_least(1, max_tiles=max_tiles)
+    count_of("seed", seed, 0)
+    count_of("max_tiles", max_tiles)
     if projector_dim is not None:
-        check_at_least(1, projector_dim=projector_dim)
+        count_of("projector_dim", projector_dim)
     check_apart(Path(vision), Path(target))
     decoder = _open_decoder(text, target, resume)
     tower = _open_tower(vision, activation=activation, tag=tag, model=model, heads=heads)

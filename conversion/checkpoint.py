@@ -22,8 +22,7 @@ from ..configuration.checks import listed
 from ..configuration.errors import CheckpointError
 from ..modeling.checkpoints import find_weights
 from ..modeling.registration import empty_model
-from .io import FileStamp, LazyTensor, Plan, look_at, one_of, read_json, write
-from .options import WriteOptions
+from .io import FileStamp, LazyTensor, Plan, WriteOptions, look_at, one_of, read_json, write
 
 _OF_ADAPTER = "adapter_config.json"
 
@@ -187,10 +186,12 @@ def check_model(
     tensors: Mapping[str, LazyTensor],
     place: str,
     sources_of: Callable[[str], list[str]] = lambda name: [name],
+    advice: str = "Weights and configuration do not belong together.",
 ) -> dict[str, LazyTensor]:
     """Compare tensors with the model that a configuration describes, and return them in the model's order.
 
-    `sources_of` gives the names under which a missing tensor is reported.
+    `sources_of` gives the names under which a missing tensor is reported; `advice` ends a sentence on one that does not
+    fit.
 
     Raises:
         CheckpointError: one is missing, unknown, of another shape, or of a dtype that weights do not have.
@@ -199,11 +200,13 @@ def check_model(
     for name, tensor in tensors.items():
         if name not in expected:
             origin = tensor.origin or place
-            raise CheckpointError(f"{origin}: the model that the configuration describes has no {name}.")
+            raise CheckpointError(
+                f"{origin}: the model that the configuration describes has no {name}. {advice}"
+            )
         if tensor.shape != expected[name]:
             raise CheckpointError(
                 f"{tensor.origin}: gives {name} of shape {list(tensor.shape)}, but the configuration asks for "
-                f"{list(expected[name])}. Weights and configuration do not belong together."
+                f"{list(expected[name])}. {advice}"
             )
         check_plain(tensor)
     missing = dict.fromkeys(source for name in expected if name not in tensors for source in sources_of(name))

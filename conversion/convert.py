@@ -12,11 +12,10 @@ from ..configuration import LlamoeVisionConfig
 from ..configuration.base import LlamoeBaseConfig
 from .checkpoint import Report
 from .hf import save_hf
-from .io import Progress, check_sums
+from .io import Progress, WriteOptions, check_sums
 from .meta import save_meta
 from .mistral import save_mistral
 from .open import open_source
-from .options import WriteOptions
 
 _ROPE_NAMES = (
     "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",

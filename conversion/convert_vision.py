@@ -9,8 +9,7 @@ import torch
 from .checkpoint import Report, carry_out
 from .clip import check_expressible, fold, open_tower, plan_clip, plan_open_clip, resize
 from .hf import save_hf
-from .io import Progress, check_apart, check_target
-from .options import WriteOptions
+from .io import Progress, WriteOptions, check_apart, check_target
 
 _TARGETS = ("tower", "open_clip", "clip")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from ..configuration import LlamoeVisionConfig
+from ..configuration.sizes import count_of
 from .checkpoint import Report
 from .hf import save_hf
-from .io import LazyTensor, Progress
+from .io import LazyTensor, Progress, WriteOptions
 from .open import describe, open_source
-from .options import WriteOptions, check_at_least
 
 _KEY_VALUE = re.compile(r"(?:language_model\.)?model\.layers\.\d+\.self_attn\.[kv]_proj\.(?:weight|bias)")
 
@@ -46,7 +46,7 @@ def merge_kv_heads(
         CheckpointError: a missing or damaged file (also a ValueError).
     """
     options = WriteOptions(layout, dtype, shard_size, resume, dry_run, progress)
-    check_at_least(1, kv_heads=kv_heads)
+    count_of("kv_heads", kv_heads)
     checkpoint = open_source(source, target, resume)
     if isinstance(checkpoint.config, LlamoeVisionConfig):
         raise ValueError(f"gqa: {source} is {describe(checkpoint.config)}; give a model with a decoder.")

@@ -12,9 +12,8 @@ from ..configuration.quantization import WEIGHTS
 from ..modeling.checkpoints import part_of
 from .checkpoint import Checkpoint, Report
 from .hf import save_hf
-from .io import Progress
+from .io import Progress, WriteOptions
 from .open import describe, open_source
-from .options import WriteOptions
 
 
 def quantize(

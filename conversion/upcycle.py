@@ -53,11 +53,11 @@ from ..configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextCo
 from ..configuration.errors import CheckpointError
 from ..configuration.mixture import MixtureConfig
 from ..configuration.parameter_count import count_parameters
+from ..configuration.sizes import count_of
 from .checkpoint import Checkpoint, Report
 from .hf import save_hf
-from .io import LazyTensor, Progress, Slot, compute, join, permute_pairs, stack
+from .io import LazyTensor, Progress, Slot, WriteOptions, compute, join, permute_pairs, stack
 from .open import describe, open_source
-from .options import WriteOptions, check_at_least
 
 # Elements that are drawn, or summed, at a time.
 _PIECE = 1 << 20
@@ -110,8 +110,10 @@ def upcycle(
         CheckpointError: a missing or damaged file (also a ValueError).
     """
     options = WriteOptions(layout, dtype, shard_size, resume, dry_run, progress)
-    check_at_least(1, experts=experts, interleave=interleave, top_k=1 if top_k is None else top_k)
-    check_at_least(0, seed=seed)
+    count_of("experts", experts)
+    count_of("interleave", interleave)
+    count_of("top_k", 1 if top_k is None else top_k)
+    count_of("seed", seed, 0)
     if family not in (None, "llama4", "mixtral"):
         raise ValueError(f"upcycle: family = {family!r}: valid are 'llama4' and 'mixtral', or none.")
     if isinstance(noise, bool) or not isinstance(noise, (int, float)) or not 0 <= noise < math.inf:

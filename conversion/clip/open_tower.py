@@ -16,11 +16,11 @@ from transformers import CLIPConfig, CLIPVisionConfig, MetaClip2Config, MetaClip
 
 from ...configuration.errors import CheckpointError
 from ...configuration.multimodal import LlamoeConfig
+from ...configuration.sizes import count_of
 from ...modeling.checkpoints import check_whole
 from ..checkpoint import Checkpoint, refuse_adapter, take_part
 from ..hf import open_hf, open_shards
 from ..io import LazyTensor, from_tensor, look_at_source, open_weights, read_json
-from ..options import check_at_least
 from . import image_processors
 from .image_processors import PROCESSOR
 from .name_tables import CLIP, OPEN_CLIP, OPEN_CLIP_REFUSED
@@ -103,7 +103,7 @@ def open_tower(
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation = {activation!r}: valid are {' and '.join(map(repr, ACTIVATIONS))}.")
     if heads is not None:
-        check_at_least(1, heads=heads)
+        count_of("heads", heads)
     if isinstance(path, nn.Module):
         return _open_open_clip(path, activation, tag, model, heads)
     path = Path(path)

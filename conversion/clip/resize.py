@@ -14,10 +14,10 @@ from typing import Any, cast
 import torch
 
 from ...configuration.json_files import to_json
+from ...configuration.sizes import count_of
 from ...configuration.vision import LlamoeVisionConfig
 from ..checkpoint import Checkpoint
 from ..io import LazyTensor, compute
-from ..options import check_at_least
 from . import image_processors
 from .image_processors import PROCESSOR
 
@@ -108,7 +108,7 @@ def resize(checkpoint: Checkpoint, image_size: int) -> Checkpoint:
         ValueError: the size is not a multiple of the patch size, or the grid does not fit the tower's adapter.
     """
     before = cast(LlamoeVisionConfig, checkpoint.config)
-    check_at_least(1, image_size=image_size)
+    count_of("image_size", image_size)
     config = copy.deepcopy(before)
     config.image_size = image_size
     config.validate()

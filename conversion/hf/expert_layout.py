@@ -4,7 +4,8 @@ Shapes: E experts, H hidden size, I inner size of an expert; gate first.
 
 Llama 4, stacked: `feed_forward.experts.gate_up_proj [E, H, 2I]` and `down_proj [E, I, H]`, input before output; stock
 files have the same. Split, for quantizers and other tools: `experts.0.gate_proj.weight [I, H]`, `up_proj [I, H]`,
-`down_proj [H, I]` and so on, output before input. `modeling.split_experts` lists the spellings that are read.
+`down_proj [H, I]` and so on, output before input. `modeling/checkpoints/expert_index.py` lists the spellings that are
+read.
 
 Mixtral, stacked: `mlp.experts.gate_up_proj [E, 2I, H]` and `down_proj [E, H, I]`, output before input. Stock files are
 always split and say `block_sparse_moe` for `mlp`: `block_sparse_moe.experts.0.w1.weight [I, H]` (gate), `w3 [I, H]`
@@ -12,86 +13,88 @@ always split and say `block_sparse_moe` for `mlp`: `block_sparse_moe.experts.0.w
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
 
 from ...configuration.errors import CheckpointError
 from ...modeling.checkpoints import expert_of
+from ...modeling.moe import PARTS_OF_STACKS
 from ..io import LazyTensor, Slot, check_alike, join, stack
 
-_PARTS = ("gate", "up", "down")
 _STACK = re.compile(r"(.*(?:feed_forward|mlp)\.experts)\.(gate_up_proj|down_proj)")
-_OF_MIXTRAL = ".mlp.experts"
-_MIXTRAL_NAME = re.compile(r"(.*)\.(?:block_sparse_moe|mlp)\.experts\.(0|[1-9]\d*)\.w([132])\.weight")
-_MIXTRAL_NUMBERS = dict(zip(_PARTS, "132", strict=True))
+_OF_MIXTRAL, _IN_FILES = ".mlp.experts", ".block_sparse_moe.experts"
+
+
+def _parts(experts: str) -> Mapping[str, tuple[str, ...]]:
+    """The names of an expert's matrices in files, by their stack."""
+    return PARTS_OF_STACKS[not experts.endswith(_OF_MIXTRAL)]
 
 
 def _place(name: str) -> tuple[str, int, str] | None:
-    """An expert's weight: the stacks' name, the expert's number, and "gate", "up" or "down"; None for other names."""
-    if match := _MIXTRAL_NAME.fullmatch(name):
-        return f"{match[1]}{_OF_MIXTRAL}", int(match[2]), _PARTS["132".index(match[3])]
-    return expert_of(name)
+    """An expert's weight: its experts' name in the model, its number and part; None for other names."""
+    expert = expert_of(name.replace(_IN_FILES, _OF_MIXTRAL))
+    return expert and (*expert[:2], expert.part if expert.part.startswith("w") else f"{expert.part}_proj")
 
 
-def _name(stacks: str, number: int, part: str) -> str:
-    """The name of an expert's weight in a file; of several spellings, ours."""
-    if stacks.endswith(_OF_MIXTRAL):
-        begin = f"{stacks.removesuffix(_OF_MIXTRAL)}.block_sparse_moe.experts"
-        return f"{begin}.{number}.w{_MIXTRAL_NUMBERS[part]}.weight"
-    return f"{stacks}.{number}.{part}_proj.weight"
+def _in_files(name: str) -> str:
+    return name.replace(_OF_MIXTRAL, _IN_FILES)
 
 
 def name_of_one_expert(name: str) -> str | None:
     """A single expert's weight in our spelling; None for other names."""
     place = _place(name)
-    return place and _name(*place)
+    return place and _in_files("{}.{}.{}.weight".format(*place))
 
 
-def fuse_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def fuse_experts(
+    tensors: Mapping[str, LazyTensor], source_of: Callable[[str], str] = _in_files
+) -> dict[str, LazyTensor]:
     """Stack experts that are stored as linear layers; other tensors only get their modules' names.
+
+    `source_of` gives the name under which a missing tensor is reported.
 
     Raises:
         CheckpointError: a layer's experts are not numbered from 0, differ in shape or dtype, or are stored twice.
     """
-    found: dict[str, dict[str, dict[int, LazyTensor]]] = {}
+    found: dict[str, dict[tuple[int, str], LazyTensor]] = {}
     result: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         place = _place(name)
         if place is None:
             result[name.replace(".block_sparse_moe.", ".mlp.")] = tensor
             continue
-        stacks, number, part = place
-        experts = found.setdefault(stacks, {}).setdefault(part, {})
-        if number in experts:
-            raise CheckpointError(f"{tensor.origin} is there a second time: {experts[number].origin}.")
-        experts[number] = tensor
-    for stacks, parts in found.items():
-        count = max(len(experts) for experts in parts.values())
-        for part in _PARTS:
-            experts = parts.get(part, {})
-            for number in range(count):
-                if number not in experts:
-                    raise CheckpointError(
-                        f"{_name(stacks, number, part)} missing, though {stacks} has {count} experts."
-                    )
-                if experts[number].ndim != 2:
-                    raise CheckpointError(
-                        f"{experts[number].origin}: is {experts[number].described}, no matrix."
-                    )
-            check_alike([experts[number] for number in range(count)])
-        gate, up, down = (parts[part][0] for part in _PARTS)
-        check_alike([gate, up])
+        experts, *matrix = place
+        other = found.setdefault(experts, {}).setdefault(tuple(matrix), tensor)
+        if other is not tensor:
+            raise CheckpointError(f"{tensor.origin} is there a second time: {other.origin}.")
+    for experts, matrices in found.items():
+        numbers, parts = range(1 + max(number for number, _ in matrices)), [*chain(*_parts(experts).values())]
+        # Names may hold any number: the first that is missing ends this.
+        for place in ((number, part) for number in numbers for part in parts):
+            if place not in matrices:
+                missing = source_of("{}.{}.{}.weight".format(experts, *place))
+                there = next(iter(matrices.values())).origin
+                raise CheckpointError(
+                    f"{missing} missing, though {there} is there; the checkpoint is not whole."
+                )
+        in_order = [[matrices[number, part] for number in numbers] for part in parts]
+        gates, ups, downs = in_order
+        check_alike([*gates, *ups])
+        check_alike(downs)
+        gate, down = gates[0], downs[0]
+        for matrix in (gate, down):
+            if matrix.ndim != 2:
+                raise CheckpointError(f"{matrix.origin}: is {matrix.described}, not a matrix.")
         if gate.dtype != down.dtype:
             raise CheckpointError(
                 f"{down.origin} is {down.described}, but {gate.origin} is {gate.described}."
             )
-        in_order = [[parts[part][number] for number in range(count)] for part in _PARTS]
-        make = stack_rows if stacks.endswith(_OF_MIXTRAL) else _stack_columns
-        for name, tensor in zip(("gate_up_proj", "down_proj"), make(*in_order), strict=True):
-            if f"{stacks}.{name}" in result:
-                raise CheckpointError(
-                    f"{result[f'{stacks}.{name}'].origin}: its experts are there one by one, too."
-                )
-            result[f"{stacks}.{name}"] = tensor
+        make = stack_rows if experts.endswith(_OF_MIXTRAL) else _stack_columns
+        for stacked, tensor in zip(_parts(experts), make(*in_order), strict=True):
+            name = f"{experts}.{stacked}"
+            if name in result:
+                raise CheckpointError(f"{result[name].origin}: its experts are there one by one, too.")
+            result[name] = tensor
     return result
 
 
@@ -122,12 +125,12 @@ def split_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         is_mixtral = match[1].endswith(_OF_MIXTRAL)
         # A part of Llama 4's is a transposed piece of a block; of Mixtral's, rows, which are read by themselves.
         whole, axis = (tensor, 0) if is_mixtral else (tensor.remember(slot), 1)
+        parts = _parts(match[1])[match[2]]
         for number in range(tensor.shape[0]):
             one = whole.row(number)
-            parts = {"down": one}
-            if match[2] == "gate_up_proj":
-                inner = one.shape[axis] // 2
-                parts = {"gate": one.cut(axis, 0, inner), "up": one.cut(axis, inner, 2 * inner)}
-            for part, matrix in parts.items():
-                result[_name(match[1], number, part)] = matrix if is_mixtral else matrix.transpose()
+            size = one.shape[axis] // len(parts)
+            for index, part in enumerate(parts):
+                matrix = one.cut(axis, index * size, (index + 1) * size)
+                name = _in_files(f"{match[1]}.{number}.{part}.weight")
+                result[name] = matrix if is_mixtral else matrix.transpose()
     return result

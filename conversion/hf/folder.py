@@ -22,15 +22,16 @@ from ...modeling.checkpoints import check_shards, find_weights, sum_by_part
 from ...modeling.registration import model_class
 from ..checkpoint import Checkpoint, Report, carry_out, check_model, main_dtype, tie_heads
 from ..io import (
+    DEFAULTS,
     LazyTensor,
     Plan,
+    WriteOptions,
     open_pickle,
     open_safetensors,
     read_bytes,
     read_json,
     split_shards,
 )
-from ..options import DEFAULTS, WriteOptions
 from ..tokenizers import check_companions, processor_of_layout
 from .expert_layout import fuse_experts, split_experts
 from .packed_weights import in_words, pack_tensors, packed_weights, unpack_tensors
@@ -175,8 +176,7 @@ def save_hf(
         config.quantization_config = quantization
     elif experts == "split" or isinstance(config, LlamoeMixtralConfig):
         tensors = split_experts(tensors)
-    if options.cast_to is not None:
-        tensors = {name: tensor.cast(options.cast_to) for name, tensor in tensors.items()}
+    tensors = options.cast(tensors)
     config.dtype = torch.bfloat16 if quantization is not None else main_dtype(tensors)
     described, layout = _config_files(config, options.layout)
     shard_size = bytes_of("shard_size", options.shard_size, 1)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from ...configuration import LlamoeVisionConfig, QuantizationConfig, cache_bytes, count_parameters
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.memory import default_context
+from ...configuration.sizes import count_of
 from ...modeling.checkpoints import in_units, sum_by_part
 from ...planning import (
     PlacementPlan,
@@ -24,7 +25,6 @@ from ...planning import (
 )
 from ..checkpoint import Checkpoint, expected_shapes, tied_head
 from ..hf import in_words, packed_weights
-from ..options import check_at_least
 from .describe import dtypes_of, family_of, guess, layers_of, mismatches_of, presets_like, sizes_of
 from .gguf import answer_for_gguf
 from .open_partly import open_partly
@@ -194,7 +194,9 @@ def inspect(
             without one, or a plan of a model that has no configuration or no place on such a machine.
     """
     begin = time.perf_counter()
-    check_at_least(1, batch=batch, **({} if context is None else {"context": context}))
+    count_of("batch", batch)
+    if context is not None:
+        count_of("context", context)
     if reader not in (None, "gguf"):
         raise ValueError(f"reader = {reader!r}: valid are 'gguf' and None.")
     machine = {"gpus": gpus, "gpu_memory": gpu_memory, "ram": ram, "bits": bits}

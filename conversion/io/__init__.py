@@ -1,7 +1,7 @@
 """Checkpoint files: tensors that are read when needed, and folders that are written block by block.
 
 Reading order: lazy_tensor, operations, name_table, target_folder, plan, read_files, preallocated_files,
-write_checkpoint.
+write_checkpoint, write_options.
 """
 
 from .lazy_tensor import LazyTensor, Slot, blocks, check_alike, compute, dtype_name, from_tensor, join, stack
@@ -19,3 +19,4 @@ from .read_files import (
 )
 from .target_folder import FileStamp, check_apart, check_target, look_at, look_at_source
 from .write_checkpoint import check_finite, write
+from .write_options import DEFAULTS, WriteOptions

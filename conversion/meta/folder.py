@@ -1,44 +1,59 @@
 """Reads and writes folders in Meta's format: LLaMA 1, 2 and 3, and Llama 4 with its vision tower.
 
-Such a folder holds params.json and one weight file for each model-parallel rank: consolidated.00.pth and so on. All
-have the same names, and each holds its slice of every large tensor. tokenizer.model lies in the folder or one level
-up. `name_tables` has the names, `sizes` the sizes, `params_to_config` and `config_to_params` the parameters.
+tokenizer.model lies in the folder or one level up.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeVisionConfig, count_parameters
 from ...configuration.base import LlamoeBaseConfig
+from ...configuration.errors import CheckpointError
+from ...configuration.sizes import count_of
 from ..checkpoint import Checkpoint, Report
-from ..io import LazyTensor, Plan, Slot, are_equal, read_bytes, read_json, same_place, write_through
-from ..options import DEFAULTS, WriteOptions, check_at_least
-from ..tokenizers import check_tokenizer, hf_files_from_meta, looks_like_table, meta_tokenizer_model
-from .config_to_params import needs_own_scaling, write_params
-from .name_tables import STYLES, check_division, llama4_table, llama_table
-from .params_folder import (
+from ..consolidated import (
+    Files,
+    Params,
+    Seen,
     is_tuned,
+    measure,
+    naming,
     open_files,
+    read_kept,
     read_tensors,
-    read_whole_config,
     tensors_with_head,
+    weight_files,
     write_folder,
     write_tokenizer,
 )
-from .params_to_config import (
+from ..io import (
+    DEFAULTS,
+    LazyTensor,
+    Plan,
+    Slot,
+    WriteOptions,
+    are_equal,
+    read_bytes,
+    read_json,
+    same_place,
+    write_through,
+)
+from ..tokenizers import hf_files_from_meta, looks_like_table, meta_tokenizer_file
+from .name_tables import STYLES, divisors, llama4_table, llama_table
+from .params import (
     LARGEST_SENTENCEPIECE,
     LLAMA3_THETA,
-    Params,
     check_entries,
     is_llama_32,
+    needs_own_scaling,
     note_defaults,
     read_config,
+    says_llama4,
+    write_params,
 )
-from .sizes import find_generation, measure, weight_files
 
 # Most bytes of weights in a file of Meta's releases, Llama 4's excepted, and most files.
 _LARGEST_FILE, _MOST_FILES = 17.5e9, 8
@@ -49,46 +64,75 @@ _SLOTS = {"k_proj": 1, "up_proj": 1, "v_proj": 2}
 def open_meta(
     folder: str | os.PathLike, *, companions: bool = True, instruct: bool | None = None
 ) -> Checkpoint:
-    """Open a folder of Meta's: LLaMA 1, 2 or 3, or Llama 4.
-
-    Args:
-        folder: it holds params.json and consolidated.00.pth to consolidated.NN.pth, or one consolidated.pth.
-        companions: whether to convert the tokenizer, which takes seconds for Llama 4's.
-        instruct: whether the model was tuned for conversations; None goes by the folder's name ("chat", "instruct").
-            For its effects see `hf_files_from_meta`.
-
-    Returns:
-        the checkpoint, under Hugging Face's keys.
+    """Open a folder of Meta's under Hugging Face's keys; for the arguments see `open_checkpoint`.
 
     Raises:
         CheckpointError: a file is missing or damaged, the weights are quantized, the tokenizer is another model's, or
             params.json and the tensors, or the weight files, contradict each other.
     """
     folder = Path(folder)
-    paths = weight_files(folder)
+    paths = weight_files(folder, "pth")
     params = Params.of(read_json(folder / "params.json"), str(folder / "params.json"))
     files, dropped = open_files(paths)
     path, tokenizer = _find_tokenizer(folder)
-    generation = find_generation(params, files, tokenizer)
+    generation = _find_generation(params, files, tokenizer)
     dropped |= check_entries(params, generation == 4)
     is_tied = _head_is_embedding(params, files)
-    params, seen, axis = measure(params, files, generation, is_tied)
+    seen, axis = measure(params, files, str(paths[0]))
+    params, seen = _measure_feed_forwards(params, seen, files, str(paths[0]))
     tuned = is_tuned(folder, instruct)
-    seen = replace(seen, instruct=bool(tuned))
-    config = read_whole_config(folder, params, lambda: read_config(params, seen, is_tied))
-    table = llama4_table(config) if seen.generation == 4 else llama_table(axis)
+    with naming(params):
+        config = read_config(params, seen, generation, bool(tuned), is_tied)
+        read_kept(config, folder)
+    table = llama4_table(config) if generation == 4 else llama_table(axis)
     tensors, left_out = read_tensors(table, files, config, str(paths[0]))
     translated, notes = {}, note_defaults(params, config)
     if path is None or tokenizer is None:
         notes.append(f"there is no tokenizer.model in {folder} or above it: the result has no tokenizer")
     elif companions:
-        family = f"llama-{seen.generation}" if looks_like_table(tokenizer) else None
+        family = f"llama-{generation}" if looks_like_table(tokenizer) else None
         translated = hf_files_from_meta(tokenizer, config, instruct=tuned, family=family, origin=str(path))
-    kind = "meta-llama4" if seen.generation == 4 else "meta-llama"
+    kind = "meta-llama4" if generation == 4 else "meta-llama"
     return Checkpoint(folder, kind, config, tensors, dropped | left_out, translated, paths, notes)
 
 
-def _head_is_embedding(params: Params, files: Sequence[Mapping[str, LazyTensor]]) -> bool:
+def _find_tokenizer(folder: Path) -> tuple[Path | None, bytes | None]:
+    """tokenizer.model of the folder or, as in the releases of LLaMA 1 and 2, of the folder above."""
+    for path in (folder / "tokenizer.model", folder.absolute().parent / "tokenizer.model"):
+        if path.is_file():
+            return path, read_bytes(path)
+    return None, None
+
+
+def _find_generation(params: Params, files: Files, tokenizer: bytes | None) -> int:
+    """The LLaMA generation, 1 to 4.
+
+    Parameters and names identify Llama 4. Llama 3 has scaled rotary embeddings or a tiktoken tokenizer; without a
+    tokenizer, a large vocabulary or Llama 3's rotary base counts. LLaMA 1 stores rotary frequencies in each layer,
+    Llama 2 once. Where they were removed, norms of 1e-6 mean LLaMA 1, whose smaller sizes have it.
+    """
+    tensors = files[0]
+    of_llama4 = re.compile(r"vision_embeddings\..*|.*(attention\.wqkv\.weight|feed_forward\.router_DE)")
+    if says_llama4(params) or any(map(of_llama4.fullmatch, tensors)):
+        return 4
+    if params.flag("use_scaled_rope"):
+        return 3
+    output = tensors.get("output.weight")
+    if tokenizer is not None:
+        is_llama3 = looks_like_table(tokenizer)
+    else:
+        is_large = output is not None and output.ndim and output.shape[0] * len(files) > LARGEST_SENTENCEPIECE
+        is_llama3 = is_large or params.entries.get("rope_theta") == LLAMA3_THETA
+    if is_llama3:
+        return 3
+    if any(name.endswith("inner_attention.rope.freqs") for name in tensors):
+        return 1
+    if "rope.freqs" in tensors or "rope_theta" in params or "n_kv_heads" in params:
+        return 2
+    return 1 if params.number("norm_eps", 1e-5) == 1e-6 else 2
+
+
+def _head_is_embedding(params: Params, files: Files) -> bool:
     """Whether a dense model's head is its embedding: the same bytes of a file; of Llama 3.2, a copy, too, or none."""
     pairs = [(file.get("tok_embeddings.weight"), file.get("output.weight")) for file in files]
     if all(
@@ -101,12 +145,34 @@ def _head_is_embedding(params: Params, files: Sequence[Mapping[str, LazyTensor]]
     )
 
 
-def _find_tokenizer(folder: Path) -> tuple[Path | None, bytes | None]:
-    """tokenizer.model of the folder or, as in the releases of LLaMA 1 and 2, of the folder above."""
-    for path in (folder / "tokenizer.model", folder.absolute().parent / "tokenizer.model"):
-        if path.is_file():
-            return path, read_bytes(path)
-    return None, None
+def _measure_feed_forwards(params: Params, seen: Seen, files: Files, place: str) -> tuple[Params, Seen]:
+    """Hidden sizes, which params.json does not say, and a number of experts that it leaves to the tensors (-1)."""
+    first = files[0]
+
+    def whole(suffix: str, axis: int) -> int | None:
+        """Size over all files of an axis of the first tensor whose name has this suffix."""
+        shapes = (tensor.shape for name, tensor in first.items() if name.endswith(suffix))
+        return next((shape[axis] * len(files) for shape in shapes if len(shape) > axis), None)
+
+    fused = whole("feed_forward.mlp.fc1_weight", 0)
+    seen = replace(
+        seen,
+        inner=fused // 2 if fused else whole("feed_forward.w1.weight", 0),
+        expert_inner=whole("experts.moe_w_in_eD_F", 1) or whole("experts.w1", 2),
+        vision_inner=whole("resblocks.0.mlp.c_fc.weight", 0),
+    )
+    for pattern, part in {r".*\.router_DE": "moe_args", r"vision_embeddings\..*": "vision_args"}.items():
+        held = next(filter(re.compile(pattern).fullmatch, first), None)
+        if held and part not in params:
+            raise CheckpointError(f"{place}: {held} is there, but {params.origin} has no {part}.")
+    experts, router = (
+        params.part("moe_args"),
+        next((key for key in first if key.endswith(".router_DE")), None),
+    )
+    if router and experts and experts.entries.get("num_experts", -1) == -1:
+        counted = {**experts.entries, "num_experts": first[router].shape[-1]}
+        params = replace(params, entries={**params.entries, "moe_args": counted})
+    return params, seen
 
 
 def save_meta(
@@ -117,19 +183,10 @@ def save_meta(
     shards: int | None = None,
     style: str = "release",
 ) -> Report:
-    """Write a checkpoint in Meta's format, for Meta's code and other readers of that format.
+    """Write a checkpoint in Meta's format; for `shards` and `style` see `convert`.
 
     Dense models are written as Llama 3 if their tokenizer, vocabulary or rotary embedding is Llama 3's, else as LLaMA
-    2; mixtures as Llama 4. params.json holds the keys that Meta's code has. Other fields that do not change the output
-    (context length, token ids, training options) go into llamoe.json, and `open_meta` reads them back.
-
-    Args:
-        checkpoint: what to write.
-        target: a folder that does not exist or is empty.
-        options: how it is written.
-        shards: number of model-parallel files, written together; it divides the key/value heads and the sizes. None
-            takes as many as Meta's releases of that size have: 17.5 GB a file, at most eight files.
-        style: for Llama 4, "release" for the releases' fused names, "unfused" for the names of Meta's modules.
+    2; mixtures as Llama 4.
 
     Raises:
         ValueError: an option is unknown, a size is not divisible by the number of files, Meta's code cannot compute a
@@ -147,7 +204,7 @@ def save_meta(
             f"{checkpoint.path}: is a Mixtral, which Meta's code does not compute; give to = 'mistral'."
         )
     notes: list[str] = []
-    tokenizer = write_tokenizer(lambda: _tokenizer(checkpoint), "tokenizer.model", notes)
+    tokenizer = write_tokenizer(meta_tokenizer_file, checkpoint, "tokenizer.model", notes)
     generation = _generation_to_write(config, tokenizer.get("tokenizer.model"))
     params, kept = write_params(config, generation)
     embedding_axis = 0 if generation > 2 else 1
@@ -157,57 +214,56 @@ def save_meta(
             "Llama 3's own code scales rotary embeddings by 8 and 4 whatever params.json says; rope_scaling_factor and "
             "rope_high_freq_factor are written for other readers"
         )
-    if shards is None:
-        shards = _usual_files(config, tensors, options.cast_to, embedding_axis)
-    check_at_least(1, shards=shards)
-    check_division(config, shards, embedding_axis)
-    table = llama_table(embedding_axis) if generation < 4 else llama4_table(config, style)
+    tensors = options.cast(tensors)
+    shards = _number_of_files(config, tensors, shards, embedding_axis)
     slots = [Slot() for _ in range(1 + max(_SLOTS.values()))]
+    # A block is read once, and every file takes its slice of it.
     for name, tensor in tensors.items():
-        tensor = tensor if options.cast_to is None else tensor.cast(options.cast_to)
-        # A block is read once, and every file takes its slice of it.
         tensors[name] = tensor.remember(slots[_SLOTS.get(name.split(".")[-2], 0)])
+    table = llama_table(embedding_axis) if generation < 4 else llama4_table(config, style)
     parts = write_through(table, tensors, shards, config)
     groups = [{f"consolidated.{number:02d}.pth": part for number, part in enumerate(parts)}]
     plan = Plan(groups, before=tokenizer, identity={"style": style})
     return write_folder(checkpoint, target, "meta", options, plan, (params, kept), notes)
 
 
-def _tokenizer(checkpoint: Checkpoint) -> dict[str, bytes]:
-    vocab_size = checkpoint.config.get_text_config().vocab_size
-    content = meta_tokenizer_model(checkpoint.companions, vocab_size=vocab_size)
-    if content is None:
-        return {}
-    check_tokenizer(content, checkpoint.config)
-    return {"tokenizer.model": content}
-
-
 def _generation_to_write(config: LlamoeBaseConfig, tokenizer: bytes | None) -> int:
     """The generation: 2, 3 or 4. For dense models the tokenizer decides, else vocabulary and rotary base."""
     if not isinstance(config, LlamoeDenseConfig):
         return 4
-    if (config.rope_parameters or {}).get("rope_type") == "llama3":
+    rope = config.rope_parameters or {}
+    if rope.get("rope_type") == "llama3":
         # LLaMA 2's code has no rotary scaling.
         return 3
     if tokenizer is not None:
         return 3 if looks_like_table(tokenizer) else 2
-    theta = (config.rope_parameters or {}).get("rope_theta")
-    return 3 if config.vocab_size > LARGEST_SENTENCEPIECE or theta == LLAMA3_THETA else 2
+    return 3 if config.vocab_size > LARGEST_SENTENCEPIECE or rope.get("rope_theta") == LLAMA3_THETA else 2
 
 
-def _usual_files(
-    config: LlamoeBaseConfig,
-    tensors: Mapping[str, LazyTensor],
-    dtype: torch.dtype | None,
-    embedding_axis: int,
+def _number_of_files(
+    config: LlamoeBaseConfig, tensors: Mapping[str, LazyTensor], shards: int | None, embedding_axis: int
 ) -> int:
-    """As many files as Meta's releases of that size have, or fewer where sizes are not divisible."""
-    width = (dtype or next(iter(tensors.values())).dtype).itemsize
-    nbytes, files = count_parameters(config).total * width, 1
-    while files < _MOST_FILES and nbytes / files > _LARGEST_FILE:
-        try:
-            check_division(config, 2 * files, embedding_axis)
-        except ValueError:
-            break
-        files *= 2
-    return files
+    """The number of files that was asked for, else as many as Meta's releases of that size have.
+
+    Raises:
+        ValueError: it does not divide every size; the message names those and the numbers that do.
+    """
+    sizes = divisors(config, embedding_axis)
+    if shards is None:
+        width = next(iter(tensors.values())).dtype.itemsize
+        nbytes, shards = count_parameters(config).total * width, 1
+        while shards < _MOST_FILES and nbytes / shards > _LARGEST_FILE:
+            if any(size % (2 * shards) for size in sizes.values()):
+                break
+            shards *= 2
+        return shards
+    count_of("shards", shards)
+    if wrong := [f"{name} = {size}" for name, size in sizes.items() if size % shards]:
+        fewer = " (fewer key/value heads than files)" if sizes["num_key_value_heads"] < shards else ""
+        valid = [n for n in range(1, shards) if not any(size % n for size in sizes.values())]
+        raise ValueError(
+            f"shards = {shards}: Meta's files hold whole heads and equal parts of everything else, but "
+            f"{', '.join(wrong)} cannot be divided by {shards}{fewer}; fewer files that work: "
+            f"{', '.join(map(str, valid))}."
+        )
+    return shards

@@ -21,7 +21,6 @@ from ...configuration.errors import CheckpointError
 from ..io import (
     KEEP,
     TRANSPOSED,
-    Condition,
     Drop,
     FusedRows,
     LazyTensor,
@@ -137,10 +136,6 @@ def _is_mixture(sizes: Any, numbers: Mapping[str, int]) -> bool:
     return numbers["i"] in sizes.get_text_config().moe_layers
 
 
-def _is_dense(sizes: Any, numbers: Mapping[str, int]) -> bool:
-    return not _is_mixture(sizes, numbers)
-
-
 _FLAT, _STACKED = _Experts(flat=True), _Experts(flat=False)
 _QKV = FusedRows(_qkv_shares)
 _GATE_AND_UP = FusedRows(lambda sizes: [1, 1])
@@ -154,23 +149,19 @@ _BLOCK, _LAYER = f"{_VE}transformer.resblocks.{{j}}.", "vision_model.model.layer
 
 
 def _layer(
-    meta: str | Sequence[str],
-    hf: str | Sequence[str],
-    operation: Operation = KEEP,
-    axis: int | None = None,
-    when: Condition | None = None,
+    meta: str | Sequence[str], hf: str | Sequence[str], operation: Operation = KEEP, axis: int | None = None
 ) -> Row:
     """A row of a decoder layer, from names inside the layer."""
     metas, hfs = (
         tuple(prefix + name for name in ([names] if isinstance(names, str) else names))
         for prefix, names in (("layers.{i}.", meta), ("model.layers.{i}.", hf))
     )
-    return Row(metas, hfs, operation, axis, when)
+    return Row(metas, hfs, operation, axis)
 
 
-def _weights(pairs: Mapping[str, str], axis: int | None = None, when: Condition | None = None) -> list[Row]:
+def _weights(pairs: Mapping[str, str], axis: int | None = None) -> list[Row]:
     """Rows of a decoder layer whose weights are only renamed."""
-    return [_layer(f"{meta}.weight", f"{hf}.weight", axis=axis, when=when) for meta, hf in pairs.items()]
+    return [_layer(f"{meta}.weight", f"{hf}.weight", axis=axis) for meta, hf in pairs.items()]
 
 
 _ENDS = (Row("norm.weight", "model.norm.weight"), Row("output.weight", "lm_head.weight", axis=0))
@@ -197,7 +188,7 @@ _LLAMA4_SHARED = (
     Row("tok_embeddings.weight", "model.embed_tokens.weight", axis=0),
     *_ENDS,
     *_OUT,
-    _layer("feed_forward.router_DE", "feed_forward.router.weight", TRANSPOSED, when=_is_mixture),
+    _layer("feed_forward.router_DE", "feed_forward.router.weight", TRANSPOSED),
 )
 _GATE_UP, _DOWN = "feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"
 _DENSE_GATE_AND_UP = ("feed_forward.gate_proj.weight", "feed_forward.up_proj.weight")
@@ -206,18 +197,13 @@ _SHARED = "feed_forward.shared_expert."
 _LLAMA4_RELEASE = (
     _layer("attention.wqkv.layer_norm_weight", "input_layernorm.weight"),
     _layer("attention.wqkv.weight", [f"self_attn.{name}_proj.weight" for name in "qkv"], _QKV, axis=0),
-    _layer("feed_forward.norm.weight", "post_attention_layernorm.weight", when=_is_mixture),
-    _layer("feed_forward.mlp.layer_norm_weight", "post_attention_layernorm.weight", when=_is_dense),
-    _layer("feed_forward.mlp.fc1_weight", _DENSE_GATE_AND_UP, _GATE_AND_UP, axis=0, when=_is_dense),
-    _layer("feed_forward.mlp.fc2_weight", "feed_forward.down_proj.weight", axis=1, when=_is_dense),
-    _layer(
-        [f"feed_forward.experts.moe_w_{name}_eD_F" for name in ("in", "swiglu")],
-        _GATE_UP,
-        _FLAT,
-        axis=1,
-        when=_is_mixture,
-    ),
-    _layer("feed_forward.experts.moe_w_out_eF_D", _DOWN, _FLAT, axis=0, when=_is_mixture),
+    # Where the other name of this norm is written, in a dense layer, the next row is the first that applies.
+    replace(_layer("feed_forward.norm.weight", "post_attention_layernorm.weight"), when=_is_mixture),
+    _layer("feed_forward.mlp.layer_norm_weight", "post_attention_layernorm.weight"),
+    _layer("feed_forward.mlp.fc1_weight", _DENSE_GATE_AND_UP, _GATE_AND_UP, axis=0),
+    _layer("feed_forward.mlp.fc2_weight", "feed_forward.down_proj.weight", axis=1),
+    _layer([f"feed_forward.experts.moe_w_{name}_eD_F" for name in ("in", "swiglu")], _GATE_UP, _FLAT, axis=1),
+    _layer("feed_forward.experts.moe_w_out_eF_D", _DOWN, _FLAT, axis=0),
     *_weights({"feed_forward.w_in_shared_FD": f"{_SHARED}gate_proj"}, axis=0),
     *_weights({"feed_forward.w_swiglu_FD": f"{_SHARED}up_proj"}, axis=0),
     *_weights({"feed_forward.w_out_shared_DF": f"{_SHARED}down_proj"}, axis=1),
@@ -226,13 +212,12 @@ _LLAMA4_RELEASE = (
 _LLAMA4_UNFUSED = (
     *_NORMS,
     *_weights({f"attention.w{name}": f"self_attn.{name}_proj" for name in "qkv"}, axis=0),
-    *_weights({"feed_forward.w1": "feed_forward.gate_proj"}, axis=0, when=_is_dense),
-    *_weights({"feed_forward.w3": "feed_forward.up_proj"}, axis=0, when=_is_dense),
-    *_weights({"feed_forward.w2": "feed_forward.down_proj"}, axis=1, when=_is_dense),
-    _layer(
-        ("feed_forward.experts.w1", "feed_forward.experts.w3"), _GATE_UP, _STACKED, axis=2, when=_is_mixture
+    *_weights(
+        {"feed_forward.w1": "feed_forward.gate_proj", "feed_forward.w3": "feed_forward.up_proj"}, axis=0
     ),
-    _layer("feed_forward.experts.w2", _DOWN, _STACKED, axis=1, when=_is_mixture),
+    *_weights({"feed_forward.w2": "feed_forward.down_proj"}, axis=1),
+    _layer(("feed_forward.experts.w1", "feed_forward.experts.w3"), _GATE_UP, _STACKED, axis=2),
+    _layer("feed_forward.experts.w2", _DOWN, _STACKED, axis=1),
     *_weights({f"{_SHARED}w1": f"{_SHARED}gate_proj", f"{_SHARED}w3": f"{_SHARED}up_proj"}, axis=0),
     *_weights({f"{_SHARED}w2": f"{_SHARED}down_proj"}, axis=1),
 )
@@ -240,9 +225,10 @@ _LLAMA4_DROPPED = (
     Drop("rope.freqs", _COMPUTED),
     Drop("freqs_cis", _COMPUTED),
     Drop("*._extra_state", _OTHER_STATE),
-    Drop("layers.{i}.feed_forward.expert_activation_DE", _STATISTICS),
-    Drop("layers.{i}.feed_forward.global_gate_stats_3E", _STATISTICS),
-    Drop("layers.{i}.feed_forward.running_gate_stats_3E", _STATISTICS),
+    *(
+        Drop(f"layers.{{i}}.feed_forward.{name}", _STATISTICS)
+        for name in ("expert_activation_DE", "global_gate_stats_3E", "running_gate_stats_3E")
+    ),
 )
 
 # The tower, its adapter and the projector. Only linear layers inside the blocks have biases.
@@ -317,36 +303,19 @@ def llama4_table(config: LlamoeBaseConfig, style: str | None = None) -> Table:
     return prefixed + _VISION + (_VISION_OLD if style is None else ()) + _LLAMA4_DROPPED
 
 
-def check_division(config: LlamoeBaseConfig, files: int, embedding_axis: int) -> None:
-    """Refuse a number of files that would split a head, or give a file no slice of some tensor.
-
-    Raises:
-        ValueError: sizes are not divisible; the message names all of them.
-    """
-    text = config.get_text_config()
-    sizes = {"num_key_value_heads": text.num_key_value_heads, "num_attention_heads": text.num_attention_heads}
+def divisors(config: LlamoeBaseConfig, embedding_axis: int) -> dict[str, int]:
+    """The sizes that the number of files must divide, since files hold whole heads and equal parts of everything."""
+    text: Any = config.get_text_config()
+    names = ["num_key_value_heads", "num_attention_heads"]
     if isinstance(config, LlamoeDenseConfig):
-        sizes["intermediate_size"] = text.intermediate_size
-        if embedding_axis == 1:
-            sizes["hidden_size"] = text.hidden_size
+        names += ["intermediate_size"] + ["hidden_size"] * embedding_axis
     else:
-        plans = [text.layer_plan(idx) for idx in range(text.num_hidden_layers)]
-        if any(plan.is_moe for plan in plans):
-            sizes["intermediate_size"] = text.intermediate_size
-        if not all(plan.is_moe for plan in plans):
-            sizes["intermediate_size_mlp"] = text.intermediate_size_mlp
-    sizes["vocab_size"] = text.vocab_size
+        is_mixture = [text.layer_plan(idx).is_moe for idx in range(text.num_hidden_layers)]
+        names += ["intermediate_size"] * any(is_mixture) + ["intermediate_size_mlp"] * (not all(is_mixture))
+    # Of a multimodal model's width the rows of the projector are as many.
+    names += ["vocab_size"] + ["hidden_size"] * isinstance(config, LlamoeConfig)
+    sizes = {name: getattr(text, name) for name in names}
     if isinstance(config, LlamoeConfig):
-        # Rows of the projector.
-        sizes["hidden_size"] = text.hidden_size
         for name in ("hidden_size", "num_attention_heads", "intermediate_size", "projector_output_dim"):
             sizes[f"vision_config.{name}"] = getattr(config.vision_config, name)
-    wrong = [f"{name} = {size}" for name, size in sizes.items() if size % files]
-    if wrong:
-        fewer = " (fewer key/value heads than files)" if text.num_key_value_heads < files else ""
-        valid = [n for n in range(1, files) if not any(size % n for size in sizes.values())]
-        raise ValueError(
-            f"shards = {files}: Meta's files hold whole heads and equal parts of everything else, but "
-            f"{', '.join(wrong)} cannot be divided by {files}{fewer}; fewer files that work: "
-            f"{', '.join(map(str, valid))}."
-        )
+    return sizes

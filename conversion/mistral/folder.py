@@ -12,23 +12,23 @@ from pathlib import Path
 from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig
 from ...configuration.errors import CheckpointError
 from ..checkpoint import Checkpoint, Report
-from ..hf import split_experts
-from ..io import LazyTensor, Plan, one_of, read_bytes, read_json, write_through
-from ..meta import (
+from ..consolidated import (
     Params,
     is_tuned,
     measure,
+    naming,
     open_files,
+    read_kept,
     read_tensors,
-    read_whole_config,
     tensors_with_head,
     weight_files,
     write_folder,
     write_tokenizer,
 )
-from ..options import DEFAULTS, WriteOptions
+from ..hf import split_experts
+from ..io import DEFAULTS, LazyTensor, Plan, WriteOptions, one_of, read_bytes, read_json, write_through
 from ..tokenizers import hf_files_from_meta, mistral_tokenizer_file
-from .name_tables import check_experts, mistral_table
+from .name_tables import mistral_table
 from .params import read_config, read_params, whose_params, write_params
 
 # Endings of weight files; Meta has .pth only.
@@ -52,62 +52,33 @@ def is_mistral(folder: Path) -> bool:
 def open_mistral(
     folder: str | os.PathLike, *, companions: bool = True, instruct: bool | None = None
 ) -> Checkpoint:
-    """Open a folder of Mistral AI's: Mistral or Mixtral.
-
-    Args:
-        folder: it holds params.json and consolidated.safetensors, consolidated.00.pth, or the files of a first release.
-        companions: whether to convert the tokenizer.
-        instruct: whether the model was tuned for conversations; None goes by the folder's name ("chat", "instruct").
-            For its effects see `hf_files_from_meta`.
-
-    Returns:
-        the checkpoint, under Hugging Face's keys.
+    """Open a folder of Mistral AI's under Hugging Face's keys; for the arguments see `open_checkpoint`.
 
     Raises:
         CheckpointError: a file is missing or damaged, the model is of another kind, the tokenizer is another model's,
             or params.json and the tensors contradict each other.
     """
     folder = Path(folder)
-    paths = _weight_paths(folder)
+    paths = weight_files(folder, *_ENDINGS)
     params, left_out = read_params(read_json(folder / "params.json"), str(folder / "params.json"))
     files, dropped = open_files(paths)
     files = _join_files(paths, files, params)
     place = str(paths[0] if len(paths) == 1 else folder)
-    # A model whose head is the embedding may be stored without one.
-    params, seen, axis = measure(params, files, 0, params.flag("tied_embeddings"))
-    if len(files) == 1:
-        check_experts(params, files[0], place)
-    config = read_whole_config(folder, params, lambda: read_config(params, seen))
-    tensors, computed = read_tensors(mistral_table(axis), files, config, place)
+    seen, axis = measure(params, files, place)
+    with naming(params):
+        config = read_config(params, seen)
+        read_kept(config, folder)
+    table = mistral_table(axis, any(".block_sparse_moe." in name for name in files[0]))
+    tensors, computed = read_tensors(table, files, config, place)
     notes = []
     if "rope_theta" not in params:
         theta = (config.rope_parameters or {})["rope_theta"]
         window = "sliding_window" if "sliding_window" in params else "no sliding_window"
         notes.append(f"{params.origin} has no rope_theta: {theta:g}, since it has {window}")
-    translated, more_notes = _translate_tokenizer(folder, config, instruct) if companions else ({}, [])
+    translated = _translate_tokenizer(folder, config, instruct, notes) if companions else {}
     return Checkpoint(
-        folder,
-        "mistral",
-        config,
-        tensors,
-        dropped | left_out | computed,
-        translated,
-        paths,
-        notes + more_notes,
+        folder, "mistral", config, tensors, dropped | left_out | computed, translated, paths, notes
     )
-
-
-def _weight_paths(folder: Path) -> list[Path]:
-    found = {ending: sorted(folder.glob(f"consolidated*.{ending}")) for ending in _ENDINGS}
-    endings = [ending for ending, paths in found.items() if paths]
-    if len(endings) > 1:
-        first, second = (found[ending][0].name for ending in endings[:2])
-        raise CheckpointError(f"{folder}: holds {first} and {second}. Remove what is not the model.")
-    if not endings and (folder / "params.json").is_file():
-        raise CheckpointError(
-            f"{folder}: holds params.json, but neither consolidated.safetensors nor consolidated.00.pth."
-        )
-    return weight_files(folder, *endings)
 
 
 def _join_files(
@@ -130,35 +101,30 @@ def _join_files(
 
 
 def _translate_tokenizer(
-    folder: Path, config: LlamoeDenseConfig | LlamoeMixtralConfig, instruct: bool | None
-) -> tuple[dict[str, bytes], list[str]]:
-    """Hugging Face's files of the newest tokenizer in a folder, or a note that there is none."""
+    folder: Path,
+    config: LlamoeDenseConfig | LlamoeMixtralConfig,
+    instruct: bool | None,
+    notes: list[str],
+) -> dict[str, bytes]:
+    """Hugging Face's files of the newest tokenizer in a folder; `notes` says if there is none."""
     found = {
         path.name: (path.suffix == ".json", int(match[1] or 0))
         for path in folder.iterdir()
         if (match := _TOKENIZER.fullmatch(path.name))
     }
     if not found:
-        return {}, [f"there is no tokenizer.model or tekken.json in {folder}: the result has no tokenizer"]
+        notes.append(f"there is no tokenizer.model or tekken.json in {folder}: the result has no tokenizer")
+        return {}
     name = max(found, key=found.__getitem__)
-    content = read_bytes(folder / name)
-    tuned = is_tuned(folder, instruct)
+    content, tuned = read_bytes(folder / name), is_tuned(folder, instruct)
     files = hf_files_from_meta(content, config, instruct=tuned, family="mistral", origin=str(folder / name))
-    return {name: content, **files}, []
+    return {name: content, **files}
 
 
 def save_mistral(
     checkpoint: Checkpoint, target: str | os.PathLike, options: WriteOptions = DEFAULTS
 ) -> Report:
-    """Write a checkpoint in Mistral AI's format, for mistral-inference and other readers: one consolidated.safetensors.
-
-    params.json has the keys of mistral-inference. Other fields that do not change the output go into llamoe.json, and
-    `open_mistral` reads them back.
-
-    Args:
-        checkpoint: a dense decoder or a Mixtral.
-        target: a folder that does not exist or is empty.
-        options: how it is written.
+    """Write a dense decoder or a Mixtral in Mistral AI's format: one consolidated.safetensors.
 
     Raises:
         ValueError: mistral-inference cannot compute the model, the target is in use, or a tensor is missing, unknown,
@@ -171,13 +137,11 @@ def save_mistral(
             f"{checkpoint.path}: is a {config.model_type}, and mistral-inference computes dense decoders and Mixtral."
         )
     contents, notes = write_params(config), []
-    tokenizer = write_tokenizer(
-        lambda: mistral_tokenizer_file(checkpoint.companions, config), "tokenizer", notes
+    tokenizer = write_tokenizer(mistral_tokenizer_file, checkpoint, "tokenizer", notes)
+    tensors = options.cast(split_experts(tensors_with_head(checkpoint, notes, "mistral-inference")))
+    tensors = {name.replace(".block_sparse_moe.", ".mlp."): tensor for name, tensor in tensors.items()}
+    plan = Plan(
+        [{"consolidated.safetensors": write_through(mistral_table(), tensors, 1, config)[0]}],
+        before=tokenizer,
     )
-    tensors = tensors_with_head(checkpoint, notes, "mistral-inference")
-    tensors = split_experts(tensors)
-    if options.cast_to is not None:
-        tensors = {name: tensor.cast(options.cast_to) for name, tensor in tensors.items()}
-    weights = write_through(mistral_table(), tensors, 1, config)[0]
-    plan = Plan([{"consolidated.safetensors": weights}], before=tokenizer)
     return write_folder(checkpoint, target, "mistral", options, plan, contents, notes)

@@ -1,7 +1,7 @@
-"""Mistral AI's names as data, and the check that a mixture has all its experts.
+"""Mistral AI's names as data.
 
 Dense tensors have the names of LLaMA, and files are sliced along the same axes. Q and k are rotated in neighbouring
-pairs, as Meta's. The target side has the names of stock files.
+pairs, as Meta's. The target side has the names of stock files, with `mlp` for `block_sparse_moe`.
 
 E experts, H hidden size, I inner size of an expert. In mistral-inference's layout each expert has matrices w1 and w3
 `[I, H]` and w2 `[H, I]`. In the first release of Mixtral 8x7B the rows of all experts stand in one matrix: w1, w3 and,
@@ -11,13 +11,10 @@ Sources: `Transformer`, `TransformerBlock` and `MoeLayer` of mistralai/mistral-i
 convert_mixtral_weights_to_hf.py for the first release.
 """
 
-import re
-from collections.abc import Iterator, Mapping
-
 from ...configuration.errors import CheckpointError
 from ..hf import stack_rows
-from ..io import LazyTensor, Operation, Row, Table, check_alike
-from ..meta import Params, llama_table
+from ..io import Operation, Row, Table, check_alike
+from ..meta import llama_table
 
 
 class _ExpertsInOneMatrix(Operation):
@@ -41,69 +38,21 @@ class _ExpertsInOneMatrix(Operation):
         return list(stack_rows(gates, ups, [down.transpose() for down in downs]))
 
 
-_GATE = "model.layers.{i}.block_sparse_moe.gate.weight"
+_MLP = "model.layers.{i}.mlp."
 _MIXTURE = (
-    Row("layers.{i}.feed_forward.gate.weight", _GATE),
-    Row(
-        "layers.{i}.feed_forward.experts.{e}.w{part}.weight",
-        "model.layers.{i}.block_sparse_moe.experts.{e}.w{part}.weight",
-    ),
+    Row("layers.{i}.feed_forward.gate.weight", _MLP + "gate.weight"),
+    Row("layers.{i}.feed_forward.experts.{e}.w{part}.weight", _MLP + "experts.{e}.w{part}.weight"),
 )
 _FIRST_RELEASE = (
-    Row("layers.{i}.block_sparse_moe.gate.weight", _GATE),
+    Row("layers.{i}.block_sparse_moe.gate.weight", _MLP + "gate.weight"),
     Row(
         tuple(f"layers.{{i}}.block_sparse_moe.{name}" for name in ("w1", "w3", "w2")),
-        ("model.layers.{i}.mlp.experts.gate_up_proj", "model.layers.{i}.mlp.experts.down_proj"),
+        (_MLP + "experts.gate_up_proj", _MLP + "experts.down_proj"),
         _ExpertsInOneMatrix(),
     ),
 )
-_OF_MIXTURE = re.compile(r"layers\.\d+\.(block_sparse_moe|feed_forward\.(gate|experts))\..*")
 
 
-def mistral_table(embedding_axis: int = 1) -> Table:
-    """The table of Mistral and Mixtral; written are the names of mistral-inference.
-
-    Args:
-        embedding_axis: axis along which several files slice the embedding.
-    """
-    return (*llama_table(embedding_axis), *_MIXTURE, *_FIRST_RELEASE)
-
-
-def check_experts(params: Params, tensors: Mapping[str, LazyTensor], place: str) -> None:
-    """Refuse a mixture with a router or an expert too few or too many, measured by params.json."""
-    found = {name for name in tensors if _OF_MIXTURE.fullmatch(name)}
-    mixture = params.part("moe")
-    if mixture is None:
-        if found:
-            raise CheckpointError(
-                f"{place}: {min(found)} is there, but {params.origin} has no moe; it is another model's."
-            )
-        return
-    layers, experts = params.integer("n_layers"), mixture.integer("num_experts")
-    is_first_release = any(".block_sparse_moe." in name for name in found)
-    wanted = set()
-    for name in _names(layers, experts, is_first_release):
-        # At once: the file may say any number.
-        if name not in found:
-            raise CheckpointError(
-                f"{place}: {name} missing, though {params.origin} says n_layers = {layers} and moe.num_experts = "
-                f"{experts}. A file is not whole, or params.json is another model's."
-            )
-        wanted.add(name)
-    if others := found - wanted:
-        raise CheckpointError(
-            f"{place}: {min(others)} is there, but {params.origin} says moe.num_experts = {experts}."
-        )
-
-
-def _names(layers: int, experts: int, is_first_release: bool) -> Iterator[str]:
-    """The names of a mixture's routers and experts."""
-    for layer in range(layers):
-        if is_first_release:
-            yield from (
-                f"layers.{layer}.block_sparse_moe.{name}" for name in ("gate.weight", "w1", "w2", "w3")
-            )
-            continue
-        yield f"layers.{layer}.feed_forward.gate.weight"
-        for expert in range(experts):
-            yield from (f"layers.{layer}.feed_forward.experts.{expert}.w{part}.weight" for part in (1, 2, 3))
+def mistral_table(embedding_axis: int = 1, is_first_release: bool = False) -> Table:
+    """The table of Mistral and Mixtral; several files slice the embedding along `embedding_axis`."""
+    return (*llama_table(embedding_axis), *(_FIRST_RELEASE if is_first_release else _MIXTURE))

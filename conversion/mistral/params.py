@@ -17,7 +17,7 @@ from typing import Any
 from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
-from ..meta import Params, Seen, compare_fields, read_decoder
+from ..consolidated import Params, Seen, kept_fields, read_decoder
 
 _CONTEXT = 32768
 _THETA, _THETA_WITH_WINDOW = 1000000.0, 10000.0
@@ -142,8 +142,6 @@ def read_config(params: Params, seen: Seen) -> LlamoeDenseConfig | LlamoeMixtral
         "eos_token_id": 2,
         "pad_token_id": None,
     }
-    if seen.dtype is not None:
-        fields["dtype"] = seen.dtype
     mixture = params.part("moe")
     if mixture is None:
         return LlamoeDenseConfig(**fields, architectures=["LlamoeDenseForCausalLM"])
@@ -177,7 +175,7 @@ def _read_window(params: Params) -> dict[str, Any]:
 
 
 def write_params(config: LlamoeBaseConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The content of `params.json` and of `llamoe.json` for a configuration; see `config_to_params` of Meta's folders.
+    """The content of `params.json` and of `llamoe.json` for a configuration.
 
     Raises:
         ValueError: mistral-inference cannot compute the model; the message names the field.
@@ -203,5 +201,5 @@ def write_params(config: LlamoeBaseConfig) -> tuple[dict[str, Any], dict[str, An
             "num_experts": config.num_local_experts,
             "num_experts_per_tok": config.num_experts_per_tok,
         }
-    again = read_config(Params.of(params, "params.json"), Seen(0, config.vocab_size))
-    return params, compare_fields(config, again, "Mistral AI's")
+    again = read_config(Params.of(params, "params.json"), Seen(config.vocab_size))
+    return params, kept_fields(config, again, "Mistral AI's")

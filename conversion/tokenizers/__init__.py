@@ -6,6 +6,7 @@ tokenizer_json, folder_files, vocabulary.
 
 from .folder_files import (
     hf_files_from_meta,
+    meta_tokenizer_file,
     meta_tokenizer_model,
     mistral_tokenizer_file,
     multimodal_chat_template,

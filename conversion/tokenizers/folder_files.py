@@ -103,6 +103,19 @@ def meta_tokenizer_model(companions: Mapping[str, bytes], *, vocab_size: int | N
     return _with_added(original, {**content, "added_tokens": known})
 
 
+def meta_tokenizer_file(companions: Mapping[str, bytes], config: Any) -> dict[str, bytes]:
+    """Meta's tokenizer.model, by name, for the tokenizer of a Hugging Face folder; empty where it has none.
+
+    Raises:
+        CheckpointError: as for `meta_tokenizer_model`, or it is another model's.
+    """
+    content = meta_tokenizer_model(companions, vocab_size=config.get_text_config().vocab_size)
+    if content is None:
+        return {}
+    check_tokenizer(content, config)
+    return {"tokenizer.model": content}
+
+
 def mistral_tokenizer_file(companions: Mapping[str, bytes], config: Any) -> dict[str, bytes]:
     """Mistral AI's tokenizer file, by name, for the tokenizer of a Hugging Face folder; empty where it has none.
 

@@ -20,10 +20,10 @@ from ...configuration import LlamoeConfig, LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import reading
+from ...configuration.sizes import count_of
 from ..checkpoint import Checkpoint, tied_head
 from ..io import Progress
 from ..open import open_checkpoint
-from ..options import check_at_least
 from .common_parts import Normalization, pixel_normalization, shared_parts
 from .compare_stored import compare_configs, compare_rows, compare_tensors
 from .compare_unreached import compare_unreached, wanted_tokens
@@ -90,8 +90,9 @@ def verify(
             only and the other pictures only.
     """
     begin = time.perf_counter()
-    check_at_least(1, tokens=tokens, rows=rows)
-    check_at_least(0, seed=seed)
+    count_of("tokens", tokens)
+    count_of("rows", rows)
+    count_of("seed", seed, 0)
     tolerance = TOLERANCE if tolerance is None else tolerance
     if not tolerance >= 0:
         raise ValueError(f"tolerance = {tolerance!r}: should be a part of the standard deviation, 0 or more")

@@ -22,9 +22,9 @@ from llamoe.conversion.convert_vision import convert_vision
 from llamoe.conversion.hf import open_hf, save_hf
 from llamoe.conversion.inspect import inspect
 from llamoe.conversion.inspect.describe import split_shapes
+from llamoe.conversion.io import WriteOptions
 from llamoe.conversion.io.read_files import FileTensor
 from llamoe.conversion.meta.folder import save_meta
-from llamoe.conversion.options import WriteOptions
 from llamoe.conversion.verify.run_streamed import build_empty
 from llamoe.modeling.registration import model_class
 from llamoe.planning import source

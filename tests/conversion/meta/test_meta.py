@@ -28,11 +28,11 @@ from transformers import (
 
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.convert import convert
+from llamoe.conversion.io import WriteOptions
 from llamoe.conversion.io.name_table import Drop
 from llamoe.conversion.meta.folder import open_meta, save_meta
 from llamoe.conversion.meta.name_tables import llama4_table, llama_table
 from llamoe.conversion.open import open_checkpoint
-from llamoe.conversion.options import WriteOptions
 
 # Each case with two of the numbers of files that it can have; which two comes in turn.
 EACH_COUNT = [

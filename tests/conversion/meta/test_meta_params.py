@@ -10,23 +10,16 @@ from transformers import AutoConfig
 
 import llamoe
 from llamoe.configuration import PRESETS
-from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.checkpoint import Checkpoint, expected_shapes
+from llamoe.conversion.consolidated.params import Params, Seen, add_kept
 from llamoe.conversion.convert import convert
-from llamoe.conversion.io.lazy_tensor import LazyTensor, from_tensor
+from llamoe.conversion.io import WriteOptions
+from llamoe.conversion.io.lazy_tensor import LazyTensor
 from llamoe.conversion.io.name_table import read_through, write_through
-from llamoe.conversion.meta.config_to_params import add_kept, needs_own_scaling, write_params
 from llamoe.conversion.meta.folder import open_meta, save_meta
+from llamoe.conversion.meta.hidden_sizes import expert_size, feed_forward_size
 from llamoe.conversion.meta.name_tables import llama4_table, llama_table
-from llamoe.conversion.meta.params_to_config import (
-    Params,
-    Seen,
-    expert_size,
-    feed_forward_size,
-    note_defaults,
-    read_config,
-)
-from llamoe.conversion.options import WriteOptions
+from llamoe.conversion.meta.params import needs_own_scaling, note_defaults, read_config, write_params
 
 LLAMAS = [name for name in PRESETS if name.startswith("llama")]
 # One of each generation and arrangement; the sizes between them go through the same rows.
@@ -140,9 +133,8 @@ def test_a_published_configuration_survives_params_json(name):
     released = RELEASED.get(name, {})
     assert {key: params[key] for key in released} == released
     json.dumps([params, kept])
-    read = read_config(
-        Params.of(params, "params.json"), Seen(max(generation(name), 2), config.get_text_config().vocab_size)
-    )
+    seen = Seen(config.get_text_config().vocab_size)
+    read = read_config(Params.of(params, "params.json"), seen, max(generation(name), 2))
     add_kept(read, kept, "llamoe.json")
     assert read.to_dict() == config.to_dict() | {"architectures": read.architectures}
 
@@ -197,9 +189,8 @@ def test_metas_formulas_give_the_published_sizes():
 
 def read(generation=4, vocab_size=202048, **params):
     base = dict(dim=64, n_layers=4, n_heads=4, norm_eps=1e-5)
-    return read_config(
-        Params.of(base | params, "params.json"), Seen(generation, vocab_size, inner=96, expert_inner=64)
-    )
+    seen = Seen(vocab_size, inner=96, expert_inner=64)
+    return read_config(Params.of(base | params, "params.json"), seen, generation)
 
 
 def test_scaled_rotary_embeddings_have_metas_own_defaults():
@@ -241,7 +232,7 @@ def test_llama_3_scales_as_its_published_configuration_and_both_ways(name):
         params, _ = write_params(config, 3)
         # Meta's code has 8 for all.
         assert params.get("rope_scaling_factor", 8.0) == given and needs_own_scaling(params) == (given != 8.0)
-        again = read_config(Params.of(params, "params.json"), Seen(3, 128256))
+        again = read_config(Params.of(params, "params.json"), Seen(128256), 3)
         assert again.rope_parameters == config.rope_parameters
 
 
@@ -399,37 +390,6 @@ def test_what_a_dense_model_of_metas_cannot_be_is_refused_by_name(fields, words)
 )
 def test_what_a_llama_4_of_metas_cannot_be_is_refused_by_name(text, vision, field):
     assert refused(llamoe.preset("llama-4-scout", text_config=text, vision_config=vision)).startswith(field)
-
-
-def test_what_changes_no_number_is_kept_beside_params_json():
-    config = llamoe.preset(
-        "llama-4-maverick",
-        text_config=dict(
-            router_aux_loss_coef=0.25, attn_temperature_tuning=4, max_position_embeddings=1048576
-        ),
-        image_token_index=7,
-    )
-    _, kept = write_params(config, 4)
-    assert kept["image_token_index"] == 7
-    assert kept["text_config"]["router_aux_loss_coef"] == 0.25
-    assert kept["text_config"]["attn_temperature_tuning"] == 4
-    assert kept["text_config"]["max_position_embeddings"] == 1048576
-
-
-def test_the_file_beside_params_json_decides_nothing_that_is_computed(tmp_path):
-    config = llamoe.preset(
-        "llama-2-7b", hidden_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=6, num_hidden_layers=1,
-        intermediate_size=36, vocab_size=30,
-    )  # fmt: skip
-    tensors = {key: torch.zeros(shape) for key, shape in expected_shapes(config).items()}
-    checkpoint = Checkpoint(
-        tmp_path, "hf", config, {key: from_tensor(tensor, key) for key, tensor in tensors.items()}
-    )
-    save_meta(checkpoint, tmp_path / "meta", shards=2)
-    assert open_meta(tmp_path / "meta").config.max_position_embeddings == 4096
-    (tmp_path / "meta" / "llamoe.json").write_text('{"rms_norm_eps": 0.5}')
-    with pytest.raises(CheckpointError, match=r"llamoe\.json: rms_norm_eps = 0\.5"):
-        open_meta(tmp_path / "meta")
 
 
 def test_a_dense_model_may_scale_otherwise_than_llama_3s_code():

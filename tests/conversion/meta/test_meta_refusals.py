@@ -16,9 +16,8 @@ from support.meta_folders import (
 )
 
 from llamoe.configuration.errors import CheckpointError
-from llamoe.conversion.convert import convert
+from llamoe.conversion.io import WriteOptions
 from llamoe.conversion.meta.folder import open_meta, save_meta
-from llamoe.conversion.options import WriteOptions
 
 
 @pytest.mark.parametrize(
@@ -42,15 +41,6 @@ def test_files_that_sizes_cannot_be_divided_by_are_refused(name, shards, numbers
     for number in numbers:
         assert number in str(caught.value)
     assert not (tmp_path / "to").exists()
-
-
-def test_more_files_than_key_value_heads_cannot_be_read(tmp_path):
-    case = BY_NAME["llama-2-gqa"]
-    full = whole_model(case)
-    files = cut(case, full, 6)
-    write_folder(tmp_path, case.params, files)
-    with pytest.raises(CheckpointError, match=r"n_kv_heads = 4 cannot be divided by the 6 files"):
-        open_meta(tmp_path)
 
 
 def drop(name):
@@ -88,8 +78,8 @@ CONTRADICTIONS = [
     ("llama-2", lambda files, _: files[1].pop("layers.1.ffn_norm.weight"), ["consolidated.01.pth", "ffn_norm"]),
     ("llama-2", rename(WO, "layers.1.attention.wx.weight"), ["layers.1.attention.wx.weight"]),
     ("llama-2", shrink("layers.1.attention.wq.weight", 0, 30), ["layers.1.attention.wq.weight", "30", "36"]),
-    ("llama-2", say(n_layers=5), ["n_layers = 5", "2 layers"]),
-    ("llama-2", say(dim=70), ["dim = 70", "72", "norm.weight"]),
+    ("llama-2", say(n_layers=5), ["layers.2.attention.wq.weight", "missing"]),
+    ("llama-2", say(dim=70), ["dim = 70", "72 in all", "tok_embeddings.weight"]),
     ("llama-2", say(n_heads=6), ["rope.freqs", "n_heads = 6", "3 frequencies"]),
     ("llama-2", say(n_kv_heads=4), ["layers.0.attention.wk.weight", "72", "24"]),
     ("llama-2", say(vocab_size=100), ["vocab_size = 100", "132"]),
@@ -114,11 +104,11 @@ CONTRADICTIONS = [
     ("llama-4", say(moe_args=None), ["router_DE", "moe_args"]),
     (
         "llama-4", say(moe_args={"num_experts": 4, "interleave_moe_layer_step": 2}),
-        ["router_DE has 5", "num_experts = 4"],
+        ["moe_w_out_eF_D has shape [210, 72]", "4 experts"],
     ),
-    ("llama-4", say(moe_args={"num_experts": 5}), ["[1]", "[0, 1]"]),
+    ("llama-4", say(moe_args={"num_experts": 5}), ["layers.0.feed_forward.mlp.fc1_weight", "params.json"]),
     ("llama-4", say(vision_args=None), ["vision_embeddings", "vision_args"]),
-    ("llama-4", say(n_kv_heads=2), ["layers.0.attention.wqkv.weight", "120", "96"]),
+    ("llama-4", say(n_kv_heads=2), ["layers.0.attention.wqkv.weight", "60 rows", "6 + 1 + 1"]),
     ("llama-4", say(vision_args=VISION | {"image_size": {"height": 56, "width": 42}}), ["image_size", "square"]),
     ("llama-4", say(vision_args=VISION | {"dim": 48}), ["positional_embedding_vlm|conv1", "96"]),
 ]  # fmt: skip
@@ -134,39 +124,6 @@ def test_what_contradicts_itself_is_named(name, change, words, tmp_path):
         open_meta(tmp_path)
     for word in words:
         assert re.search(word if "|" in word else re.escape(word), str(caught.value)), str(caught.value)
-
-
-def test_a_lost_last_file_is_seen(tmp_path):
-    for name in ("llama-1", "llama-3", "llama-4"):
-        folder = tmp_path / name
-        make_folder(folder, BY_NAME[name], 4)
-        (folder / "consolidated.03.pth").unlink()
-        with pytest.raises(CheckpointError, match="is missing"):
-            open_meta(folder)
-
-
-def test_a_gap_between_the_files_is_named(tmp_path):
-    make_folder(tmp_path, BY_NAME["llama-2-gqa"], 4)
-    (tmp_path / "consolidated.01.pth").unlink()
-    with pytest.raises(CheckpointError, match=r"consolidated\.01\.pth missing"):
-        open_meta(tmp_path)
-
-
-def test_quantized_releases_are_refused_by_name(tmp_path):
-    make_folder(tmp_path, BY_NAME["llama-4"])
-    (tmp_path / "fp8_scales_0.pt").touch()
-    with pytest.raises(CheckpointError, match=r"fp8_scales_0\.pt.*fp8"):
-        open_meta(tmp_path)
-
-
-def test_copies_that_differ_between_files_are_found_when_they_are_written(tmp_path):
-    case = BY_NAME["llama-4"]
-    files = cut(case, whole_model(case), 2)
-    files[1]["norm.weight"] += 1
-    write_folder(tmp_path / "meta", case.params, files)
-    with pytest.raises(CheckpointError, match=r"consolidated\.01\.pth: norm\.weight: differs"):
-        convert(tmp_path / "meta", tmp_path / "hf")
-    assert not (tmp_path / "hf").exists()
 
 
 def test_dtypes_that_one_tensor_of_metas_cannot_mix_are_refused(tmp_path):

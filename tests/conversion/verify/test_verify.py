@@ -26,10 +26,10 @@ import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.convert_vision import convert_vision
 from llamoe.conversion.hf import open_hf, save_hf
+from llamoe.conversion.io import WriteOptions
 from llamoe.conversion.io.lazy_tensor import from_tensor
 from llamoe.conversion.meta.folder import save_meta
 from llamoe.conversion.open import open_checkpoint
-from llamoe.conversion.options import WriteOptions
 from llamoe.conversion.upcycle import upcycle
 from llamoe.conversion.verify import run_streamed
 from llamoe.conversion.verify.command import verify

@@ -1,11 +1,13 @@
 """The options that all commands share which write a folder."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from ..configuration.sizes import bytes_of, count_of
-from .io import Progress
+from ...configuration.sizes import bytes_of
+from .lazy_tensor import LazyTensor
+from .plan import Progress
 
 _DTYPES = {
     "float32": torch.float32,
@@ -58,11 +60,9 @@ class WriteOptions:
         """The dtype of all floating tensors; None for the dtype of each."""
         return _DTYPES.get(str(self.dtype).removeprefix("torch."))
 
+    def cast(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+        """The tensors in the dtype that was asked for."""
+        return {name: tensor.cast(self.cast_to or tensor.dtype) for name, tensor in tensors.items()}
+
 
 DEFAULTS = WriteOptions()
-
-
-def check_at_least(least: int, **values: int) -> None:
-    """Refuse options that are not integers or are below `least`."""
-    for name, value in values.items():
-        count_of(name, value, least)

@@ -1,0 +1,193 @@
+"""Folders with params.json and one weight file for each model-parallel rank: consolidated.00.pth and so on.
+
+All files have the same names, and each holds its slice of every large tensor.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...configuration.base import LlamoeBaseConfig
+from ...configuration.errors import CheckpointError
+from ...configuration.json_files import to_json
+from ..checkpoint import Checkpoint, Report, carry_out, check_model, tie_heads, tied_head
+from ..hf import fuse_experts
+from ..io import (
+    LazyTensor,
+    Plan,
+    Table,
+    WriteOptions,
+    open_pickle,
+    open_safetensors,
+    read_through,
+    sources_of,
+)
+from .params import KEPT, Params, Seen
+
+Files = Sequence[Mapping[str, LazyTensor]]
+
+_TUNED = re.compile(r"instruct|chat", re.IGNORECASE)
+_SCALES = re.compile(r"(fp8|int4)_scales.*")
+_ADVICE = "A file is missing or too many, or params.json is another model's."
+
+
+def weight_files(folder: Path, *endings: str) -> list[Path]:
+    """The weight files, sorted by number: consolidated.00.pth and so on, or one consolidated.pth.
+
+    Raises:
+        CheckpointError: there is none, or not each number once, or files of two endings; or the release is quantized.
+    """
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if "params.json" not in names:
+        raise CheckpointError(f"{folder}: holds no params.json, which belongs to consolidated weights.")
+    for name in names:
+        if match := _SCALES.fullmatch(name):
+            raise CheckpointError(
+                f"{folder / name}: belongs to a release quantized to {match[1]}, which is not converted. Get the "
+                "bfloat16 weights."
+            )
+    pattern = re.compile(rf"consolidated(?:\.(\d+))?\.({'|'.join(endings)})")
+    found = {name: match for name in names if (match := pattern.fullmatch(name))}
+    if not found:
+        what = "neither consolidated.safetensors nor" if "safetensors" in endings else "no"
+        raise CheckpointError(f"{folder}: holds params.json, but {what} consolidated.00.pth.")
+    # The first name of each ending, with and without numbers.
+    kinds = {(match[2], match[1] is None): name for name, match in reversed(found.items())}
+    if len(kinds) > 1:
+        held = " and ".join(sorted(kinds.values(), reverse=True))
+        raise CheckpointError(f"{folder}: holds {held}. Remove what is not the model.")
+    first, match = next(iter(found.items()))
+    if match[1] is None:
+        return [folder / first]
+    numbers = sorted((int(match[1]), name) for name, match in found.items())
+    for expected, (number, name) in enumerate(numbers):
+        if number > expected:
+            missing = f"consolidated.{expected:0{len(match[1])}d}.{match[2]}"
+            raise CheckpointError(f"{folder}: {missing} missing; there is {name}.")
+        if number < expected:
+            raise CheckpointError(
+                f"{folder}: a file of weights is there twice: {numbers[number][1]}, {name}."
+            )
+    return [folder / name for _, name in numbers]
+
+
+def open_files(paths: Sequence[Path]) -> tuple[list[dict[str, LazyTensor]], dict[str, str]]:
+    """Each file's tensors by name, and the entries that are no tensors, with the reason why they are left out."""
+    files: list[dict[str, LazyTensor]] = []
+    dropped: dict[str, str] = {}
+    for path in paths:
+        tensors, others = (open_safetensors(path), {}) if path.suffix == ".safetensors" else open_pickle(path)
+        files.append(tensors)
+        for name, kind in others.items():
+            state = name.endswith("._extra_state")
+            dropped[name] = "no weight: state of a layer in training" if state else f"no tensor but a {kind}"
+    return files, dropped
+
+
+def measure(params: Params, files: Files, place: str) -> tuple[Seen, int]:
+    """What the tensors show of a decoder, and the axis along which files slice the embedding.
+
+    Raises:
+        CheckpointError: params.json and the tensors, or the number of files, contradict each other.
+    """
+    dim, count, first = params.integer("dim"), len(files), files[0]
+    for name, ndim in {"tok_embeddings.weight": 2, "norm.weight": 1}.items():
+        if name not in first:
+            raise CheckpointError(f"{place}: {name} missing.")
+        if first[name].ndim != ndim:
+            raise CheckpointError(
+                f"{first[name].origin} has shape {list(first[name].shape)}; expected: {ndim} axes."
+            )
+    embedding = first["tok_embeddings.weight"]
+    rows, columns = embedding.shape
+    # By rows in Llama 3 and 4, by columns before.
+    axis = 0 if columns == dim else 1
+    if axis and columns * count != dim:
+        raise CheckpointError(
+            f"{embedding.origin} has {columns} columns in {count} file(s), {columns * count} in all, but "
+            f"{params.origin} says dim = {dim}. {_ADVICE}"
+        )
+    kv_heads = params.integer("n_kv_heads", params.integer("n_heads"))
+    for name in ("n_heads", "n_kv_heads"):
+        if (heads := params.integer(name, kv_heads)) % count:
+            raise CheckpointError(
+                f"{params.origin}: {name} = {heads} cannot be divided by the {count} files; each holds whole heads. "
+                + _ADVICE
+            )
+    for name, tensor in first.items():
+        # Nothing else in the tensors shows the size of a head.
+        if name.endswith("rope.freqs") and tensor.ndim == 1 and 2 * tensor.shape[0] != params.head_dim:
+            raise CheckpointError(
+                f"{tensor.origin} has {tensor.shape[0]} frequencies, half of a head's channels, but {params.origin} "
+                f"says n_heads = {params.integer('n_heads')}, heads of {params.head_dim}."
+            )
+    return Seen(rows if axis else rows * count, first["norm.weight"].dtype_name), axis
+
+
+def read_tensors(
+    table: Table, files: Files, config: LlamoeBaseConfig, place: str
+) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """A model's tensors from those of all files, and names that are left out, with the reason."""
+    tensors, dropped = read_through(table, files, config)
+    tensors = fuse_experts(tensors, lambda name: sources_of(table, name)[0])
+    for reason in tie_heads(config, tensors).values():
+        dropped["output.weight"] = reason
+    tensors = check_model(config, tensors, place, lambda name: sources_of(table, name) or [name], _ADVICE)
+    return tensors, dropped
+
+
+def is_tuned(folder: Path, instruct: bool | None) -> bool | None:
+    """Whether a model was tuned for conversations: as it is said, else by the folder's name; None if unknown."""
+    if instruct is not None:
+        return instruct
+    folder = folder.absolute()
+    name = folder.parent.name if folder.name == "original" else folder.name
+    # A name that does not show it may still belong to a tuned model.
+    return True if _TUNED.search(name) else None
+
+
+def tensors_with_head(checkpoint: Checkpoint, notes: list[str], whose: str) -> dict[str, LazyTensor]:
+    """The checked tensors of a model to write; a tied head is a copy of the embedding, and `notes` says so."""
+    tensors = check_model(checkpoint.config, checkpoint.tensors, str(checkpoint.path))
+    for head, embedding in tied_head(checkpoint.config).items():
+        tensors[head] = tensors[embedding]
+        notes.append(
+            f"the embedding serves as the output head (tie_word_embeddings), which {whose} does not know: "
+            "output.weight is a copy"
+        )
+    return tensors
+
+
+def write_tokenizer(
+    find: Callable[[Mapping[str, bytes], Any], dict[str, bytes]],
+    checkpoint: Checkpoint,
+    what: str,
+    notes: list[str],
+) -> dict[str, bytes]:
+    """The tokenizer's file by name; if there is none, a note: the weights are useful without it."""
+    try:
+        found = find(checkpoint.companions, checkpoint.config)
+    except CheckpointError as error:
+        notes.append(f"no {what} is written: {error}")
+        return {}
+    if not found:
+        notes.append(f"the source has no tokenizer: no {what} is written")
+    return found
+
+
+def write_folder(
+    checkpoint: Checkpoint,
+    target: Path,
+    to: str,
+    options: WriteOptions,
+    plan: Plan,
+    contents: tuple[dict[str, Any], dict[str, Any]],
+    notes: list[str],
+) -> Report:
+    """Write the weights of a plan, and last `contents`, those of params.json and of llamoe.json."""
+    params, kept = contents
+    plan.last = {**({KEPT: to_json(kept)} if kept else {}), "params.json": to_json(params)}
+    report = carry_out(plan, checkpoint, target, to, options)
+    report.notes.extend(notes)
+    return report

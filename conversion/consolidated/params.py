@@ -1,0 +1,215 @@
+"""The content of `params.json`, and of `llamoe.json` for what has no key there.
+
+`params.json` has the keys that its owner's code reads, which may refuse others. A new one is read again as that code
+reads it. A field that would then differ and changes what the model computes is refused by name. Fields that do not
+change the output (context length, token ids, training options) go into `llamoe.json`, which only llamoe opens.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ...configuration.base import LlamoeBaseConfig
+from ...configuration.checks import fail
+from ...configuration.effects import NO_EFFECT, declared_fields, fields_without_effect
+from ...configuration.errors import CheckpointError
+from ..io import read_json
+
+KEPT = "llamoe.json"
+# Fields without effect that a reader would otherwise guess from the folder's name or from the LLaMA generation.
+_ALWAYS_KEPT = frozenset(
+    "max_position_embeddings pad_token_id bos_token_id eos_token_id boi_token_index eoi_token_index "
+    "image_token_index".split()
+)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the tensors show, not `params.json`.
+
+    Attributes:
+        vocab_size: rows of the whole embedding.
+        dtype: of the weights, such as "bfloat16".
+        inner, expert_inner, vision_inner: hidden sizes of the dense feed-forwards, of an expert and of the tower's
+            feed-forwards; None means the formula of Meta's code.
+    """
+
+    vocab_size: int
+    dtype: str | None = None
+    inner: int | None = None
+    expert_inner: int | None = None
+    vision_inner: int | None = None
+
+
+@dataclass(frozen=True)
+class Params:
+    """The content of a `params.json` without its nulls, with checks that name a wrong entry and its file."""
+
+    entries: Mapping[str, Any]
+    origin: str
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any], origin: str) -> "Params":
+        """Wrap the content of a file; some files nest it under "model"."""
+        nested = content.get("model")
+        content = nested if isinstance(nested, Mapping) else content
+        return cls(_without_nulls(content), origin)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def reject(self, name: str, expected: str) -> NoReturn:
+        """Raise the error for a wrong or missing entry."""
+        given = f"{name} = {self.entries[name]!r}" if name in self else f"{name} is missing"
+        raise CheckpointError(f"{self.origin}: {given}; expected: {expected}")
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = self.entries.get(name, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            self.reject(name, "a whole number of at least 1")
+        return value
+
+    def optional_integer(self, name: str) -> int | None:
+        """A whole number of at least 1, or None where it is absent or 0."""
+        return self.integer(name) if self.entries.get(name) else None
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self.entries.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            self.reject(name, "a number above 0")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A truth value; the first releases wrote some as integers."""
+        value = self.entries.get(name, default)
+        if not isinstance(value, int):
+            self.reject(name, "true or false")
+        return bool(value)
+
+    def part(self, name: str) -> "Params | None":
+        """A nested object; None where there is none."""
+        value = self.entries.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            self.reject(name, "an object")
+        return Params(_without_nulls(value), f"{self.origin}: {name}")
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a head."""
+        return self.integer("head_dim", self.integer("dim") // self.integer("n_heads") or 1)
+
+
+def _without_nulls(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in content.items() if value is not None}
+
+
+@contextmanager
+def naming(params: Params) -> Iterator[None]:
+    """Context in which the error of a configuration that cannot be becomes one of `params.json`."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{params.origin}: {error}") from error
+
+
+def read_decoder(params: Params, seen: Seen) -> dict[str, Any]:
+    """Fields that all decoders have."""
+    dim, heads = params.integer("dim"), params.integer("n_heads")
+    if "head_dim" not in params and dim % heads:
+        params.reject("n_heads", f"a divisor of dim = {dim}")
+    if params.entries.get("vocab_size", -1) not in (-1, seen.vocab_size):
+        params.reject("vocab_size", f"-1, or the {seen.vocab_size} rows of tok_embeddings.weight")
+    fields = {
+        "vocab_size": seen.vocab_size,
+        "hidden_size": dim,
+        "num_hidden_layers": params.integer("n_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": params.integer("n_kv_heads", heads),
+        "head_dim": params.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": params.number("norm_eps", 1e-5),
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+    return fields if seen.dtype is None else fields | {"dtype": seen.dtype}
+
+
+def kept_fields(config: Any, again: Any, whose: str) -> dict[str, Any]:
+    """Fields of `config` that `again`, read from its new `params.json`, lacks: the content of `llamoe.json`.
+
+    Raises:
+        ValueError: a field that changes the output is among them; `whose` says whose code cannot compute it.
+    """
+    kept: dict[str, Any] = {}
+    free = NO_EFFECT | fields_without_effect(config)
+    for name in declared_fields(type(config)):
+        value, read = getattr(config, name), getattr(again, name)
+        if isinstance(value, LlamoeBaseConfig):
+            if part := kept_fields(value, read, whose):
+                kept[name] = part
+        elif name in free or (name == "attn_temperature_tuning" and bool(value) == bool(read)):
+            if value != read or name in _ALWAYS_KEPT:
+                kept[name] = value
+        elif name == "rope_parameters":
+            mine, its = _rope_content(value), _rope_content(read)
+            for key in ("rope_type", *sorted(mine | its)):
+                if mine.get(key) != its.get(key):
+                    problem = f"{whose} code cannot compute it"
+                    fail(config, f"{name}[{key!r}]", mine.get(key), problem, repr(its.get(key)))
+        elif value != read:
+            problem = f"{whose} params.json cannot express it, its code would compute with another"
+            fail(config, name, value, problem, repr(read))
+    return kept
+
+
+def _rope_content(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The rotary parameters that the rotation depends on."""
+    parameters = dict(parameters or {})
+    names = {"rope_type", "rope_theta"}
+    if parameters.get("rope_type") != "default":
+        names |= parameters.keys() - {"type"}
+    # 1 means the whole head, as in all these models.
+    if parameters.get("partial_rotary_factor") in (None, 1):
+        names.discard("partial_rotary_factor")
+    return {name: parameters.get(name) for name in names}
+
+
+def read_kept(config: LlamoeBaseConfig, folder: Path) -> None:
+    """Add the content of a folder's `llamoe.json`, if there is one, to the configuration that `params.json` gave.
+
+    Raises:
+        CheckpointError: the file holds fields that it may not set.
+    """
+    if (folder / KEPT).is_file():
+        add_kept(config, read_json(folder / KEPT), str(folder / KEPT))
+        config.validate()
+
+
+def add_kept(config: LlamoeBaseConfig, kept: Mapping[str, Any], origin: str) -> None:
+    """Set fields that do not change what the model computes."""
+    free = NO_EFFECT | fields_without_effect(config)
+    for name, part in kept.items():
+        if name in getattr(config, "sub_configs", {}) and isinstance(part, Mapping):
+            add_kept(getattr(config, name), part, f"{origin}: {name}")
+            continue
+        same = name == "attn_temperature_tuning" and bool(part) == bool(getattr(config, name, None))
+        if name not in declared_fields(type(config)) or not (name in free or same):
+            raise CheckpointError(
+                f"{origin}: {name} = {part!r} is not a field that this file may hold; params.json and the tensors "
+                "decide what the model computes. Remove it."
+            )
+        try:
+            setattr(config, name, part)
+        except ValueError as error:
+            raise CheckpointError(f"{origin}: {error}") from None

@@ -1,0 +1,371 @@
+"""Meta's `params.json` as our configurations, and back.
+
+An absent key has the default of Meta's code, which differs between LLaMA 1/2, Llama 3 and Llama 4. Sizes that tensors
+show are read off the tensors.
+
+Source: `ModelArgs` of meta-llama/llama (LLaMA 1 and 2) and meta-llama/llama-models (Llama 3 and 4).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
+from ...configuration.base import LlamoeBaseConfig
+from ...configuration.checks import fail
+from ..consolidated import Params, Seen, kept_fields, read_decoder
+from .hidden_sizes import expert_size, feed_forward_size, fit_dense, fit_mixture
+
+# Original context length of Llama 3's rotary scaling: a constant in Meta's code, as is the factor for low frequencies.
+_SCALED_FROM, _LOW_FACTOR = 8192, 1.0
+# Entries of params.json and of the rotary parameters, and their defaults: constants in Llama 3's code, default values
+# in Llama 4's.
+_FACTORS = {"rope_scaling_factor": "factor", "rope_high_freq_factor": "high_freq_factor"}
+_SCALING = {3: (8.0, 4.0), 4: (16.0, 1.0)}
+# Width, heads and key-value heads of Llama 3.2 1B and 3B. Their params.json say nothing of the factor, and Llama 3's
+# code has a constant; their published configurations have this one.
+_LLAMA_32, _FACTOR_OF_LLAMA_32 = ((2048, 32, 8), (3072, 24, 8)), 32.0
+# Larger vocabularies are tiktoken's (Llama 3: 128256); SentencePiece's have 32000 to 32016 pieces.
+LARGEST_SENTENCEPIECE = 65536
+# The rotary base of Llama 3 and 4; no earlier dense model has it.
+LLAMA3_THETA = 500000.0
+# Number of special tokens after the ranks of a tiktoken vocabulary; below, the offsets of those that a config names.
+_SPECIALS = {3: 256, 4: 2048}
+_LLAMA4_IDS = {"bos": 0, "eos": (1, 7, 8), "pad": 18, "boi": 80, "eoi": 81, "image": 92}
+
+_LLAMA_KEYS = frozenset(
+    "dim n_layers n_heads n_kv_heads head_dim vocab_size multiple_of ffn_dim_multiplier norm_eps rope_theta "
+    "use_scaled_rope rope_scaling_factor rope_high_freq_factor max_seq_len max_batch_size".split()
+)
+_LLAMA4_ONLY = frozenset(
+    "ffn_exp attention_chunk_size nope_layer_interval use_qk_norm attn_temperature_tuning floor_scale attn_scale "
+    "moe_args vision_args".split()
+)
+_REFUSED = ("quantization_args", "lora_args")
+
+
+# Reading
+
+
+def says_llama4(params: Params) -> bool:
+    """Whether the parameters alone identify a Llama 4."""
+    return any(name in params for name in _LLAMA4_ONLY)
+
+
+def is_llama_32(params: Params) -> bool:
+    """Whether these are the sizes of Llama 3.2 1B or 3B, with scaled rotary embeddings."""
+    sizes = tuple(params.entries.get(name) for name in ("dim", "n_heads", "n_kv_heads"))
+    return params.flag("use_scaled_rope") and not says_llama4(params) and sizes in _LLAMA_32
+
+
+def check_entries(params: Params, is_llama4: bool) -> dict[str, str]:
+    """Refuse quantized releases, and return each key that Meta's code ignores, with the reason."""
+    for name in _REFUSED:
+        part = params.entries.get(name)
+        if part and (not isinstance(part, Mapping) or any(part.values())):
+            params.reject(
+                name, "none: quantised and adapted releases are not converted, only the original weights"
+            )
+    reason = f"no key that Meta's Llama{' 4' if is_llama4 else ''} reads"
+    unknown = params.entries.keys() - _LLAMA_KEYS - _LLAMA4_ONLY - {*_REFUSED}
+    return {f"params.json: {name}": reason for name in params.entries if name in unknown}
+
+
+def note_defaults(params: Params, config: LlamoeBaseConfig) -> list[str]:
+    """Notes on absent keys whose default in Meta's code differs from Hugging Face's published configuration."""
+    if isinstance(config, LlamoeDenseConfig):
+        scaled = (config.rope_parameters or {}).get("rope_type") == "llama3"
+        if scaled and "rope_scaling_factor" not in params and config.hidden_size < 4096:
+            taken = "as in Meta's code; --rope-scaling factor=32 (rope_scaling) gives that of Llama 3.2"
+            if is_llama_32(params):
+                taken = "as in the published configurations of Llama 3.2 1B and 3B; Meta's code has 8"
+            return [f"{params.origin} has no rope_scaling_factor: {_scaling(params, 3)[0]:g}, {taken}"]
+    elif 0 in config.get_text_config().no_rope_layers and "attn_temperature_tuning" not in params:
+        return [
+            f"{params.origin} has no attn_temperature_tuning: off, as in Meta's code; Hugging Face's configurations of "
+            "Llama 4 have it on, which changes positions from floor_scale - 1 = 8191"
+        ]
+    return []
+
+
+def read_config(
+    params: Params, seen: Seen, generation: int, is_tuned: bool = False, is_tied: bool = False
+) -> LlamoeBaseConfig:
+    """The configuration of a folder; sizes that the tensors do not show follow Meta's formulas.
+
+    Args:
+        params: content of params.json.
+        seen: what the tensors show.
+        generation: of LLaMA, 1 to 4.
+        is_tuned: whether the model is known to be tuned to follow instructions.
+        is_tied: whether a dense model's head is the embedding.
+
+    Returns:
+        a `LlamoeDenseConfig` for LLaMA 1, 2 and 3, else a `LlamoeTextConfig`, inside a `LlamoeConfig` if there are
+        `vision_args`.
+
+    Raises:
+        CheckpointError: an entry is missing or impossible, or contradicts the tensors.
+    """
+    fields = read_decoder(params, seen) | {"rope_parameters": _read_rope(params, generation)}
+    if generation < 4:
+        fields |= _read_dense(params, seen, generation, is_tuned, fields)
+        return LlamoeDenseConfig(
+            **fields, tie_word_embeddings=is_tied, architectures=["LlamoeDenseForCausalLM"]
+        )
+    # Special tokens are the last ones; none where the vocabulary is too small for them.
+    base = seen.vocab_size - _SPECIALS[4]
+    ids = {
+        name: [base + n for n in place] if isinstance(place, tuple) else base + place
+        for name, place in _LLAMA4_IDS.items()
+        if base > 0
+    }
+    fields |= {f"{name}_token_id": ids.get(name) for name in ("bos", "eos", "pad")}
+    fields |= _read_text(params, seen, is_tuned, fields)
+    vision = params.part("vision_args")
+    if vision is None:
+        return LlamoeTextConfig(**fields, architectures=["LlamoeForCausalLM"], tie_word_embeddings=False)
+    dtype = {} if seen.dtype is None else {"dtype": seen.dtype}
+    parts: dict[str, Any] = {"text_config": fields, "vision_config": _read_vision(vision, seen) | dtype}
+    return LlamoeConfig(
+        **parts,
+        **{f"{name}_token_index": ids[name] for name in ("boi", "eoi", "image") if ids},
+        architectures=["LlamoeForConditionalGeneration"],
+        tie_word_embeddings=False,
+        **dtype,
+    )
+
+
+def _scaling(params: Params, generation: int) -> tuple[float, float]:
+    """The scaling factor and the high-frequency factor where `params.json` has none."""
+    factor, high = _SCALING[max(generation, 3)]
+    return (_FACTOR_OF_LLAMA_32 if generation < 4 and is_llama_32(params) else factor), high
+
+
+def _read_rope(params: Params, generation: int) -> dict[str, Any]:
+    scaled = params.flag("use_scaled_rope")
+    # Llama 2's code does not have this key, but Code Llama's files do. Llama 3 and 4 have their own default.
+    theta = params.number("rope_theta", LLAMA3_THETA if scaled or generation > 2 else 10000.0)
+    if not scaled:
+        return {"rope_type": "default", "rope_theta": theta}
+    factor, high = _scaling(params, generation)
+    return {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": params.number("rope_scaling_factor", factor),
+        "low_freq_factor": _LOW_FACTOR,
+        "high_freq_factor": params.number("rope_high_freq_factor", high),
+        "original_max_position_embeddings": _SCALED_FROM,
+    }
+
+
+def _read_dense(
+    params: Params, seen: Seen, generation: int, is_tuned: bool, fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    rope = fields["rope_parameters"]
+    length = {1: 2048, 2: 4096, 3: 8192}[generation]
+    if rope["rope_type"] == "llama3":
+        length = 131072
+    elif generation == 2 and rope["rope_theta"] == 1e6:
+        # Code Llama.
+        length = 16384
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    if generation == 3:
+        base = seen.vocab_size - _SPECIALS[3]
+        # end_of_text; tuned models also end their turns with eom and eot.
+        eos = [base + 1, base + 8, base + 9] if is_tuned else base + 1
+        ids = {"bos_token_id": base, "eos_token_id": eos} if base > 0 else dict.fromkeys(ids)
+    return {
+        **ids,
+        "intermediate_size": _inner(params, seen),
+        "max_position_embeddings": params.integer("max_seq_len", length),
+    }
+
+
+def _inner(params: Params, seen: Seen) -> int:
+    multiplier = params.number("ffn_dim_multiplier") if "ffn_dim_multiplier" in params else None
+    multiple_of = params.integer("multiple_of", 256)
+    return seen.inner or feed_forward_size(params.integer("dim"), multiple_of, multiplier)
+
+
+def _read_text(params: Params, seen: Seen, is_tuned: bool, fields: Mapping[str, Any]) -> dict[str, Any]:
+    length = 262144
+    if is_tuned:
+        length = 10485760 if fields["rope_parameters"]["rope_type"] == "llama3" else 1048576
+    text = {
+        "max_position_embeddings": params.integer("max_seq_len", length),
+        "attention_chunk_size": params.optional_integer("attention_chunk_size"),
+        "no_rope_layer_interval": params.optional_integer("nope_layer_interval"),
+        "use_qk_norm": params.flag("use_qk_norm"),
+        "attn_temperature_tuning": params.flag("attn_temperature_tuning"),
+        "floor_scale": params.integer("floor_scale", 8192),
+        "attn_scale": params.number("attn_scale", 0.1),
+        "intermediate_size_mlp": _inner(params, seen),
+    }
+    experts = params.part("moe_args")
+    if experts is None:
+        return text | {"moe_layers": []}
+    inner = seen.expert_inner
+    if inner is None:
+        inner = expert_size(
+            fields["hidden_size"],
+            params.integer("multiple_of", 256),
+            params.number("ffn_dim_multiplier"),
+            params.number("ffn_exp"),
+            experts.number("capacity_factor", 1.0),
+            experts.flag("auto_scale_F", True),
+        )
+    step = experts.integer("interleave_moe_layer_step", 1)
+    return text | {
+        "num_local_experts": experts.integer("num_experts"),
+        "num_experts_per_tok": experts.integer("top_k", 1),
+        "interleave_moe_layer_step": step,
+        "moe_layers": list(range(step - 1, fields["num_hidden_layers"], step)),
+        "intermediate_size": inner,
+    }
+
+
+def _read_vision(params: Params, seen: Seen) -> dict[str, Any]:
+    dim, out = params.integer("dim"), params.integer("output_dim")
+    return {
+        "hidden_size": dim,
+        "num_hidden_layers": params.integer("n_layers"),
+        "num_attention_heads": params.integer("n_heads"),
+        "intermediate_size": seen.vision_inner or int(params.number("mlp_ratio") * dim),
+        "image_size": _side(params, "image_size"),
+        "patch_size": _side(params, "patch_size"),
+        "vision_output_dim": out,
+        "projector_input_dim": out,
+        "projector_output_dim": out,
+        "pixel_shuffle_ratio": params.number("pixel_shuffle_ratio"),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+
+
+def _side(params: Params, name: str) -> int:
+    """The side of a square that is written as {"height", "width"}, or as a number."""
+    if not isinstance(params.entries.get(name), Mapping) or (size := params.part(name)) is None:
+        return params.integer(name)
+    if size.integer("height") != size.integer("width"):
+        params.reject(name, "a square: the tower's rotary embedding and pixel shuffle need one")
+    return size.integer("height")
+
+
+# Writing
+
+
+def write_params(config: LlamoeBaseConfig, generation: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The content of `params.json` and of `llamoe.json` for a configuration.
+
+    `generation` is 2 or 3 for the dense family, 4 otherwise.
+
+    Raises:
+        ValueError: a field has a value that Meta's code cannot compute; the message names it.
+    """
+    text: Any = config.get_text_config()
+    assert text.head_dim is not None
+    if text.head_dim * text.num_attention_heads != text.hidden_size:
+        problem = "Meta's code takes hidden_size / num_attention_heads for it"
+        fail(text, "head_dim", text.head_dim, problem, f"{text.hidden_size / text.num_attention_heads:g}")
+    params = {
+        "dim": text.hidden_size,
+        "n_layers": text.num_hidden_layers,
+        "n_heads": text.num_attention_heads,
+        "n_kv_heads": text.num_key_value_heads,
+        "vocab_size": text.vocab_size,
+        "norm_eps": text.rms_norm_eps,
+    }
+    if isinstance(text, LlamoeDenseConfig):
+        _add_dense(params, text, generation)
+    else:
+        _add_text(params, text)
+    if isinstance(config, LlamoeConfig):
+        params["vision_args"] = _write_vision(config.vision_config)
+    again = read_config(Params.of(params, "params.json"), Seen(text.vocab_size), generation)
+    return params, kept_fields(config, again, "Meta's")
+
+
+def _add_dense(params: dict[str, Any], config: LlamoeDenseConfig, generation: int) -> None:
+    if generation < 3 and params["n_kv_heads"] == params["n_heads"]:
+        # LLaMA 1's code does not have this key.
+        del params["n_kv_heads"]
+    params["multiple_of"], multiplier = fit_dense(config.hidden_size, config.intermediate_size)
+    if multiplier is not None:
+        params["ffn_dim_multiplier"] = multiplier
+    rope = config.rope_parameters or {}
+    # Without a tokenizer, a reader assumes Llama 3 and its default base for a large vocabulary.
+    if generation == 3 or rope.get("rope_theta") != 10000.0 or config.vocab_size > LARGEST_SENTENCEPIECE:
+        params["rope_theta"] = rope.get("rope_theta")
+    if rope.get("rope_type") == "llama3":
+        params["use_scaled_rope"] = True
+        # Written where they are not the constants of Meta's code, and where a reader would take others.
+        taken = _scaling(Params(dict(params), "params.json"), 3)
+        for (name, key), *defaults in zip(_FACTORS.items(), _SCALING[3], taken, strict=True):
+            if any(rope.get(key) != default for default in defaults):
+                params[name] = rope.get(key)
+
+
+def needs_own_scaling(params: Mapping[str, Any]) -> bool:
+    """Whether a dense model's rotary scaling differs from the constants in Llama 3's code."""
+    given = (params.get(name, default) for name, default in zip(_FACTORS, _SCALING[3], strict=True))
+    return "moe_args" not in params and tuple(given) != _SCALING[3]
+
+
+def _add_text(params: dict[str, Any], text: LlamoeTextConfig) -> None:
+    assert text.layer_types is not None
+    assert text.no_rope_layers is not None
+    rope, count = text.rope_parameters or {}, text.num_hidden_layers
+    scaled = rope.get("rope_type") == "llama3"
+    interval = text.no_rope_layer_interval
+    if not interval or text.no_rope_layers != [int((idx + 1) % interval != 0) for idx in range(count)]:
+        interval = text.no_rope_layers.index(0) + 1 if 0 in text.no_rope_layers else None
+    params |= {
+        "head_dim": text.head_dim,
+        "rope_theta": rope.get("rope_theta"),
+        "use_scaled_rope": scaled,
+        **({name: rope.get(key) for name, key in _FACTORS.items()} if scaled else {}),
+        "attention_chunk_size": text.attention_chunk_size
+        if "chunked_attention" in text.layer_types
+        else None,
+        "nope_layer_interval": interval,
+        "use_qk_norm": text.use_qk_norm,
+        "attn_temperature_tuning": bool(text.attn_temperature_tuning),
+        "floor_scale": float(text.floor_scale),
+        "attn_scale": text.attn_scale,
+        "ffn_exp": None,
+        "moe_args": None,
+        "vision_args": None,
+    }
+    sizes = text.hidden_size, text.intermediate_size_mlp
+    if not text.moe_layers:
+        params["multiple_of"], params["ffn_dim_multiplier"] = fit_dense(*sizes)
+        return
+    step = text.interleave_moe_layer_step
+    if text.moe_layers != list(range(step - 1, count, step)):
+        step = min(text.moe_layers) + 1
+    multiple_of, multiplier, ffn_exp, capacity = fit_mixture(*sizes, text.intermediate_size)
+    params |= {"multiple_of": multiple_of, "ffn_dim_multiplier": multiplier, "ffn_exp": ffn_exp}
+    params["moe_args"] = {
+        "num_experts": text.num_local_experts,
+        "capacity_factor": capacity,
+        "auto_scale_F": True,
+        "top_k": text.num_experts_per_tok,
+        "interleave_moe_layer_step": step,
+    }
+
+
+def _write_vision(config: LlamoeVisionConfig) -> dict[str, Any]:
+    dim, inner = config.hidden_size, config.intermediate_size
+    ratio = inner / dim
+    if int(ratio * dim) != inner:
+        # So that the product is `inner` after rounding down.
+        ratio = (inner + 0.5) / dim
+    return {
+        "image_size": {"height": config.image_size, "width": config.image_size},
+        "patch_size": {"height": config.patch_size, "width": config.patch_size},
+        "dim": dim,
+        "n_layers": config.num_hidden_layers,
+        "n_heads": config.num_attention_heads,
+        "mlp_ratio": ratio,
+        "output_dim": config.vision_output_dim,
+        "pixel_shuffle_ratio": config.pixel_shuffle_ratio,
+    }

@@ -1,0 +1,110 @@
+"""What Meta's and Mistral AI's folders share: the files of weights, and llamoe.json beside params.json."""
+
+import re
+
+import pytest
+import torch
+from support.meta_folders import BY_NAME, cut, make_folder, whole_model, write_folder
+from support.mistral_folders import DENSE
+
+import llamoe
+from llamoe.configuration.errors import CheckpointError
+from llamoe.conversion import Checkpoint, convert
+from llamoe.conversion.checkpoint import expected_shapes
+from llamoe.conversion.io import from_tensor
+from llamoe.conversion.meta import open_meta, save_meta
+from llamoe.conversion.meta.params import write_params
+
+
+def remove(*names):
+    return lambda folder: [(folder / name).unlink() for name in names]
+
+
+def add(name):
+    return lambda folder: torch.save(DENSE.weights(), folder / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "change", "words"),
+    [
+        ("llama-2-gqa", 4, remove("consolidated.01.pth"), "consolidated.01.pth missing"),
+        ("llama-2-gqa", 4, remove("consolidated.00.pth"), "consolidated.00.pth missing"),
+        *(
+            (name, 4, remove("consolidated.03.pth"), "is missing")
+            for name in ("llama-1", "llama-3", "llama-4")
+        ),
+        ("llama-2-gqa", 4, add("consolidated.1.pth"), "is there twice"),
+        ("llama-2-gqa", 4, add("consolidated.pth"), "consolidated.pth and consolidated.00.pth"),
+        ("llama-2-gqa", 1, remove("consolidated.00.pth"), "no consolidated.00.pth"),
+        ("llama-4", 1, add("fp8_scales_0.pt"), "fp8_scales_0.pt: belongs to a release quantized to fp8"),
+        (None, 1, add("consolidated.00.pth"), "consolidated.safetensors and consolidated.00.pth"),
+        (None, 1, remove("params.json"), "holds no params.json"),
+        (
+            None,
+            1,
+            remove("consolidated.safetensors"),
+            "neither consolidated.safetensors nor consolidated.00.pth",
+        ),
+    ],
+)
+def test_wrong_files_of_weights_are_named(name, count, change, words, tmp_path):
+    folder = tmp_path / "source"
+    if name:
+        make_folder(folder, BY_NAME[name], count)
+    else:
+        DENSE.write(folder)
+    change(folder)
+    with pytest.raises(CheckpointError, match=re.escape(words)) as caught:
+        convert(folder, tmp_path / "hf")
+    assert str(folder) in str(caught.value)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_more_files_than_key_value_heads_cannot_be_read(tmp_path):
+    case = BY_NAME["llama-2-gqa"]
+    full = whole_model(case)
+    files = cut(case, full, 6)
+    write_folder(tmp_path, case.params, files)
+    with pytest.raises(CheckpointError, match=r"n_kv_heads = 4 cannot be divided by the 6 files"):
+        open_meta(tmp_path)
+
+
+def test_copies_that_differ_between_files_are_found_when_they_are_written(tmp_path):
+    case = BY_NAME["llama-4"]
+    files = cut(case, whole_model(case), 2)
+    files[1]["norm.weight"] += 1
+    write_folder(tmp_path / "meta", case.params, files)
+    with pytest.raises(CheckpointError, match=r"consolidated\.01\.pth: norm\.weight: differs"):
+        convert(tmp_path / "meta", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_what_changes_no_number_is_kept_beside_params_json():
+    config = llamoe.preset(
+        "llama-4-maverick",
+        text_config=dict(
+            router_aux_loss_coef=0.25, attn_temperature_tuning=4, max_position_embeddings=1048576
+        ),
+        image_token_index=7,
+    )
+    _, kept = write_params(config, 4)
+    assert kept["image_token_index"] == 7
+    assert kept["text_config"]["router_aux_loss_coef"] == 0.25
+    assert kept["text_config"]["attn_temperature_tuning"] == 4
+    assert kept["text_config"]["max_position_embeddings"] == 1048576
+
+
+def test_the_file_beside_params_json_decides_nothing_that_is_computed(tmp_path):
+    config = llamoe.preset(
+        "llama-2-7b", hidden_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=6, num_hidden_layers=1,
+        intermediate_size=36, vocab_size=30,
+    )  # fmt: skip
+    tensors = {key: torch.zeros(shape) for key, shape in expected_shapes(config).items()}
+    checkpoint = Checkpoint(
+        tmp_path, "hf", config, {key: from_tensor(tensor, key) for key, tensor in tensors.items()}
+    )
+    save_meta(checkpoint, tmp_path / "meta", shards=2)
+    assert open_meta(tmp_path / "meta").config.max_position_embeddings == 4096
+    (tmp_path / "meta" / "llamoe.json").write_text('{"rms_norm_eps": 0.5}')
+    with pytest.raises(CheckpointError, match=r"llamoe\.json: rms_norm_eps = 0\.5"):
+        open_meta(tmp_path / "meta")
