@@ -23,7 +23,7 @@ from ._private_api import keep_conversions
 from .adapters import LoadsAdapters
 from .attention import MaskInputs, attention_masks
 from .moe import IMPLEMENTATION, Experts, Router
-from .offload import OffloadMixin, attach_stores, parse_experts_map, replace_with_offloaded
+from .offload import OffloadMixin, attach_stores, replace_with_offloaded, take_request
 from .parallel import Distributed
 from .quantization import (
     LlamoeQuantizer,
@@ -224,7 +224,9 @@ class LlamoePreTrainedModel(
         elif name_or_path is not None and not kwargs.get("gguf_file"):
             config = cls._config_if_quantized(config or name_or_path, kwargs)
         cls._check_quantization(config, kwargs.get("quantization_config"))
-        with parse_experts_map(kwargs), checkpoints.loading() as state:
+        request, kwargs = take_request(kwargs)
+        with checkpoints.loading() as state:
+            state.offload = request
             if name_or_path is not None and os.path.isdir(name_or_path):
                 quantization = getattr(config, "quantization_config", None)
                 quantized = bool(kwargs.get("quantization_config") or quantization)

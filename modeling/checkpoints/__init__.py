@@ -16,6 +16,7 @@ from .checkpoint_files import (
     check_layers,
     check_place,
     check_shards,
+    current_loading,
     find_weights,
     loading,
     read_header,

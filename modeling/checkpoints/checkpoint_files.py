@@ -32,6 +32,8 @@ class _Loading:
     headers: dict[tuple[int, int, int, int], dict[str, TensorHeader]] = field(default_factory=dict)
     # Number of tensors in the files; None if unknown.
     tensors: int | None = None
+    # Which experts are not to be loaded (`offload.OffloadRequest`).
+    offload: Any = None
 
 
 _current: ContextVar[_Loading | None] = ContextVar("llamoe_loading", default=None)
@@ -48,9 +50,14 @@ def loading() -> Iterator[_Loading]:
         _current.reset(token)
 
 
+def current_loading() -> _Loading:
+    """What is known in this context of `loading`, or nothing outside of one."""
+    return _current.get() or _Loading()
+
+
 def check_layers(config: LlamoeBaseConfig) -> None:
     """Raise a `CheckpointError` before more layers are made than the checkpoint being loaded has tensors."""
-    found, layers = getattr(_current.get(), "tensors", None), getattr(config, "num_hidden_layers", 0)
+    found, layers = current_loading().tensors, getattr(config, "num_hidden_layers", 0)
     if found is not None and isinstance(layers, int) and layers > found:
         raise CheckpointError(
             f"config.json describes {layers} layers, but the weights are {found} tensors, and a layer has several. "
@@ -69,7 +76,7 @@ def read_header(path: str | os.PathLike, kind: str | None = None) -> dict[str, T
     """
     try:
         status = check_regular(path)
-        known = (_current.get() or _Loading()).headers
+        known = current_loading().headers
         key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         if key not in known:
             known[key] = _read_header(path, kind)

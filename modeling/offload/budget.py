@@ -1,12 +1,13 @@
-"""How much memory holds recently used experts, and how experts get there."""
+"""How much memory holds recently used experts, how experts get there, and for how many of each kind there is room."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from ...configuration.sizes import bytes_of
+from ..moe import Experts
 from .matrix_cache import LeastRecentlyUsed, Policy
 
 # Of the memory that is available when a model is loaded, the share that experts may take where nobody names a size.
@@ -70,3 +71,51 @@ def default_size(device: torch.device) -> int:
     else:
         available, _ = torch.accelerator.get_memory_info(device)
     return int(available * _SHARE_OF_AVAILABLE)
+
+
+def bytes_of_expert(experts: Experts) -> int:
+    """Bytes of one expert's matrices in memory."""
+    return sum(tensor[0].nbytes for tensor in [*experts.parameters(), *experts.buffers()])
+
+
+def _kinds(layers: Mapping[str, Experts]) -> list[list[str]]:
+    """The layers whose experts have the same sizes, and may use the same slots."""
+    found: dict[tuple, list[str]] = {}
+    for layer, experts in layers.items():
+        tensors = [*experts.named_parameters(), *experts.named_buffers()]
+        found.setdefault(tuple((name, each.shape, each.dtype) for name, each in tensors), []).append(layer)
+    return list(found.values())
+
+
+def check_budget(layers: Mapping[str, Experts], budget: int) -> None:
+    """Check that there is room for one expert of each kind.
+
+    Raises:
+        ValueError: there is not.
+    """
+    firsts = {kind[0]: bytes_of_expert(layers[kind[0]]) for kind in _kinds(layers)}
+    if budget < sum(firsts.values()):
+        layer = max(firsts, key=lambda name: firsts[name])
+        raise ValueError(
+            f"experts_memory={budget:,} bytes: one expert of {layer} takes {firsts[layer]:,} bytes"
+            f"{f', and there are {len(firsts)} kinds of experts' if len(firsts) > 1 else ''}. Give at least "
+            f"{sum(firsts.values()):,}."
+        )
+
+
+def divide(layers: Mapping[str, Experts], budget: int) -> list[tuple[list[str], int]]:
+    """Each kind of layers, and for how many of their experts there is room: at least one, and more by their sizes.
+
+    Raises:
+        ValueError: there is not room for one of each.
+    """
+    check_budget(layers, budget)
+    kinds = _kinds(layers)
+    sizes = [bytes_of_expert(layers[kind[0]]) for kind in kinds]
+    needed = [sum(layers[layer].num_experts for layer in kind) for kind in kinds]
+    rest = sum((count - 1) * size for count, size in zip(needed, sizes, strict=True))
+    spare = budget - sum(sizes)
+    return [
+        (kind, min(most, 1 + (spare * (most - 1) // rest if rest else 0)))
+        for kind, most in zip(kinds, needed, strict=True)
+    ]

@@ -9,14 +9,18 @@ Shapes: N rows, E experts, S slots, I columns in, O columns out.
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
-from ..formats import Format, Parts
+from ..formats import Format, Parts, Sizes
 from ..kernels import has_feed_forward
 from ..moe import STACKS, Experts, Group, Ranges, Stack, multiply_sorted, register_holder
+from .pieces import StoredLayer
 from .store import Store
 
 
@@ -24,32 +28,57 @@ class OffloadedExperts(Experts):
     """The experts of one layer, of which a `Store` has the matrices.
 
     Parameters give names, shapes and dtypes, and what `save_pretrained` writes: a memory map where the file has the
-    whole stack in the model's dtype, else a meta tensor. Products read the store instead.
+    whole stack in the model's dtype, else a meta tensor. Until the store comes there are none, so that nobody loads
+    them. Products read the store instead.
     """
 
     is_offloaded = True
 
-    def __init__(self, experts: Experts, name: str):
+    def __init__(self, experts: Experts, name: str, place: str, stored: StoredLayer):
         """Take the place of empty experts.
 
         Args:
             experts: on the meta device, plain or packed.
             name: of the experts in the model, for errors.
+            place: "disk" or "cpu".
+            stored: where the files have them.
         """
         self.take_after(experts)
         # Not a submodule: nothing of it is in the model.
-        self.__dict__["_shapes"] = experts
-        self.name = name
+        self.__dict__["shapes"] = experts
+        self.name, self.place, self.stored = name, place, stored
         # Where they are, the dtype cannot change.
         self._formats = experts.formats
+        self._sizes = {stack: experts.sizes_of(stack) for stack in STACKS}
         self.number = register_holder(self)
         self.store: Store | None = None
+
+    def connect(self, store: Store) -> None:
+        """Take matrices from a store."""
+        self.store = store
+        for name, shape in [*self.shapes.named_parameters(), *self.shapes.named_buffers()]:
+            tensor = shape.data
+            if name in self.stored.whole:
+                path, stored_name = self.stored.whole[name]
+                with safe_open(path, framework="pt") as file:
+                    tensor = file.get_tensor(stored_name)
+            if isinstance(shape, nn.Parameter):
+                is_float = tensor.is_floating_point() and not self.is_packed
+                self.register_parameter(name, nn.Parameter(tensor, requires_grad=is_float))
+            else:
+                self.register_buffer(name, tensor)
 
     def __deepcopy__(self, memo: dict) -> "OffloadedExperts":
         """A copy of the layer, with the same store."""
         new: Any = object.__new__(type(self))
         memo[id(self)] = new
-        for shared in (self.store, self._shapes, *self._parameters.values(), *self._buffers.values()):
+        for shared in (
+            self.store,
+            self.shapes,
+            self.stored,
+            *self._parameters.values(),
+            *self._buffers.values(),
+        ):
             memo[id(shared)] = shared
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         new.number = register_holder(new)
@@ -64,7 +93,7 @@ class OffloadedExperts(Experts):
     @property
     def storage(self) -> str:
         """Where they are, for errors."""
-        return "not in memory" if self.store is None else f"on {self.store.place!r}"
+        return f"on {self.place!r}"
 
     @property
     def weight(self) -> torch.Tensor:
@@ -78,7 +107,11 @@ class OffloadedExperts(Experts):
 
     def stack_shape(self, name: str) -> tuple[int, ...]:
         """Shape of a stack in the family's own order."""
-        return self._shapes.stack_shape(name)
+        return self.shapes.stack_shape(name)
+
+    def sizes_of(self, name: str) -> Sizes:
+        """O and I of a stack's matrices."""
+        return self._sizes[name]
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict, strict: bool, *lists: list[str]
@@ -134,42 +167,47 @@ class OffloadedExperts(Experts):
 
     def stack(self, name: str) -> "OffloadedStack":
         """The matrices of a stack, for products."""
-        return OffloadedStack(self, name)
+        return OffloadedStack(self, name, self._formats[name])
 
     def _kernel_takes(self, form: Format, x_NH: torch.Tensor, groups: list[Group]) -> bool:
-        if self.store.is_remote or not super()._kernel_takes(form, x_NH, groups):
-            return False
-        # Asked before any of them is read.
-        probe = self.store.probe(self.name)
-        gate_up, down = (form.for_kernel([part[0] for part in probe.parts(name)]) for name in STACKS)
-        return gate_up is not None and down is not None and has_feed_forward(x_NH.shape[1], gate_up, down)
+        return not self.store.is_remote and super()._kernel_takes(form, x_NH, groups) and self._has_kernel
+
+    @cached_property
+    def _has_kernel(self) -> bool:
+        """Whether there is a kernel for these matrices; asked before any of them is read."""
+        gate_up, down = (self._formats[name].for_kernel(self.store.probe(self.name, name)) for name in STACKS)
+        return (
+            gate_up is not None
+            and down is not None
+            and has_feed_forward(self._sizes[STACKS[0]][1], gate_up, down)
+        )
 
     def _bring_both(self, groups: list[Group]) -> Iterator[tuple[Parts, Parts, Ranges]]:
         hit = _by_expert(groups)
-        sizes = _sizes(hit)
-        self.store.prefetch(self.name, "down_proj", [expert for expert, _ in hit])
-        with closing(self.store.walk(self.name, "gate_up_proj", sizes)) as gate_ups:
-            for size, (_, ranges), gate_up in zip(sizes, hit, gate_ups, strict=True):
+        rows, walk = _rows(hit), self.store.walk
+        with closing(walk(self.name, "gate_up_proj", rows, later="down_proj")) as gate_ups:
+            for one, (_, ranges), gate_up in zip(rows, hit, gate_ups, strict=True):
                 # A down matrix is let go before the next gate is waited for, so that threads cannot block each other.
-                with closing(self.store.walk(self.name, "down_proj", [size])) as downs:
+                with closing(walk(self.name, "down_proj", [one])) as downs:
                     yield gate_up, next(downs), ranges
 
     def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
         """As `Experts.fits_grouped_mm`."""
-        return self.store.probe(self.name).fits_grouped_mm(device or self.device, dtype)
+        stacks = {name: self.store.probe(self.name, name)[0][None] for name in STACKS}
+        seen: Any = SimpleNamespace(storage=self.shapes.storage, **stacks)
+        return Experts.fits_grouped_mm(seen, device or self.device, dtype)
 
     def extra_repr(self) -> str:
         """Show the sizes and the place in `print(model)`."""
-        return f"{self._shapes.extra_repr()}, on={None if self.store is None else self.store.place!r}"
+        return f"{self.shapes.extra_repr()}, on={self.place!r}"
 
 
 class OffloadedStack(Stack):
     """The matrices of one stack, which a store brings."""
 
-    def __init__(self, experts: OffloadedExperts, name: str):
-        self.experts, self.name, self.parts = experts, name, []
-        self.form, self.sizes = experts.formats[name], experts.sizes_of(name)
-        self.num_experts = experts.num_experts
+    def __init__(self, experts: OffloadedExperts, name: str, form: Format):
+        self.experts, self.name, self.form, self.parts = experts, name, form, []
+        self.sizes, self.num_experts = experts.sizes_of(name), experts.num_experts
         self.source = f"{experts.number}:{name}"
 
     def bring(self, groups: Sequence[Group], transposed: bool) -> Iterator[tuple[Parts, Ranges]]:
@@ -182,19 +220,11 @@ class OffloadedStack(Stack):
         if transposed:
             # Outside of training mode a forward pass may be for its results alone, also with gradients switched on.
             self.experts.check_frozen()
-        store, layer = self.experts.store, self.experts.name
         hit = _by_expert(group for group in groups if group[0] < self.num_experts)
         # The stack that multiplies the results, in a forward pass or back.
         later = STACKS[not transposed] if self.name == STACKS[transposed] else None
-        # At most as many as there are slots: more would evict the first ones before they are used.
-        ahead = [] if later is None else [expert for expert, _ in hit][: store.num_slots(layer)]
-        store.prefetch(layer, later, ahead[:1])
-        others = set(ahead[1:])
-        with closing(store.walk(layer, self.name, _sizes(hit))) as found:
-            for (expert, ranges), parts in zip(hit, found, strict=True):
-                if expert in others:
-                    # Behind this stack's next matrices, which are needed first.
-                    store.prefetch(layer, later, [expert])
+        with closing(self.experts.store.walk(self.experts.name, self.name, _rows(hit), later)) as found:
+            for (_, ranges), parts in zip(hit, found, strict=True):
                 yield parts, ranges
 
     def matrices(self) -> "OffloadedStack":
@@ -202,15 +232,16 @@ class OffloadedStack(Stack):
         return self
 
     def __getitem__(self, expert: int) -> torch.Tensor:
-        store, layer = self.experts.store, self.experts.name
-        with closing(store.walk(layer, self.name, [(expert, 1)], may_compute=False)) as found:
+        walk = self.experts.store.walk
+        with closing(walk(self.experts.name, self.name, [(expert, 1)], may_compute=False)) as found:
             matrix = self.form.matrix(next(found), self.sizes, self.form.compute_dtype).T
             # The slot is free for another expert when this returns.
             return matrix.to(self.experts.device, copy=True)
 
     def multiply_by_grouped_mm(self, x_NI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """As `Stack.multiply_by_grouped_mm`, one expert after the other."""
-        self.form = self.form.with_grouped_mm()
+        plain: Any = self.form
+        self.form = plain.with_grouped_mm()
         return multiply_sorted(x_NI, self, ends_E)
 
 
@@ -222,6 +253,6 @@ def _by_expert(groups: Iterable[Group]) -> list[tuple[int, list[tuple[int, int]]
     return sorted(found.items())
 
 
-def _sizes(hit: list[tuple[int, list[tuple[int, int]]]]) -> list[tuple[int, int]]:
+def _rows(hit: list[tuple[int, list[tuple[int, int]]]]) -> list[tuple[int, int]]:
     """Each expert and its number of rows."""
     return [(expert, sum(end - start for start, end in ranges)) for expert, ranges in hit]

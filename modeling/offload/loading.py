@@ -1,69 +1,57 @@
 """From a device map that names experts to a model whose experts are offloaded.
 
-transformers and accelerate know modules and devices. So the names of experts are taken out of the map first; while the
-model loads, these experts have no weights at all, and no one reads them; then each gets its store.
+transformers and accelerate know modules and devices. So `take_request` takes the names of experts out of the map, and
+the request stands in `checkpoints.loading` while the model loads. Its experts have no weights then, and no one reads
+them; when all else is loaded, each gets its store.
 """
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from ...configuration.checks import listed
-from ..checkpoints import device_of, forget_pages, is_mapped, names_in_model
+from ..checkpoints import current_loading, device_of, forget_pages, is_mapped, names_in_model
 from ..moe import Experts
 from ..quantization import LlamoeQuantizer
-from .budget import ExpertsMemory, default_size
+from .budget import ExpertsMemory, bytes_of_expert, check_budget, default_size
 from .experts import OffloadedExperts
 from .memory import ALIGNMENT
-from .pieces import StoredLayer, find_pieces
+from .pieces import find_pieces
 from .statistics import ExpertsStatistics
-from .store import Store, bytes_of_expert, check_budget, with_stacks
+from .store import Store
 
 ALL = "experts"
 """In a device map: the routed experts of all layers."""
 
 
 @dataclass
-class _Request:
-    """What `from_pretrained` was asked for, and what came of it.
+class OffloadRequest:
+    """What `from_pretrained` was asked for.
 
     Attributes:
         places: names of experts, or `ALL`, to devices.
         memory: for recently used experts.
         is_explicit: whether the caller named a memory.
-        claimed: layers to their place and what the files have.
-        shapes: layers to the empty experts.
     """
 
     places: dict[str, Any]
     memory: ExpertsMemory
     is_explicit: bool
-    claimed: dict[str, tuple[str, StoredLayer]] = field(default_factory=dict)
-    shapes: dict[str, Experts] = field(default_factory=dict)
 
 
-_current: ContextVar[_Request | None] = ContextVar("llamoe_offload_request", default=None)
-
-
-@contextmanager
-def parse_experts_map(kwargs: dict[str, Any]) -> Iterator[None]:
-    """Context of a load, in which experts are offloaded as the arguments of `from_pretrained` ask.
-
-    `experts_memory` leaves the arguments, and experts leave their `device_map`.
+def take_request(kwargs: dict[str, Any]) -> tuple[OffloadRequest | None, dict[str, Any]]:
+    """What the arguments of `from_pretrained` ask for, and the arguments without it: these place no experts.
 
     Raises:
         ValueError: a memory that is none, or that no experts need.
     """
-    memory = kwargs.pop("experts_memory", None)
-    device_map = kwargs.get("device_map")
+    kwargs = dict(kwargs)
+    memory, device_map = kwargs.pop("experts_memory", None), kwargs.get("device_map")
     is_explicit = memory is not None
     if not isinstance(memory, ExpertsMemory):
         memory = ExpertsMemory(memory)
@@ -80,42 +68,36 @@ def parse_experts_map(kwargs: dict[str, Any]) -> Iterator[None]:
         places = {
             name: device
             for name, device in device_map.items()
-            if name == ALL or (isinstance(name, str) and name.endswith(f".{ALL}") and _name(device))
+            if name == ALL or (isinstance(name, str) and name.endswith(f".{ALL}") and _is_place(device))
         }
-    if is_explicit and not any(_name(device) for device in places.values()):
+    if is_explicit and not any(map(_is_place, places.values())):
         raise ValueError(
             f"experts_memory={memory.size} is for experts on disk or in RAM, but device_map names none: give "
             '{"": "cpu", "experts": "disk"}, or other devices in place of these.'
         )
-    if places:
-        rest = {name: device for name, device in device_map.items() if name not in places}
-        kwargs["device_map"] = rest or {"": _default_device()}
-        if kwargs.get("distributed_config") is not None or kwargs.get("tp_plan") is not None:
-            raise ValueError(
-                "Experts on disk or in RAM are for one process: leave distributed_config and tp_plan out, or the "
-                "experts out of device_map."
-            )
-    token = _current.set(_Request(places, memory, is_explicit) if places else None)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    if not places:
+        return None, kwargs
+    if kwargs.get("distributed_config") is not None or kwargs.get("tp_plan") is not None:
+        raise ValueError(
+            "Experts on disk or in RAM are for one process: leave distributed_config and tp_plan out, or the "
+            "experts out of device_map."
+        )
+    here = torch.accelerator.current_device_index() if torch.accelerator.is_available() else "cpu"
+    rest = {name: device for name, device in device_map.items() if name not in places}
+    return OffloadRequest(places, memory, is_explicit), {**kwargs, "device_map": rest or {"": here}}
 
 
-def _name(device: Any) -> str | None:
-    """The device "disk" or "cpu"; None for others."""
-    text = str(device)
-    return text if text in ("disk", "cpu") else None
+def _is_place(device: Any) -> bool:
+    return str(device) in ("disk", "cpu")
 
 
-def _default_device() -> Any:
-    return torch.accelerator.current_device_index() if torch.accelerator.is_available() else "cpu"
-
-
-def _main_device(device_map: Mapping[str, Any]) -> torch.device:
-    """The device to which accelerate brings what is offloaded."""
-    found = (device for device in device_map.values() if _name(device) is None)
-    return torch.device(next(found, "cpu"))
+def _rows_device(name: str, device_map: Mapping[str, Any]) -> torch.device:
+    """Where the layer of these experts computes."""
+    device = device_of(name.rpartition(".")[0], device_map)
+    if device is None or _is_place(device):
+        # accelerate brings what is offloaded to the main device.
+        device = next((other for other in device_map.values() if not _is_place(other)), "cpu")
+    return torch.device(device)
 
 
 def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_config: Any) -> None:
@@ -126,26 +108,26 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
         ValueError: a model without experts, weights that are in no safetensors file, or experts that are to be
             quantized while they are loaded.
     """
-    request = _current.get()
+    request = current_loading().offload
     if request is None:
         return
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
-    if ALL in request.places and not layers:
-        raise ValueError(
-            f"device_map[{ALL!r}] = {request.places[ALL]!r}, but {type(model).__name__} has no routed experts."
-        )
-    device_map = load_config.device_map
     places = {name: device for name, device in request.places.items() if name != ALL}
     if ALL in request.places:
+        if not layers:
+            raise ValueError(
+                f"device_map[{ALL!r}] = {request.places[ALL]!r}, but {type(model).__name__} has no routed experts."
+            )
         places = {**dict.fromkeys(layers, request.places[ALL]), **places}
-    chosen: dict[str, Any] = {}
+    device_map = load_config.device_map
+    chosen: dict[str, str] = {}
     for name, device in places.items():
-        stays = _name(device) is None or name not in layers
         # Experts in RAM are where the rest of their layer computes.
-        if stays or (_name(device) == "cpu" and _rows_device(name, device_map).type == "cpu"):
+        stays = str(device) == "cpu" and _rows_device(name, device_map).type == "cpu"
+        if stays or not _is_place(device) or name not in layers:
             device_map[name] = device
         else:
-            chosen[name] = device
+            chosen[name] = str(device)
     if not chosen:
         # Names that the model does not have are told with the rest of the map.
         if request.is_explicit and places.keys() <= layers.keys():
@@ -164,91 +146,71 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
             else "a state dict in memory: save them first, by save_pretrained, and load that folder."
         )
         raise ValueError(
-            f"device_map puts experts on {listed(sorted({str(d) for d in chosen.values()}))}, from where they are read "
-            f"out of safetensors files, but the weights are {found}"
+            f"device_map puts experts on {listed(sorted(set(chosen.values())))}, from where they are read out of "
+            f"safetensors files, but the weights are {found}"
         )
-    quantizer = load_config.hf_quantizer
-    for name in chosen:
-        is_read_so = isinstance(quantizer, LlamoeQuantizer) and quantizer.pre_quantized
-        if layers[name].is_packed and not is_read_so:
-            form: Any = layers[name]
-            raise ValueError(
-                f"device_map puts {name} on {chosen[name]!r}, where experts are read as they are stored, but they are "
-                f"to be {form.format.key}: quantize the checkpoint first, by `llamoe quantize IN OUT --to "
-                "int4`, and load OUT."
-            )
-    dtype = load_config.dtype if isinstance(load_config.dtype, torch.dtype) else None
     taken = {name: layers[name] for name in chosen}
+    _check_packed(taken, chosen, load_config.hf_quantizer)
     # The files are needed as long as the model is, wherever the process may go.
-    files = [os.path.abspath(file) for file in files]
-    stored = find_pieces(taken, files, names_in_model(model, load_config), dtype)
+    stored = find_pieces(taken, map(os.path.abspath, files), names_in_model(model, load_config))
     ignored = set(model._keys_to_ignore_on_load_unexpected or ())
-    for name, experts in taken.items():
-        own_dtype = dtype or _stored_dtype(stored[name])
-        empty = with_stacks(
-            experts,
-            experts.num_experts,
-            lambda shape, packed, own=own_dtype, experts=experts: torch.empty(
-                shape, dtype=packed if experts.is_packed else own, device="meta"
-            ),
-        )
-        request.shapes[name] = empty
-        request.claimed[name] = chosen[name], stored[name]
-        model.set_submodule(name, OffloadedExperts(empty, name))
+    for name, place in chosen.items():
+        model.set_submodule(name, OffloadedExperts(taken[name], name, place, stored[name]))
         ignored.add(re.escape(name[name.find("layers.") :]) + r"\.")
     model._keys_to_ignore_on_load_unexpected = ignored
-    for place in ("disk", "cpu"):
-        own = {name: shape for name, shape in request.shapes.items() if str(chosen[name]) == place}
-        if request.memory.size is not None and own:
-            check_budget(own, request.memory.size)
+    for place in set(chosen.values()):
+        if request.memory.size is not None:
+            check_budget({name: taken[name] for name in chosen if chosen[name] == place}, request.memory.size)
 
 
-def _stored_dtype(stored: StoredLayer) -> torch.dtype:
-    return stored.pieces["down_proj"][0][0].dtype
+def _check_packed(layers: Mapping[str, Experts], places: Mapping[str, str], quantizer: Any) -> None:
+    if isinstance(quantizer, LlamoeQuantizer) and quantizer.pre_quantized:
+        return
+    for name, experts in layers.items():
+        if experts.is_packed:
+            raise ValueError(
+                f"device_map puts {name} on {places[name]!r}, where experts are read as they are stored, but they are "
+                f"to be {experts.format.key}: quantize the checkpoint first, by `llamoe quantize IN OUT --to int4`, "
+                "and load OUT."
+            )
 
 
-def _rows_device(name: str, device_map: Mapping[str, Any]) -> torch.device:
-    """Where the layer of these experts computes."""
-    device = device_of(name.rpartition(".")[0], device_map)
-    return _main_device(device_map) if device is None or _name(device) else torch.device(device)
-
-
+# Threads write to what is made here, outside of a mode that the caller may be in.
+@torch.inference_mode(False)
 def attach_stores(model: nn.Module) -> None:
     """Give the experts that were taken out their stores, once everything else is loaded."""
-    # Threads write to this memory, outside of a mode that the caller may be in.
-    with torch.inference_mode(False):
-        _attach_stores(model)
-
-
-def _attach_stores(model: nn.Module) -> None:
-    request = _current.get()
-    if request is None or not request.claimed:
+    waiting = [m for m in model.modules() if isinstance(m, OffloadedExperts) and m.store is None]
+    if not waiting:
         return
     device_map = getattr(model, "hf_device_map", None) or {"": "cpu"}
+    memory = current_loading().offload.memory
+    in_ram = default_size(torch.device("cpu")) if memory.size is None else memory.size
+    on_disk = sum(_nbytes(experts) for experts in waiting if experts.place == "disk")
+    groups: dict[tuple[str, torch.device], list[OffloadedExperts]] = {}
+    for experts in waiting:
+        groups.setdefault((experts.place, _rows_device(experts.name, device_map)), []).append(experts)
     stores: list[Store] = []
-    on_disk = default_size(torch.device("cpu")) if request.memory.size is None else request.memory.size
-    places = {(str(place), _rows_device(name, device_map)) for name, (place, _) in request.claimed.items()}
     try:
-        for place, device in sorted(places, key=str):
-            names = [
-                name
-                for name, (own, _) in request.claimed.items()
-                if (str(own), _rows_device(name, device_map)) == (place, device)
-            ]
-            memory = _share(request, names, on_disk) if place == "disk" else request.memory
-            layers = {name: request.shapes[name] for name in names}
-            stored = {name: request.claimed[name][1] for name in names}
-            store = Store(layers, stored, place, device, memory)
-            stores.append(store)
-            for name in names:
-                _connect(model.get_submodule(name), store, stored[name])
+        for (place, device), group in groups.items():
+            own = memory
+            if place == "disk":
+                # Layers that compute on several devices share the memory in RAM.
+                own = replace(memory, size=in_ram * sum(map(_nbytes, group)) // on_disk)
+            layers = {experts.name: experts.shapes for experts in group}
+            stored = {experts.name: experts.stored for experts in group}
+            stores.append(Store(layers, stored, place, device, own))
+            for experts in group:
+                experts.connect(stores[-1])
     except BaseException:
         for store in stores:
             store.close()
         raise
     _own_other_weights(model)
-    model.hf_device_map = {**device_map, **{name: place for name, (place, _) in request.claimed.items()}}
-    request.claimed.clear()
+    model.hf_device_map = {**device_map, **{experts.name: experts.place for experts in waiting}}
+
+
+def _nbytes(experts: OffloadedExperts) -> int:
+    return bytes_of_expert(experts.shapes) * experts.num_experts
 
 
 def _own_other_weights(model: nn.Module) -> None:
@@ -272,33 +234,6 @@ def _own_other_weights(model: nn.Module) -> None:
                     own = memory[first : first + mapped.nbytes].view(mapped.dtype)
                     tensor.data = own.view(mapped.shape).copy_(mapped)
                 forget_pages(mapped)
-
-
-def _share(request: _Request, names: list[str], total: int) -> ExpertsMemory:
-    """The part of the memory in RAM for experts of these layers, which compute on one device of several."""
-    sizes = {
-        name: bytes_of_expert(request.shapes[name]) * request.shapes[name].num_experts
-        for name, (place, _) in request.claimed.items()
-        if str(place) == "disk"
-    }
-    size = total * sum(sizes[name] for name in names) // sum(sizes.values())
-    return replace(request.memory, size=size)
-
-
-def _connect(experts: OffloadedExperts, store: Store, stored: StoredLayer) -> None:
-    experts.store = store
-    shapes: Any = experts._shapes
-    for own_name in [*shapes._parameters, *shapes._buffers]:
-        tensor = getattr(shapes, own_name).data
-        if own_name in stored.whole:
-            path, name = stored.whole[own_name]
-            with safe_open(path, framework="pt") as file:
-                tensor = file.get_tensor(name)
-        if own_name in shapes._parameters:
-            is_float = tensor.is_floating_point() and not experts.is_packed
-            experts.register_parameter(own_name, nn.Parameter(tensor, requires_grad=is_float))
-        else:
-            experts.register_buffer(own_name, tensor)
 
 
 class OffloadMixin(nn.Module):

@@ -81,24 +81,17 @@ class StoredLayer(NamedTuple):
     files: dict[str, Identity]
 
 
-def part_names(experts: Experts, stack: str) -> list[str]:
-    """Names of a stack's parts: itself, and what belongs to packed codes."""
-    return [stack + suffix for suffix in suffixes_in_files(experts, is_packed=True)]
-
-
 def find_pieces(
     layers: Mapping[str, Experts],
     files: Iterable[str],
     names: Callable[[str], Iterable[str]],
-    dtype: torch.dtype | None = None,
 ) -> dict[str, StoredLayer]:
     """Where a checkpoint has the experts of these layers.
 
     Args:
-        layers: names in the model, and empty experts with the shapes of the model.
+        layers: names in the model, and empty experts with the shapes and dtypes of the model.
         files: all safetensors files of the checkpoint.
         names: the names that a file's key may have in the model.
-        dtype: of the model's weights, where the experts are not packed.
 
     Raises:
         CheckpointError: an expert is missing, stored twice, or has another shape or an unknown dtype.
@@ -112,7 +105,7 @@ def find_pieces(
             stack + suffix: (tensor.origin, tensor.name)
             for stack, stored in index[layer].items()
             for suffix, tensor in stored.whole.items()
-            if experts.is_packed or dtype in (None, DTYPES[tensor.dtype])
+            if experts.is_packed or experts.dtype == DTYPES[tensor.dtype]
         }
         pieces = {stack: _pieces(experts, stack, stored) for stack, stored in index[layer].items()}
         result[layer] = StoredLayer(pieces, whole, identities)

@@ -4,144 +4,61 @@ Experts on disk are read into slots in RAM. Experts in RAM are copied into slots
 computed on the CPU. Where rows are on an accelerator and experts on disk, the slots are in RAM, and a matrix is brought
 from there for one product, or its rows are computed there.
 
-Shapes: S slots, E experts.
+Threads share a store. One waits for a slot only while it has no matrix of the same stack pinned, so that there is
+always a thread that can go on. What an interrupt leaves on its way comes nevertheless, and is found by the next pass.
 """
 
-import math
+import os
+import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import partial
-from typing import Any
 
 import torch
-from torch import nn
 
 from ..formats import Parts
 from ..moe import STACKS, Experts
-from .budget import ExpertsMemory, default_size
-from .copies import Copied, Copies
-from .costs import Costs, measure
-from .matrix_cache import Job, MatrixCache
+from .accelerator import Copies, Costs, measure
+from .budget import ExpertsMemory, default_size, divide
+from .matrix_cache import Entry, MatrixCache
 from .memory import BLOCK, slots_of, unit_of
-from .pieces import Piece, StoredLayer, part_names
-from .reading import Readers, Reading, closed
+from .pieces import Piece, StoredLayer
+from .reading import Reader, Reading, closed
 from .statistics import Counter
 
-Key = tuple[str, int]
-"""A layer's name and an expert."""
-
-
-def with_stacks(
-    experts: Experts, num_experts: int, make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-) -> Experts:
-    """Experts of the same kind and sizes with stacks of their own.
-
-    Args:
-        experts: on any device, or none.
-        num_experts: their number.
-        make: a tensor of a shape and dtype.
-    """
-    new: Any = object.__new__(type(experts))
-    new.take_after(experts)
-    new.num_experts = num_experts
-    for name, tensor in [*experts._parameters.items(), *experts._buffers.items()]:
-        made = make((num_experts, *tensor.shape[1:]), tensor.dtype)
-        if name in experts._parameters:
-            new.register_parameter(name, nn.Parameter(made, requires_grad=False))
-        else:
-            new.register_buffer(name, made)
-    return new
-
-
-def bytes_of_expert(experts: Experts) -> int:
-    """Bytes of one expert's matrices in memory."""
-    return sum(
-        math.prod(tensor.shape[1:]) * tensor.itemsize
-        for tensor in [*experts._parameters.values(), *experts._buffers.values()]
-    )
-
-
-def _alike(layers: Mapping[str, Experts]) -> list[list[str]]:
-    """The layers whose experts have the same sizes, and may use the same slots."""
-    found: dict[tuple, list[str]] = {}
-    for layer, experts in layers.items():
-        tensors = [*experts._parameters.items(), *experts._buffers.items()]
-        key = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors)
-        found.setdefault(key, []).append(layer)
-    return list(found.values())
-
-
-def check_budget(layers: Mapping[str, Experts], budget: int) -> None:
-    """Check that there is room for one expert of each kind.
-
-    Raises:
-        ValueError: there is not.
-    """
-    firsts = {kind[0]: bytes_of_expert(layers[kind[0]]) for kind in _alike(layers)}
-    if budget < sum(firsts.values()):
-        layer = max(firsts, key=lambda name: firsts[name])
-        raise ValueError(
-            f"experts_memory={budget:,} bytes: one expert of {layer} takes {firsts[layer]:,} bytes"
-            f"{f', and there are {len(firsts)} kinds of experts' if len(firsts) > 1 else ''}. Give at least "
-            f"{sum(firsts.values()):,}."
-        )
-
-
-def _parts(experts: Experts, stack: str, expert: int) -> Parts:
-    return [getattr(experts, name).data[expert] for name in part_names(experts, stack)]
+# Matrices that are asked for before the product that needs them.
+_LOOK_AHEAD = 8
 
 
 class _Slots:
-    """The slots of all layers whose experts have the same sizes."""
+    """The slots of one stack's matrices, for all layers whose experts have the same sizes.
 
-    def __init__(self, store: Any, experts: Experts, count: int, device: torch.device):
-        is_pinned = device.type == "cpu" and store.device.type != "cpu"
-        self.costs: Costs | None = None
-        self.caches = {}
-        # What holds a matrix, by stack and slot.
-        self.held: dict[str, dict[int, Parts]] = {stack: {} for stack in STACKS}
-        # One expert, for questions about sizes and dtypes.
-        self.probe = with_stacks(
-            experts, 1, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
-        )
-        # A store that refers to itself would outlive its model, with threads and files, until Python looks for cycles.
-        store = weakref.proxy(store)
-        for stack in STACKS:
-            shapes = [getattr(experts, name) for name in part_names(experts, stack)]
-            memory = [slots_of(count, part.shape[1:], part.dtype, device, is_pinned) for part in shapes]
-            copies = None if device.type == "cpu" else Copies(device)
-            self.caches[stack] = MatrixCache(
-                count,
-                store.memory.policy(),
-                partial(_fetch, store, stack, memory, shapes, self.held[stack], copies),
-                # An expert is asked for by its first matrix.
-                lambda key, is_there, stack=stack: store.count(key, is_there, stack),
-                lambda key, seconds: store.waited(key, seconds),
-                (lambda slot: None) if copies is None else copies.leave,
-            )
+    Attributes:
+        shapes: of each part a meta tensor of one matrix.
+        memory: of each part `[slots, bytes]`.
+        copies: how matrices come from RAM.
+        cache: which matrix is in which slot.
+        costs: of the ways to compute a matrix that is not on the accelerator.
+    """
 
+    cache: MatrixCache
+    costs: Costs | None = None
 
-# Threads write to what is made here, outside of a mode that the caller may be in.
-@torch.inference_mode(False)
-def _fetch(
-    store: Any,
-    stack: str,
-    memory: list[torch.Tensor],
-    shapes: list[torch.Tensor],
-    held: dict[int, Parts],
-    copies: Copies | None,
-    key: Key,
-    slot: int,
-) -> Job:
-    parts: list[torch.Tensor] = []
-    held[slot] = parts
-    for index, (bytes_, shape) in enumerate(zip(memory, shapes, strict=True)):
-        size = math.prod(shape.shape[1:]) * shape.itemsize
-        first = store.first_byte(key, stack, index, unit_of(size))
-        part = bytes_[slot, first : first + size].view(shape.dtype)
-        parts.append(part.view(shape.shape[1:]))
-    return store.fetch(key, stack, parts, [bytes_[slot] for bytes_ in memory], slot, copies)
+    def __init__(self, stack: Parts, count: int, device: torch.device, is_pinned: bool):
+        self.count = count
+        self.shapes = [part[0] for part in stack]
+        self.memory = [slots_of(count, part.shape, part.dtype, device, is_pinned) for part in self.shapes]
+        self.copies = Copies(device)
+
+    def parts(self, slot: int, begins: Sequence[int]) -> list[torch.Tensor]:
+        """The parts of a slot's matrix, which begin at the same byte of a unit of memory as these bytes of files."""
+        parts = []
+        for memory, shape, begin in zip(self.memory, self.shapes, begins, strict=True):
+            first = begin % unit_of(shape.nbytes)
+            parts.append(memory[slot, first : first + shape.nbytes].view(shape.dtype).view(shape.shape))
+        return parts
 
 
 class Store:
@@ -167,149 +84,101 @@ class Store:
     ):
         self.place, self.device, self.memory = place, device, memory
         self.is_remote = device.type != "cpu" if is_remote is None else is_remote
-        self.statistics = {layer: Counter() for layer in layers}
-        self._stored, self._layers = stored, layers
-        self._readers = Readers(memory.readers, memory.direct)
+        self.layers, self.stored = layers, stored
+        self.reader = Reader(memory.readers, memory.direct)
         # Called too when nothing refers to the model any more: no thread and no file outlives it.
-        self.close = weakref.finalize(self, self._readers.close)
-        self._in_ram: dict[str, Experts] = {}
-        # One at a time: more would need as much of the accelerator's memory.
-        self._groups: dict[str, _Slots] = {}
+        self.close = weakref.finalize(self, self.reader.close)
+        self.slots: dict[tuple[str, str], _Slots] = {}
+        self._in_ram: dict[tuple[str, str], list[torch.Tensor]] = {}
         try:
-            for layer in layers:
-                pieces = [piece for stack in STACKS for each in stored[layer].pieces[stack] for piece in each]
+            for found in stored.values():
+                pieces = [piece for stack in STACKS for each in found.pieces[stack] for piece in each]
                 largest = max(piece.nbytes for piece in pieces)
                 for path in {piece.path for piece in pieces}:
-                    self._readers.open(path, largest, stored[layer].files[path])
+                    self.reader.open(path, largest, found.files[path])
             self._make_slots()
             if place == "cpu":
-                for layer in layers:
-                    self._in_ram[layer] = self._read_whole(layer)
-                self._readers.end_threads()
+                self._read_all()
+            self._begin()
         except BaseException:
             self.close()
             raise
 
-    def probe(self, layer: str) -> Experts:
-        """One expert of a layer's sizes and dtypes, without its weights, for questions about kernels."""
-        return self._groups[layer].probe
-
-    def num_slots(self, layer: str) -> int:
-        """Number of experts for which a layer and others like it have room."""
-        return self._groups[layer].caches[STACKS[0]].slots
-
-    @property
-    def reads_directly(self) -> bool:
-        """Whether files are read past the system's page cache."""
-        return self._readers.reads_directly
-
     def _make_slots(self) -> None:
-        # Each memory has room for one expert at least, and shares what is left with the others by their sizes.
-        kinds = _alike(self._layers)
-        needed = [sum(self._layers[layer].num_experts for layer in layers) for layers in kinds]
-        sizes = [bytes_of_expert(self._layers[layers[0]]) for layers in kinds]
-        total = sum(count * size for count, size in zip(needed, sizes, strict=True))
         where = self.device if self.place == "cpu" else torch.device("cpu")
+        is_pinned = where.type == "cpu" and self.device.type != "cpu"
         budget = default_size(where) if self.memory.size is None else self.memory.size
-        check_budget(self._layers, budget)
-        spare, rest = budget - sum(sizes), total - sum(sizes)
-        for layers, most in zip(kinds, needed, strict=True):
-            count = min(most, 1 + (spare * (most - 1) // rest if rest else 0))
-            group = _Slots(self, self._layers[layers[0]], count, where)
-            self._groups |= dict.fromkeys(layers, group)
+        for layers, count in divide(self.layers, budget):
+            for stack in STACKS:
+                slots = _Slots(self.layers[layers[0]].parts(stack), count, where, is_pinned)
+                self.slots |= {(layer, stack): slots for layer in layers}
 
-    def _read_whole(self, layer: str) -> Experts:
-        experts = self._layers[layer]
-        is_pinned = self.device.type != "cpu"
-        whole = with_stacks(
-            experts,
-            experts.num_experts,
-            lambda shape, dtype: torch.empty(shape, dtype=dtype, pin_memory=is_pinned),
-        )
-        for stack in STACKS:
-            for expert in range(experts.num_experts):
-                # Counted by nobody: this is loading.
-                parts = _parts(whole, stack, expert)
-                self._start_reading((layer, expert), stack, parts, lambda _: None).finish()
-        return whole
+    def _read_all(self) -> None:
+        # Counted by nobody: this is loading.
+        counter = Counter()
+        for layer, experts in self.layers.items():
+            for stack in STACKS:
+                whole = self._in_ram[layer, stack] = [
+                    torch.empty(part.shape, dtype=part.dtype, pin_memory=self.device.type != "cpu")
+                    for part in experts.parts(stack)
+                ]
+                readings = [
+                    self._read(layer, stack, expert, [part[expert] for part in whole], {}, counter)
+                    for expert in range(experts.num_experts)
+                ]
+                for reading in readings:
+                    reading.result()
+        self.reader.end_threads()
 
-    def _start_reading(
-        self,
-        key: Key,
-        stack: str,
-        parts: Parts,
-        count: Callable[[int], None],
-        blocks: list[torch.Tensor] | None = None,
-    ) -> Reading:
-        layer, expert = key
-        experts = self._layers[layer]
-        pieces = []
-        for piece in self._stored[layer].pieces[stack][expert]:
-            place = piece.place(parts, experts.is_transposed)
-            is_in_blocks = (
-                blocks is not None
-                and unit_of(parts[piece.part].nbytes) == BLOCK
-                and self._is_as_stored(piece, stack, experts)
-            )
-            pieces.append((piece, place, blocks[piece.part] if blocks and is_in_blocks else None))
-        return self._readers.start(pieces, f"expert {expert} of {layer}", count)
+    def _begin(self) -> None:
+        """Begin with empty slots; they are memory of this process."""
+        self._process = os.getpid()
+        self._changed = threading.Condition()
+        self.statistics = {layer: Counter() for layer in self.layers}
+        for slots in set(self.slots.values()):
+            slots.cache = MatrixCache(slots.count, self.memory.policy())
 
-    def _is_as_stored(self, piece: Piece, stack: str, experts: Experts) -> bool:
-        """Whether a part of a matrix lies in memory as in its file, where its kernel can read it."""
-        dtype = getattr(experts, part_names(experts, stack)[piece.part]).dtype
-        alignment = max(experts.format.alignment, dtype.itemsize)
-        return piece.rows is None and piece.dtype == dtype and piece.begin % alignment == 0
-
-    def first_byte(self, key: Key, stack: str, part: int, unit: int) -> int:
-        """Bytes between a slot's begin and a part of a matrix: as in the file, modulo `unit` (`memory.unit_of`)."""
-        layer, expert = key
-        piece = next(each for each in self._stored[layer].pieces[stack][expert] if each.part == part)
-        # On an accelerator a resident model has memory of its own.
-        is_kept = self.place == "disk" and self._is_as_stored(piece, stack, self._layers[layer])
-        return piece.begin % unit if is_kept else 0
-
-    def fetch(
-        self,
-        key: Key,
-        stack: str,
-        parts: Parts,
-        blocks: list[torch.Tensor],
-        slot: int,
-        copies: Copies | None,
-    ) -> Job:
-        """Begin to bring a matrix to its slot, of which the parts are views."""
-        layer, expert = key
-        statistics = self.statistics[layer]
-        if self.place == "disk":
-            return self._start_reading(
-                key, stack, parts, lambda size: statistics.add(bytes_read=size), blocks
-            )
+    def _check_open(self, what: str) -> None:
         if not self.close.alive:
-            raise closed(f"expert {expert} of {layer}")
-        pairs = list(zip(parts, _parts(self._in_ram[layer], stack, expert), strict=True))
-        statistics.add(bytes_read=sum(source.nbytes for _, source in pairs))
-        return Copied(pairs) if copies is None else copies.start(pairs, slot)
+            raise closed(what)
+        if self._process != os.getpid():
+            # A forked process has the files, but neither the threads nor what they were reading.
+            self.reader.restart()
+            self._begin()
 
     def check_files(self) -> None:
         """Raise a `CheckpointError` if a file is not what it was, or the model is closed."""
-        self._readers.check()
+        self.reader.check()
 
-    def count(self, key: Key, is_there: bool, stack: str) -> None:
-        """Note that a matrix was asked for."""
-        if stack == STACKS[0]:
-            self.statistics[key[0]].add(hits=int(is_there), misses=int(not is_there))
+    def probe(self, layer: str, stack: str) -> list[torch.Tensor]:
+        """The parts of a matrix of a layer's sizes, dtypes and device, for questions about kernels."""
+        slots = self.slots[layer, stack]
+        return slots.parts(0, [0] * len(slots.memory))
 
-    def waited(self, key: Key, seconds: float) -> None:
-        """Note that a product waited."""
-        self.statistics[key[0]].add(seconds=seconds)
+    def prefetch(self, layer: str, stack: str, experts: Sequence[int], is_counted: bool = False) -> None:
+        """Begin to bring matrices of which there is room now, without waiting for them.
 
-    def prefetch(self, layer: str, stack: str | None, experts: Sequence[int]) -> None:
-        """Begin to bring matrices that will be needed soon, as far as there is room."""
-        if self.place == "disk" and experts and self.close.alive:
-            self._groups[layer].caches[stack].prefetch([(layer, expert) for expert in experts])
+        Args:
+            layer: name.
+            stack: name.
+            experts: whose matrices.
+            is_counted: whether they were counted as missing; else the first walk that asks for them does that.
+        """
+        slots = self.slots[layer, stack]
+        for expert in experts:
+            entry = self._pin(slots, (layer, expert), stack)
+            if entry is None:
+                return
+            entry.is_counted |= is_counted
+            self._unpin(slots, entry)
 
     def walk(
-        self, layer: str, stack: str, rows: Sequence[tuple[int, int]], may_compute: bool = True
+        self,
+        layer: str,
+        stack: str,
+        rows: Sequence[tuple[int, int]],
+        later: str | None = None,
+        may_compute: bool = True,
     ) -> Iterator[Parts]:
         """For each expert with its number of rows the parts of its matrix, which stay until the next is asked for.
 
@@ -317,58 +186,173 @@ class Store:
             layer: name.
             stack: name.
             rows: experts, and how many rows each has.
+            later: the stack of which these experts' matrices are needed next: they come behind the ones of this stack.
             may_compute: whether the matrix may be in RAM where the rows are on an accelerator.
+
+        Raises:
+            CheckpointError: a file has changed or cannot be read, or the model is closed.
         """
-        if not self.close.alive:
-            raise closed(f"expert {rows[0][0] if rows else 0} of {layer}")
-        cache, held = self._groups[layer].caches[stack], self._groups[layer].held[stack]
-        if self.place == "cpu":
-            yield from self._walk_ram(layer, stack, rows, may_compute)
-            return
-        with closing(cache.walk([(layer, expert) for expert, _ in rows])) as found:
-            for (_, num_rows), slot in zip(rows, found, strict=True):
-                parts = held[slot]
-                if self.is_remote:
+        self._check_open(f"expert {rows[0][0] if rows else 0} of {layer}")
+        slots, counter = self.slots[layer, stack], self.statistics[layer]
+        # At most as many as there are slots: more would evict the first ones before they are used.
+        ahead = [expert for expert, _ in rows[: slots.count]] if later and self.place == "disk" else []
+        if ahead:
+            self.prefetch(layer, later, ahead[:1])
+        lying = set()
+        if self.place == "cpu" and may_compute:
+            lying = {
+                expert
+                for expert, num_rows in rows
+                if (layer, expert) not in slots.cache
+                and self._way(layer, stack, self._lying(layer, stack, expert), num_rows) == "compute"
+            }
+        keys = [(layer, expert) for expert, _ in rows if expert not in lying]
+        with closing(self._bring(slots, keys, stack)) as brought:
+            for expert, num_rows in rows:
+                if expert in lying:
+                    if stack == STACKS[0]:
+                        counter.add(misses=1, computed=1)
+                    if slots.cache.has_free_slots and self.memory.misses == "auto":
+                        # The accelerator copies it while the CPU computes, and the next pass finds it.
+                        self.prefetch(layer, stack, [expert], is_counted=True)
+                    yield self._lying(layer, stack, expert)
+                    continue
+                parts = next(brought)
+                if expert in ahead[1:]:
+                    self.prefetch(layer, later, [expert])
+                if self.is_remote and self.place == "disk":
                     if not may_compute or self._way(layer, stack, parts, num_rows) == "bring":
                         # Not beside the host: the slot is free for another matrix when the walk goes on.
                         parts = [part.to(self.device) for part in parts]
                     elif stack == STACKS[0]:
-                        self.statistics[layer].add(computed=1)
+                        counter.add(computed=1)
                 yield parts
 
-    def _walk_ram(
-        self, layer: str, stack: str, rows: Sequence[tuple[int, int]], may_compute: bool
-    ) -> Iterator[Parts]:
-        whole = self._in_ram[layer]
-        cache, held = self._groups[layer].caches[stack], self._groups[layer].held[stack]
-        is_brought = [
-            not may_compute
-            or (layer, expert) in cache
-            or self._way(layer, stack, _parts(whole, stack, expert), num_rows) == "bring"
-            for expert, num_rows in rows
+    def _bring(self, slots: _Slots, keys: Sequence[tuple[str, int]], stack: str) -> Iterator[Parts]:
+        """Matrices, each pinned until the next is asked for; the next ones come meanwhile."""
+        pinned: deque[Entry] = deque()
+        coming = deque(keys)
+        try:
+            while coming or pinned:
+                while coming and len(pinned) < min(_LOOK_AHEAD, slots.count):
+                    entry = self._pin(slots, coming[0], stack, is_asked=True, may_wait=not pinned)
+                    if entry is None:
+                        break
+                    pinned.append(entry)
+                    coming.popleft()
+                self._wait(slots, pinned[0])
+                yield pinned[0].parts
+                self._unpin(slots, pinned.popleft())
+        finally:
+            for entry in pinned:
+                self._unpin(slots, entry)
+
+    def _pin(
+        self,
+        slots: _Slots,
+        key: tuple[str, int],
+        stack: str,
+        is_asked: bool = False,
+        may_wait: bool = False,
+    ) -> Entry | None:
+        with self._changed:
+            while (entry := slots.cache.pin(key)) is None:
+                if (entry := slots.cache.put(key)) is not None:
+                    try:
+                        self._start(slots, entry, stack)
+                    except BaseException:
+                        slots.cache.drop(entry)
+                        slots.cache.unpin(entry)
+                        raise
+                    break
+                if not may_wait:
+                    return None
+                # A matrix that was fetched ahead tells nobody that it has come.
+                self._changed.wait(timeout=0.01)
+            # An expert is asked for by its first matrix.
+            if is_asked and stack == STACKS[0]:
+                self.statistics[key[0]].add(hits=int(entry.is_counted), misses=int(not entry.is_counted))
+            entry.is_counted |= is_asked
+            return entry
+
+    def _wait(self, slots: _Slots, entry: Entry) -> None:
+        begin, is_there = time.perf_counter(), entry.arrival.done()
+        try:
+            entry.arrival.result()
+        except Exception:
+            with self._changed:
+                slots.cache.drop(entry)
+            raise
+        if not is_there:
+            self.statistics[entry.key[0]].add(seconds=time.perf_counter() - begin)
+
+    def _unpin(self, slots: _Slots, entry: Entry) -> None:
+        with self._changed:
+            slots.copies.leave(entry.slot)
+            slots.cache.unpin(entry)
+            self._changed.notify_all()
+
+    # Threads write to what is made here, outside of a mode that the caller may be in.
+    @torch.inference_mode(False)
+    def _start(self, slots: _Slots, entry: Entry, stack: str) -> None:
+        """Begin to bring a matrix to its slot."""
+        layer, expert = entry.key
+        counter = self.statistics[layer]
+        if self.place == "cpu":
+            if not self.close.alive:
+                raise closed(f"expert {expert} of {layer}")
+            # On an accelerator a resident model has memory of its own, at any address.
+            entry.parts = slots.parts(entry.slot, [0] * len(slots.memory))
+            pairs = list(zip(entry.parts, self._lying(layer, stack, expert), strict=True))
+            counter.add(bytes_read=sum(source.nbytes for _, source in pairs))
+            entry.arrival = slots.copies.start(pairs, entry.slot)
+            return
+        pieces = self.stored[layer].pieces[stack][expert]
+        begins = {each.part: each.begin for each in pieces if self._is_as_stored(layer, each, slots)}
+        entry.parts = slots.parts(entry.slot, [begins.get(part, 0) for part in range(len(slots.memory))])
+        blocks = {
+            part: slots.memory[part][entry.slot]
+            for part in begins
+            if unit_of(entry.parts[part].nbytes) == BLOCK
+        }
+        entry.arrival = self._read(layer, stack, expert, entry.parts, blocks, counter)
+
+    def _read(
+        self,
+        layer: str,
+        stack: str,
+        expert: int,
+        parts: Parts,
+        blocks: Mapping[int, torch.Tensor],
+        counter: Counter,
+    ) -> Reading:
+        is_transposed = self.layers[layer].is_transposed
+        pieces = [
+            (piece, piece.place(parts, is_transposed), blocks.get(piece.part))
+            for piece in self.stored[layer].pieces[stack][expert]
         ]
-        keys = [(layer, expert) for (expert, _), brought in zip(rows, is_brought, strict=True) if brought]
-        with closing(cache.walk(keys)) as found:
-            for (expert, _), brought in zip(rows, is_brought, strict=True):
-                if brought:
-                    yield held[next(found)]
-                    continue
-                if stack == STACKS[0]:
-                    self.statistics[layer].add(misses=1, computed=1)
-                if cache.has_free_slots and self.memory.misses == "auto":
-                    # The accelerator copies it while the CPU computes, and the next pass finds it.
-                    cache.prefetch([(layer, expert)], is_counted=True)
-                yield _parts(whole, stack, expert)
+        return self.reader.start(pieces, f"expert {expert} of {layer}", counter)
+
+    def _is_as_stored(self, layer: str, piece: Piece, slots: _Slots) -> bool:
+        """Whether a part of a matrix lies in memory as in its file, where its kernel can read it."""
+        dtype = slots.shapes[piece.part].dtype
+        alignment = max(self.layers[layer].format.alignment, dtype.itemsize)
+        return piece.rows is None and piece.dtype == dtype and piece.begin % alignment == 0
+
+    def _lying(self, layer: str, stack: str, expert: int) -> list[torch.Tensor]:
+        """The parts of a matrix in RAM."""
+        return [part[expert] for part in self._in_ram[layer, stack]]
 
     def _way(self, layer: str, stack: str, parts: Parts, num_rows: int) -> str:
+        """Whether to "compute" rows where a matrix lies, or to "bring" it."""
         if self.memory.misses != "auto":
             return self.memory.misses
-        group, experts = self._groups[layer], self._layers[layer]
-        if group.costs is None:
+        slots, experts = self.slots[layer, stack], self.layers[layer]
+        if slots.costs is None:
             form, sizes = experts.formats[stack], experts.sizes_of(stack)
             x = torch.zeros(64, sizes[1]).to(form.compute_dtype)
-            group.costs = measure(
+            slots.costs = measure(
                 lambda: [part.to(self.device, copy=True) for part in parts],
                 lambda rows: form.multiply(x[:rows], parts, sizes),
             )
-        return group.costs.cheaper(num_rows)
+        return slots.costs.cheaper(num_rows)

@@ -69,10 +69,10 @@ def put_in_store(model, place: str, memory, is_remote: bool) -> None:
     from llamoe.modeling.offload.store import Store
 
     (old,) = model._stores()
-    new = Store(old._layers, old._stored, place, torch.device("cpu"), memory, is_remote)
+    new = Store(old.layers, old.stored, place, torch.device("cpu"), memory, is_remote)
     for module in model.modules():
         if isinstance(module, OffloadedExperts):
-            module.store = new
+            module.store, module.place = new, place
     old.close()
 
 

@@ -11,7 +11,7 @@ from support.offload import counts, expert_bytes, load_both, mixtral, put_in_sto
 import llamoe
 from llamoe.modeling.moe import Experts
 from llamoe.modeling.offload import ExpertsMemory, OffloadedExperts
-from llamoe.modeling.offload.costs import Costs
+from llamoe.modeling.offload.accelerator import Costs
 
 SLOW_LINK = Costs(bring=1.0, few_rows=0.0, row=0.0)
 FAST_LINK = Costs(bring=0.0, few_rows=1.0, row=1.0)
@@ -23,8 +23,8 @@ def in_ram(folder, experts: int, costs: Costs, monkeypatch):
     resident, model = load_both(folder)
     put_in_store(model, "cpu", ExpertsMemory(experts * expert_bytes(resident)), is_remote=True)
     (store,) = model._stores()
-    for group in store._groups.values():
-        group.costs = costs
+    for slots in store.slots.values():
+        slots.costs = costs
     return resident, model
 
 
@@ -121,7 +121,7 @@ def test_two_kinds_of_experts_share_the_budget(tmp_path):
     for spare in (0, small, large, 3 * small, 5 * large - 1):
         model = llamoe.LlamoeForCausalLM.from_pretrained(folder, experts_memory=small + large + spare).eval()
         (store,) = model._stores()
-        kinds = {store.num_slots(name) * size for name, size in sizes.items()}
+        kinds = {store.slots[name, "down_proj"].count * size for name, size in sizes.items()}
         assert len(kinds) == 2 and min(kinds) >= small
         assert sum(kinds) <= small + large + spare
         with torch.no_grad():

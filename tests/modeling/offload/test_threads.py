@@ -134,8 +134,8 @@ def test_errors_of_a_drive_do_not_stay_with_threads(logits_and_model, monkeypatc
     assert torch.equal(answer(model, asked[0]), expected[0])
     # All slots are there still.
     (store,) = model._stores()
-    caches = [cache for group in store._groups.values() for cache in group.caches.values()]
-    assert not any(entry.holders for cache in caches for entry in cache._entries.values())
+    caches = [slots.cache for slots in store.slots.values()]
+    assert not any(entry.pins for cache in caches for entry in cache._entries.values())
     assert all(len(cache._free) + len(cache._entries) == slots for cache in caches)
 
 
@@ -162,7 +162,7 @@ def test_an_interrupt_leaves_the_model_whole(where, slots, logits_and_model, ids
             patch.setattr(experts, "cpp_feed_forward", interrupt)
             patch.setattr(Plain, "multiply", interrupt)
         else:
-            patch.setattr(reading.Reading, "finish", interrupt)
+            patch.setattr(reading.Reading, "result", interrupt)
         for _ in range(3):
             with pytest.raises(KeyboardInterrupt):
                 answer(model, asked[0])
@@ -173,62 +173,56 @@ def test_an_interrupt_leaves_the_model_whole(where, slots, logits_and_model, ids
         assert torch.equal(one, other)
 
 
+class Arriving:
+    """A matrix on its way, and what becomes of it."""
+
+    def __init__(self, is_done=False, is_lost=False):
+        self.is_done, self.is_lost = is_done, is_lost
+
+    def done(self):
+        return self.is_done
+
+    def failed(self):
+        return self.is_lost
+
+
 def test_a_slot_that_is_written_to_is_nobody_else_s():
-    """An interrupt while a matrix comes: its slot is not given away before the last byte is there."""
-    begun = []
-
-    class Slow:
-        def __init__(self):
-            self.done = False
-
-        def is_done(self):
-            return self.done
-
-        def finish(self):
-            if not self.done:
-                raise KeyboardInterrupt
-
-    def fetch(key, slot):
-        begun.append((key, slot, Slow()))
-        return begun[-1][2]
-
-    cache = MatrixCache(1, LeastRecentlyUsed(), fetch, lambda *_: None, lambda *_: None)
-    with pytest.raises(KeyboardInterrupt):
-        next(cache.walk(["a"]))
-    cache.prefetch(["b"])
-    assert [key for key, _, _ in begun] == ["a"]
-    begun[0][2].done = True
-    cache.prefetch(["b"])
-    assert [key for key, _, _ in begun] == ["a", "b"]
+    """Also where nobody waits for the matrix any more, as after an interrupt."""
+    cache = MatrixCache(1, LeastRecentlyUsed())
+    first = cache.put("a")
+    first.arrival = Arriving()
+    cache.unpin(first)
+    assert cache.put("b") is None
+    first.arrival.is_done = True
+    assert cache.put("b").slot == first.slot
 
 
 def test_two_that_wait_for_a_lost_matrix_do_not_lose_its_successor():
-    class Lost:
-        def is_done(self):
-            return True
-
-        def finish(self):
-            raise OSError("the matrix is lost")
-
-    class There(Lost):
-        def finish(self):
-            pass
-
-    jobs = iter([Lost(), There(), There(), There()])
-    cache = MatrixCache(
-        2, LeastRecentlyUsed(), lambda key, slot: next(jobs), lambda *_: None, lambda *_: None
-    )
-    holds = [cache._hold("a", True), cache._hold("a", True)]
-    assert holds[0].entry is holds[1].entry
-    for hold in holds:
-        with pytest.raises(OSError, match="lost"):
-            cache._await(hold.entry)
-        if hold is holds[0]:
-            # A third asks again meanwhile, and gets it.
-            assert next(cache.walk(["a"])) != hold.entry.slot
-        cache._release(hold)
+    cache = MatrixCache(2, LeastRecentlyUsed())
+    first = cache.put("a")
+    assert cache.pin("a") is first
+    cache.drop(first)
+    cache.unpin(first)
+    # A third asks again meanwhile, and gets it.
+    second = cache.put("a")
+    second.arrival = Arriving(is_done=True)
+    assert second.slot != first.slot
+    cache.drop(first)
+    cache.unpin(first)
+    assert cache.pin("a") is second
     # Both slots can still be given to others.
-    assert len({next(cache.walk([key])) for key in ("b", "c")}) == 2
+    cache.unpin(second)
+    cache.unpin(second)
+    assert len({cache.put(key).slot for key in ("b", "c")}) == 2
+
+
+def test_a_matrix_that_was_only_fetched_ahead_and_lost_is_asked_for_again():
+    cache = MatrixCache(1, LeastRecentlyUsed())
+    entry = cache.put("a")
+    entry.arrival = Arriving(is_done=True, is_lost=True)
+    cache.unpin(entry)
+    assert cache.pin("a") is None
+    assert cache.put("a").slot == entry.slot
 
 
 @pytest.mark.parametrize("slots", [1, 3])
