@@ -1,5 +1,6 @@
 """A plan as text: its sizes by part and by device, and what a token waits for."""
 
+import re
 from typing import Any
 
 from ..configuration.sizes import GB
@@ -104,35 +105,25 @@ def _holds(device_map: dict[str, Any], device: Any) -> str:
 
 def summarize(names: list[str]) -> str:
     """The names with runs in short: `layers.0`, `layers.1`, `layers.2` become `layers.0-2`."""
-    runs: list[list[Any]] = []
+    runs: list[tuple[str, str, list[int]]] = []
     for name in names:
-        stem, number, end = _parts(name)
+        # Of several numbers the last one counts.
+        match = re.fullmatch(r"(.+)\.(\d+)(\..*|)", name)
+        stem, number, end = match.groups() if match else (name, None, "")
         if number is None:
-            runs.append([stem, None, None, ""])
-        elif runs and [runs[-1][0], runs[-1][3]] == [stem, end] and runs[-1][2] < number:
-            runs[-1][2] = number
-            runs[-1].append(number)
+            runs.append((stem, "", []))
+        elif runs and runs[-1][:2] == (stem, end) and runs[-1][2] and runs[-1][2][-1] < int(number):
+            runs[-1][2].append(int(number))
         else:
-            runs.append([stem, number, number, end, number])
-    return ", ".join(_run(run) for run in runs)
+            runs.append((stem, end, [int(number)]))
+    return ", ".join(_run(*run) for run in runs)
 
 
-def _parts(name: str) -> tuple[str, int | None, str]:
-    """`a.layers.3.mlp.experts` as `a.layers`, 3, `.mlp.experts`."""
-    pieces = name.split(".")
-    at = next((i for i in reversed(range(len(pieces))) if pieces[i].isdigit()), None)
-    if at is None:
-        return name, None, ""
-    return ".".join(pieces[:at]), int(pieces[at]), "".join(f".{piece}" for piece in pieces[at + 1 :])
-
-
-def _run(run: list[Any]) -> str:
-    stem, first, last, end, *numbers = run
-    if first is None:
+def _run(stem: str, end: str, numbers: list[int]) -> str:
+    if not numbers:
         return stem
-    if first == last:
-        return f"{stem}.{first}{end}"
-    step = numbers[1] - numbers[0]
-    if numbers == list(range(first, last + 1, step)):
-        return f"{stem}.{first}-{last}{end}" + (f" (every {step}.)" if step > 1 else "")
-    return f"{stem}.{','.join(map(str, numbers))}{end}"
+    first, last, step = numbers[0], numbers[-1], (numbers[1] - numbers[0] if len(numbers) > 1 else 1)
+    if numbers != list(range(first, last + 1, step)):
+        return f"{stem}.{','.join(map(str, numbers))}{end}"
+    run = f"{first}-{last}" if first < last else str(first)
+    return f"{stem}.{run}{end}" + (f" (every {step}.)" if step > 1 else "")

@@ -14,7 +14,6 @@ from transformers.quantizers.base import get_keys_to_not_convert
 import llamoe
 from llamoe import plan_placement
 from llamoe.configuration import cache_bytes
-from llamoe.planning import filling
 from llamoe.planning.table import summarize
 
 GB = 10**9
@@ -119,7 +118,7 @@ def test_experts_leave_the_accelerator_before_anything_else():
 def test_each_accelerator_holds_experts_of_its_own_layers():
     rest, experts = split_bytes(TEXT.make())
     cache = sum(cache_bytes(TEXT.make_config(), 40, element_size=4, piece=40))
-    room = int((rest + cache) * 0.7) + experts // 10
+    room = int((rest + cache) * 0.63) + experts // 10
     plan = plan_placement(TEXT.make_config(), gpus=[room, room], ram=experts, bits=32, context=40, headroom=0)
     assert plan.device_map["experts"] == "cpu" and set(plan.weights) == {0, 1, "cpu"}
     assert plan.hit_share == 2 * plan.experts_memory / experts
@@ -295,14 +294,6 @@ def test_scouts_experts_in_four_bits_are_read_at_the_known_rates():
     assert rate(two, "experts from the link to the accelerator") == pytest.approx(
         25 / 3.397 / times, rel=1e-3
     )
-
-
-def test_accelerate_is_asked_only_where_everything_could_fit(monkeypatch):
-    """Each time takes hundredths of a second, and experts leave layer by layer."""
-    calls, infer = [], filling.infer_auto_device_map
-    monkeypatch.setattr(filling, "infer_auto_device_map", lambda *a, **k: calls.append(a) or infer(*a, **k))
-    plan = plan_placement(SCOUT, gpus=["24GB"], ram="64GB", bits=4)
-    assert len(plan.device_map) == 42 and len(calls) == 1
 
 
 def test_what_is_read_at_rest_is_counted_once():
