@@ -20,9 +20,9 @@ from ..configuration import LlamoeConfig, QuantizationConfig
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.checks import listed
 from ..configuration.errors import CheckpointError
-from ..modeling.checkpoints import find_weights
+from ..modeling.checkpoints import check_whole, find_weights
 from ..modeling.registration import empty_model
-from .io import FileStamp, LazyTensor, Plan, WriteOptions, look_at, one_of, read_json, write
+from .io import FileStamp, LazyTensor, Plan, WriteOptions, look_at, look_at_source, one_of, read_json, write
 
 _OF_ADAPTER = "adapter_config.json"
 
@@ -250,6 +250,19 @@ def tie_heads(config: LlamoeBaseConfig, tensors: dict[str, LazyTensor]) -> dict[
             if embedding in tensors:
                 tensors[embedding] = one_of([tensors[embedding], stored], why)
     return dropped
+
+
+def look_at_checkpoint(path: Path) -> dict[Path, FileStamp]:
+    """The looks of a checkpoint's files, before any of them is read.
+
+    Raises:
+        CheckpointError: the path does not exist, is an unfinished target, or holds an adapter.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder.")
+    check_whole(path)
+    refuse_adapter(path)
+    return look_at_source(path)
 
 
 def refuse_adapter(path: Path) -> None:

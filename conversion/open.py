@@ -7,11 +7,11 @@ from typing import Any
 
 from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeVisionConfig
 from ..configuration.errors import CheckpointError
-from ..modeling.checkpoints import check_whole, find_weights
-from .checkpoint import Checkpoint, refuse_adapter
+from ..modeling.checkpoints import find_weights
+from .checkpoint import Checkpoint, look_at_checkpoint
 from .clip import open_tower, tower_kind
 from .hf import in_words, open_hf
-from .io import check_apart, check_target, look_at_source
+from .io import check_apart, check_target
 from .meta import open_meta
 from .mistral import is_mistral, open_mistral
 
@@ -33,11 +33,7 @@ def open_checkpoint(
         CheckpointError: the path does not exist, has another format, is damaged, or is an unfinished target.
     """
     path = Path(path)
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder.")
-    check_whole(path)
-    refuse_adapter(path)
-    looks = look_at_source(path)
+    looks = look_at_checkpoint(path)
     return replace(_open(path, companions, instruct), looks=looks)
 
 

@@ -18,7 +18,19 @@ OPEN_CLIP_CONFIG = "open_clip_config.json"
 _TANH = {"approximate": "tanh"}
 
 
-def read_sizes(model: Any, where: object) -> dict[str, Any]:
+def side_of(value: Any, name: str, where: object) -> Any:
+    """One side of a square, which may be given as a pair.
+
+    Raises:
+        CheckpointError: the sides differ.
+    """
+    sides = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not sides or any(side != sides[0] for side in sides):
+        raise CheckpointError(f"{where}: {name} is {value}; pictures and patches must be square.")
+    return sides[0]
+
+
+def read_model_cfg(model: Any, where: object) -> dict[str, Any]:
     """Fields of `LlamoeVisionConfig` in the `model_cfg` of open_clip_config.json; or open_clip's defaults.
 
     Raises:
@@ -32,48 +44,44 @@ def read_sizes(model: Any, where: object) -> dict[str, Any]:
             raise CheckpointError(
                 f"{where}: {name} is {vision[name]!r}: {meaning} has no place in this tower, nor in MetaCLIP's."
             )
+    if isinstance(vision.get("layers"), list):
+        raise CheckpointError(
+            f"{where}: layers is {vision['layers']}, a ResNet tower, which cannot be converted."
+        )
     try:
-        width = int(vision.get("width", 768))
-        patch = vision.get("patch_size", 16)
-        if isinstance(patch, (list, tuple)):
-            if len(set(patch)) != 1:
-                raise CheckpointError(f"{where}: patch_size is {patch}; patches must be square.")
-            patch = patch[0]
-        if isinstance(vision.get("layers"), list):
-            raise CheckpointError(
-                f"{where}: layers is {vision['layers']}, a ResNet tower, which cannot be converted."
-            )
-        return {
-            "hidden_size": width,
-            "num_hidden_layers": int(vision.get("layers", 12)),
-            "intermediate_size": int(width * float(vision.get("mlp_ratio", 4.0))),
-            "patch_size": int(patch),
-            "projection_dim": model.get("embed_dim"),
-        }
-    except (TypeError, ValueError, OverflowError, IndexError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+        width, patch = (
+            int(vision.get("width", 768)),
+            int(side_of(vision.get("patch_size", 16), "patch_size", where)),
+        )
+        inner, layers = int(width * float(vision.get("mlp_ratio", 4.0))), int(vision.get("layers", 12))
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{where}: vision_cfg cannot be read ({error}).") from error
-
-
-def read_norm_eps(model: Mapping[str, Any], where: object) -> float:
-    """The epsilon that the norms add to the variance; torch's default if none is given."""
-    arguments = model["vision_cfg"].get("norm_kwargs") or {}
+    head_width = vision.get("head_width", 64)
+    is_count = isinstance(head_width, int) and not isinstance(head_width, bool) and 1 <= head_width <= width
+    if not is_count or width % (width // head_width):
+        raise CheckpointError(f"{where}: head_width is {head_width!r}, which does not divide width {width}.")
+    arguments = vision.get("norm_kwargs") or {}
     eps = arguments.get("eps", 1e-5) if isinstance(arguments, dict) else None
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise CheckpointError(f"{where}: norm_kwargs is {arguments!r}, where eps was expected.")
-    return float(eps)
-
-
-def read_activation(model: Mapping[str, Any], where: object) -> str:
-    """The activation, by transformers' name; open_clip's default is GELU."""
-    quick = model.get("quick_gelu", False)
+    quick, act = model.get("quick_gelu", False), vision.get("act_kwargs") or {}
     if not isinstance(quick, bool):
         raise CheckpointError(f"{where}: quick_gelu is {quick!r}; true or false was expected.")
-    arguments = model["vision_cfg"].get("act_kwargs") or {}
-    if not quick and arguments not in ({}, {"approximate": "none"}, _TANH):
-        raise CheckpointError(f"{where}: act_kwargs is {arguments}, which GELU does not take.")
-    return "quick_gelu" if quick else "gelu_pytorch_tanh" if arguments == _TANH else "gelu"
+    if not quick and act not in ({}, {"approximate": "none"}, _TANH):
+        raise CheckpointError(f"{where}: act_kwargs is {act}, which GELU does not take.")
+    return {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "intermediate_size": inner,
+        "num_attention_heads": width // head_width,
+        "patch_size": patch,
+        "image_size": side_of(vision.get("image_size"), "image_size", where),
+        "projection_dim": model.get("embed_dim"),
+        "norm_eps": float(eps),
+        "hidden_act": "quick_gelu" if quick else "gelu_pytorch_tanh" if act == _TANH else "gelu",
+    }
 
 
 def write_model_cfg(config: LlamoeVisionConfig) -> dict[str, Any]:
@@ -140,6 +148,7 @@ def describe_tower(visual: nn.Module, where: object) -> dict[str, Any]:
         "act_kwargs": {"approximate": act.approximate} if isinstance(act, nn.GELU) else {},
         "pool_type": visual.pool_type,
         "final_ln_after_pool": visual.final_ln_after_pool,
+        "no_ln_pre": isinstance(visual.ln_pre, nn.Identity),
         "block_type": None if type(block) is ResidualAttentionBlock else type(block).__name__,
     }
     model = {
@@ -166,27 +175,14 @@ def architecture(name: str) -> dict[str, Any]:
     return cast(dict[str, Any], open_clip.get_model_config(name))
 
 
-def read_heads(model: Mapping[str, Any], where: object, width: int) -> int:
-    """The number of attention heads that a description states.
-
-    Raises:
-        CheckpointError: it does not divide the width.
-    """
-    head_width = model["vision_cfg"].get("head_width", 64)
-    is_count = isinstance(head_width, int) and not isinstance(head_width, bool) and 1 <= head_width <= width
-    if not is_count or width % (width // head_width):
-        raise CheckpointError(f"{where}: head_width is {head_width!r}, which does not divide width {width}.")
-    return width // head_width
-
-
 def published_heads(sizes: Mapping[str, Any]) -> int | None:
     """The number of heads of open_clip's architectures of these sizes, if they agree; no tensor shows it."""
     fields = ("hidden_size", "num_hidden_layers", "intermediate_size")
-    heads = {read_heads(model, name, own["hidden_size"]) for name, model, own in _published(sizes, fields)}
+    heads = {own["num_attention_heads"] for _, _, own in _published(sizes, fields)}
     return heads.pop() if len(heads) == 1 else None
 
 
-def find_release(tag: str, sizes: Mapping[str, Any], image_size: int) -> tuple[str, dict[str, Any]]:
+def find_release(tag: str, sizes: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Activation and `preprocess_cfg` of one of open_clip's releases of weights, by its tag and a tower's sizes.
 
     The picture size decides where a release has the same tower with both activations.
@@ -194,6 +190,7 @@ def find_release(tag: str, sizes: Mapping[str, Any], image_size: int) -> tuple[s
     Raises:
         ValueError: no release of this tag for these sizes, or an undecided activation.
     """
+    image_size = sizes["image_size"]
     fitting = [found for found in _releases(sizes) if found[0] == str(tag).lower().replace("-", "_")]
     chosen = [found for found in fitting if found[1] == image_size] or fitting
     if len({activation for _, _, activation, _ in chosen}) != 1:
@@ -225,8 +222,8 @@ def _releases(sizes: Mapping[str, Any]) -> Iterator[tuple[str, int, str, dict[st
             # The same weights stand under architectures with either; the release says what they were trained with.
             quick = listed.get("quick_gelu", model.get("quick_gelu", False))
             preprocess = {field: listed[field] for field in ("mean", "std", "interpolation", "resize_mode")}
-            activation = read_activation({**model, "quick_gelu": quick}, name)
-            yield tag, model["vision_cfg"]["image_size"], activation, preprocess
+            described = read_model_cfg({**model, "quick_gelu": quick}, name)
+            yield tag, described["image_size"], described["hidden_act"], preprocess
 
 
 def _published(
@@ -238,25 +235,9 @@ def _published(
     for name in open_clip.list_models():
         model = cast(dict[str, Any], open_clip.get_model_config(name))
         try:
-            own = read_sizes(model, name)
+            own = read_model_cfg(model, name)
         except CheckpointError:
             # Of parts that ours does not have.
             continue
         if all(own[field] == sizes[field] for field in fields):
             yield name, model, own
-
-
-def agree(what: str, stated: Mapping[str, Any]) -> Any:
-    """The one value that the sources state; `stated` maps source to value, None for a source that is silent.
-
-    Raises:
-        ValueError: the values differ.
-    """
-    stated = {where: value for where, value in stated.items() if value is not None}
-    if len(set(stated.values())) > 1:
-        said = ", ".join(f"{value!r} by {where}" for where, value in stated.items())
-        raise ValueError(
-            f"the {what} is said to be {said}. Only one can belong to these weights: correct the file, or leave out "
-            "the argument."
-        )
-    return next(iter(stated.values()))

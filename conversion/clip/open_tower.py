@@ -6,8 +6,10 @@ open_clip lists the same weights under architectures with either. It is taken fr
 a file's name. A tower without a description, or with two that disagree, is refused.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import isqrt
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,29 +17,26 @@ from torch import nn
 from transformers import CLIPConfig, CLIPVisionConfig, MetaClip2Config, MetaClip2VisionConfig
 
 from ...configuration.errors import CheckpointError
+from ...configuration.json_files import to_json
 from ...configuration.multimodal import LlamoeConfig
 from ...configuration.sizes import count_of
-from ...modeling.checkpoints import check_whole
-from ..checkpoint import Checkpoint, refuse_adapter, take_part
-from ..hf import open_hf, open_shards
-from ..io import LazyTensor, from_tensor, look_at_source, open_weights, read_json
+from ...configuration.vision import LlamoeVisionConfig
+from ..checkpoint import Checkpoint, check_model, look_at_checkpoint, take_part
+from ..hf import open_hf, open_shards, read_companions
+from ..io import LazyTensor, Table, from_tensor, open_weights, read_json, read_through, sources_of
 from . import image_processors
 from .image_processors import PROCESSOR
 from .name_tables import CLIP, OPEN_CLIP, OPEN_CLIP_REFUSED
 from .open_clip_config import (
     OPEN_CLIP_CONFIG,
-    agree,
     architecture,
     describe_releases,
     describe_tower,
     find_release,
     published_heads,
-    read_activation,
-    read_heads,
-    read_norm_eps,
-    read_sizes,
+    read_model_cfg,
+    side_of,
 )
-from .tower_tensors import check_stated, companions_of, image_size_of, make_checkpoint, make_config, measure
 
 ACTIVATIONS = ("quick_gelu", "gelu")
 OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
@@ -49,8 +48,23 @@ _CLIP_CONFIGS = {
 }
 _OUR_TYPES = ("llamoe_vision", "llama4_vision_model", "llamoe", "llama4")
 _WITHOUT_PREFIX = ("embeddings.", "encoder.", "pre_layrnorm.", "post_layernorm.")
-# Classes whose checkpoints have no projection.
-_BARE_ARCHITECTURES = ("CLIPVisionModel", "MetaClip2VisionModel")
+# Checkpoints of these classes, or of no class that is named, have no projection.
+_BARE = (None, [], ["CLIPVisionModel"], ["MetaClip2VisionModel"])
+# Tensors of open_clip's that show the sizes, and their axes.
+_MEASURED = {
+    "visual.class_embedding": 1,
+    "visual.positional_embedding": 2,
+    "visual.conv1.weight": 4,
+    "visual.transformer.resblocks.0.mlp.c_fc.weight": 2,
+    "visual.proj": 2,
+}
+_BLOCK = re.compile(r"visual\.transformer\.resblocks\.(\d+)\.")
+# What fields are called in messages.
+_WORDS = {"hidden_act": "the activation", "num_attention_heads": "the number of heads"}
+_LICENCES = ("LICENSE", "NOTICE", "USE_POLICY")
+
+Stated = Mapping[str, Mapping[str, Any]]
+"""Fields of a tower's configuration that a source states, by the source's name in messages."""
 
 
 def tower_kind(path: str | Path) -> str | None:
@@ -65,9 +79,7 @@ def tower_kind(path: str | Path) -> str | None:
             return "open_clip"
         config = path / "config.json"
         model_type = str(read_json(config).get("model_type")) if config.is_file() else None
-        if model_type in _CLIP_CONFIGS:
-            return "clip"
-        return "hf" if model_type in _OUR_TYPES else None
+        return "clip" if model_type in _CLIP_CONFIGS else "hf" if model_type in _OUR_TYPES else None
     if path.is_file() and path.suffix != ".json":
         is_open_clip = any(name.removeprefix("module.").startswith("visual.") for name in open_weights(path))
         return "open_clip" if is_open_clip else None
@@ -83,8 +95,6 @@ def open_tower(
     heads: int | None = None,
 ) -> Checkpoint:
     """Open a vision tower: open_clip's, transformers' CLIP or MetaCLIP 2, Llama 4's or ours.
-
-    All sizes are read off the tensors and compared with the configuration.
 
     Args:
         path: an open_clip file (.safetensors, .pt, .bin) or folder, a folder of transformers, or a model of open_clip.
@@ -104,42 +114,37 @@ def open_tower(
         raise ValueError(f"activation = {activation!r}: valid are {' and '.join(map(repr, ACTIVATIONS))}.")
     if heads is not None:
         count_of("heads", heads)
+    given = {
+        "the argument activation": {"hidden_act": activation},
+        "the argument heads": {"num_attention_heads": heads},
+    }
     if isinstance(path, nn.Module):
-        return _open_open_clip(path, activation, tag, model, heads)
+        return _open_open_clip(path, tag, model, given)
     path = Path(path)
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder.")
-    check_whole(path)
-    refuse_adapter(path)
-    looks = look_at_source(path)
+    looks = look_at_checkpoint(path)
     kind = tower_kind(path)
     if kind == "open_clip":
-        return replace(_open_open_clip(path, activation, tag, model, heads), looks=looks)
+        return replace(_open_open_clip(path, tag, model, given), looks=looks)
     for name, value in {"tag": tag, "model": model}.items():
         if value is not None:
-            raise ValueError(f"{name} = {value!r}: {path} is no open_clip checkpoint, and describes itself.")
+            raise ValueError(
+                f"{name} = {value!r}: {path} is not an open_clip checkpoint, and describes itself."
+            )
     if kind is None:
         raise _explain_unknown(path)
-    checkpoint = _open_clip(path) if kind == "clip" else _open_ours(path)
-    config, where = checkpoint.config, f"config.json of {path}"
-    agree("activation", {where: config.hidden_act, "the argument activation": activation})
-    agree("number of heads", {where: config.num_attention_heads, "the argument heads": heads})
-    return replace(checkpoint, looks=looks)
+    return replace(_open_clip(path, given) if kind == "clip" else _open_ours(path, given), looks=looks)
 
 
 def _explain_unknown(path: Path) -> CheckpointError:
     if path.is_file():
-        names = open_weights(path)
+        names = list(open_weights(path))
+        found = f"has no tensor of an open_clip tower (visual.…), but {', '.join(names[:3]) or 'none'}"
         if any(name.startswith(("cls_token", "blocks.0.", "trunk.")) for name in names):
             found = (
                 "has timm's names; the file open_clip_model.safetensors of the same release has open_clip's"
             )
         elif any("encoder.layers.0." in name or "model.layers.0." in name for name in names):
             found = "has transformers' names; give its folder, whose config.json belongs to it"
-        else:
-            found = (
-                f"has no tensor of an open_clip tower (visual.…), but {', '.join(list(names)[:3]) or 'none'}"
-            )
         return CheckpointError(f"{path}: {found}.")
     expected = (
         f"{' or '.join(OPEN_CLIP_FILES)}, or a config.json with model_type "
@@ -157,87 +162,89 @@ def _explain_unknown(path: Path) -> CheckpointError:
     )
 
 
+def _agree(stated: Stated) -> dict[str, Any]:
+    """The value of each field that the sources state; None stands for a source that is silent.
+
+    Raises:
+        CheckpointError: two values differ.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for where, fields in stated.items():
+        for field, value in fields.items():
+            if value is not None:
+                found.setdefault(field, {})[where] = value
+    for field, values in found.items():
+        if any(value != next(iter(values.values())) for value in values.values()):
+            said = ", ".join(f"{value!r} by {where}" for where, value in values.items())
+            raise CheckpointError(
+                f"{_WORDS.get(field, field)} is said to be {said}. Only one can belong to these weights: correct "
+                "the file, or leave out the argument."
+            )
+    return {field: next(iter(values.values())) for field, values in found.items()}
+
+
 def _open_open_clip(
-    path: Path | nn.Module,
-    activation: str | None,
-    tag: str | None,
-    model: str | None,
-    heads: int | None,
+    source: Path | nn.Module, tag: str | None, model: str | None, given: Stated
 ) -> Checkpoint:
-    if isinstance(path, nn.Module):
+    stated: dict[str, Mapping[str, Any]] = {}
+    settings: dict[str, Any] = {}
+    if isinstance(source, nn.Module):
         # A name for messages, which no file has.
-        file = Path(f"<open_clip.{type(path).__name__}>")
-        tensors = _view_tower(path, file)
+        path = file = described = Path(f"<open_clip.{type(source).__name__}>")
+        tensors = _view_tower(source, file)
+        _refuse_parts(tensors, file)
+        settings = describe_tower(cast(nn.Module, source.visual), file)
     else:
-        file = path
+        path = file = source
         if path.is_dir():
             file = next(path / name for name in OPEN_CLIP_FILES if (path / name).is_file())
-        tensors = _without_prefix(open_weights(file), file)
-    for name in tensors:
-        for part, reason in OPEN_CLIP_REFUSED.items():
-            if name.startswith("visual.") and part in name:
-                raise CheckpointError(
-                    f"{file}: {name}: {reason} has no place in this tower, nor in MetaCLIP's."
-                )
-    if "visual.ln_pre.weight" not in tensors:
-        raise CheckpointError(
-            f"{file}: visual.ln_pre.weight is missing: a tower without a norm in front of its blocks (no_ln_pre) "
-            "is not MetaCLIP's."
-        )
-    if "visual.proj" not in tensors:
-        raise CheckpointError(f"{file}: visual.proj is missing, which every tower of open_clip has.")
-    sizes, grid = measure(OPEN_CLIP, tensors, file)
-    # The configuration belongs to the file only where both have the names that open_clip gives them.
-    config_file = file.with_name(OPEN_CLIP_CONFIG)
-    settings: dict[str, Any] | None = None
-    described: dict[str, Any] = {}
-    if isinstance(path, nn.Module):
-        config_file = file
-        settings = describe_tower(cast(nn.Module, path.visual), file)
-    elif file.name in OPEN_CLIP_FILES and config_file.is_file():
-        settings = read_json(config_file)
-    if settings is not None:
-        described[str(config_file)] = settings.get("model_cfg", settings)
+        # Distributed training adds this prefix.
+        tensors = _renamed(open_weights(file), lambda name: name.removeprefix("module."))
+        _refuse_parts(tensors, file)
+        # The configuration belongs to the file only where both have the names that open_clip gives them.
+        described = file.with_name(OPEN_CLIP_CONFIG)
+        if file.name in OPEN_CLIP_FILES and described.is_file():
+            settings = read_json(described)
+            if "model_cfg" not in settings:
+                settings = {"model_cfg": settings, **settings}
+    sizes = _measure(tensors, file)
+    if settings:
+        stated[str(described)] = read_model_cfg(settings["model_cfg"], described)
     if model is not None:
-        described[f"open_clip's {model}"] = architecture(model)
-    image_size = grid * sizes["patch_size"]
-    for where, content in described.items():
-        check_stated(read_sizes(content, where), sizes, where, file)
-        image_size_of(content["vision_cfg"].get("image_size"), grid, sizes["patch_size"], where)
-    tagged, prepared = (None, {}) if tag is None else find_release(tag, sizes, image_size)
-    act = {where: read_activation(content, where) for where, content in described.items()}
-    act |= {"the argument activation": activation, f"the tag {tag!r}": tagged}
-    found = [where for where, value in act.items() if value is not None]
-    if not found:
+        stated[f"open_clip's {model}"] = read_model_cfg(architecture(model), f"open_clip's {model}")
+    prepared: Mapping[str, Any] = {}
+    if not stated:
+        stated["the published towers of this size"] = {"num_attention_heads": published_heads(sizes)}
+    stated |= given
+    if tag is not None:
+        hidden_act, prepared = find_release(tag, sizes)
+        stated[f"the tag {tag!r}"] = {"hidden_act": hidden_act}
+    fields = {"norm_eps": 1e-5} | _agree(stated | {f"the tensors of {file}": sizes}) | sizes
+    if "hidden_act" not in fields:
         raise ValueError(
             f"{file}: nothing says whether these weights were trained with QuickGELU or GELU: there is no "
             f"{OPEN_CLIP_CONFIG} beside a file named {' or '.join(OPEN_CLIP_FILES)}, and the tensors do not show it. "
             "Give activation='quick_gelu' or 'gelu', or the release's tag, or open_clip's name of the model. "
             f"{describe_releases(sizes)}"
         )
-    hidden_act = agree("activation", act)
-    notes = [f"activation: {hidden_act}, by {' and '.join(found)}"]
-    preprocess = (settings or {}).get("preprocess_cfg") or {}
+    if "num_attention_heads" not in fields:
+        width = sizes["hidden_size"]
+        raise ValueError(
+            f"{file}: the tensors do not show the number of attention heads, and no published tower has width {width}, "
+            f"{sizes['num_hidden_layers']} layers and inner width {sizes['intermediate_size']}. Give heads= (often "
+            f"width / 64 = {width / 64:g}), or put {OPEN_CLIP_CONFIG} beside the file."
+        )
+    said = [where for where, its in stated.items() if its.get("hidden_act") is not None]
+    notes = [f"activation: {fields['hidden_act']}, by {' and '.join(said)}"]
+    preprocess = settings.get("preprocess_cfg") or {}
+    if not isinstance(preprocess, dict):
+        raise CheckpointError(f"{described}: preprocess_cfg is {preprocess!r}, not an object.")
     if not preprocess and tag is None:
         notes.append("pixels: open_clip's default preparation, as nothing states another")
-    config = make_config(
-        file,
-        **sizes,
-        image_size=image_size,
-        hidden_act=hidden_act,
-        num_attention_heads=_find_heads(described, sizes, heads, file),
-        norm_eps=agree(
-            "norm_eps", {where: read_norm_eps(content, where) for where, content in described.items()}
-        )
-        if described
-        else 1e-5,
-    )
-    if not isinstance(preprocess, dict):
-        raise CheckpointError(f"{config_file}: preprocess_cfg is {preprocess!r}, not an object.")
-    origin = str(config_file if settings else file)
-    processor = image_processors.from_open_clip({**prepared, **preprocess}, image_size, origin)
-    place, sources = (file, []) if isinstance(path, nn.Module) else (path, [file])
-    return make_checkpoint(place, "open_clip", OPEN_CLIP, config, tensors, processor, sources, notes)
+    origin = str(described if settings else file)
+    processor = image_processors.from_open_clip({**prepared, **preprocess}, sizes["image_size"], origin)
+    checkpoint = _checkpoint(path, "open_clip", OPEN_CLIP, fields, tensors, processor, file)
+    return replace(checkpoint, sources=[] if isinstance(source, nn.Module) else [file], notes=notes)
 
 
 def _view_tower(model: nn.Module, where: Path) -> dict[str, LazyTensor]:
@@ -254,97 +261,132 @@ def _view_tower(model: nn.Module, where: Path) -> dict[str, LazyTensor]:
     return {name: from_tensor(tensor.cpu(), f"{where}: {name}") for name, tensor in state.items()}
 
 
-def _find_heads(described: Mapping[str, Any], sizes: Mapping[str, Any], heads: int | None, file: Path) -> int:
-    """The number of attention heads, which no tensor shows: described, given, or that of published towers.
-
-    Raises:
-        ValueError: no source states it, or two sources disagree.
-    """
-    width = sizes["hidden_size"]
-    found = {where: read_heads(content, where, width) for where, content in described.items()}
-    if not found and (published := published_heads(sizes)):
-        found["the published towers of this size"] = published
-    if heads is not None:
-        found["the argument heads"] = heads
-    if not found:
-        raise ValueError(
-            f"{file}: the tensors do not show the number of attention heads, and no published tower has width {width}, "
-            f"{sizes['num_hidden_layers']} layers and inner width {sizes['intermediate_size']}. Give heads= (often "
-            f"width / 64 = {width / 64:g}), or put {OPEN_CLIP_CONFIG} beside the file."
-        )
-    return agree("number of heads", found)
-
-
-def _open_clip(path: Path) -> Checkpoint:
-    config_file = path / "config.json"
-    content = read_json(config_file)
-    tensors, _, files = open_shards(path)
-    renamed: dict[str, LazyTensor] = {}
-    for name, tensor in tensors.items():
-        # transformers leaves the prefix out in towers that are saved alone.
-        key = f"vision_model.{name}" if name.startswith(_WITHOUT_PREFIX) else name
-        if key in renamed:
-            raise CheckpointError(
-                f"{tensor.origin}: is the same tensor as {renamed[key].origin}. Remove one."
-            )
-        renamed[key] = tensor
-    sizes, grid = measure(CLIP, renamed, path)
-    try:
-        stock = _CLIP_CONFIGS[content["model_type"]].from_dict(content)
-    # transformers' classes raise various errors.
-    except Exception as error:
-        raise CheckpointError(
-            f"{config_file}: cannot be read as {content['model_type']} ({error})."
-        ) from error
-    stock = getattr(stock, "vision_config", stock)
-    architectures = content.get("architectures") or []
-    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
-        raise CheckpointError(
-            f"{config_file}: architectures should be a list of names, not {str(architectures)[:99]}."
-        )
-    wants_projection = bool(architectures) and not set(architectures) & set(_BARE_ARCHITECTURES)
-    if wants_projection and "visual_projection.weight" not in renamed:
-        raise CheckpointError(
-            f"{path}: visual_projection.weight is missing, which a {architectures[0]} (config.json) has."
-        )
-    patch = stock.patch_size[0] if isinstance(stock.patch_size, (list, tuple)) else stock.patch_size
-    names = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_channels")
-    stated = {name: getattr(stock, name) for name in names} | {"patch_size": patch}
-    check_stated(stated, sizes, config_file, path)
-    notes = [f"activation: {stock.hidden_act}, by {config_file}"]
-    config = make_config(
-        config_file,
-        **sizes,
-        image_size=image_size_of(stock.image_size, grid, sizes["patch_size"], config_file),
-        hidden_act=stock.hidden_act,
-        num_attention_heads=stock.num_attention_heads,
-        norm_eps=stock.layer_norm_eps,
-    )
-    return make_checkpoint(path, "clip", CLIP, config, renamed, _read_processor(path), files, notes)
-
-
-def _open_ours(path: Path) -> Checkpoint:
-    """Open a tower's folder, or the tower of a multimodal model."""
-    whole = open_hf(path)
-    companions = companions_of(path, _read_processor(path))
-    if not isinstance(whole.config, LlamoeConfig):
-        return replace(whole, companions=companions)
-    tower = take_part(whole, "vision_config", "not part of the tower")
-    tower.config.architectures = ["LlamoeVisionModel"]
-    return replace(tower, companions=companions)
-
-
-def _without_prefix(tensors: Mapping[str, LazyTensor], file: Path) -> dict[str, LazyTensor]:
-    """The tensors without the prefix that distributed training adds to each name."""
+def _renamed(tensors: Mapping[str, LazyTensor], rename: Callable[[str], str]) -> dict[str, LazyTensor]:
     result: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
-        key = name.removeprefix("module.")
-        if key in result:
-            raise CheckpointError(
-                f"{file}: {key} and module.{key} are the same tensor under two names. Remove one."
-            )
-        result[key] = tensor
+        if result.setdefault(rename(name), tensor) is not tensor:
+            other = result[rename(name)].origin
+            raise CheckpointError(f"{tensor.origin}: is the same tensor as {other}. Remove one.")
     return result
+
+
+def _refuse_parts(tensors: Mapping[str, LazyTensor], file: Path) -> None:
+    for name in tensors:
+        for part, reason in OPEN_CLIP_REFUSED.items():
+            if name.startswith("visual.") and part in name:
+                raise CheckpointError(
+                    f"{file}: {name}: {reason} has no place in this tower, nor in MetaCLIP's."
+                )
+
+
+def _measure(tensors: Mapping[str, LazyTensor], file: Path) -> dict[str, Any]:
+    """Configuration fields that the shapes of an open_clip file's tensors show."""
+    for name, axes in _MEASURED.items():
+        if name not in tensors:
+            raise CheckpointError(
+                f"{file}: {name} is missing, without which this is not a vision transformer of open_clip."
+            )
+        if tensors[name].ndim != axes:
+            raise CheckpointError(
+                f"{tensors[name].origin}: has shape {list(tensors[name].shape)}; {axes} axes were expected."
+            )
+    class_token, positions, patches, inner, projection = (tensors[name] for name in _MEASURED)
+    _, channels, rows, columns = patches.shape
+    if rows != columns:
+        raise CheckpointError(f"{patches.origin}: patches of {rows} by {columns} pixels are not square.")
+    count = positions.shape[0]
+    grid = isqrt(max(count - 1, 0))
+    if grid < 1 or grid * grid != count - 1:
+        raise CheckpointError(
+            f"{positions.origin}: {count} positions are not those of a class token and a square grid of patches "
+            "(1 + G * G); towers for other pictures are not converted."
+        )
+    return {
+        "hidden_size": class_token.shape[0],
+        "num_hidden_layers": max(int(match[1]) for match in map(_BLOCK.match, tensors) if match) + 1,
+        "intermediate_size": inner.shape[0],
+        "num_channels": channels,
+        "patch_size": rows,
+        "projection_dim": projection.shape[1],
+        "image_size": grid * rows,
+    }
+
+
+def _open_clip(path: Path, given: Stated) -> Checkpoint:
+    file = path / "config.json"
+    content = read_json(file)
+    tensors, _, files = open_shards(path)
+    # transformers leaves the prefix out in towers that are saved alone.
+    tensors = _renamed(
+        tensors, lambda name: f"vision_model.{name}" if name.startswith(_WITHOUT_PREFIX) else name
+    )
+    try:
+        stock: Any = _CLIP_CONFIGS[content["model_type"]].from_dict(content)
+    # transformers' classes raise various errors.
+    except Exception as error:
+        raise CheckpointError(f"{file}: cannot be read as {content['model_type']} ({error}).") from error
+    stock = getattr(stock, "vision_config", stock)
+    has_projection = content.get("architectures") not in _BARE or "visual_projection.weight" in tensors
+    names = (
+        "hidden_size",
+        "num_hidden_layers",
+        "intermediate_size",
+        "num_channels",
+        "num_attention_heads",
+        "hidden_act",
+    )
+    fields = {name: getattr(stock, name) for name in names} | {
+        "image_size": side_of(stock.image_size, "image_size", file),
+        "patch_size": side_of(stock.patch_size, "patch_size", file),
+        "norm_eps": stock.layer_norm_eps,
+        "projection_dim": stock.projection_dim if has_projection else None,
+    }
+    _agree({f"config.json of {path}": fields, **given})
+    checkpoint = _checkpoint(path, "clip", CLIP, fields, tensors, _read_processor(path), file)
+    return replace(checkpoint, sources=files, notes=[f"activation: {stock.hidden_act}, by {file}"])
+
+
+def _checkpoint(
+    path: Path,
+    kind: str,
+    table: Table,
+    fields: Mapping[str, Any],
+    tensors: Mapping[str, LazyTensor],
+    processor: Mapping[str, Any] | None,
+    file: Path,
+) -> Checkpoint:
+    """A tower without adapter; `file` is named where the fields make no configuration."""
+    try:
+        config = LlamoeVisionConfig(
+            **fields,
+            use_rope=False,
+            use_adapter=False,
+            vision_output_dim=fields["hidden_size"],
+            architectures=["LlamoeVisionModel"],
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    ours, dropped = read_through(table, [tensors], config)
+    ours = check_model(config, ours, str(path), lambda name: sources_of(table, name))
+    return Checkpoint(path, kind, config, ours, dropped, _companions(path, processor))
+
+
+def _companions(path: Path, processor: Mapping[str, Any] | None) -> dict[str, bytes]:
+    """The licence files of a folder, and the settings of its image processor."""
+    found = read_companions(path) if path.is_dir() else {}
+    kept = {name: content for name, content in found.items() if name.startswith(_LICENCES)}
+    return kept if processor is None else {**kept, PROCESSOR: to_json(processor)}
+
+
+def _open_ours(path: Path, given: Stated) -> Checkpoint:
+    """Open a tower's folder, or the tower of a multimodal model."""
+    tower = open_hf(path)
+    if isinstance(tower.config, LlamoeConfig):
+        tower = take_part(tower, "vision_config", "not part of the tower")
+        tower.config.architectures = ["LlamoeVisionModel"]
+    fields = {name: getattr(tower.config, name) for name in ("hidden_act", "num_attention_heads")}
+    _agree({f"config.json of {path}": fields, **given})
+    return replace(tower, companions=_companions(path, _read_processor(path)))
 
 
 def _read_processor(folder: Path) -> dict[str, Any] | None:

@@ -34,7 +34,7 @@ from transformers import AutoImageProcessor, AutoModel, CLIPVisionConfig, CLIPVi
 import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import open_checkpoint
-from llamoe.conversion.clip.open_clip_config import find_release, published_heads, read_sizes
+from llamoe.conversion.clip.open_clip_config import find_release, published_heads, read_model_cfg
 from llamoe.conversion.convert_vision import convert_vision, open_tower
 
 ACTIVATIONS = [
@@ -208,22 +208,23 @@ class TestActivation:
         }
         for (name, tag), activation in expected.items():
             model = open_clip.get_model_config(name)
-            size = model["vision_cfg"]["image_size"]
-            found, preprocess = find_release(tag, read_sizes(model, name), size)
+            found, preprocess = find_release(tag, read_model_cfg(model, name))
             listed = open_clip.get_pretrained_cfg(name, tag)
             assert found == activation, (name, tag)
             assert preprocess == {field: listed[field] for field in preprocess} and len(preprocess) == 4
 
     def test_a_tag_that_leaves_it_open_is_refused(self):
         vit_h = {"hidden_size": 1280, "num_hidden_layers": 32, "patch_size": 14}
-        assert find_release("metaclip2-worldwide", vit_h, 224)[0] == "quick_gelu"
-        assert find_release("metaclip_fullcc", vit_h, 336)[0] == "quick_gelu"  # resized before
+        assert find_release("metaclip2-worldwide", {**vit_h, "image_size": 224})[0] == "quick_gelu"
+        assert (
+            find_release("metaclip_fullcc", {**vit_h, "image_size": 336})[0] == "quick_gelu"
+        )  # resized before
         with pytest.raises(ValueError, match="either activation"):
-            find_release("metaclip2_worldwide", vit_h, 336)
+            find_release("metaclip2_worldwide", {**vit_h, "image_size": 336})
         with pytest.raises(ValueError, match="no tower"):
-            find_release("metaclip_400m", vit_h, 224)
+            find_release("metaclip_400m", {**vit_h, "image_size": 224})
         with pytest.raises(ValueError, match="metaclip_altogether"):
-            find_release("laion2b", vit_h, 224)
+            find_release("laion2b", {**vit_h, "image_size": 224})
 
     def test_heads_are_those_of_every_published_tower(self):
         """As open_clip builds them, where no width has heads of 64 channels."""
@@ -247,7 +248,7 @@ class TestActivation:
             check_close(given, reference.encode_image(pictures()))
         refused = {
             "'quick_gelu' by open_clip's ViT-tiny, 'gelu' by": {"model": "ViT-tiny", "activation": "gelu"},
-            "open_clip's ViT-B-32: makes hidden_size 768": {"model": "ViT-B-32"},
+            "hidden_size is said to be 768 by open_clip's ViT-B-32": {"model": "ViT-B-32"},
             "model = 'ViT-B32'.*ViT-B-32": {"model": "ViT-B32"},
             "model = 'hf-hub:timm/some'": {"model": "hf-hub:timm/some"},
         }
