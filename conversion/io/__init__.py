@@ -4,19 +4,12 @@ Reading order: lazy_tensor, operations, name_table, target_folder, plan, read_fi
 write_checkpoint, write_options.
 """
 
+from ...configuration.json_files import read_json
 from .lazy_tensor import LazyTensor, Slot, blocks, check_alike, compute, dtype_name, from_tensor, join, stack
 from .name_table import Condition, Drop, Row, Table, read_through, sources_of, write_through
 from .operations import KEEP, TRANSPOSED, FusedRows, Operation, are_equal, one_of, permute_pairs, split
 from .plan import Plan, Progress, split_shards
-from .read_files import (
-    check_sums,
-    open_pickle,
-    open_safetensors,
-    open_weights,
-    read_bytes,
-    read_json,
-    same_place,
-)
+from .read_files import check_sums, open_pickle, open_safetensors, open_weights, read_bytes, same_place
 from .target_folder import FileStamp, check_apart, check_target, look_at, look_at_source
 from .write_checkpoint import check_finite, write
 from .write_options import DEFAULTS, WriteOptions

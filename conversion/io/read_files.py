@@ -9,11 +9,9 @@ import zlib
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ...configuration import json_files
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import LARGE, check_regular, reading
 from ...modeling.checkpoints import DTYPES, Named, TensorHeader, read_header, read_records, read_torch
@@ -165,11 +163,6 @@ def read_bytes(path: Path) -> bytes:
     if check_regular(path).st_size > LARGE:
         raise CheckpointError(f"{path}: has more than {LARGE} bytes, where a small file was expected.")
     return path.read_bytes()
-
-
-def read_json(path: str | os.PathLike, *most: int) -> dict[str, Any]:
-    """The content of a source's JSON file; see `configuration.json_files.read_json`."""
-    return json_files.read_json(path, *most)
 
 
 def check_sums(paths: Sequence[Path], progress: Progress | None = None) -> None:

@@ -10,11 +10,11 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 import torch
 
@@ -33,24 +33,22 @@ _BEHIND = 1 << 26
 
 
 class _OneThread:
-    """Lets torch compute in one thread while something is written, also by several runs of a process at a time.
+    """Context in which torch computes in one thread while something is written, also by several runs of a process.
 
     Copies of a few MB take less time than joining threads, which takes ten times as long on a busy machine.
     """
 
     def __init__(self):
-        self._lock = Lock()
-        self._runs = 0
-        self._threads = 1
+        self._lock, self._runs, self._threads = Lock(), 0, 1
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
             if self._runs == 0:
                 self._threads = torch.get_num_threads()
             self._runs += 1
             torch.set_num_threads(1)
 
-    def leave(self) -> None:
+    def __exit__(self, *error) -> None:
         # torch keeps the number for each thread and, for threads to come, that which was set last.
         with self._lock:
             self._runs -= 1
@@ -144,32 +142,30 @@ class _Run:
     def _write_group(self, group: Mapping[str, Mapping[str, LazyTensor]]) -> None:
         """Write files side by side, so that each block of the source is read once for all of them."""
         outputs: dict[str, Output] = {}
-        try:
-            _ONE_THREAD.enter()
+        with _ONE_THREAD, ExitStack() as opened:
             for name, tensors in group.items():
                 make = SafetensorsOutput if name.endswith(".safetensors") else TorchOutput
                 outputs[name] = make(self._partial(name), tensors)
-            with _WriteBehind() as behind:
+                opened.callback(outputs[name].close)
+            with _write_behind() as write_later:
                 for unit in _units(group):
-                    self._write_unit(unit, outputs, behind)
+                    self._write_unit(unit, outputs, write_later)
             for output in outputs.values():
                 output.finish()
-        finally:
-            _ONE_THREAD.leave()
-            for output in outputs.values():
-                output.close()
         self._check()
         for name in outputs:
             self._name(name)
         sync(self.target)
 
-    def _write_unit(self, unit: Unit, outputs: Mapping[str, Output], behind: "_WriteBehind") -> None:
+    def _write_unit(
+        self, unit: Unit, outputs: Mapping[str, Output], write_later: Callable[..., None]
+    ) -> None:
         pending = [(name, key, tensor, blocks(tensor)) for name, key, tensor in unit]
         for step in range(max(len(ranges) for *_, ranges in pending)):
             for name, key, tensor, ranges in pending:
                 for piece in tensor.stream(*ranges[step]) if step < len(ranges) else ():
                     check_finite(key, tensor, piece)
-                    behind.run(piece.nbytes, outputs[name].append, key, piece)
+                    write_later(outputs[name], key, piece)
                     if self.progress:
                         self.progress.advance(piece.nbytes, name)
 
@@ -252,37 +248,20 @@ def check_finite(key: str, tensor: LazyTensor, block: torch.Tensor) -> None:
         raise CheckpointError(f"{leaf.origin} (as {key}): {count} of its numbers are {cause}.")
 
 
-class _WriteBehind:
-    """Runs calls one after the other in a thread, while the next block is read."""
+@contextmanager
+def _write_behind() -> Iterator[Callable[[Output, str, torch.Tensor], None]]:
+    """A function that writes pieces one after the other in a thread, while the next ones are read."""
+    waiting: deque[tuple[int, Future]] = deque()
 
-    def __init__(self):
-        self.thread = ThreadPoolExecutor(1)
-        self.waiting: deque[tuple[int, Future]] = deque()
-        self.nbytes = 0
+    def write_later(output: Output, key: str, piece: torch.Tensor) -> None:
+        while waiting and (waiting[0][1].done() or piece.nbytes + sum(size for size, _ in waiting) > _BEHIND):
+            waiting.popleft()[1].result()
+        waiting.append((piece.nbytes, thread.submit(output.append, key, piece)))
 
-    def __enter__(self) -> "_WriteBehind":
-        return self
-
-    def run(self, nbytes: int, function: Callable[..., None], *args: Any) -> None:
-        """Queue a call that holds so many bytes; wait while the queue holds too many."""
-        while self.waiting and (self.nbytes + nbytes > _BEHIND or self.waiting[0][1].done()):
-            self._wait()
-        self.nbytes += nbytes
-        self.waiting.append((nbytes, self.thread.submit(function, *args)))
-
-    def catch_up(self) -> None:
-        """Wait for all calls."""
-        while self.waiting:
-            self._wait()
-
-    def _wait(self) -> None:
-        nbytes, call = self.waiting.popleft()
-        call.result()
-        self.nbytes -= nbytes
-
-    def __exit__(self, kind, error, trace) -> None:
-        try:
-            if kind is None:
-                self.catch_up()
-        finally:
-            self.thread.shutdown(cancel_futures=True)
+    thread = ThreadPoolExecutor(1)
+    try:
+        yield write_later
+        for _, call in waiting:
+            call.result()
+    finally:
+        thread.shutdown(cancel_futures=True)

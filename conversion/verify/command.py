@@ -10,9 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,12 +22,11 @@ from ...configuration.sizes import count_of
 from ..checkpoint import Checkpoint, tied_head
 from ..io import Progress
 from ..open import open_checkpoint
-from .common_parts import Normalization, pixel_normalization, shared_parts
+from .common_parts import pixel_normalization, shared_parts
 from .compare_stored import compare_configs, compare_rows, compare_tensors
 from .compare_unreached import compare_unreached, wanted_tokens
 from .report import (
     TOLERANCE,
-    OutputDifference,
     Verification,
     difference,
     reasons_of_fields,
@@ -105,24 +102,39 @@ def verify(
         structure["normalization of pixels"] = (normalizations[0], normalizations[1])
     total = sum(tensor.nbytes for part in parts for tensor in part.tensors.values())
     meter = _Meter(progress, total * (2 if logits else 1))
-    found, unequal, rows_differ = _compare_tensors(*parts, meter)
     result = Verification(
-        a=str(opened[0].path),
-        b=str(opened[1].path),
-        kinds=(opened[0].kind, opened[1].kind),
+        str(opened[0].path),
+        str(opened[1].path),
+        (opened[0].kind, opened[1].kind),
         structure=structure,
         function=function,
         tolerance=tolerance,
-        **found,
     )
-    reasons = notes + reasons_of_weights(result)
+    unequal, rows_differ = _compare_tensors(result, parts, meter)
+    result.reasons = notes + reasons_of_weights(result)
     if logits:
-        runner = _Runner(parts, normalizations, (tokens, rows, seed), by_layer, device, meter)
-        result, more = runner.compare(result, unequal, rows_differ)
-        reasons += more
-    reasons += reasons_of_fields(result)
+        try:
+            sides = _sides(parts, device, meter)
+        except CheckpointError as error:
+            result.not_run = str(error)
+            result.reasons.append(result.not_run)
+        else:
+            configs = (parts[0].config, parts[1].config)
+            tokens = (
+                tokens if isinstance(configs[0], LlamoeVisionConfig) else min(tokens, *map(_longest, configs))
+            )
+            wanted = wanted_tokens(rows_differ)
+            pixels = None if None in normalizations else normalizations
+            inputs = random_inputs(configs, tokens, rows, seed, wanted=wanted, normalizations=pixels)
+            result.tokens, result.by_layer = (tokens, rows, seed), by_layer
+            _compare_outputs(result, sides, inputs)
+            if result.same_function and (not result.same_weights or result.structure):
+                result.unreached = compare_unreached(sides, result, inputs[0], rows_differ, unequal, seed)
+                result.reasons += [reason for _, reason in result.unreached]
+    result.reasons += reasons_of_fields(result)
     meter.finish()
-    return replace(result, reasons=reasons, seconds=time.perf_counter() - begin)
+    result.seconds = time.perf_counter() - begin
+    return result
 
 
 def _open(given: str | os.PathLike | Checkpoint) -> Checkpoint:
@@ -173,25 +185,25 @@ class _Meter:
 
 
 def _compare_tensors(
-    first: Checkpoint, second: Checkpoint, meter: _Meter
-) -> tuple[dict[str, Any], dict[str, set[int]], torch.Tensor | None]:
-    """Fields of the result, the experts that differ, and the differences of the embeddings' rows."""
-    sides = []
-    for part in (first, second):
-        aliases = {head: part.tensors[key] for head, key in tied_head(part.config).items()}
-        # A tied head counts as a copy of the embedding.
-        sides.append({**aliases, **part.tensors})
-    a, b = sides
-    shapes, tensors, dtypes, not_finite = {}, {}, Counter(), set()
-    unequal: dict[str, set[int]] = {}
-    rows = None
-    common = [key for key in a if key in b]
-    for key in common:
-        mine, its = a[key], b[key]
+    result: Verification, parts: list[Checkpoint], meter: _Meter
+) -> tuple[dict[str, set[int]], torch.Tensor | None]:
+    """Compare the weights; return the experts that differ, and the differences of the embeddings' rows."""
+    # A tied head counts as a copy of the embedding.
+    a, b = (
+        {head: part.tensors[key] for head, key in tied_head(part.config).items()} | part.tensors
+        for part in parts
+    )
+    result.only_in_a, result.only_in_b = [[key for key in x if key not in y] for x, y in ((a, b), (b, a))]
+    dtypes, not_finite, unequal, rows = Counter(), set(), {}, None
+    for key, mine in a.items():
+        if key not in b:
+            continue
+        its = b[key]
+        result.compared += 1
         if mine.dtype != its.dtype:
             dtypes[f"{mine.dtype_name} and {its.dtype_name}"] += 1
         if mine.shape != its.shape:
-            shapes[key] = (list(mine.shape), list(its.shape))
+            result.shapes[key] = (list(mine.shape), list(its.shape))
             by_token = key.endswith(("embed_tokens.weight", "lm_head.weight"))
             if not by_token or mine.shape[1:] != its.shape[1:]:
                 continue
@@ -201,116 +213,72 @@ def _compare_tensors(
         )
         is_embedding = key.endswith("embed_tokens.weight")
         if differs != 0:
-            tensors[key] = differs
+            result.tensors[key] = differs
             if is_embedding:
-                eps = max(part.config.get_text_config().rms_norm_eps for part in (first, second))
+                eps = max(part.config.get_text_config().rms_norm_eps for part in parts)
                 rows = compare_rows(mine, its, eps, meter.advance)
         elif is_embedding:
             rows = torch.zeros(min(mine.shape[0], its.shape[0]))
-    only = [[key for key in mine if key not in its] for mine, its in ((a, b), (b, a))]
-    fields = {
-        "compared": len(common),
-        "only_in_a": only[0],
-        "only_in_b": only[1],
-        "shapes": shapes,
-        "dtypes": dict(dtypes),
-        "tensors": tensors,
-        "not_finite": sorted(not_finite),
-        "same_weights": not (only[0] or only[1] or shapes or tensors),
-    }
-    return fields, unequal, rows
+    result.dtypes, result.not_finite = dict(dtypes), sorted(not_finite)
+    result.same_weights = not (result.only_in_a or result.only_in_b or result.shapes or result.tensors)
+    return unequal, rows
 
 
-@dataclass
-class _Runner:
-    """Runs both models on the same inputs and compares their outputs and each layer's hidden states."""
+def _sides(parts: list[Checkpoint], device: torch.device, meter: _Meter) -> tuple[Weights, Weights]:
+    """Both models, to be run on the same inputs.
 
-    parts: list[Checkpoint]
-    normalizations: list[Normalization | None]
-    sizes: tuple[int, int, int]
-    by_layer: bool
-    device: torch.device
-    meter: _Meter
+    Raises:
+        CheckpointError: they take no common inputs, or one has not all weights.
+    """
+    if problem := _cannot_share_inputs(parts[0].config, parts[1].config):
+        raise CheckpointError(problem)
+    sides = []
+    for side, part in zip("ab", parts, strict=True):
+        try:
+            sides.append(Weights(part.config, part.tensors, device, meter.advance))
+        except CheckpointError as error:
+            raise CheckpointError(f"{side} cannot be run: {error}") from error
+    return sides[0], sides[1]
 
-    def compare(
-        self, result: Verification, unequal: dict[str, set[int]], rows_differ: torch.Tensor | None
-    ) -> tuple[Verification, list[str]]:
-        """Complete a result with the comparison of outputs, and return it with the reasons."""
-        configs = (self.parts[0].config, self.parts[1].config)
-        if problem := _cannot_share_inputs(*configs):
-            return replace(result, not_run=problem), [problem]
-        tokens, rows, seed = self.sizes
-        if not isinstance(configs[0], LlamoeVisionConfig):
-            tokens = min(tokens, *map(_longest, configs))
-        inputs = random_inputs(
-            configs,
-            tokens,
-            rows,
-            seed,
-            wanted=wanted_tokens(rows_differ),
-            normalizations=None if None in self.normalizations else self.normalizations,
+
+def _compare_outputs(
+    result: Verification, sides: tuple[Weights, Weights], inputs: list[dict[str, torch.Tensor]]
+) -> None:
+    """Run both models, and compare their outputs and each layer's hidden states."""
+    states: dict[str, torch.Tensor] = {}
+
+    def compare_state(name: str, state: torch.Tensor) -> None:
+        expected = states.pop(name, None)
+        if expected is not None and expected.shape == state.shape:
+            result.layers.append(difference(name, expected, state))
+
+    first, second = (
+        run(side, given, stream=bool(result.by_layer), watch=watch)
+        for side, given, watch in zip(sides, inputs, (states.__setitem__, compare_state), strict=True)
+    )
+    reasons = result.reasons
+    widths = [side.config.get_text_config().hidden_size for side in sides]
+    if widths[0] != widths[1]:
+        reasons.append("hidden sizes differ, so that hidden states are not compared")
+    if "logits" in first and first["logits"].shape != second["logits"].shape:
+        found = [output["logits"].shape[-1] for output in (first, second)]
+        common = min(found)
+        reasons.append(
+            f"vocabularies of {found[0]:,} and {found[1]:,} tokens: compared on the first {common:,}"
         )
-        sides = []
-        for side, part in zip("ab", self.parts, strict=True):
-            try:
-                sides.append(Weights(part.config, part.tensors, self.device, self.meter.advance))
-            except CheckpointError as error:
-                problem = f"{side} cannot be run: {error}"
-                return replace(result, not_run=problem), [problem]
-        result = replace(result, tokens=(tokens, rows, seed), by_layer=self.by_layer)
-        result, reasons = self._outputs(result, (sides[0], sides[1]), inputs)
-        if result.same_function and (not result.same_weights or result.structure):
-            answers = compare_unreached((sides[0], sides[1]), result, inputs[0], rows_differ, unequal, seed)
-            result = replace(result, unreached=answers)
-            reasons += [reason for _, reason in answers]
-        return result, reasons
-
-    def _outputs(
-        self, result: Verification, sides: tuple[Weights, Weights], inputs: list[dict[str, Any]]
-    ) -> tuple[Verification, list[str]]:
-        states: dict[str, torch.Tensor] = {}
-        layers: list[OutputDifference] = []
-
-        def compare_state(name: str, state: torch.Tensor) -> None:
-            expected = states.pop(name, None)
-            if expected is not None and expected.shape == state.shape:
-                layers.append(difference(name, expected, state))
-
-        first, second = (
-            run(side, given, stream=self.by_layer, watch=watch)
-            for side, given, watch in zip(sides, inputs, (states.__setitem__, compare_state), strict=True)
-        )
-        reasons = []
-        widths = [side.config.get_text_config().hidden_size for side in sides]
-        if widths[0] != widths[1]:
-            reasons.append("hidden sizes differ, so that hidden states are not compared")
-        if "logits" in first and first["logits"].shape != second["logits"].shape:
-            found = [output["logits"].shape[-1] for output in (first, second)]
-            common = min(found)
-            reasons.append(
-                f"vocabularies of {found[0]:,} and {found[1]:,} tokens: compared on the first {common:,}"
-            )
-            first, second = ({"logits": output["logits"][..., :common]} for output in (first, second))
-        outputs, other_outputs = [], {}
-        for name in sorted(first.keys() | second.keys()):
-            shapes = [list(output[name].shape) if name in output else None for output in (first, second)]
-            if shapes[0] != shapes[1]:
-                other_outputs[name] = (shapes[0], shapes[1])
-                reasons.append(f"{name}: {' and '.join('none' if s is None else str(s) for s in shapes)}")
-            else:
-                outputs.append(difference(name, first[name], second[name]))
-        reasons += [sentence(part, result.tolerance) for part in outputs]
-        parted = next((layer.name for layer in layers if not within(layer, result.tolerance)), None)
-        if parted is not None:
-            reasons.append(f"the hidden states part at {parted}")
-        result = replace(
-            result,
-            outputs=outputs,
-            other_outputs=other_outputs,
-            layers=layers,
-            first_layer=parted,
-        )
-        return result, reasons
+        first, second = ({"logits": output["logits"][..., :common]} for output in (first, second))
+    for name in sorted(first.keys() | second.keys()):
+        a, b = (list(output[name].shape) if name in output else None for output in (first, second))
+        if a == b:
+            result.outputs.append(difference(name, first[name], second[name]))
+        else:
+            result.other_outputs[name] = (a, b)
+            reasons.append(f"{name}: {a or 'none'} and {b or 'none'}")
+    reasons += [sentence(part, result.tolerance) for part in result.outputs]
+    parted = (layer.name for layer in result.layers if not within(layer, result.tolerance))
+    result.first_layer = next(parted, None)
+    if result.first_layer is not None:
+        reasons.append(f"the hidden states part at {result.first_layer}")
 
 
 def _cannot_share_inputs(a: LlamoeBaseConfig, b: LlamoeBaseConfig) -> str | None:

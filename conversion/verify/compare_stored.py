@@ -53,9 +53,9 @@ def compare_tensors(
     """
     rows = min(a.shape[0], b.shape[0]) if a.ndim else 1
     largest, finite, unequal = 0.0, [True, True], set()
-    for start, stop in blocks(a) if a.ndim else [(0, None)]:
-        stop = None if stop is None else min(stop, rows)
-        if stop is not None and start >= stop:
+    for start, stop in blocks(a):
+        stop = min(stop, rows)
+        if start >= stop:
             break
         x, y = a.read(start, stop), b.read(start, stop)
         on_read(x.nbytes + y.nbytes, a.origin)

@@ -39,7 +39,7 @@ class OutputDifference:
     top1: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Verification:
     """What was compared, and the verdict.
 
@@ -73,17 +73,17 @@ class Verification:
     a: str
     b: str
     kinds: tuple[str, str]
-    compared: int
-    only_in_a: list[str]
-    only_in_b: list[str]
-    shapes: dict[str, tuple[list[int], list[int]]]
-    dtypes: dict[str, int]
-    tensors: dict[str, float]
-    not_finite: list[str]
-    structure: dict[str, tuple[Any, Any]]
-    function: dict[str, tuple[Any, Any]]
-    tolerance: float
-    same_weights: bool
+    compared: int = 0
+    only_in_a: list[str] = field(default_factory=list)
+    only_in_b: list[str] = field(default_factory=list)
+    shapes: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
+    dtypes: dict[str, int] = field(default_factory=dict)
+    tensors: dict[str, float] = field(default_factory=dict)
+    not_finite: list[str] = field(default_factory=list)
+    structure: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    function: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    tolerance: float = TOLERANCE
+    same_weights: bool = False
     outputs: list[OutputDifference] = field(default_factory=list)
     other_outputs: dict[str, tuple[list[int] | None, list[int] | None]] = field(default_factory=dict)
     not_run: str | None = None

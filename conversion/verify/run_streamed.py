@@ -30,11 +30,6 @@ from ..io import LazyTensor
 Watch = Callable[[str, torch.Tensor], None]
 
 
-def build_empty(config: LlamoeBaseConfig) -> nn.Module:
-    """The model of a configuration with its head, without weights: float32, on the meta device, in evaluation mode."""
-    return empty_model(config).float().eval()
-
-
 class Weights:
     """Source of a model's parameters, which are float32 on `device`.
 
@@ -134,7 +129,7 @@ def run(
         if it has one, `pooler_output`.
     """
     config = weights.config
-    model = build_empty(config)
+    model = empty_model(config).float().eval()
     if stream:
         _stream(model, weights)
     else:

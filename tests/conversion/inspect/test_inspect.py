@@ -25,8 +25,7 @@ from llamoe.conversion.inspect.describe import split_shapes
 from llamoe.conversion.io import WriteOptions
 from llamoe.conversion.io.read_files import FileTensor
 from llamoe.conversion.meta.folder import save_meta
-from llamoe.conversion.verify.run_streamed import build_empty
-from llamoe.modeling.registration import model_class
+from llamoe.modeling.registration import empty_model, model_class
 from llamoe.planning import source
 
 MODELS = {
@@ -97,7 +96,7 @@ def write_headers(folder: Path, shapes, config, shards=1):
 
 
 def shapes_of(config):
-    return {name: tuple(parameter.shape) for name, parameter in build_empty(config).named_parameters()}
+    return {name: tuple(parameter.shape) for name, parameter in empty_model(config).named_parameters()}
 
 
 @pytest.fixture
