@@ -1,9 +1,10 @@
 """Tokenizer, chat template and processor files of a folder.
 
-Reading order: chat_templates, processors, merges, sentencepiece_models, tiktoken_tables, tekken, meta_tokenizer,
-tokenizer_json, folder_files, vocabulary.
+Reading order: chat_templates, processors, source_tokenizer, sentencepiece_models, tiktoken_tables, tekken,
+check_tokenizer, tokenizer_json, folder_files, vocabulary.
 """
 
+from .check_tokenizer import check_tokenizer
 from .folder_files import (
     hf_files_from_meta,
     meta_tokenizer_file,
@@ -11,7 +12,6 @@ from .folder_files import (
     mistral_tokenizer_file,
     multimodal_chat_template,
 )
-from .meta_tokenizer import check_tokenizer
 from .processors import processor_files, processor_of_layout
 from .tiktoken_tables import looks_like_table
 from .tokenizer_json import (

@@ -14,9 +14,11 @@ from typing import Any
 from ...configuration import LlamoeConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
-from . import chat_templates, sentencepiece_models, tiktoken_tables
-from .meta_tokenizer import MetaTokenizer, check_tokenizer, kind_of
+from . import chat_templates, sentencepiece_models
+from .check_tokenizer import check_tokenizer
 from .processors import processor_files
+from .source_tokenizer import SourceTokenizer
+from .tiktoken_tables import SPECIAL_TOKENS
 from .tokenizer_json import read_part, token_ids
 
 
@@ -43,24 +45,20 @@ def hf_files_from_meta(
             settings. False, a base model, stops only at the end of text and, for Llama 2 and Mistral, has no template.
         family, origin: as in `check_tokenizer`.
 
-    Returns:
-        file name to content: the original tokenizer.model or tekken.json, tokenizer.json, tokenizer_config.json,
-        generation_config.json, and where the model has them chat_template.jinja and processor_config.json.
-
     Raises:
         CheckpointError: as for `check_tokenizer`; or configuration and tokenizer have different image tokens.
     """
-    meta = check_tokenizer(tokenizer_model, config, family=family, origin=origin)
+    tokenizer = check_tokenizer(tokenizer_model, config, family=family, origin=origin)
     text = getattr(config, "text_config", config)
-    template = _template(meta, instruct, images=isinstance(config, LlamoeConfig))
-    settings = {**meta.settings(), "model_max_length": text.max_position_embeddings}
-    if template is None and meta.kind != "tiktoken":
+    template = _template(tokenizer, instruct, images=isinstance(config, LlamoeConfig))
+    settings = {**tokenizer.settings(), "model_max_length": text.max_position_embeddings}
+    if template is None and tokenizer.kind != "tiktoken":
         settings["split_special_tokens"] = True
     files = {
-        "tekken.json" if meta.kind == "tekken" else "tokenizer.model": meta.content,
-        "tokenizer.json": meta.to_json(),
+        "tekken.json" if tokenizer.kind == "tekken" else "tokenizer.model": tokenizer.content,
+        "tokenizer.json": tokenizer.to_json(),
         "tokenizer_config.json": to_json(settings),
-        "generation_config.json": _generation_config(meta, instruct),
+        "generation_config.json": _generation_config(tokenizer, instruct),
     }
     if template is not None:
         files["chat_template.jinja"] = template.encode()
@@ -141,31 +139,31 @@ def mistral_tokenizer_file(companions: Mapping[str, bytes], config: Any) -> dict
     return {next(versions, "tokenizer.model"): content}
 
 
-def _template(meta: MetaTokenizer, instruct: bool | None, *, images: bool) -> str | None:
-    if meta.family == "llama-4":
+def _template(tokenizer: SourceTokenizer, instruct: bool | None, *, images: bool) -> str | None:
+    if tokenizer.family == "llama-4":
         return chat_templates.llama_4(images=images)
-    if meta.family == "llama-3":
+    if tokenizer.family == "llama-3":
         return chat_templates.llama_3()
-    if instruct is False or meta.family == "llama-1":
+    if instruct is False or tokenizer.family == "llama-1":
         return None
-    if meta.family == "llama-2":
+    if tokenizer.family == "llama-2":
         return chat_templates.llama_2()
-    version = meta.mistral_version()
-    return chat_templates.mistral(version) if version <= chat_templates.LAST_OF_MISTRAL else None
+    is_written = tokenizer.version <= chat_templates.LAST_OF_MISTRAL
+    return chat_templates.mistral(tokenizer.version) if is_written else None
 
 
-def _generation_config(meta: MetaTokenizer, instruct: bool | None) -> bytes:
+def _generation_config(tokenizer: SourceTokenizer, instruct: bool | None) -> bytes:
     """The content of generation_config.json; a model that is known to be tuned samples as in Meta's examples."""
-    roles, ids = meta.roles(), meta.token_ids()
+    roles, ids = tokenizer.roles, tokenizer.special_ids
     eos = ids[roles["eos_token"]]
-    if meta.kind == "tiktoken" and instruct is not False:
-        eos = [eos, *(ids[token] for token in tiktoken_tables.STOPS[meta.family])]
+    if tokenizer.stops and instruct is not False:
+        eos = [eos, *(ids[token] for token in tokenizer.stops)]
     content = {
         "bos_token_id": ids[roles["bos_token"]],
         "eos_token_id": eos,
         "pad_token_id": ids[roles["pad_token"]],
     }
-    if instruct is True and meta.family not in ("llama-1", "mistral"):
+    if instruct is True and tokenizer.family not in ("llama-1", "mistral"):
         content.update(do_sample=True, temperature=0.6, top_p=0.9)
     return to_json(content)
 
@@ -173,10 +171,10 @@ def _generation_config(meta: MetaTokenizer, instruct: bool | None) -> bytes:
 def _with_added(original: bytes, content: Mapping[str, Any]) -> bytes:
     """The original tokenizer.model with the tokens that tokenizer.json adds to it."""
     ids = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
-    origin = "tokenizer.model"
-    if kind_of(original, origin) == "tiktoken":
-        ranks = len(tiktoken_tables.read(original, origin))
-        last = ranks + max(map(len, tiktoken_tables.SPECIAL_TOKENS.values())) - 1
+    tokenizer = check_tokenizer(original)
+    if tokenizer.kind == "tiktoken":
+        ranks = tokenizer.size - len(tokenizer.special_ids)
+        last = ranks + max(map(len, SPECIAL_TOKENS.values())) - 1
         beyond = {token: index for token, index in ids.items() if index > last}
         if beyond:
             raise CheckpointError(
@@ -186,4 +184,4 @@ def _with_added(original: bytes, content: Mapping[str, Any]) -> bytes:
         return original
     vocabulary = content["model"]["vocab"]
     beyond = {token: index for token, index in ids.items() if index >= len(vocabulary)}
-    return sentencepiece_models.extended(original, beyond, origin) if beyond else original
+    return sentencepiece_models.extended(original, beyond, "tokenizer.model") if beyond else original

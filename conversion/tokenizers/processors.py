@@ -54,10 +54,6 @@ def processor_files(
         if len(values) != vision.num_channels:
             channels = f"the tower reads {vision.num_channels} channels: give one for each."
             raise ValueError(f"{name} has {len(values)} numbers, and {channels}")
-    if any(value <= 0 for value in image_std):
-        raise ValueError(f"image_std is {list(image_std)}: positive numbers were expected.")
-    if max_patches < 1:
-        raise ValueError(f"max_patches is {max_patches}: a picture has at least one tile.")
     side = {"height": vision.image_size, "width": vision.image_size}
     content = {
         "processor_class": "Llama4Processor",

@@ -12,16 +12,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 
 from ...configuration.errors import CheckpointError
-from .merges import merges_of
+from .source_tokenizer import SourceTokenizer, begin_with, merges_of, refuse
 
 # SentencePiece writes this for a space.
 SPACE = "\u2581"
 # Piece types of sentencepiece_model.proto.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 _MODEL_TYPES = {1: "unigram", 2: "byte-pair encoding", 3: "words", 4: "characters"}
 _BPE = 2
 # Where the dummy prefix goes if a model has symbols of its own, see _normalizer.
@@ -33,81 +33,67 @@ _PROBES = (
 )  # fmt: skip
 
 
-def read(content: bytes, origin: str) -> Any:
-    """The `ModelProto` of a SentencePiece model, checked.
+def read(content: bytes, origin: str, family: str) -> SourceTokenizer:
+    """Read a SentencePiece model.
 
     Raises:
         CheckpointError: it is damaged, of a kind that LLaMA does not use, or a library is missing.
     """
+    proto = _parse(content, origin)
+    ids = {name: getattr(proto.trainer_spec, f"{name}_id") for name in ("bos", "eos", "unk")}
+    for name, index in ids.items():
+        kind = UNKNOWN if name == "unk" else CONTROL
+        if not 0 <= index < len(proto.pieces) or proto.pieces[index].type != kind:
+            raise CheckpointError(
+                f"{origin}: its {name}_id is {index}, and none of its {len(proto.pieces)} pieces is that token; a "
+                "LLaMA tokenizer has all of unk, bos and eos."
+            )
+    # Meta's files have no padding token, and `<unk>` stands in. A model with byte fallback never produces it from text,
+    # so batches can be padded without a new row in the embedding, and a loss that ignores padding does not ignore the
+    # end of text.
+    padding = proto.trainer_spec.pad_id
+    ids["pad"] = padding if 0 <= padding < len(proto.pieces) else ids["unk"]
+    special = {
+        piece.piece: index for index, piece in enumerate(proto.pieces) if piece.type in (CONTROL, UNKNOWN)
+    }
+    return SourceTokenizer(
+        "sentencepiece",
+        family,
+        content,
+        len(proto.pieces),
+        special,
+        {f"{name}_token": proto.pieces[index].piece for name, index in ids.items()},
+        lambda: to_json(proto, origin),
+        version=7 if "[SYSTEM_PROMPT]" in special else 3 if "[INST]" in special else 1,
+    )
+
+
+def _parse(content: bytes, origin: str) -> Any:
     library, messages = _libraries(origin)
     proto = messages.ModelProto()
-    advice = "Take the file from the release again."
     try:
         proto.ParseFromString(content)
         parts = [name for name in ("trainer_spec", "normalizer_spec") if not proto.HasField(name)]
         if parts or not proto.pieces:
-            missing = " and ".join(parts) or "pieces"
-            raise CheckpointError(
-                f"{origin}: a SentencePiece model of {len(proto.pieces)} pieces without {missing}, as if cut short. "
-                + advice
-            )
+            missing, count = " and ".join(parts) or "pieces", len(proto.pieces)
+            refuse(origin, f"a SentencePiece model of {count} pieces without {missing}, as if cut short")
         # Pieces that are not UTF-8 are bytes.
         if not all(isinstance(piece.piece, str) for piece in proto.pieces):
-            raise CheckpointError(
-                f"{origin}: a SentencePiece model with a piece that is not a text. {advice}"
-            )
+            refuse(origin, "a SentencePiece model with a piece that is not a text")
         library.SentencePieceProcessor(model_proto=content)
     except CheckpointError:
         raise
     # protobuf and sentencepiece raise errors of their own.
     except Exception as error:
-        problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{origin}: a damaged SentencePiece model ({problem}). {advice}") from error
-    trainer = proto.trainer_spec
-    if trainer.model_type != _BPE:
+        problem = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        refuse(origin, f"a damaged SentencePiece model ({problem})")
+    kind = proto.trainer_spec.model_type
+    if kind != _BPE:
         raise CheckpointError(
-            f"{origin}: a SentencePiece model of the type {_MODEL_TYPES.get(trainer.model_type, trainer.model_type)}; "
-            f"{_MODEL_TYPES[_BPE]}, as LLaMA's, was expected."
+            f"{origin}: a SentencePiece model of the type {_MODEL_TYPES.get(kind, kind)}; {_MODEL_TYPES[_BPE]}, as "
+            "LLaMA's, was expected."
         )
-    if trainer.treat_whitespace_as_suffix or not proto.normalizer_spec.escape_whitespaces:
-        raise CheckpointError(
-            f"{origin}: a SentencePiece model that writes spaces as no LLaMA tokenizer does "
-            "(treat_whitespace_as_suffix, escape_whitespaces); tokenizer.json cannot say that."
-        )
-    unused = [piece.piece for piece in proto.pieces if piece.type == UNUSED]
-    if unused:
-        raise CheckpointError(
-            f"{origin}: {len(unused)} pieces are marked as unused (the first is {unused[0]!r}), which tokenizer.json "
-            "cannot say."
-        )
-    for name in ("bos", "eos", "unk"):
-        number = getattr(trainer, f"{name}_id")
-        if not 0 <= number < len(proto.pieces):
-            raise CheckpointError(
-                f"{origin}: its {name}_id is {number}, and it has {len(proto.pieces)} pieces; a LLaMA tokenizer has "
-                "all of unk, bos and eos."
-            )
-        piece = proto.pieces[number]
-        if piece.type != (UNKNOWN if name == "unk" else CONTROL):
-            raise CheckpointError(
-                f"{origin}: its {name}_id is {number}, but that piece, {piece.piece!r}, is an ordinary one. {advice}"
-            )
     return proto
-
-
-def special_tokens(proto: Any) -> dict[str, str]:
-    """Tokens by transformers' roles: bos_token, eos_token, unk_token and pad_token.
-
-    Meta's files have no padding token; `<unk>` stands in. A model with byte fallback never produces it from text, so
-    batches can be padded without a new row in the embedding, and a loss that ignores padding does not ignore the end
-    of text.
-    """
-    trainer = proto.trainer_spec
-    names = {
-        f"{name}_token": proto.pieces[getattr(trainer, f"{name}_id")].piece for name in ("bos", "eos", "unk")
-    }
-    padding = trainer.pad_id if 0 <= trainer.pad_id < len(proto.pieces) else trainer.unk_id
-    return {**names, "pad_token": proto.pieces[padding].piece}
 
 
 def to_json(proto: Any, origin: str) -> bytes:
@@ -118,11 +104,6 @@ def to_json(proto: Any, origin: str) -> bytes:
     """
     trainer = proto.trainer_spec
     pieces = [piece.piece for piece in proto.pieces]
-    if len(set(pieces)) != len(pieces):
-        twice = next(piece for index, piece in enumerate(pieces) if piece in pieces[:index])
-        raise CheckpointError(
-            f"{origin}: the piece {twice!r} is there twice. Take the file from the release again."
-        )
     scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL}
     tokenizer = Tokenizer(
         BPE(
@@ -140,26 +121,17 @@ def to_json(proto: Any, origin: str) -> bytes:
     tokenizer.decoder = decoders.Sequence(steps)
     # Tokens that a text may spell, in the order of their ids within a kind.
     for kind in (CONTROL, UNKNOWN, USER_DEFINED):
-        tokenizer.add_tokens(
-            [
-                AddedToken(piece.piece, normalized=kind == USER_DEFINED, special=kind != USER_DEFINED)
-                for piece in proto.pieces
-                if piece.type == kind
-            ]
-        )
-    bos = pieces[trainer.bos_id]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A",
-        pair=f"{bos} $A {bos}:1 $B:1",
-        special_tokens=[(bos, trainer.bos_id)],
-    )
-    _try(tokenizer, proto, origin)
+        own = kind == USER_DEFINED
+        tokens = [piece.piece for piece in proto.pieces if piece.type == kind]
+        tokenizer.add_tokens([AddedToken(token, normalized=own, special=not own) for token in tokens])
+    tokenizer.post_processor = begin_with(pieces[trainer.bos_id], trainer.bos_id)
+    _compare(tokenizer, proto, origin)
     return tokenizer.to_str(pretty=True).encode()
 
 
 def extended(content: bytes, tokens: Mapping[str, int], origin: str) -> bytes:
     """A SentencePiece model with special tokens, name to id, appended as control pieces."""
-    proto = read(content, origin)
+    proto = _parse(content, origin)
     for name, index in sorted(tokens.items(), key=lambda item: item[1]):
         if index != len(proto.pieces):
             raise CheckpointError(
@@ -202,7 +174,7 @@ def _normalizer(proto: Any) -> Any:
     return normalizers.Sequence(steps)
 
 
-def _try(tokenizer: Tokenizer, proto: Any, origin: str) -> None:
+def _compare(tokenizer: Tokenizer, proto: Any, origin: str) -> None:
     """Compare with SentencePiece itself on fixed texts and on texts made of the model's own pieces.
 
     Raises:
@@ -216,9 +188,8 @@ def _try(tokenizer: Tokenizer, proto: Any, origin: str) -> None:
         "".join(normal[start :: stride * 31][:24]).replace(SPACE, " ")
         for start in range(0, stride * 31, stride)
     ]
-    before = tokenizer.encode_special_tokens
-    tokenizer.encode_special_tokens = True
     symbols = [piece.piece for piece in proto.pieces if piece.type == USER_DEFINED]
+    tokenizer.encode_special_tokens = True
     for text in [*_PROBES, *own]:
         expected = reference.encode(text)
         given = tokenizer.encode(text, add_special_tokens=False).ids
@@ -227,4 +198,4 @@ def _try(tokenizer: Tokenizer, proto: Any, origin: str) -> None:
                 f"{origin}: tokenizer.json and the SentencePiece model give different ids for {text!r}: {given} and "
                 f"{expected}. This tokenizer cannot be converted without changing what the model reads."
             )
-    tokenizer.encode_special_tokens = before
+    tokenizer.encode_special_tokens = False

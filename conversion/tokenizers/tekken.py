@@ -10,42 +10,23 @@ Source: `tekken.py` of mistralai/mistral-common.
 
 import base64
 import json
-from dataclasses import dataclass
 
-from ...configuration.errors import CheckpointError
+from .source_tokenizer import SourceTokenizer, refuse
 from .tiktoken_tables import build_json
 
-_ADVICE = "Take the file from the release again."
 # Special tokens of files that name none.
 _UNNAMED = (
     "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] "
     "[IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
 ).split()
-ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+_ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
-@dataclass(frozen=True)
-class Tekken:
-    """The content of a tekken.json.
-
-    Attributes:
-        tokens: in order of their ranks.
-        special: special tokens in order of their ids, which precede those of `tokens`.
-        pattern: regular expression of a word.
-        version: of the format of conversations, such as 3.
-    """
-
-    tokens: list[bytes]
-    special: list[str]
-    pattern: str
-    version: int
-
-
-def read(content: bytes, origin: str) -> Tekken:
-    """Read a tekken.json.
+def read(content: bytes, origin: str) -> SourceTokenizer:
+    """Read a tekken.json; ids equal mistral-common's for texts without special tokens, `<s>` in front.
 
     Raises:
-        CheckpointError: it is damaged, or lacks one of the tokens of `ROLES`.
+        CheckpointError: it is damaged, or lacks one of the tokens that have a role.
     """
     try:
         data = json.loads(content)
@@ -57,37 +38,24 @@ def read(content: bytes, origin: str) -> Tekken:
             {"rank": i, "token_str": name} for i, name in enumerate(_UNNAMED)
         ]
         names = {entry["rank"]: entry["token_str"] for entry in named}
-        special = [names.get(number, f"<SPECIAL_{number}>") for number in range(specials)]
-        result = Tekken(list(ranks), special, config["pattern"], int(config["version"].removeprefix("v")))
+        special = {names.get(number, f"<SPECIAL_{number}>"): number for number in range(specials)}
+        version, pattern = int(config["version"].removeprefix("v")), config["pattern"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{origin}: is not a tekken.json ({error!r}). {_ADVICE}") from error
+        refuse(origin, f"is not a tekken.json ({error!r})")
     if list(ranks.values()) != list(range(size - specials)):
-        raise CheckpointError(
-            f"{origin}: has {len(ranks)} different tokens, not one for each rank from 0 to {size - specials - 1}. "
-            + _ADVICE
-        )
-    missing = [token for token in ROLES.values() if token not in special]
-    if (
-        missing
-        or len(set(special)) != specials
-        or any(byte not in ranks for byte in map(bytes, zip(range(256))))
-    ):
-        problem = f"no {missing[0]}" if missing else "a special token twice, or a byte without a token"
-        raise CheckpointError(f"{origin}: has {problem}. {_ADVICE}")
-    return result
-
-
-def special_token_ids(tekken: Tekken) -> dict[str, int]:
-    """The ids of the special tokens."""
-    return {token: number for number, token in enumerate(tekken.special)}
-
-
-def to_json(tekken: Tekken) -> bytes:
-    """Build tokenizer.json; ids equal mistral-common's for texts without special tokens, `<s>` in front."""
-    return build_json(
-        tekken.tokens,
-        tekken.pattern,
-        special_token_ids(tekken),
-        ROLES["bos_token"],
-        first=len(tekken.special),
+        last = size - specials - 1
+        refuse(origin, f"has {len(ranks)} different tokens, not one for each rank from 0 to {last}")
+    if missing := [token for token in _ROLES.values() if token not in special]:
+        refuse(origin, f"has no {missing[0]}")
+    if len(special) != specials or any(bytes([byte]) not in ranks for byte in range(256)):
+        refuse(origin, "has a special token twice, or a byte without a token")
+    return SourceTokenizer(
+        "tekken",
+        "mistral",
+        content,
+        size,
+        special,
+        _ROLES,
+        lambda: build_json(list(ranks), pattern, special, _ROLES["bos_token"], first=specials),
+        version=version,
     )

@@ -9,19 +9,17 @@ import base64
 import re
 from collections.abc import Mapping
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ...configuration.errors import CheckpointError
-from .merges import merges_of
+from .source_tokenizer import SourceTokenizer, begin_with, merges_of, refuse
 
-_ADVICE = "Take the file from the release again."
 _SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _OTHERS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 # Meta's patterns that split a text into words, by family; Llama 4's is that of OpenAI's o200k.
-PATTERNS = {
+_PATTERNS = {
     "llama-3": rf"{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_OTHERS}",
     "llama-4": (
         rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}?"
@@ -72,16 +70,28 @@ SPECIAL_TOKENS = {
 }  # fmt: skip
 # Tokens by transformers' roles, and those that end an answer besides the end of text.
 _BORDERS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
-ROLES = {
+_ROLES = {
     "llama-3": {**_BORDERS, "pad_token": "<|finetune_right_pad_id|>"},
     "llama-4": {**_BORDERS, "pad_token": "<|finetune_right_pad|>"},
 }
-STOPS = {"llama-3": ("<|eom_id|>", "<|eot_id|>"), "llama-4": ("<|eom|>", "<|eot|>")}
+_STOPS = {"llama-3": ("<|eom_id|>", "<|eot_id|>"), "llama-4": ("<|eom|>", "<|eot|>")}
 
 
-def special_token_ids(family: str, ranks: int) -> dict[str, int]:
-    """The ids of a family's special tokens, which follow the ranks."""
-    return {token: ranks + offset for offset, token in enumerate(SPECIAL_TOKENS[family])}
+def of_family(tokens: list[bytes], family: str, content: bytes) -> SourceTokenizer:
+    """The tokenizer of a table; ids equal tiktoken's for texts without special tokens, bos in front."""
+    # Special tokens follow the ranks.
+    special = {token: len(tokens) + offset for offset, token in enumerate(SPECIAL_TOKENS[family])}
+    roles, size = _ROLES[family], len(tokens) + len(special)
+    return SourceTokenizer(
+        "tiktoken",
+        family,
+        content,
+        size,
+        special,
+        roles,
+        lambda: build_json(tokens, _PATTERNS[family], special, roles["bos_token"]),
+        _STOPS[family],
+    )
 
 
 def read(content: bytes, origin: str) -> list[bytes]:
@@ -99,43 +109,24 @@ def read(content: bytes, origin: str) -> list[bytes]:
             word, written = line.split()
             token, rank = base64.b64decode(word, validate=True), int(written)
             if rank < 0 or not token:
-                raise ValueError("no rank, or no token")
-        except ValueError as error:
-            raise CheckpointError(
-                f"{origin}: line {number} is {line[:60]!r}; a token in base64, a space and its rank were expected. "
-                + _ADVICE
-            ) from error
+                raise ValueError
+        except ValueError:
+            what = "a token in base64, a space and its rank were expected"
+            refuse(origin, f"line {number} is {line[:60]!r}; {what}")
+        given = f"line {number} gives {token!r} the rank {rank}, "
         if rank in ranks:
-            raise CheckpointError(
-                f"{origin}: line {number} gives the rank {rank} to {token!r}, which {ranks[rank]!r} has already. "
-                + _ADVICE
-            )
+            refuse(origin, given + f"which {ranks[rank]!r} has already")
         if token in tokens:
-            raise CheckpointError(
-                f"{origin}: line {number} gives {token!r} the rank {rank}, and it has rank {tokens[token]} already. "
-                + _ADVICE
-            )
-        ranks[rank] = token
-        tokens[token] = rank
+            refuse(origin, given + f"and it has rank {tokens[token]} already")
+        ranks[rank], tokens[token] = token, rank
     gap = next((rank for rank in range(len(ranks)) if rank not in ranks), None)
     if gap is not None:
-        raise CheckpointError(
-            f"{origin}: has {len(ranks)} ranks up to {max(ranks)}, and none of them is {gap}; 0 to {len(ranks) - 1} "
-            f"were expected, as if lines were lost. {_ADVICE}"
-        )
+        refuse(origin, f"has {len(ranks)} ranks up to {max(ranks)}, without {gap}, as if lines were lost")
     missing = [byte for byte in range(256) if bytes([byte]) not in tokens]
     if missing:
-        raise CheckpointError(
-            f"{origin}: a table of {len(ranks)} ranks without the byte 0x{missing[0]:02X} ({len(missing)} of 256 are "
-            f"missing); it cannot write every text. {_ADVICE}"
-        )
+        what = f"without the byte 0x{missing[0]:02X} ({len(missing)} of 256 are missing)"
+        refuse(origin, f"a table of {len(ranks)} ranks {what}; it cannot write every text")
     return [ranks[rank] for rank in range(len(ranks))]
-
-
-def to_json(tokens: list[bytes], family: str) -> bytes:
-    """Build tokenizer.json; ids equal tiktoken's for texts without special tokens, `<|begin_of_text|>` in front."""
-    ids = special_token_ids(family, len(tokens))
-    return build_json(tokens, PATTERNS[family], ids, ROLES[family]["bos_token"])
 
 
 def build_json(
@@ -171,9 +162,7 @@ def build_json(
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     assert all(tokenizer.token_to_id(token) == number for token, number in special.items())
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, special[bos])]
-    )
+    tokenizer.post_processor = begin_with(bos, special[bos])
     return tokenizer.to_str(pretty=True).encode()
 
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
-from .meta_tokenizer import check_tokenizer
+from .check_tokenizer import check_tokenizer
 from .processors import IMAGE_TOKENS
 
 # Tokens that an assembled model needs: for pictures, and the message borders in `multimodal_chat_template`.

@@ -191,6 +191,19 @@ def test_without_bytes_unknown_characters_are_one_token():
         assert tokenizer.encode(text, add_special_tokens=False).ids == reference.encode(text)
 
 
+def test_what_tokenizer_json_cannot_say_is_seen():
+    unused = messages.ModelProto.FromString(train())
+    for piece in unused.pieces[300:340]:
+        piece.type = messages.ModelProto.SentencePiece.UNUSED
+    for content in (train(treat_whitespace_as_suffix=True), unused.SerializeToString()):
+        with pytest.raises(CheckpointError, match="give different ids for"):
+            conversion.hf_files_from_meta(content, config_of())
+    twice = messages.ModelProto.FromString(train())
+    twice.pieces[301].piece = twice.pieces[300].piece
+    with pytest.raises(CheckpointError, match="damaged SentencePiece model"):
+        conversion.hf_files_from_meta(twice.SerializeToString(), config_of())
+
+
 # Chat
 
 TAGS = ["[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"]

@@ -1,0 +1,116 @@
+"""Reads Meta's or Mistral AI's tokenizer of any kind, and compares it with the model that it should belong to."""
+
+from pathlib import Path
+from typing import Any
+
+from ...configuration.errors import CheckpointError
+from ...configuration.json_files import reading
+from . import sentencepiece_models, tekken, tiktoken_tables
+from .source_tokenizer import SourceTokenizer
+from .tiktoken_tables import SPECIAL_TOKENS
+
+FAMILIES = ("llama-1", "llama-2", "llama-3", "llama-4", "mistral")
+# The context of LLaMA 1, which alone tells it from Llama 2. LLaMA 1 has no chat models.
+_LLAMA_1_CONTEXT = 2048
+
+
+def check_tokenizer(
+    tokenizer_model: Path | bytes, config: Any = None, *, family: str | None = None, origin: str | None = None
+) -> SourceTokenizer:
+    """Read a tokenizer.model of either kind or a tekken.json, and refuse one that is damaged or another model's.
+
+    Args:
+        tokenizer_model: the file, or its content.
+        config: a configuration of llamoe to compare with, or None.
+        family: one of `FAMILIES`. None infers it from the kind of file and the number of tokens, and tells LLaMA 1 from
+            Llama 2 by `max_position_embeddings`.
+        origin: file named in messages where only the content is given.
+
+    Raises:
+        CheckpointError: there is no tokenizer, it is damaged, or its number of tokens is not `config.vocab_size`.
+        ValueError: `family` is not one of `FAMILIES`.
+    """
+    if family is not None and family not in FAMILIES:
+        raise ValueError(f"family is {family!r}; {', '.join(map(repr, FAMILIES))} or None was expected.")
+    if isinstance(tokenizer_model, bytes):
+        content, origin = tokenizer_model, origin or "tokenizer.model"
+    else:
+        content, origin = _read(tokenizer_model), origin or str(tokenizer_model)
+    text = getattr(config, "text_config", config)
+    kind = kind_of(content, origin)
+    if kind == "tiktoken":
+        tokens = tiktoken_tables.read(content, origin)
+        return tiktoken_tables.of_family(tokens, _family_of_table(tokens, text, family, origin), content)
+    if kind == "tekken":
+        tokenizer, file = tekken.read(content, origin), "tekken.json"
+        specials = len(tokenizer.special_ids)
+        sizes = f"has {specials} special tokens and {tokenizer.size - specials} others"
+    else:
+        if family in SPECIAL_TOKENS:
+            raise CheckpointError(f"{origin}: a SentencePiece model; {family} has a tiktoken table of ranks.")
+        if family is None:
+            context = getattr(text, "max_position_embeddings", None)
+            family = "llama-1" if context is not None and context <= _LLAMA_1_CONTEXT else "llama-2"
+        tokenizer, file = sentencepiece_models.read(content, origin, family), "tokenizer.model"
+        sizes = f"a SentencePiece model of {tokenizer.size} pieces"
+    if text is not None and tokenizer.size != text.vocab_size:
+        wanted = " (Llama 4 has a tiktoken table of ranks)" if text.model_type == "llamoe_text" else ""
+        raise CheckpointError(
+            f"{origin}: {sizes}, and {_rows(text)}. Take the {file} of this model's release{wanted}."
+        )
+    return tokenizer
+
+
+def _rows(text: Any) -> str:
+    return f"{type(text).__name__}.vocab_size is {text.vocab_size}"
+
+
+def _read(path: Path) -> bytes:
+    if not Path(path).exists():
+        raise CheckpointError(
+            f"{path}: no such file. It is part of a release from Meta, one level above the weights of LLaMA 1 and 2."
+        )
+    with reading(path):
+        return Path(path).read_bytes()
+
+
+def kind_of(content: bytes, origin: str) -> str:
+    """The kind of a tokenizer by its first bytes: "sentencepiece", "tiktoken" or "tekken"."""
+    if content.startswith(b"version https://git-lfs"):
+        raise CheckpointError(
+            f"{origin}: a pointer of git-lfs, not the file. Run git lfs pull, or download it."
+        )
+    if tiktoken_tables.looks_like_table(content):
+        return "tiktoken"
+    if content.startswith(b"{") and b'"token_bytes"' in content:
+        return "tekken"
+    # The first byte of a ModelProto: the tag of its first piece.
+    if content[:1] == b"\x0a":
+        return "sentencepiece"
+    what = "is empty" if not content else f"begins with {content[:20]!r}"
+    raise CheckpointError(
+        f"{origin}: {what}, which is neither a SentencePiece model (LLaMA 1 and 2, Mistral) nor a tiktoken table of "
+        "ranks (Llama 3 and 4) nor a tekken.json (Mistral). Take the file of this model's release."
+    )
+
+
+def _family_of_table(tokens: list[bytes], text: Any, family: str | None, origin: str) -> str:
+    table = f"{origin}: a tiktoken table of {len(tokens)} ranks"
+    if family not in (None, *SPECIAL_TOKENS):
+        raise CheckpointError(f"{table}; {family} has a SentencePiece model.")
+    if text is None:
+        # The releases have 128000 and 200000 ranks.
+        return family or ("llama-3" if len(tokens) < 160_000 else "llama-4")
+    totals = {
+        name: len(tokens) + len(special) for name, special in SPECIAL_TOKENS.items() if family in (None, name)
+    }
+    fitting = [name for name, total in totals.items() if total == text.vocab_size]
+    if not fitting:
+        sums = " or ".join(
+            f"{len(tokens)} + {total - len(tokens)} = {total} ({name})" for name, total in totals.items()
+        )
+        raise CheckpointError(
+            f"{table}, with special tokens {sums} tokens, and {_rows(text)}. Take the tokenizer.model of this model's "
+            "release."
+        )
+    return fitting[0]
