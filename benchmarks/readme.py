@@ -45,7 +45,7 @@ def summary(of_cpu: dict | None, of_gpu: dict | None) -> str:
     if not rows:
         return bullet
     few = textwrap.fill(
-        f"- **[Few bits](docs/quantization.md).** {FEW_BITS_SAID}", 118, subsequent_indent="  "
+        f"- **[Quantization](docs/quantization.md).** {FEW_BITS_SAID}", 118, subsequent_indent="  "
     )
     return "\n\n".join((bullet, few, "\n".join(rows)))
 

@@ -21,7 +21,7 @@ GROUPS = {
     "mixtral": "Mixtral's block, 8 experts, 2 chosen",
     "vision": "Vision tower",
     "parts": "Small parts",
-    "few": "Few bits: a token, prefill, quantizing",
+    "few": "Quantization: a token, prefill, quantizing",
     "llama.cpp": "Decoding one row beside llama.cpp",
     "offload": "Experts on disk: a token, and reading all",
     "loading": "`from_pretrained`",

@@ -1,4 +1,4 @@
-"""Which weights are stored in few bits, and how: llamoe's own formats, made for the CPU's kernels."""
+"""Which weights are quantized, and how: llamoe's own formats, made for the CPU's kernels."""
 
 from typing import Any
 

@@ -70,7 +70,7 @@ def open_source(
     """Open the source of a conversion, after checking that the target is not in use.
 
     Raises:
-        CheckpointError: beside the reasons of `open_checkpoint`, weights in few bits where the result should be made of
+        CheckpointError: beside the reasons of `open_checkpoint`, quantized weights where the result should be made of
             the original ones.
     """
     check_apart(Path(source), Path(target))

@@ -1,4 +1,4 @@
-"""Weights in few bits, written block by block: the folder that a quantized model saves, without loading the model."""
+"""Quantized weights, written block by block: the folder that a quantized model saves, without loading the model."""
 
 import os
 import re

@@ -2,7 +2,7 @@
 
 Reading order, from the parts to the whole: kernels, formats, layers, attention, moe (folders: the formulas, their
 faster forms, and what the numbers of a matrix are); input_checks; parallel, checkpoints, quantization, offload,
-adapters (folders: several devices, files in and out, weights in few bits, experts on disk or in RAM, LoRA);
+adapters (folders: several devices, files in and out, quantized weights, experts on disk or in RAM, LoRA);
 generation, base, decoder, classification, vision, multimodal (the model classes); processing, registration (folders:
 text and pictures in, and our classes in transformers' tables). A file or folder imports only what stands before it. All
 may import `_compat`, which holds every branch on a library's version, and `_private_api`, every use of what libraries

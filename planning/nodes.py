@@ -157,13 +157,13 @@ def plan_nodes(
         bandwidths: bytes a second.
 
     Raises:
-        ValueError: a tower; weights in few bits, which no processes share; or too little memory, with the sizes.
+        ValueError: a tower; quantized weights, which no processes share; or too little memory, with the sizes.
     """
     if isinstance(config, LlamoeVisionConfig):
         raise ValueError("A vision tower alone is planned for one machine: leave nodes and training out.")
     if sizes.form not in ("float32", "bfloat16", "float16"):
         raise ValueError(
-            f"{sizes.form}: weights in few bits cannot be shared by processes: give bits=16, or no nodes."
+            f"{sizes.form}: quantized weights cannot be shared by processes: give bits=16, or no nodes."
         )
     if training:
         return _training(config, nodes, gpus, room, bandwidths, cache[1])

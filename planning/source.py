@@ -23,7 +23,7 @@ class Source:
 
     Attributes:
         config: of any of our models.
-        quantization: how its weights are stored in few bits, as config.json says it; None for plain ones.
+        quantization: how its weights are quantized, as config.json says it; None for plain ones.
         stored: key to name of the dtype and bytes of each tensor, as files have them; None without files.
         are_safetensors: whether these are safetensors files, out of which experts can be read one by one.
     """
@@ -40,7 +40,7 @@ class Source:
 
     @property
     def method(self) -> str:
-        """Name of the method that stores weights in few bits; "" for plain ones."""
+        """Name of the method that stores quantized weights; "" for plain ones."""
         method = (self.quantization or {}).get("quant_method", "")
         return str(getattr(method, "value", method))
 

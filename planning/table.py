@@ -13,7 +13,7 @@ _IN_FEW_BITS = ("int8", "int4")
 
 
 def note_of_bits(*forms: str) -> str:
-    """What is stored in few bits, in sentences, in the forms "int8" or "int4"."""
+    """What is quantized, in sentences, in the forms "int8" or "int4"."""
     return _NOTE.format(" and ".join(forms))
 
 

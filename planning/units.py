@@ -110,15 +110,15 @@ def sizes_of(source: Source, bits: int | None) -> Sizes:
         bits: of a weight: 32, 16, or 8 or 4 of linear layers and routed experts as bitsandbytes stores them.
 
     Raises:
-        ValueError: other bits, or any for weights that are stored in few bits already.
+        ValueError: other bits, or any for weights that are quantized already.
     """
     if bits is not None and (isinstance(bits, bool) or bits not in BITS):
         raise ValueError(f"bits={bits!r}: choose 32, 16, 8 or 4.")
     if source.quantization and bits is not None:
-        raise ValueError(f"bits={bits}: this model is stored in few bits already: leave bits out.")
+        raise ValueError(f"bits={bits}: this model is quantized already: leave bits out.")
     if source.quantization and source.stored is None:
         raise ValueError(
-            "This configuration is of weights in few bits, whose sizes only their files say: give the folder with "
+            "This configuration is of quantized weights, whose sizes only their files say: give the folder with "
             "the weights."
         )
     model, text = source.model, source.config.get_text_config()
@@ -154,7 +154,7 @@ def sizes_of(source: Source, bits: int | None) -> Sizes:
 def weight_bytes(model: Any, bits: int) -> dict[str, int]:
     """Name to bytes of each weight of a model without weights: with 32, 16, or 8 or 4 bits as bitsandbytes stores them.
 
-    In few bits are linear layers and routed experts. Embeddings, routers, norms, the head and the tower's patch
+    Quantized are linear layers and routed experts. Embeddings, routers, norms, the head and the tower's patch
     embedding have 16 bits then.
     """
     form = _FORMATS.get(bits)

@@ -1,4 +1,4 @@
-"""The examination of models in few bits: the same questions for all, likelihoods as the formula gives them."""
+"""The examination of quantized models: the same questions for all, likelihoods as the formula gives them."""
 
 import dataclasses
 import math

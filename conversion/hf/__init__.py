@@ -1,6 +1,6 @@
 """Checkpoint folders in Hugging Face's format.
 
-Reading order: expert_layout (experts stacked or one by one), packed_weights (weights in few bits), folder.
+Reading order: expert_layout (experts stacked or one by one), packed_weights (quantized weights), folder.
 """
 
 from .expert_layout import fuse_experts, name_of_one_expert, split_experts, stack_rows

@@ -1,4 +1,4 @@
-"""Weights in few bits as lazy tensors: packed from plain ones, and unpacked into what they mean.
+"""Quantized weights as lazy tensors: packed from plain ones, and unpacked into what they mean.
 
 A packed weight is the matrix of a linear layer, or a stack of experts, and is stored as several tensors, its parts
 (`modeling.quantization`). Which weights are packed, and what their parts are called, is read off an empty model that
@@ -35,7 +35,7 @@ _MOST_THREADS = 8
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight that is stored in few bits.
+    """A weight that is quantized.
 
     Attributes:
         name: key of the weight that it means, and of its codes.
@@ -153,7 +153,7 @@ class _Part(LazyTensor):
 def packed_weights(
     config: LlamoeBaseConfig, quantization: QuantizationConfig, *, are_stored: bool
 ) -> dict[str, PackedWeight]:
-    """The weights of a model that are stored in few bits, by the keys of what they mean.
+    """The weights of a model that are quantized, by the keys of what they mean.
 
     Args:
         config: of the model.

@@ -1,4 +1,4 @@
-"""What peft may do beside weights in few bits: add to their products, and train what it adds.
+"""What peft may do beside quantized weights: add to their products, and train what it adds.
 
 Their codes are integers, which peft takes for numbers: some of its methods compute from them without an error. So what
 reads or changes a weight is refused before anything changes; `model.dequantize()` makes weights that allow it.
@@ -112,13 +112,13 @@ def refuse_merging(module: nn.Module) -> None:
         if (storage := getattr(base, "storage", None)) is not None:
             raise ValueError(
                 f"{name or type(base).__name__} is {storage}, into which no adapter can be merged: merge into the "
-                "16-bit model in memory, which get_base_model().dequantize() makes of one in few bits, or save the "
+                "16-bit model in memory, which get_base_model().dequantize() makes of a quantized one, or save the "
                 "adapter alone."
             )
 
 
 def prepare_for_training() -> None:
-    """Let peft's `prepare_model_for_kbit_training` see that a model of ours has weights in few bits.
+    """Let peft's `prepare_model_for_kbit_training` see that a model of ours has quantized weights.
 
     It knows bitsandbytes by a flag, and other libraries by their names. For a model that it does not know, it leaves
     out in silence the gradient checkpointing that it is asked for by default.

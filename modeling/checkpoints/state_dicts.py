@@ -300,12 +300,12 @@ def _check_single(key: str, path: str, matrix: ExpertMatrix, experts: Experts) -
 def _check_dtype(key: str, tensor: Any, own: torch.Tensor | None) -> None:
     if not isinstance(tensor, torch.Tensor) or own is None:
         return
-    # torch would cast: codes of few bits would become weights, or weights codes.
+    # torch would cast: packed codes would become weights, or weights codes.
     if not own.is_floating_point() and tensor.dtype != own.dtype:
         raise CheckpointError(f"{key} is {tensor.dtype}, where this packed weight has {own.dtype}.")
     if own.is_floating_point() and not tensor.is_floating_point():
         raise CheckpointError(
-            f"{key} has dtype {tensor.dtype}, where this model has {own.dtype}: weights that are stored in few bits "
+            f"{key} has dtype {tensor.dtype}, where this model has {own.dtype}: weights that are quantized "
             "load by from_pretrained, or into a model that was loaded from such a folder."
         )
 

@@ -226,7 +226,7 @@ class Products(NamedTuple):
 def prepare(matrices: Sequence[Matrix | None], found: Any = None) -> Products | None:
     """What multiplies by up to three matrices at once; None where they are unlike, or there is no kernel.
 
-    That none was compiled is told for few bits, once.
+    That none was compiled is told for quantized weights, once.
 
     Args:
         matrices: of the same inputs; output-first.
@@ -246,7 +246,7 @@ def prepare(matrices: Sequence[Matrix | None], found: Any = None) -> Products | 
     found = found or library() or (int4_library() if bits == 4 else None)
     if _reasons and bits <= 8:
         logger.warning(
-            "Kernels for few bits on a CPU were not compiled; torch's slower ones are used: %s",
+            "Kernels of quantized weights on a CPU were not compiled; torch's slower ones are used: %s",
             _reasons.pop(),
         )
     placed += (None, None, 0) * (3 - len(matrices))

@@ -124,7 +124,7 @@ class Experts(TakesSingleExperts):
 
     @property
     def is_packed(self) -> bool:
-        """Whether the stacks are codes of few bits."""
+        """Whether the stacks are packed codes."""
         return self.format.is_packed
 
     @property

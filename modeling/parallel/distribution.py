@@ -47,7 +47,7 @@ def has_part(module: nn.Module, rule: str) -> bool:
 
 
 def refuse_shares_of_packed(model: nn.Module, distributed_config: Any) -> None:
-    """Refuse to share layers of few bits between processes.
+    """Refuse to share quantized layers between processes.
 
     A share would cut through groups of weights, and scales have no plan. transformers' stages of a pipeline exchange
     activations in the dtype of their first parameter, which may be that of codes.
@@ -64,7 +64,7 @@ def refuse_shares_of_packed(model: nn.Module, distributed_config: Any) -> None:
     ]
     if packed is not None and sizes:
         raise ValueError(
-            f"{', '.join(sizes)}: {packed} is stored in few bits, and such a model cannot be shared by processes: "
+            f"{', '.join(sizes)}: {packed} is quantized, and such a model cannot be shared by processes: "
             "leave distributed_config out, which gives each process the whole model, or load the 16-bit checkpoint."
         )
 
@@ -89,7 +89,7 @@ class Distributed(PreTrainedModel):
 
         Raises:
             ValueError: the number of devices does not divide the attention heads or the experts; pipeline stages of
-                a model whose layers are not one sequence; shares of weights in few bits.
+                a model whose layers are not one sequence; shares of quantized weights.
         """
         if mesh is not None:
             refuse_shares_of_packed(model, distributed_config)

@@ -1,4 +1,4 @@
-"""Routed experts whose matrices are stored in few bits."""
+"""Routed experts whose matrices are quantized."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

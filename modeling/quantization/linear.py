@@ -1,4 +1,4 @@
-"""A linear layer whose weight is stored in few bits."""
+"""A linear layer whose weight is quantized."""
 
 from typing import Any
 

@@ -142,7 +142,7 @@ class LlamoeQuantizer(HfQuantizer):
         # The tower of a packed folder is not packed.
         if not packed and not self.pre_quantized:
             raise ConfigurationError(
-                f"quantization_config finds nothing in this {type(model).__name__} that it could store in few bits: "
+                f"quantization_config finds nothing in this {type(model).__name__} that it could quantize: "
                 "leave it out."
             )
         for name, module in packed:

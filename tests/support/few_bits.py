@@ -1,4 +1,4 @@
-"""Small models in few bits: of each family one that all formats take, saved and loaded once."""
+"""Small quantized models: of each family one that all formats take, saved and loaded once."""
 
 import tempfile
 from functools import cache
@@ -75,7 +75,7 @@ def folder(family: str, dtype: torch.dtype = torch.bfloat16) -> Path:
 
 
 def load(path: Path, weights: str = "int4", **kwargs) -> torch.nn.Module:
-    """A folder's model with its weights in few bits."""
+    """A folder's model with its quantized weights."""
     fields = {name: kwargs.pop(name) for name in ("experts", "linears", "group_size") if name in kwargs}
     config = llamoe.QuantizationConfig(weights, **fields)
     return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, **kwargs)
@@ -87,7 +87,7 @@ def _loaded(family: str, weights: str) -> torch.nn.Module:
 
 
 def packed(family: str, weights: str) -> torch.nn.Module:
-    """A copy of a family's model in few bits."""
+    """A quantized copy of a family's model."""
     return copied(_loaded(family, weights))
 
 

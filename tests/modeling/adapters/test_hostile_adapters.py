@@ -58,7 +58,9 @@ def test_dtypes_of_an_adapter(suffix, by, adapter, model_folders, guard, tmp_pat
     name = next(iter(weights))
     for dtype in (torch.int8, torch.bool, torch.int64, torch.float8_e4m3fn):
         save({**weights, name: (weights[name] * 9).to(dtype)})
-        add(guard, by, model_folders, path.parent, adapter, "has dtype .* not a dtype of an adapter's weights")
+        add(
+            guard, by, model_folders, path.parent, adapter, "has dtype .* not a dtype of an adapter's weights"
+        )
 
 
 @pytest.mark.parametrize("by", BY)

@@ -49,7 +49,7 @@ def test_logits_are_bit_equal(kind, experts, folders, ids):
     assert counts(offloaded).misses > 0
 
 
-# Each store with two kinds, one of them in few bits or stored one by one.
+# Each store with two kinds, one of them quantized or stored one by one.
 @pytest.mark.parametrize(
     ("place", "is_remote", "misses", "kind"),
     [

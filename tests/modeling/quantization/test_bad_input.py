@@ -1,4 +1,4 @@
-"""What is wrong with configs, folders and weights of few bits is told by name."""
+"""What is wrong with configs, folders and weights of quantized weights is told by name."""
 
 import json
 

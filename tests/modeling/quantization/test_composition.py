@@ -1,4 +1,4 @@
-"""Models in few bits together with everything else: each pair works, or is refused by name before a weight is read."""
+"""Quantized models together with everything else: each pair works, or is refused by name before a weight is read."""
 
 import copy
 from functools import partial

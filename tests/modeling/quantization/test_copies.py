@@ -1,4 +1,4 @@
-"""Casts and copies of models in few bits, which leave codes and scales as they are."""
+"""Casts and copies of quantized models, which leave codes and scales as they are."""
 
 import copy
 import io

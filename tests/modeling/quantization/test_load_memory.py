@@ -1,4 +1,4 @@
-"""Loading in few bits takes the memory of what is made, one expert more, and little else."""
+"""Quantizing while loading takes the memory of what is made, one expert more, and little else."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Adapters of peft beside weights in few bits: trained, saved, merged into 16 bit, and what is refused."""
+"""Adapters of peft beside quantized weights: trained, saved, merged into 16 bit, and what is refused."""
 
 import pytest
 import torch

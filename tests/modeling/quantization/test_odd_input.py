@@ -1,4 +1,4 @@
-"""Odd inputs, addresses, processors and processes: models in few bits compute the same, or say what is wrong."""
+"""Odd inputs, addresses, processors and processes: quantized models compute the same, or say what is wrong."""
 
 import json
 import logging
