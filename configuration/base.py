@@ -19,7 +19,6 @@ import logging as logging_of_python
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import NoneType
@@ -28,7 +27,7 @@ from typing import Any, ClassVar, get_args, get_origin
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, logging
 
 from .checks import check_rope_parameters, check_size, enumerate_words, fail, find_misspelt
 from .errors import CheckpointError, ConfigurationError
@@ -76,9 +75,6 @@ ARCHITECTURES = {
     "Llama4VisionModel": "LlamoeVisionModel",
     "Llama4ForConditionalGeneration": "LlamoeForConditionalGeneration",
 }
-
-# Whether the JSON being written is a folder's config.json.
-_is_saving: ContextVar[bool] = ContextVar("llamoe_is_saving", default=False)
 
 _COMPOSITE_TYPES = ("llama4", "llamoe")
 
@@ -289,17 +285,6 @@ class LlamoeBaseConfig(PreTrainedConfig):
         """Transformers' model type that computes what this configuration says."""
         return self.stock_model_type
 
-    def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
-        """Save as `PreTrainedConfig.save_pretrained`, and in a form that loads without llamoe imported.
-
-        That form is `auto_map` in config.json and the file llamoe_hub.py, which imports the installed llamoe.
-        """
-        token = _is_saving.set(True)
-        try:
-            super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
-        finally:
-            _is_saving.reset(token)
-
     def to_dict(self) -> dict[str, Any]:
         """The fields; of `auto_map` only entries of others.
 
@@ -312,12 +297,16 @@ class LlamoeBaseConfig(PreTrainedConfig):
         return data
 
     def to_json_file(self, json_file_path, use_diff: bool = True):
-        """Write the configuration as JSON."""
-        if not _is_saving.get():
-            super().to_json_file(json_file_path, use_diff=use_diff)
+        """Write the configuration as JSON; as `save_pretrained`'s config.json in a form that loads without llamoe.
+
+        That form is `auto_map` in config.json and the file llamoe_hub.py, which imports the installed llamoe.
+        """
+        path = Path(json_file_path)
+        if path.name != CONFIG_NAME:
+            super().to_json_file(path, use_diff=use_diff)
             return
         content = json.loads(self.to_json_string(use_diff=use_diff))
-        write_config(self, Path(json_file_path), content, is_ours=_is_ours(type(self)))
+        write_config(self, path, content, is_ours=_is_ours(type(self)))
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):

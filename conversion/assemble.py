@@ -25,7 +25,7 @@ from .checkpoint import Checkpoint, Report, expected_shapes, take_part
 from .clip import CLIP_MEAN, CLIP_STD, PROCESSOR, fold, normalization, open_tower, resize
 from .hf import save_hf
 from .io import LazyTensor, Progress, WriteOptions, check_apart
-from .open import describe, open_checkpoint, open_source
+from .open import family_of, open_checkpoint, open_source
 from .tokenizers import Vocabulary, extend_vocabulary, processor_files
 from .upcycle import as_text_model, fresh, zeros
 
@@ -129,7 +129,7 @@ def _open_decoder(text: str | Path, target: str | Path, resume: bool) -> Checkpo
     config = checkpoint.config
     if isinstance(config, LlamoeVisionConfig):
         raise ValueError(
-            f"assemble: {text} is {describe(config)}; give the decoder first (LLaMA or a mixture), then the tower."
+            f"assemble: {text} is {family_of(config)}; give the decoder first (LLaMA or a mixture), then the tower."
         )
     if config.stock_type() in ("mistral", "ministral", "mixtral"):
         raise ValueError(
@@ -157,7 +157,7 @@ def _open_tower(vision: str | Path, **stated: Any) -> Checkpoint:
     whole = open_checkpoint(vision)
     if not isinstance(whole.config, LlamoeConfig):
         raise ValueError(
-            f"assemble: {vision} is {describe(whole.config)}; a vision tower was expected there."
+            f"assemble: {vision} is {family_of(whole.config)}; a vision tower was expected there."
         )
     return replace(take_part(whole, "vision_config", "not part of the tower"), companions={})
 

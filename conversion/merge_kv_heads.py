@@ -12,7 +12,7 @@ from ..configuration.sizes import count_of
 from .checkpoint import Report
 from .hf import save_hf
 from .io import LazyTensor, Progress, WriteOptions
-from .open import describe, open_source
+from .open import family_of, open_source
 
 _KEY_VALUE = re.compile(r"(?:language_model\.)?model\.layers\.\d+\.self_attn\.[kv]_proj\.(?:weight|bias)")
 
@@ -49,7 +49,7 @@ def merge_kv_heads(
     count_of("kv_heads", kv_heads)
     checkpoint = open_source(source, target, resume)
     if isinstance(checkpoint.config, LlamoeVisionConfig):
-        raise ValueError(f"gqa: {source} is {describe(checkpoint.config)}; give a model with a decoder.")
+        raise ValueError(f"gqa: {source} is {family_of(checkpoint.config)}; give a model with a decoder.")
     config = copy.deepcopy(checkpoint.config)
     text = config.get_text_config()
     before = text.num_key_value_heads

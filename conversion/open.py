@@ -3,9 +3,9 @@
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeVisionConfig
+from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig
+from ..configuration.base import LlamoeBaseConfig
 from ..configuration.errors import CheckpointError
 from ..modeling.checkpoints import find_weights
 from .checkpoint import Checkpoint, look_at_checkpoint
@@ -84,15 +84,14 @@ def open_source(
     return checkpoint
 
 
-def describe(config: Any) -> str:
-    """A configuration's kind in words, for messages."""
+def family_of(config: LlamoeBaseConfig) -> str:
+    """The sort of model that a configuration describes, in words."""
     if isinstance(config, LlamoeDenseConfig):
-        return "a dense LLaMA"
+        return "LLaMA 1, 2, 3 or Mistral (dense decoder)"
     if isinstance(config, LlamoeMixtralConfig):
-        return f"a Mixtral of {config.num_local_experts} experts"
-    if isinstance(config, LlamoeVisionConfig):
-        return "a vision tower"
-    whole = "a multimodal model" if isinstance(config, LlamoeConfig) else "a text model of Llama 4's family"
-    text = config.get_text_config()
-    mixtures = f"{len(text.moe_layers)} of {text.num_hidden_layers} layers"
-    return f"{whole} ({mixtures} are mixtures of {text.num_local_experts} experts)"
+        return "Mixtral (mixture of experts)"
+    if isinstance(config, LlamoeTextConfig):
+        return "Llama 4 text (mixture of experts)" if config.moe_layers else "Llama 4 text (no experts)"
+    if isinstance(config, LlamoeConfig):
+        return "Llama 4 multimodal (tower, projector, decoder)"
+    return "vision tower of Llama 4" if config.use_rope or config.use_adapter else "vision tower of CLIP"

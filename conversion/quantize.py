@@ -13,7 +13,7 @@ from ..modeling.checkpoints import part_of
 from .checkpoint import Checkpoint, Report
 from .hf import save_hf
 from .io import Progress, WriteOptions
-from .open import describe, open_source
+from .open import family_of, open_source
 
 
 def quantize(
@@ -65,9 +65,9 @@ def quantize(
     checkpoint = open_source(source, target, resume)
     config = checkpoint.config
     if isinstance(config, LlamoeVisionConfig):
-        raise ValueError(f"quantize: {source} is {describe(config)}, which stays in 16 bit; give a decoder.")
+        raise ValueError(f"quantize: {source} is {family_of(config)}, which stays in 16 bit; give a decoder.")
     if not linears and not getattr(config.get_text_config(), "moe_layers", None):
-        raise ValueError(f"quantize: {source} is {describe(config)} and has no routed experts to quantize.")
+        raise ValueError(f"quantize: {source} is {family_of(config)} and has no routed experts to quantize.")
     _check_names(names or [], checkpoint)
     identity = {"quantization": quantization.to_dict()}
     try:

@@ -57,7 +57,7 @@ from ..configuration.sizes import count_of
 from .checkpoint import Checkpoint, Report
 from .hf import save_hf
 from .io import LazyTensor, Progress, Slot, WriteOptions, compute, join, permute_pairs, stack
-from .open import describe, open_source
+from .open import family_of, open_source
 
 # Elements that are drawn, or summed, at a time.
 _PIECE = 1 << 20
@@ -106,7 +106,7 @@ def upcycle(
         what was written; its notes name the new weights.
 
     Raises:
-        ValueError: a source that is not a dense LLaMA, or options that describe no mixture.
+        ValueError: a source that is not a dense LLaMA, or options that family_of no mixture.
         CheckpointError: a missing or damaged file (also a ValueError).
     """
     options = WriteOptions(layout, dtype, shard_size, resume, dry_run, progress)
@@ -121,7 +121,7 @@ def upcycle(
     dense = open_source(source, target, resume)
     if not isinstance(dense.config, LlamoeDenseConfig):
         raise ValueError(
-            f"upcycle: {source} is {describe(dense.config)}; give a dense LLaMA (llama, mistral, llamoe_dense)."
+            f"upcycle: {source} is {family_of(dense.config)}; give a dense LLaMA (llama, mistral, llamoe_dense)."
         )
     has_window = dense.config.stock_type() != "llama"
     family = family or ("mixtral" if has_window else "llama4")

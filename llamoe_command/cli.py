@@ -9,26 +9,9 @@ import json
 import sys
 from typing import NoReturn
 
+# Each registers its commands.
+from . import chat_command, doctor_command, read_commands, write_commands  # noqa: F401
 from .app import app
-from .chat_command import chat
-from .doctor_command import doctor
-from .read_commands import inspect, verify
-from .write_commands import assemble, convert, gqa, quantize, upcycle, vision
-
-__all__ = [
-    "app",
-    "assemble",
-    "chat",
-    "convert",
-    "doctor",
-    "gqa",
-    "inspect",
-    "main",
-    "quantize",
-    "upcycle",
-    "verify",
-    "vision",
-]
 
 _INTERRUPTED = "interrupted; --resume goes on with what is on the disk, where a folder was being written"
 # Commands that write no folder.

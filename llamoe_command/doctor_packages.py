@@ -14,7 +14,6 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 # What the extras are for. Those of developers are not named here.
 EXTRAS = {
@@ -81,21 +80,25 @@ def find_packages(try_imports: bool = False) -> list[Package]:
         try_imports: whether to import each, which takes seconds, rather than only to look for it.
     """
     found: dict[str, Package] = {}
-    for extra, requirement in _requirements():
-        name = requirement.name.lower().replace("_", "-")
-        if name not in found:
-            found[name] = _look_at(name, requirement.specifier, extra, try_imports)
-    for name, (purpose, install) in OTHERS.items():
-        package = Package(name, _version(name), "", purpose, is_needed=False, needs_gpu=True)
-        _advise(package, install, try_imports and name not in _NOT_TRIED)
-        found.setdefault(name, package)
-    return list(found.values())
-
-
-def _requirements() -> Iterator[tuple[str | None, Requirement]]:
-    """What llamoe's metadata asks for, with the extra that asks for it."""
     for extra in (None, *EXTRAS):
-        yield from ((extra, requirement) for requirement in _requirements_of("llamoe", extra))
+        for requirement in _requirements_of("llamoe", extra):
+            name, wanted = requirement.name.lower().replace("_", "-"), requirement.specifier
+            if name in found:
+                continue
+            purpose = _NEEDED if extra is None else EXTRAS[extra]
+            package = found[name] = Package(
+                name, _version(name), str(wanted), purpose, is_needed=extra is None
+            )
+            install = f"pip install '{name}{wanted}'"
+            if package.version is not None and not wanted.contains(package.version, prereleases=True):
+                package.advice = f"{name} is {package.version}, llamoe needs {wanted}: {install}"
+            else:
+                _advise(package, f"pip install 'llamoe[{extra}]'" if extra else install, try_imports)
+    for name, (purpose, install) in OTHERS.items():
+        if name not in found:
+            found[name] = Package(name, _version(name), "", purpose, is_needed=False, needs_gpu=True)
+            _advise(found[name], install, try_imports and name not in _NOT_TRIED)
+    return list(found.values())
 
 
 def _requirements_of(distribution: str, extra: str | None) -> Iterator[Requirement]:
@@ -113,24 +116,18 @@ def _requirements_of(distribution: str, extra: str | None) -> Iterator[Requireme
                     yield from _requirements_of(requirement.name, inner)
 
 
-def _look_at(name: str, wanted: SpecifierSet, extra: str | None, try_imports: bool) -> Package:
-    purpose = _NEEDED if extra is None else EXTRAS[extra]
-    package = Package(name, _version(name), str(wanted), purpose, is_needed=extra is None)
-    install = f"pip install '{f'llamoe[{extra}]' if extra else f'{name}{wanted}'}'"
-    if package.version is not None and not wanted.contains(package.version, prereleases=True):
-        package.advice = f"{name} is {package.version}, llamoe needs {wanted}: pip install '{name}{wanted}'"
-    else:
-        _advise(package, install, try_imports)
-    return package
-
-
 def _advise(package: Package, install: str, try_import: bool) -> None:
     if package.version is None:
         package.advice = f"{package.name} is missing, for {package.purpose}: {install}"
-    elif try_import and (reason := _why_not_imported(package.name)):
-        package.advice = (
-            f"{package.name} {package.version} is installed, but cannot be imported ({reason}): {install}"
-        )
+    elif try_import:
+        try:
+            importlib.import_module(_module(package.name))
+        # Broken packages raise whatever their code meets.
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            package.advice = (
+                f"{package.name} {package.version} is installed, but cannot be imported ({reason}): {install}"
+            )
 
 
 def _module(name: str) -> str:
@@ -143,15 +140,6 @@ def _version(name: str) -> str | None:
         return version(name) if find_spec(_module(name)) is not None else None
     except (PackageNotFoundError, ImportError, ValueError):
         return None
-
-
-def _why_not_imported(name: str) -> str | None:
-    try:
-        importlib.import_module(_module(name))
-    # Broken packages raise whatever their code meets.
-    except Exception as error:
-        return " ".join(str(error).split()) or type(error).__name__
-    return None
 
 
 def versions() -> dict[str, str]:

@@ -156,9 +156,7 @@ def _steps_of_models(device: torch.device, try_kernel: bool) -> Iterator[Step]:
         for family in ("Llama 4", "Mixtral")
     }
     one = models["Mixtral"][torch.bfloat16]
-    yield _attention(device, one.config._attn_implementation)
-    if device.type == "cuda":
-        yield _flash_attention(device)
+    yield from _attention(device, one.config._attn_implementation)
     implementation = one.config._experts_implementation
     if implementation != IMPLEMENTATION:
         yield Step(
@@ -193,22 +191,23 @@ def _experts(model: Any) -> Any:
     return next(module for module in model.modules() if getattr(module, "takes_llamoe_paths", False))
 
 
-def _attention(device: torch.device, implementation: str) -> Step:
-    served_by = f"{implementation}, torch's scaled_dot_product_attention"
-    if implementation != "sdpa":
-        served_by = implementation
-    elif device.type == "cuda":
-        query = torch.zeros(1, 4, 128, 64, device=device, dtype=torch.bfloat16)
-        fits = can_use_flash_attention(SDPAParams(query, query, query, None, 0.0, True, False))
-        served_by += f", {'with' if fits else 'without'} torch's own FlashAttention in bfloat16"
-    return Step(str(device), "attention", served_by)
-
-
-def _flash_attention(device: torch.device) -> Step:
-    found = [name for name, is_available in _FLASH.items() if is_available()]
-    if found:
-        return Step(str(device), "FlashAttention", f"{', '.join(found)}, where attn_implementation names it")
-    return Step(str(device), "FlashAttention", "not installed; attention is served by sdpa")
+def _attention(device: torch.device, implementation: str) -> Iterator[Step]:
+    served_by, name = implementation, str(device)
+    if implementation == "sdpa":
+        served_by += ", torch's scaled_dot_product_attention"
+        if device.type == "cuda":
+            query = torch.zeros(1, 4, 128, 64, device=device, dtype=torch.bfloat16)
+            fits = can_use_flash_attention(SDPAParams(query, query, query, None, 0.0, True, False))
+            served_by += f", {'with' if fits else 'without'} torch's own FlashAttention in bfloat16"
+    yield Step(name, "attention", served_by)
+    if device.type == "cuda":
+        found = ", ".join(flash for flash, is_available in _FLASH.items() if is_available())
+        told = (
+            f"{found}, where attn_implementation names it"
+            if found
+            else "not installed; attention is served by sdpa"
+        )
+        yield Step(name, "FlashAttention", told)
 
 
 def _few_rows_on_cpu() -> Step:

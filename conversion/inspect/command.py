@@ -25,7 +25,8 @@ from ...planning import (
 )
 from ..checkpoint import Checkpoint, expected_shapes, tied_head
 from ..hf import in_words, packed_weights
-from .describe import dtypes_of, family_of, guess, layers_of, mismatches_of, presets_like, sizes_of
+from ..open import family_of
+from .describe import dtypes_of, guess, layers_of, mismatches_of, presets_like, sizes_of
 from .gguf import answer_for_gguf
 from .open_partly import open_partly
 

@@ -12,7 +12,6 @@ import torch
 from ...configuration import (
     PRESETS,
     LlamoeConfig,
-    LlamoeDenseConfig,
     LlamoeMixtralConfig,
     LlamoeTextConfig,
     LlamoeVisionConfig,
@@ -32,19 +31,6 @@ _FAMILIES = (
     ("Llama 4 text", re.compile(r"\.feed_forward\.(experts|router)")),
     ("LLaMA (dense decoder)", re.compile(r"\.mlp\.gate_proj\.|\.attention\.w[qkv]\.")),
 )
-
-
-def family_of(config: LlamoeBaseConfig) -> str:
-    """The sort of model that a configuration describes."""
-    if isinstance(config, LlamoeDenseConfig):
-        return "LLaMA 1, 2, 3 or Mistral (dense decoder)"
-    if isinstance(config, LlamoeMixtralConfig):
-        return "Mixtral (mixture of experts)"
-    if isinstance(config, LlamoeTextConfig):
-        return "Llama 4 text (mixture of experts)" if config.moe_layers else "Llama 4 text (no experts)"
-    if isinstance(config, LlamoeConfig):
-        return "Llama 4 multimodal (tower, projector, decoder)"
-    return "vision tower of Llama 4" if config.use_rope or config.use_adapter else "vision tower of CLIP"
 
 
 def sizes_of(config: LlamoeBaseConfig) -> dict[str, Any]:

@@ -320,7 +320,7 @@ def test_the_tower_of_a_folder_of_metas_serves_as_tower(parts, tmp_path):
     check_tower(tmp_path / "out", whole)
     LlamaForCausalLM(stock_dense_config(head_dim=12)).save_pretrained(tmp_path / "llama")
     convert(tmp_path / "llama", tmp_path / "text", to="meta")
-    with pytest.raises(ValueError, match="/text.* is a dense LLaMA"):
+    with pytest.raises(ValueError, match="/text.* is LLaMA 1, 2, 3 or Mistral"):
         assemble(parts.decoder, tmp_path / "text", tmp_path / "other")
 
 

@@ -24,6 +24,7 @@ from llamoe_command import cli
 COMMANDS = ("convert", "vision", "upcycle", "gqa", "assemble", "quantize", "inspect", "verify")
 # Those that call no function of `llamoe.conversion`.
 OTHERS = ("chat", "doctor")
+DECLARED = {command.callback.__name__: command.callback for command in cli.app.registered_commands}
 
 
 @pytest.fixture
@@ -234,7 +235,7 @@ def test_help_breaks_neither_types_nor_examples(name, width):
         cli.app, [name, "-h"], env={"COLUMNS": str(width), "TERMINAL_WIDTH": str(width)}
     )
     lines = [line.strip(" │") for line in done.output.splitlines()]
-    examples = [line.strip() for line in signatures.getdoc(getattr(cli, name)).splitlines()]
+    examples = [line.strip() for line in signatures.getdoc(DECLARED[name]).splitlines()]
     examples = [line for line in examples if line.startswith("llamoe ")]
     assert examples
     assert set(examples) <= set(lines)
@@ -272,7 +273,7 @@ def test_every_option_of_the_function_is_an_option_of_the_command(name):
     wanted = dict(signatures.signature(function).parameters)
     for other in ("progress", "by_layer", "vision"):
         wanted.pop(other, None)
-    found = signatures.signature(getattr(cli, name)).parameters
+    found = signatures.signature(DECLARED[name]).parameters
     assert wanted.keys() <= found.keys()
     # What the function takes as a default is the command's, or said in its help.
     differ = {option for option in wanted if found[option].default not in (wanted[option].default, None)}
