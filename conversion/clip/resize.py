@@ -9,13 +9,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isqrt
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from ...configuration.json_files import to_json
 from ...configuration.sizes import count_of
-from ...configuration.vision import LlamoeVisionConfig
 from ..checkpoint import Checkpoint
 from ..io import LazyTensor, compute
 from . import image_processors
@@ -24,7 +23,7 @@ from .image_processors import PROCESSOR
 PATCH_WEIGHT = "patch_embedding.linear.weight"
 POSITIONS = "positional_embedding_vlm"
 # Mean and standard deviation of pixels for Llama 4.
-_LLAMA_4 = ([0.5] * 3, [0.5] * 3)
+_LLAMA_4 = [0.5] * 3
 
 
 def resize_positions(positions: LazyTensor, grid: int) -> LazyTensor:
@@ -43,7 +42,6 @@ def resize_positions(positions: LazyTensor, grid: int) -> LazyTensor:
     """
     rows, width = positions.shape
     side = isqrt(rows - 1)
-    assert side * side == rows - 1, positions
     if side == grid:
         return positions
 
@@ -61,30 +59,22 @@ def resize_positions(positions: LazyTensor, grid: int) -> LazyTensor:
 
 
 def _fold_normalization(
-    tensors: Mapping[str, LazyTensor],
-    mean: Sequence[float],
-    std: Sequence[float],
-    to_mean: Sequence[float],
-    to_std: Sequence[float],
+    tensors: Mapping[str, LazyTensor], mean: Sequence[float], std: Sequence[float]
 ) -> dict[str, LazyTensor]:
-    """Change the normalization that a tower expects of its pixels, and keep its features.
+    """Change the normalization that a tower expects of its pixels to Llama 4's, and keep its features.
 
-    With x = (raw - mean) / std and y = (raw - to_mean) / to_std, x = y * to_std / std + (to_mean - mean) / std. The
-    factor goes into the patch weights of its channel. What the constant adds to every patch goes into every patch's
-    position. The class token sees no pixels, so its row stays.
+    With x = (raw - mean) / std and y = (raw - 0.5) / 0.5, x = y * 0.5 / std + (0.5 - mean) / std. The factor goes into
+    the patch weights of its channel. What the constant adds to every patch goes into every patch's position. The class
+    token sees no pixels, so its row stays.
 
     Returns:
         all tensors, two of them new, in their dtypes; computed in float64 and rounded once.
     """
     weight, positions = tensors[PATCH_WEIGHT], tensors[POSITIONS]
-    width, columns = weight.shape
-    assert columns % len(mean) == 0, (weight, mean)
-    pixels = columns // len(mean)
-    mean_C, std_C, to_mean_C, to_std_C = (
-        torch.tensor(list(values), dtype=torch.float64) for values in (mean, std, to_mean, to_std)
-    )
-    factor = (to_std_C / std_C).repeat_interleave(pixels)
-    constant = ((to_mean_C - mean_C) / std_C).repeat_interleave(pixels)
+    pixels = weight.shape[1] // len(mean)
+    mean_C, std_C = (torch.tensor(list(values), dtype=torch.float64) for values in (mean, std))
+    factor = (0.5 / std_C).repeat_interleave(pixels)
+    constant = ((0.5 - mean_C) / std_C).repeat_interleave(pixels)
 
     def scale(weight: torch.Tensor) -> torch.Tensor:
         return (weight.double() * factor).to(weight.dtype)
@@ -94,11 +84,8 @@ def _fold_normalization(
         shifted[:-1] += weight.double() @ constant
         return shifted.to(positions.dtype)
 
-    return {
-        **tensors,
-        PATCH_WEIGHT: weight.map(scale),
-        POSITIONS: compute(shift, [positions, weight], positions.shape, positions.dtype, positions.origin),
-    }
+    shifted = compute(shift, [positions, weight], positions.shape, positions.dtype, positions.origin)
+    return {**tensors, PATCH_WEIGHT: weight.map(scale), POSITIONS: shifted}
 
 
 def resize(checkpoint: Checkpoint, image_size: int) -> Checkpoint:
@@ -107,21 +94,21 @@ def resize(checkpoint: Checkpoint, image_size: int) -> Checkpoint:
     Raises:
         ValueError: the size is not a multiple of the patch size, or the grid does not fit the tower's adapter.
     """
-    before = cast(LlamoeVisionConfig, checkpoint.config)
     count_of("image_size", image_size)
+    before: Any = checkpoint.config
     config = copy.deepcopy(before)
     config.image_size = image_size
     config.validate()
-    positions = resize_positions(checkpoint.tensors[POSITIONS], config.grid_size)
+    old, new = before.grid_size, config.grid_size
+    tensors = {**checkpoint.tensors, POSITIONS: resize_positions(checkpoint.tensors[POSITIONS], new)}
     companions = dict(checkpoint.companions)
     if (processor := read_processor(checkpoint)) is not None:
-        side = cast(int, before.image_size)
-        companions[PROCESSOR] = to_json(image_processors.with_image_size(processor, side, image_size))
-    old, new = before.grid_size, config.grid_size
+        resized = image_processors.with_image_size(processor, before.image_size, image_size)
+        companions[PROCESSOR] = to_json(resized)
     note = (
         f"positions: resized from {old} x {old} to {new} x {new}" if old != new else "positions: as they were"
     )
-    tensors, notes = {**checkpoint.tensors, POSITIONS: positions}, [*checkpoint.notes, note]
+    notes = [*checkpoint.notes, note]
     return replace(checkpoint, config=config, tensors=tensors, companions=companions, notes=notes)
 
 
@@ -131,23 +118,22 @@ def fold(checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         ValueError: the companions hold no preprocessor_config.json, which says what the weights expect.
     """
-    processor = read_processor(checkpoint)
-    origin = f"{checkpoint.path}: {PROCESSOR}"
+    processor, path = read_processor(checkpoint), checkpoint.path
     if processor is None:
         raise ValueError(
-            f"{checkpoint.path}: holds no {PROCESSOR}, which says how pixels are normalized for these weights, so that "
-            "the normalization cannot be folded. Put it there."
+            f"{path}: holds no {PROCESSOR}, which says how pixels are normalized for these weights, so that the "
+            "normalization cannot be folded. Put it there."
         )
-    mean, std = image_processors.normalization(processor, origin)
-    if (mean, std) == _LLAMA_4:
+    mean, std = image_processors.normalization(processor, f"{path}: {PROCESSOR}")
+    if mean == std == _LLAMA_4:
         return replace(checkpoint, notes=[*checkpoint.notes, "normalization: is mean = std = 0.5 already"])
     if checkpoint.config.num_channels != len(mean):
         raise ValueError(
-            f"{checkpoint.path}: has {checkpoint.config.num_channels} channels, but a mean for {len(mean)}."
+            f"{path}: has {checkpoint.config.num_channels} channels, but a mean for {len(mean)}."
         )
     note = f"normalization: mean {mean} and std {std} folded into the patch weights and positions; now 0.5 and 0.5"
-    tensors = _fold_normalization(checkpoint.tensors, mean, std, *_LLAMA_4)
-    processor.update(do_normalize=True, image_mean=_LLAMA_4[0], image_std=_LLAMA_4[1])
+    tensors = _fold_normalization(checkpoint.tensors, mean, std)
+    processor.update(do_normalize=True, image_mean=_LLAMA_4, image_std=_LLAMA_4)
     companions = {**checkpoint.companions, PROCESSOR: to_json(processor)}
     return replace(checkpoint, tensors=tensors, companions=companions, notes=[*checkpoint.notes, note])
 

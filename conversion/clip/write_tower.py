@@ -1,15 +1,13 @@
 """Towers as open_clip's file and as a folder of transformers' CLIP."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import CLIPVisionConfig
 
 from ...configuration.json_files import to_json
-from ...configuration.vision import LlamoeVisionConfig
 from ..checkpoint import Checkpoint, main_dtype
 from ..io import LazyTensor, Plan, dtype_name, from_tensor, read_json, split_shards, write_through
 from . import image_processors
@@ -46,35 +44,38 @@ def check_expressible(checkpoint: Checkpoint, to: str) -> None:
 
 def _encoder(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Checkpoint, dict[str, LazyTensor]]:
     """The tensors that CLIP's classes have, and the checkpoint with a note on the others."""
-    config = cast(LlamoeVisionConfig, checkpoint.config)
-    adapter = [name for name in checkpoint.tensors if name.startswith("vision_adapter.")]
-    dropped = dict.fromkeys(adapter, "belongs to the adapter, which CLIP does not have")
+    config: Any = checkpoint.config
+    tensors = {
+        name: one for name, one in checkpoint.tensors.items() if not name.startswith("vision_adapter.")
+    }
+    dropped = checkpoint.dropped | {
+        name: "belongs to the adapter, which CLIP does not have"
+        for name in checkpoint.tensors
+        if name not in tensors
+    }
     notes = list(checkpoint.notes)
     if range(config.num_hidden_layers + 1)[config.vision_feature_layer] != config.num_hidden_layers:
         notes.append(
             f"vision_feature_layer: {config.vision_feature_layer} in the source; CLIP's classes give the last layer"
         )
-    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in dropped}
     if dtype is not None:
         tensors = {name: tensor.cast(dtype) for name, tensor in tensors.items()}
-    return replace(checkpoint, dropped={**checkpoint.dropped, **dropped}, notes=notes), tensors
+    return replace(checkpoint, dropped=dropped, notes=notes), tensors
 
 
 def plan_open_clip(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Checkpoint, Plan]:
     """A folder of open_clip, and the checkpoint with notes on it; None keeps the dtype of each tensor."""
-    config = cast(LlamoeVisionConfig, checkpoint.config)
-    model = write_model_cfg(config)
+    config: Any = checkpoint.config
+    content: dict[str, Any] = {"model_cfg": write_model_cfg(config)}
     checkpoint, tensors = _encoder(checkpoint, dtype)
     notes = checkpoint.notes
     if config.projection_dim is None:
-        name = "visual_projection.weight"
         identity = torch.eye(config.hidden_size, dtype=tensors["class_embedding"].dtype)
-        tensors[name] = from_tensor(identity, "an identity matrix")
+        tensors["visual_projection.weight"] = from_tensor(identity, "an identity matrix")
         notes.append(
             "visual.proj: an identity matrix, as open_clip's towers always project and this one does not"
         )
     processor = read_processor(checkpoint)
-    content: dict[str, Any] = {"model_cfg": model}
     if processor is None:
         notes.append(
             f"preprocess_cfg: unknown, as the source has no {PROCESSOR}; open_clip takes its default"
@@ -85,11 +86,10 @@ def plan_open_clip(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[C
     # A model of open_clip has no files.
     text = _text_cfg(checkpoint.path) if checkpoint.sources else None
     if text is not None:
-        model["text_cfg"] = text
+        content["model_cfg"]["text_cfg"] = text
     else:
         notes.append(f"{OPEN_CLIP_CONFIG}: without text_cfg, as the source does not say it")
-    (translated,) = write_through(OPEN_CLIP, tensors, 1, config)
-    groups = [{OPEN_CLIP_FILES[0]: translated}]
+    groups = [{OPEN_CLIP_FILES[0]: write_through(OPEN_CLIP, tensors, 1, config)[0]}]
     return checkpoint, Plan(groups, before=_licences(checkpoint), last={OPEN_CLIP_CONFIG: to_json(content)})
 
 
@@ -104,7 +104,7 @@ def _text_cfg(path: Path) -> Any:
 
 def plan_clip(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Checkpoint, Plan]:
     """The same for a folder of transformers' CLIP."""
-    config = cast(LlamoeVisionConfig, checkpoint.config)
+    config: Any = checkpoint.config
     checkpoint, tensors = _encoder(checkpoint, dtype)
     has_projection = config.projection_dim is not None
     same = (
@@ -117,27 +117,19 @@ def plan_clip(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Checkp
         architectures=["CLIPVisionModelWithProjection" if has_projection else "CLIPVisionModel"],
         dtype=dtype_name(main_dtype(tensors)),
     )
-    (translated,) = write_through(CLIP, tensors, 1, config)
-    groups, index = split_shards(translated, _SHARD_SIZE)
+    groups, index = split_shards(write_through(CLIP, tensors, 1, config)[0], _SHARD_SIZE)
     before = {**_licences(checkpoint), "config.json": stock.to_json_string().encode()}
     processor = read_processor(checkpoint)
     if processor is None:
         checkpoint.notes.append(f"{PROCESSOR}: not written, as the source has none")
     else:
-        before[PROCESSOR] = to_json(_as_clip_processor(processor, checkpoint, cast(int, config.image_size)))
+        if not str(processor.get("image_processor_type", "CLIP")).startswith("CLIP"):
+            # Those of a processor that makes tiles become those of one tile.
+            origin = f"{checkpoint.path}: {PROCESSOR}"
+            settings = image_processors.to_open_clip(processor, origin)
+            processor = image_processors.from_open_clip(settings, config.image_size, origin)
+        before[PROCESSOR] = to_json(processor)
     return checkpoint, Plan(groups, before=before, last=index)
-
-
-def _as_clip_processor(
-    processor: Mapping[str, Any], checkpoint: Checkpoint, image_size: int
-) -> dict[str, Any]:
-    """Settings for `CLIPImageProcessor`; those of a processor that makes tiles become those of one tile."""
-    if str(processor.get("image_processor_type", "CLIP")).startswith("CLIP"):
-        return dict(processor)
-    origin = f"{checkpoint.path}: {PROCESSOR}"
-    return image_processors.from_open_clip(
-        image_processors.to_open_clip(processor, origin), image_size, origin
-    )
 
 
 def _licences(checkpoint: Checkpoint) -> dict[str, bytes]:

@@ -14,4 +14,4 @@ from .folder import (
     write_folder,
     write_tokenizer,
 )
-from .params import Params, Seen, kept_fields, naming, read_decoder, read_kept
+from .params import Params, kept_fields, naming, read_decoder, read_dtype, read_kept

@@ -23,7 +23,7 @@ from ..io import (
     read_through,
     sources_of,
 )
-from .params import KEPT, Params, Seen
+from .params import KEPT, Params
 
 Files = Sequence[Mapping[str, LazyTensor]]
 
@@ -85,8 +85,8 @@ def open_files(paths: Sequence[Path]) -> tuple[list[dict[str, LazyTensor]], dict
     return files, dropped
 
 
-def measure(params: Params, files: Files, place: str) -> tuple[Seen, int]:
-    """What the tensors show of a decoder, and the axis along which files slice the embedding.
+def measure(params: Params, files: Files, place: str) -> tuple[Params, int]:
+    """The parameters with vocabulary and dtype, and the axis along which files slice the embedding.
 
     Raises:
         CheckpointError: params.json and the tensors, or the number of files, contradict each other.
@@ -122,7 +122,10 @@ def measure(params: Params, files: Files, place: str) -> tuple[Seen, int]:
                 f"{tensor.origin} has {tensor.shape[0]} frequencies, half of a head's channels, but {params.origin} "
                 f"says n_heads = {params.integer('n_heads')}, heads of {params.head_dim}."
             )
-    return Seen(rows if axis else rows * count, first["norm.weight"].dtype_name), axis
+    vocab_size = rows if axis else rows * count
+    if params.entries.get("vocab_size", -1) not in (-1, vocab_size):
+        params.reject("vocab_size", f"-1, or the {vocab_size} rows of tok_embeddings.weight")
+    return params.completed(vocab_size=vocab_size, dtype=first["norm.weight"].dtype_name), axis
 
 
 def read_tensors(

@@ -8,7 +8,7 @@ change the output (context length, token ids, training options) go into `llamoe.
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,24 +27,6 @@ _ALWAYS_KEPT = frozenset(
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What the tensors show, not `params.json`.
-
-    Attributes:
-        vocab_size: rows of the whole embedding.
-        dtype: of the weights, such as "bfloat16".
-        inner, expert_inner, vision_inner: hidden sizes of the dense feed-forwards, of an expert and of the tower's
-            feed-forwards; None means the formula of Meta's code.
-    """
-
-    vocab_size: int
-    dtype: str | None = None
-    inner: int | None = None
-    expert_inner: int | None = None
-    vision_inner: int | None = None
-
-
-@dataclass(frozen=True)
 class Params:
     """The content of a `params.json` without its nulls, with checks that name a wrong entry and its file."""
 
@@ -57,6 +39,10 @@ class Params:
         nested = content.get("model")
         content = nested if isinstance(nested, Mapping) else content
         return cls(_without_nulls(content), origin)
+
+    def completed(self, **entries: Any) -> "Params":
+        """With entries that the tensors show, as if the file had them."""
+        return replace(self, entries={**self.entries, **_without_nulls(entries)})
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries
@@ -123,15 +109,13 @@ def naming(params: Params) -> Iterator[None]:
         raise CheckpointError(f"{params.origin}: {error}") from error
 
 
-def read_decoder(params: Params, seen: Seen) -> dict[str, Any]:
+def read_decoder(params: Params) -> dict[str, Any]:
     """Fields that all decoders have."""
     dim, heads = params.integer("dim"), params.integer("n_heads")
     if "head_dim" not in params and dim % heads:
         params.reject("n_heads", f"a divisor of dim = {dim}")
-    if params.entries.get("vocab_size", -1) not in (-1, seen.vocab_size):
-        params.reject("vocab_size", f"-1, or the {seen.vocab_size} rows of tok_embeddings.weight")
-    fields = {
-        "vocab_size": seen.vocab_size,
+    return {
+        "vocab_size": params.integer("vocab_size"),
         "hidden_size": dim,
         "num_hidden_layers": params.integer("n_layers"),
         "num_attention_heads": heads,
@@ -141,8 +125,13 @@ def read_decoder(params: Params, seen: Seen) -> dict[str, Any]:
         "rms_norm_eps": params.number("norm_eps", 1e-5),
         "attention_bias": False,
         "mlp_bias": False,
+        **read_dtype(params),
     }
-    return fields if seen.dtype is None else fields | {"dtype": seen.dtype}
+
+
+def read_dtype(params: Params) -> dict[str, str]:
+    """The dtype of the weights, where tensors showed one."""
+    return {"dtype": params.entries["dtype"]} if "dtype" in params else {}
 
 
 def kept_fields(config: Any, again: Any, whose: str) -> dict[str, Any]:

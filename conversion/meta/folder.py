@@ -6,7 +6,6 @@ tokenizer.model lies in the folder or one level up.
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeVisionConfig, count_parameters
@@ -17,7 +16,6 @@ from ..checkpoint import Checkpoint, Report
 from ..consolidated import (
     Files,
     Params,
-    Seen,
     is_tuned,
     measure,
     naming,
@@ -78,11 +76,11 @@ def open_meta(
     generation = _find_generation(params, files, tokenizer)
     dropped |= check_entries(params, generation == 4)
     is_tied = _head_is_embedding(params, files)
-    seen, axis = measure(params, files, str(paths[0]))
-    params, seen = _measure_feed_forwards(params, seen, files, str(paths[0]))
+    params, axis = measure(params, files, str(paths[0]))
+    params = _measure_feed_forwards(params, files, str(paths[0]))
     tuned = is_tuned(folder, instruct)
     with naming(params):
-        config = read_config(params, seen, generation, bool(tuned), is_tied)
+        config = read_config(params, generation, bool(tuned), is_tied)
         read_kept(config, folder)
     table = llama4_table(config) if generation == 4 else llama_table(axis)
     tensors, left_out = read_tensors(table, files, config, str(paths[0]))
@@ -145,8 +143,8 @@ def _head_is_embedding(params: Params, files: Files) -> bool:
     )
 
 
-def _measure_feed_forwards(params: Params, seen: Seen, files: Files, place: str) -> tuple[Params, Seen]:
-    """Hidden sizes, which params.json does not say, and a number of experts that it leaves to the tensors (-1)."""
+def _measure_feed_forwards(params: Params, files: Files, place: str) -> Params:
+    """The parameters with hidden sizes, which params.json does not say, and a number of experts that it leaves open."""
     first = files[0]
 
     def whole(suffix: str, axis: int) -> int | None:
@@ -154,25 +152,22 @@ def _measure_feed_forwards(params: Params, seen: Seen, files: Files, place: str)
         shapes = (tensor.shape for name, tensor in first.items() if name.endswith(suffix))
         return next((shape[axis] * len(files) for shape in shapes if len(shape) > axis), None)
 
-    fused = whole("feed_forward.mlp.fc1_weight", 0)
-    seen = replace(
-        seen,
-        inner=fused // 2 if fused else whole("feed_forward.w1.weight", 0),
-        expert_inner=whole("experts.moe_w_in_eD_F", 1) or whole("experts.w1", 2),
-        vision_inner=whole("resblocks.0.mlp.c_fc.weight", 0),
-    )
     for pattern, part in {r".*\.router_DE": "moe_args", r"vision_embeddings\..*": "vision_args"}.items():
         held = next(filter(re.compile(pattern).fullmatch, first), None)
         if held and part not in params:
             raise CheckpointError(f"{place}: {held} is there, but {params.origin} has no {part}.")
-    experts, router = (
-        params.part("moe_args"),
-        next((key for key in first if key.endswith(".router_DE")), None),
-    )
-    if router and experts and experts.entries.get("num_experts", -1) == -1:
-        counted = {**experts.entries, "num_experts": first[router].shape[-1]}
-        params = replace(params, entries={**params.entries, "moe_args": counted})
-    return params, seen
+    fused = whole("feed_forward.mlp.fc1_weight", 0)
+    params = params.completed(hidden_dim=fused // 2 if fused else whole("feed_forward.w1.weight", 0))
+    if experts := params.part("moe_args"):
+        inner = whole("experts.moe_w_in_eD_F", 1) or whole("experts.w1", 2)
+        count = experts.entries.get("num_experts", -1)
+        if count == -1 and (routed := whole(".router_DE", 1)):
+            count = routed // len(files)
+        params = params.completed(moe_args=experts.completed(hidden_dim=inner, num_experts=count).entries)
+    if vision := params.part("vision_args"):
+        inner = whole("resblocks.0.mlp.c_fc.weight", 0)
+        params = params.completed(vision_args=vision.completed(hidden_dim=inner).entries)
+    return params
 
 
 def save_meta(

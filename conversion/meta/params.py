@@ -12,7 +12,7 @@ from typing import Any
 from ...configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.checks import fail
-from ..consolidated import Params, Seen, kept_fields, read_decoder
+from ..consolidated import Params, kept_fields, read_decoder, read_dtype
 from .hidden_sizes import expert_size, feed_forward_size, fit_dense, fit_mixture
 
 # Original context length of Llama 3's rotary scaling: a constant in Meta's code, as is the factor for low frequencies.
@@ -88,13 +88,12 @@ def note_defaults(params: Params, config: LlamoeBaseConfig) -> list[str]:
 
 
 def read_config(
-    params: Params, seen: Seen, generation: int, is_tuned: bool = False, is_tied: bool = False
+    params: Params, generation: int, is_tuned: bool = False, is_tied: bool = False
 ) -> LlamoeBaseConfig:
-    """The configuration of a folder; sizes that the tensors do not show follow Meta's formulas.
+    """The configuration of a folder; sizes that the tensors did not show (`hidden_dim`) follow Meta's formulas.
 
     Args:
-        params: content of params.json.
-        seen: what the tensors show.
+        params: content of params.json, and what the tensors show.
         generation: of LLaMA, 1 to 4.
         is_tuned: whether the model is known to be tuned to follow instructions.
         is_tied: whether a dense model's head is the embedding.
@@ -104,28 +103,28 @@ def read_config(
         `vision_args`.
 
     Raises:
-        CheckpointError: an entry is missing or impossible, or contradicts the tensors.
+        CheckpointError: an entry is missing or impossible.
     """
-    fields = read_decoder(params, seen) | {"rope_parameters": _read_rope(params, generation)}
+    fields = read_decoder(params) | {"rope_parameters": _read_rope(params, generation)}
     if generation < 4:
-        fields |= _read_dense(params, seen, generation, is_tuned, fields)
+        fields |= _read_dense(params, fields, generation, is_tuned)
         return LlamoeDenseConfig(
             **fields, tie_word_embeddings=is_tied, architectures=["LlamoeDenseForCausalLM"]
         )
     # Special tokens are the last ones; none where the vocabulary is too small for them.
-    base = seen.vocab_size - _SPECIALS[4]
+    base = fields["vocab_size"] - _SPECIALS[4]
     ids = {
         name: [base + n for n in place] if isinstance(place, tuple) else base + place
         for name, place in _LLAMA4_IDS.items()
         if base > 0
     }
     fields |= {f"{name}_token_id": ids.get(name) for name in ("bos", "eos", "pad")}
-    fields |= _read_text(params, seen, is_tuned, fields)
+    fields |= _read_text(params, fields, is_tuned)
     vision = params.part("vision_args")
     if vision is None:
         return LlamoeTextConfig(**fields, architectures=["LlamoeForCausalLM"], tie_word_embeddings=False)
-    dtype = {} if seen.dtype is None else {"dtype": seen.dtype}
-    parts: dict[str, Any] = {"text_config": fields, "vision_config": _read_vision(vision, seen) | dtype}
+    dtype = read_dtype(params)
+    parts: dict[str, Any] = {"text_config": fields, "vision_config": _read_vision(vision) | dtype}
     return LlamoeConfig(
         **parts,
         **{f"{name}_token_index": ids[name] for name in ("boi", "eoi", "image") if ids},
@@ -158,9 +157,7 @@ def _read_rope(params: Params, generation: int) -> dict[str, Any]:
     }
 
 
-def _read_dense(
-    params: Params, seen: Seen, generation: int, is_tuned: bool, fields: Mapping[str, Any]
-) -> dict[str, Any]:
+def _read_dense(params: Params, fields: Mapping[str, Any], generation: int, is_tuned: bool) -> dict[str, Any]:
     rope = fields["rope_parameters"]
     length = {1: 2048, 2: 4096, 3: 8192}[generation]
     if rope["rope_type"] == "llama3":
@@ -170,24 +167,24 @@ def _read_dense(
         length = 16384
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
     if generation == 3:
-        base = seen.vocab_size - _SPECIALS[3]
+        base = fields["vocab_size"] - _SPECIALS[3]
         # end_of_text; tuned models also end their turns with eom and eot.
         eos = [base + 1, base + 8, base + 9] if is_tuned else base + 1
         ids = {"bos_token_id": base, "eos_token_id": eos} if base > 0 else dict.fromkeys(ids)
     return {
         **ids,
-        "intermediate_size": _inner(params, seen),
+        "intermediate_size": _inner(params),
         "max_position_embeddings": params.integer("max_seq_len", length),
     }
 
 
-def _inner(params: Params, seen: Seen) -> int:
+def _inner(params: Params) -> int:
     multiplier = params.number("ffn_dim_multiplier") if "ffn_dim_multiplier" in params else None
-    multiple_of = params.integer("multiple_of", 256)
-    return seen.inner or feed_forward_size(params.integer("dim"), multiple_of, multiplier)
+    computed = feed_forward_size(params.integer("dim"), params.integer("multiple_of", 256), multiplier)
+    return params.integer("hidden_dim", computed)
 
 
-def _read_text(params: Params, seen: Seen, is_tuned: bool, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _read_text(params: Params, fields: Mapping[str, Any], is_tuned: bool) -> dict[str, Any]:
     length = 262144
     if is_tuned:
         length = 10485760 if fields["rope_parameters"]["rope_type"] == "llama3" else 1048576
@@ -199,12 +196,12 @@ def _read_text(params: Params, seen: Seen, is_tuned: bool, fields: Mapping[str, 
         "attn_temperature_tuning": params.flag("attn_temperature_tuning"),
         "floor_scale": params.integer("floor_scale", 8192),
         "attn_scale": params.number("attn_scale", 0.1),
-        "intermediate_size_mlp": _inner(params, seen),
+        "intermediate_size_mlp": _inner(params),
     }
     experts = params.part("moe_args")
     if experts is None:
         return text | {"moe_layers": []}
-    inner = seen.expert_inner
+    inner = experts.optional_integer("hidden_dim")
     if inner is None:
         inner = expert_size(
             fields["hidden_size"],
@@ -224,13 +221,13 @@ def _read_text(params: Params, seen: Seen, is_tuned: bool, fields: Mapping[str, 
     }
 
 
-def _read_vision(params: Params, seen: Seen) -> dict[str, Any]:
+def _read_vision(params: Params) -> dict[str, Any]:
     dim, out = params.integer("dim"), params.integer("output_dim")
     return {
         "hidden_size": dim,
         "num_hidden_layers": params.integer("n_layers"),
         "num_attention_heads": params.integer("n_heads"),
-        "intermediate_size": seen.vision_inner or int(params.number("mlp_ratio") * dim),
+        "intermediate_size": params.optional_integer("hidden_dim") or int(params.number("mlp_ratio") * dim),
         "image_size": _side(params, "image_size"),
         "patch_size": _side(params, "patch_size"),
         "vision_output_dim": out,
@@ -280,7 +277,7 @@ def write_params(config: LlamoeBaseConfig, generation: int) -> tuple[dict[str, A
         _add_text(params, text)
     if isinstance(config, LlamoeConfig):
         params["vision_args"] = _write_vision(config.vision_config)
-    again = read_config(Params.of(params, "params.json"), Seen(text.vocab_size), generation)
+    again = read_config(Params.of(params, "params.json"), generation)
     return params, kept_fields(config, again, "Meta's")
 
 

@@ -64,9 +64,9 @@ def open_mistral(
     files, dropped = open_files(paths)
     files = _join_files(paths, files, params)
     place = str(paths[0] if len(paths) == 1 else folder)
-    seen, axis = measure(params, files, place)
+    params, axis = measure(params, files, place)
     with naming(params):
-        config = read_config(params, seen)
+        config = read_config(params)
         read_kept(config, folder)
     table = mistral_table(axis, any(".block_sparse_moe." in name for name in files[0]))
     tensors, computed = read_tensors(table, files, config, place)

@@ -17,7 +17,7 @@ from typing import Any
 from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
-from ..consolidated import Params, Seen, kept_fields, read_decoder
+from ..consolidated import Params, kept_fields, read_decoder
 
 _CONTEXT = 32768
 _THETA, _THETA_WITH_WINDOW = 1000000.0, 10000.0
@@ -125,13 +125,13 @@ def read_params(content: Mapping[str, Any], origin: str) -> tuple[Params, dict[s
     )
 
 
-def read_config(params: Params, seen: Seen) -> LlamoeDenseConfig | LlamoeMixtralConfig:
+def read_config(params: Params) -> LlamoeDenseConfig | LlamoeMixtralConfig:
     """The configuration of a folder, from the result of `read_params` and what the tensors show.
 
     Raises:
         CheckpointError: an entry is missing or impossible, or contradicts the tensors.
     """
-    fields = read_decoder(params, seen) | _read_window(params)
+    fields = read_decoder(params) | _read_window(params)
     theta = _THETA_WITH_WINDOW if "sliding_window" in fields else _THETA
     fields |= {
         "intermediate_size": params.integer("hidden_dim"),
@@ -201,5 +201,5 @@ def write_params(config: LlamoeBaseConfig) -> tuple[dict[str, Any], dict[str, An
             "num_experts": config.num_local_experts,
             "num_experts_per_tok": config.num_experts_per_tok,
         }
-    again = read_config(Params.of(params, "params.json"), Seen(config.vocab_size))
+    again = read_config(Params.of(params, "params.json"))
     return params, kept_fields(config, again, "Mistral AI's")

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 import llamoe
 from llamoe.configuration import PRESETS
 from llamoe.conversion.checkpoint import Checkpoint, expected_shapes
-from llamoe.conversion.consolidated.params import Params, Seen, add_kept
+from llamoe.conversion.consolidated.params import Params, add_kept
 from llamoe.conversion.convert import convert
 from llamoe.conversion.io import WriteOptions
 from llamoe.conversion.io.lazy_tensor import LazyTensor
@@ -133,8 +133,7 @@ def test_a_published_configuration_survives_params_json(name):
     released = RELEASED.get(name, {})
     assert {key: params[key] for key in released} == released
     json.dumps([params, kept])
-    seen = Seen(config.get_text_config().vocab_size)
-    read = read_config(Params.of(params, "params.json"), seen, max(generation(name), 2))
+    read = read_config(Params.of(params, "params.json"), max(generation(name), 2))
     add_kept(read, kept, "llamoe.json")
     assert read.to_dict() == config.to_dict() | {"architectures": read.architectures}
 
@@ -188,9 +187,8 @@ def test_metas_formulas_give_the_published_sizes():
 
 
 def read(generation=4, vocab_size=202048, **params):
-    base = dict(dim=64, n_layers=4, n_heads=4, norm_eps=1e-5)
-    seen = Seen(vocab_size, inner=96, expert_inner=64)
-    return read_config(Params.of(base | params, "params.json"), seen, generation)
+    base = dict(dim=64, n_layers=4, n_heads=4, norm_eps=1e-5, vocab_size=vocab_size, hidden_dim=96)
+    return read_config(Params.of(base | params, "params.json"), generation)
 
 
 def test_scaled_rotary_embeddings_have_metas_own_defaults():
@@ -232,7 +230,7 @@ def test_llama_3_scales_as_its_published_configuration_and_both_ways(name):
         params, _ = write_params(config, 3)
         # Meta's code has 8 for all.
         assert params.get("rope_scaling_factor", 8.0) == given and needs_own_scaling(params) == (given != 8.0)
-        again = read_config(Params.of(params, "params.json"), Seen(128256), 3)
+        again = read_config(Params.of(params, "params.json"), 3)
         assert again.rope_parameters == config.rope_parameters
 
 
@@ -319,7 +317,7 @@ def test_what_params_json_does_not_say_is_what_metas_code_takes():
     assert text.eos_token_id == [200001, 200007, 200008]
     assert read(vocab_size=101).bos_token_id is None
     assert read(nope_layer_interval=2).no_rope_layers == [1, 0, 1, 0]
-    mixed = read(moe_args={"num_experts": 3, "interleave_moe_layer_step": 2})
+    mixed = read(moe_args={"num_experts": 3, "hidden_dim": 64, "interleave_moe_layer_step": 2})
     assert mixed.moe_layers == [1, 3] and mixed.num_experts_per_tok == 1
     assert read(2, 32000, max_seq_len=777).max_position_embeddings == 777
     assert read(2, 32000, rope_theta=1e6).max_position_embeddings == 16384  # Code Llama
