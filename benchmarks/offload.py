@@ -294,7 +294,7 @@ def rate(folder: str, budget: int, rounds: int) -> dict:
         for store in model._stores():
             for layer in store.statistics:
                 for stack in ("gate_up_proj", "down_proj"):
-                    for _ in store.walk(layer, stack, [(expert, 1) for expert in range(num_experts)]):
+                    for _ in store.walk(layer, stack, dict.fromkeys(range(num_experts), ((0, 1),))):
                         pass
         return sum(model.experts_statistics().values(), ExpertsStatistics()).bytes_read
 

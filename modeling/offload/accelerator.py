@@ -4,41 +4,19 @@ Bringing an expert costs its bytes over the link, whatever the number of rows. C
 from RAM for few rows, and the products for many. Both rates are measured on the first expert that is missed.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-
-@dataclass
-class Costs:
-    """Seconds of both ways for one expert's matrix.
-
-    Attributes:
-        bring: seconds to copy it to the accelerator.
-        few_rows: seconds of a product of one row on the CPU.
-        row: seconds that each further row adds there.
-    """
-
-    bring: float
-    few_rows: float
-    row: float
-
-    def cheaper(self, num_rows: int) -> Literal["compute", "bring"]:
-        """The way that costs less time."""
-        return "compute" if self.few_rows + self.row * (num_rows - 1) < self.bring else "bring"
+# Of a long product.
+_ROWS = 64
 
 
-def measure(bring: Callable[[], object], compute: Callable[[int], object], rows: int = 64) -> Costs:
-    """Time both ways.
-
-    Args:
-        bring: copies a matrix to the accelerator.
-        compute: multiplies so many rows by the matrix on the CPU.
-        rows: number of rows of a long product.
-    """
+def max_rows_on_host(bring: Callable[[], object], compute: Callable[[int], object]) -> float:
+    """Number of rows up to which `compute` takes less time, where a matrix lies, than to `bring` it; maybe infinite."""
 
     def seconds(work: Callable[[], object]) -> float:
         times = []
@@ -50,8 +28,11 @@ def measure(bring: Callable[[], object], compute: Callable[[int], object], rows:
             times.append(time.perf_counter() - begin)
         return min(times)
 
-    one, many = seconds(lambda: compute(1)), seconds(lambda: compute(rows))
-    return Costs(seconds(bring), one, max(0.0, many - one) / (rows - 1))
+    first, many, brought = seconds(lambda: compute(1)), seconds(lambda: compute(_ROWS)), seconds(bring)
+    if first >= brought:
+        return 0
+    further = (many - first) / (_ROWS - 1)
+    return math.inf if further <= 0 else 1 + (brought - first) / further
 
 
 class Copies:
@@ -89,20 +70,17 @@ class Copies:
 
 @dataclass
 class _Copy:
-    """A copy on its way; streams wait for it, not the host (`matrix_cache.Arrival`)."""
+    """A copy on its way (`matrix_cache.Entry.arrival`): streams wait for it, not the host, also with the next copy."""
 
     device: torch.device
     event: torch.Event | None
 
     def done(self) -> bool:
-        """Yes: a later copy to the same slot is behind this one on the stream."""
         return True
 
     def failed(self) -> bool:
-        """No."""
         return False
 
     def result(self) -> None:
-        """Let the products that come wait for the copy."""
         if self.event is not None:
             torch.accelerator.current_stream(self.device).wait_event(self.event)

@@ -37,18 +37,10 @@ class ExpertsMemory:
     misses: Literal["auto", "compute", "bring"] = "auto"
 
     def __post_init__(self):
-        """Check the values.
-
-        Raises:
-            ValueError: no size, no number of threads, or an unknown way.
-        """
+        """Raise a `ValueError` for values that mean nothing."""
         if self.size is not None:
             object.__setattr__(self, "size", bytes_of("experts_memory", self.size, least=1))
-        if (
-            isinstance(self.readers, bool)
-            or not isinstance(self.readers, int)
-            or not 1 <= self.readers <= 256
-        ):
+        if type(self.readers) is not int or not 1 <= self.readers <= 256:
             raise ValueError(f"ExpertsMemory(readers={self.readers!r}): give a number of threads, 1 to 256.")
         if self.misses not in ("auto", "compute", "bring"):
             raise ValueError(f"ExpertsMemory(misses={self.misses!r}): give 'auto', 'compute' or 'bring'.")
@@ -88,11 +80,7 @@ def _kinds(layers: Mapping[str, Experts]) -> list[list[str]]:
 
 
 def check_budget(layers: Mapping[str, Experts], budget: int) -> None:
-    """Check that there is room for one expert of each kind.
-
-    Raises:
-        ValueError: there is not.
-    """
+    """Raise a `ValueError` if there is not room for one expert of each kind."""
     firsts = {kind[0]: bytes_of_expert(layers[kind[0]]) for kind in _kinds(layers)}
     if budget < sum(firsts.values()):
         layer = max(firsts, key=lambda name: firsts[name])
@@ -104,11 +92,7 @@ def check_budget(layers: Mapping[str, Experts], budget: int) -> None:
 
 
 def divide(layers: Mapping[str, Experts], budget: int) -> list[tuple[list[str], int]]:
-    """Each kind of layers, and for how many of their experts there is room: at least one, and more by their sizes.
-
-    Raises:
-        ValueError: there is not room for one of each.
-    """
+    """Each kind of layers, and for how many of their experts there is room: at least one, and more by their sizes."""
     check_budget(layers, budget)
     kinds = _kinds(layers)
     sizes = [bytes_of_expert(layers[kind[0]]) for kind in kinds]

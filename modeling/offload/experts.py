@@ -30,19 +30,17 @@ class OffloadedExperts(Experts):
     Parameters give names, shapes and dtypes, and what `save_pretrained` writes: a memory map where the file has the
     whole stack in the model's dtype, else a meta tensor. Until the store comes there are none, so that nobody loads
     them. Products read the store instead.
+
+    Args:
+        experts: whose place they take, on the meta device, plain or packed.
+        name: of the experts in the model, for errors.
+        place: "disk" or "cpu".
+        stored: where the files have them.
     """
 
     is_offloaded = True
 
     def __init__(self, experts: Experts, name: str, place: str, stored: StoredLayer):
-        """Take the place of empty experts.
-
-        Args:
-            experts: on the meta device, plain or packed.
-            name: of the experts in the model, for errors.
-            place: "disk" or "cpu".
-            stored: where the files have them.
-        """
         self.take_after(experts)
         # Not a submodule: nothing of it is in the model.
         self.__dict__["shapes"] = experts
@@ -56,30 +54,24 @@ class OffloadedExperts(Experts):
     def connect(self, store: Store) -> None:
         """Take matrices from a store."""
         self.store = store
-        for name, shape in [*self.shapes.named_parameters(), *self.shapes.named_buffers()]:
-            tensor = shape.data
+        for name, tensor in self.shapes.state_dict(keep_vars=True).items():
+            content = tensor.data
             if name in self.stored.whole:
                 path, stored_name = self.stored.whole[name]
                 with safe_open(path, framework="pt") as file:
-                    tensor = file.get_tensor(stored_name)
-            if isinstance(shape, nn.Parameter):
-                is_float = tensor.is_floating_point() and not self.is_packed
-                self.register_parameter(name, nn.Parameter(tensor, requires_grad=is_float))
+                    content = file.get_tensor(stored_name)
+            if isinstance(tensor, nn.Parameter):
+                trains = content.is_floating_point() and not self.is_packed
+                self.register_parameter(name, nn.Parameter(content, requires_grad=trains))
             else:
-                self.register_buffer(name, tensor)
+                self.register_buffer(name, content)
 
     def __deepcopy__(self, memo: dict) -> "OffloadedExperts":
         """A copy of the layer, with the same store."""
         new: Any = object.__new__(type(self))
         memo[id(self)] = new
-        for shared in (
-            self.store,
-            self.shapes,
-            self.stored,
-            *self._parameters.values(),
-            *self._buffers.values(),
-        ):
-            memo[id(shared)] = shared
+        shared = self.store, self.shapes, self.stored, *self.parameters(), *self.buffers()
+        memo |= {id(each): each for each in shared}
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         new.number = register_holder(new)
         return new
@@ -125,11 +117,7 @@ class OffloadedExperts(Experts):
                 )
 
     def check_cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Check that a function for all tensors leaves the dtype.
-
-        Raises:
-            ValueError: it does not.
-        """
+        """Raise a `ValueError` for a function for all tensors that changes the dtype."""
         moved = fn(torch.empty(0, dtype=self.dtype))
         if moved.dtype != self.dtype and not self.is_packed:
             raise ValueError(
@@ -143,11 +131,7 @@ class OffloadedExperts(Experts):
         return self
 
     def check_frozen(self) -> None:
-        """Check that nothing of these experts is to be trained.
-
-        Raises:
-            ValueError: a parameter that requires gradients.
-        """
+        """Raise a `ValueError` if something of these experts is to be trained."""
         for own_name, parameter in self._parameters.items():
             if parameter.requires_grad:
                 raise ValueError(
@@ -183,12 +167,11 @@ class OffloadedExperts(Experts):
         )
 
     def _bring_both(self, groups: list[Group]) -> Iterator[tuple[Parts, Parts, Ranges]]:
-        hit = _by_expert(groups)
-        rows, walk = _rows(hit), self.store.walk
-        with closing(walk(self.name, "gate_up_proj", rows, later="down_proj")) as gate_ups:
-            for one, (_, ranges), gate_up in zip(rows, hit, gate_ups, strict=True):
+        hit, walk = _by_expert(groups), self.store.walk
+        with closing(walk(self.name, "gate_up_proj", hit, later="down_proj")) as gate_ups:
+            for (expert, ranges), gate_up in zip(hit.items(), gate_ups, strict=True):
                 # A down matrix is let go before the next gate is waited for, so that threads cannot block each other.
-                with closing(walk(self.name, "down_proj", [one])) as downs:
+                with closing(walk(self.name, "down_proj", {expert: ranges})) as downs:
                     yield gate_up, next(downs), ranges
 
     def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
@@ -223,9 +206,8 @@ class OffloadedStack(Stack):
         hit = _by_expert(group for group in groups if group[0] < self.num_experts)
         # The stack that multiplies the results, in a forward pass or back.
         later = STACKS[not transposed] if self.name == STACKS[transposed] else None
-        with closing(self.experts.store.walk(self.experts.name, self.name, _rows(hit), later)) as found:
-            for (_, ranges), parts in zip(hit, found, strict=True):
-                yield parts, ranges
+        with closing(self.experts.store.walk(self.experts.name, self.name, hit, later)) as found:
+            yield from zip(found, hit.values(), strict=True)
 
     def matrices(self) -> "OffloadedStack":
         """The matrices `[I, O]`, each read when it is asked for."""
@@ -233,7 +215,7 @@ class OffloadedStack(Stack):
 
     def __getitem__(self, expert: int) -> torch.Tensor:
         walk = self.experts.store.walk
-        with closing(walk(self.experts.name, self.name, [(expert, 1)], may_compute=False)) as found:
+        with closing(walk(self.experts.name, self.name, {expert: ((0, 1),)}, may_compute=False)) as found:
             matrix = self.form.matrix(next(found), self.sizes, self.form.compute_dtype).T
             # The slot is free for another expert when this returns.
             return matrix.to(self.experts.device, copy=True)
@@ -245,14 +227,9 @@ class OffloadedStack(Stack):
         return multiply_sorted(x_NI, self, ends_E)
 
 
-def _by_expert(groups: Iterable[Group]) -> list[tuple[int, list[tuple[int, int]]]]:
+def _by_expert(groups: Iterable[Group]) -> dict[int, list[tuple[int, int]]]:
     """Each expert once, in ascending order, with the first and last row + 1 of each of its groups."""
     found: dict[int, list[tuple[int, int]]] = {}
-    for expert, start, end in groups:
+    for expert, start, end in sorted(groups):
         found.setdefault(expert, []).append((start, end))
-    return sorted(found.items())
-
-
-def _rows(hit: list[tuple[int, list[tuple[int, int]]]]) -> list[tuple[int, int]]:
-    """Each expert and its number of rows."""
-    return [(expert, sum(end - start for start, end in ranges)) for expert, ranges in hit]
+    return found

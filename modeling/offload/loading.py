@@ -104,9 +104,8 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
     """Take the experts that were asked for out of an empty model, before its weights are read.
 
     Raises:
-        CheckpointError: the checkpoint lacks an expert, or has it in another shape.
-        ValueError: a model without experts, weights that are in no safetensors file, or experts that are to be
-            quantized while they are loaded.
+        ValueError: a model without experts, one that is not in the files as it should be, weights that are in no
+            safetensors file, or experts that are to be quantized while they are loaded.
     """
     request = current_loading().offload
     if request is None:
@@ -175,11 +174,16 @@ def _check_packed(layers: Mapping[str, Experts], places: Mapping[str, str], quan
             )
 
 
+def offloaded_in(model: nn.Module) -> list[OffloadedExperts]:
+    """The experts of a model that are offloaded."""
+    return [module for module in model.modules() if isinstance(module, OffloadedExperts)]
+
+
 # Threads write to what is made here, outside of a mode that the caller may be in.
 @torch.inference_mode(False)
 def attach_stores(model: nn.Module) -> None:
     """Give the experts that were taken out their stores, once everything else is loaded."""
-    waiting = [m for m in model.modules() if isinstance(m, OffloadedExperts) and m.store is None]
+    waiting = [experts for experts in offloaded_in(model) if experts.store is None]
     if not waiting:
         return
     device_map = getattr(model, "hf_device_map", None) or {"": "cpu"}
@@ -240,15 +244,13 @@ class OffloadMixin(nn.Module):
     """Methods of every model for experts on disk or in RAM: statistics, closing, and what is refused."""
 
     def _stores(self) -> list[Store]:
-        found = (module.store for module in self.modules() if isinstance(module, OffloadedExperts))
-        return list(dict.fromkeys(store for store in found if store is not None))
+        return list(dict.fromkeys(experts.store for experts in offloaded_in(self) if experts.store))
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
         """As `PreTrainedModel.load_adapter`."""
         # `from_pretrained` of an adapter's folder calls this before it returns.
         attach_stores(self)
-        own = [module for module in self.modules() if isinstance(module, OffloadedExperts)]
-        places = getattr(self, "hf_device_map", None)
+        own, places = offloaded_in(self), getattr(self, "hf_device_map", None)
         if own:
             # Adapters lie where products are computed.
             self.hf_device_map = {**places, **{experts.name: experts.device for experts in own}}
@@ -274,41 +276,30 @@ class OffloadMixin(nn.Module):
         }
 
     def check_saving(self) -> None:
-        """Check that all weights can be written to a folder.
-
-        Raises:
-            ValueError: offloaded experts that no file has as whole stacks.
-        """
-        for name, module in self.named_modules():
-            if isinstance(module, OffloadedExperts) and any(
-                tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]
-            ):
+        """Raise a `ValueError` for offloaded experts that no file has as whole stacks: they cannot be written."""
+        for experts in offloaded_in(self):
+            if any(tensor.is_meta for tensor in [*experts.parameters(), *experts.buffers()]):
                 raise ValueError(
-                    f"{name} is on {module.store.place!r}, and its experts are stored one by one or in another dtype, "
+                    f"{experts.name} is {experts.storage}, and its experts are stored one by one or in another dtype, "
                     "so that its stacks are nowhere whole. Copy the folder that it was loaded from, or load the model "
                     "into memory to save it. Adapters are saved by themselves."
                 )
         for store in self._stores():
             # What is saved are maps of these files.
-            store.check_files()
+            store.reader.check()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         # A cast is refused before the first layer has changed.
-        for module in self.modules():
-            if isinstance(module, OffloadedExperts):
-                module.check_cast(fn)
+        for experts in offloaded_in(self):
+            experts.check_cast(fn)
         return super()._apply(fn, recurse)
 
     def dequantize(self, *args: Any, **kwargs: Any) -> Any:
-        """As `PreTrainedModel.dequantize`.
-
-        Raises:
-            ValueError: packed experts that are offloaded.
-        """
-        for name, module in self.named_modules():
-            if isinstance(module, OffloadedExperts) and module.is_packed:
+        """As `PreTrainedModel.dequantize`; raises a `ValueError` for offloaded packed experts."""
+        for experts in offloaded_in(self):
+            if experts.is_packed:
                 raise ValueError(
-                    f"dequantize: {name} is on {module.store.place!r}, where nothing can be changed. Load the model "
+                    f"dequantize: {experts.name} is {experts.storage}, where nothing can be changed. Load the model "
                     "into memory."
                 )
         return super().dequantize(*args, **kwargs)  # type: ignore[misc]

@@ -46,21 +46,6 @@ class LeastRecentlyUsed:
         return next((key for key in self._keys if can_go(key)), None)
 
 
-class Arrival(Protocol):
-    """A matrix on its way to a slot, as a `Future`."""
-
-    def done(self) -> bool:
-        """Whether nobody writes to the slot any more."""
-        ...
-
-    def failed(self) -> bool:
-        """Whether it is done, and the matrix did not come."""
-        ...
-
-    def result(self) -> None:
-        """Wait until the matrix is there; raise if it did not come."""
-
-
 @dataclass(eq=False)
 class Entry:
     """A matrix in a slot, or on its way there.
@@ -69,16 +54,17 @@ class Entry:
         key: of the matrix.
         slot: its number.
         pins: how many multiply by it, or are about to.
-        arrival: None until it is asked for.
         parts: of the matrix, as its format has them.
+        arrival: `done()` says whether nobody writes to the slot any more, `failed()` whether that is so and the matrix
+            is not there, and `result()` waits until it is there, or raises.
         is_counted: whether somebody has been told that this matrix was not there.
     """
 
     key: Any
     slot: int
     pins: int = 1
-    arrival: Any = None
     parts: list = field(default_factory=list)
+    arrival: Any = None
     is_counted: bool = False
 
 
@@ -91,19 +77,14 @@ class MatrixCache:
     """
 
     def __init__(self, slots: int, policy: Policy):
-        self.slots = slots
         self._policy = policy
         self._entries: dict[Hashable, Entry] = {}
-        self._free = list(range(slots))[::-1]
+        self.free = list(range(slots))[::-1]
+        """Slots without a matrix."""
 
     def __contains__(self, key: Hashable) -> bool:
         """Whether a matrix is there, or on its way."""
         return key in self._entries
-
-    @property
-    def has_free_slots(self) -> bool:
-        """Whether a matrix can come without another going."""
-        return bool(self._free)
 
     def pin(self, key: Hashable) -> Entry | None:
         """The matrix of a key, pinned; None if it is neither there nor on its way."""
@@ -123,10 +104,9 @@ class MatrixCache:
         Raises:
             ValueError: the policy names a matrix that cannot go.
         """
-        slot = self._free.pop() if self._free else self._evict()
-        if slot is None:
+        if not self.free and not self._evict():
             return None
-        entry = self._entries[key] = Entry(key, slot)
+        entry = self._entries[key] = Entry(key, self.free.pop())
         self._policy.touch(key)
         return entry
 
@@ -134,40 +114,32 @@ class MatrixCache:
         """Take a pin back; the slot of a dropped matrix is free with the last one."""
         entry.pins -= 1
         if not entry.pins and self._entries.get(entry.key) is not entry:
-            self._free.append(entry.slot)
+            self.free.append(entry.slot)
 
     def drop(self, entry: Entry) -> None:
-        """Forget a matrix that did not come. Another may be on its way under the same key already."""
+        """Forget a matrix. Where it did not come, another may be on its way under the same key already."""
         if self._entries.get(entry.key) is entry:
-            self._forget(entry)
+            del self._entries[entry.key]
+            self._policy.forget(entry.key)
             if not entry.pins:
-                self._free.append(entry.slot)
+                self.free.append(entry.slot)
 
-    def _forget(self, entry: Entry) -> None:
-        del self._entries[entry.key]
-        self._policy.forget(entry.key)
-
-    def _evict(self) -> int | None:
+    def _evict(self) -> bool:
         victim = self._policy.victim(self._can_go)
-        name = f"{type(self._policy).__name__}.victim"
+        if victim is not None and self._can_go(victim):
+            self.drop(self._entries[victim])
+            return True
         if victim is None:
             idle = sum(map(self._can_go, self._entries))
             # One that was on its way may have come since.
-            victim = self._policy.victim(self._can_go) if idle else None
-            if victim is None and idle:
-                raise ValueError(
-                    f"{name} gave None, but {idle} of {self.slots} matrices can go: give the key of one of them."
-                )
-        if victim is None:
-            return None
-        if not self._can_go(victim):
-            raise ValueError(
-                f"{name} gave {victim!r}, which cannot go: it is in use, or not in memory. Give a key for which "
-                "can_go(key) is true."
-            )
-        entry = self._entries[victim]
-        self._forget(entry)
-        return entry.slot
+            if not idle or self._policy.victim(self._can_go) is not None:
+                return False
+            wrong = f"None, but {idle} of {len(self._entries)} matrices can go"
+        else:
+            wrong = f"{victim!r}, which cannot go: it is in use, or not in memory"
+        raise ValueError(
+            f"{type(self._policy).__name__}.victim gave {wrong}. Give a key for which can_go(key) is true."
+        )
 
     def _can_go(self, key: Hashable) -> bool:
         entry = self._entries.get(key)

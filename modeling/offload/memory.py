@@ -23,15 +23,7 @@ _HUGE_PAGE = 2 << 20
 def slots_of(
     count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_pinned: bool
 ) -> torch.Tensor:
-    """Memory for a number of matrices, `[count, bytes]` uint8, each with room for the rest of its blocks.
-
-    Args:
-        count: of matrices.
-        shape: of one.
-        dtype: of one.
-        device: where they are.
-        is_pinned: whether an accelerator copies from there.
-    """
+    """Memory for so many matrices, `[count, bytes]` uint8, each with room for the rest of its blocks."""
     size = math.prod(shape) * dtype.itemsize
     unit = unit_of(size)
     row = -(-size // unit) * unit + unit

@@ -3,8 +3,6 @@
 A stack is one tensor, of which an expert is a slice; or each expert's gate, up and down are tensors of their own,
 `[out, in]`. A packed stack has several parts, each with an axis for experts in front. Either way, a matrix is one or
 more pieces of contiguous bytes, and nothing but a transposition or a cast lies between a file and memory.
-
-Shapes: E experts, H hidden_size, I intermediate_size.
 """
 
 import math
@@ -17,6 +15,7 @@ import torch
 from ..checkpoints import (
     DTYPES,
     WEIGHT,
+    Stored,
     StoredStack,
     check_experts,
     headers_of,
@@ -44,27 +43,22 @@ class Piece(NamedTuple):
         shape: as stored.
         dtype: as stored.
         part: which part of the matrix it belongs to.
-        rows: of the part as `[out, in]`, the first and the one after the last; None for the part as it lies in memory.
+        rows: of the part as `[out, in]`, which ones; None for the part as it lies in memory.
+        is_kept: whether memory has the bytes of the file, and a kernel can read them where they lie in it.
     """
 
     path: str
     begin: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    part: int = 0
-    rows: tuple[int, int] | None = None
+    part: int
+    rows: slice | None
+    is_kept: bool
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-    def place(self, parts: list[torch.Tensor], is_transposed: bool) -> torch.Tensor:
-        """Where the piece goes in the parts of a matrix, in the shape of the piece."""
-        part = parts[self.part]
-        if self.rows is None:
-            return part
-        return (part.T if is_transposed else part)[slice(*self.rows)]
 
 
 class StoredLayer(NamedTuple):
@@ -82,9 +76,7 @@ class StoredLayer(NamedTuple):
 
 
 def find_pieces(
-    layers: Mapping[str, Experts],
-    files: Iterable[str],
-    names: Callable[[str], Iterable[str]],
+    layers: Mapping[str, Experts], files: Iterable[str], names: Callable[[str], Iterable[str]]
 ) -> dict[str, StoredLayer]:
     """Where a checkpoint has the experts of these layers.
 
@@ -115,16 +107,23 @@ def find_pieces(
 def _pieces(experts: Experts, stack: str, stored: StoredStack) -> list[list[Piece]]:
     """The pieces of each expert's matrix."""
     found: list[list[Piece]] = [[] for _ in range(experts.num_experts)]
+    own, alignment = experts.parts(stack), experts.format.alignment
+
+    def add(
+        expert: int, tensor: Stored, shape: tuple[int, ...], begin: int, part: int, rows: slice | None = None
+    ):
+        dtype = DTYPES[tensor.dtype]
+        is_aligned = begin % max(alignment, dtype.itemsize) == 0
+        is_kept = rows is None and dtype == own[part].dtype and is_aligned
+        found[expert].append(Piece(tensor.origin, begin, shape, dtype, part, rows, is_kept))
+
     for part, suffix in enumerate(suffixes_in_files(experts, is_packed=True)):
         if (tensor := stored.whole.get(suffix)) is not None:
-            for expert, pieces in enumerate(found):
-                size = tensor.content.nbytes // experts.num_experts
-                begin = tensor.content.begin + expert * size
-                pieces.append(Piece(tensor.origin, begin, tensor.shape[1:], DTYPES[tensor.dtype], part))
+            size = tensor.content.nbytes // experts.num_experts
+            for expert in range(experts.num_experts):
+                add(expert, tensor, tensor.shape[1:], tensor.content.begin + expert * size, part)
     rows, _ = shape_of_one(experts, stack)
     for (expert, place), kinds in sorted(stored.single.items(), key=lambda item: item[0]):
         tensor = kinds[WEIGHT]
-        place_rows = (place * rows, (place + 1) * rows)
-        begin = tensor.content.begin
-        found[expert].append(Piece(tensor.origin, begin, tensor.shape, DTYPES[tensor.dtype], 0, place_rows))
+        add(expert, tensor, tensor.shape, tensor.content.begin, 0, slice(place * rows, (place + 1) * rows))
     return found

@@ -7,14 +7,14 @@ time of change: what is read is never half of one version and half of another.
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import torch
 
 from ...configuration.errors import CheckpointError
 from .memory import BLOCK, LEAST_BYTES_OF_DIRECT, open_direct, pages
-from .pieces import Identity, Piece, identity_of
+from .pieces import Piece, StoredLayer, identity_of
 from .statistics import Counter
 
 # Bytes of one request: large enough for a drive's full rate, small enough that several threads share an expert.
@@ -56,13 +56,10 @@ class _File:
             )
 
     def fill(self, memory: memoryview, begin: int, needed: int, is_direct: bool, what: str) -> int:
-        """Read until `needed` bytes are there, and return how many came.
-
-        Direct reads ask for whole blocks, and get fewer at the end of a file. What is left of a block comes by another
-        way.
-        """
+        """Read until `needed` bytes are there, and return how many came."""
         got = 0
         while got < needed:
+            # Direct reads ask for whole blocks, and get fewer at the end of a file. The rest comes by another way.
             descriptor = self.direct if is_direct and got % BLOCK == 0 else self.file
             try:
                 count = os.preadv(descriptor, [memory[got:]], begin + got)
@@ -102,24 +99,21 @@ class Reader:
         """Begin with new threads; a forked process has none of them."""
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix=_THREADS)
 
-    def open(self, path: str, largest: int, identity: Identity) -> None:
-        """Open a file.
-
-        Args:
-            path: of the file.
-            largest: bytes of the largest matrix that is read from it.
-            identity: what the file was when its header was read.
+    def open(self, layers: Mapping[str, StoredLayer]) -> None:
+        """Open the files in which layers are stored.
 
         Raises:
-            CheckpointError: the file is gone, or is not what it was.
+            CheckpointError: a file is gone, or is not what it was when its header was read.
         """
-        if path not in self.files:
-            is_direct = largest >= LEAST_BYTES_OF_DIRECT if self._direct is None else self._direct
-            self.files[path] = _File(path, is_direct)
-            if identity != self.files[path].identity:
-                raise CheckpointError(
-                    f"{path}: has changed while the model was loaded. Load it again when nothing writes to it."
-                )
+        for layer in layers.values():
+            pieces = [piece for stack in layer.pieces.values() for each in stack for piece in each]
+            is_direct = max(piece.nbytes for piece in pieces) >= LEAST_BYTES_OF_DIRECT
+            for path in {piece.path for piece in pieces} - self.files.keys():
+                file = self.files[path] = _File(path, is_direct if self._direct is None else self._direct)
+                if file.identity != layer.files[path]:
+                    raise CheckpointError(
+                        f"{path}: has changed while the model was loaded. Load it again when nothing writes to it."
+                    )
 
     def check(self) -> None:
         """Raise a `CheckpointError` if a file is not what it was, or the model is closed."""
@@ -134,8 +128,8 @@ class Reader:
         """Begin to read pieces into memory.
 
         Args:
-            pieces: each with its place, a tensor of the piece's shape, and the bytes of whole blocks around it, where
-                the place is as far from the beginning of a block as in the file, and those bytes are free.
+            pieces: each with its target, a tensor of the piece's shape, and the bytes of whole blocks around it, where
+                the target is as far from the beginning of a block as in the file, and those bytes are free.
             what: name of the expert, for errors.
             counter: to which the bytes that come are added.
 
@@ -144,13 +138,15 @@ class Reader:
         """
         jobs: list[Future] = []
         try:
-            for piece, place, blocks in pieces:
+            for piece, target, blocks in pieces:
                 file = self.files[piece.path]
-                for request in _requests(piece, place, None if file.direct is None else blocks):
+                for request in _requests(piece, target, None if file.direct is None else blocks):
                     jobs.append(self._pool.submit(self._read, file, what, counter, *request))
         except BaseException as error:
-            reading = Reading(jobs, what)
-            reading.cancel()
+            # The memory is somebody else's next.
+            for job in jobs:
+                if not job.cancel():
+                    job.exception()
             if self.is_closed:
                 raise closed(what) from error
             raise
@@ -211,26 +207,18 @@ class Reader:
             file.close()
 
 
-def _requests(piece: Piece, place: torch.Tensor, blocks: torch.Tensor | None) -> Iterator[tuple]:
+def _requests(piece: Piece, target: torch.Tensor, blocks: torch.Tensor | None) -> Iterator[tuple]:
     """For each request of a piece its first byte, number of bytes, target, and the dtype of rows; None for blocks."""
     if blocks is not None:
         around = piece.begin % BLOCK
         size = around + piece.nbytes
-        step = _request_bytes(size)
-        for first in range(0, size, step):
-            yield piece.begin - around + first, min(step, size - first), blocks[first:], None
+        for first in range(0, size, _REQUEST_BYTES):
+            length = min(_REQUEST_BYTES, size - first)
+            yield piece.begin - around + first, length, blocks[first:], None
         return
     row = piece.nbytes // piece.shape[0]
-    step = max(1, _request_bytes(piece.nbytes) // row)
-    for first in range(0, piece.shape[0], step):
-        rows = place[first : first + step]
-        yield piece.begin + first * row, len(rows) * row, rows, piece.dtype
-
-
-def _request_bytes(size: int) -> int:
-    """Bytes of each request for so many: whole blocks, and each about as large as the others."""
-    requests = max(1, round(size / _REQUEST_BYTES))
-    return -(-size // (requests * BLOCK)) * BLOCK
+    for number, rows in enumerate(target.split(step := max(1, _REQUEST_BYTES // row))):
+        yield piece.begin + number * step * row, len(rows) * row, rows, piece.dtype
 
 
 class Reading:
@@ -264,12 +252,6 @@ class Reading:
                 found = found or error
         if found is not None:
             raise found
-
-    def cancel(self) -> None:
-        """Wait until no thread writes, without reading what is left."""
-        for job in self._jobs:
-            if not job.cancel():
-                job.exception()
 
 
 def closed(what: str) -> CheckpointError:

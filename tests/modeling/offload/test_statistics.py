@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import pickle
 
 import pytest
@@ -11,20 +12,19 @@ from support.offload import counts, expert_bytes, load_both, mixtral, put_in_sto
 import llamoe
 from llamoe.modeling.moe import Experts
 from llamoe.modeling.offload import ExpertsMemory, OffloadedExperts
-from llamoe.modeling.offload.accelerator import Costs
 
-SLOW_LINK = Costs(bring=1.0, few_rows=0.0, row=0.0)
-FAST_LINK = Costs(bring=0.0, few_rows=1.0, row=1.0)
+# Up to how many rows it takes less time to compute an expert where it lies.
+SLOW_LINK, FAST_LINK = math.inf, 0
 
 
-def in_ram(folder, experts: int, costs: Costs, monkeypatch):
-    """The resident model, and one with experts in RAM beside a stand-in for an accelerator, with these costs."""
+def in_ram(folder, experts: int, max_rows: float, monkeypatch):
+    """The resident model, and one with experts in RAM beside a stand-in for an accelerator."""
     monkeypatch.setattr(Experts, "products_by_kernel", lambda *_: None)
     resident, model = load_both(folder)
     put_in_store(model, "cpu", ExpertsMemory(experts * expert_bytes(resident)), is_remote=True)
     (store,) = model._stores()
     for slots in store.slots.values():
-        slots.costs = costs
+        slots.max_rows_on_host = max_rows
     return resident, model
 
 

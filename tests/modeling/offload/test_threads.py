@@ -136,7 +136,7 @@ def test_errors_of_a_drive_do_not_stay_with_threads(logits_and_model, monkeypatc
     (store,) = model._stores()
     caches = [slots.cache for slots in store.slots.values()]
     assert not any(entry.pins for cache in caches for entry in cache._entries.values())
-    assert all(len(cache._free) + len(cache._entries) == slots for cache in caches)
+    assert all(len(cache.free) + len(cache._entries) == slots for cache in caches)
 
 
 def _io_error():
