@@ -31,26 +31,13 @@ from transformers.utils import CONFIG_NAME, logging
 
 from .checks import check_rope_parameters, check_size, enumerate_words, fail, find_misspelt
 from .errors import CheckpointError, ConfigurationError
-from .hub import entries_of_others, write_config
+from .hub import HEADS, entries_of_others, write_config
 from .json_files import read_json
 
 logger = logging.get_logger(__name__)
 
-# Model type to the configuration of ours that reads it.
-READERS = {
-    "llamoe_dense": "LlamoeDenseConfig",
-    "llama": "LlamoeDenseConfig",
-    "mistral": "LlamoeDenseConfig",
-    "ministral": "LlamoeDenseConfig",
-    "llamoe_mixtral": "LlamoeMixtralConfig",
-    "mixtral": "LlamoeMixtralConfig",
-    "llamoe_text": "LlamoeTextConfig",
-    "llama4_text": "LlamoeTextConfig",
-    "llamoe_vision": "LlamoeVisionConfig",
-    "llama4_vision_model": "LlamoeVisionConfig",
-    "llamoe": "LlamoeConfig",
-    "llama4": "LlamoeConfig",
-}
+# Model type, ours or stock, to the configuration of ours that reads it; each class enters itself.
+READERS: dict[str, type["LlamoeBaseConfig"]] = {}
 
 # Stock model classes and ours. Heads over a multimodal trunk have only one class in stock.
 ARCHITECTURES = {
@@ -62,13 +49,7 @@ ARCHITECTURES = {
             ("Llama", "LlamoeDense"),
             ("Mixtral", "LlamoeMixtral"),
         )
-        for head in (
-            "Model",
-            "ForCausalLM",
-            "ForSequenceClassification",
-            "ForTokenClassification",
-            "ForQuestionAnswering",
-        )
+        for head in ("Model", *HEADS)
     },
     "Llama4TextModel": "LlamoeTextModel",
     "Llama4ForCausalLM": "LlamoeForCausalLM",
@@ -130,6 +111,13 @@ class LlamoeBaseConfig(PreTrainedConfig):
         strict(cls)
         _KNOWN_NAMES.update(cls.__dataclass_fields__, cls.attribute_map)
         _report_as_value_errors(cls)
+        if _is_ours(cls):
+            READERS.update(dict.fromkeys(cls._model_types(), cls))
+
+    @classmethod
+    def _model_types(cls) -> list[str]:
+        """The model types that it reads, ours first."""
+        return [name for name in (cls.model_type, cls.stock_model_type, *cls.stock_relatives) if name]
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
@@ -269,12 +257,12 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
         `architectures` is what config.json says of the model's class, unchecked.
         """
-        accepted = [name for name in (cls.model_type, cls.stock_model_type, *cls.stock_relatives) if name]
+        accepted = cls._model_types()
         if model_type is None or model_type in accepted:
             return
         readers = []
         if isinstance(model_type, str) and model_type in READERS:
-            readers.append(f"{READERS[model_type]} reads {model_type!r}")
+            readers.append(f"{READERS[model_type].__name__} reads {model_type!r}")
         if isinstance(architectures, (list, tuple)) and architectures and isinstance(architectures[0], str):
             name = ARCHITECTURES.get(architectures[0], architectures[0])
             readers.append(f"the model's class is {name[:_LONGEST_NAME]}")

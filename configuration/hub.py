@@ -13,38 +13,25 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+
+
+def _decoder(family: str, base: str = "") -> dict[str, str]:
+    """Auto class to the class of a family of decoders, whose base may have another name."""
+    heads = {f"AutoModel{head}": f"{family}{head}" for head in HEADS}
+    return {"AutoModel": base or f"{family}Model", **heads}
+
+
 # Auto class to the class that it returns, by model type. A folder's `auto_map` and the registration follow it.
 AUTO_CLASSES = {
-    "llamoe_dense": {
-        "AutoModel": "LlamoeDenseModel",
-        "AutoModelForCausalLM": "LlamoeDenseForCausalLM",
-        "AutoModelForSequenceClassification": "LlamoeDenseForSequenceClassification",
-        "AutoModelForTokenClassification": "LlamoeDenseForTokenClassification",
-        "AutoModelForQuestionAnswering": "LlamoeDenseForQuestionAnswering",
-    },
-    "llamoe_mixtral": {
-        "AutoModel": "LlamoeMixtralModel",
-        "AutoModelForCausalLM": "LlamoeMixtralForCausalLM",
-        "AutoModelForSequenceClassification": "LlamoeMixtralForSequenceClassification",
-        "AutoModelForTokenClassification": "LlamoeMixtralForTokenClassification",
-        "AutoModelForQuestionAnswering": "LlamoeMixtralForQuestionAnswering",
-    },
-    "llamoe_text": {
-        "AutoModel": "LlamoeTextModel",
-        "AutoModelForCausalLM": "LlamoeForCausalLM",
-        "AutoModelForSequenceClassification": "LlamoeForSequenceClassification",
-        "AutoModelForTokenClassification": "LlamoeForTokenClassification",
-        "AutoModelForQuestionAnswering": "LlamoeForQuestionAnswering",
-    },
+    "llamoe_dense": _decoder("LlamoeDense"),
+    "llamoe_mixtral": _decoder("LlamoeMixtral"),
+    "llamoe_text": _decoder("Llamoe", base="LlamoeTextModel"),
     "llamoe_vision": {"AutoModel": "LlamoeVisionModel"},
     "llamoe": {
-        "AutoModel": "LlamoeModel",
-        "AutoModelForCausalLM": "LlamoeForCausalLM",
+        **_decoder("Llamoe"),
         "AutoModelForImageTextToText": "LlamoeForConditionalGeneration",
         "AutoModelForMultimodalLM": "LlamoeForConditionalGeneration",
-        "AutoModelForSequenceClassification": "LlamoeForSequenceClassification",
-        "AutoModelForTokenClassification": "LlamoeForTokenClassification",
-        "AutoModelForQuestionAnswering": "LlamoeForQuestionAnswering",
         "AutoModelForTextEncoding": "LlamoeTextModel",
     },
 }

@@ -17,7 +17,6 @@ from typing import Any
 
 from .base import READERS, LlamoeBaseConfig
 from .checks import enumerate_words
-from .stock import CONFIG_CLASSES
 
 
 def _dense(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, **more: Any) -> dict[str, Any]:
@@ -201,7 +200,7 @@ def preset(name: str, **overrides: Any) -> LlamoeBaseConfig:
         near = nearest_preset(name)
         hint = f"did you mean {near!r}? " if near else ""
         raise ValueError(f"no preset is called {name!r}: {hint}valid: {', '.join(PRESETS)}")
-    config_class = CONFIG_CLASSES[READERS[PRESETS[name]["model_type"]]]
+    config_class = READERS[PRESETS[name]["model_type"]]
     result: Any = config_class.from_dict(dict(PRESETS[name]), return_unused_kwargs=True, **overrides)
     config, unknown = result
     if unknown:

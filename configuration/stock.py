@@ -18,16 +18,7 @@ from .multimodal import LlamoeConfig
 from .quantization import METHOD
 from .vision import STOCK_CONSTANTS, LlamoeVisionConfig
 
-CONFIG_CLASSES = {
-    config_class.__name__: config_class
-    for config_class in (
-        LlamoeDenseConfig,
-        LlamoeMixtralConfig,
-        LlamoeTextConfig,
-        LlamoeVisionConfig,
-        LlamoeConfig,
-    )
-}
+CONFIG_CLASSES = tuple(dict.fromkeys(READERS.values()))
 
 # Of several the first family is found. Stock has a single multimodal class.
 _STOCK_ARCHITECTURES = {ours: stock for stock, ours in ARCHITECTURES.items()} | {
@@ -94,7 +85,7 @@ def from_stock(config: PreTrainedConfig | Mapping[str, Any]) -> LlamoeBaseConfig
         given = "without a model_type" if model_type is None else f"of model_type {model_type!r}"
         valid = enumerate_words(map(repr, READERS))
         raise ValueError(f"a configuration {given} has no equivalent in llamoe; valid: {valid}")
-    config_class = CONFIG_CLASSES[READERS[model_type]]
+    config_class = READERS[model_type]
     with unreadable_as_value_error(config_class):
         return config_class(**data)
 
@@ -107,7 +98,7 @@ def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:
     and architectures are stock's throughout.
     """
     config.validate()
-    config_class = next(known for known in CONFIG_CLASSES.values() if isinstance(config, known))
+    config_class = next(known for known in CONFIG_CLASSES if isinstance(config, known))
     for name, needed in _REQUIRED[config_class].items():
         if (value := getattr(config, name)) != needed:
             problem = f"transformers' {config.stock_type()} cannot express it"

@@ -1,5 +1,6 @@
 """Devices are filled one after the other with the units of a model, as accelerate does."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -22,14 +23,13 @@ class Filled:
     def __init__(self, units: Sequence[Unit], places: list[Any], main: Any, apart: frozenset[str]):
         self.places = places
         self.device_map = clean_device_map({unit.name: at for unit, at in zip(units, places, strict=True)})
-        self.weights: dict[Any, int] = {}
-        self.cache: dict[Any, int] = {}
+        weights, cache = Counter(), Counter()
         for unit, place in zip(units, places, strict=True):
-            self.weights[place] = self.weights.get(place, 0) + _bytes(unit, apart)
+            weights[place] += _bytes(unit, apart)
             # A layer that is brought to the first device for each pass has its cache there.
-            at = main if place in ("cpu", "disk") else place
             if unit.cache:
-                self.cache[at] = self.cache.get(at, 0) + unit.cache
+                cache[main if place in ("cpu", "disk") else place] += unit.cache
+        self.weights, self.cache = dict(weights), dict(cache)
 
     def used(self, device: Any) -> int:
         """Bytes on a device."""

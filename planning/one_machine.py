@@ -1,6 +1,7 @@
 """Where the parts of a model go on one machine: on accelerators, routed experts in RAM or on disk, layers in RAM."""
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -276,24 +277,16 @@ def _bring_layers(sizes: Sizes, room: dict[Any, int], disk: bool) -> _Choice | N
     """As `_choose`, where not even everything but routed experts fits on the devices that compute."""
     units, main = sizes.units, next(iter(room))
     apart = frozenset(unit.name for unit in units if unit.experts and sizes.may_leave)
-    if main == "cpu":
-        places: list[str | None] = ["disk" if apart else None]
-    else:
-        places = ["cpu", "disk"] if apart else [None]
+    places: list[str | None] = [None] if not apart else ["disk"] if main == "cpu" else ["cpu", "disk"]
     for place in places:
-        taken = {None: 0, "cpu": sizes.experts, "disk": sizes.least}[place]
-        if place == "disk" and not disk:
-            continue
         limits = dict(room)
         if main != "cpu":
-            limits["cpu"] = room["cpu"] - taken
-            if limits["cpu"] < 0:
-                continue
-        filled = fill(units, limits, apart, reserve=sizes.least)
-        if filled is None or (not disk and "disk" in filled.weights):
+            limits["cpu"] -= {None: 0, "cpu": sizes.experts, "disk": sizes.least}[place]
+        if limits["cpu"] < 0 or (place == "disk" and not disk):
             continue
-        if place == "cpu" and filled.weights.get("disk"):
-            # Experts on disk cost less than layers there.
+        filled = fill(units, limits, apart, reserve=sizes.least)
+        # Experts on disk cost less than layers there.
+        if filled is None or ("disk" in filled.weights and (place == "cpu" or not disk)):
             continue
         if place is None:
             return _Choice(filled)
@@ -334,11 +327,10 @@ def _finish(
         for unit, own in zip(sizes.units, filled.places, strict=True)
     ]
     leaving = [(unit, own) for unit, own, offloaded in placed if offloaded is not None]
-    experts: dict[Any, int] = {}
+    experts: Counter[Any] = Counter()
     for unit, own, offloaded in placed:
         if unit.experts:
-            at = own if offloaded is None else offloaded
-            experts[at] = experts.get(at, 0) + unit.experts
+            experts[own if offloaded is None else offloaded] += unit.experts
     away = sum(unit.experts for unit, _ in leaving)
     if leaving:
         weights[place] = weights.get(place, 0) + away
@@ -371,7 +363,7 @@ def _finish(
         room=room,
         weights=weights,
         cache=filled.cache,
-        experts=experts,
+        experts=dict(experts),
         remaining=remaining,
         parts=sizes.parts,
         form=sizes.form,

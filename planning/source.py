@@ -58,7 +58,7 @@ def read_source(model: Any) -> Source:
             raise ValueError(
                 f"{type(model).__name__}: give a configuration, the name of a preset, a config.json, or a folder."
             )
-        return _with_files(model if type(model) in CONFIG_CLASSES.values() else from_stock(model), None)
+        return _with_files(model if type(model) in CONFIG_CLASSES else from_stock(model), None)
     if not str(model):
         raise ValueError("'': give the name of a preset, a config.json, or a folder.")
     path = Path(model)

@@ -14,7 +14,6 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
-    StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
 )
@@ -147,6 +146,9 @@ class ChatModel:
         stopped = threading.Event()
         outcome: list[ExpertRecord | BaseException | None] = []
 
+        def is_stopped(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return torch.full((len(input_ids),), stopped.is_set(), device=input_ids.device)
+
         def work() -> None:
             try:
                 outcome.append(
@@ -156,7 +158,7 @@ class ChatModel:
                         do_sample=temperature > 0,
                         temperature=temperature if temperature > 0 else None,
                         streamer=streamer,
-                        stopping_criteria=StoppingCriteriaList([_StopsWhen(stopped)]),
+                        stopping_criteria=StoppingCriteriaList([is_stopped]),
                     )
                 )
             # Whatever it is, the reader of the stream raises it.
@@ -228,13 +230,3 @@ class ChatModel:
         if "pixel_values" in inputs:
             inputs["pixel_values"] = inputs["pixel_values"].to(self.model.dtype)
         return inputs
-
-
-class _StopsWhen(StoppingCriteria):
-    """A stopping criterion: an event was set."""
-
-    def __init__(self, event: threading.Event):
-        self.event = event
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), self.event.is_set(), device=input_ids.device)

@@ -60,7 +60,7 @@ def _fill_tables(peft: ModuleType) -> None:
 
     for name, table in vars(constants).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_") and name.endswith("_MAPPING") and "llama" in table:
-            for config_class in CONFIG_CLASSES.values():
+            for config_class in CONFIG_CLASSES:
                 table.setdefault(config_class.model_type, default_targets(config_class.model_type, table))
 
 

@@ -20,7 +20,7 @@ from ..checkpoints import replace_loaders, replace_trainers_loader
 from ..processing import LlamoeProcessor
 from ..quantization import register_bitsandbytes, register_quantizers
 
-CONFIGS = {config_class.model_type: config_class for config_class in CONFIG_CLASSES.values()}
+CONFIGS = {config_class.model_type: config_class for config_class in CONFIG_CLASSES}
 # Name to model class; `register` fills it.
 MODELS: dict[str, Any] = {}
 # Model types for whose folders AutoProcessor returns ours, even if they name `Llama4Processor`; `adopt` adds stock's.
