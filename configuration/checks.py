@@ -64,12 +64,12 @@ def fail(config: Any, field: str, value: Any, problem: str, valid: str) -> NoRet
     raise ConfigurationError(f"{owner}.{field} = {shown}: {problem}; valid: {valid}")
 
 
-def enumerate_words(words: Iterable[Any], last: str = "or") -> str:
+def enumerate_words(words: Iterable[Any]) -> str:
     """The words joined as in a sentence: `1, 2, 3 or 6`."""
     words = [str(word) for word in words]
     if len(words) < 2:
         return "".join(words)
-    return f"{', '.join(words[:-1])} {last} {words[-1]}"
+    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def listed(names: Iterable[Any], limit: int = 5) -> str:

@@ -24,10 +24,7 @@ def cache_tokens(config: LlamoeBaseConfig, context: int, piece: int = 1) -> list
         piece: Tokens of the prompt that one pass reads: all of them, or `prefill_chunk_size` of `generate`.
     """
     text = config.get_text_config()
-    for name, value, most in (
-        ("context", context, text.max_position_embeddings),
-        ("piece", piece, context),
-    ):
+    for name, value, most in (("context", context, text.max_position_embeddings), ("piece", piece, context)):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ValueError(f"{name} = {value!r}: should be tokens, from 1 to {most}")
     kinds = [text.layer_plan(layer_idx).attention_type for layer_idx in range(text.num_hidden_layers)]

@@ -16,9 +16,7 @@ _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
 
 def llama_recipe(
-    output_dir: str | PathLike,
-    config: DecoderConfig | LlamoeConfig | None = None,
-    **options: Any,
+    output_dir: str | PathLike, config: DecoderConfig | LlamoeConfig | None = None, **options: Any
 ) -> "TrainingArguments":
     """The arguments of LLaMA's training (Touvron et al. 2023, section 2.3), as far as they are Trainer's.
 

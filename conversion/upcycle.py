@@ -172,11 +172,7 @@ class Mixture:
     seed: int
 
     def tensors(
-        self,
-        name: str,
-        dense: Mapping[str, LazyTensor],
-        config: MixtureConfig,
-        slot: Slot,
+        self, name: str, dense: Mapping[str, LazyTensor], config: MixtureConfig, slot: Slot
     ) -> dict[str, LazyTensor]:
         """Router and experts of the mixture layer called `name`. E experts, H hidden size, I inner size.
 

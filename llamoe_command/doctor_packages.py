@@ -29,10 +29,7 @@ _NEEDED = "llamoe itself"
 # Packages for GPUs that llamoe uses where they are, but does not ask for: what for, and how they are installed.
 OTHERS = {
     "triton": ("the kernel for few rows of experts", "pip install triton"),
-    "flash-attn": (
-        "attn_implementation='flash_attention_2'",
-        "pip install flash-attn --no-build-isolation",
-    ),
+    "flash-attn": ("attn_implementation='flash_attention_2'", "pip install flash-attn --no-build-isolation"),
     "kernels": ("FlashAttention without a compiler, from the Hub", "pip install kernels"),
     "vllm": (
         "serving with vLLM",

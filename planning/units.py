@@ -5,8 +5,10 @@ themselves, as they may be offloaded.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -122,7 +124,7 @@ def sizes_of(source: Source, bits: int | None) -> Sizes:
             "the weights."
         )
     model, text = source.model, source.config.get_text_config()
-    units, tied = list(_units(model)), _tied(model)
+    units, tied = _units(model), _tied(model)
     if source.stored is not None and bits is None:
         form, sizes = _form_of(source), {key: size for key, (_, size) in source.stored.items()}
     else:
@@ -193,24 +195,17 @@ def _unit(
     )
 
 
-def _units(model: Any) -> Iterator[str]:
-    """Names of the units, in the order in which they stand in the model."""
-    layers = {
-        name for name, module in model.named_modules() if type(module).__name__ in model._no_split_modules
-    }
+def _units(model: Any) -> list[str]:
+    """Names of the units, in the order in which they stand in the model: layers, and what holds no layer."""
+    layers = [name for name, part in model.named_modules() if type(part).__name__ in model._no_split_modules]
+    holders = {path for layer in layers for path in _paths(layer) if path != layer}
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    return list(dict.fromkeys(next(path for path in _paths(name) if path not in holders) for name in names))
 
-    def walk(module: nn.Module, prefix: str) -> Iterator[str]:
-        for name, _ in module.named_parameters(prefix.removesuffix("."), recurse=False):
-            yield name
-        for own_name, child in module.named_children():
-            name = prefix + own_name
-            if name in layers or not any(layer.startswith(f"{name}.") for layer in layers):
-                if any(True for _ in child.parameters()) or name in layers:
-                    yield name
-            else:
-                yield from walk(child, f"{name}.")
 
-    yield from walk(model, "")
+def _paths(name: str) -> Iterator[str]:
+    """A name, after those of all that it lies in, the outermost first."""
+    return accumulate(name.split("."), "{}.{}".format)
 
 
 def _tied(model: Any) -> dict[str, str]:
@@ -248,7 +243,7 @@ def _form_of(source: Source) -> str:
     if content := source.quantization:
         bits = 4 if content.get("load_in_4bit") else 8 if content.get("load_in_8bit") else ""
         return f"{source.method} {content.get('weights', bits)}".strip()
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for dtype, size in (source.stored or {}).values():
-        sizes[dtype] = sizes.get(dtype, 0) + size
+        sizes[dtype] += size
     return max(sizes, key=sizes.__getitem__, default="bfloat16")

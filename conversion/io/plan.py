@@ -65,9 +65,7 @@ class Plan:
 
 
 def split_shards(
-    tensors: Mapping[str, LazyTensor],
-    shard_size: int,
-    together: Callable[[str], str] = lambda name: name,
+    tensors: Mapping[str, LazyTensor], shard_size: int, together: Callable[[str], str] = lambda name: name
 ) -> tuple[list[dict[str, dict[str, LazyTensor]]], dict[str, bytes]]:
     """Distribute tensors over safetensors files, named as transformers names them.
 

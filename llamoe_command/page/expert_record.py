@@ -56,11 +56,7 @@ class ExpertRecord:
     def shares(self) -> dict[str, torch.Tensor]:
         """Each expert's share of the choices, `[L, num_experts]`, for each kind of token that there is."""
         in_prompt = torch.arange(len(self.is_image)) < self.num_prompt
-        kinds = {
-            "picture": self.is_image,
-            "prompt": in_prompt & ~self.is_image,
-            "answer": ~in_prompt,
-        }
+        kinds = {"picture": self.is_image, "prompt": in_prompt & ~self.is_image, "answer": ~in_prompt}
         return {
             kind: torch.stack(
                 [layer[chosen].flatten().bincount(minlength=self.num_experts) for layer in self.experts]

@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import transformers
+from support import models
 from support.counting import calls_of
 from support.tables import in_turn
 from transformers import GenerationConfig, Llama4Config, Llama4TextConfig, Llama4VisionConfig, LlamaConfig
@@ -28,49 +29,17 @@ PAIRS = [
     (Llama4VisionConfig, LlamoeVisionConfig),
     (Llama4Config, LlamoeConfig),
 ]
-TEXT = {
-    "vocab_size": 1000,
-    "hidden_size": 96,
-    "intermediate_size": 40,
-    "intermediate_size_mlp": 56,
+TEXT = models.TEXT | {
     "num_hidden_layers": 6,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 24,
-    "num_local_experts": 4,
     "num_experts_per_tok": 2,
-    "interleave_moe_layer_step": 2,
-    "attention_chunk_size": 16,
     "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
     "eos_token_id": [2, 3],
 }
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "image_size": 56,
-    "projector_input_dim": 48,
-    "projector_output_dim": 48,
-    "vision_output_dim": 48,
-}
+VISION = models.VISION
 STOCK = {
-    "llama": lambda: LlamaConfig(
-        vocab_size=500,
-        hidden_size=96,
-        intermediate_size=200,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
+    "llama": lambda: models.stock_dense_config(
+        **models.scaled_rope("llama3"),
         tie_word_embeddings=True,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 7000.0,
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 512,
-        },
         architectures=["LlamaForCausalLM"],
         dtype="bfloat16",
     ),
@@ -79,7 +48,7 @@ STOCK = {
     "llama4": lambda: Llama4Config(
         text_config=copy.deepcopy(TEXT),
         vision_config=dict(VISION),
-        image_token_index=900,
+        image_token_index=90,
         architectures=["Llama4ForConditionalGeneration"],
         dtype="bfloat16",
     ),
@@ -487,7 +456,7 @@ UNSTOCK = [
     (
         LlamoeVisionConfig,
         VISION | {"projector_input_dim": 40},
-        "projector_input_dim = 40: .*projector_output_dim = 48",
+        "projector_input_dim = 40: .*projector_output_dim = 44",
     ),
 ]
 

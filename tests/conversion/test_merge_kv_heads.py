@@ -4,13 +4,7 @@ import copy
 
 import pytest
 import torch
-from support.models import (
-    draw,
-    max_abs,
-    stock_dense_config,
-    stock_multimodal_config,
-    stock_text_config,
-)
+from support.models import draw, max_abs, stock_dense_config, stock_multimodal_config, stock_text_config
 from transformers import (
     Llama4ForCausalLM,
     Llama4ForConditionalGeneration,
