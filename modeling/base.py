@@ -7,7 +7,6 @@ methods answer these checks here.
 
 import logging
 import os
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -32,11 +31,10 @@ from .quantization import (
     check_found,
     check_request,
     dtype_to_quantize,
-    keep_dtypes,
     naming_plain_layers,
     packed_experts,
+    packed_in_files,
     saving_dequantized,
-    shapes_in_files,
     unpack_routers,
     warn_of_plain_experts,
 )
@@ -251,61 +249,38 @@ class LlamoePreTrainedModel(
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
         # Here the empty model and the list of its files, downloaded or local, are first known.
-        # Otherwise transformers loads an adapter into a model that is placed already.
-        is_whole = not args and "expected_keys" not in kwargs
-        files = checkpoint_files if state_dict is None else None
-        if files:
-            checkpoints.check_files(files, load_config.pretrained_model_name_or_path)
-        if is_whole:
-            replace_with_offloaded(model, files, load_config)
+        load = PreTrainedModel._load_pretrained_model
+        files = list(checkpoint_files or ()) if state_dict is None else []
+        checkpoints.check_files(files, load_config.pretrained_model_name_or_path)
+        if args or "expected_keys" in kwargs:
+            # An adapter, for a model that is placed already.
+            return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        replace_with_offloaded(model, files, load_config)
         quantizer = load_config.hf_quantizer
         is_ours = isinstance(quantizer, LlamoeQuantizer)
         dtype = dtype_to_quantize(files) if is_ours else None
-        held, shared = None, {}
-        if is_whole and model._has_experts:
-            held, shared = checkpoints.take_experts(model, state_dict, files, load_config, dtype)
-        if is_ours or packed_experts(model):
-            expected = shapes_in_files(model, quantizer.pre_quantized)
-            load_config = keep_dtypes(load_config, dtype, model) if is_ours else load_config
-        else:
+        state_dict, fused = checkpoints.make_weights(model, state_dict, files, load_config, dtype)
+        if quantizer is not None and quantizer.pre_quantized:
+            state_dict = unpack_routers(model, state_dict, files, load_config)
+        checkpoints.settle_places(model, load_config, files, fused)
+        if quantizer is None or is_ours:
             # Under DeepSpeed's ZeRO-3 the empty model is in parts already.
             expected = {
-                name: getattr(p, "ds_shape", p.shape)
+                name: (tuple(getattr(p, "ds_shape", p.shape)), None)
                 for name, p in model.named_parameters(remove_duplicate=False)
             }
-        device_map = load_config.device_map
-        if device_map is not None and is_whole:
-            settled = checkpoints.settle_device_map(model, device_map)
-            # A strategy may have chosen devices by max_memory.
-            checkpoints.check_devices(settled)
-            fused = [f"{layer}.{stack}" for layer, found in shared.items() for stack in found]
-            fused += [] if held is None else held.fused
-            checkpoints.check_offload(settled, files, load_config.disk_offload_folder, fused)
-            # The caller dispatches by the same dict, so it is changed in place.
-            device_map.clear()
-            device_map.update(settled)
-        if files and not load_config.ignore_mismatched_sizes and (quantizer is None or is_ours):
-            packed = quantizer.dtypes_of_codes(model) if is_ours else {}
-            checkpoints.check_fit(files, expected, model._checkpoint_prefixes, packed)
+            expected |= packed_in_files(model, is_ours and quantizer.pre_quantized)
+            checkpoints.check_fit(
+                files, expected, model._checkpoint_prefixes, load_config.ignore_mismatched_sizes
+            )
         # Set on this model alone, and only now: transformers reads it for keys that fit nowhere.
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(model._keys_passed_over)
-        if held is not None:
-            state_dict = {name: stored.content for name, stored in held.others.items()}
-            if quantizer is not None and quantizer.pre_quantized:
-                state_dict = unpack_routers(held.others, held.names, packed_experts(model))
-        load = PreTrainedModel._load_pretrained_model
-        if shared:
-            load = partial(checkpoints.fuse_while_loading, shared)
-        loading_info, offload_index = load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-        if held is not None:
-            held.load(load_config, offload_index)
-            loading_info.missing_keys -= held.keys
-            keep_conversions(model, load_config.weight_mapping, held.fused)
-        if is_ours and is_whole:
-            check_found(model, loading_info, load_config.pretrained_model_name_or_path)
-        if device_map is not None and is_whole:
-            checkpoints.check_on_disk(device_map, loading_info.missing_keys, offload_index)
+        loading_info, offload_index = load(model, state_dict, checkpoint_files, load_config)
+        if fused:
+            keep_conversions(model, load_config.weight_mapping, fused)
+        check_found(model, loading_info, load_config.pretrained_model_name_or_path)
+        checkpoints.check_on_disk(load_config.device_map, loading_info.missing_keys, offload_index)
         return loading_info, offload_index
 
     @staticmethod

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 
 from ...configuration.errors import CheckpointError
-from ...modeling.checkpoints import expert_of
+from ...modeling.checkpoints import WEIGHT, expert_of
 from ...modeling.moe import PARTS_OF_STACKS
 from ..io import LazyTensor, Slot, check_alike, join, stack
 
@@ -33,7 +33,7 @@ def _parts(experts: str) -> Mapping[str, tuple[str, ...]]:
 def _place(name: str) -> tuple[str, int, str] | None:
     """An expert's weight: its experts' name in the model, its number and part; None for other names."""
     expert = expert_of(name.replace(_IN_FILES, _OF_MIXTRAL))
-    return expert and (*expert[:2], expert.part if expert.part.startswith("w") else f"{expert.part}_proj")
+    return (expert.experts, *expert.matrix) if expert and expert.kind == WEIGHT else None
 
 
 def _in_files(name: str) -> str:

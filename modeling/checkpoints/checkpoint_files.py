@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import LARGE, check_regular, read_json
-from .safetensors_files import WEIGHT_DTYPES, TensorHeader, read_safetensors
+from .safetensors_files import TensorHeader, read_safetensors
 from .torch_files import read_torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-# A conversion's folder holds this file until it is finished.
 
 _FORMATS = ("safetensors", "bin")
 _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
@@ -285,45 +283,6 @@ def check_folder(
     held = check_files(found.files)
     check_shards(found, held)
     return len(held)
-
-
-def check_fit(
-    files: Iterable[str],
-    expected: Mapping[str, tuple[int, ...]],
-    prefixes: Mapping[str, str],
-    packed: Mapping[str, str] | None = None,
-) -> None:
-    """Compare the shapes in the headers with the model's; other quantizers' checkpoints are their business.
-
-    `expected` has the model's keys and shapes; `prefixes` has patterns of the beginning of keys in the files, and
-    their replacement in the model; `packed` has the keys of packed weights, and the dtype of their codes.
-
-    Raises:
-        CheckpointError: a tensor has another shape than the model, or a dtype that no weight has.
-    """
-    patterns = [(re.compile(f"^{old}"), new) for old, new in prefixes.items()]
-    for path in files:
-        for name, header in read_header(path).items():
-            names = (name, *(pattern.sub(new, name) for pattern, new in patterns))
-            key = next((known for known in names if known in expected), None)
-            if key is None:
-                continue
-            if header.shape != expected[key]:
-                raise CheckpointError(
-                    f"{path}: {name} has shape {list(header.shape)}, but the model that config.json describes has "
-                    f"{list(expected[key])}. Weights and config.json do not belong together."
-                )
-            if key in (packed or ()):
-                if header.dtype != packed[key]:
-                    raise CheckpointError(
-                        f"{path}: {name} has dtype {header.dtype}, but codes of the quantization_config in config.json "
-                        f"have {packed[key]}. Weights and config.json do not belong together."
-                    )
-            elif header.dtype not in WEIGHT_DTYPES:
-                raise CheckpointError(
-                    f"{path}: {name} has dtype {header.dtype}, which is not a dtype of plain weights "
-                    f"({', '.join(sorted(WEIGHT_DTYPES))}), and config.json has no quantization_config for it."
-                )
 
 
 def check_complete(model: "PreTrainedModel", missing: Iterable[str], load_config: Any) -> None:

@@ -9,7 +9,7 @@ it. Such maps are refused here, or rewritten so that every module is named once.
 
 import difflib
 import os
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -201,25 +201,35 @@ def _follow_ties(model: nn.Module, settled: dict[str, Any], missing: list[str]) 
             )
 
 
-def check_offload(
-    device_map: Mapping[str, Any], files: Iterable[str] | None, offload_folder: Any, fused: Iterable[str] = ()
-) -> None:
-    """Check that weights kept on disk can be read from there.
+def settle_places(model: nn.Module, load_config: Any, files: Sequence[str], fused: Iterable[str]) -> None:
+    """Settle the device map of a load in place, since the caller dispatches by the same dict, and check it.
 
-    `device_map` is a result of `settle_device_map`. A state dict in memory has no `files`; `fused` are the model's keys
-    that the files store as several tensors.
+    Args:
+        model: empty.
+        load_config: transformers' record of the loading.
+        files: of the checkpoint; none for a state dict in memory.
+        fused: the model's keys that the files store as several tensors.
 
     Raises:
-        ValueError: weights on disk that are in no safetensors file, without a folder to write them to.
+        ValueError: as by `settle_device_map`, or weights on disk that are in no safetensors file, without a folder to
+            write them to.
     """
-    if offload_folder is not None:
+    device_map = load_config.device_map
+    if device_map is None:
         return
-    if on_disk := [name for name in fused if device_of(name, device_map) == "disk"]:
+    settled = settle_device_map(model, device_map)
+    # A strategy may have chosen devices by max_memory.
+    check_devices(settled)
+    device_map.clear()
+    device_map.update(settled)
+    if load_config.disk_offload_folder is not None:
+        return
+    if on_disk := [name for name in fused if device_of(name, settled) == "disk"]:
         raise ValueError(
             f"device_map puts {_enumerate(on_disk)} on disk, where the checkpoint has one linear layer an expert: give "
             "offload_folder, a folder that takes the fused experts, or fuse them first by `llamoe convert IN OUT`."
         )
-    on_disk = [name for name, device in device_map.items() if device == "disk"]
+    on_disk = [name for name, device in settled.items() if device == "disk"]
     if on_disk and not (files and all(str(file).endswith(".safetensors") for file in files)):
         raise ValueError(
             f"device_map puts {_enumerate(on_disk)} on disk, but only safetensors files can be read where they are: "
@@ -228,7 +238,7 @@ def check_offload(
 
 
 def check_on_disk(
-    device_map: Mapping[str, Any], missing_keys: Iterable[str], offload_index: Mapping[str, Any] | None
+    device_map: Mapping[str, Any] | None, missing_keys: Iterable[str], offload_index: Mapping[str, Any] | None
 ) -> None:
     """Check that every weight kept on disk is in a file; that of a new head, for one, is not.
 
@@ -240,7 +250,7 @@ def check_on_disk(
     lost = [
         name
         for name in sorted(missing_keys)
-        if device_of(name, device_map) == "disk" and name not in (offload_index or {})
+        if device_of(name, device_map or {}) == "disk" and name not in (offload_index or {})
     ]
     if lost:
         raise ValueError(

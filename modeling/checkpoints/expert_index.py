@@ -8,33 +8,26 @@ Files have a layer's experts as two stacks, or each expert's gate, up and down a
 
 Packed stacks have several parts, and beside a linear layer's weight that bitsandbytes has packed stand tensors of other
 kinds (`weight.absmax`, `SCB` …). Who wants experts asks here: to fuse, quantize or unpack them while they are loaded
-(`load_experts`), or to read them where they are (`offload`).
+(`load_weights`), or to read them where they are (`offload`).
 
 Shapes: E experts, H hidden_size, I intermediate_size.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming, rename_source_key
-from transformers.modeling_utils import load_state_dict
 
 from ...configuration.errors import CheckpointError
-from ..moe import PARTS_OF_STACKS, STACKS, Experts, matrix_named
-from .checkpoint_files import read_header
-from .safetensors_files import DTYPE_NAMES, WEIGHT_DTYPES
+from ..moe import PARTS_OF_STACKS, STACKS, ExpertMatrix, Experts, matrix_named, missing_matrices
+from .safetensors_files import WEIGHT_DTYPES
+from .stored import OTHER_MODEL, Stored, check_tensor
 
 WEIGHT = "weight"
 """Kind of the tensor that has an expert's numbers, or their codes."""
-PLACES = {
-    "gate": ("gate_up_proj", 0), "up": ("gate_up_proj", 1), "down": ("down_proj", 0),
-    "w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", 0),
-}  # fmt: skip
-"""Stack of a matrix, and its place in an expert's part of the stack, by the words of `expert_of`."""
 
 _BELOW_EXPERTS = re.compile(r"(.*(feed_forward|mlp)\.experts)\.(.+)")
 # Any name of a single expert's tensor, also in an unknown spelling or from a quantizer.
@@ -44,52 +37,21 @@ _BESIDE = re.compile(r"(.*\.experts\..*\.)(?:weight\.(.+)|(SCB|weight_format))")
 
 
 class ExpertName(NamedTuple):
-    """An expert's weight: its name up to `experts`, the expert's number, and "gate", "up", "down" (or "w1" …)."""
+    """A tensor of one expert: its name up to `experts`, the matrix that it belongs to, and its kind."""
 
     experts: str
-    number: int
-    part: str
-
-    def __str__(self) -> str:
-        """The name with the expert's number first."""
-        return f"{self.experts}.{self.number}.{self.part}_proj.weight"
+    matrix: ExpertMatrix
+    kind: str = WEIGHT
 
 
 def expert_of(name: str) -> ExpertName | None:
-    """The expert's weight that a checkpoint's name means; None for other names."""
-    match = _BELOW_EXPERTS.fullmatch(name)
+    """The expert's tensor that a checkpoint's name means; None for other names."""
+    beside = _BESIDE.fullmatch(name)
+    match = _BELOW_EXPERTS.fullmatch(f"{beside[1]}weight" if beside else name)
     matrix = match and matrix_named(match[3])
     if match is None or matrix is None or matrix.part.startswith("w") != (match[2] == "mlp"):
         return None
-    return ExpertName(match[1], matrix.number, matrix.part.removesuffix("_proj"))
-
-
-def tensor_of_expert(name: str) -> tuple[ExpertName, str] | None:
-    """The same for any tensor of an expert: whose it is, and its kind; None for other names."""
-    beside = _BESIDE.fullmatch(name)
-    expert = expert_of(f"{beside[1]}weight" if beside else name)
-    return expert and (expert, beside[2] or beside[3] if beside else WEIGHT)
-
-
-class Stored(NamedTuple):
-    """A tensor of a checkpoint.
-
-    Attributes:
-        origin: the file, or "state_dict".
-        name: there.
-        dtype: in safetensors' spelling.
-        shape: as stored.
-        content: the tensor, mostly mapped from the file; or its header.
-    """
-
-    origin: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    content: Any
-
-    def __str__(self) -> str:
-        return f"{self.origin}: {self.name}"
+    return ExpertName(match[1], matrix, beside[2] or beside[3] if beside else WEIGHT)
 
 
 @dataclass
@@ -98,7 +60,7 @@ class StoredStack:
 
     Attributes:
         whole: by the suffix of its parts, the tensors that hold all experts.
-        single: by expert and place (`PLACES`), the tensors of one matrix by their kind.
+        single: by expert and place in its part of the stack (`ExpertMatrix.place`), a matrix's tensors by their kind.
     """
 
     whole: dict[str, Stored] = field(default_factory=dict)
@@ -121,30 +83,9 @@ Index = dict[str, dict[str, StoredStack]]
 """By the name of a layer's experts and that of a stack."""
 
 
-def headers_of(files: Iterable[str]) -> Iterator[Stored]:
-    """The tensors of files, without their numbers."""
-    for file in files:
-        for name, header in read_header(file).items():
-            yield Stored(str(file), name, header.dtype, header.shape, header)
-
-
-def tensors_of(
-    state_dict: Mapping[str, Any] | None, files: Iterable[str] | None, disable_mmap: bool | None = None
-) -> Iterator[Stored]:
-    """The tensors of a state dict, or else of files, from which they are mapped."""
-    sources: Iterable[tuple[str, Any]] = (("state_dict", state_dict),)
-    if state_dict is None:
-        sources = ((str(file), load_state_dict(file, disable_mmap=disable_mmap)) for file in files or ())
-    for origin, content in sources:
-        for name, tensor in content.items():
-            if isinstance(tensor, torch.Tensor):
-                dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
-                yield Stored(origin, name, dtype, tuple(tensor.shape), tensor)
-
-
-def names_in_model(model: PreTrainedModel, load_config: Any) -> Callable[[str], list[str]]:
-    """A function that gives the names which a checkpoint's key may have in the model."""
-    renamings = [rule for rule in load_config.weight_mapping or () if isinstance(rule, WeightRenaming)]
+def names_in_model(model: PreTrainedModel, rules: Iterable[Any] | None) -> Callable[[str], list[str]]:
+    """A function that gives the names which a checkpoint's key may have in the model, by transformers' rules."""
+    renamings = [rule for rule in rules or () if isinstance(rule, WeightRenaming)]
     prefixes = getattr(model, "_checkpoint_prefixes", {})
     patterns = [(re.compile(f"^{old}"), new) for old, new in prefixes.items()]
     prefix = f"{model.base_model_prefix}."
@@ -193,12 +134,12 @@ def index_experts(
             if "experts" not in key:
                 continue
             if key in wanted:
-                layer, stack, suffix = wanted[key]
-                kinds, kind = index[layer][stack].whole, suffix
-            elif (named := tensor_of_expert(key)) and named[0].experts in layers:
-                expert, kind = named
-                stack, place = PLACES[expert.part]
-                kinds = index[expert.experts][stack].single.setdefault((expert.number, place), {})
+                layer, stack, kind = wanted[key]
+                kinds = index[layer][stack].whole
+            elif (expert := expert_of(key)) and expert.experts in layers:
+                matrix, kind = expert.matrix, expert.kind
+                single = index[expert.experts][matrix.stack].single
+                kinds = single.setdefault((matrix.number, matrix.place), {})
             elif (match := _OF_ONE.match(key)) and match[1] in layers:
                 raise CheckpointError(_unknown(tensor, layers[match[1]]))
             else:
@@ -224,7 +165,7 @@ def check_experts(
     is_packed: bool = False,
     ignores_sizes: bool = False,
 ) -> None:
-    """Check what a checkpoint has of one layer's experts: plain, or packed in stacks.
+    """Check what a checkpoint has of one layer's experts: plain, or packed in stacks or one by one.
 
     Args:
         layer: name of the experts in the model.
@@ -237,32 +178,32 @@ def check_experts(
         CheckpointError: an expert is missing, there twice, has another shape, or a dtype that is not read.
     """
     first = next((stored.first for stored in found.values() if stored.first), None)
+    is_packed = is_packed and experts.is_packed
     for stack, stored in found.items():
         whole = next(iter(stored.whole.values()), None)
         if stored.first is None:
             other = f"{first} has no counterpart: {layer}.{stack}" if first else f"{layer}.{stack}"
             raise CheckpointError(f"{other} is missing, fused or not. Download or copy the checkpoint again.")
-        if stored.single and whole is not None:
+        if stored.single and whole:
             raise CheckpointError(f"{stored.first} is there a second time: {whole} has it, too.")
-        if stored.single and is_packed and experts.is_packed:
+        if is_packed and experts.is_packed_one_by_one:
+            _check_packed_one_by_one(layer, stack, experts, stored)
+        elif is_packed and stored.single:
             raise CheckpointError(
                 f"{stored.first} is one expert by itself, where config.json says that experts are packed in stacks."
             )
-        if stored.single:
+        elif stored.single:
             _check_single(stack, experts, stored, ignores_sizes)
-            continue
-        for suffix in suffixes_in_files(experts, is_packed):
-            if suffix not in stored.whole:
-                raise CheckpointError(
-                    f"{whole} is there, but {layer}.{stack}{suffix} is missing. Download or copy the checkpoint again."
-                )
-            part = getattr(experts, stack + suffix)
-            wanted = (
-                (tuple(part.shape), part.dtype)
-                if is_packed and experts.is_packed
-                else (shape(experts, stack), None)
-            )
-            _check_tensor(stored.whole[suffix], *wanted)
+        else:
+            for suffix in suffixes_in_files(experts, is_packed):
+                if suffix not in stored.whole:
+                    raise CheckpointError(
+                        f"{whole} is there, but {layer}.{stack}{suffix} is missing. Download or copy the checkpoint "
+                        "again."
+                    )
+                part: Any = getattr(experts, stack + suffix)
+                wanted = (tuple(part.shape), part.dtype) if is_packed else (shape(experts, stack), None)
+                check_tensor(stored.whole[suffix], *wanted)
 
 
 def shape(experts: Experts, stack: str) -> tuple[int, ...]:
@@ -278,25 +219,6 @@ def shape_of_one(experts: Experts, stack: str) -> tuple[int, int]:
     return size_out // len(PARTS_OF_STACKS[experts.is_transposed][stack]), size_in
 
 
-def _check_tensor(stored: Stored, wanted: tuple[int, ...], dtype: torch.dtype | None) -> None:
-    """Raise a `CheckpointError` for another shape or dtype; `dtype` is None for any of plain weights."""
-    if stored.shape != wanted:
-        raise CheckpointError(
-            f"{stored} has shape {list(stored.shape)}, but the model that config.json describes has {list(wanted)}. "
-            "Weights and config.json do not belong together."
-        )
-    if dtype is None and stored.dtype not in WEIGHT_DTYPES:
-        raise CheckpointError(
-            f"{stored} has dtype {stored.dtype}, which is not a dtype of plain weights. Load the unquantized "
-            "checkpoint."
-        )
-    if dtype is not None and stored.dtype != DTYPE_NAMES[dtype]:
-        raise CheckpointError(
-            f"{stored} has dtype {stored.dtype}, but the quantization_config in config.json means "
-            f"{DTYPE_NAMES[dtype]}."
-        )
-
-
 def _check_single(stack: str, experts: Experts, stored: StoredStack, ignores_sizes: bool) -> None:
     first: Any = stored.first
     # Under expert parallelism a process holds some of them.
@@ -305,27 +227,36 @@ def _check_single(stack: str, experts: Experts, stored: StoredStack, ignores_siz
     if ignores_sizes:
         count, wanted = 1 + max(number for number, _ in stored.single), first.shape
         source = f"{first.name} has {list(wanted)}"
-    check_numbers(stack, experts, stored, count)
+    _check_numbers(stack, experts, stored, count)
     for kinds in stored.single.values():
-        tensor = kinds.get(WEIGHT) or next(iter(kinds.values()))
+        tensor = kinds[WEIGHT]
         if tensor.dtype not in WEIGHT_DTYPES or len(kinds) > 1:
             raise CheckpointError(
                 f"{tensor} has dtype {tensor.dtype}: experts that a quantizer has packed cannot be fused. Load the "
                 "unquantized checkpoint."
             )
         if tensor.shape != wanted or len(wanted) != 2:
+            raise CheckpointError(f"{tensor} has shape {list(tensor.shape)}, but {source}. {OTHER_MODEL}")
+
+
+def _check_packed_one_by_one(layer: str, stack: str, experts: Experts, stored: StoredStack) -> None:
+    """Check that each expert has its packed matrices; what belongs to each is checked when it is unpacked."""
+    if not stored.single:
+        raise CheckpointError(
+            f"{layer}.{stack} is missing: the checkpoint has no quantized experts for it, though it has others. "
+            "Download or copy it again."
+        )
+    _check_numbers(stack, experts, stored, experts.num_experts)
+    for kinds in stored.single.values():
+        if len(kinds) == 1 and kinds[WEIGHT].dtype in WEIGHT_DTYPES:
             raise CheckpointError(
-                f"{tensor} has shape {list(tensor.shape)}, but {source}. Weights and config.json do not belong "
-                "together."
+                f"{kinds[WEIGHT]} has dtype {kinds[WEIGHT].dtype}, though other experts of its layer are packed. "
+                "Quantize the original checkpoint again."
             )
 
 
-def check_numbers(stack: str, experts: Experts, stored: StoredStack, count: int) -> None:
-    """Check that a stack has each of `count` experts, with each of its matrices, and no others.
-
-    Raises:
-        CheckpointError: an expert is missing, or one too many.
-    """
+def _check_numbers(stack: str, experts: Experts, stored: StoredStack, count: int) -> None:
+    """Check that a stack has each of `count` experts, with each of its matrices, and no others."""
     first: Any = stored.first
     for (number, _), kinds in stored.single.items():
         if number >= count:
@@ -333,18 +264,10 @@ def check_numbers(stack: str, experts: Experts, stored: StoredStack, count: int)
                 f"{next(iter(kinds.values()))} is of expert {number}, but num_local_experts in config.json is {count}."
             )
     parts = PARTS_OF_STACKS[experts.is_transposed][stack]
-    whole = sum(WEIGHT in kinds for kinds in stored.single.values())
-    # Names may contain any number: the numbers below it are not put into a list.
-    if missing := count * len(parts) - whole:
-        number, place = next(
-            (number, place)
-            for number in range(count)
-            for place in range(len(parts))
-            if WEIGHT not in stored.single.get((number, place), {})
-        )
-        name = f"{number}.{parts[place]}"
-        if "_projs." in first.name:
-            name = f"{parts[place]}s.{number}"
+    found = {ExpertMatrix(n, parts[place]) for (n, place), kinds in stored.single.items() if WEIGHT in kinds}
+    if missing := count * len(parts) - len(found):
+        number, part = next(missing_matrices(found, stack, count, experts.is_transposed))
+        name = f"{part}s.{number}" if "_projs." in first.name else f"{number}.{part}"
         path = first.name.partition(".experts.")[0]
         raise CheckpointError(
             f"{first.origin}: {path}.experts.{name}.weight is missing ({missing} such), though the checkpoint has "

@@ -4,20 +4,16 @@ Wrappers put words between: peft around layers, FSDP and compilers around module
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from ..moe import PARTS_OF_STACKS, ExpertMatrix, Experts, Router
-from .expert_index import expert_of
-from .split_experts import fusing_rules
+from ..moe import PARTS_OF_STACKS, STACKS, ExpertMatrix, Experts, Router, matrix_named
+from .expert_index import WEIGHT, expert_of, names_in_model
 
 # Wrappers that hide their own name, by hooks; and those whose name stands in state dicts.
 HIDDEN = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -28,33 +24,25 @@ _OF_EXPERTS = re.compile(
 )
 
 
-@dataclass
-class Mixture:
-    """Routed experts: their module, its name in state dicts, and the model that they are in."""
-
-    module: Experts
-    name: str
-    owner: str
-
-
 class ModelNames:
     """The tensors of a model by the names that state dicts have for them; and without the wrappers around layers."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: PreTrainedModel):
+        self._model = model
         self.tensors: dict[str, torch.Tensor | None] = {}
-        self.of_plain: dict[str, str] = {}
-        self.mixtures: dict[str, Mixture] = {}
+        self.experts: dict[str, Experts] = {}
+        self._of_plain: dict[str, str] = {}
         # By the innermost model around them: routed weights, and the others, which any checkpoint has.
         self.routed: dict[str, list[str]] = {}
         self.others: dict[str, list[str]] = {}
-        self.layers: set[str] = set()
+        self._layers: set[str] = set()
         self.offloaded: set[str] = set()
         self._walk(model, "", "", "", adapter=False)
 
     def _walk(self, module: nn.Module, name: str, plain: str, owner: str, adapter: bool) -> None:
         if isinstance(module, PreTrainedModel):
             owner = plain
-        self.layers.add(plain)
+        self._layers.add(plain)
         names = [key for key, tensor in module._parameters.items() if tensor is not None]
         buffers = [
             key
@@ -62,9 +50,9 @@ class ModelNames:
             if tensor is not None and key not in module._non_persistent_buffers_set
         ]
         if isinstance(module, Experts):
-            self.mixtures[plain] = Mixture(module, name, owner)
+            self.experts[name], self._of_plain[plain] = module, name
             # FSDP may have made one flat parameter of them.
-            names = list(dict.fromkeys((*names, *PARTS_OF_STACKS[True])))
+            names = list(dict.fromkeys((*names, *STACKS)))
         elif isinstance(module, Router):
             names = ["weight"]
         for key in (*names, *buffers):
@@ -72,7 +60,7 @@ class ModelNames:
             self.tensors[full] = module._parameters.get(key, module._buffers.get(key))
             if adapter:
                 continue
-            self.of_plain[_join(plain, key)] = full
+            self._of_plain[_join(plain, key)] = full
             if isinstance(module, Experts) and module.is_offloaded:
                 self.offloaded.add(full)
             if isinstance(module, Experts | Router):
@@ -91,49 +79,42 @@ class ModelNames:
             else:
                 self._walk(part, _join(name, child), _join(plain, child), owner, adapter or bool(around))
 
+    @cached_property
+    def _candidates(self) -> Callable[[str], list[str]]:
+        """The names that `from_pretrained` would give a file's key."""
+        prefixes = getattr(self._model, "_checkpoint_prefixes", {})
+        rules = get_model_conversion_mapping(self._model, {f"^{old}": new for old, new in prefixes.items()})
+        return names_in_model(self._model, rules)
+
+    def single_of(self, name: str) -> tuple[str, ExpertMatrix | None]:
+        """Path of the experts and the matrix, of the name of a single expert's matrix in the model."""
+        pieces = name.rsplit(".", 3)
+        path = pieces[0] if len(pieces) == 4 else ""
+        matrix = matrix_named(name[len(path) + 1 :]) if path in self.experts else None
+        is_own = matrix and matrix.part in PARTS_OF_STACKS[self.experts[path].is_transposed][matrix.stack]
+        return path, matrix if is_own else None
+
+    def name_of(self, key: str) -> str | None:
+        """The name of a file's tensor in state dicts of the model; None if it has no such tensor."""
+        path, matrix = self.single_of(key)
+        if matrix is not None:
+            return f"{path}.{matrix}"
+        if key in self.tensors:
+            return key
+        for name in () if key in self._of_plain else self._candidates(key):
+            expert = expert_of(name)
+            path = self._of_plain.get(expert.experts) if expert and expert.kind == WEIGHT else None
+            if expert is not None and path in self.experts:
+                return f"{path}.{expert.matrix}"
+            if name in self._of_plain:
+                return self._of_plain[name]
+        return self._of_plain.get(key)
+
+    def has_layer_of(self, key: str) -> bool:
+        """Whether a key is of the experts of a layer that the model has."""
+        matches = (_OF_EXPERTS.match(name) for name in self._candidates(key))
+        return any(match[1] in self._layers for match in matches if match)
+
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-class Renaming:
-    """The names that a model has for a file's keys, by the rules of `from_pretrained`."""
-
-    def __init__(self, model: PreTrainedModel, names: ModelNames):
-        self._model = model
-        self._base = model.base_model_prefix
-        self._names = names
-
-    @cached_property
-    def _rules(self) -> tuple[list[Any], list[Any]]:
-        prefixes: Mapping[str, str] = getattr(self._model, "_checkpoint_prefixes", {})
-        rules = get_model_conversion_mapping(self._model, {f"^{old}": new for old, new in prefixes.items()})
-        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        if any(mixture.module.is_transposed for mixture in self._names.mixtures.values()):
-            converters += fusing_rules()
-        return [rule for rule in rules if isinstance(rule, WeightRenaming)], converters
-
-    def __call__(self, key: str) -> str | None:
-        """The name in state dicts of the model; None if it has no such tensor."""
-        known: Any = self._names.of_plain
-        whole, _ = rename_source_key(key, *self._rules, self._base, known)
-        if whole not in known:
-            return None
-        renamed, _ = rename_source_key(key, self._rules[0], [])
-        expert = expert_of(renamed)
-        if expert is None:
-            return known[whole]
-        mixture = self._names.mixtures[whole.rpartition(".")[0]]
-        part = expert.part if expert.part.startswith("w") else f"{expert.part}_proj"
-        return _join(mixture.name, str(ExpertMatrix(expert.number, part)))
-
-    def belongs_to_layer(self, key: str) -> bool:
-        """Whether a key is of the experts of a layer that the model has."""
-        renamed, _ = rename_source_key(key, self._rules[0], [])
-        match = _OF_EXPERTS.match(renamed)
-        if match is None:
-            return False
-        layer = match[1]
-        return not self._names.layers.isdisjoint(
-            (layer, layer.removeprefix(f"{self._base}."), f"{self._base}.{layer}")
-        )

@@ -22,17 +22,8 @@ from transformers import PreTrainedModel
 
 from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
-from ..moe import (
-    PARTS_OF_STACKS,
-    ExpertMatrix,
-    Experts,
-    fuse,
-    like,
-    matrix_named,
-    missing_matrices,
-    take_matrices,
-)
-from .model_names import HIDDEN, ModelNames, Renaming
+from ..moe import ExpertMatrix, Experts, fuse, like, take_matrices
+from .model_names import HIDDEN, ModelNames
 
 
 @dataclass
@@ -68,9 +59,7 @@ class _Given:
             if not found:
                 lost.append(name)
                 continue
-            module = next(m.module for m in self.names.mixtures.values() if m.name == path)
-            absent = missing_matrices(found, stack, module.num_experts, module.is_transposed)
-            lost += [f"{path}.{matrix}" for matrix in absent]
+            lost += [f"{path}.{matrix}" for matrix in self.names.experts[path].lacks(stack, found)]
         return lost
 
 
@@ -97,13 +86,12 @@ class _Parts:
                 for tied, own, value in _halves_of_ties(state_dict, prefix, names):
                     if not own.is_meta:
                         state_dict.update({prefix + name: value for name in tied})
-            for mixture in self.given[id(model)].names.mixtures.values():
-                path = f"{prefix}{mixture.name}."
-                is_transposed = mixture.module.is_transposed
+            for name, experts in self.given[id(model)].names.experts.items():
+                path, is_transposed = f"{prefix}{name}.", experts.is_transposed
                 for stack, found in take_matrices(state_dict, path, is_transposed).items():
                     waiting = self._waiting.setdefault(path + stack, {})
                     waiting |= found
-                    if not missing_matrices(set(waiting), stack, mixture.module.num_experts, is_transposed):
+                    if not experts.lacks(stack, set(waiting)):
                         state_dict[path + stack] = fuse(self._waiting.pop(path + stack), is_transposed, path)
         return state_dict
 
@@ -207,46 +195,37 @@ def _settle(
             mixture that is not whole.
     """
     names = ModelNames(model)
-    renaming = Renaming(model, names)
-    experts = {mixture.name: mixture.module for mixture in names.mixtures.values()}
     given = _Given(names, prefix)
     found: dict[str, str] = {}
     unknown = []
     for key in [key for key in state_dict if key.startswith(prefix)]:
-        name: str | None = key[len(prefix) :]
-        path, matrix = _single(name, experts)
-        if matrix is not None:
-            name = f"{path}.{matrix}"
-        elif name not in names.tensors:
-            name = names.of_plain.get(name) or renaming(name)
+        name = names.name_of(key[len(prefix) :])
         if name is None:
             unknown.append(key)
             continue
         if name in found:
-            first, key = sorted(
-                (found[name], key), key=lambda each: state_dict[each] is names.tensors.get(name)
-            )
-            if state_dict[key] is not names.tensors.get(name):
+            own = names.tensors.get(name)
+            first, key = sorted((found[name], key), key=lambda each: state_dict[each] is own)
+            if state_dict[key] is not own:
                 raise CheckpointError(f"{key} is there a second time: {first} has it, too.")
             # torch's set_model_state_dict adds the model's own tensors.
             del state_dict[key]
             key = first
         found[name] = key
     for name, key in found.items():
-        path, matrix = _single(name, experts)
+        path, matrix = names.single_of(name)
         if matrix is None:
             _check_dtype(key, state_dict[key], names.tensors[name])
             if state_dict[key] is not names.tensors[name]:
                 given.whole.add(name)
             continue
-        stack = _check_single(key, path, matrix, experts[path])
-        given.single.setdefault(f"{path}.{stack}", set()).add(matrix)
-    for key in unknown:
-        if renaming.belongs_to_layer(key[len(prefix) :]):
-            raise CheckpointError(
-                f"{key} belongs to the experts of a layer, and this {type(model).__name__} takes no such tensor: it is "
-                "of another architecture or format. Load the folder by from_pretrained."
-            )
+        _check_single(key, path, matrix, names.experts[path])
+        given.single.setdefault(f"{path}.{matrix.stack}", set()).add(matrix)
+    if key := next((key for key in unknown if names.has_layer_of(key[len(prefix) :])), None):
+        raise CheckpointError(
+            f"{key} belongs to the experts of a layer, and this {type(model).__name__} takes no such tensor: it is of "
+            "another architecture or format. Load the folder by from_pretrained."
+        )
     for stack in given.single:
         if stack in given.whole:
             raise CheckpointError(
@@ -271,19 +250,7 @@ def _settle(
     return given, names
 
 
-def _single(name: str, experts: Mapping[str, Experts]) -> tuple[str, ExpertMatrix | None]:
-    """Path of the experts and the matrix, of the name of a single expert's matrix in the model."""
-    pieces = name.rsplit(".", 3)
-    path = pieces[0] if len(pieces) == 4 else ""
-    if path not in experts:
-        return path, None
-    matrix = matrix_named(name[len(path) + 1 :])
-    is_own = matrix and any(matrix.part in p for p in PARTS_OF_STACKS[experts[path].is_transposed].values())
-    return path, matrix if is_own else None
-
-
-def _check_single(key: str, path: str, matrix: ExpertMatrix, experts: Experts) -> str:
-    """The stack of a single expert's matrix."""
+def _check_single(key: str, path: str, matrix: ExpertMatrix, experts: Experts) -> None:
     if experts.storage is not None:
         raise CheckpointError(
             f"{key} is of one expert in 16 or 32 bits, and the experts {path} are {experts.storage}: load the "
@@ -293,8 +260,6 @@ def _check_single(key: str, path: str, matrix: ExpertMatrix, experts: Experts) -
         raise CheckpointError(
             f"{key} is of expert {matrix.number}, but num_local_experts of this model is {experts.num_experts}."
         )
-    stacks = PARTS_OF_STACKS[experts.is_transposed]
-    return next(stack for stack, parts in stacks.items() if matrix.part in parts)
 
 
 def _check_dtype(key: str, tensor: Any, own: torch.Tensor | None) -> None:

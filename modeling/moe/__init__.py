@@ -30,6 +30,7 @@ from .state_dicts import (
     like,
     matrix_named,
     missing_matrices,
+    put_matrix,
     take_matrices,
 )
 from .trace import ExpertTrace, trace_experts

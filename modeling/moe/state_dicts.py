@@ -8,8 +8,8 @@ Shapes: E experts, H hidden_size, I intermediate_size.
 """
 
 import re
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from functools import reduce
+from collections.abc import Iterator, Mapping, MutableMapping
+from functools import lru_cache, reduce
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -32,17 +32,36 @@ PARTS_OF_STACKS: Mapping[bool, Mapping[str, tuple[str, ...]]] = {
 """Of a stack, as files name its matrices: for input-first experts, and for output-first ones."""
 
 
+_PLACES = {
+    part: (stack, place)
+    for stacks in PARTS_OF_STACKS.values()
+    for stack, parts in stacks.items()
+    for place, part in enumerate(parts)
+}
+
+
 class ExpertMatrix(NamedTuple):
     """A matrix of one expert: the expert's number, and "gate_proj", "up_proj", "down_proj" (or "w1" …)."""
 
     number: int
     part: str
 
+    @property
+    def stack(self) -> str:
+        """The stack that holds it."""
+        return _PLACES[self.part][0]
+
+    @property
+    def place(self) -> int:
+        """Its place in the expert's part of the stack."""
+        return _PLACES[self.part][1]
+
     def __str__(self) -> str:
         """The name below the experts, with the expert's number first."""
         return f"{self.number}.{self.part}.weight"
 
 
+@lru_cache(maxsize=4096)
 def matrix_named(name: str) -> ExpertMatrix | None:
     """The matrix that a name below the experts means; None for other names."""
     match = _MATRIX.fullmatch(name)
@@ -51,11 +70,14 @@ def matrix_named(name: str) -> ExpertMatrix | None:
 
 def missing_matrices(
     found: set[ExpertMatrix], stack: str, count: int, is_transposed: bool
-) -> list[ExpertMatrix]:
+) -> Iterator[ExpertMatrix]:
     """The matrices that a stack of `count` experts lacks, beside those that were found."""
-    parts = PARTS_OF_STACKS[is_transposed][stack]
-    wanted = (ExpertMatrix(number, part) for number in range(count) for part in parts)
-    return [matrix for matrix in wanted if matrix not in found]
+    wanted = (
+        ExpertMatrix(number, part)
+        for number in range(count)
+        for part in PARTS_OF_STACKS[is_transposed][stack]
+    )
+    return (matrix for matrix in wanted if matrix not in found)
 
 
 class TakesSingleExperts(nn.Module):
@@ -81,14 +103,14 @@ class TakesSingleExperts(nn.Module):
         assigns = local_metadata.get("assign_to_params_buffers", False)
         half, completed = dict(self.half_loaded), []
         for stack, found in take_matrices(state_dict, prefix, self.is_transposed).items():
-            if not missing_matrices(set(found), stack, self.num_experts, self.is_transposed):
+            if not self.lacks(stack, set(found)):
                 state_dict[prefix + stack] = like(
                     self._parameters[stack], fuse(found, self.is_transposed, prefix)
                 )
                 continue
             self._write(stack, found, prefix, assigns)
             half[stack] = half.get(stack, set()) | set(found)
-            if not missing_matrices(half[stack], stack, self.num_experts, self.is_transposed):
+            if not self.lacks(stack, half[stack]):
                 completed.append(prefix + stack)
                 del half[stack]
         for stack in [stack for stack in half if prefix + stack in state_dict]:
@@ -100,31 +122,9 @@ class TakesSingleExperts(nn.Module):
         )
         missing_keys[:] = [key for key in missing_keys if key not in completed]
 
-    @torch.no_grad()
-    def parts_of_checkpoint(
-        self,
-        stack: str,
-        experts: Iterable[Sequence[Mapping[str, Any]]],
-        device: torch.device,
-        dtype: torch.dtype | None,
-    ) -> dict[str, torch.Tensor]:
-        """The parts of a stack, by name, made of a checkpoint's experts one after the other.
-
-        Args:
-            stack: its name.
-            experts: of each expert its matrices `[out, in]`, gate before up or both in one, as stored tensors by kind.
-            device: of the parts.
-            dtype: in which weights are quantized, if they are; default: as they are stored.
-        """
-        own: Any = self._parameters[stack]
-        whole = torch.empty(own.shape, dtype=own.dtype, device=device)
-        parts = PARTS_OF_STACKS[self.is_transposed][stack]
-        for number, matrices in enumerate(experts):
-            for part, kinds in zip(parts, matrices, strict=True):
-                _put(
-                    kinds["weight"].content, whole, ExpertMatrix(number, part), stack, self.is_transposed, ""
-                )
-        return {stack: whole}
+    def lacks(self, stack: str, found: set[ExpertMatrix]) -> list[ExpertMatrix]:
+        """The matrices of a stack beside those that were found."""
+        return [*missing_matrices(found, stack, self.num_experts, self.is_transposed)]
 
     @torch.no_grad()
     def _write(
@@ -142,7 +142,7 @@ class TakesSingleExperts(nn.Module):
             own = nn.Parameter(torch.empty_like(own, dtype=first.dtype, device=first.device))
             setattr(self, stack, own)
         for matrix, tensor in found.items():
-            _put(tensor, own, matrix, stack, self.is_transposed, prefix)
+            put_matrix(tensor, own, matrix, self.is_transposed, prefix)
 
     def _note_half_loaded(self, half: dict[str, set[ExpertMatrix]]) -> None:
         self.half_loaded = half
@@ -157,7 +157,7 @@ class TakesSingleExperts(nn.Module):
         lost = [
             f"{self._loaded_as}.{matrix}"
             for stack, found in self.half_loaded.items()
-            for matrix in missing_matrices(found, stack, self.num_experts, self.is_transposed)
+            for matrix in self.lacks(stack, found)
         ]
         if lost:
             raise CheckpointError(
@@ -174,30 +174,24 @@ def take_matrices(
     state_dict: MutableMapping[str, Any], prefix: str, is_transposed: bool
 ) -> dict[str, dict[ExpertMatrix, torch.Tensor]]:
     """Take single experts' matrices out of a state dict, by stack; `prefix` is that of the experts' names."""
-    stack_of = {part: stack for stack, parts in PARTS_OF_STACKS[is_transposed].items() for part in parts}
     found: dict[str, dict[ExpertMatrix, torch.Tensor]] = {}
     for key in [key for key in state_dict if key.startswith(prefix)]:
         matrix = matrix_named(key[len(prefix) :])
-        if matrix is not None and matrix.part in stack_of:
-            found.setdefault(stack_of[matrix.part], {})[matrix] = state_dict.pop(key)
+        if matrix is not None and matrix.part in PARTS_OF_STACKS[is_transposed][matrix.stack]:
+            found.setdefault(matrix.stack, {})[matrix] = state_dict.pop(key)
     return found
 
 
 @torch.no_grad()
-def fuse(found: Mapping[ExpertMatrix, torch.Tensor], is_transposed: bool, prefix: str) -> torch.Tensor:
+def fuse(found: Mapping[ExpertMatrix, torch.Tensor], is_transposed: bool, prefix: str = "") -> torch.Tensor:
     """The stack of all experts' matrices `[out, in]`: `[E, in, out]` if `is_transposed`, else `[E, out, in]`.
 
     Raises:
         CheckpointError: a matrix of another shape, or of integers.
     """
-    stack = next(
-        stack
-        for stack, parts in PARTS_OF_STACKS[is_transposed].items()
-        if any(matrix.part in parts for matrix in found)
-    )
-    first = next(iter(found.values()))
-    _check_matrix(first, next(iter(found)), first.shape, prefix)
-    parts = len(PARTS_OF_STACKS[is_transposed][stack])
+    matrix, first = next(iter(found.items()))
+    _check_matrix(first, matrix, first.shape, prefix)
+    parts = len(PARTS_OF_STACKS[is_transposed][matrix.stack])
     size_out, size_in = first.shape[0] * parts, first.shape[1]
     whole = first.new_empty(
         len(found) // parts,
@@ -205,21 +199,16 @@ def fuse(found: Mapping[ExpertMatrix, torch.Tensor], is_transposed: bool, prefix
         dtype=reduce(torch.promote_types, (tensor.dtype for tensor in found.values())),
     )
     for matrix, tensor in found.items():
-        _put(tensor, whole, matrix, stack, is_transposed, prefix)
+        put_matrix(tensor, whole, matrix, is_transposed, prefix)
     return whole
 
 
-def _put(
-    tensor: torch.Tensor,
-    stack: torch.Tensor,
-    matrix: ExpertMatrix,
-    name: str,
-    is_transposed: bool,
-    prefix: str,
+def put_matrix(
+    tensor: torch.Tensor, stack: torch.Tensor, matrix: ExpertMatrix, is_transposed: bool, prefix: str = ""
 ) -> None:
     """Copy a matrix `[out, in]` to its place in a stack."""
-    parts = PARTS_OF_STACKS[is_transposed][name]
-    place = stack[matrix.number].chunk(len(parts), dim=int(is_transposed))[parts.index(matrix.part)]
+    parts = PARTS_OF_STACKS[is_transposed][matrix.stack]
+    place = stack[matrix.number].chunk(len(parts), dim=int(is_transposed))[matrix.place]
     _check_matrix(tensor, matrix, tuple(reversed(place.shape)) if is_transposed else place.shape, prefix)
     # Copying a transposed view into a strided target is four times as slow as transposing first.
     place.copy_(tensor.T.contiguous() if is_transposed else tensor)

@@ -151,7 +151,9 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
     taken = {name: layers[name] for name in chosen}
     _check_packed(taken, chosen, load_config.hf_quantizer)
     # The files are needed as long as the model is, wherever the process may go.
-    stored = find_pieces(taken, map(os.path.abspath, files), names_in_model(model, load_config))
+    stored = find_pieces(
+        taken, map(os.path.abspath, files), names_in_model(model, load_config.weight_mapping)
+    )
     ignored = set(model._keys_to_ignore_on_load_unexpected or ())
     for name, place in chosen.items():
         model.set_submodule(name, OffloadedExperts(taken[name], name, place, stored[name]))

@@ -14,5 +14,5 @@ from .bnb_quantizers import (
 )
 from .experts import QuantizedExperts
 from .linear import QuantizedLinear
-from .loading import check_found, dtype_to_quantize, keep_dtypes, shapes_in_files
+from .loading import check_found, dtype_to_quantize, packed_in_files
 from .quantizer import LlamoeQuantizer, check_request, register_quantizers, saving_dequantized

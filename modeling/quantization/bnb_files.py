@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from transformers.modeling_utils import load_state_dict
 
 from ...configuration.errors import CheckpointError
-from ..checkpoints import WEIGHT, Stored, headers_of, read_header, tensor_of_expert, tensors_of
+from ..checkpoints import WEIGHT, Stored, expert_of, headers_of
 from ..formats import BLOCKSIZES, NESTED_BLOCKSIZE, BitsAndBytesFormat, Bnb4Bit, Parts, Sizes, code_of
 from .packed import check_finite
 
@@ -25,9 +26,9 @@ _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.\w+\.experts\b")
 
 
 def parse_router(name: str) -> tuple[str, str] | None:
-    """Name of a router's weight, and kind of the tensor, as in `tensor_of_expert`."""
+    """Name of a router's weight, and kind of the tensor, as in `ExpertName`."""
     match = _ROUTER.fullmatch(name)
-    return match and (f"{match[1]}weight", match[2] or match[3] or "weight")
+    return match and (f"{match[1]}weight", match[2] or match[3] or WEIGHT)
 
 
 def layer_of(path: str) -> str | None:
@@ -36,29 +37,24 @@ def layer_of(path: str) -> str | None:
     return match and match[1]
 
 
-def packed_layers(files: Iterable[str]) -> dict[str, dict[str, str]]:
-    """The layers whose experts are packed in these files: kinds of tensors there, and a file that has each.
+def packed_layers(files: Iterable[str]) -> dict[str, dict[str, Stored]]:
+    """The layers whose experts are packed in these files: kinds of tensors there, and a tensor of each kind.
 
-    Both keys and kinds are those of `layer_of` and `tensor_of_expert`.
+    Keys are those of `layer_of`, kinds those of `ExpertName`.
     """
-    found: dict[str, dict[str, str]] = {}
-    for file in files:
-        for name, header in read_header(file).items():
-            named = tensor_of_expert(name.replace(".block_sparse_moe.", ".mlp."))
-            if named and (named[1] != WEIGHT or header.dtype in ("U8", "I8")):
-                found.setdefault(layer_of(name) or "", {}).setdefault(named[1], str(file))
+    found: dict[str, dict[str, Stored]] = {}
+    for stored in headers_of(files):
+        expert = expert_of(stored.name.replace(".block_sparse_moe.", ".mlp."))
+        if expert and (expert.kind != WEIGHT or stored.dtype in ("U8", "I8")):
+            found.setdefault(layer_of(stored.name) or "", {}).setdefault(expert.kind, stored)
     return found
 
 
-def first_state(files: Iterable[str]) -> dict[str, Any] | None:
-    """Content of the first `quant_state` of an expert in these files; None if they have none."""
-    for stored in headers_of(files):
-        if f".weight.{STATE}" in stored.name and tensor_of_expert(
-            stored.name.replace(".block_sparse_moe.", ".mlp.")
-        ):
-            return facts_of(
-                next(each for each in tensors_of(None, [stored.origin]) if each.name == stored.name)
-            )
+def first_state(kinds: Mapping[str, Stored]) -> dict[str, Any] | None:
+    """Content of a `quant_state` of packed experts; None if they have none."""
+    for kind, stored in kinds.items():
+        if kind.startswith(STATE):
+            return facts_of(stored._replace(content=load_state_dict(stored.origin)[stored.name]))
     return None
 
 

@@ -1,11 +1,12 @@
 """What a checkpoint of a model that bitsandbytes has packed needs beside its experts."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from ..checkpoints import WEIGHT, Stored
+from ..checkpoints import WEIGHT, Stored, headers_of, names_in_model, tensors_of
 from .bnb_experts import BitsAndBytesExperts
 from .bnb_files import parse_router, read_matrix
 
@@ -16,33 +17,31 @@ def packed_experts(model: nn.Module) -> dict[str, BitsAndBytesExperts]:
 
 
 def unpack_routers(
-    tensors: Mapping[str, Stored],
-    names: Callable[[str], Iterable[str]],
-    packed: Mapping[str, BitsAndBytesExperts],
-) -> dict[str, torch.Tensor]:
-    """All tensors by name, with routers' weights unpacked: transformers 4 took routers for linear layers.
+    model: PreTrainedModel, state_dict: Mapping[str, Any] | None, files: Iterable[str], load_config: Any
+) -> Mapping[str, Any] | None:
+    """A state dict with routers' weights unpacked: transformers 4 took routers for linear layers.
 
     Args:
-        tensors: of the checkpoint.
-        names: the names that a key may have in the model.
-        packed: the model's experts in bitsandbytes' formats; none, if it is in another.
+        model: with packed experts; of other models nothing changes.
+        state_dict: all tensors of the checkpoint.
+        files: those that it was read from, if any.
+        load_config: transformers' record of the loading.
     """
-    result: dict[str, torch.Tensor] = {}
+    experts = next(iter(packed_experts(model).values()), None)
+    if experts is None or state_dict is None:
+        return state_dict
+    names = names_in_model(model, load_config.weight_mapping)
     routers: dict[str, dict[str, Stored]] = {}
-    for name, stored in tensors.items():
-        if packed and (parsed := parse_router(next(iter(names(name))))):
-            routers.setdefault(parsed[0], {})[parsed[1]] = stored
-        else:
-            result[name] = stored.content
+    for stored in headers_of(files) if files else tensors_of(state_dict):
+        if parsed := parse_router(names(stored.name)[0]):
+            routers.setdefault(parsed[0], {})[parsed[1]] = stored._replace(content=state_dict[stored.name])
+    form, result = experts.formats["down_proj"], dict(state_dict)
+    sizes = experts.num_experts, experts.sizes["down_proj"][0]
     for kinds in routers.values():
         weight = kinds.get(WEIGHT)
         if weight is not None and (len(kinds) > 1 or not weight.content.is_floating_point()):
-            experts = next(iter(packed.values()))
-            form = experts.formats["down_proj"]
-            sizes = experts.num_experts, experts.sizes["down_proj"][0]
-            result[weight.name] = form.one_matrix(
-                read_matrix(form, kinds, sizes), sizes, experts.weight_dtype
-            )
-        else:
-            result |= {each.name: each.content for each in kinds.values()}
+            for each in kinds.values():
+                del result[each.name]
+            parts = read_matrix(form, kinds, sizes)
+            result[weight.name] = form.one_matrix(parts, sizes, experts.weight_dtype)
     return result

@@ -6,7 +6,7 @@ as files name it, leaves the experts of that mixture in 16 bit.
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .._private_api import forget_conversions, replace_quantizer
-from ..checkpoints import AtomicSaveMixin, warn_of_experts
+from ..checkpoints import AtomicSaveMixin, Stored, warn_of_experts
 from ..formats import BitsAndBytesFormat, Bnb4Bit, Bnb4BitNested, Bnb8Bit
 from ..moe import STACKS, Experts, Router
 from .bnb_experts import BitsAndBytesExperts
@@ -36,14 +36,13 @@ class QuantizesExperts(_Base):
     """What is added to both quantizers: a base class to name before transformers'."""
 
     def _format(
-        self, dtype: torch.dtype, kinds: Iterable[str] | None, files: Iterable[str]
+        self, dtype: torch.dtype, kinds: Mapping[str, Stored] | None
     ) -> tuple[BitsAndBytesFormat, torch.dtype]:
         """The format of a matrix, and the dtype of the weights that are quantized.
 
         Args:
             dtype: of the model.
             kinds: of tensors that packed experts have in the files; None if they are packed now.
-            files: of the checkpoint.
         """
         raise NotImplementedError
 
@@ -55,9 +54,8 @@ class QuantizesExperts(_Base):
         )
         if not isinstance(model, AtomicSaveMixin):
             return
-        files = [str(file) for file in checkpoint_files or ()]
         # Some folders hold the experts of some layers in 16 bit beside quantized ones.
-        stored = packed_layers(files) if self.pre_quantized and files else None
+        stored = packed_layers(checkpoint_files) if self.pre_quantized and checkpoint_files else None
         for name, module in list(model.named_modules()):
             if not isinstance(module, Experts) or module.is_packed:
                 continue
@@ -65,7 +63,7 @@ class QuantizesExperts(_Base):
             if kinds is None and stored is not None:
                 continue
             with torch.device("meta"):
-                packed = BitsAndBytesExperts(module, *self._format(module.dtype, kinds, files))
+                packed = BitsAndBytesExperts(module, *self._format(module.dtype, kinds))
             if stored is not None or self._takes(name, packed):
                 model.set_submodule(name, packed)
 
@@ -124,10 +122,10 @@ class BitsAndBytes4BitQuantizer(QuantizesExperts, Bnb4BitHfQuantizer):
     """`load_in_4bit=True`."""
 
     def _format(
-        self, dtype: torch.dtype, kinds: Iterable[str] | None, files: Iterable[str]
+        self, dtype: torch.dtype, kinds: Mapping[str, Stored] | None
     ) -> tuple[BitsAndBytesFormat, torch.dtype]:
         config = self.quantization_config
-        state = first_state(files) if kinds is not None else None
+        state = None if kinds is None else first_state(kinds)
         is_nested = config.bnb_4bit_use_double_quant if kinds is None else "nested_absmax" in kinds
         form = (Bnb4BitNested if is_nested else Bnb4Bit)(
             config.bnb_4bit_compute_dtype,
@@ -141,7 +139,7 @@ class BitsAndBytes8BitQuantizer(QuantizesExperts, Bnb8BitHfQuantizer):
     """`load_in_8bit=True`."""
 
     def _format(
-        self, dtype: torch.dtype, kinds: Iterable[str] | None, files: Iterable[str]
+        self, dtype: torch.dtype, kinds: Mapping[str, Stored] | None
     ) -> tuple[BitsAndBytesFormat, torch.dtype]:
         return Bnb8Bit(dtype), dtype
 

@@ -14,19 +14,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ...configuration import LlamoeVisionConfig
 from ...configuration.errors import ConfigurationError
 from ...configuration.quantization import METHOD, QuantizationConfig
 from .._private_api import forget_conversions
-from ..checkpoints import DTYPE_NAMES
 from ..formats import BLOCK, Format, format_of, torchs_block
 from ..kernels import int4_library, why_no_cpp_kernels
 from ..moe import STACKS, Experts
 from .experts import QuantizedExperts
 from .linear import QuantizedLinear
-from .loading import Quantize, align_codes, check_scales
+from .loading import packed_modules, settle_packed
 
 logger = logging.getLogger("llamoe")
 
@@ -149,33 +148,8 @@ class LlamoeQuantizer(HfQuantizer):
             model.set_submodule(name, module)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        check_scales(model)
-        if self.pre_quantized:
-            align_codes(model)
+        settle_packed(model)
         forget_conversions(model)
-
-    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        """Whether a name is a packed weight's."""
-        module, name = get_module_from_name(model, param_name)
-        return (
-            isinstance(module, QuantizedExperts)
-            and name in STACKS
-            or (isinstance(module, QuantizedLinear) and name == "weight")
-        )
-
-    def dtypes_of_codes(self, model: PreTrainedModel) -> dict[str, str]:
-        """Names of packed weights in files that are packed, and safetensors' name of their dtype."""
-        if not self.pre_quantized:
-            return {}
-        return {
-            name: DTYPE_NAMES[parameter.dtype]
-            for name, parameter in model.named_parameters()
-            if self.param_needs_quantization(model, name)
-        }
-
-    def get_quantize_ops(self) -> Quantize:
-        """What makes the parts of a weight."""
-        return Quantize()
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:
         """Inside of `saving_dequantized` the weights that the packed ones mean."""
@@ -225,11 +199,7 @@ def _packed(module: Any, form: Format) -> nn.Module:
 
 
 def _packed_modules(model: PreTrainedModel, asked: str) -> list[tuple[str, Any]]:
-    packed = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, QuantizedExperts | QuantizedLinear)
-    ]
+    packed = packed_modules(model)
     for name, module in packed:
         if any(parameter.is_meta for parameter in module.parameters()):
             raise ValueError(

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, Llama4ForCausalLM
 import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import convert
-from llamoe.modeling.checkpoints import expert_of, load_experts
+from llamoe.modeling.checkpoints import expert_of, load_weights, make_weights
 
 TEXT = next(case for case in MODELS if case.name == "LlamoeForCausalLM")
 SPELLINGS = {
@@ -234,7 +234,8 @@ def test_what_is_saved_is_stacked(case, original_format, tmp_path):
         stacks = {name.rpartition(".experts.")[2] for name in file.keys() if ".experts." in name}
     assert stacks == {"gate_up_proj", "down_proj"}
     # A stacked folder needs no rule, so that it is mapped as before.
-    assert load_experts.take_experts(loaded, dict(loaded.state_dict()), None, Options()) == (None, {})
+    state = dict(loaded.state_dict())
+    assert make_weights(loaded, state, [], Options()) == (state, [])
 
 
 class Options:
@@ -453,16 +454,17 @@ def test_any_size_is_drawn_anew_when_that_is_asked_for(text):
 def test_zero_3_is_refused_by_name(text, monkeypatch):
     """Without DeepSpeed, whose presence transformers asks for much earlier."""
     folder, model, state = text
-    monkeypatch.setattr(load_experts, "is_deepspeed_zero3_enabled", lambda: True)
+    monkeypatch.setattr(load_weights, "is_deepspeed_zero3_enabled", lambda: True)
     with pytest.raises(ValueError, match="ZeRO-3"):
-        load_experts.take_experts(model, state, None, Options())
+        make_weights(model, state, [], Options())
 
 
 def test_names_of_experts():
-    assert expert_of(f"{LAYER}.10.up_proj.weight") == (LAYER, 10, "up")
-    assert expert_of(f"{LAYER}.down_projs.7.weight") == (LAYER, 7, "down")
-    assert str(expert_of(f"{LAYER}.down_projs.7.weight")) == f"{LAYER}.7.down_proj.weight"
-    for other in (f"{LAYER}.gate_up_proj", f"{LAYER}.01.up_proj.weight", f"{LAYER}.1.up_proj.weight.absmax"):
+    assert expert_of(f"{LAYER}.10.up_proj.weight") == (LAYER, (10, "up_proj"), "weight")
+    assert expert_of(f"{LAYER}.down_projs.7.weight") == (LAYER, (7, "down_proj"), "weight")
+    assert str(expert_of(f"{LAYER}.down_projs.7.weight").matrix) == "7.down_proj.weight"
+    assert expert_of(f"{LAYER}.1.up_proj.weight.absmax") == (LAYER, (1, "up_proj"), "absmax")
+    for other in (f"{LAYER}.gate_up_proj", f"{LAYER}.01.up_proj.weight"):
         assert expert_of(other) is None
     assert expert_of("model.layers.1.feed_forward.shared_expert.up_proj.weight") is None
 

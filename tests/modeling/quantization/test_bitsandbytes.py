@@ -28,7 +28,7 @@ from transformers import BitsAndBytesConfig, Llama4ForCausalLM, LlamaForCausalLM
 from transformers.integrations.accelerate import compute_module_sizes
 
 import llamoe
-from llamoe.modeling.checkpoints import take_experts
+from llamoe.modeling.checkpoints import make_weights
 from llamoe.modeling.moe import Experts, Router
 from llamoe.modeling.quantization import QuantizedExperts, packed_experts
 
@@ -285,7 +285,7 @@ def test_processes_cannot_share_packed_experts():
 
     state = folder_of("llama4")
     with pytest.raises(ValueError, match=r"cannot be shared by several processes.*llm_int8_skip_modules"):
-        take_experts(model, None, [str(file) for file in Path(state).glob("*.safetensors")], Shared())
+        make_weights(model, None, [str(file) for file in Path(state).glob("*.safetensors")], Shared())
 
 
 def test_other_models_are_as_transformers_has_them(tmp_path):

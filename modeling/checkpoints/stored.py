@@ -1,0 +1,101 @@
+"""The tensors of a checkpoint, and whether they have the shapes and dtypes that a model needs."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ...configuration.errors import CheckpointError
+from .checkpoint_files import read_header
+from .safetensors_files import DTYPE_NAMES, WEIGHT_DTYPES
+
+OTHER_MODEL = "Weights and config.json do not belong together."
+
+
+class Stored(NamedTuple):
+    """A tensor of a checkpoint.
+
+    Attributes:
+        origin: the file, or "state_dict".
+        name: there.
+        dtype: in safetensors' spelling.
+        shape: as stored.
+        content: the tensor, mostly mapped from the file; or its header.
+    """
+
+    origin: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    content: Any
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {self.name}"
+
+
+def headers_of(files: Iterable[str]) -> Iterator[Stored]:
+    """The tensors of files, without their numbers."""
+    for file in files:
+        for name, header in read_header(file).items():
+            yield Stored(str(file), name, header.dtype, header.shape, header)
+
+
+def tensors_of(state_dict: Mapping[str, Any], origin: str = "state_dict") -> Iterator[Stored]:
+    """The tensors of a state dict, or of what was read from a file."""
+    for name, tensor in state_dict.items():
+        if isinstance(tensor, torch.Tensor):
+            dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+            yield Stored(origin, name, dtype, tuple(tensor.shape), tensor)
+
+
+def check_tensor(stored: Stored, wanted: tuple[int, ...], dtype: torch.dtype | None) -> None:
+    """Check the shape and dtype of a tensor of a checkpoint; `dtype` is None for any of plain weights.
+
+    Raises:
+        CheckpointError: it has others.
+    """
+    if stored.shape != wanted:
+        raise CheckpointError(
+            f"{stored} has shape {list(stored.shape)}, but the model that config.json describes has {list(wanted)}. "
+            + OTHER_MODEL
+        )
+    if dtype is None and stored.dtype not in WEIGHT_DTYPES:
+        raise CheckpointError(
+            f"{stored} has dtype {stored.dtype}, which is not a dtype of plain weights "
+            f"({', '.join(sorted(WEIGHT_DTYPES))}), and config.json has no quantization_config for it. Load the "
+            "unquantized checkpoint."
+        )
+    if dtype is not None and stored.dtype != DTYPE_NAMES[dtype]:
+        raise CheckpointError(
+            f"{stored} has dtype {stored.dtype}, but the quantization_config in config.json means "
+            f"{DTYPE_NAMES[dtype]}. {OTHER_MODEL}"
+        )
+
+
+def check_fit(
+    files: Iterable[str],
+    expected: Mapping[str, tuple[tuple[int, ...], torch.dtype | None]],
+    prefixes: Mapping[str, str],
+    ignores_sizes: bool = False,
+) -> None:
+    """Compare the headers with the model; other quantizers' checkpoints are their business.
+
+    Args:
+        files: of the checkpoint.
+        expected: the model's keys, and shape and dtype of each, as in `check_tensor`.
+        prefixes: patterns of the beginning of keys in the files, and their replacement in the model.
+        ignores_sizes: whether only the codes of packed weights must be what they are in the model.
+
+    Raises:
+        CheckpointError: a tensor has another shape than the model, or a dtype that no weight has.
+    """
+    patterns = [(re.compile(f"^{old}"), new) for old, new in prefixes.items()]
+    for stored in headers_of(files):
+        names = (stored.name, *(pattern.sub(new, stored.name) for pattern, new in patterns))
+        if key := next((known for known in names if known in expected), None):
+            shape, dtype = expected[key]
+            if not ignores_sizes:
+                check_tensor(stored, shape, dtype)
+            elif dtype is not None:
+                check_tensor(stored, stored.shape, dtype)
