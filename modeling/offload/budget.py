@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 import torch
@@ -70,36 +71,28 @@ def bytes_of_expert(experts: Experts) -> int:
     return sum(tensor[0].nbytes for tensor in [*experts.parameters(), *experts.buffers()])
 
 
-def _kinds(layers: Mapping[str, Experts]) -> list[list[str]]:
-    """The layers whose experts have the same sizes, and may use the same slots."""
+def divide(layers: Mapping[str, Experts], budget: int) -> list[tuple[list[str], int]]:
+    """Layers whose experts have the same sizes, and may use the same slots, and for how many experts there is room.
+
+    Each kind has room for one expert at least, and shares what is left with the others by their sizes.
+
+    Raises:
+        ValueError: there is not room for one expert of each kind.
+    """
     found: dict[tuple, list[str]] = {}
     for layer, experts in layers.items():
         tensors = [*experts.named_parameters(), *experts.named_buffers()]
         found.setdefault(tuple((name, each.shape, each.dtype) for name, each in tensors), []).append(layer)
-    return list(found.values())
-
-
-def check_budget(layers: Mapping[str, Experts], budget: int) -> None:
-    """Raise a `ValueError` if there is not room for one expert of each kind."""
-    firsts = {kind[0]: bytes_of_expert(layers[kind[0]]) for kind in _kinds(layers)}
-    if budget < sum(firsts.values()):
-        layer = max(firsts, key=lambda name: firsts[name])
-        raise ValueError(
-            f"experts_memory={budget:,} bytes: one expert of {layer} takes {firsts[layer]:,} bytes"
-            f"{f', and there are {len(firsts)} kinds of experts' if len(firsts) > 1 else ''}. Give at least "
-            f"{sum(firsts.values()):,}."
-        )
-
-
-def divide(layers: Mapping[str, Experts], budget: int) -> list[tuple[list[str], int]]:
-    """Each kind of layers, and for how many of their experts there is room: at least one, and more by their sizes."""
-    check_budget(layers, budget)
-    kinds = _kinds(layers)
+    kinds = list(found.values())
     sizes = [bytes_of_expert(layers[kind[0]]) for kind in kinds]
-    needed = [sum(layers[layer].num_experts for layer in kind) for kind in kinds]
-    rest = sum((count - 1) * size for count, size in zip(needed, sizes, strict=True))
-    spare = budget - sum(sizes)
-    return [
-        (kind, min(most, 1 + (spare * (most - 1) // rest if rest else 0)))
-        for kind, most in zip(kinds, needed, strict=True)
-    ]
+    if budget < sum(sizes):
+        largest = max(range(len(kinds)), key=sizes.__getitem__)
+        raise ValueError(
+            f"experts_memory={budget:,} bytes: one expert of {kinds[largest][0]} takes {sizes[largest]:,} bytes"
+            f"{f', and there are {len(kinds)} kinds of experts' if len(kinds) > 1 else ''}. Give at least "
+            f"{sum(sizes):,}."
+        )
+    more = [sum(layers[layer].num_experts for layer in kind) - 1 for kind in kinds]
+    rest = sum(count * size for count, size in zip(more, sizes, strict=True))
+    share = min(1, Fraction(budget - sum(sizes), rest)) if rest else 0
+    return [(kind, 1 + int(share * count)) for kind, count in zip(kinds, more, strict=True)]

@@ -18,7 +18,7 @@ from ...configuration.checks import listed
 from ..checkpoints import current_loading, device_of, forget_pages, is_mapped, names_in_model
 from ..moe import Experts
 from ..quantization import LlamoeQuantizer
-from .budget import ExpertsMemory, bytes_of_expert, check_budget, default_size
+from .budget import ExpertsMemory, bytes_of_expert, default_size, divide
 from .experts import OffloadedExperts
 from .memory import ALIGNMENT
 from .pieces import find_pieces
@@ -148,8 +148,16 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
             f"device_map puts experts on {listed(sorted(set(chosen.values())))}, from where they are read out of "
             f"safetensors files, but the weights are {found}"
         )
-    taken = {name: layers[name] for name in chosen}
-    _check_packed(taken, chosen, load_config.hf_quantizer)
+    taken: dict[str, Any] = {name: layers[name] for name in chosen}
+    quantizer = load_config.hf_quantizer
+    is_read_packed = isinstance(quantizer, LlamoeQuantizer) and quantizer.pre_quantized
+    for name, experts in taken.items():
+        if experts.is_packed and not is_read_packed:
+            raise ValueError(
+                f"device_map puts {name} on {chosen[name]!r}, where experts are read as they are stored, but they are "
+                f"to be {experts.format.key}: quantize the checkpoint first, by `llamoe quantize IN OUT --to int4`, "
+                "and load OUT."
+            )
     # The files are needed as long as the model is, wherever the process may go.
     stored = find_pieces(
         taken, map(os.path.abspath, files), names_in_model(model, load_config.weight_mapping)
@@ -161,19 +169,7 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
     model._keys_to_ignore_on_load_unexpected = ignored
     for place in set(chosen.values()):
         if request.memory.size is not None:
-            check_budget({name: taken[name] for name in chosen if chosen[name] == place}, request.memory.size)
-
-
-def _check_packed(layers: Mapping[str, Experts], places: Mapping[str, str], quantizer: Any) -> None:
-    if isinstance(quantizer, LlamoeQuantizer) and quantizer.pre_quantized:
-        return
-    for name, experts in layers.items():
-        if experts.is_packed:
-            raise ValueError(
-                f"device_map puts {name} on {places[name]!r}, where experts are read as they are stored, but they are "
-                f"to be {experts.format.key}: quantize the checkpoint first, by `llamoe quantize IN OUT --to int4`, "
-                "and load OUT."
-            )
+            divide({name: taken[name] for name in chosen if chosen[name] == place}, request.memory.size)
 
 
 def offloaded_in(model: nn.Module) -> list[OffloadedExperts]:

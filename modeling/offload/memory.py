@@ -5,9 +5,9 @@ the slot, with what stands around the matrix. The matrix also keeps the alignmen
 give it; with another one products may differ in their last bits.
 """
 
-import math
 import mmap
 import os
+from contextlib import suppress
 
 import torch
 
@@ -20,11 +20,8 @@ LEAST_BYTES_OF_DIRECT = 1 << 20
 _HUGE_PAGE = 2 << 20
 
 
-def slots_of(
-    count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_pinned: bool
-) -> torch.Tensor:
-    """Memory for so many matrices, `[count, bytes]` uint8, each with room for the rest of its blocks."""
-    size = math.prod(shape) * dtype.itemsize
+def slots_of(count: int, size: int, device: torch.device, is_pinned: bool) -> torch.Tensor:
+    """Memory for so many matrices of `size` bytes, `[count, bytes]`, each with room for the rest of its blocks."""
     unit = unit_of(size)
     row = -(-size // unit) * unit + unit
     if device.type != "cpu" or is_pinned:
@@ -50,11 +47,9 @@ def pages(size: int) -> memoryview:
         return memoryview(mmap.mmap(-1, max(size, 1), **private))
     memory = mmap.mmap(-1, size + _HUGE_PAGE, **private)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        # There are kernels without them.
+        with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            # A kernel without them.
-            pass
     first = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % _HUGE_PAGE
     return memoryview(memory)[first : first + size]
 

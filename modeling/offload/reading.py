@@ -55,14 +55,14 @@ class _File:
                 f"now), and {what} is needed. Load the model again."
             )
 
-    def fill(self, memory: memoryview, begin: int, needed: int, is_direct: bool, what: str) -> int:
+    def fill(self, memory: memoryview, begin: int, needed: int, what: str) -> int:
         """Read until `needed` bytes are there, and return how many came."""
         got = 0
         while got < needed:
             # Direct reads ask for whole blocks, and get fewer at the end of a file. The rest comes by another way.
-            descriptor = self.direct if is_direct and got % BLOCK == 0 else self.file
+            is_direct = self.direct is not None and got % BLOCK == 0
             try:
-                count = os.preadv(descriptor, [memory[got:]], begin + got)
+                count = os.preadv(self.direct if is_direct else self.file, [memory[got:]], begin + got)
             except OSError as error:
                 self.check(what)
                 raise CheckpointError(
@@ -100,11 +100,7 @@ class Reader:
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix=_THREADS)
 
     def open(self, layers: Mapping[str, StoredLayer]) -> None:
-        """Open the files in which layers are stored.
-
-        Raises:
-            CheckpointError: a file is gone, or is not what it was when its header was read.
-        """
+        """Open the files of layers; raises a `CheckpointError` if one has changed since its header was read."""
         for layer in layers.values():
             pieces = [piece for stack in layer.pieces.values() for each in stack for piece in each]
             is_direct = max(piece.nbytes for piece in pieces) >= LEAST_BYTES_OF_DIRECT
@@ -125,16 +121,13 @@ class Reader:
     def start(
         self, pieces: list[tuple[Piece, torch.Tensor, torch.Tensor | None]], what: str, counter: Counter
     ) -> "Reading":
-        """Begin to read pieces into memory.
+        """Begin to read pieces, and count the bytes that come; raises a `CheckpointError` if the model is closed.
 
         Args:
             pieces: each with its target, a tensor of the piece's shape, and the bytes of whole blocks around it, where
                 the target is as far from the beginning of a block as in the file, and those bytes are free.
             what: name of the expert, for errors.
-            counter: to which the bytes that come are added.
-
-        Raises:
-            CheckpointError: the model is closed.
+            counter: of the bytes.
         """
         jobs: list[Future] = []
         try:
@@ -166,18 +159,15 @@ class Reader:
 
         Rows come through memory of this thread if they are cast, turned or not in blocks.
         """
-        is_direct = file.direct is not None
+        block = 1 if file.direct is None else BLOCK
         if dtype is None:
-            memory = memoryview(target[: -(-size // BLOCK) * BLOCK].numpy())
-            got = file.fill(memory, begin, size, True, what)
-        elif not is_direct and target.dtype == dtype and target.is_contiguous() and target.is_cpu:
-            memory = memoryview(target.view(-1).view(torch.uint8).numpy())
-            got = file.fill(memory, begin, size, False, what)
+            got = file.fill(memoryview(target[: -(-size // block) * block].numpy()), begin, size, what)
+        elif block == 1 and target.dtype == dtype and target.is_contiguous():
+            got = file.fill(memoryview(target.view(-1).view(torch.uint8).numpy()), begin, size, what)
         else:
-            block = BLOCK if is_direct else 1
             around = begin % block
             buffer = self._buffer(-(-(around + size) // block) * block)
-            got = file.fill(buffer, begin - around, around + size, is_direct, what)
+            got = file.fill(buffer, begin - around, around + size, what)
             stored = torch.frombuffer(buffer, dtype=torch.uint8, count=size, offset=around)
             if stored.data_ptr() % dtype.itemsize:
                 stored = stored.clone()
@@ -222,7 +212,7 @@ def _requests(piece: Piece, target: torch.Tensor, blocks: torch.Tensor | None) -
 
 
 class Reading:
-    """A matrix that is being read by several threads (`matrix_cache.Arrival`)."""
+    """A matrix that is being read by several threads (`matrix_cache.Entry.arrival`)."""
 
     def __init__(self, jobs: list[Future], what: str):
         self._jobs, self._what = jobs, what
@@ -236,11 +226,7 @@ class Reading:
         return self.done() and any(job.cancelled() or job.exception() for job in self._jobs)
 
     def result(self) -> None:
-        """Wait for all threads, also after an error: memory that one still writes cannot be used again.
-
-        Raises:
-            CheckpointError: a file could not be read, or has changed; or the model was closed.
-        """
+        """Wait for all threads, also after an error: memory that one still writes cannot be used again."""
         found: Exception | None = None
         for job in self._jobs:
             # `concurrent.futures.wait` never learns of jobs that the end of their pool cancels.

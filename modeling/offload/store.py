@@ -36,24 +36,21 @@ class _Slots:
     """The slots of one stack's matrices, for all layers whose experts have the same sizes.
 
     Attributes:
-        stack: its name.
-        count: of slots.
         shapes: of each part a meta tensor of one matrix.
         memory: of each part `[slots, bytes]`.
-        copies: how matrices come from RAM.
-        cache: which matrix is in which slot.
-        max_rows_on_host: up to this many rows are multiplied where a matrix lies, rather than bringing it to an
-            accelerator; None until that is measured.
+        copies: how matrices come from RAM; None if they come from disk.
+        max_rows_on_host: up to this many rows are multiplied where a matrix lies; None until that is measured.
     """
 
     cache: MatrixCache
     max_rows_on_host: float | None = None
 
-    def __init__(self, stack: str, experts: Experts, count: int, device: torch.device, is_pinned: bool):
+    def __init__(self, stack: str, experts: Experts, count: int, place: str, device: torch.device):
         self.stack, self.count = stack, count
         self.shapes = [part[0] for part in experts.parts(stack)]
-        self.memory = [slots_of(count, part.shape, part.dtype, device, is_pinned) for part in self.shapes]
-        self.copies = Copies(device)
+        self.copies = Copies(device) if place == "cpu" else None
+        where = device if place == "cpu" else torch.device("cpu")
+        self.memory = [slots_of(count, part.nbytes, where, where.type != device.type) for part in self.shapes]
 
     def parts(self, slot: int, begins: Mapping[int, int]) -> list[torch.Tensor]:
         """The parts of a slot's matrix; those with a first byte in a file begin at the same byte of a unit."""
@@ -96,10 +93,9 @@ class Store:
         try:
             self.reader.open(stored)
             where = device if place == "cpu" else torch.device("cpu")
-            is_pinned = where.type == "cpu" and self.device.type != "cpu"
             for kind, count in divide(layers, default_size(where) if memory.size is None else memory.size):
                 for stack in STACKS:
-                    slots = _Slots(stack, layers[kind[0]], count, where, is_pinned)
+                    slots = _Slots(stack, layers[kind[0]], count, place, device)
                     self.slots |= {(layer, stack): slots for layer in kind}
             if place == "cpu":
                 self._read_all()
@@ -135,14 +131,7 @@ class Store:
         return self.slots[layer, stack].parts(0, {})
 
     def prefetch(self, layer: str, stack: str, experts: Sequence[int], is_counted: bool = False) -> None:
-        """Begin to bring matrices of which there is room now, without waiting for them.
-
-        Args:
-            layer: name.
-            stack: name.
-            experts: whose matrices.
-            is_counted: whether they were counted as missing; else the first walk that asks for them does that.
-        """
+        """Begin to bring matrices of which there is room now; `is_counted` if they were counted as missing already."""
         slots = self.slots[layer, stack]
         for expert in experts:
             entry = self._pin(slots, (layer, expert))
@@ -165,11 +154,8 @@ class Store:
             layer: name.
             stack: name.
             hit: experts, and their groups of rows.
-            later: the stack of which these experts' matrices are needed next: they come behind the ones of this stack.
+            later: the stack of which these experts' matrices are needed next: they come behind those of this stack.
             may_compute: whether the matrix may be in RAM where the rows are on an accelerator.
-
-        Raises:
-            CheckpointError: a file has changed or cannot be read, or the model is closed.
         """
         if not self.close.alive:
             raise closed(f"expert {next(iter(hit), 0)} of {layer}")
@@ -183,9 +169,8 @@ class Store:
         if later and ahead:
             self.prefetch(layer, later, ahead[:1])
         in_ram = self._computed_in_ram(layer, slots, hit) if self.place == "cpu" and may_compute else {}
-        with closing(
-            self._bring(slots, [(layer, expert) for expert in hit if expert not in in_ram])
-        ) as brought:
+        keys = [(layer, expert) for expert in hit if expert not in in_ram]
+        with closing(self._bring(slots, keys)) as brought:
             for expert, ranges in hit.items():
                 is_computed = expert in in_ram
                 parts = in_ram[expert] if is_computed else next(brought)
@@ -239,8 +224,17 @@ class Store:
                         break
                     pinned.append(entry)
                     coming.popleft()
-                self._wait(slots, pinned[0])
-                yield pinned[0].parts
+                entry = pinned[0]
+                begin, is_there = time.perf_counter(), entry.arrival.done()
+                try:
+                    entry.arrival.result()
+                except Exception:
+                    with self._changed:
+                        slots.cache.drop(entry)
+                    raise
+                if not is_there:
+                    self.statistics[entry.key[0]].add(seconds=time.perf_counter() - begin)
+                yield entry.parts
                 self._unpin(slots, pinned.popleft())
         finally:
             for entry in pinned:
@@ -269,20 +263,10 @@ class Store:
             entry.is_counted |= is_asked
             return entry
 
-    def _wait(self, slots: _Slots, entry: Entry) -> None:
-        begin, is_there = time.perf_counter(), entry.arrival.done()
-        try:
-            entry.arrival.result()
-        except Exception:
-            with self._changed:
-                slots.cache.drop(entry)
-            raise
-        if not is_there:
-            self.statistics[entry.key[0]].add(seconds=time.perf_counter() - begin)
-
     def _unpin(self, slots: _Slots, entry: Entry) -> None:
         with self._changed:
-            slots.copies.leave(entry.slot)
+            if slots.copies:
+                slots.copies.leave(entry.slot)
             slots.cache.unpin(entry)
             self._changed.notify_all()
 
@@ -292,7 +276,7 @@ class Store:
         """Begin to bring a matrix to its slot."""
         layer, expert = entry.key
         counter = self.statistics[layer]
-        if self.place == "cpu":
+        if slots.copies:
             if not self.close.alive:
                 raise closed(f"expert {expert} of {layer}")
             # On an accelerator a resident model has memory of its own, at any address.

@@ -69,8 +69,8 @@ def test_memory_begins_at_a_page_and_is_as_large_as_asked(size):
 
 @pytest.mark.parametrize("shape", [(3, 5), (700, 500)])
 def test_slots_have_room_for_the_rest_of_their_blocks(shape):
-    slots = slots_of(3, shape, torch.float32, torch.device("cpu"), False)
     size = shape[0] * shape[1] * 4
+    slots = slots_of(3, size, torch.device("cpu"), False)
     unit = BLOCK if size >= 1 << 20 else 64
     assert len(slots) == 3
     assert slots.stride(0) % unit == 0
