@@ -1,8 +1,6 @@
-"""Folders of Meta's that this file cuts by itself, from tensors in which every number is another.
+"""Folders of Meta's with tensors in which every number is another; `hugging_face` says where each has to end.
 
-Models are made under the names of Meta's modules, whole; `cut` shares them out as fairscale's layers do, and fuses
-them as the releases of Llama 4 are; `hugging_face` says where each number has to end. Nothing here knows the tables
-of `llamoe.conversion`.
+Nothing here knows the tables of `llamoe.conversion`.
 """
 
 import base64
@@ -12,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 
 import torch
+from support.meta_releases import fuse, make_weights, split
 
 DIM, HEADS, HEAD, LAYERS, SENTENCEPIECE = 72, 12, 6, 2, 132
 
@@ -110,86 +109,17 @@ CASES = [
 BY_NAME = {case.name: case for case in CASES}
 
 
-class Numbers:
-    """Tensors of which no number comes twice, all exact in float32."""
-
-    def __init__(self):
-        self.next = 1
-
-    def __call__(self, *shape):
-        tensor = torch.arange(self.next, self.next + torch.Size(shape).numel(), dtype=torch.float32).view(
-            shape
-        )
-        self.next += tensor.numel()
-        assert self.next < 2**24
-        return tensor
-
-
-def inner_sizes(case):
-    return (84, 108) if case.family == "llama4" else (264, 264)  # experts, dense
-
-
 def whole_model(case):
-    """Full tensors by Meta's unfused names."""
-    number, params = Numbers(), case.params
-    kv = params.get("n_kv_heads") or HEADS
-    expert, dense = inner_sizes(case)
-    full = {
-        "tok_embeddings.weight": number(case.vocab, DIM),
-        "norm.weight": number(DIM),
-    }
-    full["output.weight"] = number(*full["tok_embeddings.weight"].shape)
-    moe = params.get("moe_args")
-    for i in range(LAYERS):
-        layer = f"layers.{i}."
-        full[layer + "attention_norm.weight"] = number(DIM)
-        full[layer + "ffn_norm.weight"] = number(DIM)
-        full[layer + "attention.wq.weight"] = number(HEADS * HEAD, DIM)
-        full[layer + "attention.wk.weight"] = number(kv * HEAD, DIM)
-        full[layer + "attention.wv.weight"] = number(kv * HEAD, DIM)
-        full[layer + "attention.wo.weight"] = number(DIM, HEADS * HEAD)
-        if moe and (i + 1) % moe.get("interleave_moe_layer_step", 1) == 0:
-            experts = moe["num_experts"]
-            full[layer + "feed_forward.router_DE"] = number(DIM, experts)
-            full[layer + "feed_forward.experts.w1"] = number(experts, DIM, expert)
-            full[layer + "feed_forward.experts.w2"] = number(experts, expert, DIM)
-            full[layer + "feed_forward.experts.w3"] = number(experts, DIM, expert)
-            full[layer + "feed_forward.shared_expert.w1.weight"] = number(expert, DIM)
-            full[layer + "feed_forward.shared_expert.w2.weight"] = number(DIM, expert)
-            full[layer + "feed_forward.shared_expert.w3.weight"] = number(expert, DIM)
-        else:
-            full[layer + "feed_forward.w1.weight"] = number(dense, DIM)
-            full[layer + "feed_forward.w2.weight"] = number(DIM, dense)
-            full[layer + "feed_forward.w3.weight"] = number(dense, DIM)
-    if params.get("vision_args"):
-        full |= whole_tower(number)
-    return full
+    """Full tensors by Meta's unfused names, of which no number comes twice; all are exact in float32.
 
-
-def whole_tower(number):
-    width, inner, out = VISION["dim"], 384, VISION["output_dim"]
-    encoder = "vision_embeddings.vision_encoder."
-    full = {
-        encoder + "conv1._linear.weight": number(width, 3 * 14 * 14),
-        encoder + "class_embedding": number(width),
-        encoder + "positional_embedding_vlm": number(17, width),
-        "vision_embeddings.vision_adapter.mlp.c_fc.weight": number(out, 4 * width),
-        "vision_embeddings.vision_adapter.mlp.c_proj.weight": number(out, out),
-        "vision_projection.weight": number(DIM, out),
-    }
-    for norm in ("ln_pre", "ln_post"):
-        full[encoder + norm + ".weight"], full[encoder + norm + ".bias"] = number(width), number(width)
-    for j in range(VISION["n_layers"]):
-        block = f"{encoder}transformer.resblocks.{j}."
-        shapes = {f"attn.w{x}": (width, width) for x in "qkvo"}
-        shapes |= {
-            "mlp.c_fc": (inner, width),
-            "mlp.c_proj": (width, inner),
-            "ln_1": (width,),
-            "ln_2": (width,),
-        }
-        for name, shape in shapes.items():
-            full[block + name + ".weight"], full[block + name + ".bias"] = number(*shape), number(shape[0])
+    Feed-forwards are larger than by the formula of Meta's code: files show their sizes, params.json does not.
+    """
+    full, number = make_weights(case.params | {"multiple_of": 132}, case.vocab), 1
+    for name, tensor in full.items():
+        end = number + tensor.numel()
+        full[name] = torch.arange(number, end, dtype=torch.float32).view(tensor.shape)
+        number = end
+    assert number < 2**24
     return full
 
 
@@ -258,67 +188,11 @@ def tower_name(name):
     return name
 
 
-ROW_PARALLEL = re.compile(r"(attention\.wo|feed_forward\.w2|shared_expert\.w2|attn\.wo|mlp\.c_proj)\.weight$")
-COPIED = re.compile(
-    r"norm\.weight$|ln_|class_embedding|positional|router_DE|wo\.bias$|c_proj\.bias$|rope\.freqs|freqs_cis|_3E|activation_DE"
-)
-
-
-def axis_of(case, name, tensor):
-    """Along which axis of a whole tensor Meta's processes share it."""
-    if COPIED.search(name):
-        return None
-    if name == "tok_embeddings.weight":
-        return 1 if case.split_embedding_columns else 0
-    if name.endswith("experts.w2"):
-        return 1
-    if name.endswith(("experts.w1", "experts.w3")):
-        return 2
-    return 1 if ROW_PARALLEL.search(name) else 0
-
-
 def cut(case, full, count, style="release"):
     """The files that `count` model-parallel processes would save."""
-    files = []
-    for rank in range(count):
-        part = {}
-        for name, tensor in full.items():
-            axis = axis_of(case, name, tensor)
-            part[name] = tensor.clone() if axis is None else tensor.chunk(count, axis)[rank].clone()
-        files.append(fused(part) if style == "release" and case.family == "llama4" else part)
-    return files
-
-
-def fused(part):
-    """One process's tensors under the names of the Llama 4 releases."""
-    result = {}
-    for name, tensor in part.items():
-        layer, _, rest = name.partition(".attention")
-        layer = layer if rest else name.partition(".feed_forward")[0].partition(".ffn_norm")[0]
-        moe = f"{layer}.feed_forward.router_DE" in part
-        if rest in (".wk.weight", ".wv.weight") or name.endswith(".feed_forward.w3.weight"):
-            continue
-        if rest == ".wq.weight":
-            pieces = [part[f"{layer}.attention.w{x}.weight"] for x in "qkv"]
-            result[f"{layer}.attention.wqkv.weight"] = torch.cat(pieces)
-        elif rest == "_norm.weight":
-            result[f"{layer}.attention.wqkv.layer_norm_weight"] = tensor
-        elif name.endswith(".ffn_norm.weight"):
-            result[f"{layer}.feed_forward." + ("norm.weight" if moe else "mlp.layer_norm_weight")] = tensor
-        elif name.endswith(".feed_forward.w1.weight"):
-            pieces = [tensor, part[f"{layer}.feed_forward.w3.weight"]]
-            result[f"{layer}.feed_forward.mlp.fc1_weight"] = torch.cat(pieces)
-        elif name.endswith(".feed_forward.w2.weight"):
-            result[f"{layer}.feed_forward.mlp.fc2_weight"] = tensor
-        elif ".experts." in name:
-            new = {"w1": "moe_w_in_eD_F", "w2": "moe_w_out_eF_D", "w3": "moe_w_swiglu_eD_F"}[name[-2:]]
-            result[f"{layer}.feed_forward.experts.{new}"] = tensor.flatten(0, 1)
-        elif ".shared_expert." in name:
-            new = {"w1": "w_in_shared_FD", "w2": "w_out_shared_DF", "w3": "w_swiglu_FD"}[name.split(".")[-2]]
-            result[f"{layer}.feed_forward.{new}.weight"] = tensor
-        else:
-            result[name] = tensor
-    return result
+    files = split(full, count, 1 if case.split_embedding_columns else 0)
+    is_fused = style == "release" and case.family == "llama4"
+    return [fuse(part, case.params) for part in files] if is_fused else files
 
 
 def add_ballast(case, files):

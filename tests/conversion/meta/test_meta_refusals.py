@@ -29,7 +29,7 @@ from llamoe.conversion.meta.folder import open_meta, save_meta
         (
             "llama-4",
             8,
-            ["num_key_value_heads = 4", "intermediate_size = 84", "vision_config.num_attention_heads = 12"],
+            ["num_key_value_heads = 4", "intermediate_size = 132", "vision_config.num_attention_heads = 12"],
         ),
         ("llama-2", 0, ["shards=0"]),
     ],
@@ -99,12 +99,12 @@ CONTRADICTIONS = [
     ),
     (
         "llama-4", replace(f"{EXPERTS}_out_eF_D", lambda weight: weight[:-1], rank=1),
-        ["consolidated.01.pth", "moe_w_out_eF_D", "[209, 72]", "[210, 72]"],
+        ["consolidated.01.pth", "moe_w_out_eF_D", "[329, 72]", "[330, 72]"],
     ),
     ("llama-4", say(moe_args=None), ["router_DE", "moe_args"]),
     (
         "llama-4", say(moe_args={"num_experts": 4, "interleave_moe_layer_step": 2}),
-        ["moe_w_out_eF_D has shape [210, 72]", "4 experts"],
+        ["moe_w_out_eF_D has shape [330, 72]", "4 experts"],
     ),
     ("llama-4", say(moe_args={"num_experts": 5}), ["layers.0.feed_forward.mlp.fc1_weight", "params.json"]),
     ("llama-4", say(vision_args=None), ["vision_embeddings", "vision_args"]),
