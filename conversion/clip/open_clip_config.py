@@ -19,11 +19,7 @@ _TANH = {"approximate": "tanh"}
 
 
 def side_of(value: Any, name: str, where: object) -> Any:
-    """One side of a square, which may be given as a pair.
-
-    Raises:
-        CheckpointError: the sides differ.
-    """
+    """One side of a square, which may be given as a pair."""
     sides = list(value) if isinstance(value, (list, tuple)) else [value]
     if not sides or any(side != sides[0] for side in sides):
         raise CheckpointError(f"{where}: {name} is {value}; pictures and patches must be square.")
@@ -151,21 +147,13 @@ def describe_tower(visual: nn.Module, where: object) -> dict[str, Any]:
         "no_ln_pre": isinstance(visual.ln_pre, nn.Identity),
         "block_type": None if type(block) is ResidualAttentionBlock else type(block).__name__,
     }
-    model = {
-        "embed_dim": visual.output_dim,
-        "quick_gelu": isinstance(act, QuickGELU),
-        "vision_cfg": vision,
-    }
+    model = {"embed_dim": visual.output_dim, "quick_gelu": isinstance(act, QuickGELU), "vision_cfg": vision}
     # The loader puts it there; a model that was built without the loader has none.
     return {"model_cfg": model, "preprocess_cfg": getattr(visual, "preprocess_cfg", {})}
 
 
 def architecture(name: str) -> dict[str, Any]:
-    """The `model_cfg` of one of open_clip's architectures, such as "ViT-L-14-quickgelu".
-
-    Raises:
-        ValueError: open_clip has none of this name; names on a hub or in a folder (`hf-hub:…`) are none.
-    """
+    """The `model_cfg` of one of open_clip's architectures, such as "ViT-L-14-quickgelu"; no name on a hub is one."""
     import open_clip
 
     known = open_clip.list_models()

@@ -70,8 +70,7 @@ Stated = Mapping[str, Mapping[str, Any]]
 def tower_kind(path: str | Path) -> str | None:
     """The kind of vision tower in a folder or weight file; None if there is none.
 
-    It is "open_clip", "clip" (transformers' CLIP or MetaCLIP 2), or "hf" (ours or Llama 4's, alone or in a multimodal
-    model).
+    It is "open_clip", "clip" (of transformers), or "hf" (ours or Llama 4's, alone or in a multimodal model).
     """
     path = Path(path)
     if path.is_dir():
@@ -94,15 +93,10 @@ def open_tower(
     model: str | None = None,
     heads: int | None = None,
 ) -> Checkpoint:
-    """Open a vision tower: open_clip's, transformers' CLIP or MetaCLIP 2, Llama 4's or ours.
+    """Open a vision tower under the keys of `LlamoeVisionModel`; for the arguments see `convert_vision`.
 
-    Args:
-        path: an open_clip file (.safetensors, .pt, .bin) or folder, a folder of transformers, or a model of open_clip.
-        activation, tag, model, heads: what an open_clip file does not state, as in `convert_vision`.
-
-    Returns:
-        the tower under the keys of `LlamoeVisionModel`. Its companions hold preprocessor_config.json where the source
-        states how pictures are prepared, or is of open_clip, which has defaults for it.
+    Its companions hold preprocessor_config.json where the source states how pictures are prepared, or is of open_clip,
+    which has defaults for it.
 
     Raises:
         CheckpointError: a file is missing or damaged, a tensor is missing, unknown or of another shape, or the
@@ -163,11 +157,7 @@ def _explain_unknown(path: Path) -> CheckpointError:
 
 
 def _agree(stated: Stated) -> dict[str, Any]:
-    """The value of each field that the sources state; None stands for a source that is silent.
-
-    Raises:
-        CheckpointError: two values differ.
-    """
+    """The value of each field that the sources state, which must be one; None stands for a source that is silent."""
     found: dict[str, dict[str, Any]] = {}
     for where, fields in stated.items():
         for field, value in fields.items():

@@ -137,8 +137,7 @@ def read_dtype(params: Params) -> dict[str, str]:
 def kept_fields(config: Any, again: Any, whose: str) -> dict[str, Any]:
     """Fields of `config` that `again`, read from its new `params.json`, lacks: the content of `llamoe.json`.
 
-    Raises:
-        ValueError: a field that changes the output is among them; `whose` says whose code cannot compute it.
+    A `ValueError` names a field that changes the output, and whose code cannot compute it.
     """
     kept: dict[str, Any] = {}
     free = NO_EFFECT | fields_without_effect(config)
@@ -175,11 +174,7 @@ def _rope_content(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def read_kept(config: LlamoeBaseConfig, folder: Path) -> None:
-    """Add the content of a folder's `llamoe.json`, if there is one, to the configuration that `params.json` gave.
-
-    Raises:
-        CheckpointError: the file holds fields that it may not set.
-    """
+    """Add the content of a folder's `llamoe.json`, if there is one, to the configuration that `params.json` gave."""
     if (folder / KEPT).is_file():
         add_kept(config, read_json(folder / KEPT), str(folder / KEPT))
         config.validate()

@@ -47,13 +47,9 @@ _COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_embedding\.freqs_ci)")
 
 
 def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint:
-    """Open a Hugging Face folder of LLaMA, Mistral, Mixtral, Llama 4 or llamoe.
+    """Open a Hugging Face folder of LLaMA, Mistral, Mixtral, Llama 4 or llamoe; see `open_checkpoint`.
 
     Of weights that llamoe has packed, what they mean is given, in bfloat16.
-
-    Args:
-        folder: it holds config.json and the weights.
-        companions: whether to read and check the tokenizer and related files.
 
     Raises:
         CheckpointError: a file is missing or damaged, the architecture is unknown, weights are quantized by others,
@@ -83,10 +79,7 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
 
 
 def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], list[Path]]:
-    """Open the weight files of a Hugging Face folder.
-
-    Returns:
-        name to tensor, name to type of the entries that are not tensors, and the files.
+    """A folder's tensors by name, name to type of the entries that are not tensors, and the files.
 
     Raises:
         CheckpointError: there are no weights, or two sets; a file that the index names is missing or outside the
@@ -116,11 +109,7 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
 
 
 def read_companions(folder: Path, check: bool = True) -> dict[str, bytes]:
-    """The small files of a Hugging Face folder that belong to the model: tokenizer, templates, processor.
-
-    Raises:
-        CheckpointError: a .json file is not JSON, if `check` asks for it.
-    """
+    """The small files of a folder that belong to the model: tokenizer, templates, processor; checked to be JSON."""
     found = {
         path.name: read_bytes(path)
         for path in sorted(folder.iterdir())
@@ -149,18 +138,15 @@ def save_hf(
     """Write a checkpoint as a Hugging Face folder.
 
     Args:
-        checkpoint: what to write.
-        target: a folder that does not exist or is empty.
-        options: how it is written.
+        checkpoint, target, options: what is written, and where and how.
         experts: "fused" stacks the experts of Llama 4 as stock does; "split" writes a linear layer for each expert, as
             is always done for Mixtral, whose stock files have nothing else.
         identity: what else shaped the checkpoint; a resumed run must have the same.
         quantization: packs the weights, which only the layout "llamoe" can say; experts stay fused.
 
     Raises:
-        ValueError: an option is unknown, the target is in use, stock cannot express the model, or a tensor is missing,
-            unknown, of another shape, or not finite.
-        OSError: the disk is full or fails.
+        ValueError: an option is unknown, stock cannot express the model, or a tensor is missing, unknown or of another
+            shape.
     """
     target = Path(target)
     if experts not in ("fused", "split"):
@@ -204,11 +190,7 @@ def save_hf(
 
 
 def read_config(path: Path, refuse_quantized: bool = False) -> LlamoeBaseConfig:
-    """The configuration in a config.json of stock or llamoe.
-
-    Raises:
-        CheckpointError: it cannot be read, describes no model of ours, or one with weights that others have quantized.
-    """
+    """The configuration in a config.json of stock or llamoe, of weights that others have not quantized."""
     data = read_json(path)
     if refuse_quantized and (quantization := data.get("quantization_config")):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -224,11 +206,7 @@ def read_config(path: Path, refuse_quantized: bool = False) -> LlamoeBaseConfig:
 
 
 def take_quantization(config: LlamoeBaseConfig, place: Path) -> QuantizationConfig | None:
-    """How a folder's weights are packed; the configuration does not say it any more. None for plain ones.
-
-    Raises:
-        CheckpointError: the format is unknown here, such as that of a later release.
-    """
+    """How a folder's weights are packed; the configuration does not say it any more. None for plain ones."""
     data = getattr(config, "quantization_config", None)
     if data is not None:
         del config.quantization_config  # pyright: ignore[reportAttributeAccessIssue]

@@ -62,12 +62,7 @@ _SLOTS = {"k_proj": 1, "up_proj": 1, "v_proj": 2}
 def open_meta(
     folder: str | os.PathLike, *, companions: bool = True, instruct: bool | None = None
 ) -> Checkpoint:
-    """Open a folder of Meta's under Hugging Face's keys; for the arguments see `open_checkpoint`.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, the weights are quantized, the tokenizer is another model's, or
-            params.json and the tensors, or the weight files, contradict each other.
-    """
+    """Open a folder of Meta's under Hugging Face's keys; for the arguments see `open_checkpoint`."""
     folder = Path(folder)
     paths = weight_files(folder, "pth")
     params = Params.of(read_json(folder / "params.json"), str(folder / "params.json"))
@@ -182,12 +177,6 @@ def save_meta(
 
     Dense models are written as Llama 3 if their tokenizer, vocabulary or rotary embedding is Llama 3's, else as LLaMA
     2; mixtures as Llama 4.
-
-    Raises:
-        ValueError: an option is unknown, a size is not divisible by the number of files, Meta's code cannot compute a
-            field of the configuration, the target is in use, or a tensor is missing, unknown, of another shape, or
-            not finite.
-        OSError: the disk is full or fails.
     """
     target, config = Path(target), checkpoint.config
     if style not in STYLES:

@@ -47,13 +47,11 @@ class _Rotated(Operation):
         self.heads = heads
 
     def forward(self, parts, axis, sizes):
-        """Permute the rows of each file's heads and join them."""
         assert axis is not None
         heads = getattr(sizes, self.heads) // len(parts[0])
         return [join([permute_pairs(part, heads, to_halves=True) for part in parts[0]], axis)]
 
     def inverse(self, targets, axis, files, sizes):
-        """Split the heads over the files and permute their rows back."""
         assert axis is not None
         heads = getattr(sizes, self.heads) // files
         return [[permute_pairs(part, heads, to_halves=False) for part in split(targets[0], axis, files)]]
@@ -62,15 +60,13 @@ class _Rotated(Operation):
 class _Experts(Operation):
     """Experts stacked in one tensor: of one projection, or of gate and up side by side.
 
-    Attributes:
-        flat: whether Meta's tensor is a matrix with the rows of all experts.
+    Where it is `flat`, Meta's tensor is a matrix with the rows of all experts.
     """
 
     def __init__(self, flat: bool):
         self.flat = flat
 
     def forward(self, parts, axis, sizes):
-        """Stack, join the files' slices of every expert, then join gate and up."""
         assert axis is not None
         experts = sizes.get_text_config().num_local_experts
         stacked = [[self._stacked(part, experts) for part in files] for files in parts]
@@ -79,7 +75,6 @@ class _Experts(Operation):
         return [join(sides, 2)]
 
     def inverse(self, targets, axis, files, sizes):
-        """Split gate and up, then slice every expert."""
         assert axis is not None
         tensor, axis = targets[0], axis + self.flat
         columns = tensor.shape[2]
@@ -109,7 +104,6 @@ class _ResampledPositions(Operation):
     """
 
     def convert(self, tensors, sizes):
-        """Resample the grid and move the class token to the end."""
         tensor = tensors[0]
         side = sizes.vision_config.grid_size
         if tensor.shape != (side * side + 1, sizes.vision_config.hidden_size):
@@ -273,9 +267,8 @@ _VISION_OLD = (
 def llama_table(embedding_axis: int) -> Table:
     """The table of LLaMA 1, 2 and 3.
 
-    Args:
-        embedding_axis: axis along which files slice the embedding: 1 in LLaMA 1 and 2 (fairscale's
-            `ParallelEmbedding`), 0 in Llama 3 (`VocabParallelEmbedding`).
+    Files slice the embedding along axis 1 in LLaMA 1 and 2 (fairscale's `ParallelEmbedding`), 0 in Llama 3
+    (`VocabParallelEmbedding`).
     """
     return (Row("tok_embeddings.weight", "model.embed_tokens.weight", axis=embedding_axis), *_LLAMA)
 
@@ -283,10 +276,8 @@ def llama_table(embedding_axis: int) -> Table:
 def llama4_table(config: LlamoeBaseConfig, style: str | None = None) -> Table:
     """The table of Llama 4: a decoder alone, or inside a multimodal model with its tower.
 
-    Args:
-        config: the model's configuration.
-        style: names to write, "release" or "unfused". None is a table for reading, which has both in any layer, and an
-            older form of the tower's positions.
+    Written are the names of a style, "release" or "unfused". None is a table for reading, which has both in any layer,
+    and an older form of the tower's positions.
     """
     chosen = {
         "release": _LLAMA4_SHARED + _LLAMA4_RELEASE,

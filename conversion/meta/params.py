@@ -90,20 +90,9 @@ def note_defaults(params: Params, config: LlamoeBaseConfig) -> list[str]:
 def read_config(
     params: Params, generation: int, is_tuned: bool = False, is_tied: bool = False
 ) -> LlamoeBaseConfig:
-    """The configuration of a folder; sizes that the tensors did not show (`hidden_dim`) follow Meta's formulas.
+    """The configuration of a folder of LLaMA, `generation` 1 to 4, from params.json and what the tensors show.
 
-    Args:
-        params: content of params.json, and what the tensors show.
-        generation: of LLaMA, 1 to 4.
-        is_tuned: whether the model is known to be tuned to follow instructions.
-        is_tied: whether a dense model's head is the embedding.
-
-    Returns:
-        a `LlamoeDenseConfig` for LLaMA 1, 2 and 3, else a `LlamoeTextConfig`, inside a `LlamoeConfig` if there are
-        `vision_args`.
-
-    Raises:
-        CheckpointError: an entry is missing or impossible.
+    Sizes that they do not show (`hidden_dim`) follow Meta's formulas.
     """
     fields = read_decoder(params) | {"rope_parameters": _read_rope(params, generation)}
     if generation < 4:
@@ -251,12 +240,9 @@ def _side(params: Params, name: str) -> int:
 
 
 def write_params(config: LlamoeBaseConfig, generation: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The content of `params.json` and of `llamoe.json` for a configuration.
+    """The content of `params.json` and of `llamoe.json`; `generation` is 2 or 3 for the dense family, 4 otherwise.
 
-    `generation` is 2 or 3 for the dense family, 4 otherwise.
-
-    Raises:
-        ValueError: a field has a value that Meta's code cannot compute; the message names it.
+    A `ValueError` names a field whose value Meta's code cannot compute.
     """
     text: Any = config.get_text_config()
     assert text.head_dim is not None

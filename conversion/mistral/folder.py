@@ -52,12 +52,7 @@ def is_mistral(folder: Path) -> bool:
 def open_mistral(
     folder: str | os.PathLike, *, companions: bool = True, instruct: bool | None = None
 ) -> Checkpoint:
-    """Open a folder of Mistral AI's under Hugging Face's keys; for the arguments see `open_checkpoint`.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, the model is of another kind, the tokenizer is another model's,
-            or params.json and the tensors contradict each other.
-    """
+    """Open a folder of Mistral AI's under Hugging Face's keys; for the arguments see `open_checkpoint`."""
     folder = Path(folder)
     paths = weight_files(folder, *_ENDINGS)
     params, left_out = read_params(read_json(folder / "params.json"), str(folder / "params.json"))
@@ -101,10 +96,7 @@ def _join_files(
 
 
 def _translate_tokenizer(
-    folder: Path,
-    config: LlamoeDenseConfig | LlamoeMixtralConfig,
-    instruct: bool | None,
-    notes: list[str],
+    folder: Path, config: LlamoeDenseConfig | LlamoeMixtralConfig, instruct: bool | None, notes: list[str]
 ) -> dict[str, bytes]:
     """Hugging Face's files of the newest tokenizer in a folder; `notes` says if there is none."""
     found = {
@@ -124,13 +116,7 @@ def _translate_tokenizer(
 def save_mistral(
     checkpoint: Checkpoint, target: str | os.PathLike, options: WriteOptions = DEFAULTS
 ) -> Report:
-    """Write a dense decoder or a Mixtral in Mistral AI's format: one consolidated.safetensors.
-
-    Raises:
-        ValueError: mistral-inference cannot compute the model, the target is in use, or a tensor is missing, unknown,
-            of another shape, or not finite.
-        OSError: the disk is full or fails.
-    """
+    """Write a dense decoder or a Mixtral in Mistral AI's format: one consolidated.safetensors."""
     target, config = Path(target), checkpoint.config
     if not isinstance(config, (LlamoeDenseConfig, LlamoeMixtralConfig)):
         raise ValueError(

@@ -21,7 +21,6 @@ class _ExpertsInOneMatrix(Operation):
     """w1, w3 and w2 of the first release, each `[E * I, H]`, to the stacks of the model. This operation only reads."""
 
     def convert(self, tensors, sizes):
-        """Cut out each expert's rows; w2's are transposed."""
         experts = sizes.num_local_experts
         for tensor in tensors:
             if tensor.ndim != 2 or tensor.shape[0] % experts:

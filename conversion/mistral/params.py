@@ -81,11 +81,7 @@ def whose_params(content: Mapping[str, Any]) -> str | None:
 
 
 def read_params(content: Mapping[str, Any], origin: str) -> tuple[Params, dict[str, str]]:
-    """The content of params.json under mistral-inference's names, and its keys without effect, with the reason.
-
-    Raises:
-        CheckpointError: it is of a kind of model that is not converted, or has a key that is not known here.
-    """
+    """The content of params.json under mistral-inference's names, and its keys without effect, with the reason."""
     given = Params.of(content, origin)
     for name, what in _REFUSED.items():
         if given.entries.get(name):
@@ -126,11 +122,7 @@ def read_params(content: Mapping[str, Any], origin: str) -> tuple[Params, dict[s
 
 
 def read_config(params: Params) -> LlamoeDenseConfig | LlamoeMixtralConfig:
-    """The configuration of a folder, from the result of `read_params` and what the tensors show.
-
-    Raises:
-        CheckpointError: an entry is missing or impossible, or contradicts the tensors.
-    """
+    """The configuration of a folder, from the result of `read_params` and what the tensors show."""
     fields = read_decoder(params) | _read_window(params)
     theta = _THETA_WITH_WINDOW if "sliding_window" in fields else _THETA
     fields |= {
@@ -177,8 +169,7 @@ def _read_window(params: Params) -> dict[str, Any]:
 def write_params(config: LlamoeBaseConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """The content of `params.json` and of `llamoe.json` for a configuration.
 
-    Raises:
-        ValueError: mistral-inference cannot compute the model; the message names the field.
+    A `ValueError` names a field whose value mistral-inference cannot compute.
     """
     assert isinstance(config, (LlamoeDenseConfig, LlamoeMixtralConfig))
     params: dict[str, Any] = {

@@ -73,16 +73,10 @@ def multimodal_chat_template() -> bytes:
 
 
 def meta_tokenizer_model(companions: Mapping[str, bytes], *, vocab_size: int | None = None) -> bytes | None:
-    """Meta's tokenizer.model for the tokenizer of a Hugging Face folder.
+    """Meta's tokenizer.model for the tokenizer of a Hugging Face folder; None where it has none.
 
-    Args:
-        companions: file name to content.
-        vocab_size: rows of the embedding; special tokens with larger ids are left out, since no model has them. None
-            keeps all.
-
-    Returns:
-        the folder's own tokenizer.model, byte by byte if tokenizer.json adds no token to it; None where the folder has
-        no tokenizer.
+    It is the folder's own, byte by byte if tokenizer.json adds no token to it. Special tokens whose ids are not below
+    `vocab_size`, the rows of the embedding, are left out; None keeps all.
 
     Raises:
         CheckpointError: there is a tokenizer.json alone, or one whose added tokens a tokenizer.model cannot name.
@@ -102,11 +96,7 @@ def meta_tokenizer_model(companions: Mapping[str, bytes], *, vocab_size: int | N
 
 
 def meta_tokenizer_file(companions: Mapping[str, bytes], config: Any) -> dict[str, bytes]:
-    """Meta's tokenizer.model, by name, for the tokenizer of a Hugging Face folder; empty where it has none.
-
-    Raises:
-        CheckpointError: as for `meta_tokenizer_model`, or it is another model's.
-    """
+    """Meta's tokenizer.model, by name, for the tokenizer of a Hugging Face folder; empty where it has none."""
     content = meta_tokenizer_model(companions, vocab_size=config.get_text_config().vocab_size)
     if content is None:
         return {}

@@ -37,7 +37,7 @@ def processor_files(
     """The processor's files for a model, by name: processor_config.json, and tokenizer_config.json if it was given.
 
     Args:
-        config: the model's configuration; the tower's sizes and pixel shuffle determine tiles and tokens.
+        config: the tower's sizes and pixel shuffle determine tiles and tokens.
         image_mean, image_std: normalization of pixels between 0 and 1, a number for each channel.
         resample: resampling filter by PIL's number: 2 is bilinear, 3 bicubic.
         max_patches: most tiles that a picture is cut into, besides the tile of the whole picture.

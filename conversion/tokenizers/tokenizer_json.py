@@ -85,13 +85,9 @@ def token_ids(companions: Mapping[str, bytes]) -> dict[str, int]:
 
 
 def check_companions(companions: Mapping[str, bytes], config: Any, origin: str | None = None) -> list[str]:
-    """Refuse a tokenizer with ids beyond the embedding; fewer tokens than rows are usual.
+    """Refuse a vocabulary with ids beyond the embedding; fewer tokens than rows are usual.
 
-    Returns:
-        notes on added tokens without a row, such as a padding token that is never read.
-
-    Raises:
-        CheckpointError: tokenizer.json is damaged, or its vocabulary holds an id beyond the embedding.
+    Returned are notes on added tokens without a row, such as a padding token that is never read.
     """
     if "tokenizer.json" not in companions:
         return []

@@ -165,11 +165,7 @@ def test_the_tower_of_a_model_whose_experts_are_split(tmp_path):
 
 
 # Forms other than that of tests/conversion/meta.
-META_FORMS = [
-    ("Llama-3", FORMS[1]),
-    ("Llama-4-Scout", FORMS[2]),
-    ("Llama-4-Maverick", FORMS[3]),
-]
+META_FORMS = [("Llama-3", FORMS[1]), ("Llama-4-Scout", FORMS[2]), ("Llama-4-Maverick", FORMS[3])]
 
 
 @pytest.mark.parametrize(("name", "form"), META_FORMS, ids=words)

@@ -21,10 +21,7 @@ from support.meta_folders import (
     whole_model,
     write_folder,
 )
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-)
+from transformers import AutoConfig, AutoTokenizer
 
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.convert import convert

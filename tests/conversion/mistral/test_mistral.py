@@ -7,15 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from support.conversions import META_LLAMA_1, META_LLAMA_3, META_MAVERICK, META_SCOUT, sums
-from support.mistral_folders import (
-    CASES,
-    DENSE,
-    FIRST_MIXTRAL,
-    MIXTRAL,
-    WINDOW,
-    WINDOW_IN_SOME,
-    MistralCase,
-)
+from support.mistral_folders import CASES, DENSE, FIRST_MIXTRAL, MIXTRAL, WINDOW, WINDOW_IN_SOME, MistralCase
 from support.models import deviation_in_range, load_whole, max_abs
 
 import llamoe

@@ -78,11 +78,7 @@ def put(name, *shape):
             put("layers.0.feed_forward.experts.3.w1.weight", 40, 24),
             ["layers.0.feed_forward.experts.3.w3.weight missing"],
         ),
-        (
-            MIXTRAL,
-            put(EXPERT.format("w2"), 24, 41),
-            [EXPERT.format("w2"), "[24, 41]", "[24, 40]"],
-        ),
+        (MIXTRAL, put(EXPERT.format("w2"), 24, 41), [EXPERT.format("w2"), "[24, 41]", "[24, 40]"]),
         (MIXTRAL, put("layers.0.feed_forward.w1.weight", 40, 24), ["no model.layers.0.mlp.gate_proj.weight"]),
         (
             FIRST_MIXTRAL,

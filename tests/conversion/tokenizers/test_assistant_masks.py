@@ -90,12 +90,7 @@ def test_calls_of_tools_are_answers_and_results_are_not(family):
     assert written(tokenizer, TOOLS) == [call + more, "It rains." + end]
 
 
-PARTS = {
-    "Hello world": ["Hello ", "world"],
-    "  a\n\nb  ": ["  a\n", "\nb  "],
-    " ": [" ", ""],
-    "one": ["one"],
-}
+PARTS = {"Hello world": ["Hello ", "world"], "  a\n\nb  ": ["  a\n", "\nb  "], " ": [" ", ""], "one": ["one"]}
 
 
 @pytest.mark.parametrize("whole", PARTS)
