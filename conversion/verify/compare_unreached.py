@@ -131,36 +131,36 @@ class _Layer:
         self.label = name.removeprefix("language_model.").removeprefix("model.").removesuffix(".experts")
         stacks = [side.tensors.get(f"{name}.gate_up_proj") for side in sides]
         self.counts = [0 if stack is None else stack.shape[0] for stack in stacks]
-        self.has = [stack is not None for stack in stacks]
-        self.modules, self.inputs, self.routers = [], [], []
-        for side, has in zip(sides, self.has, strict=True):
-            if not has:
-                self.modules.append(None)
+        # Of the sides that have experts here.
+        self.modules: dict[int, ExpertsOnDemand] = {}
+        self.inputs: dict[int, torch.Tensor] = {}
+        self.routers: dict[int, torch.Tensor] = {}
+        for index, side in enumerate(sides):
+            if not self.counts[index]:
                 continue
             config = side.config.get_text_config()
             with torch.device("meta"):
-                experts = MixtureOfExperts(config).experts
-                self.modules.append(ExpertsOnDemand(experts, name, side))
+                self.modules[index] = ExpertsOnDemand(MixtureOfExperts(config).experts, name, side)
             # Scaled by the norm's weight, which may instead have been multiplied into the matrices after the norm.
             feed_forward = name.removesuffix(".experts")
             scale = side.read(f"{feed_forward.rpartition('.')[0]}.post_attention_layernorm.weight")
             generator = torch.Generator().manual_seed(seed)
             rows = torch.randn(_ROWS, config.hidden_size, generator=generator)
-            self.inputs.append(rows.to(side.device) * scale)
-            self.routers.append(side.read(f"{feed_forward}.{config.router_name}.weight") * scale)
+            self.inputs[index] = rows.to(side.device) * scale
+            self.routers[index] = side.read(f"{feed_forward}.{config.router_name}.weight") * scale
 
     def compare(
         self, differing: Mapping[str, set[int]], tolerance: float, is_one_basis: bool
     ) -> Answer | None:
         """The difference between the layer's experts; None if there is none."""
         texts = [side.config.get_text_config() for side in self.sides]
-        if not all(self.has) or self.counts[0] != self.counts[1]:
+        if self.counts[0] != self.counts[1]:
             return self._compare_numbers(f"other numbers of experts ({self.counts[0]} and {self.counts[1]})")
         if texts[0].num_experts_per_tok != texts[1].num_experts_per_tok:
             return self._compare_numbers("tokens that are sent to other numbers of experts")
         if texts[0].hidden_size != texts[1].hidden_size:
             return self._compare_numbers("other hidden sizes")
-        partners, alone = _pair(*self.routers, tolerance)
+        partners, alone = _pair(self.routers[0], self.routers[1], tolerance)
         if alone:
             if all(self._are_zero(side, range(self.counts[side])) for side in (0, 1)):
                 return None
@@ -183,7 +183,7 @@ class _Layer:
     ) -> dict[int, float]:
         """Experts of the first side whose outputs differ from their partners', with the difference."""
         shapes = [side.tensors[f"{self.name}.down_proj"].shape for side in self.sides]
-        is_all = shapes[0] != shapes[1] or not torch.equal(*self.inputs)
+        is_all = shapes[0] != shapes[1] or not torch.equal(self.inputs[0], self.inputs[1])
         used = [side.used.get(self.name, set()) for side in self.sides]
         beyond = {}
         for expert, partner in enumerate(partners):
@@ -200,18 +200,18 @@ class _Layer:
     def _compare_numbers(self, what: str) -> Answer | None:
         """Compare experts without partners: experts whose outputs are zero change nothing."""
         used = [side.used.get(self.name, set()) for side in self.sides]
-        all_known = True
-        for side, has in enumerate(self.has):
-            everyone = set(range(self.counts[side]))
-            if not has or (not all(self.has) and used[side] == everyone):
+        both, all_known = all(self.counts), True
+        for side, count in enumerate(self.counts):
+            others = sorted(set(range(count)) - used[side])
+            if not count or not (both or others):
                 # The outputs have compared all experts of this side.
                 continue
-            for expert in sorted(everyone - used[side]):
+            for expert in others:
                 if self._are_zero(side, [expert]):
                     continue
                 found = f"{self.label}: there are {what}, and expert {expert} of {'ab'[side]}, to which no token was "
                 found += "sent, "
-                if not all(self.has) and self._are_zero(side, used[side]):
+                if not both and self._are_zero(side, used[side]):
                     return False, f"{found}is not zero, as the others are"
                 return None, f"{found}cannot be compared"
             all_known = all_known and self._are_zero(side, used[side])
@@ -224,7 +224,7 @@ class _Layer:
 
     def _output(self, side: int, expert: int) -> torch.Tensor:
         """Outputs `[_ROWS, H]` of an expert for the random rows."""
-        rows = self.inputs[side if all(self.has) else 0]
+        rows = self.inputs[side]
         chosen = torch.full((len(rows), 1), expert, device=rows.device)
         return self.modules[side](rows, chosen, torch.ones_like(chosen, dtype=rows.dtype))
 

@@ -322,10 +322,7 @@ def test_one_token_shows_nothing_of_queries_and_keys(saved, tmp_path):
     ],
 )
 def test_the_verdict_follows_from_the_findings(findings, verdict):
-    empty = dict(
-        only_in_a=[], only_in_b=[], shapes={}, dtypes={}, tensors={}, not_finite=[], structure={}, function={}
-    )
-    given = {**empty, "compared": 3, "tolerance": 1e-3, "same_weights": True, **findings}
+    given = {"compared": 3, "tolerance": 1e-3, "same_weights": True, **findings}
     if "outputs" in findings:
         given["outputs"] = [OutputDifference("logits", findings["outputs"], 0.0, 1.0)]
     found = Verification("a", "b", ("hf", "hf"), **given)
