@@ -177,19 +177,17 @@ def _training(config: Any, nodes: int, gpus: int, room: int, bandwidths: Bandwid
     largest = sum(
         sorted(2 * sum(padded_numbers(shape, 1) for shape in shapes) for _, shapes, _ in groups)[-2:]
     )
-    needed = 0
     # Weights are gathered three times as often as gradients cross over; so inside of a node, if they fit there.
     for shards in (gpus, gpus * nodes):
         numbers = sum(padded_numbers(shape, shards) for _, shapes, _ in groups for shape in shapes)
         weights = numbers // shards * _TRAINED_BYTES
-        needed = weights
         if weights + largest <= room:
             break
     else:
         raise ValueError(
-            f"training takes {needed / GB:.1f} GB of weights, gradients and AdamW's averages on each of {nodes * gpus} "
-            f"accelerators, and {largest / GB:.1f} GB of gathered weights, and there are {room / GB:.1f}: take more or "
-            "larger ones"
+            f"training takes {weights / GB:.1f} GB of weights, gradients and AdamW's averages on each of "
+            f"{nodes * gpus} accelerators, and {largest / GB:.1f} GB of gathered weights, and there are "
+            f"{room / GB:.1f}: take more or larger ones"
         )
     replicas = gpus * nodes // shards
     link = "inside" if shards <= gpus else "between"

@@ -54,7 +54,6 @@ def forward_traffic(
     ep: int = 1,
     pp: int = 1,
     element_size: int = 2,
-    logits: int | None = None,
 ) -> list[Collective]:
     """Collectives of a forward pass of text: tensor, expert and pipeline parallel.
 
@@ -65,41 +64,36 @@ def forward_traffic(
         ep: processes that share experts; 1, or the same as `tp`, whose processes see the same rows.
         pp: stages; the stages of a model stand on different nodes.
         element_size: bytes of an activation.
-        logits: tokens for which logits are computed; None: all.
     """
     config = model.config.get_text_config()
     hidden, wide = config.hidden_size * element_size, config.vocab_size
-    logits = tokens if logits is None else logits
     found: list[Collective] = []
     if tp > 1:
-        rules = {name.rpartition("layers.*.")[2]: style for name, style in model.tp_plan.items()}
-        if any(name.endswith("embed_tokens") for name in rules):
-            found.append(Collective("all_reduce", "embedding", tokens * hidden, 1, tp))
         plans = [config.layer_plan(layer) for layer in range(config.num_hidden_layers)]
         mixtures = sum(plan.is_moe for plan in plans)
-        found.append(Collective("all_reduce", "attention", tokens * hidden, len(plans), tp))
-        if dense := len(plans) - mixtures:
-            found.append(Collective("all_reduce", "dense feed-forwards", tokens * hidden, dense, tp))
-        if mixtures and getattr(config, "use_shared_expert", False):
-            found.append(Collective("all_reduce", "shared experts", tokens * hidden, mixtures, tp))
-        if mixtures and (ep > 1 or _shares_experts(model)):
-            # Where the router scales what goes into experts, they give one row for each choice.
-            rows = config.num_experts_per_tok if config.apply_router_weight_on_input else 1
-            found.append(Collective("all_reduce", "routed experts", tokens * rows * hidden, mixtures, tp))
+        shares_experts = ep > 1 or any(".experts." in f"{rule}." for rule in model.tp_plan)
+        # Where the router scales what goes into experts, they give one row for each choice.
+        rows = config.num_experts_per_tok if mixtures and config.apply_router_weight_on_input else 1
+        sums = {
+            "embedding": (1, any(rule.endswith("embed_tokens") for rule in model.tp_plan)),
+            "attention": (1, len(plans)),
+            "dense feed-forwards": (1, len(plans) - mixtures),
+            "shared experts": (1, mixtures * getattr(config, "use_shared_expert", False)),
+            "routed experts": (rows, mixtures * shares_experts),
+        }
+        for what, (rows, calls) in sums.items():
+            if calls:
+                found.append(Collective("all_reduce", what, tokens * rows * hidden, int(calls), tp))
         padded = -(-wide // tp) * tp * element_size
-        found.append(Collective("all_gather", "logits", logits * padded, 1, tp))
+        found.append(Collective("all_gather", "logits", tokens * padded, 1, tp))
     if pp > 1:
         # Each process of a stage sends what its neighbour in the next stage needs.
         link = {"group": pp, "link": "between", "streams": tp}
         found.append(Collective("send", "hidden states", tokens * hidden, pp - 1, **link))
         # The shape, three numbers of eight bytes, and the logits.
         found.append(Collective("broadcast", "shape of the logits", 24, 1, **link))
-        found.append(Collective("broadcast", "logits", logits * wide * element_size, 1, **link))
+        found.append(Collective("broadcast", "logits", tokens * wide * element_size, 1, **link))
     return found
-
-
-def _shares_experts(model: Any) -> bool:
-    return any(".experts." in f"{rule}." for rule in model.tp_plan)
 
 
 def step_traffic(

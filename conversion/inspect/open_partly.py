@@ -88,7 +88,7 @@ def _check_begin(path: Path) -> None:
 
 
 def _survey(path: Path, error: Exception) -> tuple[Checkpoint, list[str]]:
-    """FileStamp at each file alone where the whole cannot be opened."""
+    """Look at each file alone where the whole cannot be opened."""
     missing = _missing_shards(path)
     told = any(str(error).startswith(f"{shard}:") for shard in missing)
     problems = [] if told else [str(error)]
