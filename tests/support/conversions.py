@@ -22,7 +22,7 @@ from support.meta_releases import (
     llama_extras,
     make_weights,
     read_ranks,
-    sentencepiece_model,
+    small_sentencepiece_model,
     split,
     tiktoken_model,
     unfuse,
@@ -131,7 +131,7 @@ class MetaCase:
 
 @cache
 def _sentencepiece_model(vocabulary: int) -> bytes:
-    return sentencepiece_model(vocabulary)
+    return small_sentencepiece_model(vocabulary)
 
 
 META_LLAMA_1 = MetaCase("LLaMA 1", LLAMA_1, 306, (1, 2, 3, 6))

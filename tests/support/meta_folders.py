@@ -3,7 +3,6 @@
 Nothing here knows the tables of `llamoe.conversion`.
 """
 
-import base64
 import io
 import json
 import re
@@ -237,11 +236,6 @@ def assert_same(tensors, expected):
         given = tensors[name].read() if hasattr(tensors[name], "read") else tensors[name]
         assert given.dtype == tensor.dtype, name
         assert torch.equal(given, tensor), name
-
-
-def rank_table():
-    """A tokenizer of tiktoken's that knows the 256 bytes only."""
-    return b"".join(base64.b64encode(bytes([byte])) + f" {byte}\n".encode() for byte in range(256))
 
 
 def load_files(folder):

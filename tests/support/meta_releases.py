@@ -4,12 +4,12 @@ Written from the facts of Meta's formats, not from the tables of the package, so
 weights have the unfused names that `meta_reference` computes with; a Llama 4 release fuses some of them in each file.
 """
 
-import base64
 import io
 import json
 from pathlib import Path
 
 import torch
+from support.tokenizer_files import rank_table, sentencepiece_model
 
 # Query heads on key-value heads are a ratio of 3 or 2; no size equals another one; six heads of ten channels.
 LLAMA_1 = dict(dim=60, n_heads=6, n_layers=2, norm_eps=1e-6, vocab_size=-1, multiple_of=9)
@@ -399,42 +399,11 @@ def join(ranks: list[dict[str, torch.Tensor]], embedding_axis: int) -> dict[str,
     return weights
 
 
-def sentencepiece_model(vocabulary: int) -> bytes:
+def small_sentencepiece_model(vocabulary: int) -> bytes:
     """A small SentencePiece model of LLaMA's kind: BPE, byte fallback, unk/bos/eos 0/1/2, no padding."""
-    import sentencepiece
-
-    words = [
-        "the",
-        "quick",
-        "brown",
-        "fox",
-        "jumps",
-        "over",
-        "lazy",
-        "dog",
-        "weights",
-        "in",
-        "and",
-        "out",
-        "llama",
-    ]
-    text = [" ".join(words[i % 13] for i in range(start, start + 9)) for start in range(40)]
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(text),
-        model_writer=model,
-        vocab_size=vocabulary,
-        model_type="bpe",
-        byte_fallback=True,
-        hard_vocab_limit=True,
-        add_dummy_prefix=True,
-        remove_extra_whitespaces=False,
-        normalization_rule_name="identity",
-        split_digits=True,
-        pad_id=-1,
-        minloglevel=2,
-    )
-    return model.getvalue()
+    words = "the quick brown fox jumps over lazy dog weights in and out llama".split()
+    lines = [" ".join(words[i % 13] for i in range(start, start + 9)) for start in range(40)]
+    return sentencepiece_model(lines, vocabulary, split_digits=True)
 
 
 def tiktoken_model(ranks: int) -> bytes:
@@ -442,4 +411,4 @@ def tiktoken_model(ranks: int) -> bytes:
     tokens = [bytes([byte]) for byte in range(256)]
     tokens += [bytes([97 + i % 26, 97 + (3 * i + 1) % 26]) for i in range(26)][: ranks - 256]
     assert len(tokens) == ranks == len(set(tokens))
-    return b"".join(base64.b64encode(token) + f" {rank}\n".encode() for rank, token in enumerate(tokens))
+    return rank_table(tokens)

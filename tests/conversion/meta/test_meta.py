@@ -1,6 +1,5 @@
 """Meta folders in and out, bit by bit, against files that `meta_folders` cuts by itself."""
 
-import io
 import json
 import re
 
@@ -17,10 +16,10 @@ from support.meta_folders import (
     hugging_face,
     load_files,
     make_folder,
-    rank_table,
     whole_model,
     write_folder,
 )
+from support.tokenizer_files import rank_table, sentencepiece_model
 from transformers import AutoConfig, AutoTokenizer
 
 from llamoe.configuration.errors import CheckpointError
@@ -233,30 +232,19 @@ def test_a_tokenizer_without_a_form_of_metas_is_noted_and_left_out(tmp_path):
 
 def test_a_sentencepiece_model_comes_along_to_a_llama_2_and_goes_back(tmp_path):
     spm = pytest.importorskip("sentencepiece", reason="SentencePiece models need the extra 'tokenizers'")
-    written = io.BytesIO()
-    spm.SentencePieceTrainer.train(
-        sentence_iterator=iter([f"the {n} of a net on {n * 7}" for n in range(200)]),
-        model_writer=written,
-        vocab_size=312,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        num_threads=1,
-        minloglevel=2,
-    )
+    model = sentencepiece_model([f"the {n} of a net on {n * 7}" for n in range(200)], 312)
     case = BY_NAME["llama-2"]
     full = whole_model(case)
     full |= {name: full[name].repeat(3, 1)[:312] for name in ("tok_embeddings.weight", "output.weight")}
     write_folder(tmp_path / "7B", case.params | {"vocab_size": -1}, cut(case, full, 2))
-    (tmp_path / "tokenizer.model").write_bytes(written.getvalue())
+    (tmp_path / "tokenizer.model").write_bytes(model)
     convert(tmp_path / "7B", tmp_path / "hf")
-    tokenizer, reference = AutoTokenizer.from_pretrained(tmp_path / "hf"), spm.SentencePieceProcessor()
-    reference.LoadFromSerializedProto(written.getvalue())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    reference = spm.SentencePieceProcessor(model_proto=model)
     for text in ("the net", " of a net", "  12 é"):
         assert tokenizer(text).input_ids == [1, *reference.encode(text)]
     convert(tmp_path / "hf", tmp_path / "back", to="meta", shards=2)
-    assert (tmp_path / "back" / "tokenizer.model").read_bytes() == written.getvalue()
+    assert (tmp_path / "back" / "tokenizer.model").read_bytes() == model
     for given, wanted in zip(load_files(tmp_path / "back"), cut(case, full, 2), strict=True):
         assert_same(given, wanted)
 

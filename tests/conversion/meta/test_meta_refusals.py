@@ -10,10 +10,10 @@ from support.meta_folders import (
     add_ballast,
     cut,
     make_folder,
-    rank_table,
     whole_model,
     write_folder,
 )
+from support.tokenizer_files import rank_table
 
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.io import WriteOptions

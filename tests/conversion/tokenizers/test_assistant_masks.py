@@ -1,9 +1,9 @@
 """Which tokens of a chat the model wrote itself, by the marks in the templates that are written into folders."""
 
-import io
 import re
 
 import pytest
+from support.tokenizer_files import sentencepiece_model, write_files
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -131,20 +131,13 @@ def test_llama_2_with_its_own_tokens(tmp_path):
     """SentencePiece joins the blank before an answer to its first word: both are what the model has to write."""
     spm = pytest.importorskip("sentencepiece", reason="SentencePiece models need the extra 'tokenizers'")
     lines = ["What is this? [INST] question [/INST] It is an answer of some words, and more."] * 40
-    model = io.BytesIO()
-    spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=model, vocab_size=320, model_type="bpe", byte_fallback=True,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, num_threads=1, minloglevel=2,
-        hard_vocab_limit=False,
-    )  # fmt: skip
-    pieces = spm.SentencePieceProcessor(model_proto=model.getvalue())
+    model = sentencepiece_model(lines, 320, hard_vocab_limit=False)
+    pieces = spm.SentencePieceProcessor(model_proto=model)
     config = llamoe.LlamoeDenseConfig(
         vocab_size=pieces.vocab_size(), hidden_size=48, num_hidden_layers=1, num_attention_heads=6
     )
-    files = conversion.hf_files_from_meta(model.getvalue(), config, family="llama-2", instruct=True)
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    config.save_pretrained(tmp_path)
+    files = conversion.hf_files_from_meta(model, config, family="llama-2", instruct=True)
+    write_files(tmp_path, files, config)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     messages = [
         {"role": "user", "content": "What is this?"},

@@ -5,12 +5,11 @@ The conversations were also compared with mistral-common 1.13 on its own tokeniz
 """
 
 import base64
-import io
 import json
-import random
 
 import pytest
 from support.mistral_folders import MIXTRAL, MistralCase
+from support.tokenizer_files import sentencepiece_model, some_lines
 from transformers import AutoTokenizer
 
 from llamoe.configuration.errors import CheckpointError
@@ -35,25 +34,10 @@ CONVERSATIONS = [
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def sentencepiece_model(version):
+def model_of(version):
     """A small model of Mistral AI's kind; versions differ in their control pieces."""
-    generator = random.Random(0)
-    words = ["".join(generator.choices("abcdehilnorstuw", k=generator.randint(1, 9))) for _ in range(400)]
-    lines = [" ".join(generator.choices(words, k=12)) for _ in range(900)] + TEXTS[:1] * 9
-    written = io.BytesIO()
-    spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_writer=written,
-        vocab_size=SIZE,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        control_symbols=CONTROLS[version],
-        num_threads=1,
-        minloglevel=2,
-    )
-    return written.getvalue()
+    lines = some_lines(400, 900) + TEXTS[:1] * 9
+    return sentencepiece_model(lines, SIZE, control_symbols=CONTROLS[version])
 
 
 def tekken(version="v3", **changes):
@@ -120,7 +104,7 @@ def check_conversations(loaded, encode, version):
 
 @pytest.mark.parametrize("version", CONTROLS)
 def test_sentencepiece_models_give_the_same_ids_and_conversations(version, tmp_path):
-    model = sentencepiece_model(version)
+    model = model_of(version)
     name = f"tokenizer.model.v{version}"
     folder = converted(tmp_path, {name: model}, SIZE)
     loaded, reference = AutoTokenizer.from_pretrained(folder), spm.SentencePieceProcessor(model_proto=model)
@@ -186,7 +170,7 @@ def test_a_template_is_written_unless_the_model_is_known_to_be_a_base_model(
     name, instruct, has_template, tmp_path
 ):
     source = MistralCase(name, {"vocab_size": SIZE}).write(tmp_path / name)
-    (source / "tokenizer.model.v3").write_bytes(sentencepiece_model(3))
+    (source / "tokenizer.model.v3").write_bytes(model_of(3))
     convert(source, tmp_path / "hf", instruct=instruct)
     assert (tmp_path / "hf" / "chat_template.jinja").exists() == has_template
 
@@ -200,15 +184,13 @@ def test_a_template_is_written_unless_the_model_is_known_to_be_a_base_model(
     ],
 )
 def test_conversations_that_mistral_cannot_read_are_refused(messages, words, tmp_path):
-    loaded = AutoTokenizer.from_pretrained(
-        converted(tmp_path, {"tokenizer.model": sentencepiece_model(3)}, SIZE)
-    )
+    loaded = AutoTokenizer.from_pretrained(converted(tmp_path, {"tokenizer.model": model_of(3)}, SIZE))
     with pytest.raises(Exception, match=words):
         loaded.apply_chat_template([{"role": role, "content": text} for role, text in messages])
 
 
 def test_of_several_tokenizers_the_newest_is_taken(tmp_path):
-    models = {version: sentencepiece_model(version) for version in (1, 3)}
+    models = {version: model_of(version) for version in (1, 3)}
     files = {"tokenizer.model": models[1], "tokenizer.model.v1": models[1], "tokenizer.model.v3": models[3]}
     folder = converted(tmp_path, files, SIZE)
     assert (folder / "tokenizer.model").read_bytes() == models[3]
@@ -242,7 +224,7 @@ def test_a_tokenizer_of_another_size_is_refused_and_none_at_all_is_told(tmp_path
     source = MIXTRAL.write(tmp_path / "mistral")
     report = convert(source, tmp_path / "none")
     assert any("no tokenizer.model or tekken.json" in note for note in report.notes)
-    (source / "tokenizer.model").write_bytes(sentencepiece_model(1))
+    (source / "tokenizer.model").write_bytes(model_of(1))
     with pytest.raises(CheckpointError, match="613 pieces, and LlamoeMixtralConfig.vocab_size is 53"):
         convert(source, tmp_path / "hf")
 

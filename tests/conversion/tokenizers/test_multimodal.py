@@ -1,12 +1,11 @@
 """Tokenizers that get tokens for pictures, and the processor in front of a multimodal model."""
 
-import base64
-import io
 import json
 
 import pytest
 import torch
 from support import programs
+from support.tokenizer_files import rank_table, sentencepiece_model, write_files
 from transformers import AutoTokenizer
 
 import llamoe
@@ -41,13 +40,7 @@ def model():
         "a picture of the world x y z",
         "12 345 [INST] question [/INST] answer",
     ] * 40
-    written = io.BytesIO()
-    spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=written, vocab_size=331, model_type="bpe", byte_fallback=True,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, num_threads=1, minloglevel=2,
-        hard_vocab_limit=False,
-    )  # fmt: skip
-    return written.getvalue()
+    return sentencepiece_model(lines, 331, hard_vocab_limit=False)
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +75,8 @@ def multimodal(vocabulary, ids, image=112, patch=14, ratio=0.5, **changes):
 
 def llama_4(**options):
     """Meta's file with bytes alone as ranks, and a configuration for it."""
-    table = b"".join(base64.b64encode(bytes([byte])) + f" {byte}\n".encode() for byte in range(RANKS))
     ids = {"<|image_start|>": RANKS + 80, "<|image_end|>": RANKS + 81, "<|patch|>": RANKS + 92}
-    return table, multimodal(RANKS + 2048, ids, **options)
+    return rank_table(), multimodal(RANKS + 2048, ids, **options)
 
 
 def assembled(model, size, **options):
@@ -97,15 +89,6 @@ def assembled(model, size, **options):
     return files | {"chat_template.jinja": conversion.multimodal_chat_template()}, ids, config
 
 
-def write(folder, files, config=None, layout=None):
-    folder.mkdir(exist_ok=True)
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    if config is not None:
-        config.save_pretrained(folder, **({"layout": layout} if layout else {}))
-    return folder
-
-
 # More tokens
 
 
@@ -116,8 +99,8 @@ def test_old_texts_keep_their_ids(context, model, size, tmp_path):
     files, ids = conversion.extend_tokenizer(before)
     assert list(ids) == list(conversion.MULTIMODAL_TOKENS)
     assert list(ids.values()) == list(range(size, size + len(ids)))
-    old = AutoTokenizer.from_pretrained(write(tmp_path / "old", before, config))
-    new = AutoTokenizer.from_pretrained(write(tmp_path / "new", files, dense(size + len(ids), context)))
+    old = AutoTokenizer.from_pretrained(write_files(tmp_path / "old", before, config))
+    new = AutoTokenizer.from_pretrained(write_files(tmp_path / "new", files, dense(size + len(ids), context)))
     for text in TEXTS:
         assert new(text)["input_ids"] == old(text)["input_ids"]
         assert new.decode(new(text)["input_ids"]) == old.decode(old(text)["input_ids"])
@@ -135,13 +118,13 @@ def test_a_tokenizer_of_transformers_own_class_is_extended(model, size, tmp_path
     """`LlamaTokenizer` makes its own steps at load; its folders stay its own."""
     from transformers import LlamaTokenizer
 
-    source = write(tmp_path / "source", {"tokenizer.model": model})
+    source = write_files(tmp_path / "source", {"tokenizer.model": model})
     old = LlamaTokenizer.from_pretrained(source, add_bos_token=True)
     old.save_pretrained(tmp_path / "saved")
     old = AutoTokenizer.from_pretrained(tmp_path / "saved")
     files = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
     files, ids = conversion.extend_tokenizer(files, ["<|image|>", "<|patch|>"])
-    new = AutoTokenizer.from_pretrained(write(tmp_path / "new", files))
+    new = AutoTokenizer.from_pretrained(write_files(tmp_path / "new", files))
     assert type(new) is type(old) is LlamaTokenizer
     assert ids == {"<|image|>": size, "<|patch|>": size + 1}
     for text in TEXTS:
@@ -231,9 +214,9 @@ def test_processors_load_where_only_transformers_is_imported(model, size, tmp_pa
     for name, sizes in SIZES.items():
         table, config = llama_4(**sizes)
         files = conversion.hf_files_from_meta(table, config)
-        folders[write(tmp_path / name, files, config, "stock")] = (config, 0.5, 0.5)
+        folders[write_files(tmp_path / name, files, config, "stock")] = (config, 0.5, 0.5)
     files, _, config = assembled(model, size, image=48, patch=8, ratio=0.5)
-    folders[write(tmp_path / "assembled", files, config)] = (config, CLIP_MEAN[1], CLIP_STD[1])
+    folders[write_files(tmp_path / "assembled", files, config)] = (config, CLIP_MEAN[1], CLIP_STD[1])
     done = programs.run(["-c", SCRIPT, *folders])
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
@@ -261,7 +244,7 @@ def test_a_model_answers_about_a_picture(model, size, tmp_path):
     files, ids, config = assembled(model, size, image=48, patch=8)
     torch.manual_seed(0)
     network = llamoe.LlamoeForConditionalGeneration(config).eval()
-    processor = AutoProcessor.from_pretrained(write(tmp_path / "folder", files, config))
+    processor = AutoProcessor.from_pretrained(write_files(tmp_path / "folder", files, config))
     picture = {"type": "image", "image": Image.new("RGB", (100, 40), (9, 99, 199))}
     chat = [{"role": "user", "content": [picture, {"type": "text", "text": "hello"}]}]
     inputs = processor.apply_chat_template(

@@ -1,6 +1,5 @@
 """The tokenizer of LLaMA 1 and 2, through AutoTokenizer, against SentencePiece itself."""
 
-import io
 import json
 import random
 import re
@@ -9,6 +8,7 @@ from functools import cache
 
 import pytest
 from support.texts import random_texts
+from support.tokenizer_files import sentencepiece_model, some_lines, write_files
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -31,27 +31,10 @@ NASTY = [
 
 @cache
 def train(**options):
-    """Train a model as LLaMA's: pairs, bytes to fall back on, texts unchanged."""
-    generator = random.Random(0)
-    words = ["".join(generator.choices("abcdehilnorstuw", k=generator.randint(1, 9))) for _ in range(500)]
+    """Train a model on words, and on what is no word."""
     ends = ["!", "  x", "\tq", "    def f(x):", " 世界 é", " aaaa aaa aaaaaa", " hello </s>"]
-    lines = [" ".join(generator.choices(words, k=12)) + generator.choice(ends) for _ in range(1200)]
-    written = io.BytesIO()
-    settings = dict(
-        sentence_iterator=iter(lines),
-        model_writer=written,
-        vocab_size=VOCABULARY,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        add_dummy_prefix=True,
-        allow_whitespace_only_pieces=True,
-        num_threads=1,
-        minloglevel=2,
-    )
-    spm.SentencePieceTrainer.train(**{**settings, **options})
-    return written.getvalue()
+    lines = [line + ends[number % 7] for number, line in enumerate(some_lines(500, 1200))]
+    return sentencepiece_model(lines, VOCABULARY, **options)
 
 
 @pytest.fixture(scope="module")
@@ -76,24 +59,15 @@ def config_of(context=4096, vocabulary=VOCABULARY):
     )
 
 
-def write(folder, files, config=None, stock=True):
-    folder.mkdir(exist_ok=True)
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    if config is not None:
-        options = {"layout": "stock"} if stock else {}
-        config.save_pretrained(folder, **options)
-    return folder
-
-
 # Ids
 
 
-@pytest.mark.parametrize(("stock", "context"), [(True, 4096), (False, 2048)], ids=["llama", "llamoe"])
-def test_loaded_ids_equal_sentencepiece(context, stock, model, reference, tmp_path):
+@pytest.mark.parametrize(("layout", "context"), [("stock", 4096), (None, 2048)], ids=["llama", "llamoe"])
+def test_loaded_ids_equal_sentencepiece(context, layout, model, reference, tmp_path):
     """Under Llama 2, whose template names bos and eos in its text, special tokens are text on request."""
     config = config_of(context)
-    folder = write(tmp_path / "folder", conversion.hf_files_from_meta(model, config), config, stock)
+    files = conversion.hf_files_from_meta(model, config)
+    folder = write_files(tmp_path / "folder", files, config, layout)
     loaded = AutoTokenizer.from_pretrained(folder)
     assert loaded.chat_template is None or context == 4096
     options = {} if context == 2048 else {"split_special_tokens": True}
@@ -145,7 +119,7 @@ def test_any_text_gives_the_ids_of_sentencepiece(model, reference):
 def test_batches_are_padded_without_a_new_token(model, reference, tmp_path):
     config = config_of()
     loaded = AutoTokenizer.from_pretrained(
-        write(tmp_path / "folder", conversion.hf_files_from_meta(model, config), config)
+        write_files(tmp_path / "folder", conversion.hf_files_from_meta(model, config), config, "stock")
     )
     batch = loaded(["hello", "hello world and more"], padding=True)
     short, long = ([1, *reference.encode(text)] for text in ("hello", "hello world and more"))
@@ -248,7 +222,7 @@ DIALOGS = {
 def chat(model, tmp_path_factory):
     config = config_of()
     files = conversion.hf_files_from_meta(model, config, instruct=True)
-    return AutoTokenizer.from_pretrained(write(tmp_path_factory.mktemp("chat"), files, config))
+    return AutoTokenizer.from_pretrained(write_files(tmp_path_factory.mktemp("chat"), files, config, "stock"))
 
 
 @pytest.mark.parametrize("name", DIALOGS)
@@ -288,7 +262,7 @@ def test_llama_2_chat_refuses_what_metas_does(reason, chat):
 def test_generation_settings_load(model, tmp_path):
     for instruct, sampled in [(None, False), (True, True), (False, False)]:
         folder = tmp_path / str(instruct)
-        write(folder, conversion.hf_files_from_meta(model, config_of(), instruct=instruct))
+        write_files(folder, conversion.hf_files_from_meta(model, config_of(), instruct=instruct))
         settings = GenerationConfig.from_pretrained(folder)
         assert (settings.bos_token_id, settings.eos_token_id, settings.pad_token_id) == (1, 2, 0)
         assert bool(settings.do_sample) is sampled

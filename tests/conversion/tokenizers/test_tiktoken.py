@@ -1,12 +1,12 @@
 """The tokenizer of Llama 3 and 4, through AutoTokenizer, against tiktoken itself."""
 
-import base64
 import json
 import random
 from collections import Counter
 
 import pytest
 from support.texts import random_texts
+from support.tokenizer_files import rank_table, write_files
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -107,12 +107,8 @@ def make_table(merges=320, seed=0):
     return tokens
 
 
-def as_table(tokens):
-    return b"".join(base64.b64encode(token) + f" {rank}\n".encode() for rank, token in enumerate(tokens))
-
-
 TOKENS = make_table()
-TABLE = as_table(TOKENS)
+TABLE = rank_table(TOKENS)
 RANKS = len(TOKENS)
 
 
@@ -139,16 +135,6 @@ def config_of(family, vocabulary=None, **options):
     )
 
 
-def write(folder, files, config=None, stock=True):
-    folder.mkdir(exist_ok=True)
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    if config is not None:
-        options = {"layout": "stock"} if stock else {}
-        config.save_pretrained(folder, **options)
-    return folder
-
-
 @pytest.fixture(scope="module", params=list(COUNT))
 def family(request):
     return request.param
@@ -157,7 +143,8 @@ def family(request):
 @pytest.fixture(scope="module")
 def folder(family, tmp_path_factory):
     config = config_of(family)
-    return write(tmp_path_factory.mktemp(family), conversion.hf_files_from_meta(TABLE, config), config)
+    files = conversion.hf_files_from_meta(TABLE, config)
+    return write_files(tmp_path_factory.mktemp(family), files, config, "stock")
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +197,7 @@ def test_special_tokens_have_metas_names_and_ids(family, loaded):
 def test_any_number_of_ranks(merges, family):
     tokens = make_table(merges, seed=merges)
     config = config_of(family, len(tokens) + COUNT[family])
-    files = conversion.hf_files_from_meta(as_table(tokens), config)
+    files = conversion.hf_files_from_meta(rank_table(tokens), config)
     tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
     reference = encoding_of(family, tokens)
     for text in NASTY:
@@ -224,7 +211,7 @@ def test_generation_stops_where_metas_does(family, tmp_path):
     ends = [RANKS + 1, RANKS + 8, RANKS + 9] if family == "llama-3" else [RANKS + 1, RANKS + 7, RANKS + 8]
     for instruct, expected in [(None, ends), (True, ends), (False, RANKS + 1)]:
         files = conversion.hf_files_from_meta(TABLE, config_of(family), instruct=instruct)
-        settings = GenerationConfig.from_pretrained(write(tmp_path / str(instruct), files))
+        settings = GenerationConfig.from_pretrained(write_files(tmp_path / str(instruct), files))
         assert settings.eos_token_id == expected and settings.bos_token_id == RANKS
         assert settings.pad_token_id == RANKS + (4 if family == "llama-3" else 18)
         assert bool(settings.do_sample) is (instruct is True)
@@ -235,7 +222,7 @@ def test_generate_works_with_nothing_added(family, tmp_path):
     kind = llamoe.LlamoeDenseForCausalLM if family == "llama-3" else llamoe.LlamoeForCausalLM
     folder = tmp_path / "folder"
     kind(config).save_pretrained(folder, layout="stock" if family == "llama-3" else "llamoe")
-    write(folder, conversion.hf_files_from_meta(TABLE, config, instruct=True))
+    write_files(folder, conversion.hf_files_from_meta(TABLE, config, instruct=True))
     tokenizer, model = AutoTokenizer.from_pretrained(folder), kind.from_pretrained(folder)
     chats = [[{"role": "user", "content": text}] for text in ("hello", "a longer question")]
     inputs = tokenizer.apply_chat_template(
@@ -353,7 +340,7 @@ DAMAGED = {
     "line 300 gives .* the rank 3, which": replaced(300, TABLE.splitlines()[299].split()[0] + b" 3"),
     "line 300 gives .* already": replaced(300, TABLE.splitlines()[9].split()[0] + b" 299"),
     "without 99, as if lines were lost": b"\n".join(TABLE.splitlines()[:99] + TABLE.splitlines()[100:]),
-    "without the byte 0x": as_table(TOKENS[10:]),
+    "without the byte 0x": rank_table(TOKENS[10:]),
     "line 577": TABLE + b"\xff\xfe\n",
 }
 
