@@ -20,7 +20,7 @@ from ..configuration import LlamoeConfig, QuantizationConfig
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.checks import listed
 from ..configuration.errors import CheckpointError
-from ..modeling.checkpoints import check_whole, find_weights
+from ..modeling.checkpoints import check_whole, find_weights, in_units
 from ..modeling.registration import empty_model
 from .io import FileStamp, LazyTensor, Plan, WriteOptions, look_at, look_at_source, one_of, read_json, write
 
@@ -88,6 +88,32 @@ class Report:
     seconds: float
     dry_run: bool
     parts: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
+        """Titles with rows of a label and a text, for printing. GB are 10^9 bytes."""
+        size = self.bytes / 1e9
+        rows = [
+            ("source", f"{self.source} ({self.kind})"),
+            ("would write" if self.dry_run else "wrote", f"{self.target} ({self.to})"),
+            ("files", f"{len(self.files):,}: {_shorten(self.files)}"),
+            ("tensors", f"{self.tensors:,}, {size:.3f} GB"),
+            ("seconds", f"{self.seconds:.1f}, {size / max(self.seconds, 1e-9):.2f} GB/s"),
+        ]
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.dropped.items():
+            reasons.setdefault(reason, []).append(name)
+        rows += [("left out", f"{_shorten(names)}: {reason}") for reason, names in reasons.items()]
+        rows += [("note", note) for note in self.notes]
+        sections = [("", rows)]
+        if self.parts:
+            parts = {**self.parts, "in all": tuple(map(sum, zip(*self.parts.values(), strict=True)))}
+            sizes = [(part, ", ".join(map(in_units, before_after))) for part, before_after in parts.items()]
+            sections.append(("bytes before, after", sizes))
+        return sections
+
+
+def _shorten(names: list[str]) -> str:
+    return ", ".join(names if len(names) < 4 else [*names[:2], "…", names[-1]])
 
 
 def carry_out(plan: Plan, checkpoint: Checkpoint, target: Path, to: str, options: WriteOptions) -> Report:

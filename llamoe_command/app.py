@@ -5,6 +5,7 @@ inside of functions: help and mistakes are shown before torch is imported, which
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect as signatures
@@ -17,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from .options import shared_options
-from .printing import print_report, progress_bar, shows_progress, status
+from .printing import print_sections, progress_bar, shows_progress, status
 
 app = typer.Typer(
     name="llamoe",
@@ -90,7 +91,7 @@ def writes(function: str, without: tuple[str, ...] = ()) -> Callable[[Callable],
             conversion = load_conversion(*sources, is_silent=is_silent)
             with progress_bar(is_silent) as progress:
                 report = getattr(conversion, function)(**given, progress=progress)
-            print_report(report, as_json)
+            print_sections(dataclasses.asdict(report), report.sections(), as_json)
 
         run.__signature__ = signatures.Signature(named)  # pyright: ignore[reportAttributeAccessIssue]
         run.__annotations__ = {option.name: option.annotation for option in named}

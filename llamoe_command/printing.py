@@ -1,11 +1,10 @@
 """Output of the command: progress on standard error, results on standard output as text or JSON."""
 
 import contextlib
-import dataclasses
 import json
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,9 +17,6 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from llamoe.conversion import Report
 
 
 class Bar:
@@ -71,36 +67,6 @@ def status(text: str, is_silent: bool) -> Iterator[None]:
         return
     with Console(stderr=True).status(escape(text)):
         yield
-
-
-def print_report(report: "Report", as_json: bool) -> None:
-    """Print what a conversion did."""
-    verb = "would write" if report.dry_run else "wrote"
-    rows = [
-        ("source", f"{report.source} ({report.kind})"),
-        (verb, f"{report.target} ({report.to})"),
-        ("files", f"{len(report.files):,}: {_shorten(report.files)}"),
-        ("tensors", f"{report.tensors:,}, {report.bytes / 1e9:.3f} GB"),
-        ("seconds", f"{report.seconds:.1f}, {report.bytes / 1e9 / max(report.seconds, 1e-9):.2f} GB/s"),
-    ]
-    reasons: dict[str, list[str]] = {}
-    for name, reason in report.dropped.items():
-        reasons.setdefault(reason, []).append(name)
-    rows += [("left out", f"{_shorten(names)}: {reason}") for reason, names in reasons.items()]
-    rows += [("note", note) for note in report.notes]
-    sections = [("", rows)]
-    if report.parts:
-        # Here, since the import takes seconds; with a report it is done already.
-        from llamoe.modeling.checkpoints import in_units
-
-        parts = {**report.parts, "in all": tuple(map(sum, zip(*report.parts.values(), strict=True)))}
-        sizes = [(part, ", ".join(map(in_units, before_after))) for part, before_after in parts.items()]
-        sections.append(("bytes before, after", sizes))
-    print_sections(dataclasses.asdict(report), sections, as_json)
-
-
-def _shorten(names: list[str]) -> str:
-    return ", ".join(names if len(names) < 4 else [*names[:2], "…", names[-1]])
 
 
 def print_sections(
