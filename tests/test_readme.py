@@ -14,6 +14,8 @@ from support import programs
 from support.documents import PAGES, ROOT, anchors, blocks, read
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LIBRARY = ("llamoe", "configuration", "serving", "planning", "conversion")
+FOLDERS = (*LIBRARY, "modeling", "tests", "examples", "benchmarks")
 
 
 def commands():
@@ -23,7 +25,7 @@ def commands():
                 yield from (shlex.split(line, comments=True) for line in block.commands)
 
 
-def test_the_first_answer_is_all_that_the_first_snippet_prints(tmp_path):
+def test_first_snippet_prints_the_first_answer(tmp_path):
     """In the repository root, as a reader would paste it; it is the answer that the picture stands beside."""
     script = tmp_path / "first.py"
     script.write_text(blocks("README.md")[1].code)
@@ -34,7 +36,7 @@ def test_the_first_answer_is_all_that_the_first_snippet_prints(tmp_path):
     assert not re.sub(r"(Loading weights: .*?\]|\s)", "", done.stderr)
 
 
-def test_the_bound_on_differences_is_that_of_the_table():
+def test_bound_on_differences_is_the_tables():
     text = read("README.md")
     rows = re.findall(r"^\| .* \| ([\d.e;, -]+) \|$", text, re.MULTILINE)
     largest = max(float(number) for row in rows for number in row.split("; "))
@@ -43,33 +45,23 @@ def test_the_bound_on_differences_is_that_of_the_table():
     assert 0 <= bound - largest < 1e-6
 
 
-def test_make_targets_exist():
+def test_what_commands_name_exists():
+    """Make targets, files of the repository, extras."""
+    text = "\n".join(map(read, PAGES))
+    words = list(commands())
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {words[1] for words in commands() if words[0] == "make"}
-    for page in PAGES:
-        named |= set(re.findall(r"`make ([a-z-]+)", read(page)))
-    assert named
-    assert named <= targets
-
-
-def test_commands_name_files_that_exist():
-    files = {word for words in commands() for word in words if re.match(r"(examples|tests|\.ci)/", word)}
+    assert {line[1] for line in words if line[0] == "make"} | set(
+        re.findall(r"`make ([a-z-]+)", text)
+    ) <= targets
+    files = {word for line in words for word in line if re.match(r"(examples|tests|\.ci)/", word)}
+    files |= set(re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)`", text))
     assert [file for file in sorted(files) if not (ROOT / file).exists()] == []
-
-
-def test_extras_exist():
-    extras = {
-        extra
-        for page in PAGES
-        for found in re.findall(r"pip install [^`\n]*?\.\[([\w,]+)\]", read(page))
-        for extra in found.split(",")
-    }
-    assert extras
-    assert extras <= set(PROJECT["optional-dependencies"])
+    extras = ",".join(re.findall(r"pip install [^`\n]*?\.\[([\w,]+)\]", text)).split(",")
+    assert set(extras) <= set(PROJECT["optional-dependencies"])
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/limits.md"])
-def test_versions_are_those_that_are_installed(page):
+def test_pages_name_the_lower_bounds(page):
     """Each page names the lower bounds of pyproject.toml."""
     bounds = {"Python": PROJECT["requires-python"].removeprefix(">=")}
     for requirement in PROJECT["dependencies"]:
@@ -96,15 +88,6 @@ def test_links_lead_somewhere(page):
     assert wrong == []
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_paths_in_backticks_exist(page):
-    paths = re.findall(
-        r"`((?:configuration|serving|modeling|planning|conversion|tests|examples|benchmarks|llamoe)/[\w./-]*)`",
-        read(page),
-    )
-    assert [path for path in paths if not (ROOT / path).exists()] == []
-
-
 def test_every_command_has_a_row():
     from llamoe_command import cli
 
@@ -112,7 +95,7 @@ def test_every_command_has_a_row():
     assert set(re.findall(r"^\| `llamoe (\w+)`", read("docs/checkpoints.md"), re.MULTILINE)) == names
 
 
-def test_the_small_models_page_is_near_what_its_training_measured():
+def test_small_models_page_agrees_with_its_training():
     """The page asks four times as many questions as the training does at its end."""
     by_page, by_training = (
         {
@@ -128,7 +111,7 @@ def test_the_small_models_page_is_near_what_its_training_measured():
     assert min(map(min, by_page.values())) >= 85
 
 
-def test_what_few_bits_cost_is_that_of_the_results():
+def test_page_shows_the_results_of_quality():
     """`python -m benchmarks.quality` writes the table; each format stays within its bar."""
     from benchmarks import quality
 
@@ -141,7 +124,7 @@ def test_what_few_bits_cost_is_that_of_the_results():
     assert results["questions"] >= 5000
 
 
-def test_bits_of_a_weight_are_those_of_the_formats():
+def test_page_shows_the_formats_bits():
     from llamoe.modeling.formats import Int4, Int8
 
     page = read("docs/quantization.md")
@@ -156,7 +139,7 @@ def test_bits_of_a_weight_are_those_of_the_formats():
         assert float(told) == pytest.approx(8 * nbytes / math.prod(sizes), abs=0.01)
 
 
-def test_the_search_for_scales_makes_the_error_a_tenth_smaller():
+def test_search_for_scales_lowers_the_error():
     import torch
 
     from llamoe.modeling.formats import Int4
@@ -170,7 +153,7 @@ def test_the_search_for_scales_makes_the_error_a_tenth_smaller():
         assert 0.85 < errors[0] / errors[1] < 0.92
 
 
-def test_figures_of_speed_are_those_of_the_results(monkeypatch, capsys):
+def test_pages_show_the_measured_speed(monkeypatch, capsys):
     """`python -m benchmarks.readme` writes them."""
     from benchmarks import readme
 
@@ -189,14 +172,11 @@ def test_figures_of_speed_are_those_of_the_results(monkeypatch, capsys):
         ("", "llamoe.adopt is described on no page"),
     ],
 )
-def test_the_check_of_the_built_pages(body, says, tmp_path):
+def test_check_of_built_pages(body, says, tmp_path):
     """`make docs` ends with it."""
     check = [sys.executable, str(ROOT / ".ci/check_pages.py"), str(tmp_path)]
-    inits = [
-        ROOT / name / "__init__.py"
-        for name in ("llamoe", "configuration", "serving", "planning", "conversion")
-    ]
-    names = {name for init in inits for name in runpy.run_path(check[1])["names"](init)}
+    names_of = runpy.run_path(check[1])["names"]
+    names = {name for folder in LIBRARY for name in names_of(ROOT / folder / "__init__.py")}
     (tmp_path / "api").mkdir()
     headings = [f'<h2 id="llamoe.{name}">' for name in sorted(names) if body or name != "adopt"]
     (tmp_path / "api/all.html").write_text("".join(headings))

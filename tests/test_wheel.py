@@ -12,7 +12,7 @@ import pytest
 from support import programs
 
 ROOT = Path(__file__).parents[1]
-SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+ROOMS = ("configuration", "serving", "modeling", "planning", "conversion")
 
 USE = """
 import sys
@@ -53,16 +53,24 @@ def wheel(tmp_path_factory):
     return next(folder.glob("*.whl"))
 
 
-def test_wheel_holds_the_library_and_nothing_else(wheel):
+def test_pyproject_names_every_package():
+    """What it does not name setuptools may leave out, or take for data."""
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {path.parent.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    mapped = {".".join(("llamoe", *folder.parts)): str(folder) for folder in folders}
+    assert named["package-dir"] == mapped
+    assert set(named["packages"]) == {*mapped, "llamoe", "llamoe_command", "llamoe_command.page"}
+
+
+def test_wheel_holds_every_library_file_alone(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    expected = set()
-    for package in SETUPTOOLS["packages"]:
-        folder = ROOT / SETUPTOOLS["package-dir"].get(package, package.replace(".", "/"))
-        expected |= {f"{package.replace('.', '/')}/{path.name}" for path in folder.glob("*.py")}
-    expected |= {
-        f"llamoe/modeling/kernels/cpp/{path.name}" for path in (ROOT / "modeling/kernels/cpp").iterdir()
+    on_disk = {
+        ("llamoe/" if folder in ROOMS else "") + str(path.relative_to(ROOT))
+        for folder in (*ROOMS, "llamoe", "llamoe_command")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
     }
-    assert names == expected | {"llamoe/py.typed"}
+    assert names == on_disk
 
 
 def test_wheel_works_outside_the_checkout(wheel, tmp_path):
