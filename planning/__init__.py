@@ -9,7 +9,7 @@ from .bandwidths import Bandwidths, measure_bandwidths
 from .nodes import NodesPlan
 from .one_machine import PlacementPlan, plan_placement
 from .source import Source
-from .table import lines_of, note_of_bits, rows_of_devices, rows_of_experts, rows_of_speed
+from .table import lines_of_devices, lines_of_experts, note_of_bits, rows_of_speed
 from .units import weight_bytes
 
 __all__ = [
@@ -17,12 +17,11 @@ __all__ = [
     "NodesPlan",
     "PlacementPlan",
     "Source",
-    "lines_of",
+    "lines_of_devices",
+    "lines_of_experts",
     "measure_bandwidths",
     "note_of_bits",
     "plan_placement",
-    "rows_of_devices",
-    "rows_of_experts",
     "rows_of_speed",
     "weight_bytes",
 ]

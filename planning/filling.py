@@ -7,6 +7,7 @@ from typing import Any
 
 from accelerate.utils.modeling import clean_device_map
 
+from ..modeling.checkpoints import owner_of
 from .units import Unit
 
 
@@ -22,7 +23,8 @@ class Filled:
 
     def __init__(self, units: Sequence[Unit], places: list[Any], main: Any, apart: frozenset[str]):
         self.places = places
-        self.device_map = clean_device_map({unit.name: at for unit, at in zip(units, places, strict=True)})
+        grouped = clean_device_map({unit.name: at for unit, at in zip(units, places, strict=True)})
+        self.device_map = {name: grouped[name] for name in (owner_of(unit.name, grouped) for unit in units)}
         weights, cache = Counter(), Counter()
         for unit, place in zip(units, places, strict=True):
             weights[place] += _bytes(unit, apart)

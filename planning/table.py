@@ -17,10 +17,10 @@ def note_of_bits(*forms: str) -> str:
     return _NOTE.format(" and ".join(forms))
 
 
-def lines_of(plan: Any, name: str = "the model") -> list[str]:
+def lines_of(plan: Any) -> list[str]:
     """A `PlacementPlan` in lines."""
     total, count = sum(plan.weights.values()), sum(count for count, _ in plan.parts.values())
-    lines = [f"{name}: {count:,} parameters, {total / GB:.2f} GB in {plan.form}"]
+    lines = [f"the model: {count:,} parameters, {total / GB:.2f} GB in {plan.form}"]
     for part, (numbers, size) in plan.parts.items():
         each = size / numbers if numbers else 0
         lines.append(f"  {part:<20}{numbers:>16,} x {each:<5.4g} bytes = {size / GB:>8.3f} GB")
@@ -36,20 +36,22 @@ def lines_of(plan: Any, name: str = "the model") -> list[str]:
             f"{sum(plan.cache.values()) / GB:.3f} GB"
         )
     lines += ["room: a device's memory less the headroom, for what a pass computes with", ""]
-    lines.append(f"{'device':<8}{'weights':>10}{'cache':>10}{'together':>10}{'room':>10}   holds")
-    return [*lines, *(f"{label:<8}{text}" for label, text in rows_of_devices(plan)), *_after(plan)]
+    lines += lines_of_devices(plan)
+    experts, speed = lines_of_experts(plan), rows_of_speed(plan)
+    lines += ["", *experts] if experts else []
+    width = max((len(label) for label, _ in speed), default=0)
+    return lines + (["", *(f"{label:<{width}}  {text}" for label, text in speed)] if speed else [])
 
 
-def rows_of_devices(plan: Any) -> list[tuple[str, str]]:
-    """Devices with their weights, cache, sum and room in GB, and what they hold."""
-    rows = []
-    devices = [device for device in plan.room if device != "cpu"]
-    for device in [*devices, "cpu", "disk"]:
+def lines_of_devices(plan: Any, holds: str = "holds") -> list[str]:
+    """A table of the devices: weights, cache, sum and room in GB, and what they hold under that title."""
+    lines = [f"{'device':<8}{'weights':>10}{'cache':>10}{'together':>10}{'room':>10}   {holds}"]
+    for device in [*(device for device in plan.room if device != "cpu"), "cpu", "disk"]:
         weights, cache = plan.weights.get(device, 0), plan.cache.get(device, 0)
         limit = f"{plan.room[device] / GB:.2f}" if device in plan.room else "-"
         numbers = "".join(f"{size / GB:>10.2f}" for size in (weights, cache, weights + cache))
-        rows.append((str(device), f"{numbers}{limit:>10}   {_holds(plan.device_map, device)}"))
-    return rows
+        lines.append(f"{device!s:<8}{numbers}{limit:>10}   {_holds(plan.device_map, device)}")
+    return lines
 
 
 def rows_of_speed(plan: Any) -> list[tuple[str, str]]:
@@ -67,7 +69,7 @@ def rows_of_speed(plan: Any) -> list[tuple[str, str]]:
     ]
 
 
-def rows_of_experts(plan: Any) -> list[str]:
+def lines_of_experts(plan: Any) -> list[str]:
     """Sentences on what is not where it is computed."""
     rows = []
     main = next(iter(plan.room))
@@ -87,13 +89,6 @@ def rows_of_experts(plan: Any) -> list[str]:
         where = "on no accelerator" if main != "cpu" else "on disk"
         rows.append(f"{outside / GB:.2f} GB are {where}: every pass moves them to device {main}{refused}.")
     return rows + list(plan.notes)
-
-
-def _after(plan: Any) -> list[str]:
-    lines = ["", *rows_of_experts(plan)] if rows_of_experts(plan) else []
-    speed = rows_of_speed(plan)
-    width = max((len(label) for label, _ in speed), default=0)
-    return [*lines, *([""] if speed else []), *(f"{label:<{width}}  {text}" for label, text in speed)]
 
 
 def _holds(device_map: dict[str, Any], device: Any) -> str:

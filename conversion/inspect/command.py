@@ -16,10 +16,10 @@ from ...modeling.checkpoints import in_units, sum_by_part
 from ...planning import (
     PlacementPlan,
     Source,
+    lines_of_devices,
+    lines_of_experts,
     note_of_bits,
     plan_placement,
-    rows_of_devices,
-    rows_of_experts,
     rows_of_speed,
     weight_bytes,
 )
@@ -135,11 +135,8 @@ class Inspection:
                 rows.append(("note", note_of_bits(*_FEW_BITS)))
             sections.append(("memory", rows))
         if self.placement is not None:
-            rows = [
-                ("", f"{'device':<8}{'weights':>10}{'cache':>10}{'together':>10}{'room':>10}   holds (GB)")
-            ]
-            rows += [("", f"{device:<8}{text}") for device, text in rows_of_devices(self.placement)]
-            rows += [("", text) for text in rows_of_experts(self.placement)]
+            table = lines_of_devices(self.placement, "holds (GB)") + lines_of_experts(self.placement)
+            rows = [("", line) for line in table]
             rows += rows_of_speed(self.placement)
             rows += [("from_pretrained", _arguments(self.placement))]
             sections.append(("plan", rows))
