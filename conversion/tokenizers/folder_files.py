@@ -63,7 +63,7 @@ def hf_files_from_meta(
     if template is not None:
         files["chat_template.jinja"] = template.encode()
     if isinstance(config, LlamoeConfig):
-        files.update(processor_files(config, tokenizer_files=files))
+        files.update(processor_files(config, files))
     return files
 
 

@@ -21,28 +21,26 @@ IMAGE_TOKENS = (
     "<|image|>",
     "<|patch|>",
 )
-# PIL's number; bicubic is 3.
-BILINEAR = 2
 
 
 def processor_files(
     config: LlamoeConfig,
+    tokenizer_files: Mapping[str, bytes],
     *,
     image_mean: Sequence[float] = (0.5, 0.5, 0.5),
     image_std: Sequence[float] = (0.5, 0.5, 0.5),
-    resample: int = BILINEAR,
+    resample: int = 2,
     max_patches: int = 16,
-    tokenizer_files: Mapping[str, bytes] | None = None,
 ) -> dict[str, bytes]:
-    """The processor's files for a model, by name: processor_config.json, and tokenizer_config.json if it was given.
+    """The processor's files for a model, by name: processor_config.json and tokenizer_config.json.
 
     Args:
         config: the tower's sizes and pixel shuffle determine tiles and tokens.
+        tokenizer_files: the folder's tokenizer.json, which is compared with the configuration, and
+            tokenizer_config.json, which gets the processor's name.
         image_mean, image_std: normalization of pixels between 0 and 1, a number for each channel.
         resample: resampling filter by PIL's number: 2 is bilinear, 3 bicubic.
         max_patches: most tiles that a picture is cut into, besides the tile of the whole picture.
-        tokenizer_files: the folder's tokenizer.json, which is compared with the configuration, and
-            tokenizer_config.json, which gets the processor's name.
 
     Raises:
         CheckpointError: the tokenizer lacks a token that the processor writes, or has another id for it than `config`.
@@ -76,16 +74,12 @@ def processor_files(
             "image_std": list(image_std),
         },
     }
-    files = {"processor_config.json": to_json(content)}
-    if tokenizer_files is not None:
-        _check_tokens(config, tokenizer_files)
-        settings = json.loads(tokenizer_files.get("tokenizer_config.json", b"{}"))
-        # The processor's prompts spell special tokens in their text, so the tokenizer must read them there.
-        settings.pop("split_special_tokens", None)
-        files["tokenizer_config.json"] = to_json(
-            {**settings, "processor_class": "Llama4Processor", "padding_side": "left"}
-        )
-    return files
+    _check_tokens(config, tokenizer_files)
+    settings = json.loads(tokenizer_files.get("tokenizer_config.json", b"{}"))
+    # The processor's prompts spell special tokens in their text, so the tokenizer must read them there.
+    settings.pop("split_special_tokens", None)
+    settings |= {"processor_class": "Llama4Processor", "padding_side": "left"}
+    return {"processor_config.json": to_json(content), "tokenizer_config.json": to_json(settings)}
 
 
 def processor_of_layout(companions: Mapping[str, bytes], layout: str) -> dict[str, bytes]:

@@ -175,21 +175,6 @@ class TestBack:
         assert written["model_cfg"]["text_cfg"] == open_clip_config()["model_cfg"]["text_cfg"]
         assert list(report.dropped) == ["logit_scale"]
 
-    def test_result_goes_into_a_model_of_open_clip(self, tmp_path):
-        ours = randomize(
-            llamoe.LlamoeVisionModel(LlamoeVisionConfig(**clip_fields(), use_rope=False, use_adapter=False))
-        )
-        ours.save_pretrained(tmp_path / "tower")
-        convert_vision(tmp_path / "tower", tmp_path / "back", to="open_clip")
-        text = open_clip.model.CLIPTextCfg(context_length=8, vocab_size=20, width=32, heads=2, layers=1)
-        vision = open_clip_config()["model_cfg"]["vision_cfg"]
-        model = open_clip.CLIP(EMBED, vision, text, quick_gelu=True).eval()
-        state = load_file(tmp_path / "back" / "open_clip_model.safetensors")
-        missing, unexpected = model.load_state_dict(state, strict=False)
-        assert unexpected == [] and not any(name.startswith("visual.") for name in missing)
-        with torch.no_grad():
-            check_close(model.encode_image(pictures()), ours(pictures()).pooler_output)
-
     @pytest.mark.parametrize(("activation", "has_projection"), [("gelu", True), ("quick_gelu", False)])
     def test_features_in_every_format(self, tmp_path, activation, has_projection):
         ours = randomize(

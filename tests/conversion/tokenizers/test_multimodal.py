@@ -267,9 +267,9 @@ def test_a_processor_that_does_not_fit_is_refused(model, size):
         with pytest.raises(CheckpointError, match=rf"the id {ids[token]}, and LlamoeConfig.{field} is 3"):
             processor_files(shifted, tokenizer_files=files)
     with pytest.raises(ValueError, match="image_mean has 1 numbers, and the tower reads 3"):
-        processor_files(config, image_mean=(0.5,))
+        processor_files(config, files, image_mean=(0.5,))
     with pytest.raises(ValueError, match="use_adapter"):
-        processor_files(multimodal(size + len(ids), ids, use_adapter=False))
+        processor_files(multimodal(size + len(ids), ids, use_adapter=False), files)
     table, config = llama_4()
     config.image_token_index = 7
     with pytest.raises(CheckpointError, match=f"id {RANKS + 92}"):
