@@ -33,7 +33,9 @@ def _parts(experts: str) -> Mapping[str, tuple[str, ...]]:
 def _place(name: str) -> tuple[str, int, str] | None:
     """An expert's weight: its experts' name in the model, its number and part; None for other names."""
     expert = expert_of(name.replace(_IN_FILES, _OF_MIXTRAL))
-    return (expert.experts, *expert.matrix) if expert and expert.kind == WEIGHT else None
+    if expert is None or expert.kind != WEIGHT:
+        return None
+    return expert.experts, expert.matrix.number, expert.matrix.part
 
 
 def _in_files(name: str) -> str:
