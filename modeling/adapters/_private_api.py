@@ -1,351 +1,372 @@
-"""Every use of what peft keeps to itself, with its reason.
+"""What peft does otherwise over models of ours: every use of what peft keeps to itself, with its reason.
 
-peft is imported by whoever uses it, so all its modules are looked up when a function runs. All were seen in peft 0.21.1
-and 0.21.2.
+Importing this file changes peft, so it is imported when peft is (`peft_registration`). Each function here stands for
+one of peft's, which it gets as `original`. All were seen in peft 0.21.2.
 """
 
 import functools
-import importlib
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from peft import LoraConfig, PeftModel
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners import tuners_utils
+from peft.tuners.lora.model import LoraModel
+from peft.utils import hotswap, other
+from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN
+from torch import nn
+
+from ...configuration import LlamoeConfig, LlamoeMixtralConfig, LlamoeVisionConfig
+from ...configuration.quantization import METHOD
+from ..moe import Experts, Router
+from . import expert_lora, router_lora
+from .adapted_parts import refuse_shared_experts, warn_of_dropout, warn_of_frozen_experts
+from .expert_begin import refuse_beginnings
+from .expert_layout import join_beginnings, refuse_square_stacks
+from .files import check_files
+from .loading import LoadsAdapters
+from .packed_weights import refuse_for_packed, refuse_merging
+from .row_names import dealing_names
+from .stack_targets import choose_parameters, reading, telling_unused
+
+# peft treats adapters of these model types as those of Mixtral, whose layers transformers 5 has renamed: it takes
+# "all-linear" and the names of single experts' layers for the stacks that hold them.
+_MODEL_TO_CONVERSION_PATTERN[LlamoeMixtralConfig.model_type] = _MODEL_TO_CONVERSION_PATTERN[
+    LlamoeMixtralConfig.stock_model_type
+]
 
 
-def replace_all_linear(replacement: Callable) -> None:
-    """Replace peft's expansion of "all-linear" by `replacement(original, peft_config, model)`.
+def instead_of(owner: Any, name: str) -> Callable[[Callable], Callable]:
+    """Put the decorated function, which gets the original as its first argument, into the place of `owner.name`.
 
-    peft does not ask models which layers that means. Several of its modules import the function by name; all share
-    one original.
+    Modules that have imported the original by name get it, too.
     """
-    tuners_utils = importlib.import_module("peft.tuners.tuners_utils")
-    original = tuners_utils._maybe_include_all_linear_layers
+    found = vars(owner)[name]
+    kind = type(found) if isinstance(found, classmethod | staticmethod) else lambda function: function
+    original = getattr(found, "__func__", found)
 
-    @functools.wraps(original)
-    def expand(peft_config, model):
-        return replacement(original, peft_config, model)
+    def put(replacement: Callable) -> Callable:
+        @functools.wraps(original)
+        def call(*args, **kwargs):
+            return replacement(original, *args, **kwargs)
 
-    replace_in_peft("_maybe_include_all_linear_layers", original, expand)
+        setattr(owner, name, kind(call))
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get(name) is found:
+                setattr(module, name, call)
+        return replacement
+
+    return put
 
 
-def read_adapters_as(model_type: str, stock_type: str) -> None:
-    """Have peft treat adapters of a model type as those of a stock one, whose layers transformers 5 has renamed.
+def _is_ours(model: nn.Module) -> bool:
+    return isinstance(_base(model), LoadsAdapters)
 
-    peft then takes "all-linear" and the names of single experts' layers for the stacks that hold them. Where a config
-    names no layers, peft would make that an empty set, and forget its default.
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+# Making an adapter's layers
+
+
+@instead_of(tuners_utils, "_maybe_include_all_linear_layers")
+def expand_all_linear(original: Callable, config: Any, model: nn.Module) -> Any:
+    """Leave the tower out of "all-linear" unless `exclude_modules=[]`; refuse what cannot be, before a layer changes.
+
+    peft does not ask models which layers "all-linear" means.
     """
-    from peft.utils import transformers_weight_conversion as conversion
+    targets = getattr(config, "target_modules", None)
+    config = original(config, model)
+    if not isinstance(model, LoadsAdapters):
+        return config
+    # LoRA's subclasses (AdaLora) have layers of their own.
+    is_lora = type(config) is LoraConfig
+    if is_lora and not config._custom_modules:
+        config._register_custom_module({Experts: expert_lora.ParamWrapper, Router: router_lora.ParamWrapper})
+    nothing_excluded = getattr(config, "exclude_modules", None) in ([], (), set(), "")
+    if isinstance(targets, str) and config.target_modules != targets and not nothing_excluded:
+        config.target_modules = set(config.target_modules) - _tower_layers(model)
+    parameters = choose_parameters(config, model)
+    refuse_square_stacks(model, parameters)
+    refuse_for_packed(config, model)
+    if is_lora:
+        refuse_beginnings(config, model)
+        refuse_shared_experts(config, model)
+        warn_of_dropout(config, model)
+        # Where peft takes "all-linear" for experts, too, it asks here first for the layers alone.
+        if not (isinstance(targets, str) and model.config.model_type == LlamoeMixtralConfig.model_type):
+            warn_of_frozen_experts(config, model)
+    return config
 
-    patterns = conversion._MODEL_TO_CONVERSION_PATTERN
-    patterns[model_type] = patterns[stock_type]
-    original = conversion._convert_peft_config_moe
 
-    @functools.wraps(original)
-    def convert(peft_config, model):
-        if peft_config.target_modules is not None or model.config.model_type != model_type:
-            original(peft_config, model)
+def _tower_layers(model: nn.Module) -> set[str]:
+    """Names of all modules of a multimodal model's vision tower; empty for a tower by itself."""
+    return {
+        f"{tower}.{name}"
+        for tower, module in model.named_modules()
+        if tower and isinstance(module, LoadsAdapters) and isinstance(module.config, LlamoeVisionConfig)
+        for name, _ in module.named_modules()
+        if name
+    }
 
-    conversion._convert_peft_config_moe = convert
 
+@instead_of(tuners_utils.BaseTuner, "inject_adapter")
+def inject_adapter(
+    original: Callable, self: Any, model: nn.Module, adapter_name: str, *args, **kwargs
+) -> None:
+    """Tell of what matches nothing, stacks and routers included, which peft passes over.
 
-def replace_weighted_sum(replacement: Callable) -> None:
-    """Replace peft's sum of adapters by `replacement(original, tuner, adapters, weights, adapter_name, ...)`.
-
-    peft does not ask the layers that hold the factors.
+    Where a Mixtral's config names no layers, peft would make that an empty set, and forget its default.
     """
-    tuner_class = importlib.import_module("peft.tuners.lora.model").LoraModel
-    original = tuner_class.add_weighted_adapter
-
-    @functools.wraps(original)
-    def add_weighted_adapter(self, *args, **kwargs):
-        return replacement(original, self, *args, **kwargs)
-
-    tuner_class.add_weighted_adapter = add_weighted_adapter
-
-
-def after_subtraction(correct: Callable) -> None:
-    """Let `correct(model, tensors)` return what peft saves of an adapter without the numbers that it began with."""
-    tuner_class = importlib.import_module("peft.tuners.lora.model").LoraModel
-    original = tuner_class.subtract_mutated_init
-
-    @functools.wraps(original)
-    def subtract(self, *args, **kwargs):
-        return correct(self.model, original(self, *args, **kwargs))
-
-    tuner_class.subtract_mutated_init = subtract
+    if not isinstance(model, LoadsAdapters):
+        return original(self, model, adapter_name, *args, **kwargs)
+    config = self.peft_config[adapter_name]
+    if getattr(config, "target_modules", "") is None:
+        self._prepare_adapter_config(config, self.get_model_config(model))
+    with telling_unused(self, model, adapter_name):
+        return original(self, model, adapter_name, *args, **kwargs)
 
 
-@contextmanager
-def sum_of_parameters(tuner: Any) -> Iterator[None]:
-    """Let peft sum adapters of parameters, which it refuses before it looks at their layers."""
-    check = tuner._check_add_weighted_adapter
+@instead_of(tuners_utils.BaseTuner, "_inject_parameters")
+def inject_parameters(
+    original: Callable, self: Any, peft_config: Any, model: nn.Module, *args, **kwargs
+) -> Any:
+    """Let all fields that choose layers choose parameters; the config stays as its user wrote it.
 
-    def check_modules(adapters, *args, **kwargs):
-        configs = [config for name, config in tuner.peft_config.items() if name in adapters]
-        targets = [config.target_parameters for config in configs]
-        try:
-            for config in configs:
-                config.target_parameters = None
-            return check(adapters, *args, **kwargs)
-        finally:
-            for config, each in zip(configs, targets, strict=True):
-                config.target_parameters = each
-
-    tuner._check_add_weighted_adapter = check_modules
+    peft matches `target_parameters` with the ends of names, and asks no other field.
+    """
+    if not isinstance(model, LoadsAdapters):
+        return original(self, peft_config, model, *args, **kwargs)
+    asked, peft_config.target_parameters = (
+        peft_config.target_parameters,
+        choose_parameters(peft_config, model),
+    )
     try:
-        yield
+        return original(self, peft_config, model, *args, **kwargs)
     finally:
-        del tuner._check_add_weighted_adapter
+        peft_config.target_parameters = asked
 
 
-def watch_adapter_files(around: Callable, after: Callable) -> None:
-    """Read adapters inside of `around(model, model_id, **kwargs)`; then call `after(tensors, model_id, **kwargs)`.
+@instead_of(other, "prepare_model_for_kbit_training")
+def prepare_for_training(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let peft see that a model of ours has quantized weights.
 
-    The context is entered before layers are made for the adapter; `model` is a `PeftModel` or its base. If an adapter
-    of that name already exists, peft reads the file's weights without its config.
+    It knows bitsandbytes by a flag, and other libraries by their names. For a model that it does not know, it leaves
+    out in silence the gradient checkpointing that it is asked for by default.
     """
-    peft_model = importlib.import_module("peft.peft_model")
-    hotswap = importlib.import_module("peft.utils.hotswap")
-    load_weights = peft_model.load_peft_weights
-    from_pretrained = peft_model.PeftModel.from_pretrained.__func__
-    load_adapter = peft_model.PeftModel.load_adapter
-    hotswap_adapter = hotswap.hotswap_adapter
-
-    @functools.wraps(load_weights)
-    def read(model_id, *args, **kwargs):
-        tensors = load_weights(model_id, *args, **kwargs)
-        after(tensors, model_id, **kwargs)
-        return tensors
-
-    @functools.wraps(from_pretrained)
-    def make(cls, model, model_id, *args, **kwargs):
-        with around(model, model_id, **kwargs):
-            return from_pretrained(cls, model, model_id, *args, **kwargs)
-
-    @functools.wraps(load_adapter)
-    def add(self, model_id, *args, **kwargs):
-        with around(self, model_id, **kwargs):
-            return load_adapter(self, model_id, *args, **kwargs)
-
-    @functools.wraps(hotswap_adapter)
-    def swap(model, model_name_or_path, *args, **kwargs):
-        with around(model, model_name_or_path, **kwargs):
-            return hotswap_adapter(model, model_name_or_path, *args, **kwargs)
-
-    vars(peft_model)["load_peft_weights"] = read
-    peft_model.PeftModel.from_pretrained = classmethod(make)
-    peft_model.PeftModel.load_adapter = add
-    vars(hotswap)["hotswap_adapter"] = swap
+    if getattr(model, "quantization_method", None) != METHOD:
+        return original(model, *args, **kwargs)
+    model.is_loaded_in_4bit = True
+    try:
+        return original(model, *args, **kwargs)
+    finally:
+        # Who reads it elsewhere asks for bitsandbytes.
+        del model.is_loaded_in_4bit
 
 
-def before_saving_adapters(tell: Callable) -> None:
-    """Call `tell(model, selected_adapters)` before a `PeftModel` is saved; None selects all adapters."""
-    peft_model = importlib.import_module("peft.peft_model").PeftModel
-    original = peft_model.save_pretrained
-
-    @functools.wraps(original)
-    def save_pretrained(
-        self, save_directory, safe_serialization=True, selected_adapters=None, *args, **kwargs
-    ):
-        tell(self, selected_adapters)
-        return original(self, save_directory, safe_serialization, selected_adapters, *args, **kwargs)
-
-    peft_model.save_pretrained = save_pretrained
+# Reading and swapping
 
 
-def before_merging(check: Callable[[torch.nn.Module], None]) -> None:
-    """Call `check(module)` before peft merges adapters: with all that a tuner has wrapped, then with each layer.
+def _reading(model: nn.Module, name_or_path: Any, **download: Any) -> AbstractContextManager:
+    return (
+        reading(check_files(_base(model), name_or_path, **download)[1]) if _is_ours(model) else nullcontext()
+    )
 
-    A tuner is asked before it changes its first layer. Some do not ask, and a layer can be merged by itself.
+
+@instead_of(PeftModel, "from_pretrained")
+def from_pretrained(original: Callable, cls: Any, model: nn.Module, model_id: Any, *args, **kwargs) -> Any:
+    """Check the files before layers are made for them."""
+    with _reading(model, model_id, **kwargs):
+        return original(cls, model, model_id, *args, **kwargs)
+
+
+@instead_of(PeftModel, "load_adapter")
+def load_adapter(original: Callable, self: Any, model_id: Any, *args, **kwargs) -> Any:
+    """Check the files before layers are made for them."""
+    with _reading(self, model_id, **kwargs):
+        return original(self, model_id, *args, **kwargs)
+
+
+@instead_of(hotswap, "hotswap_adapter_from_state_dict")
+def swap(original: Callable, model: nn.Module, state_dict: dict[str, torch.Tensor], *args, **kwargs) -> None:
+    """Refuse to swap factors of stacks for others of another shape.
+
+    peft adds rows and columns of zeros at the end, which in a stack belong to other experts.
     """
-    tuners_utils = importlib.import_module("peft.tuners.tuners_utils")
-    allow = tuners_utils.BaseTuner._check_merge_allowed
-    original = tuners_utils.check_adapters_to_merge
-
-    @functools.wraps(allow)
-    def check_tuner(self):
-        check(self.model)
-        return allow(self)
-
-    @functools.wraps(original)
-    def check_layer(module, *args, **kwargs):
-        names = original(module, *args, **kwargs)
-        if names:
-            check(module)
-        return names
-
-    tuners_utils.BaseTuner._check_merge_allowed = check_tuner
-    replace_in_peft("check_adapters_to_merge", original, check_layer)
+    modules = {name.removeprefix("_orig_mod."): module for name, module in model.named_modules()}
+    own = {name.removeprefix("_orig_mod."): parameter.shape for name, parameter in model.named_parameters()}
+    for key, tensor in state_dict.items():
+        is_of_stack = isinstance(modules.get(key.rpartition(".lora_")[0]), expert_lora.ParamWrapper)
+        if is_of_stack and tensor.shape != own.get(key, tensor.shape):
+            raise ValueError(
+                f"hotswap: {key} has shape {list(tensor.shape)}, and the adapter that it replaces has "
+                f"{list(own[key])}. Stacks of experts are swapped for the same rank and layout alone: load the adapter "
+                "under a name of its own, and choose it by set_adapter()."
+            )
+    original(model, state_dict, *args, **kwargs)
 
 
-def replace_in_peft(name: str, original: Callable, replacement: Callable) -> None:
-    """Replace a function in all modules of peft that have imported it by name."""
-    for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("peft.") and vars(module).get(name) is original:
-            vars(module)[name] = replacement
+@instead_of(hotswap, "_convert_scalings_to_tensor")
+def prepare_compiled_hotswap(original: Callable, model: nn.Module) -> Any:
+    """Refuse what `prepare_model_for_compiled_hotswap` leaves out; this is its first step."""
+    for place, module in model.named_modules():
+        if isinstance(module, expert_lora.ParamWrapper | router_lora.ParamWrapper):
+            raise ValueError(
+                "prepare_model_for_compiled_hotswap: an adapter changes "
+                f"{place.replace('.base_layer', '')}.{module.parameter_name}, a parameter, and peft prepares linear "
+                "layers alone. Swap without it, or leave experts and routers out: lora_config(model, experts=False)."
+            )
+    return original(model)
 
 
-def before_hotswap(prepare: Callable) -> None:
-    """Let `prepare(model, tensors, adapter_name, config)` return the tensors that peft swaps into a `PeftModel`."""
-    hotswap = importlib.import_module("peft.utils.hotswap")
-    original = hotswap.hotswap_adapter_from_state_dict
+@instead_of(LoraModel, "subtract_mutated_init")
+def subtract_beginnings(original: Callable, self: Any, *args, **kwargs) -> dict[str, torch.Tensor]:
+    """Make plain LoRA of PiSSA and the like expert by expert."""
+    tensors = original(self, *args, **kwargs)
+    return join_beginnings(self.model, tensors) if isinstance(self.model, LoadsAdapters) else tensors
 
-    @functools.wraps(original)
-    def swap(model, state_dict, adapter_name, config, *args, **kwargs):
-        return original(
-            model, prepare(model, state_dict, adapter_name, config), adapter_name, config, *args, **kwargs
+
+# Sums and merging
+
+
+@instead_of(LoraModel, "_check_add_weighted_adapter")
+def check_sum(
+    original: Callable, self: Any, adapters: Sequence[str], combination_type: str, **more: Any
+) -> Any:
+    """Let peft sum adapters of experts' stacks, which it refuses before it looks at their layers.
+
+    Raises:
+        ValueError: a sum by singular values, which peft takes of matrices; adapters of other stacks.
+    """
+    stacks = expert_lora.stacks_of(self.model, adapters)
+    if any(name not in module.lora_A for module in stacks for name in adapters):
+        raise ValueError(
+            f"Some of the adapters {', '.join(adapters)} adapt experts' stacks that others do not."
         )
-
-    vars(hotswap)["hotswap_adapter_from_state_dict"] = swap
-
-
-def before_compiled_hotswap(check: Callable[[torch.nn.Module], None]) -> None:
-    """Call `check(model)` before peft prepares a model's adapters to be swapped under a compiler.
-
-    Whoever imported peft's function earlier has it as it was, so its first step is replaced.
-    """
-    hotswap = importlib.import_module("peft.utils.hotswap")
-    original = hotswap._convert_scalings_to_tensor
-
-    @functools.wraps(original)
-    def convert(model):
-        check(model)
-        return original(model)
-
-    vars(hotswap)["_convert_scalings_to_tensor"] = convert
+    # The "sum" of one adapter is linear.
+    if stacks and "svd" in combination_type and len(adapters) > 1:
+        raise ValueError(
+            f'combination_type="{combination_type}" is not for adapters of experts\' stacks. '
+            'Choose "linear" or, where ranks differ, "cat".'
+        )
+    targets = {name: self.peft_config[name].target_parameters for name in adapters if stacks}
+    try:
+        for name in targets:
+            self.peft_config[name].target_parameters = None
+        return original(self, adapters=adapters, combination_type=combination_type, **more)
+    finally:
+        for name, parameters in targets.items():
+            self.peft_config[name].target_parameters = parameters
 
 
-def turn_update_of_one_expert(is_input_first: Callable[[torch.nn.Module], bool]) -> None:
-    """Make peft add LoRA's update to a stack of one expert in the right orientation.
-
-    peft takes a parameter `[1, in, out]` for a linear layer's weight and makes an update `[out, in]`: an error in the
-    first forward pass or, if both sizes are equal, a wrong result in silence. With more experts it respects
-    `is_transposed`, and its update has three axes.
-
-    Args:
-        is_input_first: whether a module's stacks are `[E, in, out]`.
-    """
-    wrapper = importlib.import_module("peft.tuners.lora.layer").ParamWrapper
-    original = wrapper.get_delta_weight
-
-    @functools.wraps(original)
-    def get_delta_weight(self, *args, **kwargs):
-        update = original(self, *args, **kwargs)
-        return update.T[None] if update.ndim == 2 and is_input_first(self.get_base_layer()) else update
-
-    wrapper.get_delta_weight = get_delta_weight
+@instead_of(LoraModel, "add_weighted_adapter")
+def add_weighted_adapter(
+    original: Callable,
+    self: Any,
+    adapters: Sequence[str],
+    weights: Sequence[float],
+    adapter_name: str,
+    combination_type: str = "svd",
+    *more: Any,
+    **options: Any,
+) -> None:
+    """Concatenate factors of stacks expert by expert; peft puts them one behind another, as a linear layer's."""
+    is_new = adapter_name not in self.peft_config
+    original(self, adapters, weights, adapter_name, combination_type, *more, **options)
+    if is_new and combination_type == "cat":
+        for module in expert_lora.stacks_of(self.model, adapters):
+            module.concatenate(adapters, weights, adapter_name)
 
 
-def choose_wrapped(choose: Callable) -> None:
-    """Have peft wrap the parameters that `choose(config, model)` names in full.
-
-    peft matches `target_parameters` with the ends of names, and asks no other field of the config. The config stays as
-    its user wrote it.
-    """
-    tuner_class = importlib.import_module("peft.tuners.tuners_utils").BaseTuner
-    original = tuner_class._inject_parameters
-
-    @functools.wraps(original)
-    def inject(self, peft_config, model, *args, **kwargs):
-        asked, peft_config.target_parameters = peft_config.target_parameters, choose(peft_config, model)
-        try:
-            return original(self, peft_config, model, *args, **kwargs)
-        finally:
-            peft_config.target_parameters = asked
-
-    tuner_class._inject_parameters = inject
+@instead_of(tuners_utils.BaseTuner, "_check_merge_allowed")
+def check_merge_of_all(original: Callable, self: Any) -> None:
+    """Refuse to merge into packed weights before the first layer is merged."""
+    refuse_merging(self.model)
+    original(self)
 
 
-def around_injection(context: Callable) -> None:
-    """Make peft change a model's layers for an adapter inside of `context(tuner, model, adapter_name)`."""
-    tuner_class = importlib.import_module("peft.tuners.tuners_utils").BaseTuner
-    original = tuner_class.inject_adapter
-
-    @functools.wraps(original)
-    def inject_adapter(self, model, adapter_name, *args, **kwargs):
-        with context(self, model, adapter_name):
-            return original(self, model, adapter_name, *args, **kwargs)
-
-    tuner_class.inject_adapter = inject_adapter
+@instead_of(tuners_utils, "check_adapters_to_merge")
+def check_merge_of_layer(original: Callable, module: nn.Module, *args, **kwargs) -> list[str]:
+    """Refuse to merge into packed weights; some tuners do not ask, and a layer can be merged by itself."""
+    if names := original(module, *args, **kwargs):
+        refuse_merging(module)
+    return names
 
 
-def find_word_embeddings(find: Callable) -> None:
-    """Have peft's prompts use the embeddings that `find(model)` returns, where that is not None.
+# Embeddings, tied weights and rows
+
+
+@instead_of(PeftModel, "_setup_prompt_encoder")
+def set_up_prompts(original: Callable, self: Any, *args, **kwargs) -> Any:
+    """Let prompts use the text model's embeddings.
 
     peft looks for a module "embeddings.word_embeddings", then among the weights of the first model inside of a model,
     which in a multimodal one is the tower.
     """
-    peft_model = importlib.import_module("peft.peft_model").PeftModel
-    original = peft_model._setup_prompt_encoder
-
-    @functools.wraps(original)
-    def set_up(self, *args, **kwargs):
-        base, found = self.base_model, find(self.base_model)
-        if found is None:
-            return original(self, *args, **kwargs)
-        get_submodule = base.get_submodule
-        base.get_submodule = lambda name: (
-            found if name == "embeddings.word_embeddings" else get_submodule(name)
-        )
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            del base.get_submodule
-
-    peft_model._setup_prompt_encoder = set_up
+    base = self.base_model
+    if not isinstance(base, LoadsAdapters):
+        return original(self, *args, **kwargs)
+    get_submodule, found = base.get_submodule, base.get_input_embeddings()
+    base.get_submodule = lambda target: (
+        found if target == "embeddings.word_embeddings" else get_submodule(target)
+    )
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        del base.get_submodule
 
 
-def name_tied_parts(parts: Callable, reads_as_tied: Callable, after_merging: Callable) -> None:
-    """Let peft find weights that are tied inside of a model's parts.
-
-    peft asks a model's own class and config. Neither says so of a multimodal model, whose text model has tied weights.
-
-    Args:
-        parts: names of the parts of a model to ask as well, by the parts.
-        reads_as_tied: whether a model's config, as a dict, means tied weights.
-        after_merging: called with a model whose adapters are merged.
-    """
-    other = importlib.import_module("peft.utils.other")
-    tuner_class = importlib.import_module("peft.tuners.tuners_utils").BaseTuner
-    names_of, config_of = other._get_module_names_tied_with_embedding, tuner_class.get_model_config
-    unload = tuner_class._unload_and_optionally_merge
-
-    @functools.wraps(names_of)
-    def names(model):
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        base = base.model if hasattr(base, "tuner_layer_cls") else base
-        # peft compares a layer's last name with these, where it takes the embedding's factors for it.
-        return names_of(model) or [name for module in parts(base).values() for name in names_of(module)]
-
-    @functools.wraps(config_of)
-    def config(model):
-        config = config_of(model)
-        return {**config, "tie_word_embeddings": True} if reads_as_tied(config) else config
-
-    @functools.wraps(unload)
-    def unload_and_merge(self, *args, **kwargs):
-        model = unload(self, *args, **kwargs)
-        after_merging(model)
-        return model
-
-    replace_in_peft("_get_module_names_tied_with_embedding", names_of, names)
-    tuner_class.get_model_config = staticmethod(config)
-    tuner_class._unload_and_optionally_merge = unload_and_merge
+# peft asks a model's own class and config for tied weights. Neither says so of a multimodal model, whose text model has
+# them.
 
 
-def around_forward_hooks(context: Callable) -> None:
-    """Replace peft's context for batches of several adapters by `context(original, tuner, *args, **kwargs)`."""
-    mapping = importlib.import_module("peft.mapping").PEFT_TYPE_TO_TUNER_MAPPING
-    for tuner_class in set(mapping.values()):
-        if original := vars(tuner_class).get("_enable_peft_forward_hooks"):
-            tuner_class._enable_peft_forward_hooks = _with_context(original, context)
+def _text_model(model: Any) -> Any:
+    """The language model inside of a multimodal model; None for other models."""
+    model = _base(model)
+    model = model.model if isinstance(model, tuners_utils.BaseTuner) else model
+    is_multimodal = isinstance(model, LoadsAdapters) and model.config.model_type == LlamoeConfig.model_type
+    return getattr(model, "language_model", None) if is_multimodal else None
 
 
-def _with_context(original: Callable, context: Callable) -> Callable:
-    @functools.wraps(original)
-    def enable(self, *args, **kwargs):
-        return context(original, self, *args, **kwargs)
+@instead_of(other, "_get_module_names_tied_with_embedding")
+def names_tied_with_embedding(original: Callable, model: nn.Module) -> list[str]:
+    """The names in the text model, of which peft compares the last parts with layers'."""
+    text = _text_model(model)
+    return original(model) or ([] if text is None else original(text))
 
-    return enable
+
+@instead_of(tuners_utils.BaseTuner, "get_model_config")
+def get_model_config(original: Callable, model: nn.Module) -> dict[str, Any]:
+    """The config as a dict, which says so where the text model's weights are tied."""
+    config = original(model)
+    text: Any = config.get("text_config") if config.get("model_type") == LlamoeConfig.model_type else None
+    is_tied = isinstance(text, dict) and text.get("tie_word_embeddings")
+    return {**config, "tie_word_embeddings": True} if is_tied else config
+
+
+@instead_of(tuners_utils.BaseTuner, "_unload_and_optionally_merge")
+def unload_and_merge(original: Callable, self: Any, *args, **kwargs) -> nn.Module:
+    """Say in the text model's config where merging has given the head weights of its own."""
+    model = original(self, *args, **kwargs)
+    if (text := _text_model(model)) is not None:
+        embeddings = text.get_input_embeddings(), text.get_output_embeddings()
+        weights = [getattr(module, "weight", None) for module in embeddings]
+        if all(weight is not None for weight in weights) and weights[0].data_ptr() != weights[1].data_ptr():
+            text.config.tie_word_embeddings = False
+    return model
+
+
+def enable_forward_hooks(original: Callable, self: Any, *args, **kwargs) -> AbstractContextManager:
+    """Follow the rows of a batch of several adapters."""
+    if kwargs.get("adapter_names") is not None and isinstance(self.model, LoadsAdapters):
+        return dealing_names(original, self, *args, **kwargs)
+    return original(self, *args, **kwargs)
+
+
+for _tuner_class in set(PEFT_TYPE_TO_TUNER_MAPPING.values()):
+    if "_enable_peft_forward_hooks" in vars(_tuner_class):
+        instead_of(_tuner_class, "_enable_peft_forward_hooks")(enable_forward_hooks)

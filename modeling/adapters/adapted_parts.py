@@ -161,6 +161,14 @@ def warn_of_frozen_experts(config: Any, model: nn.Module) -> None:
     )
 
 
+def warn_of_dropout(config: Any, model: nn.Module) -> None:
+    """Say once that a new adapter, which has dropout on experts' stacks, opens over our models only."""
+    if config.lora_dropout and not config.inference_mode and targeted_parameters(config, model):
+        logger.warning_once(  # pyright: ignore[reportAttributeAccessIssue]
+            "The adapter has dropout on the experts' stacks, which peft opens over llamoe's models and no others."
+        )
+
+
 def _bytes_by_part(config: Any, model: nn.Module) -> tuple[Counter, Counter]:
     from peft.tuners.tuners_utils import check_target_module_exists
 

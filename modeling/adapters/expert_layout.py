@@ -1,4 +1,4 @@
-"""In which layout the factors of an adapter's experts are, and the other layout.
+"""The factors of experts' stacks: which axis is the expert's, and in which layout an adapter has them.
 
 Stock Llama 4 does not declare that its experts are stored input-first: peft takes `[E, in, out]` for `[E, out, in]`,
 and learns A on the output side and B on the input side. The change of the weight is the same matrix product. Our
@@ -7,20 +7,18 @@ experts declare their layout, so such a pair fits them once its factors are exch
 * A `[E * r, in]`, where the expert is the slowest index;
 * B `[out, r * E]`, where the expert is the fastest index.
 
+The sizes of the two sides tell the layout. Where every adapted stack has as many inputs as outputs nothing would, so
+such an adapter is refused when it is made.
+
 Shapes: E experts, R = r rank, X and Y the sizes of the two sides.
 """
 
 import logging
-import os
 import re
-import weakref
-from collections.abc import Iterable, Mapping
-from contextvars import ContextVar
-from types import NoneType
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
 from ..moe import Experts
 
@@ -48,81 +46,51 @@ def exchange_factors(
     )
 
 
-def mark(config: Any, model: PreTrainedModel) -> None:
-    """Note in an adapter's config, when it is injected, the class for whose layout its experts' factors are stored.
+def _input_first_experts(model: nn.Module) -> dict[str, Experts]:
+    """Experts whose layout stock does not declare, by their names without adapters; Mixtral's stock declares it."""
+    return {
+        name.replace(".base_layer", ""): module
+        for name, module in model.named_modules()
+        if isinstance(module, Experts) and module.is_transposed
+    }
 
-    The adapter is saved with this note. peft itself writes it only for adapters without a task type.
+
+def refuse_square_stacks(model: nn.Module, parameters: Collection[str]) -> None:
+    """Refuse an adapter whose file would not tell its layout.
+
+    Args:
+        model: the model that it is for.
+        parameters: full names of the parameters that it changes.
+
+    Raises:
+        ValueError: all stacks that it changes have as many inputs as outputs.
     """
-    if getattr(config, "target_parameters", None):
-        config.auto_mapping = {
-            "base_model_class": type(model).__name__,
-            # Our classes are published in transformers; peft imports them from there.
-            "parent_library": "transformers",
-        }
-
-
-def read_config(name_or_path: str | os.PathLike, **download: Any) -> Any:
-    """An adapter's config, from a folder or the Hub; an `OSError` if there is none, else a `ValueError`."""
-    from peft import PeftConfig
-
-    try:
-        config = PeftConfig.from_pretrained(name_or_path, **download)
-        begin = getattr(config, "init_lora_weights", None)
-        if not isinstance(begin, bool | str | NoneType):
-            raise TypeError(f"init_lora_weights = {begin!r} is neither a truth value nor a name")
-        return config
-    except OSError:
-        raise
-    # peft does not check the types of fields.
-    except Exception as error:
+    shapes = {
+        key: experts.stack_shape(stack)[1:]
+        for name, experts in _input_first_experts(model).items()
+        for stack in ("gate_up_proj", "down_proj")
+        if (key := f"{name}.{stack}") in parameters
+    }
+    if shapes and all(size_in == size_out for size_in, size_out in shapes.values()):
+        name, (size, _) = next(iter(shapes.items()))
         raise ValueError(
-            f"{name_or_path}: adapter_config.json: peft cannot read it ({type(error).__name__}: {error})."
-        ) from error
-
-
-# The latest adapter file that a PeftModel has read: one of its tensors, and the file's place.
-_latest_file: ContextVar[tuple[weakref.ref, Any, dict[str, Any]] | None] = ContextVar(
-    "_latest_file", default=None
-)
-
-
-def remember_file(tensors: Mapping[str, torch.Tensor], name_or_path: Any, **kwargs: Any) -> None:
-    """Remember the place from which tensors were read, while they live."""
-    if tensors:
-        _latest_file.set((weakref.ref(next(iter(tensors.values()))), name_or_path, kwargs))
-
-
-def saved_config(config: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    """The config saved with these tensors: the file's, if they come from a file."""
-    reference, name_or_path, kwargs = _latest_file.get() or (lambda: None, None, {})
-    first = reference()
-    if first is None or not any(tensor is first for tensor in tensors):
-        return config
-    download = {name: value for name, value in kwargs.items() if name not in ("device", "key_mapping")}
-    return read_config(name_or_path, **download)
+            f"target_parameters: {name} has as many inputs as outputs ({size}), so nothing in an adapter's file tells "
+            "whether it was trained on transformers' Llama 4, which exchanges lora_A and lora_B, or on llamoe. Adapt "
+            "both stacks, gate_up_proj and down_proj."
+        )
 
 
 def orient_experts(
-    model: PreTrainedModel,
-    config: Any,
-    tensors: dict[str, torch.Tensor],
-    expected: Mapping[str, tuple[int, ...]],
-    given: Mapping[str, torch.Tensor],
+    model: nn.Module, tensors: dict[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Exchange the experts' factors in `tensors`, by the model's keys, if they were trained on stock.
 
-    `expected` has the keys and shapes that the adapter must have on this model, `given` the whole adapter as it was
-    read.
+    `expected` has the keys and shapes that the adapter must have on this model.
 
     Raises:
-        ValueError: experts whose layout cannot be known.
+        ValueError: some experts are in one layout, and some in the other.
     """
-    experts = {
-        name.replace(".base_layer", ""): module.num_experts
-        for name, module in model.named_modules()
-        # Stock's Mixtral declares its layout, which is ours.
-        if isinstance(module, Experts) and module.is_transposed
-    }
+    experts = _input_first_experts(model)
     pairs, layouts = {}, set()
     for key in tensors:
         match = _FACTOR.match(key)
@@ -131,16 +99,14 @@ def orient_experts(
         other = f"{match['module']}{match['nested']}.lora_B{match['rest']}"
         if other not in tensors or other not in expected:
             continue
-        size_in, size_out = expected[key][1], expected[other][0]
+        ours = expected[key][1], expected[other][0]
         sizes = tensors[key].shape[-1], tensors[other].shape[0]
-        as_ours, as_stock = sizes == (size_in, size_out), sizes == (size_out, size_in)
         # Other shapes and ranks are reported later.
-        if as_ours or as_stock:
-            pairs[key] = (other, experts[match["module"]])
-            layouts.add("either" if as_ours and as_stock else "ours" if as_ours else "stock")
-    if layouts == {"either"}:
-        layouts.add(_recorded_layout(saved_config(config, given.values())))
-    if layouts >= {"ours", "stock"}:
+        if sizes in (ours, ours[::-1]):
+            pairs[key] = (other, experts[match["module"]].num_experts)
+            if ours != ours[::-1]:
+                layouts.add("ours" if sizes == ours else "stock")
+    if len(layouts) > 1:
         raise ValueError(
             "The adapter's experts do not agree: some pairs lora_A, lora_B have A on the input side, some on the "
             "output side. It was not trained on one model."
@@ -151,17 +117,22 @@ def orient_experts(
         logger.info("The adapter's experts were trained on stock Llama 4: lora_A and lora_B are exchanged.")
 
 
-def _recorded_layout(config: Any) -> str:
-    """Class that trained experts whose input and output have the same size: "ours" or "stock"."""
-    name = (getattr(config, "auto_mapping", None) or {}).get("base_model_class") or ""
-    if name.startswith("Llamoe"):
-        return "ours"
-    if name.startswith("Llama4"):
-        return "stock"
-    raise ValueError(
-        "The adapter changes experts whose input and output have the same size, and its adapter_config.json does "
-        f"not say which model it was trained on (auto_mapping.base_model_class = {name or None!r}). Trained on "
-        "transformers' Llama 4 its lora_A and lora_B are exchanged, trained on llamoe they are not, and nothing else "
-        'tells. Add to adapter_config.json: "auto_mapping": {"base_model_class": "Llama4ForCausalLM", '
-        '"parent_library": "transformers"}, or the same with "LlamoeForCausalLM".'
-    )
+def join_beginnings(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Put what peft has subtracted from experts' factors behind each expert's own.
+
+    peft makes LoRA of PiSSA and the like by as many ranks again, which it puts behind all of a factor.
+
+    Args:
+        model: the model, with its adapters.
+        tensors: what peft has made, by the keys of a file.
+    """
+    joined = dict(tensors)
+    for key, tensor in tensors.items():
+        head, is_factor, factor = key.removeprefix("base_model.model.").rpartition(".lora_")
+        module = model.get_submodule(head) if is_factor else None
+        if not hasattr(module, "parameter_name"):
+            continue
+        dim = 0 if factor.startswith("A") else 1
+        parts = [by_expert(each, dim, module.num_experts) for each in tensor.chunk(2, dim)]
+        joined[key] = torch.cat(parts, 1).flatten(dim, dim + 1).contiguous()
+    return joined

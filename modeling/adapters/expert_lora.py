@@ -10,8 +10,7 @@ Shapes: E experts, r rank, I columns in, O columns out, N rows (tokens, each as 
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from peft.tuners.lora import layer
 from torch import nn
 
 from ..moe import IMPLEMENTATION, LowRank, Updates, implementation_can
-from ._private_api import sum_of_parameters
 from .expert_begin import begin_by_expert
 from .expert_layout import by_expert
 
@@ -154,6 +152,9 @@ class ParamWrapper(layer.ParamWrapper):
         from torch.distributed.tensor import distribute_tensor
 
         delta, mesh = super().get_delta_weight(adapter_name, *args, **kwargs), self._expert_mesh()
+        if delta.ndim == 2:
+            # peft takes a stack of one expert for a linear layer's weight.
+            delta = (delta.T if self.get_base_layer().is_transposed else delta)[None]
         if mesh is None:
             return delta
         return distribute_tensor(delta, mesh, self.get_param().placements, src_data_rank=None)
@@ -243,39 +244,10 @@ def _computed_here(experts: Any) -> bool:
     return implementation_can(experts.config._experts_implementation, "adapted")
 
 
-def add_weighted_adapter(
-    original: Callable,
-    tuner: Any,
-    adapters: Sequence[str],
-    weights: Sequence[float],
-    adapter_name: str,
-    combination_type: str = "svd",
-    *more: Any,
-    **options: Any,
-) -> None:
-    """Peft's `add_weighted_adapter`, which knows factors of linear layers only.
-
-    Raises:
-        ValueError: a sum by singular values, which peft takes of matrices; adapters of other stacks.
-    """
-    stacks = [
+def stacks_of(model: nn.Module, adapters: Sequence[str]) -> list[ParamWrapper]:
+    """The stacks that any of these adapters changes."""
+    return [
         module
-        for module in tuner.model.modules()
+        for module in model.modules()
         if isinstance(module, ParamWrapper) and any(name in module.lora_A for name in adapters)
     ]
-    if any(name not in module.lora_A for module in stacks for name in adapters):
-        raise ValueError(
-            f"Some of the adapters {', '.join(adapters)} adapt experts' stacks that others do not."
-        )
-    # The "sum" of one adapter is linear.
-    if stacks and "svd" in combination_type and len(adapters) > 1:
-        raise ValueError(
-            f'combination_type="{combination_type}" is not for adapters of experts\' stacks. '
-            'Choose "linear" or, where ranks differ, "cat".'
-        )
-    is_new = adapter_name not in tuner.peft_config
-    with sum_of_parameters(tuner) if stacks else nullcontext():
-        original(tuner, adapters, weights, adapter_name, combination_type, *more, **options)
-    if is_new and combination_type == "cat":
-        for module in stacks:
-            module.concatenate(adapters, weights, adapter_name)

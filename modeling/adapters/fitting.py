@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .expert_layout import by_expert, orient_experts, saved_config
+from .expert_layout import orient_experts
 from .stack_targets import reading
 
 logger = logging.getLogger("llamoe")
@@ -87,7 +87,7 @@ def fit(
         else:
             unknown.append(key)
             fitted[key] = tensor
-    orient_experts(model, config, fitted, expected, tensors)
+    orient_experts(model, fitted, expected)
     missing = [name for name in expected if name not in fitted]
     differing = {
         name: (list(tensor.shape), list(shapes[name]))
@@ -157,20 +157,18 @@ def _remedy(
         if (axis := 0 if ".lora_A" in name else 1 if ".lora_B" in name else None) is not None
         and given[1 - axis] == wanted[1 - axis]
     ]
-    saved = saved_config(config, tensors.values())
-    asked = [(getattr(each, "r", None), getattr(each, "rank_pattern", None)) for each in (config, saved)]
-    if differing and len(ranks) == len(differing) and asked[0] == asked[1]:
+    if differing and len(ranks) == len(differing):
         given, wanted = ranks[0]
         return (
-            f"Its file contradicts its adapter_config.json: it has {given}/{wanted} of the rank that r = {saved.r} and "
-            f"rank_pattern = {saved.rank_pattern} give. peft writes this after a hotswap, or "
+            f"Its file contradicts its adapter_config.json: it has {given}/{wanted} of the rank that r = {config.r} "
+            f"and rank_pattern = {config.rank_pattern} give. peft writes this after a hotswap, or "
             "prepare_model_for_compiled_hotswap(target_rank=...), that has raised the rank. Set r (and rank_pattern) "
             "to the file's ranks, and lora_alpha so that lora_alpha / r is what the adapter was scaled by."
         )
-    base = getattr(saved, "base_model_name_or_path", None)
+    base = getattr(config, "base_model_name_or_path", None)
     for place in ("language_model", "language_model.model", "vision_model"):
         part = reduce(lambda module, name: getattr(module, name, None), place.split("."), model)
-        if part is not None and _fits(part, saved, tensors):
+        if part is not None and _fits(part, config, tensors):
             return f"It fits a part of this model: PeftModel.from_pretrained(model.{place}, folder)."
     if not differing and any(
         key.startswith(("language_model.", "multi_modal_projector.")) for key in unknown
@@ -287,73 +285,6 @@ def fit_state_dict(model: PreTrainedModel, state_dict: dict[str, Any], prefix: s
     for key in given.values():
         del state_dict[key]
     state_dict.update({prefix + full_names.get(name, name): tensor for name, tensor in fitted.items()})
-
-
-def orient_swapped(
-    model: PreTrainedModel, config: Any, adapter_name: str, tensors: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Weights of an adapter that replaces the one named `adapter_name`, with its experts' factors in our layout.
-
-    The model is inside of a `PeftModel`, whose keys the weights have.
-
-    Raises:
-        ValueError: experts whose layout cannot be known.
-    """
-    own = _shapes(model.state_dict())
-    named = [name for name in own if _is_named(name, adapter_name)]
-    expected = {_without_name(name, adapter_name): own[name] for name in named}
-    names = {_without_name(key.removeprefix(_PEFT_PREFIX), adapter_name): key for key in tensors}
-    turned = {name: tensors[key] for name, key in names.items()}
-    orient_experts(model, config, turned, expected, dict(turned))
-    return {names[name]: tensor for name, tensor in turned.items()}
-
-
-def pad_ranks(
-    model: torch.nn.Module, adapter_name: str, tensors: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Fill the factors of experts' stacks with zeros, up to the rank of the adapter that they replace.
-
-    peft adds rows and columns of zeros at the end, which in a stack belong to other experts.
-
-    Args:
-        model: a `PeftModel`.
-        adapter_name: the adapter that is replaced.
-        tensors: the new adapter's weights by the model's keys, in which `adapter_name` stands.
-    """
-    padded = dict(tensors)
-    for key, tensor in tensors.items():
-        head, is_factor, factor = key.rpartition(".lora_")
-        module = model.get_submodule(head) if is_factor else None
-        if not hasattr(module, "parameter_name"):
-            continue
-        experts, dim = module.num_experts, 0 if factor.startswith("A") else 1
-        new, old = (by_expert(each, dim, experts) for each in (tensor, model.get_parameter(key)))
-        if new.shape[1] < old.shape[1]:
-            whole = new.new_zeros(old.shape)
-            whole[:, : new.shape[1]] = new
-            padded[key] = whole.flatten(dim, dim + 1)
-    return padded
-
-
-def join_beginnings(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Put what peft has subtracted from experts' factors behind each expert's own.
-
-    peft makes LoRA of PiSSA and the like by as many ranks again, which it puts behind all of a factor.
-
-    Args:
-        model: the model, with its adapters.
-        tensors: what peft has made, by the keys of a file.
-    """
-    joined = dict(tensors)
-    for key, tensor in tensors.items():
-        head, is_factor, factor = key.removeprefix(_PEFT_PREFIX).rpartition(".lora_")
-        module = model.get_submodule(head) if is_factor else None
-        if not hasattr(module, "parameter_name"):
-            continue
-        dim = 0 if factor.startswith("A") else 1
-        parts = [by_expert(each, dim, module.num_experts) for each in tensor.chunk(2, dim)]
-        joined[key] = torch.cat(parts, 1).flatten(dim, dim + 1).contiguous()
-    return joined
 
 
 def _is_named(key: str, adapter_name: str) -> bool:

@@ -8,9 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ...configuration.hub import hub_arguments
-from .expert_layout import read_config
+from .files import check_files
 from .fitting import fit_folder, fit_state_dict, skeleton_with
-from .safetensors_headers import check_files
 from .stack_targets import reading
 
 
@@ -42,6 +41,7 @@ class LoadsAdapters(PreTrainedModel):
 
         Raises:
             ValueError: an adapter of another model, or a damaged file.
+            OSError: there is no adapter.
         """
         if "disk" in (getattr(self, "hf_device_map", None) or {}).values():
             raise ValueError(
@@ -62,9 +62,9 @@ class LoadsAdapters(PreTrainedModel):
             if "revision" in download:
                 # The revision may be an object that also carries the commit in the base model's repository.
                 download["revision"] = str(download["revision"])
-            headers = check_files(self, peft_model_id, **download)
-            config = read_config(peft_model_id, **download) if config is None else config
-            if tensors is None:
+            config_of_file, headers = check_files(self, peft_model_id, **download)
+            config = config_of_file if config is None else config
+            if tensors is None and config is not None:
                 # Headers reveal a tensor of a wrong shape before it is read.
                 make_skeleton = cache(partial(skeleton_with, self, config, name))
                 empty = {key: torch.empty(header.shape, device="meta") for key, header in headers.items()}

@@ -4,14 +4,11 @@ Their codes are integers, which peft takes for numbers: some of its methods comp
 reads or changes a weight is refused before anything changes; `model.dequantize()` makes weights that allow it.
 """
 
-import functools
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from ...configuration.quantization import METHOD
 from ..quantization import QuantizedLinear
 from .stack_targets import targeted_parameters
 
@@ -115,28 +112,3 @@ def refuse_merging(module: nn.Module) -> None:
                 "16-bit model in memory, which get_base_model().dequantize() makes of a quantized one, or save the "
                 "adapter alone."
             )
-
-
-def prepare_for_training() -> None:
-    """Let peft's `prepare_model_for_kbit_training` see that a model of ours has quantized weights.
-
-    It knows bitsandbytes by a flag, and other libraries by their names. For a model that it does not know, it leaves
-    out in silence the gradient checkpointing that it is asked for by default.
-    """
-    from peft import prepare_model_for_kbit_training as original
-
-    @functools.wraps(original)
-    def prepare(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(model, "quantization_method", None) != METHOD:
-            return original(model, *args, **kwargs)
-        model.is_loaded_in_4bit = True
-        try:
-            return original(model, *args, **kwargs)
-        finally:
-            # Who reads it elsewhere asks for bitsandbytes.
-            del model.is_loaded_in_4bit
-
-    # Whoever has imported it before llamoe has the original.
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(original.__name__) is original:
-            setattr(module, original.__name__, prepare)

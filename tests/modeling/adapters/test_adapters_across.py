@@ -142,11 +142,11 @@ def test_adapters_of_ours_load_through_stock_load_adapter(case, tmp_path):
 # The experts' stacked tensors
 
 
-def expert_pair(targets, hidden_size=72, intermediate_size=52, task_type="CAUSAL_LM"):
+def expert_pair(targets, intermediate_size=52):
     """Ours and stock's, and an adapter of stock's experts."""
-    ours, stock = pair(TEXT, hidden_size=hidden_size, intermediate_size=intermediate_size)
+    ours, stock = pair(TEXT, hidden_size=72, intermediate_size=intermediate_size)
     options = dict(target_modules=["v_proj"], target_parameters=targets, rank_pattern={"v_proj": 3})
-    return ours, stock, adapted(stock, task_type=task_type, **options)
+    return ours, stock, adapted(stock, **options)
 
 
 @pytest.mark.parametrize(
@@ -172,84 +172,49 @@ def test_experts_trained_on_stock_are_turned_round(targets, how, tmp_path):
     assert max_abs(run(load(ours, tmp_path / "again", how), **inputs), expected) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("targets", "intermediate_size", "how"),
-    [(EXPERTS[1:], 72, "PeftModel"), (EXPERTS[:1], 36, "load_adapter"), (EXPERTS[1:], 72, "load_adapter")],
-    ids=str,
-)
-def test_square_experts_are_read_by_what_the_adapter_says_of_its_base(
-    targets, intermediate_size, how, tmp_path
-):
-    """With as many inputs as outputs the shapes tell nothing: taken the wrong way round they load all the same."""
-    ours, stock, trained = expert_pair(targets, intermediate_size=intermediate_size, task_type=None)
-    inputs = inputs_of(TEXT)
-    expected = run(trained, **inputs)
-    trained.save_pretrained(tmp_path / "stock")
-    assert max_abs(run(load(ours, tmp_path / "stock", how), **inputs), expected) < 1e-5
-    mine = adapted(ours, target_modules=["v_proj"], target_parameters=targets)
-    mine.save_pretrained(tmp_path / "ours")
-    assert max_abs(run(load(ours, tmp_path / "ours", how), **inputs), run(mine, **inputs)) < 1e-6
-
-
 @both_ways
-def test_square_experts_of_an_unknown_base_are_refused(how, tmp_path):
-    """peft writes the base's class only where the task is not said."""
-    ours, _, trained = expert_pair(EXPERTS[1:], intermediate_size=72)
-    trained.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="auto_mapping"):
-        load(ours, tmp_path, how)
-    # The remedy that the message names.
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    config["auto_mapping"] = {"base_model_class": "Llama4ForCausalLM", "parent_library": "transformers"}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    inputs = inputs_of(TEXT)
-    assert max_abs(run(load(ours, tmp_path, how), **inputs), run(trained, **inputs)) < 1e-5
+@pytest.mark.parametrize(("targets", "intermediate_size"), [(EXPERTS[1:], 72), (EXPERTS[:1], 36)], ids=str)
+def test_square_experts_alone_are_refused(targets, intermediate_size, how, tmp_path):
+    """With as many inputs as outputs the shapes tell nothing: the wrong way round they would load all the same."""
+    ours, stock, trained = expert_pair(targets, intermediate_size=intermediate_size)
+    trained.save_pretrained(tmp_path / "square")
+    with pytest.raises(ValueError, match="as many inputs as outputs"):
+        load(ours, tmp_path / "square", how)
+    with pytest.raises(ValueError, match="Adapt both stacks, gate_up_proj and down_proj"):
+        adapted(ours, target_parameters=targets)
     # Beside a pair that is not square the square one is no question.
-    both = adapted(pair(TEXT, intermediate_size=72)[1], target_modules=["v_proj"], target_parameters=EXPERTS)
+    both = adapted(stock, target_modules=["v_proj"], target_parameters=EXPERTS)
     both.save_pretrained(tmp_path / "both")
+    inputs = inputs_of(TEXT)
     assert max_abs(run(load(ours, tmp_path / "both", how), **inputs), run(both, **inputs)) < 1e-5
 
 
-def test_square_experts_are_read_into_an_adapter_that_exists(tmp_path):
-    """As `Trainer` does when it resumes: peft then reads the weights alone, without their config."""
-    ours, stock, trained = expert_pair(EXPERTS[1:], intermediate_size=72, task_type=None)
-    trained.save_pretrained(tmp_path / "stock")
-    options = dict(target_modules=["v_proj"], target_parameters=EXPERTS[1:], rank_pattern={"v_proj": 3})
-    mine = adapted(ours, seed=5, **options)
-    mine.save_pretrained(tmp_path / "ours")
-    inputs = inputs_of(TEXT)
-    expected = {"stock": run(trained, **inputs), "ours": run(mine, **inputs)}
-    for first in ("stock", "ours"):
-        model = load(ours, tmp_path / first, "PeftModel")
-        for name in ("ours", "stock", "stock", "ours"):
-            model.load_adapter(tmp_path / name, "default")
-            assert max_abs(run(model, **inputs), expected[name]) < 1e-5
-        model.save_pretrained(tmp_path / "again")
-        assert max_abs(run(load(ours, tmp_path / "again", "load_adapter"), **inputs), expected["ours"]) < 1e-5
-    # In memory the layout is that of the model.
-    other = adapted(ours, seed=6, **options)
-    peft.set_peft_model_state_dict(other, peft.get_peft_model_state_dict(mine))
-    assert torch.equal(run(other, **inputs), expected["ours"])
-
-
-@pytest.mark.parametrize("size", [72, 52], ids=["square", "not_square"])
-def test_experts_are_read_the_right_way_when_adapters_swap(size, tmp_path):
-    """peft's hotswap, by its own function and by transformers'."""
-    ours, stock = pair(TEXT, hidden_size=72, intermediate_size=size)
+@pytest.mark.parametrize("rank", [4, 3, 5])
+def test_adapters_of_experts_swap_for_the_same_layout_and_rank(rank, tmp_path):
+    """peft's hotswap, by its own function and by transformers', which turns stock's round before."""
+    ours, stock = pair(TEXT, hidden_size=72, intermediate_size=52)
     # No `rank_pattern`: of two ranks the function gives all layers one scale, on stock models too.
-    options = dict(target_modules=["v_proj"], target_parameters=EXPERTS[1:], task_type=None)
-    trained, mine = adapted(stock, **options), adapted(ours, seed=5, **options)
-    trained.save_pretrained(tmp_path / "stock")
-    mine.save_pretrained(tmp_path / "ours")
+    options = dict(target_modules=["v_proj"], target_parameters=EXPERTS[1:])
+    first, second = adapted(ours, **options), adapted(ours, seed=5, r=rank, **options)
+    of_stock = adapted(stock, seed=7, **options)
+    for name, model in (("first", first), ("second", second), ("stock", of_stock)):
+        model.save_pretrained(tmp_path / name)
     inputs = inputs_of(TEXT)
-    expected = {"stock": run(trained, **inputs), "ours": run(mine, **inputs)}
-    swapped = load(ours, tmp_path / "ours", "PeftModel")
-    loaded = load(ours, tmp_path / "ours", "load_adapter")
-    for name in ("stock", "ours", "stock"):
-        hotswap_adapter(swapped, tmp_path / name, "default", torch_device="cpu")
-        assert max_abs(run(swapped, **inputs), expected[name]) < 1e-5
-        loaded.load_adapter(tmp_path / name, "default", hotswap=True)
-        assert max_abs(run(loaded, **inputs), expected[name]) < 1e-5
+    swapped = load(ours, tmp_path / "first", "PeftModel")
+    loaded = load(ours, tmp_path / "first", "load_adapter")
+    with pytest.raises(ValueError, match=r"hotswap: .*the same rank and layout"):
+        hotswap_adapter(swapped, tmp_path / "stock", "default", torch_device="cpu")
+    loaded.load_adapter(tmp_path / "stock", "default", hotswap=True)
+    assert max_abs(run(loaded, **inputs), run(of_stock, **inputs)) < 1e-5
+    if rank == 4:
+        hotswap_adapter(swapped, tmp_path / "second", "default", torch_device="cpu")
+        loaded.load_adapter(tmp_path / "second", "default", hotswap=True)
+        assert max_abs(run(loaded, **inputs), run(second, **inputs)) < 1e-5
+    else:
+        with pytest.raises(ValueError, match=r"hotswap: .*the same rank and layout"):
+            hotswap_adapter(swapped, tmp_path / "second", "default", torch_device="cpu")
+    expected = run(second if rank == 4 else first, **inputs)
+    assert max_abs(run(swapped, **inputs), expected) < 1e-5
 
 
 def test_adapter_for_a_model_on_disk_is_refused(tmp_path):

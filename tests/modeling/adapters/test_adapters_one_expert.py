@@ -81,7 +81,7 @@ def load(model, folder, how):
 
 @pytest.mark.parametrize(
     ("intermediate_size", "stacks"),
-    [(52, STACKS), (72, STACKS[1:]), (36, STACKS[:1]), (52, STACKS[1:]), (36, STACKS)],
+    [(52, STACKS), (72, STACKS), (52, STACKS[:1]), (52, STACKS[1:]), (36, STACKS)],
 )
 def test_an_adapter_is_the_formula_also_merged_and_taken_off(intermediate_size, stacks):
     ours, _ = pair(intermediate_size)
@@ -135,12 +135,14 @@ def test_it_is_trained_saved_and_loaded(intermediate_size, how, tmp_path):
         (size, stacks, HOW[(i + j) % 2])
         for i, size in enumerate(SIZES)
         for j, stacks in enumerate(BOTH_AND_EACH)
+        # A square stack alone does not tell its layout.
+        if (size, stacks) not in ((72, STACKS[1:]), (36, STACKS[:1]))
     ],
     ids=str,
 )
 def test_an_adapter_of_stock_gives_stocks_logits(intermediate_size, stacks, how, tmp_path):
     ours, stock = pair(intermediate_size)
-    trained = adapted(stock, stacks)  # without a task peft writes the class of the base
+    trained = adapted(stock, stacks)
     trained.save_pretrained(tmp_path)
     expected = run(trained, **INPUTS)
     assert max_abs(expected, run(stock, **INPUTS)) > 0.5

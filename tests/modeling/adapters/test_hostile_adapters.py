@@ -127,14 +127,24 @@ def test_hostile_config_of_an_adapter(damage, by, adapter, model_folders, guard,
     "change",
     [
         {"task_type": [[]]}, {"peft_type": 1}, {"megatron_config": 1}, {"init_lora_weights": 7},
-        {"target_parameters": "../x"},
+        {"lora_bias": 1}, {"target_parameters": "../x"},
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_config_that_peft_cannot_take(change, adapter, model_folders, tmp_path):
-    """peft raises whatever the field's first use raises, and names no file."""
+    """peft raises whatever the field's first use raises, and names neither file nor field."""
     shutil.copytree(adapter, tmp_path / "adapter")
     edit(tmp_path / "adapter/adapter_config.json", **change)
     model = llamoe.LlamoeDenseForCausalLM.from_pretrained(model_folders / "dense")
     with pytest.raises(ValueError, match="adapter_config.json"):
         model.load_adapter(str(tmp_path / "adapter"))
+
+
+def test_a_config_of_the_wrong_type_is_named_by_pefts_own_class_too(adapter, model_folders, tmp_path):
+    from peft import PeftModel
+
+    shutil.copytree(adapter, tmp_path / "adapter")
+    edit(tmp_path / "adapter/adapter_config.json", lora_bias=1)
+    model = llamoe.LlamoeDenseForCausalLM.from_pretrained(model_folders / "dense")
+    with pytest.raises(ValueError, match=r"adapter_config\.json.*lora_bias = 1 is neither true nor false"):
+        PeftModel.from_pretrained(model, tmp_path / "adapter")
