@@ -73,7 +73,7 @@ def test_memory_of_known_allocations():
     assert [tensor.numel() for tensor in result] == [5 * MB, 2 * MB]
 
 
-def test_memory_counts_scratch_inside_of_operators_and_nothing_from_before():
+def test_memory_counts_scratch_but_nothing_from_before():
     before = torch.randn(1, 4, 256, 32)
     attend = torch.nn.functional.scaled_dot_product_attention
     _, peak = peak_of(lambda: attend(before, before, before, is_causal=True), CPU)
@@ -157,7 +157,7 @@ def test_other_numbers_fail_the_case(clock, given, message):
     assert failure.startswith(message)
 
 
-def test_what_does_not_fit_is_skipped_with_a_reason(clock):
+def test_cases_without_room_are_skipped(clock):
     result = harness.measure(make_case(out_of_memory), clock, RATES, QUICK)
     assert result["failures"] == []
     assert result["contestants"][OURS]["skipped"] == "out of memory"
@@ -188,7 +188,7 @@ def run_session(folder, clock, chosen, rounds=2):
     return command_line.run("cpu", GROUPS, chosen, clock, torch.float32, folder, budget, **rates)
 
 
-def test_a_contestant_that_fails_while_it_is_timed_loses_its_samples_alone(clock):
+def test_late_failures_cost_their_own_samples(clock):
     runs = iter(range(100))
 
     def late(expected):
@@ -202,14 +202,7 @@ def test_a_contestant_that_fails_while_it_is_timed_loses_its_samples_alone(clock
     assert len(result["contestants"][REFERENCE]["seconds"]) == 2
 
 
-def test_stock_is_compiled_where_ours_is(clock):
-    setting = Setting(CPU, torch.float32, compile_modes=("default",), compiled_tokens=(2,))
-    (case,) = block.inference(setting, TINY, (2,), (), ())
-    names = {REFERENCE, OURS, *block.PEERS}
-    assert set(case.contestants) == names | {f"{name}, default" for name in names}
-
-
-def test_a_case_is_measured_in_its_own_rounds_unless_others_are_asked_for(clock):
+def test_rounds_are_the_cases_or_the_budgets(clock):
     def rounds(budget):
         result = harness.measure(make_case(lambda x: x, least=4), clock, RATES, budget)
         return len(result["contestants"][OURS]["seconds"])
@@ -312,7 +305,7 @@ def test_a_failing_group_does_not_stop_the_others(tmp_path, clock, capsys):
         (["--output", "{folder}"], "cpu.json holds no results of a benchmark"),
     ],
 )
-def test_options_that_cannot_be_obeyed_are_refused(tmp_path, monkeypatch, capsys, words, message):
+def test_bad_options_are_refused(tmp_path, monkeypatch, capsys, words, message):
     (tmp_path / "file").write_text("")
     (tmp_path / "cpu.json").write_text('{"cases": [')
     monkeypatch.setattr(sys, "argv", ["cpu", *(word.format(folder=tmp_path) for word in words)])
@@ -377,7 +370,7 @@ def test_bars_take_the_worst_case_of_ours():
     ("again", "noise", "ours", "verdict"),
     [(1.005, 0.02, 0.985, "yes"), (1.005, 0.02, 0.97, "**no**"), (0.95, 0.05, 0.955, "yes")],
 )
-def test_never_slower_is_judged_with_the_noise_of_stock_against_itself(again, noise, ours, verdict):
+def test_never_slower_allows_stocks_own_noise(again, noise, ours, verdict):
     rows = {REFERENCE: {"ratio": 1.0}, OURS: {"ratio": ours}, AGAIN: {"ratio": again}}
     results = {"cases": [{"group": "dense", "case": "", "contestants": rows}]}
     (row,) = (row for row in bars.table(results, "cpu") if row.startswith("| dense"))
@@ -385,7 +378,7 @@ def test_never_slower_is_judged_with_the_noise_of_stock_against_itself(again, no
     assert row.endswith(f"| {ours:.3g}× | {verdict} |")
 
 
-def test_figures_are_replaced_and_checked_in_both_pages(tmp_path, monkeypatch, capsys):
+def test_figures_are_replaced_in_both_pages(tmp_path, monkeypatch, capsys):
     page = "# name\n\n<!-- speed: written by `me` -->{}<!-- end of speed -->\n\nmore\n"
     stale = page.format("\nold\n")
     assert report.replaced(stale, "new", "speed", "") == page.format("\n\nnew\n\n")
@@ -418,31 +411,6 @@ def test_figures_are_replaced_and_checked_in_both_pages(tmp_path, monkeypatch, c
         page.write_text(whole)
     pages[0].write_text("# name\n")
     assert run() == 1
-
-
-def test_the_summary_has_the_ratios_of_the_results():
-    def case(group, **facts):
-        rows = {REFERENCE: {"ratio": 1.0}, OURS: {"ratio": facts.pop("ratio")}}
-        return {"group": group, "case": "", "routing": "uniform", "contestants": rows, **facts}
-
-    results = {
-        "cases": [
-            case("decoder", phase="decode", tokens=1, ratio=5.04),
-            case("decoder", phase="prefill", tokens=1024, ratio=6.5),
-            case("block-128", tokens=1024, ratio=42.62),
-        ]
-    }
-    text = readme.summary(results, None)
-    assert [float(number) for number in re.findall(r"([\d.]+)\s+times", text)] == [5.0, 6.5, 42.6]
-    assert "prefill" not in readme.summary({"cases": results["cases"][:1]}, None)
-
-
-def test_threads_are_given_back():
-    before, seen = torch.get_num_threads(), []
-    with pytest.raises(RuntimeError, match="no such kernel"), few_bits.on_threads(before + 1):
-        fails(seen.append(torch.get_num_threads()))
-    assert seen == [before + 1]
-    assert torch.get_num_threads() == before
 
 
 def test_loading_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch):
@@ -535,7 +503,7 @@ class Recites:
         return torch.arange(12.0).view(3, 4) + self.offset
 
 
-def test_decoders_are_compared_in_float32_and_their_first_tokens_counted(clock):
+def test_decoders_logits_and_first_tokens_are_compared(clock):
     tokens = list(range(few_bits.NEW))
     makers = {
         REFERENCE: lambda: Recites(tokens),
@@ -613,33 +581,7 @@ def test_llama_cpp_computes_the_same(tmp_path, monkeypatch, clock):
         assert sizes == sorted(sizes, reverse=True)
 
 
-@pytest.mark.parametrize(
-    ("processors", "load", "reason"),
-    [
-        (1, 1.0, "the machine has one processor"),
-        (2, 1.2, None),
-        (2, 2.9, "other load: 2.9 on 2 processors"),
-        (8, 5.0, None),
-    ],
-)
-def test_two_threads_are_measured_on_processors_that_nobody_uses(monkeypatch, processors, load, reason):
-    monkeypatch.setattr(os, "cpu_count", lambda: processors)
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, 9.0, 9.0))
-    case = few_bits.two_threads(SAVED[0], None, dict.fromkeys(gguf_files.TYPES))
-    on_two = {name for name in case.contestants if name.endswith("2 threads")}
-    assert len(on_two) == 4 and len(case.contestants) == 8
-    assert case.skipped == (dict.fromkeys(on_two, reason) if reason else {})
-
-
-def test_groups_that_are_asked_for_by_name_do_not_run_by_default():
-    made = command_line.parser("cpu", cpu.GROUPS, "", by_name=cpu.BY_NAME)
-    chosen = made.parse_args([]).cases
-    assert [group for group in cpu.GROUPS if group not in chosen] == list(cpu.BY_NAME)
-    assert made.parse_args(["--cases", "llama.cpp"]).cases == ["llama.cpp"]
-    assert "bynamealone:llama.cpp" in "".join(made.format_help().split())
-
-
-def test_a_time_over_anothers_is_the_median_of_the_rounds():
+def test_time_over_anothers_is_the_rounds_median():
     def case(model, *seconds):
         rows = dict(zip((f"{OURS}, int4", "llama.cpp, q4_0"), seconds, strict=True))
         return {
@@ -671,7 +613,7 @@ def test_the_gpu_benchmark_refuses_without_a_device(tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize("weights", ["nf4", "int4"])
-def test_qlora_from_packed_random_weights_to_the_whole_model(weights, monkeypatch, capsys):
+def test_qlora_from_packed_weights(weights, monkeypatch, capsys):
     words = ["qlora", "--tiny", "--weights", weights]
     monkeypatch.setattr(qlora, "STEPS", 1)
     monkeypatch.setattr(sys, "argv", words)

@@ -289,26 +289,3 @@ def test_the_demo_prints_the_answer_and_nothing_else(words, answer, monkeypatch,
     monkeypatch.setattr(sys, "argv", ["describe_image.py", *map(str, words)])
     runpy.run_path(str(EXAMPLES / "describe_image.py"))
     assert capsys.readouterr().out.strip() == answer
-
-
-def test_the_answer_is_all_that_a_first_script_prints(tiny, recwarn, caplog):
-    """The README's first snippet: nothing warns of lengths or of how pictures are read."""
-    import logging
-
-    model, processor = tiny
-    transformers = logging.getLogger("transformers")
-    transformers.addHandler(caplog.handler)
-    content = [{"type": "image", "path": str(PICTURE)}, {"type": "text", "text": "What is in the picture?"}]
-    try:
-        inputs = processor.apply_chat_template(
-            [{"role": "user", "content": content}],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
-        answer = model.generate(**inputs.to(dtype=model.dtype))[0, inputs["input_ids"].shape[1] :]
-    finally:
-        transformers.removeHandler(caplog.handler)
-    assert processor.decode(answer).endswith("on the right.<|eot|>")
-    assert not recwarn.list and not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -67,7 +67,7 @@ def refused(folder, *, names, says, **options):
 # Damaged safetensors files
 
 
-def test_a_header_is_read_once_in_a_load_and_anew_when_the_file_changes(saved, tmp_path, monkeypatch):
+def test_a_changed_files_header_is_read_anew(saved, tmp_path, monkeypatch):
     shutil.copytree(saved / "sharded", tmp_path, dirs_exist_ok=True)
     shards = sorted(tmp_path.glob("*.safetensors"))
     opened = []
@@ -152,7 +152,6 @@ DAMAGE = {
     "one_byte_less": lambda content: content[:-1],
     "one_byte_more": lambda content: content + b"\x00",
     "zeros": lambda content: bytes(len(content)),
-    "huge_length": lambda content: b"\xff" * 8 + content[8:],
     "length_of_web_page": lambda content: b"<html>404</html>",
     "git_lfs_pointer": lambda content: b"version https://git-lfs.github.com/spec/v1\n",
     "shorter_length": lambda c: (int.from_bytes(c[:8], "little") - 1).to_bytes(8, "little") + c[8:],
@@ -215,10 +214,7 @@ def test_damaged_file(damage, files, saved, tmp_path, no_weights_are_read):
 INDEX_DAMAGE = {
     "no_json": ('{"weight_map"', "not a valid JSON"),
     "empty": ("", "not a valid JSON"),
-    "no_text": (b"\xff\xfe\0", "not a valid JSON"),
-    "list": ("[]", "JSON object"),
     "null": ("null", "JSON object"),
-    "deep": ("[" * 100_000, "not a valid JSON"),
     "no_weight_map": ({"weight_map": ...}, "not an index.*weight_map"),
     "no_metadata": ({"metadata": ...}, "metadata"),
     "weight_map_is_list": ({"weight_map": [1]}, "not an index"),
@@ -244,7 +240,7 @@ def test_damaged_index(damage, saved, tmp_path, no_weights_are_read):
             else:
                 index[key] = value
         content = json.dumps(index)
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_text(content)
     refused(tmp_path / "model", names=path.name, says=says)
 
 
@@ -273,8 +269,6 @@ def test_weights_of_another_size(files, saved, no_weights_are_read):
         (None, r"no such file.*config\.json|config\.json: no such file|no file named config\.json"),
         ("", "not a valid JSON"),
         ('{"model_type"', "not a valid JSON"),
-        (b"\xff\xfe\0", "not a valid JSON"),
-        ("[]", "JSON object"),
         ("null", "JSON object"),
         ("5", "JSON object"),
         ('{"model_type": "gpt2"}', "'gpt2'.*'llamoe_dense'"),
@@ -283,7 +277,7 @@ def test_weights_of_another_size(files, saved, no_weights_are_read):
         ('{"model_type": "llama", "hidden_size": "72"}', "hidden_size = '72': wrong type str"),
         ('{"model_type": "llama", "num_key_value_heads": 5}', "num_key_value_heads = 5"),
     ],
-    ids=lambda value: repr(value)[:40] if value is None or isinstance(value, (str, bytes)) else None,
+    ids=lambda value: repr(value)[:40] if value is None or isinstance(value, str) else None,
 )
 def test_bad_config_file(content, says, saved, tmp_path, no_weights_are_read):
     """What is no JSON is transformers' own OSError, which names the file; all else is a ValueError of ours."""
@@ -291,7 +285,7 @@ def test_bad_config_file(content, says, saved, tmp_path, no_weights_are_read):
     path = tmp_path / "model/config.json"
     path.unlink()
     if content is not None:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        path.write_text(content)
     kind = OSError if says == "not a valid JSON" else ValueError
     with pytest.raises(kind, match=says):
         load(tmp_path / "model")
@@ -316,7 +310,7 @@ def test_nothing_to_load(what, saved, tmp_path, no_weights_are_read):
 
 @pytest.mark.parametrize("name", ["params.json", "consolidated.00.pth"])
 @pytest.mark.parametrize("subfolder", ["", "original"])
-def test_a_folder_of_meta_says_how_to_convert_it(name, subfolder, tmp_path):
+def test_metas_folder_says_how_to_convert_it(name, subfolder, tmp_path):
     """Meta has two names, either of which may be there alone when a download has stopped."""
     place = tmp_path / subfolder
     place.mkdir(exist_ok=True)
@@ -536,7 +530,7 @@ def test_padding_token_of_the_vocabulary(padding):
         llamoe.LlamoeDenseModel(config)
 
 
-def test_negative_positions_are_looked_for_on_the_cpu_alone():
+def test_negative_positions_are_sought_on_the_cpu():
     """Elsewhere one would wait for the values, which tensors without any refuse."""
     for device, refused in (("cpu", True), ("meta", False)):
         with pytest.raises(ValueError, match="position_ids is -1") if refused else nullcontext():
@@ -571,6 +565,7 @@ BAD_PIXELS = {
     "too_many_tokens": (PIXELS[:1], 2, 0, "8 image tokens.* 4 image features"),
     "no_pixels": (None, 2, 0, "8 image tokens.* 0 image features"),
     "truncated": (PIXELS, 2, 2, "6 image tokens.* 8 image features"),
+    "not_expanded": (PIXELS[:1], 0, 0, "0 image tokens.* 4 image features"),
 }
 
 

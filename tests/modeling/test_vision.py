@@ -197,13 +197,6 @@ class TestCasts:
             torch.set_default_dtype(torch.float32)
         assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(result, exact, strict=True))
 
-    def test_pixels_are_cast_to_the_weights(self):
-        model = our_tower().to(torch.bfloat16)
-        with torch.no_grad():
-            from_float32 = model(random_tiles()).last_hidden_state
-            assert torch.equal(from_float32, model(random_tiles().bfloat16()).last_hidden_state)
-            assert our_tower()(random_tiles().bfloat16()).last_hidden_state.dtype == torch.float32
-
     @pytest.mark.parametrize("storage", [torch.uint8, torch.float8_e4m3fn])
     def test_pixels_are_not_cast_to_a_quantized_weights_storage(self, storage):
         model = our_tower().to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""lm-eval takes our folders, from Python and from its command line.
+"""lm-eval takes our folders; its command line runs in `test_pages.py`.
 
 Its numbers are those that the model's own logits and `generate` give, and those of transformers' class for the same
 weights. The tasks are written here, so nothing is downloaded.
@@ -13,9 +13,8 @@ import sys
 
 import pytest
 import torch
-from support import programs
 from support.models import draw, stock_dense_config, stock_mixtral_config, stock_text_config
-from support.paths import EXAMPLES, TINY, environment
+from support.paths import EXAMPLES, TINY
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 import llamoe
@@ -189,7 +188,7 @@ def check_text_results(results, model, tokenizer):
     assert results["answer"]["exact_match,none"] == 0.5
 
 
-def test_likelihoods_perplexity_and_answers_are_the_models_and_stocks(text_model, tokenizer):
+def test_text_scores_are_the_models_and_stocks(text_model, tokenizer):
     model, place, answers = text_model
     results, given = evaluate(place / "llamoe", place / "tasks")
     check_text_results(results, model, tokenizer)
@@ -212,23 +211,6 @@ def test_likelihoods_perplexity_and_answers_are_the_models_and_stocks(text_model
     assert stock_results["choice"]["acc,none"] == results["choice"]["acc,none"]
     with llamoe.adopt():
         assert evaluate(place / "stock", place / "tasks")[1] == given
-
-
-def test_its_command_line_gives_the_numbers_of_python(tmp_path, tokenizer):
-    """With trust in the folder's code in a process that has not imported llamoe."""
-    model = make_model("llama4")
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    write_answered_tasks(tmp_path / "tasks", model, tokenizer)
-    command = ["-m", "lm_eval", "run", "--model", "hf", "--tasks", "choice,text,answer", "--device", "cpu"]
-    command += ["--include_path", tmp_path / "tasks", "--output_path", tmp_path / "results.json"]
-    command += ["--model_args", f"pretrained={tmp_path / 'model'},dtype=float32,trust_remote_code=True"]
-    ran = programs.run(command, tmp_path, environment(HF_MODULES_CACHE=str(tmp_path / "modules")))
-    assert ran.returncode == 0, ran.stderr
-    [written] = tmp_path.glob("results*.json")
-    found = json.loads(written.read_text())
-    assert found["config"]["model_args"]["trust_remote_code"] is True
-    check_text_results(found["results"], model, tokenizer)
 
 
 def write_picture_task(folder, count):
@@ -320,7 +302,7 @@ def test_answers_about_pictures_are_the_models_and_stocks(tiny, pictures, tmp_pa
         assert results["pictures"]["exact_match,none"] == sum(right) / len(right)
 
 
-def test_prompts_without_a_chat_template_need_the_markers_name(tiny, pictures):
+def test_prompts_without_template_need_a_marker(tiny, pictures):
     model, processor = tiny
     tasks, rows = pictures
     _, given = evaluate(TINY, tasks, "hf-multimodal", 2, {"image_string": MARK})
@@ -329,31 +311,7 @@ def test_prompts_without_a_chat_template_need_the_markers_name(tiny, pictures):
         evaluate(TINY, tasks, "hf-multimodal", 2)
 
 
-def test_its_command_line_asks_about_pictures_where_llamoe_is_imported_first(tiny, pictures, tmp_path):
-    """Then no folder has to be trusted."""
-    tasks, rows = pictures
-    code = "import llamoe; from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
-    command = ["-c", code, "run", "--model", "hf-multimodal", "--apply_chat_template", "--device", "cpu"]
-    command += [
-        "--model_args",
-        f"pretrained={TINY},dtype=float32",
-        "--tasks",
-        "pictures",
-        "--batch_size",
-        "5",
-    ]
-    command += ["--include_path", tasks, "--output_path", tmp_path / "results.json"]
-    ran = programs.run(command, tmp_path, environment(HF_MODULES_CACHE=str(tmp_path / "modules")))
-    assert ran.returncode == 0, ran.stderr
-    [written] = tmp_path.glob("results*.json")
-    expected = ask_directly(*tiny, rows)
-    right = [given == row["answer"] for given, row in zip(expected, rows, strict=True)]
-    found = json.loads(written.read_text())["results"]["pictures"]["exact_match,none"]
-    assert found == sum(right) / len(right)
-    assert not (tmp_path / "modules").exists() or not list((tmp_path / "modules").rglob("llamoe_hub.py"))
-
-
-def test_adapters_on_experts_and_packed_weights_are_evaluated(tiny, tokenizer, tmp_path):
+def test_adapters_and_packed_weights_are_evaluated(tiny, tokenizer, tmp_path):
     from peft import PeftModel, get_peft_model
 
     model, processor = tiny

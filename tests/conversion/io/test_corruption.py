@@ -9,11 +9,9 @@ import json
 import os
 import pickle
 import random
-import shutil
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,32 +19,18 @@ from pathlib import Path
 import pytest
 import torch
 from fuzz.damage import places, structure
+from fuzz.originals import originals as make_originals
 from safetensors.torch import load_file
-from support.conversions import META_LLAMA_2, META_MAVERICK, looks_finished, sums
+from support.conversions import looks_finished, sums
 from support.counting import calls_of
-from support.models import draw, stock_dense_config, stock_text_config
-from transformers import Llama4ForCausalLM, LlamaForCausalLM
 
 from llamoe.conversion import convert
 
-SMALL = dict(hidden_size=24, intermediate_size=20, head_dim=6, num_hidden_layers=2, vocab_size=31)
 
-
-class Original:
-    """A whole source folder, as bytes, and the tensors that its conversion gives."""
-
-    def __init__(self, files: dict[str, bytes], tensors: dict[str, torch.Tensor]):
-        self.files, self.tensors = files, tensors
-
-    def __repr__(self) -> str:
-        return f"Original({list(self.files)})"
-
-    def weight_files(self) -> list[str]:
-        return [name for name in self.files if name.endswith((".safetensors", ".pth", ".bin"))]
-
-
-def read_folder(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+@pytest.fixture(scope="module")
+def originals():
+    """Those that damage is drawn for."""
+    return make_originals()
 
 
 def converted(folder: Path) -> dict[str, torch.Tensor]:
@@ -54,39 +38,6 @@ def converted(folder: Path) -> dict[str, torch.Tensor]:
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(path)
     return tensors
-
-
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory):
-    """A sharded folder of safetensors, one of pickles in both of torch's formats, and two of Meta's."""
-    place = tmp_path_factory.mktemp("originals")
-    model = draw(LlamaForCausalLM, stock_dense_config(**SMALL))
-    model.save_pretrained(place / "hf", max_shard_size="12KB")
-    convert(place / "hf", place / "one")
-    shutil.copytree(place / "hf", place / "bin", ignore=shutil.ignore_patterns("*.safetensors*"))
-    torch.save(model.state_dict(), place / "bin" / "pytorch_model.bin")
-    shutil.copytree(place / "bin", place / "legacy")
-    torch.save(
-        model.state_dict(), place / "legacy" / "pytorch_model.bin", _use_new_zipfile_serialization=False
-    )
-    experts = stock_text_config(
-        **SMALL, intermediate_size_mlp=28, num_local_experts=3, interleave_moe_layer_step=2
-    )
-    draw(Llama4ForCausalLM, experts).save_pretrained(place / "stacked")
-    convert(place / "stacked", place / "split", experts="split")
-    small = {"dim": 24, "n_layers": 2, "multiple_of": 4}
-    meta = replace(META_LLAMA_2, params=META_LLAMA_2.params | small)
-    meta.write(place / "meta", meta.weights(), 2)
-    mixture = {"num_experts": 3, "top_k": 1, "interleave_moe_layer_step": 2}
-    params = META_MAVERICK.params | {**small, "head_dim": 4, "n_kv_heads": 2, "moe_args": mixture}
-    meta4 = replace(META_MAVERICK, params=params, vocabulary=2304 + 1)
-    meta4.write(place / "meta4", meta4.weights(), 1)
-    result = {}
-    for folder in list(place.iterdir()):
-        convert(folder, place / "converted" / folder.name)
-        result[folder.name] = Original(read_folder(folder), converted(place / "converted" / folder.name))
-        assert result[folder.name].tensors
-    return result
 
 
 def check(original, changes: dict[str, bytes | None], may_pass=True, says=(), must_pass=False, **options):
@@ -121,10 +72,10 @@ def check(original, changes: dict[str, bytes | None], may_pass=True, says=(), mu
         assert sums(source) == before
 
 
-@pytest.mark.parametrize("kind", ["hf", "one", "split", "bin", "meta", "meta4"])
+@pytest.mark.parametrize("kind", ["shards", "one", "split", "bin", "meta", "meta4"])
 def test_missing_and_empty_files(originals, kind):
     original = originals[kind]
-    needed = {"config.json", "params.json", "model.safetensors.index.json", *original.weight_files()}
+    needed = {"config.json", "params.json", "model.safetensors.index.json", *original.weight_files}
     for name in needed & set(original.files):
         check(original, {name: b""}, may_pass=False, says=[name])
         check(original, {name: None}, may_pass=False)
@@ -152,7 +103,7 @@ def test_a_file_in_excess_of_metas_is_not_taken_for_a_part(originals):
 def test_numbers_that_are_none_are_found_wherever_they_are(originals, kind, place, value):
     """Frequencies and statistics of Meta's files are not weights: what they hold does not matter."""
     original = originals[kind]
-    [name] = original.weight_files()
+    [name] = original.weight_files
     content = bytearray(original.files[name])
     if kind == "one":
         begin, end = 8 + int.from_bytes(content[:8], "little"), len(content)
@@ -225,7 +176,7 @@ class Evaluates(RunsCode):
 )
 def test_pickles_that_want_to_run_code_are_refused_before_they_can(originals, kind, attack, tmp_path):
     original, mark = originals[kind], tmp_path / "mark"
-    name = original.weight_files()[0]
+    name = original.weight_files[0]
     code = attack(f"touch {mark}")
     state = {"model.norm.weight": torch.ones(24), "more": code}
     for content in (state, code, [code], {"state_dict": code}):
@@ -285,9 +236,9 @@ def test_checksums_find_any_change_of_a_torch_file(originals, seed):
     original, dice = originals["meta"], random.Random(seed)
     listed = b"".join(
         hashlib.md5(original.files[file]).hexdigest().encode() + f"  {file}\n".encode()
-        for file in original.weight_files()
+        for file in original.weight_files
     )
-    name = dice.choice(original.weight_files())
+    name = dice.choice(original.weight_files)
     content = original.files[name]
     damaged = bytearray(content)
     # Of a tensor, whose record has a checksum, and anywhere, for which the list has one.
@@ -313,7 +264,7 @@ def test_a_wrong_list_of_checksums_matters_only_where_it_is_asked_for(originals)
     check(original, {"checklist.chk": bytes(range(128, 256))}, False, ["checklist.chk"], checksums=True)
 
 
-@pytest.mark.parametrize(("kind", "size"), [("stacked", 10**7), ("meta4", 10**30), ("stacked", 10**30)])
+@pytest.mark.parametrize(("kind", "size"), [("stock", 10**7), ("meta4", 10**30), ("stock", 10**30)])
 def test_sizes_beyond_reason_end_at_once(originals, kind, size):
     original = originals[kind]
     name = "params.json" if kind.startswith("meta") else "config.json"

@@ -178,19 +178,6 @@ def test_gradients_equal_stocks(family):
         assert max_abs(gradients[1][name], expected) < 1e-5 * max(1.0, expected.abs().max().item()), name
 
 
-@pytest.mark.parametrize(
-    ("head", "family"),
-    in_turn(["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"], FAMILIES),
-)
-def test_heads_equal_stocks(family, head):
-    models = stock_pair(family, 5, head)
-    given, expected = (model(input_ids=row(), attention_mask=padding_mask()) for model in models)
-    for name in ("logits", "start_logits", "end_logits"):
-        if name in expected:
-            each = padding_mask() > 0 if expected[name].shape[1:2] == (LENGTH,) else slice(None)
-            assert max_abs(given[name][each], expected[name][each]) < TOLERANCE
-
-
 @pytest.mark.parametrize("is_padded", [False, True], ids=["", "padded"])
 def test_no_mask_grows_with_the_square_of_the_tokens(is_padded, monkeypatch):
     _, ours = stock_pair("Mistral", 18)
