@@ -29,8 +29,8 @@ from transformers import (
 )
 
 import llamoe
-from llamoe.modeling.checkpoints.quantization import stored_bytes
 from llamoe.modeling.offload import ExpertsStatistics
+from llamoe.modeling.quantization.plain_experts import stored_bytes
 
 from .command_line import RESULTS
 from .report import ROOT, replaced

@@ -124,14 +124,13 @@ def mask_implementations() -> Mapping[str, Callable]:
     return ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
 
 
-def forget_conversions(model: Any, rules: Collection[Any] | None = None) -> None:
-    """Remove rules by which a model's weights were converted while they were loaded; None: all of them.
+def forget_conversions(model: Any) -> None:
+    """Remove the rules by which a model's weights were converted while they were loaded.
 
     transformers keeps the rules with the model, and saving would run them in reverse. Where it keeps none, it runs
     those that are registered for the model type.
     """
-    kept = None if rules is None else [rule for rule in model._weight_conversions if rule not in rules]
-    model._weight_conversions = kept
+    model._weight_conversions = None
 
 
 def keep_conversions(model: Any, rules: Collection[Any] | None, keys: Collection[str]) -> None:

@@ -237,7 +237,7 @@ class LlamoePreTrainedModel(
             attach_stores(model)
         model._log_backends()
         if getattr(model, "is_quantized", False):
-            warn_of_plain_experts(model, _name(model.quantization_method))
+            warn_of_plain_experts(model)
         return result
 
     @classmethod

@@ -4,7 +4,7 @@ Reading order: safetensors_files, pickles, torch_files (headers, without the num
 whole), stored (does it hold this model), mapped_memory (memory that is given back), expert_index (which experts are
 where), load_weights (what is fused or quantized while it is loaded), model_names and state_dicts (the same for
 `load_state_dict`), other_loaders (accelerate's, Trainer's and torch's), device_map (on which device a module goes),
-parts, quantization, whole_folders (locks, and signs of what is unfinished), saving (a folder is written whole or not at
+parts, whole_folders (locks, and signs of what is unfinished), saving (a folder is written whole or not at
 all).
 """
 
@@ -43,7 +43,6 @@ from .mapped_memory import forget_pages, is_mapped, return_freed_memory
 from .other_loaders import replace_loaders, replace_trainers_loader
 from .parts import in_units, part_of, sum_by_part
 from .pickles import Named
-from .quantization import warn_of_experts
 from .safetensors_files import DTYPE_NAMES, DTYPES, WEIGHT_DTYPES, TensorHeader
 from .saving import AtomicSaveMixin
 from .state_dicts import TakesStateDicts

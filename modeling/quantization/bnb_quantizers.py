@@ -18,13 +18,11 @@ from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .._private_api import forget_conversions, replace_quantizer
-from ..checkpoints import AtomicSaveMixin, Stored, warn_of_experts
+from ..checkpoints import AtomicSaveMixin, Stored
 from ..formats import BitsAndBytesFormat, Bnb4Bit, Bnb4BitNested, Bnb8Bit
 from ..moe import STACKS, Experts, Router
-from .bnb_experts import BitsAndBytesExperts
+from .bnb_experts import BitsAndBytesExperts, packed_experts
 from .bnb_files import first_state, layer_of, packed_layers
-from .bnb_loading import packed_experts
-from .quantizer import LlamoeQuantizer
 
 if TYPE_CHECKING:
     _Base = Bnb4BitHfQuantizer
@@ -194,25 +192,3 @@ def register_bitsandbytes() -> None:
     """Put these quantizers in the place of transformers'; called once, at the import."""
     replace_quantizer("bitsandbytes_4bit", BitsAndBytes4BitQuantizer)
     replace_quantizer("bitsandbytes_8bit", BitsAndBytes8BitQuantizer)
-
-
-def warn_of_plain_experts(model: PreTrainedModel, method: str) -> None:
-    """Warn of experts that a quantized model has in 16 or 32 bits.
-
-    Args:
-        model: a loaded one.
-        method: name of its quantization.
-    """
-    quantizer, reason = getattr(model, "hf_quantizer", None), "the checkpoint holds them so"
-    takes_experts = isinstance(quantizer, LlamoeQuantizer | QuantizesExperts)
-    if not takes_experts:
-        reason = f"{method} quantizes linear layers only"
-    # Nothing is said of experts that somebody has excepted just now.
-    stacks = [
-        module.gate_up_proj
-        for module in model.modules()
-        if isinstance(module, Experts)
-        and not module.is_packed
-        and not (takes_experts and not quantizer.pre_quantized)
-    ]
-    warn_of_experts(model, stacks, reason)

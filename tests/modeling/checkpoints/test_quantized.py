@@ -26,7 +26,7 @@ import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.inspect import inspect
 from llamoe.modeling.checkpoints import in_units, part_of
-from llamoe.modeling.checkpoints.quantization import bytes_by_part, stored_bytes
+from llamoe.modeling.quantization.plain_experts import bytes_by_part, stored_bytes
 
 # Whole blocks of 64 everywhere but in the patches, which have 588 numbers: int8 of quanto reads beyond other widths.
 TEXT = dict(

@@ -6,13 +6,18 @@ these are most of a mixture's weights; llamoe's own and those of bitsandbytes ta
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ...configuration.errors import CheckpointError
-from .parts import in_units, sum_by_part
+from ..checkpoints import in_units, sum_by_part
+from ..moe import Experts
+from .bnb_quantizers import QuantizesExperts
+from .quantizer import LlamoeQuantizer
 
 logger = logging.getLogger("llamoe")
 
@@ -57,10 +62,8 @@ def _before_and_after(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[st
         yield name, before, after
 
 
-def warn_of_experts(model: nn.Module, stacks: Iterable[torch.Tensor], reason: str) -> None:
-    """Warn, in one sentence with bytes by part, if a quantizer has left routed experts unquantized.
-
-    `stacks` has one stack of experts of each mixture, `reason` is a clause that says why they were left.
+def warn_of_plain_experts(model: PreTrainedModel) -> None:
+    """Warn, in one sentence with bytes by part, of experts that a quantized model has in 16 or 32 bits.
 
     Raises:
         CheckpointError: a linear layer that is not quantized was loaded with a quantized one's numbers.
@@ -71,10 +74,18 @@ def warn_of_experts(model: nn.Module, stacks: Iterable[torch.Tensor], reason: st
                 f"{name}.weight holds quantized numbers ({module.weight.dtype}), but this layer is not quantized here. "
                 "Quantize the original checkpoint again."
             )
-    plain = [stack for stack in stacks if _is_plain(stack)]
-    if not plain:
+    quantizer, reason = getattr(model, "hf_quantizer", None), "the checkpoint holds them so"
+    if not isinstance(quantizer, LlamoeQuantizer | QuantizesExperts):
+        method: Any = getattr(model, "quantization_method", None)
+        reason = f"{getattr(method, 'value', method)} quantizes linear layers only"
+    elif not quantizer.pre_quantized:
+        # Somebody has excepted them just now.
         return
-    parts = bytes_by_part(model, plain[0].dtype)
+    experts = (m for m in model.modules() if isinstance(m, Experts) and not m.is_packed)
+    plain = next((m.gate_up_proj for m in experts if _is_plain(m.gate_up_proj)), None)
+    if plain is None:
+        return
+    parts = bytes_by_part(model, plain.dtype)
     parts["in all"] = tuple(map(sum, zip(*parts.values(), strict=True)))
     counted = "; ".join(
         f"{_SAID.get(part, part)} {in_units(before)}, {in_units(after)}"
@@ -83,7 +94,7 @@ def warn_of_experts(model: nn.Module, stacks: Iterable[torch.Tensor], reason: st
     logger.warning(
         "%s: the routed experts stay in %s, since %s (bytes before, after: %s).",
         type(model).__name__,
-        str(plain[0].dtype).removeprefix("torch."),
+        str(plain.dtype).removeprefix("torch."),
         reason,
         counted,
     )
