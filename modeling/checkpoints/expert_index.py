@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from ...configuration.errors import CheckpointError
-from ..moe import PARTS_OF_STACKS, STACKS, ExpertMatrix, Experts, matrix_named, missing_matrices
+from ..moe import PARTS_OF_STACKS, PLACES, STACKS, ExpertMatrix, Experts, matrix_named, missing_matrices
 from .safetensors_files import WEIGHT_DTYPES
 from .stored import OTHER_MODEL, Stored, check_tensor
 
@@ -60,7 +60,7 @@ class StoredStack:
 
     Attributes:
         whole: by the suffix of its parts, the tensors that hold all experts.
-        single: by expert and place in its part of the stack (`ExpertMatrix.place`), a matrix's tensors by their kind.
+        single: by expert and place in its part of the stack (`PLACES`), a matrix's tensors by their kind.
     """
 
     whole: dict[str, Stored] = field(default_factory=dict)
@@ -137,9 +137,9 @@ def index_experts(
                 layer, stack, kind = wanted[key]
                 kinds = index[layer][stack].whole
             elif (expert := expert_of(key)) and expert.experts in layers:
-                matrix, kind = expert.matrix, expert.kind
-                single = index[expert.experts][matrix.stack].single
-                kinds = single.setdefault((matrix.number, matrix.place), {})
+                layer, (number, part), kind = expert
+                stack, place = PLACES[part]
+                kinds = index[layer][stack].single.setdefault((number, place), {})
             elif (match := _OF_ONE.match(key)) and match[1] in layers:
                 raise CheckpointError(_unknown(tensor, layers[match[1]]))
             else:

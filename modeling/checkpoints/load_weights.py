@@ -70,10 +70,9 @@ def make_weights(
         made |= _stacks(
             experts, index_experts(experts, stored, names, is_packed), is_packed, load_config, dtype
         )
-    if linears:
-        for tensor in headers_of(files) if state_dict is None else tensors_of(state_dict):
-            if key := next((key for key in names(tensor.name) if key in linears), None):
-                made[key] = _Linear(linears[key], tensor, dtype or load_config.dtype)
+    for tensor in stored if linears else ():
+        if key := next((key for key in names(tensor.name) if key in linears), None):
+            made[key] = _Linear(linears[key], tensor, dtype or load_config.dtype)
     if not made:
         return state_dict, []
     content = dict(state_dict or {})

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint, and whether they have the shapes and dtypes that a model needs."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -34,19 +34,24 @@ class Stored(NamedTuple):
         return f"{self.origin}: {self.name}"
 
 
-def headers_of(files: Iterable[str]) -> Iterator[Stored]:
+def headers_of(files: Iterable[str]) -> list[Stored]:
     """The tensors of files, without their numbers."""
-    for file in files:
-        for name, header in read_header(file).items():
-            yield Stored(str(file), name, header.dtype, header.shape, header)
+    return [
+        Stored(str(file), name, header.dtype, header.shape, header)
+        for file in files
+        for name, header in read_header(file).items()
+    ]
 
 
-def tensors_of(state_dict: Mapping[str, Any], origin: str = "state_dict") -> Iterator[Stored]:
-    """The tensors of a state dict, or of what was read from a file."""
-    for name, tensor in state_dict.items():
-        if isinstance(tensor, torch.Tensor):
-            dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
-            yield Stored(origin, name, dtype, tuple(tensor.shape), tensor)
+def tensors_of(state_dict: Mapping[str, Any]) -> list[Stored]:
+    """The tensors of a state dict."""
+    return [
+        Stored(
+            "state_dict", name, DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), tensor
+        )
+        for name, tensor in state_dict.items()
+        if isinstance(tensor, torch.Tensor)
+    ]
 
 
 def check_tensor(stored: Stored, wanted: tuple[int, ...], dtype: torch.dtype | None) -> None:

@@ -25,6 +25,7 @@ from .losses import RouterLossMixin, expert_load
 from .low_rank import LowRank, Updates
 from .state_dicts import (
     PARTS_OF_STACKS,
+    PLACES,
     ExpertMatrix,
     fuse,
     like,

@@ -125,7 +125,7 @@ class Experts(TakesSingleExperts):
     @property
     def is_packed(self) -> bool:
         """Whether the stacks are packed codes."""
-        return self.format.is_packed
+        return self._formats is not None and self.format.is_packed
 
     @property
     def storage(self) -> str | None:

@@ -32,12 +32,13 @@ PARTS_OF_STACKS: Mapping[bool, Mapping[str, tuple[str, ...]]] = {
 """Of a stack, as files name its matrices: for input-first experts, and for output-first ones."""
 
 
-_PLACES = {
+PLACES = {
     part: (stack, place)
     for stacks in PARTS_OF_STACKS.values()
     for stack, parts in stacks.items()
     for place, part in enumerate(parts)
 }
+"""The stack that holds a matrix, and its place in an expert's part of the stack, by the matrix's name."""
 
 
 class ExpertMatrix(NamedTuple):
@@ -49,12 +50,7 @@ class ExpertMatrix(NamedTuple):
     @property
     def stack(self) -> str:
         """The stack that holds it."""
-        return _PLACES[self.part][0]
-
-    @property
-    def place(self) -> int:
-        """Its place in the expert's part of the stack."""
-        return _PLACES[self.part][1]
+        return PLACES[self.part][0]
 
     def __str__(self) -> str:
         """The name below the experts, with the expert's number first."""
@@ -207,8 +203,9 @@ def put_matrix(
     tensor: torch.Tensor, stack: torch.Tensor, matrix: ExpertMatrix, is_transposed: bool, prefix: str = ""
 ) -> None:
     """Copy a matrix `[out, in]` to its place in a stack."""
-    parts = PARTS_OF_STACKS[is_transposed][matrix.stack]
-    place = stack[matrix.number].chunk(len(parts), dim=int(is_transposed))[matrix.place]
+    name, number = PLACES[matrix.part]
+    places = stack[matrix.number].chunk(len(PARTS_OF_STACKS[is_transposed][name]), dim=int(is_transposed))
+    place = places[number]
     _check_matrix(tensor, matrix, tuple(reversed(place.shape)) if is_transposed else place.shape, prefix)
     # Copying a transposed view into a strided target is four times as slow as transposing first.
     place.copy_(tensor.T.contiguous() if is_transposed else tensor)

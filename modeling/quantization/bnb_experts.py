@@ -75,7 +75,7 @@ class BitsAndBytesExperts(QuantizedExperts):
                 parts = form.quantize_one(weight.to(device).to(self.weight_dtype))
                 for part in parts[1:]:
                     if part.is_floating_point():
-                        check_finite(part, str(stored))
+                        check_finite(part, stored)
                 yield parts
 
     def name_of_layer(self, path: str, stack: str, number: int, place: int) -> str:

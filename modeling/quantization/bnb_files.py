@@ -188,7 +188,7 @@ def _check_shape(stored: Stored, shape: tuple[int, ...], dtype: torch.dtype | No
             f"expected. {reason}"
         )
     if dtype is None:
-        check_finite(tensor, str(stored))
+        check_finite(tensor, stored)
 
 
 def _check_codes(stored: Stored, name: str) -> None:

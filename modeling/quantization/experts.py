@@ -70,16 +70,16 @@ class QuantizedExperts(Packed, Experts):
         Raises:
             CheckpointError: a scale is infinite or no number.
         """
-        found: list[torch.Tensor] = []
+        form, found = self.formats[stack], []
         for expert, kinds in enumerate(experts):
             matrices = [each["weight"].content.to(device, dtype) for each in kinds]
-            parts = self.formats[stack].quantize(matrices[0] if len(matrices) == 1 else torch.cat(matrices))
+            parts = form.quantize(matrices[0] if len(matrices) == 1 else torch.cat(matrices))
             found = found or [part.new_empty(self.num_experts, *part.shape) for part in parts]
             for whole, part in zip(found, parts, strict=True):
                 whole[expert] = part
                 if part.is_floating_point():
-                    check_finite(part, str(kinds[0]["weight"]))
-        return {stack + suffix: part for suffix, part in zip(self.format.suffixes, found, strict=True)}
+                    check_finite(part, kinds[0]["weight"])
+        return {stack + suffix: part for suffix, part in zip(form.suffixes, found, strict=True)}
 
     @torch.no_grad()
     def dequantized_weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:

@@ -58,8 +58,8 @@ def packed_in_files(
     return shapes
 
 
-def settle_packed(model: nn.Module) -> None:
-    """Check the scales of a loaded model, and copy codes that its kernels cannot read where they are mapped.
+def settle_packed(model: nn.Module, is_mapped: bool) -> None:
+    """Check the scales of a loaded model, and copy codes that are mapped where its kernels cannot read them.
 
     Raises:
         CheckpointError: scales of packed weights are NaN or infinite.
@@ -68,7 +68,7 @@ def settle_packed(model: nn.Module) -> None:
         for name, part in module._buffers.items():
             if part is not None and part.is_floating_point() and not part.is_meta:
                 check_finite(part, f"{path}.{name}")
-        for parameter in module._parameters.values():
+        for parameter in module._parameters.values() if is_mapped else ():
             is_code = parameter is not None and not parameter.is_floating_point() and parameter.is_cpu
             if is_code and parameter.data_ptr() % module.format.alignment:
                 mapped, parameter.data = parameter.data, parameter.data.clone()

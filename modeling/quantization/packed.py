@@ -57,7 +57,7 @@ class Packed(nn.Module):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
 
-def check_finite(scales: torch.Tensor, name: str) -> None:
+def check_finite(scales: torch.Tensor, name: object) -> None:
     """Raise a `CheckpointError` for scales that are NaN or infinite."""
     # The largest and smallest number take no memory of their own, and are NaN if one is.
     if scales.numel() and not torch.stack(scales.aminmax()).isfinite().all():

@@ -148,7 +148,7 @@ class LlamoeQuantizer(HfQuantizer):
             model.set_submodule(name, module)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        settle_packed(model)
+        settle_packed(model, self.pre_quantized)
         forget_conversions(model)
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:
