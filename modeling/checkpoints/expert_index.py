@@ -101,8 +101,9 @@ def names_in_model(model: PreTrainedModel, rules: Iterable[Any] | None) -> Calla
 
 def suffixes_in_files(experts: Experts, is_packed: bool) -> tuple[str, ...]:
     """What follows a stack's name in the names of its parts; of plain stacks nothing."""
-    form: Any = getattr(experts, "format", None)
-    return form.suffixes if is_packed and experts.is_packed else ("",)
+    if not (is_packed and experts.is_packed):
+        return ("",)
+    return experts.format.suffixes
 
 
 def index_experts(

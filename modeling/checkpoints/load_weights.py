@@ -64,12 +64,11 @@ def make_weights(
                 experts[name] = module
         elif getattr(module, "is_packed", False) and not is_packed:
             linears[f"{name}.weight"] = module
-    made: dict[str, _Made] = {}
-    if experts:
-        stored = headers_of(files) if state_dict is None else tensors_of(state_dict)
-        made |= _stacks(
-            experts, index_experts(experts, stored, names, is_packed), is_packed, load_config, dtype
-        )
+    if not experts and not linears:
+        return state_dict, []
+    stored = headers_of(files) if state_dict is None else tensors_of(state_dict)
+    index = index_experts(experts, stored, names, is_packed) if experts else {}
+    made: dict[str, _Made] = dict(_stacks(experts, index, is_packed, load_config, dtype))
     for tensor in stored if linears else ():
         if key := next((key for key in names(tensor.name) if key in linears), None):
             made[key] = _Linear(linears[key], tensor, dtype or load_config.dtype)
@@ -94,21 +93,22 @@ def _stacks(
 ) -> Iterator[tuple[str, "_Made"]]:
     """The stacks that are not stored as the model holds them, by name."""
     for layer, found in index.items():
-        experts, is_single = layers[layer], any(stack.single for stack in found.values())
-        is_quantized_now = experts.is_packed and not is_packed
-        if not (is_single or is_quantized_now or experts.is_packed_one_by_one):
+        experts = layers[layer]
+        packs = experts.is_packed
+        is_single = any(stack.single for stack in found.values())
+        if not (is_single or packs and not is_packed or experts.is_packed_one_by_one):
             continue
         check_experts(layer, experts, found, is_packed, load_config.ignore_mismatched_sizes)
-        if experts.is_packed and load_config.device_mesh is not None:
+        if packs and load_config.device_mesh is not None:
             raise ValueError(
                 f"{layer} is to be quantized, and such experts cannot be shared by several processes (tp_plan, "
                 "tp_size, ep_size): leave these out, or name the experts in llm_int8_skip_modules."
             )
-        if not experts.is_packed and is_deepspeed_zero3_enabled():
+        if not packs and is_deepspeed_zero3_enabled():
             _check_zero3(experts, found)
             continue
         for stack, each in found.items():
-            if experts.is_packed:
+            if packs:
                 yield f"{layer}.{stack}", _PackedStack(experts, stack, each, dtype)
             elif each.single:
                 yield f"{layer}.{stack}", _PlainStack(experts, stack, each)
@@ -164,13 +164,23 @@ class _Made:
         raise NotImplementedError
 
 
+def _parts_of(module: nn.Module, name: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of the parts of a weight, by their names."""
+    tensors = {**module._parameters, **module._buffers}.items()
+    return {
+        own: (tuple(tensor.shape), tensor.dtype)
+        for own, tensor in tensors
+        if tensor is not None and own.startswith(name)
+    }
+
+
 class _Linear(_Made):
     """The weight of a linear layer that is quantized now."""
 
     def __init__(self, module: nn.Module, stored: Stored, dtype: torch.dtype):
         super().__init__()
         self._module: Any = module
-        self._dtype, self.parts, self.stored = dtype, self._module.part_shapes(), [{WEIGHT: stored}]
+        self._dtype, self.parts, self.stored = dtype, _parts_of(module, "weight"), [{WEIGHT: stored}]
 
     def make(self, device: torch.device, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         weight = self.stored[0].pop(WEIGHT).content
@@ -210,9 +220,7 @@ class _PackedStack(_Stack):
 
     def __init__(self, experts: Experts, name: str, stored: StoredStack, dtype: torch.dtype | None):
         super().__init__(experts, name, stored)
-        shapes = self._experts.part_shapes()
-        self._dtype = dtype
-        self.parts = {part: shape for part, shape in shapes.items() if part.startswith(name)}
+        self._dtype, self.parts = dtype, _parts_of(experts, name)
 
     def make(self, device: torch.device, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         return self._experts.parts_of_checkpoint(self._name, self._one_by_one(), device, self._dtype)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -225,13 +226,9 @@ def saving_dequantized(is_wanted: bool):
         _saves_dequantized.reset(token)
 
 
-_said: set[str] = set()
-
-
+@lru_cache
 def _say_once(sentence: str) -> None:
-    if sentence not in _said:
-        _said.add(sentence)
-        logger.warning(sentence)
+    logger.warning(sentence)
 
 
 def register_quantizers() -> None:
