@@ -200,12 +200,10 @@ def _read_text(params: Params, fields: Mapping[str, Any], is_tuned: bool) -> dic
             experts.number("capacity_factor", 1.0),
             experts.flag("auto_scale_F", True),
         )
-    step = experts.integer("interleave_moe_layer_step", 1)
     return text | {
         "num_local_experts": experts.integer("num_experts"),
         "num_experts_per_tok": experts.integer("top_k", 1),
-        "interleave_moe_layer_step": step,
-        "moe_layers": list(range(step - 1, fields["num_hidden_layers"], step)),
+        "interleave_moe_layer_step": experts.integer("interleave_moe_layer_step", 1),
         "intermediate_size": inner,
     }
 

@@ -110,7 +110,7 @@ def test_numbers_of_files_without_end(tmp_path, guard):
     (tmp_path / "source").mkdir()
     (tmp_path / "source/params.json").write_text("{}")
     (tmp_path / f"source/consolidated.{10**100}.pth").touch()
-    guard.refused("look", "consolidated.0+.pth, .* missing", folder=tmp_path / "source")
+    guard.refused("look", "consolidated.0+.pth missing", folder=tmp_path / "source")
 
 
 @pytest.mark.parametrize("family", ["clip", "metaclip_2"])
