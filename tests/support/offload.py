@@ -42,19 +42,27 @@ def counts(model) -> ExpertsStatistics:
     return sum(model.experts_statistics().values(), ExpertsStatistics())
 
 
-def load_both(folder, experts: int = 3, **kwargs):
+def load_both(folder, experts: int = 3, cls=None, **kwargs):
     """The model of a folder in memory, and with room for so many experts, which are on disk."""
-    resident = llamoe_class(folder).from_pretrained(folder, dtype="auto", **kwargs).eval()
-    memory = experts * expert_bytes(resident)
-    offloaded = (
-        llamoe_class(folder)
-        .from_pretrained(
-            folder, dtype="auto", device_map={"experts": "disk"}, experts_memory=memory, **kwargs
-        )
-        .eval()
-    )
+    cls, kwargs = cls or llamoe_class(folder), {"dtype": "auto", **kwargs}
+    resident = cls.from_pretrained(folder, **kwargs).eval()
+    offloaded = cls.from_pretrained(folder, experts_memory=experts * expert_bytes(resident), **kwargs).eval()
     assert any(isinstance(module, OffloadedExperts) for module in offloaded.modules())
     return resident, offloaded
+
+
+@torch.no_grad()
+def check_equal(resident, offloaded, ids) -> None:
+    """Check that logits are equal bit for bit: of a prompt, a token, a token in each row, and a few."""
+    for each in (ids, ids[:1, :1], ids[:, :1], ids[:1, :3]):
+        assert torch.equal(resident(each).logits, offloaded(each).logits)
+    assert not offloaded._stores() or counts(offloaded).misses > 0
+
+
+def freeze_experts(model) -> None:
+    """Let everything but experts be trained."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".experts." not in name)
 
 
 def llamoe_class(folder):

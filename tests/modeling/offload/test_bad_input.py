@@ -9,10 +9,10 @@ import threading
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.offload import expert_bytes, load_both, mixtral, text_model
+from support.offload import check_equal, expert_bytes, load_both, mixtral, text_model
 
 import llamoe
-from llamoe.modeling.offload import ExpertsMemory, LeastRecentlyUsed
+from llamoe.modeling.offload import ExpertsMemory, LeastRecentlyUsed, OffloadedExperts
 
 ON_DISK = {"experts": "disk"}
 
@@ -213,12 +213,18 @@ def test_loading_other_weights_into_it_is_refused(kind, text_folder, mixtral_fol
         model.load_state_dict(resident.state_dict())
 
 
-def test_copies_share_the_store_and_survive_the_first(text_folder, ids):
+def test_copies_share_the_store_keep_hooks_and_survive_the_first(text_folder, ids):
     resident, model = load_both(text_folder)
+    called = []
+    for module in model.modules():
+        if isinstance(module, OffloadedExperts):
+            module.register_forward_hook(lambda *_: called.append(1))
     twin = copy.deepcopy(model)
+    assert twin._stores() == model._stores()
     del model
     with torch.no_grad():
         assert torch.equal(resident(ids).logits, twin(ids).logits)
+    assert len(called) == 2
     assert twin.lm_head.weight.data_ptr() != resident.lm_head.weight.data_ptr()
 
 
@@ -242,8 +248,7 @@ def test_refused_saving_leaves_the_own_folder_as_it_was(tmp_path, ids):
     with pytest.raises(ValueError, match="layers.0.mlp.experts is on 'disk'"):
         model.save_pretrained(tmp_path)
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
-    with torch.no_grad():
-        assert torch.equal(resident(ids).logits, model(ids).logits)
+    check_equal(resident, model, ids)
 
 
 class MostRecentlyUsed(LeastRecentlyUsed):

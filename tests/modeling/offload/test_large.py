@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.offload import counts, expert_bytes, load_both, mixtral, text_model
+from support.offload import check_equal, counts, expert_bytes, freeze_experts, load_both, mixtral, text_model
 
 import llamoe
 from llamoe.modeling.offload.memory import BLOCK, pages, slots_of
@@ -33,9 +33,7 @@ def folders(tmp_path_factory):
 )
 def test_large_matrices_are_bit_equal(kind, experts, folders, ids):
     resident, offloaded = load_both(folders[kind], experts)
-    with torch.no_grad():
-        for each in (ids, ids[:1, :1], ids[:, :1], ids):
-            assert torch.equal(resident(each).logits, offloaded(each).logits)
+    check_equal(resident, offloaded, ids)
     found = counts(offloaded)
     needed = found.misses * expert_bytes(resident)
     assert 0 < needed <= found.bytes_read <= 1.02 * needed
@@ -44,8 +42,7 @@ def test_large_matrices_are_bit_equal(kind, experts, folders, ids):
 def test_gradients_of_large_matrices_are_equal(folders, ids):
     found = []
     for model in load_both(folders["float32"], 2):
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(".experts." not in name)
+        freeze_experts(model)
         model(input_ids=ids, labels=ids).loss.backward()
         found.append([p.grad for p in model.parameters() if p.grad is not None])
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import get_peft_model
-from support.offload import expert_bytes, llamoe_class, load_both, mixtral, text_model
+from support.offload import check_equal, expert_bytes, llamoe_class, load_both, mixtral, text_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import llamoe
@@ -46,16 +46,14 @@ def test_files_are_found_after_the_folder_of_the_process_has_changed(text_folder
     monkeypatch.chdir(text_folder.parent)
     resident, model = load_both(text_folder.name, 1)
     monkeypatch.chdir("/")
-    with torch.no_grad():
-        assert torch.equal(resident(ids).logits, model(ids).logits)
+    check_equal(resident, model, ids)
 
 
 def test_auto_classes_take_the_arguments(text_folder, ids):
     resident = AutoModelForCausalLM.from_pretrained(text_folder).eval()
     model = AutoModelForCausalLM.from_pretrained(text_folder, experts_memory="100KB").eval()
     assert [type(module) for module in model.modules()].count(OffloadedExperts) == 2
-    with torch.no_grad():
-        assert torch.equal(resident(ids).logits, model(ids).logits)
+    check_equal(resident, model, ids)
     assert "experts_memory" not in model.config.to_dict()
 
 
@@ -83,6 +81,7 @@ def test_other_parts_may_be_on_disk_too(text_folder, ids, tmp_path):
     model = llamoe.LlamoeForCausalLM.from_pretrained(
         text_folder, device_map=device_map, offload_folder=tmp_path, experts_memory="50KB"
     ).eval()
+    # accelerate's hooks keep a layer from the kernels for few rows, which round otherwise.
     with torch.no_grad():
         assert torch.equal(resident(ids).logits, model(ids).logits)
     assert model.hf_device_map["model.layers.2.feed_forward.experts"] == "disk"
@@ -123,5 +122,4 @@ def test_classifiers_take_offloaded_experts(tmp_path, ids):
     torch.manual_seed(0)
     resident = llamoe.LlamoeForSequenceClassification.from_pretrained(tmp_path, **kwargs).eval()
     resident.score.load_state_dict(model.score.state_dict())
-    with torch.no_grad():
-        assert torch.equal(resident(ids).logits, model(ids).logits)
+    check_equal(resident, model, ids)

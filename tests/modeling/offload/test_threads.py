@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from support.offload import expert_bytes, load_both, put_in_store, text_model
+from support.offload import expert_bytes, freeze_experts, load_both, put_in_store, text_model
 
 import llamoe
 from llamoe.modeling.moe import Experts
@@ -93,8 +93,7 @@ def test_threads_differentiate_at_once(text_folder, ids):
     resident, model = load_both(text_folder, 1)
     found = []
     for each in (resident, model):
-        for name, parameter in each.named_parameters():
-            parameter.requires_grad_(".experts." not in name)
+        freeze_experts(each)
         names, parameters = zip(*[(n, p) for n, p in each.named_parameters() if p.requires_grad], strict=True)
 
         def gradients(prompt, each=each, parameters=parameters):
