@@ -3,7 +3,8 @@
 A matrix is *pinned* while somebody multiplies by it, and is not evicted then, nor while it is on its way.
 """
 
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -53,7 +54,6 @@ class Entry:
     Attributes:
         key: of the matrix.
         slot: its number.
-        pins: how many multiply by it, or are about to.
         parts: of the matrix, as its format has them.
         arrival: `done()` says whether nobody writes to the slot any more, `failed()` whether that is so and the matrix
             is not there, and `result()` waits until it is there, or raises.
@@ -62,10 +62,15 @@ class Entry:
 
     key: Any
     slot: int
-    pins: int = 1
     parts: list = field(default_factory=list)
     arrival: Any = None
     is_counted: bool = False
+
+
+class Pins(deque):
+    """What one user has pinned, as long as this lives: an interrupt may come before it lets go."""
+
+    __hash__ = object.__hash__
 
 
 class MatrixCache:
@@ -77,8 +82,9 @@ class MatrixCache:
     """
 
     def __init__(self, slots: int, policy: Policy):
-        self._policy = policy
+        self._slots, self._policy = slots, policy
         self._entries: dict[Hashable, Entry] = {}
+        self._pins: weakref.WeakSet[Pins] = weakref.WeakSet()
         self.free = list(range(slots))[::-1]
         """Slots without a matrix."""
 
@@ -86,53 +92,73 @@ class MatrixCache:
         """Whether a matrix is there, or on its way."""
         return key in self._entries
 
-    def pin(self, key: Hashable) -> Entry | None:
-        """The matrix of a key, pinned; None if it is neither there nor on its way."""
+    def pins(self) -> Pins:
+        """A place for a user's pins."""
+        pins = Pins()
+        self._pins.add(pins)
+        return pins
+
+    def get(self, key: Hashable) -> Entry | None:
+        """The matrix of a key; None if it is neither there nor on its way."""
         entry = self._entries.get(key)
-        if entry is None:
-            return None
-        if not entry.pins and entry.arrival.failed():
+        if entry is not None and not self._has_come(entry):
             self.drop(entry)
             return None
-        entry.pins += 1
-        self._policy.touch(key)
+        if entry is not None:
+            self._policy.touch(key)
         return entry
 
     def put(self, key: Hashable) -> Entry | None:
-        """A slot for a matrix, pinned; None if all are in use.
+        """A slot for a matrix; None if all are in use.
 
         Raises:
             ValueError: the policy names a matrix that cannot go.
         """
         if not self.free and not self._evict():
+            # An interrupt may have left a slot to nobody.
+            used = {entry.slot for entry in [*self._entries.values(), *self._pinned()]}
+            self.free = [slot for slot in range(self._slots) if slot not in used]
+        if not self.free:
             return None
         entry = self._entries[key] = Entry(key, self.free.pop())
         self._policy.touch(key)
         return entry
 
-    def unpin(self, entry: Entry) -> None:
-        """Take a pin back; the slot of a dropped matrix is free with the last one."""
-        entry.pins -= 1
-        if not entry.pins and self._entries.get(entry.key) is not entry:
-            self.free.append(entry.slot)
-
     def drop(self, entry: Entry) -> None:
-        """Forget a matrix. Where it did not come, another may be on its way under the same key already."""
+        """Forget a matrix; its slot is free when nobody has pinned it.
+
+        Where it did not come, another may be on its way under the same key already.
+        """
         if self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
             self._policy.forget(entry.key)
-            if not entry.pins:
-                self.free.append(entry.slot)
+        if entry not in self._pinned():
+            self.free.append(entry.slot)
+
+    def _pinned(self) -> list[Entry]:
+        return [entry for pins in self._pins for entry in pins]
+
+    def _has_come(self, entry: Entry) -> bool:
+        """Whether a matrix is there or on its way; one that others wait for is theirs to drop."""
+        return entry.arrival is not None and (not entry.arrival.failed() or entry in self._pinned())
 
     def _evict(self) -> bool:
-        victim = self._policy.victim(self._can_go)
-        if victim is not None and self._can_go(victim):
+        pinned = self._pinned()
+
+        def can_go(key: Hashable) -> bool:
+            entry = self._entries.get(key)
+            return (
+                entry is not None and entry not in pinned and (entry.arrival is None or entry.arrival.done())
+            )
+
+        victim = self._policy.victim(can_go)
+        if victim is not None and can_go(victim):
             self.drop(self._entries[victim])
             return True
         if victim is None:
-            idle = sum(map(self._can_go, self._entries))
+            idle = sum(map(can_go, self._entries))
             # One that was on its way may have come since.
-            if not idle or self._policy.victim(self._can_go) is not None:
+            if not idle or self._policy.victim(can_go) is not None:
                 return False
             wrong = f"None, but {idle} of {len(self._entries)} matrices can go"
         else:
@@ -140,7 +166,3 @@ class MatrixCache:
         raise ValueError(
             f"{type(self._policy).__name__}.victim gave {wrong}. Give a key for which can_go(key) is true."
         )
-
-    def _can_go(self, key: Hashable) -> bool:
-        entry = self._entries.get(key)
-        return entry is not None and not entry.pins and entry.arrival.done()

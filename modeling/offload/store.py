@@ -6,6 +6,7 @@ from there for one product, or its rows are computed there.
 
 Threads share a store. One waits for a slot only while it has no matrix of the same stack pinned, so that there is
 always a thread that can go on. What an interrupt leaves on its way comes nevertheless, and is found by the next pass.
+Locks are those without Python code between taking and knowing it, where an interrupt could come.
 """
 
 import os
@@ -22,7 +23,7 @@ from ..formats import Parts
 from ..moe import STACKS, Experts, Ranges
 from .accelerator import Copies, max_rows_on_host
 from .budget import ExpertsMemory, default_size, divide
-from .matrix_cache import Entry, MatrixCache
+from .matrix_cache import Entry, MatrixCache, Pins
 from .memory import BLOCK, slots_of, unit_of
 from .pieces import StoredLayer
 from .reading import Reader, Reading, closed
@@ -121,7 +122,7 @@ class Store:
     def _begin(self) -> None:
         """Begin with empty slots; their memory is not that of another process."""
         self._process = os.getpid()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
         self.statistics = {layer: Counter() for layer in self.layers}
         for slots in set(self.slots.values()):
             slots.cache = MatrixCache(slots.count, self.memory.policy())
@@ -134,11 +135,11 @@ class Store:
         """Begin to bring matrices of which there is room now; `is_counted` if they were counted as missing already."""
         slots = self.slots[layer, stack]
         for expert in experts:
-            entry = self._pin(slots, (layer, expert))
-            if entry is None:
-                return
-            entry.is_counted |= is_counted
-            self._unpin(slots, entry)
+            with self._lock:
+                entry = self._ask(slots, (layer, expert))
+                if entry is None:
+                    return
+                entry.is_counted |= is_counted
 
     def walk(
         self,
@@ -214,61 +215,65 @@ class Store:
 
     def _bring(self, slots: _Slots, keys: Sequence[tuple[str, int]]) -> Iterator[Parts]:
         """Matrices, each pinned until the next is asked for; the next ones come meanwhile."""
-        pinned: deque[Entry] = deque()
-        coming = deque(keys)
+        pins, coming = slots.cache.pins(), deque(keys)
         try:
-            while coming or pinned:
-                while coming and len(pinned) < min(_LOOK_AHEAD, slots.count):
-                    entry = self._pin(slots, coming[0], is_asked=True, may_wait=not pinned)
-                    if entry is None:
+            while coming or pins:
+                while coming and len(pins) < min(_LOOK_AHEAD, slots.count):
+                    with self._lock:
+                        entry = self._ask(slots, coming[0])
+                        if entry is not None:
+                            pins.append(entry)
+                            coming.popleft()
+                            self._count(slots, entry)
+                    if entry is None and pins:
                         break
-                    pinned.append(entry)
-                    coming.popleft()
-                entry = pinned[0]
-                begin, is_there = time.perf_counter(), entry.arrival.done()
-                try:
-                    entry.arrival.result()
-                except Exception:
-                    with self._changed:
-                        slots.cache.drop(entry)
-                    raise
-                if not is_there:
-                    self.statistics[entry.key[0]].add(seconds=time.perf_counter() - begin)
-                yield entry.parts
-                self._unpin(slots, pinned.popleft())
+                    if entry is None:
+                        # Others have pinned all slots, or what they asked for is on its way.
+                        time.sleep(0.001)
+                yield self._wait(slots, pins)
+                with self._lock:
+                    self._unpin(slots, pins)
         finally:
-            for entry in pinned:
-                self._unpin(slots, entry)
+            with self._lock:
+                while pins:
+                    self._unpin(slots, pins)
 
-    def _pin(
-        self, slots: _Slots, key: tuple[str, int], is_asked: bool = False, may_wait: bool = False
-    ) -> Entry | None:
-        with self._changed:
-            while (entry := slots.cache.pin(key)) is None:
-                if (entry := slots.cache.put(key)) is not None:
-                    try:
-                        self._start(slots, entry)
-                    except BaseException:
-                        slots.cache.drop(entry)
-                        slots.cache.unpin(entry)
-                        raise
-                    break
-                if not may_wait:
-                    return None
-                # A matrix that was fetched ahead tells nobody that it has come.
-                self._changed.wait(timeout=0.01)
-            # An expert is asked for by its first matrix.
-            if is_asked and slots.stack == STACKS[0]:
-                self.statistics[key[0]].add(hits=int(entry.is_counted), misses=int(not entry.is_counted))
-            entry.is_counted |= is_asked
-            return entry
+    def _ask(self, slots: _Slots, key: tuple[str, int]) -> Entry | None:
+        """The matrix of a key, which comes if it is not there; None where there is no room for it now."""
+        entry = slots.cache.get(key)
+        if entry is None and (entry := slots.cache.put(key)) is not None:
+            try:
+                self._start(slots, entry)
+            except BaseException:
+                slots.cache.drop(entry)
+                raise
+        return entry
 
-    def _unpin(self, slots: _Slots, entry: Entry) -> None:
-        with self._changed:
-            if slots.copies:
-                slots.copies.leave(entry.slot)
-            slots.cache.unpin(entry)
-            self._changed.notify_all()
+    def _count(self, slots: _Slots, entry: Entry) -> None:
+        # An expert is asked for by its first matrix.
+        if slots.stack == STACKS[0]:
+            self.statistics[entry.key[0]].add(hits=int(entry.is_counted), misses=int(not entry.is_counted))
+        entry.is_counted = True
+
+    def _wait(self, slots: _Slots, pins: Pins) -> Parts:
+        """The parts of the first pinned matrix, when it is there."""
+        entry = pins[0]
+        begin, is_there = time.perf_counter(), entry.arrival.done()
+        try:
+            entry.arrival.result()
+        except Exception:
+            with self._lock:
+                pins.popleft()
+                slots.cache.drop(entry)
+            raise
+        if not is_there:
+            self.statistics[entry.key[0]].add(seconds=time.perf_counter() - begin)
+        return entry.parts
+
+    def _unpin(self, slots: _Slots, pins: Pins) -> None:
+        if slots.copies:
+            slots.copies.leave(pins[0].slot)
+        pins.popleft()
 
     # Threads write to what is made here, outside of a mode that the caller may be in.
     @torch.inference_mode(False)

@@ -134,7 +134,7 @@ def test_errors_of_a_drive_do_not_stay_with_threads(logits_and_model, monkeypatc
     # All slots are there still.
     (store,) = model._stores()
     caches = [slots.cache for slots in store.slots.values()]
-    assert not any(entry.pins for cache in caches for entry in cache._entries.values())
+    assert not any(cache._pinned() for cache in caches)
     assert all(len(cache.free) + len(cache._entries) == slots for cache in caches)
 
 
@@ -190,37 +190,44 @@ def test_a_slot_that_is_written_to_is_nobody_else_s():
     cache = MatrixCache(1, LeastRecentlyUsed())
     first = cache.put("a")
     first.arrival = Arriving()
-    cache.unpin(first)
     assert cache.put("b") is None
     first.arrival.is_done = True
+    pins = cache.pins()
+    pins.append(first)
+    assert cache.put("b") is None
+    # Whoever pinned it has ended without letting go.
+    del pins
     assert cache.put("b").slot == first.slot
 
 
 def test_two_that_wait_for_a_lost_matrix_do_not_lose_its_successor():
     cache = MatrixCache(2, LeastRecentlyUsed())
-    first = cache.put("a")
-    assert cache.pin("a") is first
+    users, first = [cache.pins(), cache.pins()], cache.put("a")
+    for pins in users:
+        pins.append(first)
+    first.arrival = Arriving(is_done=True, is_lost=True)
+    assert cache.get("a") is first
+    users[0].clear()
     cache.drop(first)
-    cache.unpin(first)
     # A third asks again meanwhile, and gets it.
     second = cache.put("a")
     second.arrival = Arriving(is_done=True)
     assert second.slot != first.slot
+    users[1].clear()
     cache.drop(first)
-    cache.unpin(first)
-    assert cache.pin("a") is second
+    assert cache.get("a") is second
     # Both slots can still be given to others.
-    cache.unpin(second)
-    cache.unpin(second)
-    assert len({cache.put(key).slot for key in ("b", "c")}) == 2
+    others = [cache.put("b")]
+    others[0].arrival = Arriving(is_done=True)
+    users[0].extend(others)
+    assert {others[0].slot, cache.put("c").slot} == {0, 1}
 
 
 def test_a_matrix_that_was_only_fetched_ahead_and_lost_is_asked_for_again():
     cache = MatrixCache(1, LeastRecentlyUsed())
     entry = cache.put("a")
     entry.arrival = Arriving(is_done=True, is_lost=True)
-    cache.unpin(entry)
-    assert cache.pin("a") is None
+    assert cache.get("a") is None
     assert cache.put("a").slot == entry.slot
 
 
