@@ -215,7 +215,9 @@ class Store:
 
     def _bring(self, slots: _Slots, keys: Sequence[tuple[str, int]]) -> Iterator[Parts]:
         """Matrices, each pinned until the next is asked for; the next ones come meanwhile."""
-        pins, coming = slots.cache.pins(), deque(keys)
+        coming = deque(keys)
+        with self._lock:
+            pins = slots.cache.pins()
         try:
             while coming or pins:
                 while coming and len(pins) < min(_LOOK_AHEAD, slots.count):
