@@ -28,13 +28,13 @@ def test_the_expert_used_longest_ago_makes_room():
     assert simulate_lru([[a, b], [a, b]], 1) == [(0, 2), (0, 2)]
 
 
-def test_a_pass_asks_layer_by_layer_for_each_expert_once():
+def test_passes_ask_for_each_expert_once():
     experts = torch.tensor([[[2, 1], [0, 0]], [[3, 3], [1, 2]]])
     assert passes_of(experts) == [[(0, 1), (0, 2), (1, 3)], [(0, 0), (1, 1), (1, 2)]]
 
 
 @pytest.mark.parametrize("law", list(offload.LAWS))
-def test_hits_are_the_simulated_ones_and_all_contestants_compute_the_same(folder, law):
+def test_hits_are_simulated_and_logits_equal(folder, law):
     slots = 6
     room = slots * TINY.expert_bytes
     found = {

@@ -20,7 +20,7 @@ def exam():
 
 
 @torch.no_grad()
-def test_surprise_is_that_of_each_answer_after_its_own_prompt(exam):
+def test_surprise_is_each_answers_own(exam):
     """Row by row, without padding."""
     from transformers import AutoModelForImageTextToText
 

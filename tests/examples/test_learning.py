@@ -121,7 +121,7 @@ def test_two_processes_learn_what_one_does(kind, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_decoder_learns_to_see_in_two_stages_and_after_a_stop_in_the_second(tmp_path):
+def test_decoder_learns_to_see_in_two_stages(tmp_path):
     """Killed in its second stage it goes on to the same weights; the first changes nothing of the decoder."""
     assemble(TINY, TINY, tmp_path / "joined", max_tiles=1)
     given = dict(MODEL=tmp_path / "joined", DATA=write_data(tmp_path / "data"))

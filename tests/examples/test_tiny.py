@@ -203,7 +203,7 @@ def test_training_sees_what_the_processor_makes(tiny):
 
 
 @torch.no_grad()
-def test_chats_in_a_row_are_learnt_as_if_each_stood_alone():
+def test_packed_chats_are_learnt_as_alone():
     """The loss of packed rows is that of every chat by itself, as the processor writes it with its picture."""
     import dialogues
     import train

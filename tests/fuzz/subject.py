@@ -37,7 +37,6 @@ FAMILIES = [
 ]
 ATTENTION = ["sdpa", "sdpa", "sdpa", "eager"]
 EXPERTS = [None, None, None, "llamoe", "llamoe_loop", "llamoe_grouped", "eager", "grouped_mm", "batched_mm"]
-OURS_ONLY = ("rope_interleave",)
 
 
 def exact_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -92,12 +91,6 @@ class Subject:
     def forgets(self) -> bool:
         """Whether layers have chunks or windows, so that their caches forget tokens."""
         return any(layer_kinds(self.fields, idx)[1] for idx in range(self.fields["num_hidden_layers"]))
-
-    @property
-    def is_tempered(self) -> bool:
-        return bool(self.fields.get("attn_temperature_tuning")) and any(
-            not layer_kinds(self.fields, idx)[0] for idx in range(self.fields["num_hidden_layers"])
-        )
 
     def stock(self) -> Any:
         """Stock's model with the same weights and dtype."""

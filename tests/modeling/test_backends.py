@@ -99,7 +99,7 @@ def test_experts_implementation_is_taken(case, name, when, calls, tmp_path):
     assert calls == {name: 2}
 
 
-def test_a_stock_model_does_not_choose_the_experts_of_ours():
+def test_stock_does_not_choose_our_experts():
     """It notes in its configuration that it computes them one by one: ours would be slow, and nobody would know."""
     stock = transformers.Llama4ForCausalLM(stock_text_config())
     assert stock.config._experts_implementation == "eager"

@@ -256,7 +256,7 @@ def written_out(model, inputs, pad=0):
 
 
 @pytest.mark.parametrize("padding", ["none", "both"])
-def test_mixture_head_is_a_linear_layer_on_the_last_token(padding):
+def test_mixture_head_reads_the_last_token(padding):
     model, inputs = mixture(), rows(padding)
     labels = torch.tensor([4, 0, 2])
     with torch.no_grad():
@@ -308,7 +308,7 @@ def test_mixture_head_over_other_folders(whole, tmp_path):
     assert type(base) is llamoe.LlamoeTextModel and not info["missing_keys"]
 
 
-def test_labels_of_a_multimodal_config_are_those_of_its_text_part():
+def test_multimodal_labels_are_the_text_parts():
     config = multimodal_config()
     assert config.text_config.num_labels == 2
     config.num_labels = 7

@@ -101,7 +101,7 @@ def test_continuous_batching_takes_no_images():
         batch(model, [[3, 4], [5, IMAGE_TOKEN, 6]], 3)
 
 
-def test_a_manager_serves_requests_one_after_another_and_is_kept():
+def test_manager_is_kept_between_requests():
     model, inputs = TEXT.make_small(), prompts(11, 3, 8)
     expected = each_alone(model, inputs, 5)
     assert batch(model, inputs, 5, persistent_manager=True) == expected

@@ -272,7 +272,7 @@ def test_embeddings_give_the_tokens_of_their_ids(case, way):
         assert torch.equal(generate(model, given, **WAYS[way]), expected)
 
 
-def test_features_computed_before_can_be_given_and_stay_as_they_are():
+def test_precomputed_features_are_taken_unchanged():
     """A server encodes a picture once and asks several questions, with beams too."""
     model, inputs = MULTIMODAL.make_small(), MULTIMODAL.inputs(length=PROMPT)
     with torch.no_grad():
@@ -451,7 +451,7 @@ def test_drafting_with_the_first_layers_is_for_text_models():
 
 
 @for_models("is_head")
-def test_everything_that_can_be_asked_for_comes_with_the_tokens(case):
+def test_all_optional_outputs_come(case):
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
     model.set_attn_implementation("eager")
     expected = new_tokens(model, inputs, max_new_tokens=6)
@@ -561,7 +561,7 @@ class Shift(LogitsProcessor):
 
 
 @TWO_HEADS
-def test_settings_come_from_a_generation_config_and_processors_are_called(case):
+def test_generation_config_and_processors_are_used(case):
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
     config = GenerationConfig(max_new_tokens=5, num_beams=3, eos_token_id=-1, pad_token_id=0)
     given = model.generate(**inputs, generation_config=config)[:, PROMPT:]

@@ -116,7 +116,7 @@ def test_a_layer_on_disk(tmp_path):
     assert max_abs(placed(ids()).logits, stock(ids()).logits) <= 1e-4
 
 
-def test_lora_on_a_single_square_expert_merges_as_it_adapts(tmp_path):
+def test_lora_on_one_square_expert_merges(tmp_path):
     """peft takes a stack of one expert for a linear layer's weight, which output-first it is."""
     from peft import LoraConfig, get_peft_model
 

@@ -325,7 +325,7 @@ def test_checkpointing_keeps_the_gradients(case, reentrant):
 
 @for_models("is_head", "has_experts", models=SHALLOW_MODELS)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
-def test_checkpointing_keeps_the_router_loss_or_says_that_it_cannot(case, reentrant):
+def test_checkpointing_keeps_or_refuses_router_loss(case, reentrant):
     """Reentrant checkpointing records router logits without a graph: the loss would show a term that trains nothing."""
     expected = gradients(case, case.make().train(), aux_coef=3.0)
     try:

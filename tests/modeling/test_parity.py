@@ -612,7 +612,7 @@ def test_parts_read_the_multimodal_folder(name, attention, pairs):
 
 @torch.no_grad()
 @pytest.mark.parametrize(("family", "name"), [("dense", "LlamoeDenseModel"), ("llama4", "LlamoeTextModel")])
-def test_base_model_reads_the_folder_of_the_model_with_a_head(family, name, pairs):
+def test_base_model_reads_a_heads_folder(family, name, pairs):
     stock, _, folder = pairs(family, "gqa" if family == "dense" else "moe-every-second")
     base, info = getattr(llamoe, name).from_pretrained(folder, output_loading_info=True)
     assert info.pop("unexpected_keys") == {"lm_head.weight"} and not any(info.values())

@@ -158,7 +158,7 @@ def test_a_traced_model_is_right_for_other_inputs(case, attention):
 
 @torch.no_grad()
 @pytest.mark.parametrize("implementation", ["llamoe", "eager"])
-def test_a_model_made_by_fx_is_right_for_other_tokens(implementation):
+def test_fx_models_take_other_tokens(implementation):
     case = CASES["LlamoeForCausalLM"]
     model = case.make_small(intermediate_size=51)
     model.set_experts_implementation(implementation)

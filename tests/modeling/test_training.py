@@ -265,7 +265,7 @@ def test_accumulated_pieces_equal_one_batch(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", [MIXTRAL, MULTIMODAL], **ids)
-def test_router_losses_do_not_grow_with_the_number_of_pieces(case, tmp_path):
+def test_router_losses_do_not_grow_with_pieces(case, tmp_path):
     """Equal pieces have the router losses of the whole; each of them would else add its own in full."""
     example = rows(case, count=1)[0]
     losses = []
@@ -280,7 +280,7 @@ def test_router_losses_do_not_grow_with_the_number_of_pieces(case, tmp_path):
     model.config.get_text_config().router_z_loss_coef = 0.0
 
 
-def test_a_classifiers_losses_do_not_grow_with_the_number_of_pieces(tmp_path):
+def test_classifier_losses_do_not_grow_with_pieces(tmp_path):
     case = TEXT
     examples = [dict(rows(case, count=1)[0], labels=torch.tensor(2))] * 4
     losses = []
@@ -477,7 +477,7 @@ def test_bfloat16_autocast_errs_as_stock_does(case, implementation):
 
 
 @pytest.mark.slow
-def test_trainer_with_bfloat16_stays_as_near_to_float32_as_stock(tmp_path):
+def test_bfloat16_trainer_is_as_exact_as_stock(tmp_path):
     """accelerate's own autocast, 24 steps. Two rounded runs go apart from each other; both are held against float32."""
     drifts = {"ours": 0.0, "stock": 0.0}
     for seed in range(3):

@@ -457,7 +457,7 @@ BAD_PIXELS = {
 
 
 @pytest.mark.parametrize("kind", BAD_PIXELS)
-def test_bad_pixels_are_refused_with_what_is_wrong_of_them(kind):
+def test_bad_pixels_are_refused_with_the_reason(kind):
     pixels = BAD_PIXELS[kind]
     wrong = str([*pixels.shape]) if pixels.is_floating_point() else str(pixels.dtype)
     with pytest.raises(ValueError, match=f"pixel_values.*{re.escape(wrong)}"):

@@ -208,7 +208,7 @@ def test_what_is_refused_is_computed_as_the_sentence_says(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", BEYOND)
-def test_what_is_refused_for_its_length_is_the_same_up_to_the_position_that_is_told(name, tmp_path):
+def test_refused_lengths_agree_up_to_their_position(name, tmp_path):
     config, fields, same = BEYOND[name]
     (problem,) = gguf_problems(config)
     assert f"position {same} on" in problem
@@ -246,7 +246,7 @@ def test_the_converter_stops_at_classes_that_are_refused(name, tmp_path):
     assert "knows" in problem
 
 
-def test_the_converter_stops_at_a_mixture_of_kinds_of_attention(tmp_path):
+def test_converter_refuses_mixed_attention(tmp_path):
     config = dense(
         sliding_window=16, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
     )
@@ -258,7 +258,7 @@ def test_the_converter_stops_at_a_mixture_of_kinds_of_attention(tmp_path):
     assert "MinistralForCausalLM is not supported" in done.stderr
 
 
-def test_a_base_model_gives_the_hidden_states_that_its_embedding_reads(tmp_path):
+def test_base_models_embedding_reads_their_states(tmp_path):
     """llama.cpp takes the embedding for the head that is not there."""
     model = draw(llamoe.LlamoeDenseModel, dense())
     ids = draw_ids()

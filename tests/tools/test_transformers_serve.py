@@ -145,7 +145,7 @@ def ask_all(client, questions, **options):
         return [answer.result() for answer in waiting]
 
 
-def test_a_text_and_a_picture_are_answered_as_by_generate(client, by_itself):
+def test_answers_are_those_of_generate(client, by_itself):
     completion = client.create("What is in the picture?", data_url(TWO_SHAPES))
     assert completion.choices[0].message.content == "a red circle on the left and a blue square on the right."
     assert completion.choices[0].message.content == by_itself("What is in the picture?", "two_shapes")
@@ -168,7 +168,7 @@ def test_eight_clients_at_once_get_what_each_gets_alone(client, by_itself):
     assert ask_all(client, QUESTIONS) == alone
 
 
-def test_a_client_that_hangs_up_in_a_stream_leaves_the_server_free(client, by_itself):
+def test_hanging_up_frees_the_server(client, by_itself):
     """The next client gets its answer, which is the same as by itself."""
     # transformers ends generation when Python closes the stream's generator. If the client hangs up while a piece is
     # being sent, that may take minutes, so the number of tokens is limited.
@@ -205,7 +205,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_picture_is_refused_in_words_that_reach_the_client(client, kind):
+def test_clients_read_why_a_picture_is_refused(client, kind):
     url, words = BROKEN[kind]
     for options in ({}, {"stream": True}):
         assert words in client.refusal("What is in the picture?", url, **options)
@@ -213,11 +213,11 @@ def test_a_broken_picture_is_refused_in_words_that_reach_the_client(client, kind
     assert "red circle" in client.answer("What is in the picture?", data_url(TWO_SHAPES))
 
 
-def test_a_marker_without_a_picture_is_refused_in_words_that_reach_the_client(client):
+def test_clients_read_why_a_marker_is_refused(client):
     assert "1 image markers (<|image|>), but 0 images were given" in client.refusal("What is in <|image|>?")
 
 
-def test_outside_of_a_request_a_refusal_stays_an_error_of_python():
+def test_refusals_outside_requests_are_exceptions():
     importlib.import_module("transformers.cli.serving.server")
     picture = {"type": "image", "url": BROKEN["cut off"][0]}
     with pytest.raises(ValueError, match="cannot be read as a picture"):
@@ -226,7 +226,7 @@ def test_outside_of_a_request_a_refusal_stays_an_error_of_python():
         )
 
 
-def test_a_start_without_flag_and_without_import_ends_with_what_the_page_quotes(tmp_path):
+def test_untrusted_start_says_what_the_page_quotes(tmp_path):
     ended = programs.run(python_arguments(["transformers", "serve", MODEL]), ROOT, environment(tmp_path))
     assert ended.returncode == 1
     said = " ".join(ended.stderr.split())
@@ -272,7 +272,7 @@ def test_continuous_batching_answers_texts_of_one_chunk(another_server, text_fol
 
 
 @pytest.mark.slow
-def test_with_continuous_batching_models_with_pictures_are_served_one_by_one(another_server, by_itself):
+def test_continuous_batching_serves_pictures_one_by_one(another_server, by_itself):
     another_server.start([*WITH_FLAG, *BATCHING])
     assert ask_all(Client(another_server), QUESTIONS) == [by_itself(*question) for question in QUESTIONS]
     assert (

@@ -185,7 +185,7 @@ def test_sft_on_texts_is_that_of_stocks_class(name, tmp_path, tokenizer, options
     assert ("aux_loss" in mine[0]) == (name == "mixtral")
 
 
-def test_sft_on_texts_trains_a_llama_4_mixture_on_stocks_loss(tmp_path, tokenizer, options):
+def test_sft_of_llama_4_has_stocks_loss(tmp_path, tokenizer, options):
     """TRL adds Mixtral's load-balancing loss with the configuration's coefficient, unless it is told not to."""
     ours, stock = both_classes("llama4", tmp_path)
     data = dataset([{"text": text} for text in TEXTS[:2]])

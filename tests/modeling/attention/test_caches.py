@@ -98,7 +98,7 @@ def test_kinds_of_cache_give_the_same_tokens(case, kind, beams, streams):
 
 
 @pytest.mark.parametrize(("case", "kind"), in_turn(HEADS, ["dynamic", "static"]), ids=named)
-def test_a_cache_goes_on_where_it_ended_and_serves_again(case, kind):
+def test_caches_continue_and_serve_again(case, kind):
     """Two calls of `generate` with one cache are one longer call; a static cache, emptied, starts anew."""
     model, inputs = case.make_small(), case.row(case.inputs(length=PROMPT), 1)
     expected = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=-1)
@@ -270,7 +270,7 @@ def test_caches_of_another_model_are_refused(name, heads):
                 model.generate(IDS, attention_mask=mask, past_key_values=cache, max_new_tokens=2)
 
 
-def test_bad_caches_and_positions_are_refused_before_the_tower_runs(heads):
+def test_bad_caches_are_refused_before_the_tower(heads):
     model, inputs = heads["text"][1], MULTIMODAL.row(MULTIMODAL.inputs(), 2)
     hook = model.vision_model.register_forward_pre_hook(lambda *_: pytest.fail("the tower ran"))
     try:
@@ -317,7 +317,7 @@ def _without_chunks():
 
 
 @torch.no_grad()
-def test_a_static_cache_of_windows_only_has_room_for_a_chunk(heads):
+def test_static_windows_have_room_for_a_chunk(heads):
     """Where no layer keeps everything, one that is shorter than a chunk must not go round."""
     model = make_asymmetric(llamoe.LlamoeForCausalLM(text_config(no_rope_layers=[1] * 5)))
     expected = model(input_ids=IDS).logits
@@ -341,7 +341,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_cache_is_looked_at_again_when_the_config_changes(name):
+def test_changed_configs_recheck_a_cache(name):
     """Which cache fits is remembered, so that steps cost nothing; but configs are changed in place."""
     config = text_config()
     cache = filled(config)
@@ -355,7 +355,7 @@ def test_a_cache_is_looked_at_again_when_the_config_changes(name):
         check_cache(config, 1, 1, cache)
 
 
-def test_a_cache_is_looked_at_again_when_a_layer_is_replaced():
+def test_replaced_layers_recheck_a_cache():
     config = text_config()
     cache, windows = filled(_without_chunks()), filled(config)
     check_cache(config, 1, 1, cache)

@@ -184,15 +184,6 @@ def test_random_passes_equal_eager(chunk):
         assert max_abs(*results) < TOLERANCE * max(1, results[0].std()), drawn
 
 
-@pytest.mark.parametrize(("cache", "beams"), [("dynamic", 3), ("static", 1)])
-def test_generate_equals_eager(models, cache, beams):
-    """`generate` prepares the masks for static caches itself."""
-    given = {"input_ids": tokens(3, 45), "attention_mask": padding_mask((0, 7, 20), 45)}
-    options = dict(max_new_tokens=8, num_beams=beams, cache_implementation=cache, disable_compile=True)
-    truth, model = (m.generate(**given, **options, do_sample=False, eos_token_id=-1) for m in models)
-    assert torch.equal(model, truth)
-
-
 # Training
 
 
@@ -321,7 +312,7 @@ def test_full_layers_make_no_mask_without_padding(monkeypatch, pieces):
     assert max_abs(*results) < TOLERANCE * max(1, results[0].std())
 
 
-def test_uneven_sequences_are_filled_up_to_less_than_twice_their_length():
+def test_folding_less_than_doubles_uneven_sequences():
     lengths = [500, 3, 1, 260, 17, 90, 2, 33, 128, 64] * 3
     groups = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
     real = torch.ones_like(groups, dtype=torch.bool)
@@ -429,7 +420,7 @@ def test_other_implementations_keep_their_masks_at_every_size(models, no_full_ma
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["made", "given"])
-def test_a_decoder_without_full_layers_needs_no_mask_of_theirs(given):
+def test_no_full_layers_need_no_full_mask(given):
     truth, model = pair(num_hidden_layers=1, no_rope_layers=[1], interleave_moe_layer_step=2)
     ids, mask = tokens(2, 40), padding_mask((3, 0), 40)
     expected = run(truth, input_ids=ids, attention_mask=mask)
@@ -543,7 +534,7 @@ def forget_compiled_code():
     TorchVersion(torch.__version__) < (2, 14),
     reason="dynamo cannot tell compiling from exporting: masks stay",
 )
-def test_bare_rows_of_every_length_are_few_graphs_without_a_mask(forget_compiled_code):
+def test_bare_rows_compile_to_few_graphs(forget_compiled_code):
     model = pair(num_hidden_layers=1, no_rope_layers=[1], interleave_moe_layer_step=2)[1].model
     graphs, largest = [], Largest()
 

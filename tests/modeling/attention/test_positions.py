@@ -125,43 +125,6 @@ def test_packed_rows_equal_single_rows(model, use_cache):
 
 
 @torch.no_grad()
-def test_two_packed_rows_of_different_shape(model):
-    row = torch.cat(rows(), dim=1)
-    lengths = (LENGTHS, (40, 20, 32))
-    position_ids = torch.stack([torch.cat([torch.arange(n) for n in parts]) for parts in lengths])
-    logits = model(row.expand(2, -1), position_ids=position_ids, use_cache=False).logits
-    for i, parts in enumerate(lengths):
-        for piece, tokens in zip(logits[i].split(parts), row[0].split(parts), strict=True):
-            assert max_abs(piece, alone(model, tokens[None])) < TOLERANCE
-
-
-PIECES = [(50,), (15, 1, 1, 33), (16, 17, 17), (30, 20), (49, 1)]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("model", "cache", "side_pieces"), in_turn(BUILT, ["dynamic", "static"], PIECES), indirect=["model"]
-)
-def test_prefill_in_pieces_and_decoding_equal_the_full_pass_under_left_padding(model, side_pieces, cache):
-    ids, mask = padded("left")
-    ids, mask = torch.cat([ids, EXTRA], 1), torch.cat([mask, torch.ones_like(EXTRA)], 1)
-    cache = (
-        DynamicCache(config=model.config)
-        if cache == "dynamic"
-        else StaticCache(config=model.config, max_cache_len=ids.shape[1])
-    )
-    pieces, start = [], 0
-    for length in (*side_pieces, *[1] * EXTRA.shape[1]):
-        end = start + length
-        out = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
-        pieces.append(out.logits)
-        start = end
-    logits = torch.cat(pieces, 1)
-    for i, expected in enumerate(rows_alone(model)):
-        assert max_abs(logits[i][mask[i].bool()], expected) < TOLERANCE
-
-
-@torch.no_grad()
 def test_chunk_borders_follow_given_positions():
     # Positions 10..39 cross a border at 16 and 32; the same keys must be seen as in a row that really starts at 0.
     model = text_model()
@@ -178,7 +141,7 @@ def test_chunk_borders_follow_given_positions():
 
 
 @torch.no_grad()
-def test_a_short_pass_that_starts_late_still_meets_its_border():
+def test_short_late_passes_meet_their_border():
     # 12 tokens are fewer than a chunk, yet positions 10..21 lie on both sides of the border at 16. Each chunk-only
     # layer must not look over it: compare with the two sides' tokens run as packed segments of the same positions.
     model = text_model(no_rope_layers=[1] * 5, num_hidden_layers=5)
@@ -188,19 +151,6 @@ def test_a_short_pass_that_starts_late_still_meets_its_border():
     left = model(row[:, :6], position_ids=positions[:, :6], use_cache=False).logits[0]
     right = model(row[:, 6:], position_ids=positions[:, 6:], use_cache=False).logits[0]
     assert max_abs(whole, torch.cat([left, right])) < TOLERANCE
-
-
-@torch.no_grad()
-def test_generate_with_left_padding_equals_each_row_alone(model):
-    ids, mask = padded("left")
-    # Over a border of every row's chunks: at 16, 48 and 64.
-    options = dict(attention_mask=mask, max_new_tokens=16, do_sample=False, disable_compile=True)
-    together = model.generate(ids, **options)
-    assert torch.equal(model.generate(ids, cache_implementation="static", **options), together)
-    together = together[:, ids.shape[1] :]
-    for i, row in enumerate(rows()):
-        single = model.generate(row, max_new_tokens=16, do_sample=False)[0, row.shape[1] :]
-        assert together[i, : len(single)].tolist() == single.tolist()
 
 
 @torch.no_grad()
@@ -283,7 +233,7 @@ def in_pieces(model, inputs, past, borders):
 @pytest.mark.parametrize(
     ("way", "cache", "implementation"), in_turn(WAYS, ["dynamic", "static"], ["eager", "sdpa"])
 )
-def test_padding_in_the_middle_of_rows_counts_as_the_positions_say(implementation, cache, way):
+def test_inner_padding_counts_as_positions_say(implementation, cache, way):
     """Fed in pieces, of cached tokens only the mask is known. One pass, which sees all positions, is the truth."""
     chance = random.Random(way)
     compared = refused = 0
@@ -316,7 +266,7 @@ def test_padding_in_the_middle_of_rows_counts_as_the_positions_say(implementatio
 @pytest.mark.parametrize(
     ("hole", "first_by_index"), [(1, 0), (3, 5)], ids=["both are usual", "none is usual"]
 )
-def test_positions_that_fit_two_ways_of_counting_are_refused_where_it_matters(hole, first_by_index):
+def test_ambiguous_positions_are_refused(hole, first_by_index):
     """All tokens from 0 and real ones from 1 give the same number behind a hole of one token."""
     ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(6))
     mask = torch.ones(2, 12, dtype=torch.long)
@@ -346,7 +296,7 @@ def test_nobody_waits_for_positions_on_another_device():
 
 
 @pytest.mark.parametrize(("cache", "implementation"), [("windows", "eager"), ("static", "sdpa")])
-def test_a_window_that_padding_has_pushed_tokens_out_of_is_refused(cache, implementation):
+def test_windows_that_lost_tokens_are_refused(cache, implementation):
     """Tokens 10 to 24 are padding: the chunk that began before them goes on behind them."""
     config = text_config()
     model = make_asymmetric(llamoe.LlamoeForCausalLM(config))
@@ -376,7 +326,7 @@ def test_a_window_that_padding_has_pushed_tokens_out_of_is_refused(cache, implem
     assert max_abs(continued(make(), 12), expected) < 1e-5 * expected.std()
 
 
-def test_packed_rows_in_a_cache_of_fixed_length_are_refused():
+def test_packed_rows_in_static_caches_are_refused():
     for model in (text_model(), dense_model()):
         ids = torch.randint(3, 90, (1, 20), generator=torch.Generator().manual_seed(5))
         positions = torch.cat([torch.arange(12), torch.arange(8)])[None]
@@ -417,5 +367,5 @@ def test_negative_positions_under_a_mask_of_four_axes():
     assert max_abs(logits[0, 4:], alone(model, row)) < TOLERANCE
 
 
-def test_a_configuration_names_exactly_the_types_that_have_a_rule():
+def test_every_layer_type_has_a_rule():
     assert set(LAYER_TYPES) == set(RULES)

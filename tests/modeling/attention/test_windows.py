@@ -218,7 +218,7 @@ def test_folders_of_both_layouts(family, tmp_path):
     assert adopted.config.layer_types == ours.config.layer_types
 
 
-def test_mistrals_answering_head_is_read_but_not_written_as_stock(tmp_path):
+def test_mistrals_answering_head_is_only_read(tmp_path):
     stock, ours = stock_pair("Mistral", 5, "ForQuestionAnswering")
     stock.save_pretrained(tmp_path / "stock")
     read = llamoe.LlamoeDenseForQuestionAnswering.from_pretrained(tmp_path / "stock")

@@ -54,7 +54,7 @@ class TestNormalization:
         norm.weight.copy_(torch.tensor([1.0, 2.0, -1.0, 7.0]))
         assert rounded(norm(torch.tensor([2.0, -1.0, 3.0, 0.0]))) == [1.0, -1.0, -1.5, 0.0]
 
-    def test_l2_norm_gives_vectors_of_the_length_of_the_root_of_their_size(self):
+    def test_l2_norm_gives_root_of_size(self):
         x = 100 * randn(3, 5, 20)
         lengths = L2Norm()(x).norm(dim=-1)
         assert max_abs(lengths, torch.full((3, 5), math.sqrt(20))) < 1e-5

@@ -80,7 +80,7 @@ def violation(report):
     return max(value for name, value in report.items() if name.endswith("/max_violation"))
 
 
-def test_experts_share_the_tokens_and_the_loss_is_no_higher():
+def test_balancing_shares_tokens_without_higher_loss():
     """From a start where one of five experts gets nearly all; without the bias that stays."""
     losses, violations = {}, {}
     for balancing in (None, "bias"):
@@ -93,7 +93,7 @@ def test_experts_share_the_tokens_and_the_loss_is_no_higher():
     assert losses["bias"] <= losses[None]
 
 
-def test_counts_are_those_of_the_tokens_that_are_no_padding():
+def test_padding_is_not_counted():
     model = make(skewed=False, **SHALLOW)
     router = model.model.layers[1].feed_forward.router
     with torch.no_grad():
@@ -160,7 +160,7 @@ def test_the_same_numbers_however_the_model_runs(way):
     assert torch.equal(*shares)
 
 
-def test_the_bias_is_saved_beside_stocks_weights_and_stays_float32(tmp_path):
+def test_saved_bias_stays_float32(tmp_path):
     model = make(**SHALLOW)
     train(model, llamoe.RouterWatch(model), 2)
     bias = model.model.layers[1].feed_forward.router.balancing_bias.clone()

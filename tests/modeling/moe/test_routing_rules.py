@@ -115,7 +115,7 @@ def test_every_way_to_compute_mixtrals_experts(implementation, num_tokens, top_k
 
 
 @pytest.mark.parametrize("path", ["loop", "grouped"])
-def test_a_gradient_of_output_first_experts_lies_as_its_stack_does(path):
+def test_output_first_gradients_have_their_stacks_strides(path):
     """Another layout would be copied into this one."""
     config = llamoe.from_stock(stock_mixtral_config(**SIZES))
     experts = make_asymmetric(OutputFirstExperts(config))

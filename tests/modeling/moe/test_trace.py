@@ -18,7 +18,7 @@ def tokens(count, rows=1):
 
 
 @pytest.mark.parametrize("experts_per_token", [1, 3])
-def test_choices_and_weights_of_llama4_are_those_of_the_logits(experts_per_token):
+def test_llama4_choices_follow_the_logits(experts_per_token):
     model = TEXT.make(num_experts_per_tok=experts_per_token).eval()
     with torch.no_grad(), llamoe.trace_experts(model) as trace:
         output = model(tokens(17), output_router_logits=True)
@@ -29,7 +29,7 @@ def test_choices_and_weights_of_llama4_are_those_of_the_logits(experts_per_token
     assert torch.allclose(trace.scores(), values.sigmoid(), atol=1e-6)
 
 
-def test_choices_and_weights_of_mixtral_are_those_of_the_logits():
+def test_mixtral_choices_follow_the_logits():
     model = MIXTRAL.make().eval()
     with torch.no_grad(), llamoe.trace_experts(model) as trace:
         output = model(tokens(17), output_router_logits=True)

@@ -32,7 +32,7 @@ POSITIONS = torch.cat([torch.arange(7), torch.arange(21, 28)])[None]
     [{}, {"attention_chunk_size": None, "attn_temperature_tuning": False}],
     ids=["dense", "mixture"],
 )
-def test_a_part_of_a_row_is_attended_as_by_stock(options, record_parity):
+def test_parts_of_rows_attend_as_stock(options, record_parity):
     """Positions count in the whole row, and no mask is made for the gap between them: the ring attends across it."""
     case = TEXT if options else DENSE
     model = case.make(**options)

@@ -187,7 +187,7 @@ def test_biases_follow_the_load_of_all_processes(measured, shared):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "accelerate", "fsdp+expert", "expert"])
-def test_experts_and_processes_without_a_token_neither_hang_nor_lose_gradients(measured, kind):
+def test_idle_experts_and_processes_keep_gradients(measured, kind):
     for figures in both(measured, f"starved-{kind}"):
         assert_equal_training(figures)
 
@@ -239,13 +239,13 @@ def test_one_process_alone_has_shards_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "tensor", "torch"])
-def test_a_state_dict_that_is_given_is_what_is_saved(measured, kind):
+def test_given_state_dicts_are_saved(measured, kind):
     for figures in both(measured, f"given-{kind}"):
         assert figures["weights"] == 0
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "tensor", "torch"])
-def test_a_process_that_saves_alone_is_told_who_is_missing(measured, kind):
+def test_saving_alone_names_the_missing_processes(measured, kind):
     first, second = both(measured, f"alone-{kind}")
     assert first["message"].startswith("save_pretrained waits for process 1 since 1 s: the weights of this ")
     assert "Call save_pretrained in every process" in first["message"]
@@ -282,12 +282,12 @@ def test_pipeline_stages_are_not_saved_in_part(measured):
 
 
 @pytest.mark.parametrize("order", ["over whole", "over shards"])
-def test_shards_of_a_job_and_a_whole_checkpoint_replace_each_other(measured, order):
+def test_shards_and_whole_checkpoints_replace_each_other(measured, order):
     for figures in both(measured, f"exchanged-{order}"):
         assert figures == {"weights": 0, "left": []}
 
 
-def test_the_text_part_of_a_multimodal_folder_loads_into_shards(measured):
+def test_multimodal_text_loads_into_shards(measured):
     for figures in both(measured, "text_of-multimodal"):
         assert figures["weights"] == 0
 

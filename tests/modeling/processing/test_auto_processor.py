@@ -167,7 +167,7 @@ def is_complaint(line):
     )
 
 
-def test_no_question_and_no_warning_where_llamoe_is_imported_or_trusted(tmp_path):
+def test_trusted_or_imported_loads_are_silent(tmp_path):
     imported = [(what, True, None) for what in ("AutoTokenizer", "AutoProcessor", "text pipeline")]
     trusted = [(what, False, True) for what in GIVEN]
     results = ask(TINY, imported + trusted, tmp_path / "modules")
@@ -197,7 +197,7 @@ def test_a_stock_config_by_hand_stays_stocks(folders):
 
 
 @pytest.mark.parametrize("layout", ["llamoe", "stock"])
-def test_a_text_model_beside_the_tokenizer_of_a_processor_gives_the_tokenizer(folders, tmp_path, layout):
+def test_text_models_give_the_tokenizer(folders, tmp_path, layout):
     """The tokenizer's file names the processor's class, but nothing of a processor is there."""
     AutoProcessor.from_pretrained(folders / "ours").save_pretrained(tmp_path / "processor")
     AutoTokenizer.from_pretrained(tmp_path / "processor").save_pretrained(tmp_path / "text")

@@ -211,7 +211,7 @@ ONE, TWO = "<|image|> ?", "<|image|> and <|image|> ?"
         ([], ["what ?"], None),
     ],
 )
-def test_pictures_in_a_list_for_each_text_are_counted_there(rows, texts, message, processor):
+def test_pictures_are_counted_for_each_text(rows, texts, message, processor):
     images = [[picture(60, 60, seed) for seed in range(count)] for count in rows]
     if message is not None:
         with pytest.raises(ValueError, match=message):

@@ -144,7 +144,7 @@ def question(picture=PICTURE):
 
 
 @pytest.mark.parametrize("kind", ["ours", "stock", "tokenizer"])
-def test_stop_strings_end_an_answer_whatever_is_given_as_tokenizer(kind, tiny):
+def test_stop_strings_work_with_every_tokenizer(kind, tiny):
     """`transformers serve` gives the processor that it has, and maps `stop` to `stop_strings`."""
     model, processor = tiny
     given = {

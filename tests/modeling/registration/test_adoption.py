@@ -120,11 +120,7 @@ def folders(tmp_path_factory):
 # Which classes
 
 
-def test_import_adopts_nothing():
-    assert adopted() == set()
-
-
-def test_every_auto_class_that_knows_a_stock_type_gives_ours():
+def test_auto_classes_of_stock_types_give_ours():
     before = answers()
     llamoe.adopt("llama", "llama4")
     given, _ = answers()

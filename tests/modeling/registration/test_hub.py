@@ -194,11 +194,6 @@ def test_adapters_alone_get_no_module(tmp_path):
         assert not files(tmp_path / folder) & {MODULE, "config.json"}
 
 
-def test_other_processes_of_a_job_write_nothing(tmp_path):
-    make("LlamoeDenseForCausalLM", dense_config).save_pretrained(tmp_path, is_main_process=False)
-    assert files(tmp_path) == set()
-
-
 @pytest.mark.parametrize("layout", ["llamoe", "stock"])
 def test_refused_save_leaves_nothing_behind(layout, tmp_path):
     model = make("LlamoeDenseForCausalLM", dense_config)
