@@ -1,6 +1,6 @@
 """Vision towers of open_clip and MetaCLIP.
 
-Reading order: image_processors, resize, name_tables, open_clip_config, tower_tensors, open_tower, write_tower.
+Reading order: image_processors, resize, name_tables, open_clip_config, open_tower, write_tower.
 """
 
 from .image_processors import CLIP_MEAN, CLIP_STD, PROCESSOR, normalization
