@@ -33,8 +33,8 @@ from .quantization import (
     dtype_to_quantize,
     naming_plain_layers,
     packed_experts,
-    packed_in_files,
     saving_dequantized,
+    shapes_in_files,
     unpack_routers,
     warn_of_plain_experts,
 )
@@ -264,12 +264,7 @@ class LlamoePreTrainedModel(
             state_dict = unpack_routers(model, state_dict, files, load_config)
         checkpoints.settle_places(model, load_config, files, fused)
         if quantizer is None or is_ours:
-            # Under DeepSpeed's ZeRO-3 the empty model is in parts already.
-            expected = {
-                name: (tuple(getattr(p, "ds_shape", p.shape)), None)
-                for name, p in model.named_parameters(remove_duplicate=False)
-            }
-            expected |= packed_in_files(model, is_ours and quantizer.pre_quantized)
+            expected = shapes_in_files(model, is_ours and quantizer.pre_quantized)
             checkpoints.check_fit(
                 files, expected, model._checkpoint_prefixes, load_config.ignore_mismatched_sizes
             )

@@ -9,6 +9,6 @@ from .bnb_experts import packed_experts, unpack_routers
 from .bnb_quantizers import QuantizesExperts, naming_plain_layers, register_bitsandbytes
 from .experts import QuantizedExperts
 from .linear import QuantizedLinear
-from .loading import check_found, dtype_to_quantize, packed_in_files
+from .loading import check_found, dtype_to_quantize, shapes_in_files
 from .plain_experts import warn_of_plain_experts
 from .quantizer import LlamoeQuantizer, check_request, register_quantizers, saving_dequantized

@@ -30,12 +30,7 @@ class QuantizedExperts(Packed, Experts):
         self._formats = {"gate_up_proj": gate_up_form or form, "down_proj": form}
         self.sizes = {name: experts.sizes_of(name) for name in STACKS}
         """For each stack O and I."""
-        for name, (shape, dtype) in self.part_shapes().items():
-            part = torch.empty(shape, dtype=dtype)
-            if name in STACKS:
-                self.register_parameter(name, nn.Parameter(part, requires_grad=False))
-            else:
-                self.register_buffer(name, part)
+        self._make_parts(STACKS)
         self.check_implementation(self.config._experts_implementation)
 
     def part_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -21,12 +21,7 @@ class QuantizedLinear(Packed, nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
         self.format = form
-        for name, (shape, part_dtype) in self.part_shapes().items():
-            part = torch.empty(shape, dtype=part_dtype)
-            if name != "weight":
-                self.register_buffer(name, part)
-            else:
-                self.weight = nn.Parameter(part, requires_grad=False)
+        self._make_parts(["weight"])
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
         self._names = tuple(f"weight{suffix}" for suffix in form.suffixes)
 

@@ -34,27 +34,24 @@ def dtype_to_quantize(files: Iterable[str]) -> torch.dtype | None:
     return DTYPES[found.pop()] if len(found) == 1 else torch.bfloat16
 
 
-def packed_in_files(
-    model: nn.Module, is_packed_there: bool
+def shapes_in_files(
+    model: nn.Module, is_packed: bool
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-    """Shape and dtype that files have for the packed weights of this empty model; no dtype for any of plain weights.
+    """Shapes that files have for the weights of this empty model, and dtypes of codes; None for any of plain weights.
 
-    Args:
-        model: with packed modules.
-        is_packed_there: whether the files hold packed weights, too, and not those that are packed now.
+    `is_packed` says whether the files hold packed weights, too, and not those that are packed now.
     """
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {}
+    # Under DeepSpeed's ZeRO-3 the empty model is in parts already.
+    shapes: dict[str, Any] = {
+        name: (tuple(getattr(parameter, "ds_shape", parameter.shape)), None)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     for path, module in packed_modules(model):
-        found = (
+        for name, (shape, dtype) in module.part_shapes().items() if is_packed else ():
             # Scales are cast.
-            {
-                n: (shape, None if dtype.is_floating_point else dtype)
-                for n, (shape, dtype) in module.part_shapes().items()
-            }
-            if is_packed_there
-            else {n: (shape, None) for n, shape in module.unpacked_shapes().items()}
-        )
-        shapes |= {f"{path}.{name}": each for name, each in found.items()}
+            shapes[f"{path}.{name}"] = shape, None if dtype.is_floating_point else dtype
+        for name, shape in () if is_packed else module.unpacked_shapes().items():
+            shapes[f"{path}.{name}"] = shape, None
     return shapes
 
 

@@ -3,7 +3,7 @@
 The mark `is_packed` tells them from others; `moe` and `parallel` stand before this folder and ask for no class.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,19 @@ class Packed(nn.Module):
     def extra_repr(self) -> str:
         """Show the sizes and the format in `print(model)`."""
         return f"{super().extra_repr()}, format={self.format.key}"
+
+    def part_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each part of the weights, by its name."""
+        raise NotImplementedError
+
+    def _make_parts(self, weights: Sequence[str]) -> None:
+        """Make the empty parts: parameters of these names, and buffers."""
+        for name, (shape, dtype) in self.part_shapes().items():
+            part = torch.empty(shape, dtype=dtype)
+            if name in weights:
+                self.register_parameter(name, nn.Parameter(part, requires_grad=False))
+            else:
+                self.register_buffer(name, part)
 
     def _packed_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in [*self._parameters.items(), *self._buffers.items()]:
