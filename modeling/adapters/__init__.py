@@ -1,8 +1,8 @@
 """peft's adapters: read, checked, and renamed to a model's keys; and what peft must know of our models.
 
 Reading order: files, expert_layout, stack_targets (which parameters an adapter means), fitting, loading, adapted_parts
-(which LoRA adapts), expert_begin (how factors of experts begin), expert_lora and router_lora (how they adapt),
-packed_weights (what peft may do beside them), row_names (which row gets which), when_imported, peft_registration.
+(which LoRA adapts), row_names (which row gets which adapter), expert_begin (how factors of experts begin), expert_lora
+and router_lora (how they adapt), packed_weights (what peft may do beside them), when_imported, peft_registration.
 """
 
 from .adapted_parts import lora_config

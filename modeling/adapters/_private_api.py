@@ -38,6 +38,8 @@ _MODEL_TO_CONVERSION_PATTERN[LlamoeMixtralConfig.model_type] = _MODEL_TO_CONVERS
     LlamoeMixtralConfig.stock_model_type
 ]
 
+_OUR_WRAPPERS = expert_lora.ParamWrapper, router_lora.ParamWrapper
+
 
 def instead_of(owner: Any, name: str) -> Callable[[Callable], Callable]:
     """Put the decorated function, which gets the original as its first argument, into the place of `owner.name`.
@@ -92,14 +94,14 @@ def expand_all_linear(original: Callable, config: Any, model: nn.Module) -> Any:
         config.target_modules = set(config.target_modules) - _tower_layers(model)
     parameters = choose_parameters(config, model)
     refuse_square_stacks(model, parameters)
-    refuse_for_packed(config, model)
+    refuse_for_packed(config, model, parameters)
     if is_lora:
-        refuse_beginnings(config, model)
-        refuse_shared_experts(config, model)
-        warn_of_dropout(config, model)
+        refuse_beginnings(config, model, parameters)
+        refuse_shared_experts(model, parameters)
+        warn_of_dropout(config, parameters)
         # Where peft takes "all-linear" for experts, too, it asks here first for the layers alone.
         if not (isinstance(targets, str) and model.config.model_type == LlamoeMixtralConfig.model_type):
-            warn_of_frozen_experts(config, model)
+            warn_of_frozen_experts(config, model, parameters)
     return config
 
 
@@ -214,7 +216,7 @@ def swap(original: Callable, model: nn.Module, state_dict: dict[str, torch.Tenso
 def prepare_compiled_hotswap(original: Callable, model: nn.Module) -> Any:
     """Refuse what `prepare_model_for_compiled_hotswap` leaves out; this is its first step."""
     for place, module in model.named_modules():
-        if isinstance(module, expert_lora.ParamWrapper | router_lora.ParamWrapper):
+        if isinstance(module, _OUR_WRAPPERS):
             raise ValueError(
                 "prepare_model_for_compiled_hotswap: an adapter changes "
                 f"{place.replace('.base_layer', '')}.{module.parameter_name}, a parameter, and peft prepares linear "
@@ -361,10 +363,22 @@ def unload_and_merge(original: Callable, self: Any, *args, **kwargs) -> nn.Modul
 
 
 def enable_forward_hooks(original: Callable, self: Any, *args, **kwargs) -> AbstractContextManager:
-    """Follow the rows of a batch of several adapters."""
-    if kwargs.get("adapter_names") is not None and isinstance(self.model, LoadsAdapters):
-        return dealing_names(original, self, *args, **kwargs)
-    return original(self, *args, **kwargs)
+    """Follow the rows of a batch of several adapters.
+
+    Raises:
+        ValueError: an adapter changes a parameter in a way that knows one adapter for a batch.
+    """
+    if kwargs.get("adapter_names") is None or not isinstance(self.model, LoadsAdapters):
+        return original(self, *args, **kwargs)
+    for place, module in self.model.named_modules():
+        if hasattr(module, "parameter_name") and not isinstance(module, _OUR_WRAPPERS):
+            place = place.replace(".base_layer", "")
+            raise ValueError(
+                f"adapter_names: an adapter changes the parameter {place}.{module.parameter_name}, and peft has no "
+                "batches of several adapters for parameters (llamoe has for stacks of experts and routers). Run the "
+                "rows of each adapter by themselves (set_adapter), or name the layer in target_modules."
+            )
+    return dealing_names(original, self, *args, **kwargs)
 
 
 for _tuner_class in set(PEFT_TYPE_TO_TUNER_MAPPING.values()):

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,7 +12,6 @@ from transformers.utils import logging
 from ...configuration import LlamoeMixtralConfig
 from ..checkpoints import in_units, part_of
 from ..moe import Experts, Router
-from .stack_targets import targeted_parameters
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -110,14 +110,14 @@ def _with_tower(excluded: str | list[str] | None) -> str:
     return f"{excluded}|{tower}" if excluded else tower
 
 
-def refuse_shared_experts(config: Any, model: PreTrainedModel) -> None:
+def refuse_shared_experts(model: PreTrainedModel, parameters: Collection[str]) -> None:
     """Refuse an adapter of experts that processes share in another way than whole experts for one batch.
 
     Raises:
         ValueError: processes have slices of each expert, or rows of their own.
     """
     shared: Any = getattr(model.config, "distributed_config", None)
-    if shared is None or not any(name.endswith(_STACKS) for name in targeted_parameters(config, model)):
+    if shared is None or not any(name.endswith(_STACKS) for name in parameters):
         return
     sizes = {
         name: getattr(shared, name, None) or 1
@@ -132,12 +132,13 @@ def refuse_shared_experts(config: Any, model: PreTrainedModel) -> None:
         )
 
 
-def warn_of_frozen_experts(config: Any, model: nn.Module) -> None:
+def warn_of_frozen_experts(config: Any, model: nn.Module, parameters: Collection[str]) -> None:
     """Say once how many bytes an adapter reaches, and how many it leaves frozen, if the experts are among these.
 
     Args:
         config: a `LoraConfig` whose targets are expanded.
         model: the model that it will be injected into.
+        parameters: full names of the parameters that it changes.
     """
     stacks = {
         f"{name}.{stack}".replace(".base_layer", "")
@@ -146,35 +147,29 @@ def warn_of_frozen_experts(config: Any, model: nn.Module) -> None:
         for stack in _STACKS
     }
     saved = tuple(f"{module}.{stack}" for module in config.modules_to_save or () for stack in _STACKS)
-    trained = {stack for stack in stacks if saved and stack.endswith(saved)}
-    if (
-        not stacks
-        or config.inference_mode
-        or trained
-        or stacks.intersection(targeted_parameters(config, model))
-    ):
+    is_trained = any(stack in parameters or stack.endswith(saved) for stack in stacks)
+    if not stacks or config.inference_mode or is_trained:
         return
-    adapted, frozen = _bytes_by_part(config, model)
+    adapted, frozen = _bytes_by_part(config, model, parameters)
     logger.warning_once(  # pyright: ignore[reportAttributeAccessIssue]
         f"LoRA adapts {_listed(adapted) or 'nothing'}. It leaves frozen: {_listed(frozen)}. "
         "llamoe.lora_config(model) adapts the routed experts, too."
     )
 
 
-def warn_of_dropout(config: Any, model: nn.Module) -> None:
+def warn_of_dropout(config: Any, parameters: Collection[str]) -> None:
     """Say once that a new adapter, which has dropout on experts' stacks, opens over our models only."""
-    if config.lora_dropout and not config.inference_mode and targeted_parameters(config, model):
+    if config.lora_dropout and not config.inference_mode and parameters:
         logger.warning_once(  # pyright: ignore[reportAttributeAccessIssue]
             "The adapter has dropout on the experts' stacks, which peft opens over llamoe's models and no others."
         )
 
 
-def _bytes_by_part(config: Any, model: nn.Module) -> tuple[Counter, Counter]:
+def _bytes_by_part(config: Any, model: nn.Module, parameters: Collection[str]) -> tuple[Counter, Counter]:
     from peft.tuners.tuners_utils import check_target_module_exists
 
     adapted, frozen = Counter(), Counter()
     named = tuple(f"{module}." for module in config.modules_to_save or ())
-    parameters = set(targeted_parameters(config, model))
     # Shared weights count once.
     for name, parameter in model.named_parameters():
         name = name.replace(".base_layer", "")

@@ -5,6 +5,7 @@ module for a `weight`.
 """
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 from ..moe import Experts
 from .expert_layout import by_expert
-from .stack_targets import is_reading, targeted_parameters
+from .stack_targets import is_reading
 
 # peft begins these alike for a stack and for its experts.
 _ALIKE = ("True", "gaussian")
@@ -30,12 +31,13 @@ def _method(config: Any) -> str:
     return "pissa" if method.startswith("pissa_niter_") else "olora" if method.lower() == "olora" else method
 
 
-def refuse_beginnings(config: Any, model: nn.Module) -> None:
+def refuse_beginnings(config: Any, model: nn.Module, parameters: Collection[str]) -> None:
     """Refuse, before a layer is changed, a beginning that experts' stacks cannot have.
 
     Args:
         config: a `LoraConfig`.
         model: the model that it will be injected into.
+        parameters: full names of the parameters that it changes.
 
     Raises:
         ValueError: `init_lora_weights` asks for what peft collects of linear layers alone, or changes weights that
@@ -44,10 +46,9 @@ def refuse_beginnings(config: Any, model: nn.Module) -> None:
     method = _method(config)
     if method in _ALIKE or (method in _FROM_DATA and is_reading()):
         return
-    targeted = targeted_parameters(config, model)
     for name, module in model.named_modules():
         name = name.replace(".base_layer", "")
-        if not isinstance(module, Experts) or not any(key.rpartition(".")[0] == name for key in targeted):
+        if not isinstance(module, Experts) or not any(key.rpartition(".")[0] == name for key in parameters):
             continue
         asked = f"LoraConfig(init_lora_weights={config.init_lora_weights!r})"
         if method not in _BY_EXPERT:

@@ -22,6 +22,7 @@ from torch import nn
 from ..moe import IMPLEMENTATION, LowRank, Updates, implementation_can
 from .expert_begin import begin_by_expert
 from .expert_layout import by_expert
+from .row_names import scales_of_rows
 
 
 class ParamWrapper(layer.ParamWrapper):
@@ -117,16 +118,13 @@ class ParamWrapper(layer.ParamWrapper):
             ValueError: dropout, or several adapters in a batch, with experts that another library computes; several
                 adapters in a batch while one is merged.
         """
-        if adapter_names is not None and self.merged and not self.disable_adapters:
-            raise ValueError(
-                "adapter_names while adapters are merged into the weights: call unmerge_adapter() first."
-            )
         if not _computed_here(self.get_base_layer()):
             self._refuse_what_peft_cannot(adapter_names)
             return super().forward(x, *args, **kwargs)
         if self.disable_adapters and self.merged:
             self.unmerge()
-        found = () if self.disable_adapters or self.merged else self._active(adapter_names, len(x))
+        is_off = self.disable_adapters or (self.merged and adapter_names is None)
+        found = () if is_off else self._active(adapter_names, len(x))
         if found:
             updates = (
                 {self.parameter_name: found} if updates is None else {**updates, self.parameter_name: found}
@@ -198,17 +196,8 @@ class ParamWrapper(layer.ParamWrapper):
             return [
                 self._update(name, self.scaling[name]) for name in self.active_adapters if name in self.lora_A
             ]
-        if num_rows % len(adapter_names):
-            raise ValueError(f"adapter_names has {len(adapter_names)} names for {num_rows} rows of tokens.")
-        repeats = num_rows // len(adapter_names)
-        found = []
-        for name in dict.fromkeys(adapter_names):
-            if name in self.lora_A:
-                device = self.lora_A[name].weight.device
-                chosen = torch.tensor([other == name for other in adapter_names], device=device)
-                scale_N1 = chosen.repeat_interleave(repeats)[:, None] * self.scaling[name]
-                found.append(self._update(name, scale_N1))
-        return found
+        scales = scales_of_rows(self, adapter_names, num_rows)
+        return [self._update(name, scale_N1) for name, scale_N1 in scales.items()]
 
     def concatenate(self, adapters: Sequence[str], weights: Sequence[float], adapter_name: str) -> None:
         """Make one adapter the weighted sum of others, with the sum of their ranks.

@@ -4,13 +4,12 @@ Their codes are integers, which peft takes for numbers: some of its methods comp
 reads or changes a weight is refused before anything changes; `model.dequantize()` makes weights that allow it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
 
 from ..quantization import QuantizedLinear
-from .stack_targets import targeted_parameters
 
 # peft's methods that compute from a layer's inputs and outputs alone.
 _ADDING_METHODS = (
@@ -37,17 +36,18 @@ _INITIALISATIONS = (None, True, False, "gaussian", "eva")
 _VARIANTS = ("use_dora", "kasa_config", "velora_config")
 
 
-def refuse_for_packed(config: Any, model: nn.Module) -> None:
+def refuse_for_packed(config: Any, model: nn.Module, parameters: Collection[str]) -> None:
     """Refuse an adapter that reads or changes packed weights.
 
     Args:
         config: of any of peft's methods; its targets are expanded.
         model: the model that it will be injected into.
+        parameters: full names of the parameters that it changes.
 
     Raises:
         ValueError: a method, an initialisation or a variant that needs a weight's numbers; copies of packed modules.
     """
-    packed, parameters = dict(_packed(model)), targeted_parameters(config, model)
+    packed = dict(_packed(model))
     for saved in getattr(config, "modules_to_save", None) or ():
         for name, module in packed.items():
             parts = name.split(".")

@@ -11,6 +11,8 @@ import torch
 from peft.tuners.lora import layer
 from torch import nn
 
+from .row_names import scales_of_rows
+
 
 class ParamWrapper(layer.ParamWrapper):
     """The adapted weight of a `Router`; by the name of its class peft finds it."""
@@ -41,21 +43,13 @@ class ParamWrapper(layer.ParamWrapper):
         """
         if adapter_names is None or self.disable_adapters:
             return super().forward(x, *args, **kwargs)
-        if self.merged:
-            raise ValueError(
-                "adapter_names while adapters are merged into the weights: call unmerge_adapter() first."
-            )
-        if len(x) % len(adapter_names):
-            raise ValueError(f"adapter_names has {len(adapter_names)} names for {len(x)} tokens.")
-        return self.base_layer(x, *args, update=partial(self._update, adapter_names), **kwargs)
+        scales = scales_of_rows(self, adapter_names, len(x))
+        return self.base_layer(x, *args, update=partial(self._update, scales), **kwargs)
 
-    def _update(self, adapter_names: Sequence[str], x_TH: torch.Tensor) -> torch.Tensor | float:
+    def _update(self, scales: dict[str, torch.Tensor], x_TH: torch.Tensor) -> torch.Tensor | float:
         """What the adapters of a batch add to the logits, `[T, E]`."""
-        update_TE, repeats = 0.0, len(x_TH) // len(adapter_names)
-        for name in dict.fromkeys(adapter_names):
-            if name in self.lora_A:
-                chosen = torch.tensor([other == name for other in adapter_names], device=x_TH.device)
-                scale_T1 = chosen.repeat_interleave(repeats)[:, None] * self.scaling[name]
-                thin = self.lora_A[name](x_TH.to(self.lora_A[name].weight.dtype))
-                update_TE = update_TE + self.lora_B[name](thin) * scale_T1
+        update_TE = 0.0
+        for name, scale_T1 in scales.items():
+            thin = self.lora_A[name](x_TH.to(self.lora_A[name].weight.dtype))
+            update_TE = update_TE + self.lora_B[name](thin) * scale_T1
         return update_TE

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
 
 
 @contextmanager
@@ -21,12 +21,8 @@ def dealing_names(enable_hooks: Callable, tuner: Any, *args: Any, **kwargs: Any)
         tuner: peft's tuner around a model of ours.
         args: the pass's.
         kwargs: the pass's; `adapter_names`, which is not None, and `num_beams` count.
-
-    Raises:
-        ValueError: an adapter changes a parameter in a way that knows one adapter for a batch.
     """
     kwargs["adapter_names"] = names = list(kwargs["adapter_names"])
-    _refuse_parameters(tuner.model)
     if kwargs.get("alora_offsets") is None:
         # Rows are repeated when they are, for any reason.
         kwargs.pop("num_beams", None)
@@ -39,20 +35,6 @@ def dealing_names(enable_hooks: Callable, tuner: Any, *args: Any, **kwargs: Any)
         tuner.model.row_names = outer
         # Without the error, at which peft would leave its hooks behind.
         hooks.__exit__(None, None, None)
-
-
-def _refuse_parameters(model: nn.Module) -> None:
-    from . import expert_lora, router_lora
-
-    for place, module in model.named_modules():
-        ours = expert_lora.ParamWrapper, router_lora.ParamWrapper
-        if hasattr(module, "parameter_name") and not isinstance(module, ours):
-            place = place.replace(".base_layer", "")
-            raise ValueError(
-                f"adapter_names: an adapter changes the parameter {place}.{module.parameter_name}, and peft has no "
-                "batches of several adapters for parameters (llamoe has for stacks of experts and routers). Run the "
-                "rows of each adapter by themselves (set_adapter), or name the layer in target_modules."
-            )
 
 
 @contextmanager
@@ -84,3 +66,30 @@ def repeat_names(model: Any, times: int) -> None:
     """Follow a model's rows that are repeated, each `times` times in succession."""
     if times > 1 and (names := model.row_names) is not None:
         names[:] = [name for name in names for _ in range(times)]
+
+
+def scales_of_rows(wrapper: Any, adapter_names: Sequence[str], num_rows: int) -> dict[str, torch.Tensor]:
+    """The adapters of a batch that a layer of peft has, each with its scaling for its rows and 0 for others, `[N, 1]`.
+
+    Args:
+        wrapper: the layer.
+        adapter_names: the adapter of each row of the batch; of the layer's N rows each has an equal part.
+        num_rows: N.
+
+    Raises:
+        ValueError: an adapter is merged, or there are more or fewer names than rows.
+    """
+    if wrapper.merged:
+        raise ValueError(
+            "adapter_names while adapters are merged into the weights: call unmerge_adapter() first."
+        )
+    if num_rows % len(adapter_names):
+        raise ValueError(f"adapter_names has {len(adapter_names)} names for {num_rows} rows of tokens.")
+    scales = {}
+    for name in dict.fromkeys(adapter_names):
+        if name in wrapper.lora_A:
+            device = wrapper.lora_A[name].weight.device
+            chosen = torch.tensor([other == name for other in adapter_names], device=device)
+            repeated = chosen.repeat_interleave(num_rows // len(adapter_names))
+            scales[name] = repeated[:, None] * wrapper.scaling[name]
+    return scales

@@ -121,10 +121,11 @@ def choose_parameters(config: Any, model: nn.Module) -> list[str]:
 def telling_unused(tuner: Any, model: nn.Module, adapter_name: str) -> Iterator[None]:
     """Warn of patterns and exclusions that match neither a module nor a parameter; peft looks at modules alone."""
     config = tuner.peft_config[adapter_name]
-    if not getattr(config, "target_parameters", None):
+    excluded = getattr(config, "exclude_modules", None)
+    is_silent = not excluded and not any(getattr(config, field, None) for field in _PATTERNS)
+    if is_silent or not getattr(config, "target_parameters", None):
         yield
         return
-    excluded = getattr(config, "exclude_modules", None)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"The following \w+_pattern keys did not match", RuntimeWarning)
         warnings.filterwarnings("ignore", r"You have passed exclude_modules=")
