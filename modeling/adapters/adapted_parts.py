@@ -111,11 +111,7 @@ def _with_tower(excluded: str | list[str] | None) -> str:
 
 
 def refuse_shared_experts(model: PreTrainedModel, parameters: Collection[str]) -> None:
-    """Refuse an adapter of experts that processes share in another way than whole experts for one batch.
-
-    Raises:
-        ValueError: processes have slices of each expert, or rows of their own.
-    """
+    """Refuse LoRA on experts that processes share in another way than whole experts for one batch (`ValueError`)."""
     shared: Any = getattr(model.config, "distributed_config", None)
     if shared is None or not any(name.endswith(_STACKS) for name in parameters):
         return
@@ -133,13 +129,7 @@ def refuse_shared_experts(model: PreTrainedModel, parameters: Collection[str]) -
 
 
 def warn_of_frozen_experts(config: Any, model: nn.Module, parameters: Collection[str]) -> None:
-    """Say once how many bytes an adapter reaches, and how many it leaves frozen, if the experts are among these.
-
-    Args:
-        config: a `LoraConfig` whose targets are expanded.
-        model: the model that it will be injected into.
-        parameters: full names of the parameters that it changes.
-    """
+    """Say once how many bytes LoRA reaches, and how many it leaves frozen, if the experts are among these."""
     stacks = {
         f"{name}.{stack}".replace(".base_layer", "")
         for name, module in model.named_modules()

@@ -32,16 +32,9 @@ def _method(config: Any) -> str:
 
 
 def refuse_beginnings(config: Any, model: nn.Module, parameters: Collection[str]) -> None:
-    """Refuse, before a layer is changed, a beginning that experts' stacks cannot have.
+    """Refuse a beginning that experts' stacks cannot have (`ValueError`).
 
-    Args:
-        config: a `LoraConfig`.
-        model: the model that it will be injected into.
-        parameters: full names of the parameters that it changes.
-
-    Raises:
-        ValueError: `init_lora_weights` asks for what peft collects of linear layers alone, or changes weights that
-            several processes share.
+    Such a one is what peft collects of linear layers alone, or changes weights that several processes share.
     """
     method = _method(config)
     if method in _ALIKE or (method in _FROM_DATA and is_reading()):
@@ -65,16 +58,7 @@ def refuse_beginnings(config: Any, model: nn.Module, parameters: Collection[str]
 
 
 def begin_by_expert(wrapper: Any, adapter_name: str, config: Any) -> None:
-    """Begin a stack's factors as peft begins those of a linear layer with each expert's matrix.
-
-    Args:
-        wrapper: the stack's layer of peft, which has the adapter already.
-        adapter_name: the adapter.
-        config: its `LoraConfig`.
-
-    Raises:
-        ValueError: the weights change, and the factors have no data; or the rank is larger than the matrix.
-    """
+    """Begin a stack's factors as peft begins those of a linear layer with each expert's matrix."""
     method = _method(config)
     if method not in _BY_EXPERT or (is_reading() and method not in _CHANGING):
         return

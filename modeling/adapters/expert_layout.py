@@ -56,15 +56,7 @@ def _input_first_experts(model: nn.Module) -> dict[str, Experts]:
 
 
 def refuse_square_stacks(model: nn.Module, parameters: Collection[str]) -> None:
-    """Refuse an adapter whose file would not tell its layout.
-
-    Args:
-        model: the model that it is for.
-        parameters: full names of the parameters that it changes.
-
-    Raises:
-        ValueError: all stacks that it changes have as many inputs as outputs.
-    """
+    """Refuse an adapter of these parameters if its file would not tell its layout (`ValueError`)."""
     shapes = {
         key: experts.stack_shape(stack)[1:]
         for name, experts in _input_first_experts(model).items()
@@ -86,9 +78,6 @@ def orient_experts(
     """Exchange the experts' factors in `tensors`, by the model's keys, if they were trained on stock.
 
     `expected` has the keys and shapes that the adapter must have on this model.
-
-    Raises:
-        ValueError: some experts are in one layout, and some in the other.
     """
     experts = _input_first_experts(model)
     pairs, layouts = {}, set()
@@ -121,10 +110,6 @@ def join_beginnings(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> di
     """Put what peft has subtracted from experts' factors behind each expert's own.
 
     peft makes LoRA of PiSSA and the like by as many ranks again, which it puts behind all of a factor.
-
-    Args:
-        model: the model, with its adapters.
-        tensors: what peft has made, by the keys of a file.
     """
     joined = dict(tensors)
     for key, tensor in tensors.items():

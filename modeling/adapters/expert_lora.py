@@ -105,14 +105,9 @@ class ParamWrapper(layer.ParamWrapper):
         updates: Updates | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """The experts' output for rows `[N, H]`.
+        """The experts' output for rows `[N, H]`, of which each row of a batch has an equal part.
 
-        Args:
-            x: rows.
-            args: what `Experts.forward` takes besides.
-            adapter_names: the adapter of each row of the batch; of its N rows each has an equal part.
-            updates: of the wrapper around this one.
-            kwargs: what `Experts.forward` takes besides.
+        `updates` are those of the wrapper around this one.
 
         Raises:
             ValueError: dropout, or several adapters in a batch, with experts that another library computes; several

@@ -160,10 +160,11 @@ def _remedy(
     if differing and len(ranks) == len(differing):
         given, wanted = ranks[0]
         return (
-            f"Its file contradicts its adapter_config.json: it has {given}/{wanted} of the rank that r = {config.r} "
-            f"and rank_pattern = {config.rank_pattern} give. peft writes this after a hotswap, or "
-            "prepare_model_for_compiled_hotswap(target_rank=...), that has raised the rank. Set r (and rank_pattern) "
-            "to the file's ranks, and lora_alpha so that lora_alpha / r is what the adapter was scaled by."
+            "Its file contradicts its adapter_config.json, or an adapter of its name is there with another rank: it "
+            f"has {given}/{wanted} of the rank that r = {config.r} and rank_pattern = {config.rank_pattern} give. "
+            "peft writes the former after a hotswap, or prepare_model_for_compiled_hotswap(target_rank=...), that has "
+            "raised the rank. Set r (and rank_pattern) to the file's ranks, and lora_alpha so that lora_alpha / r is "
+            "what the adapter was scaled by."
         )
     base = getattr(config, "base_model_name_or_path", None)
     for place in ("language_model", "language_model.model", "vision_model"):
@@ -215,16 +216,10 @@ def fit_folder(
     strict: bool = True,
     make_skeleton: Callable[[], PreTrainedModel] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Fit the content of an adapter's folder to a model that does not have the adapter yet, and is not changed.
+    """Fit an adapter's tensors, by the keys of its file, to a model that does not have it yet, and is not changed.
 
-    The arguments are those of `fit`, with `tensors` by keys of the file. `make_skeleton` is `skeleton_with` for them,
-    if it is cached.
-
-    Returns:
-        the tensors by names that `PreTrainedModel.load_adapter` understands.
-
-    Raises:
-        ValueError: as in `fit`, or a method whose layers share tensors outside of the model.
+    They come back by names that `PreTrainedModel.load_adapter` understands. `make_skeleton` is `skeleton_with` for
+    these arguments, if it is cached.
     """
     shared = [key for key in tensors if key.startswith("base_model.") and not key.startswith(_PEFT_PREFIX)]
     # RandLora draws its shared tensors anew, from a seed in its config.

@@ -12,41 +12,17 @@ from torch import nn
 from ..quantization import QuantizedLinear
 
 # peft's methods that compute from a layer's inputs and outputs alone.
-_ADDING_METHODS = (
-    "ADALORA",
-    "BEFT",
-    "BOFT",
-    "C3A",
-    "FOURIERFT",
-    "GRALORA",
-    "IA3",
-    "LILY",
-    "LORA",
-    "MISS",
-    "OFT",
-    "PVERA",
-    "RANDLORA",
-    "ROAD",
-    "VBLORA",
-    "VERA",
-    "WAVEFT",
-)
+_ADDING_METHODS = {
+    *("ADALORA", "BEFT", "BOFT", "C3A", "FOURIERFT", "GRALORA", "IA3", "LILY", "LORA"),
+    *("MISS", "OFT", "PVERA", "RANDLORA", "ROAD", "VBLORA", "VERA", "WAVEFT"),
+}
 _INITIALISATIONS = (None, True, False, "gaussian", "eva")
 # Fields of a LoraConfig that ask for a variant with the weight's numbers.
 _VARIANTS = ("use_dora", "kasa_config", "velora_config")
 
 
 def refuse_for_packed(config: Any, model: nn.Module, parameters: Collection[str]) -> None:
-    """Refuse an adapter that reads or changes packed weights.
-
-    Args:
-        config: of any of peft's methods; its targets are expanded.
-        model: the model that it will be injected into.
-        parameters: full names of the parameters that it changes.
-
-    Raises:
-        ValueError: a method, an initialisation or a variant that needs a weight's numbers; copies of packed modules.
-    """
+    """Refuse what reads or changes packed weights: methods, beginnings, variants, copies of modules (`ValueError`)."""
     packed = dict(_packed(model))
     for saved in getattr(config, "modules_to_save", None) or ():
         for name, module in packed.items():
@@ -96,14 +72,7 @@ def _what_needs_numbers(config: Any, name: str, module: Any, by_parameter: bool)
 
 
 def refuse_merging(module: nn.Module) -> None:
-    """Refuse to merge adapters into packed weights.
-
-    Args:
-        module: a model, or one of peft's layers.
-
-    Raises:
-        ValueError: it has an adapter over a packed weight.
-    """
+    """Refuse to merge adapters of a model, or one of peft's layers, into packed weights (`ValueError`)."""
     for name, layer in module.named_modules():
         base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else None
         if (storage := getattr(base, "storage", None)) is not None:

@@ -30,17 +30,7 @@ class ParamWrapper(layer.ParamWrapper):
     def forward(
         self, x: torch.Tensor, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any
     ) -> Any:
-        """The router's output for tokens `[T, H]`.
-
-        Args:
-            x: tokens.
-            args: what `Router.forward` takes besides.
-            adapter_names: the adapter of each row of the batch; of its T tokens each has an equal part.
-            kwargs: what `Router.forward` takes besides.
-
-        Raises:
-            ValueError: several adapters in a batch while one is merged, or more or fewer names than rows.
-        """
+        """The router's output for tokens `[T, H]`, of which each row of a batch has an equal part."""
         if adapter_names is None or self.disable_adapters:
             return super().forward(x, *args, **kwargs)
         scales = scales_of_rows(self, adapter_names, len(x))

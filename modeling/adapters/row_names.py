@@ -14,14 +14,7 @@ import torch
 
 @contextmanager
 def dealing_names(enable_hooks: Callable, tuner: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-    """Run a pass inside of peft's hooks, which are removed also if it raises.
-
-    Args:
-        enable_hooks: peft's method, whose arguments follow.
-        tuner: peft's tuner around a model of ours.
-        args: the pass's.
-        kwargs: the pass's; `adapter_names`, which is not None, and `num_beams` count.
-    """
+    """Run a pass with `adapter_names` inside of peft's hooks, which are removed also if it raises."""
     kwargs["adapter_names"] = names = list(kwargs["adapter_names"])
     if kwargs.get("alora_offsets") is None:
         # Rows are repeated when they are, for any reason.
@@ -71,13 +64,7 @@ def repeat_names(model: Any, times: int) -> None:
 def scales_of_rows(wrapper: Any, adapter_names: Sequence[str], num_rows: int) -> dict[str, torch.Tensor]:
     """The adapters of a batch that a layer of peft has, each with its scaling for its rows and 0 for others, `[N, 1]`.
 
-    Args:
-        wrapper: the layer.
-        adapter_names: the adapter of each row of the batch; of the layer's N rows each has an equal part.
-        num_rows: N.
-
-    Raises:
-        ValueError: an adapter is merged, or there are more or fewer names than rows.
+    Each row of the batch has an equal part of the layer's N rows.
     """
     if wrapper.merged:
         raise ValueError(

@@ -37,12 +37,7 @@ def is_reading() -> bool:
 
 
 def targeted_parameters(config: Any, model: nn.Module) -> list[str]:
-    """Full names of the parameters that an adapter changes by its `target_parameters`, without those of wrappers.
-
-    Args:
-        config: of any of peft's methods.
-        model: the model that it is for; other adapters may be there already.
-    """
+    """Full names of the parameters that an adapter changes by its `target_parameters`, without those of wrappers."""
     asked = tuple(getattr(config, "target_parameters", None) or ())
     named = [
         (name, f"{name}.{parameter}")
@@ -95,11 +90,7 @@ def is_excluded(config: Any, name: str) -> bool:
 
 
 def choose_parameters(config: Any, model: nn.Module) -> list[str]:
-    """The parameters that peft shall wrap for an adapter.
-
-    Raises:
-        ValueError: of a module's stacks it changes others than the adapters that are there.
-    """
+    """The parameters that peft shall wrap; a `ValueError` if those of a module are others than earlier adapters'."""
     chosen = targeted_parameters(config, model)
     wrapped: dict[str, set[str]] = {}
     for name, module in _plain_modules(model):

@@ -11,23 +11,18 @@ from transformers import PreTrainedModel
 
 from ...configuration.parallel import check_parallel
 from .._compat import splits_packed_columns_unevenly
-from .gathering import is_sharded, joined
+from .gathering import is_sharded, joined, size_of
 
 
 def parallel_sizes(distributed_config: Any) -> tuple[int, int]:
     """Number of devices that share attention heads, and number that share experts; 1 for not shared."""
-    tp_size = distributed_config.tp_size or 1
-    return 1 if distributed_config.tp_plan == {} else tp_size, distributed_config.ep_size or 1
+    tp_size = 1 if distributed_config.tp_plan == {} else size_of(distributed_config, "tp")
+    return tp_size, size_of(distributed_config, "ep")
 
 
 def is_tensor_parallel_only(distributed_config: Any) -> bool:
-    """Whether a model is sharded by tensor or expert parallelism, without FSDP2.
-
-    A model that was not loaded sharded has no such configuration; unset sizes are None or 1.
-    """
-    tp_size, *others = (
-        getattr(distributed_config, name, None) or 1 for name in ("tp_size", "fsdp_size", "dp_replicate_size")
-    )
+    """Whether a model is sharded by tensor or expert parallelism, without FSDP2."""
+    tp_size, *others = (size_of(distributed_config, name) for name in ("tp", "fsdp", "dp_replicate"))
     return tp_size > 1 and others == [1, 1]
 
 
@@ -58,10 +53,8 @@ def refuse_shares_of_packed(model: nn.Module, distributed_config: Any) -> None:
     packed = next(
         (name for name, module in model.named_modules() if getattr(module, "is_packed", False)), None
     )
-    names = ("tp_size", "ep_size", "fsdp_size", "dp_replicate_size", "pp_size")
-    sizes = [
-        f"{name} = {size}" for name in names if (size := getattr(distributed_config, name, None) or 1) > 1
-    ]
+    names = ("tp", "ep", "fsdp", "dp_replicate", "pp")
+    sizes = [f"{name}_size = {size}" for name in names if (size := size_of(distributed_config, name)) > 1]
     if packed is not None and sizes:
         raise ValueError(
             f"{', '.join(sizes)}: {packed} is quantized, and such a model cannot be shared by processes: "
@@ -93,14 +86,14 @@ class Distributed(PreTrainedModel):
         """
         if mesh is not None:
             refuse_shares_of_packed(model, distributed_config)
-            stages = getattr(distributed_config, "pp_size", None) or 1
+            stages = size_of(distributed_config, "pp")
             if stages > 1 and not hasattr(model.base_model, "layers"):
                 raise ValueError(
                     f"pp_size = {stages}: a {type(model).__name__} has no pipeline stages, which are for text models. "
                     "LlamoeForCausalLM loads the text model of a multimodal folder; tp_size and fsdp_size are for all."
                 )
             check_parallel(model.config, *parallel_sizes(distributed_config))
-            model.keep_uneven_experts(distributed_config.tp_size or 1)
+            model.keep_uneven_experts(size_of(distributed_config, "tp"))
             if parallel_sizes(distributed_config)[1] > 1:
                 # transformers passes over these rules, but peft asks the tensor parallel plan alone.
                 for rule in model._ep_plan:
@@ -110,8 +103,7 @@ class Distributed(PreTrainedModel):
     def _expand_parallel_plan(self, plan: dict[str, str]) -> dict[str, str]:
         # transformers cuts the model into stages after this, and then misses what other stages have.
         expanded = super()._expand_parallel_plan(plan)
-        stages = getattr(self.config.distributed_config, "pp_size", None) or 1
-        if stages == 1:
+        if size_of(self.config.distributed_config, "pp") == 1:
             return expanded
         from transformers.distributed.pipeline_parallel import PipelineStage
 

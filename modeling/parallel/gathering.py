@@ -25,6 +25,11 @@ logger = logging.getLogger("llamoe")
 _PATIENCE = 15.0
 
 
+def size_of(distributed_config: Any, name: str) -> int:
+    """A size of a model's sharing by processes; unset ones, and those of a model that is not shared, are 1."""
+    return getattr(distributed_config, f"{name}_size", None) or 1
+
+
 def is_sharded(tensors: Iterable[Any]) -> bool:
     """Whether any of these is a `DTensor`, whose shards several processes hold."""
     return any(isinstance(tensor, DTensor) for tensor in tensors)
@@ -45,7 +50,7 @@ def sharing_processes(model: PreTrainedModel, state_dict: dict[str, Any] | None)
         state_dict: the part of it to be written; None for all of it.
     """
     config = getattr(model.config, "distributed_config", None)
-    sizes = [getattr(config, f"{name}_size", None) or 1 for name in ("tp", "fsdp", "dp_replicate", "ep")]
+    sizes = [size_of(config, name) for name in ("tp", "fsdp", "dp_replicate", "ep")]
     if not dist.is_available() or not dist.is_initialized():
         return []
     # transformers has sharded the model: it waits for all processes even where nothing is left to gather.
@@ -59,7 +64,7 @@ def sharing_processes(model: PreTrainedModel, state_dict: dict[str, Any] | None)
 
 def refuse_stages(model: PreTrainedModel) -> None:
     """Raise a `ValueError` for a model in pipeline stages: each process has other layers."""
-    stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
+    stages = size_of(getattr(model.config, "distributed_config", None), "pp")
     if stages > 1:
         raise ValueError(
             f"save_pretrained: this {type(model).__name__} is in {stages} pipeline stages, and no process has all of "

@@ -585,7 +585,7 @@ def test_a_file_of_a_raised_rank_contradicts_its_config(raised_by, how, tmp_path
         prepare_model_for_compiled_hotswap(model, target_rank=5)
     expected, scaling = run(model, **DENSE.inputs()), 2.0 if raised_by == "target_rank" else 6 / 5
     model.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match=r"adapter_config\.json: it has 5/3 of the rank that r = 3"):
+    with pytest.raises(ValueError, match=r"adapter_config\.json.*: it has 5/3 of the rank that r = 3"):
         load(DENSE.make(), tmp_path / "adapter", how)
     # What it says works.
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
