@@ -99,11 +99,7 @@ class LlamoeProcessor(Llama4Processor):
                 with what it says, as status 400.
         """
         is_list = isinstance(conversation, (list, tuple))
-        if (
-            conversation is None
-            or is_list
-            and (not conversation or any(chat in ([], ()) for chat in conversation))
-        ):
+        if conversation in (None, [], ()) or is_list and any(chat in ([], ()) for chat in conversation):
             raise ValueError(
                 f"The conversation is {conversation!r}; expected one message or more: "
                 '[{"role": "user", "content": "..."}].'
@@ -192,11 +188,8 @@ class LlamoeProcessor(Llama4Processor):
                 )
             wrong = [row for row, count in enumerate(markers) if count != len(images[row])]
             row = wrong[0] if wrong else 0
-            what, found, given = (
-                f"Text {row} (of {len(markers)}, from 0) holds",
-                markers[row],
-                len(images[row]),
-            )
+            what = f"Text {row} (of {len(markers)}, from 0) holds"
+            found, given = markers[row], len(images[row])
         if found != given:
             raise ValueError(
                 f"{what} {found} image markers ({self.fake_image_token}), but {given} images were given. Write one "
