@@ -2,13 +2,12 @@
 
 import copy
 import json
-import math
 import re
 
 import pytest
 import torch
 from support.models import rounded_to_bfloat16
-from support.towers import check_close, max_abs
+from support.towers import check_close, max_abs, randomize
 from torch import nn
 from transformers import Llama4Config, Llama4ForConditionalGeneration, Llama4VisionConfig, Llama4VisionModel
 
@@ -31,26 +30,6 @@ SIZES = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
 }
 TILES = 5
-
-
-def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Fill weights so that no symmetry hides a swap: noise, plus a ramp along each axis, norms away from one.
-
-    Queries and keys are large, for attention far from uniform: else positions hardly matter.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            rows = torch.linspace(-1, 1, parameter.shape[0]).view(-1, *[1] * (parameter.dim() - 1))
-            ramp = rows + 0.5 * torch.linspace(-1, 1, parameter.shape[-1])
-            if parameter.dim() == 1:
-                centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-                parameter.copy_(centre + 0.2 * noise + 0.1 * rows)
-            else:
-                gain = 1.5 if "q_proj" in name or "k_proj" in name else 1.0
-                parameter.copy_(gain * (noise + 0.1 * ramp) / math.sqrt(parameter.shape[-1]))
-    return model.eval()
 
 
 def stock_tower(attn_implementation: str = "sdpa") -> Llama4VisionModel:

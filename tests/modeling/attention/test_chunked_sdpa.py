@@ -187,10 +187,25 @@ def test_random_passes_equal_eager(chunk):
 # Training
 
 
+@pytest.fixture
+def no_full_masks(monkeypatch):
+    """Gather rows of every size; masks of what continues them are in pieces."""
+    monkeypatch.setattr(forms, "LARGEST_FULL_MASK", 0)
+    monkeypatch.setattr(chunked_sdpa, "BLOCK", 32)
+
+
 @pytest.mark.parametrize(
-    ("kind", "checkpointing"), in_turn(["bare", "left", "right", "packed"], [None, True, False])
+    ("kind", "checkpointing", "is_folded"),
+    [
+        *in_turn(["bare", "left", "right", "packed"], [None, True, False], [False]),
+        ("left", None, True),
+        ("packed", None, True),
+    ],
 )
-def test_gradients_equal_eager(kind, checkpointing):
+def test_gradients_equal_eager(kind, checkpointing, is_folded, request):
+    """Also through full layers whose rows are folded."""
+    if is_folded:
+        request.getfixturevalue("no_full_masks")
     models = pair(num_hidden_layers=2, no_rope_layers=[1, 0])
     given = {"input_ids": tokens(3, 63), "use_cache": False, **ROWS[kind]}
     real = given.get("attention_mask", torch.ones(3, 63)).bool()
@@ -324,13 +339,6 @@ def test_folding_less_than_doubles_uneven_sequences():
 # Full layers
 
 
-@pytest.fixture
-def no_full_masks(monkeypatch):
-    """Gather rows of every size; masks of what continues them are in pieces."""
-    monkeypatch.setattr(forms, "LARGEST_FULL_MASK", 0)
-    monkeypatch.setattr(chunked_sdpa, "BLOCK", 32)
-
-
 @pytest.mark.parametrize(("kind", "cache"), in_turn(ROWS, [None, "windows", "static"]))
 def test_full_layers_fold_rows_too(models, no_full_masks, kind, cache):
     truth, model = models
@@ -369,17 +377,6 @@ def test_pieces_of_folded_full_layers_equal_eager(models, no_full_masks, cache, 
             begin = end
         results.append(torch.cat(parts, 1)[slice(None) if side == "none" else mask.bool()])
     assert max_abs(*results) < TOLERANCE * max(1, results[0].std())
-
-
-@pytest.mark.parametrize("kind", ["left", "packed"])
-def test_gradients_through_folded_full_layers_equal_eager(no_full_masks, kind):
-    models = pair(num_hidden_layers=2, no_rope_layers=[1, 0])
-    given = {"input_ids": tokens(3, 63), "use_cache": False, **ROWS[kind]}
-    real = given.get("attention_mask", torch.ones(3, 63)).bool()
-    for model in models:
-        main_output(model.train()(**given))[real].square().mean().backward()
-    for (name, given), expected in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
-        assert max_abs(given.grad, expected.grad) <= 1e-4 * expected.grad.abs().max(), name
 
 
 @pytest.mark.parametrize("kind", ["left", "packed", "static_left"])

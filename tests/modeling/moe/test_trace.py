@@ -17,25 +17,20 @@ def tokens(count, rows=1):
     return torch.randint(1, 101, (rows, count), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("experts_per_token", [1, 3])
-def test_llama4_choices_follow_the_logits(experts_per_token):
-    model = TEXT.make(num_experts_per_tok=experts_per_token).eval()
+@pytest.mark.parametrize(
+    ("case", "top_k"), [(TEXT, 1), (TEXT, 3), (MIXTRAL, 2)], ids=lambda it: getattr(it, "name", it)
+)
+def test_choices_and_scores_follow_the_logits(case, top_k):
+    model = case.make(num_experts_per_tok=top_k).eval()
     with torch.no_grad(), llamoe.trace_experts(model) as trace:
         output = model(tokens(17), output_router_logits=True)
-    values, chosen = torch.stack(output.router_logits).topk(experts_per_token)
+    logits = torch.stack(output.router_logits)
+    values, chosen = (logits.softmax(-1) if case is MIXTRAL else logits.sigmoid()).topk(top_k)
     assert trace.num_passes == 1
-    assert trace.experts().shape == (len(model.config.moe_layers), 17, experts_per_token)
+    assert trace.experts().shape == (len(logits), 17, top_k)
     assert torch.equal(trace.experts(), chosen)
-    assert torch.allclose(trace.scores(), values.sigmoid(), atol=1e-6)
-
-
-def test_mixtral_choices_follow_the_logits():
-    model = MIXTRAL.make().eval()
-    with torch.no_grad(), llamoe.trace_experts(model) as trace:
-        output = model(tokens(17), output_router_logits=True)
-    values, chosen = torch.stack(output.router_logits).softmax(-1).topk(model.config.num_experts_per_tok)
-    assert torch.equal(trace.experts(), chosen)
-    assert torch.allclose(trace.scores(), values / values.sum(-1, keepdim=True), atol=1e-6)
+    expected = values / values.sum(-1, keepdim=True) if case is MIXTRAL else values
+    assert torch.allclose(trace.scores(), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", [TEXT, MIXTRAL], ids=lambda case: case.name)
