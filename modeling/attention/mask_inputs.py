@@ -19,7 +19,6 @@ from ..kernels import is_readable, is_tracing
 from .cache import Keys, cached_length, keys_of
 from .implementation import implementation_on
 from .positions import (
-    cached_positions,
     is_real,
     left_padding,
     positions_from_lengths,
@@ -172,12 +171,31 @@ class MaskInputs:
 
     @fact
     def cached_positions(self) -> torch.Tensor:
-        """`[B, W]`: positions of cached tokens under a padding mask; raises what the function of this name does."""
+        """`[B, W]`: positions of cached tokens under a padding mask, counted back from each row's first new token.
+
+        Raises:
+            ValueError: padding stands behind cached tokens, and the first new token's position is not the number of
+                real tokens before it, as `generate` counts. Found where values are read.
+        """
         padding_mask, offset = self.padding_mask, self.query_offset
         column_B1 = self.is_real(self.query_index).int().argmax(1, keepdim=True)
         index_B1 = (column_B1 + offset).clamp(max=padding_mask.shape[1] - 1)
         position_B1 = self.position_ids.expand(self.batch_size, -1).gather(1, column_B1)
-        return cached_positions(padding_mask, index_B1, position_B1, offset, self.config.attention_chunk_size)
+        index_W, counts_BW = torch.arange(padding_mask.shape[1], device=self.device), padding_mask.cumsum(-1)
+        count_B1 = counts_BW.gather(1, index_B1)
+        is_interrupted = count_B1 + left_padding(padding_mask) <= index_B1
+        if self.reads_values or is_readable(padding_mask):
+            wrong = (
+                is_interrupted & padding_mask.gather(1, index_B1) & (position_B1 != count_B1 - 1)
+            ).nonzero()
+            if len(wrong):
+                row = int(wrong[0, 0])
+                raise ValueError(
+                    f"position_ids continue row {row}, which has padding behind cached tokens, at "
+                    f"{int(position_B1[row])}; expected: {int(count_B1[row]) - 1}, the number of real tokens before. "
+                    "Number them so, attention_mask.cumsum(-1) - 1, or give all tokens in one pass."
+                )
+        return torch.where(is_interrupted, counts_BW - count_B1, index_W - index_B1) + position_B1
 
     def positions_at(self, index: torch.Tensor) -> torch.Tensor:
         """`[B or 1, T]`: positions of the tokens at these indices `[T]` along the rows, cached or new."""
@@ -236,24 +254,20 @@ class MaskInputs:
         return cut_equal_rows(first, self.query_length, first_key, keys.length, *rule)
 
     def _check_window(self, rule: Rule) -> None:
-        """Refuse a window from which padding has displaced tokens of the first query's chunk; on the CPU only."""
+        """Refuse a window from which padding may have displaced tokens of the first query's chunk; on the CPU only."""
         padding_mask = self.padding_mask
         if padding_mask is None or self.past_key_values is None or not is_readable(padding_mask):
             return
         _, first_kept, ring = self.keys(rule)
         first_kept, begin = first_kept if ring is None else int(ring[ring >= 0].min()), int(self.query_offset)
-        if not 0 < first_kept <= padding_mask.shape[1] or begin >= padding_mask.shape[1]:
-            return
-        is_new = padding_mask[:, begin:]
-        first_new = is_new.int().argmax(1, keepdim=True) + begin
-        chunks = chunk_of(self.positions_at(torch.arange(padding_mask.shape[1])), rule.chunk_size)
-        chunks = chunks.expand(self.batch_size, -1)
-        lost = padding_mask[:, :first_kept] & (chunks[:, :first_kept] == chunks.gather(1, first_new))
-        if bool((lost & is_new.any(1, keepdim=True)).any()):
+        is_behind = (
+            (padding_mask.cumsum(-1) > 0) & ~padding_mask & padding_mask[:, begin:].any(1, keepdim=True)
+        )
+        if first_kept > 0 and bool(is_behind[:, first_kept:begin].any()):
             raise ValueError(
-                "past_key_values has forgotten tokens that are still needed: it keeps the last tokens of each chunked "
-                "layer, padding included, and a row has padding behind cached tokens. Use a cache that keeps every "
-                "token, DynamicCache() without a config."
+                "past_key_values has forgotten tokens that may still be needed: it keeps the last tokens of each "
+                "chunked layer, padding included, and a row has padding behind cached tokens. Use a cache that keeps "
+                "every token, DynamicCache() without a config."
             )
 
 
