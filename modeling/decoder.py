@@ -46,6 +46,7 @@ from .input_checks import (
     check_next_tokens,
     check_padding_id,
     check_tokens,
+    embed,
     leave_out_attentions,
 )
 from .kernels import FewRows, apply_head, begin_few_rows
@@ -178,7 +179,7 @@ class DecoderModel(LlamoePreTrainedModel):
         check_inputs(self.config, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values)
         past_key_values = cache_to_write(self, past_key_values)
         if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
+            inputs_embeds = embed(self.embed_tokens, input_ids)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
 

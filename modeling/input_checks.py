@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
 import torch
+from torch import nn
 from transformers import Cache, PreTrainedConfig
 from transformers.utils import is_torchdynamo_compiling, logging
 
@@ -45,14 +46,14 @@ def check_tokens(
     """Check token ids, or the embeddings given instead.
 
     Args:
-        input_ids: must be `[B, T]` integers from 0 to `vocab_size - 1`.
+        input_ids: must be `[B, T]` integers.
         inputs_embeds: must be `[B, T, hidden_size]`, floating.
 
     Returns:
         the one that is given.
 
     Raises:
-        ValueError: both or none are given, or one is not a tensor, or has the wrong shape, dtype or range.
+        ValueError: both or none are given, or one is not a tensor, or has the wrong shape or dtype.
     """
     check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds)
     if (input_ids is None) == (inputs_embeds is None):
@@ -68,14 +69,23 @@ def check_tokens(
         return inputs_embeds
     if input_ids.ndim != 2 or 0 in input_ids.shape or input_ids.dtype not in _INTEGERS:
         _fail("input_ids", input_ids, f"int64 or int32 of shape [batch, tokens], {sizes}")
-    if is_readable(input_ids):
-        lowest, highest = (value.item() for value in input_ids.aminmax())
-        if lowest < 0 or highest >= config.vocab_size:
-            raise ValueError(
-                f"input_ids contain {lowest if lowest < 0 else highest} where the model has "
-                f"vocab_size = {config.vocab_size}: use the tokenizer of this checkpoint."
-            )
     return cast(torch.Tensor, input_ids)
+
+
+def embed(embedding: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    """`embedding(input_ids)`, `[B, T, hidden_size]`.
+
+    Raises:
+        ValueError: a token for which there is no row (on the CPU; a GPU ends in an assertion of its kernel).
+    """
+    try:
+        return embedding(input_ids)
+    except IndexError as error:
+        lowest, highest = input_ids.min().item(), input_ids.max().item()
+        raise ValueError(
+            f"input_ids contain {lowest if lowest < 0 else highest} where the model has vocab_size = "
+            f"{len(embedding.weight)}: use the tokenizer of this checkpoint."
+        ) from error
 
 
 def check_inputs(

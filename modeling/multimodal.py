@@ -24,7 +24,7 @@ from .adapters import names_of_tiles
 from .base import LlamoePreTrainedModel
 from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
 from .generation import MultimodalGeneration, is_first_pass
-from .input_checks import check_inputs
+from .input_checks import check_inputs, embed
 from .vision import LlamoeVisionModel
 
 
@@ -171,7 +171,7 @@ class MultimodalModel(LlamoePreTrainedModel):
         if is_first_pass and not is_told and input_ids is not None and not is_torchdynamo_compiling():
             self._check_no_image_tokens(input_ids)
         if inputs_embeds is None:
-            inputs_embeds = self.language_model.get_input_embeddings()(input_ids)
+            inputs_embeds = embed(self.language_model.get_input_embeddings(), input_ids)
         if not has_images:
             return inputs_embeds, None
 

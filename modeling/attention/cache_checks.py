@@ -1,17 +1,19 @@
 """Refuse a KV cache that is not this model's, before anything is written to it.
 
-A cache is checked in full once; afterwards only what a pass can change.
+A step of one token checks only what a pass can change: rows, heads, and room in a cache of fixed length.
 """
 
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
-from transformers import Cache, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.utils import is_torchdynamo_compiling
 
 from ..kernels import is_readable
 from .visibility import RULES
+
+# By type of layer, the config's field that says how many of the last tokens its window must keep.
+_WINDOWS = {layer_type: name for layer_type, fields in RULES.items() for name in fields.values()}
 
 
 def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past_key_values: Any) -> None:
@@ -36,88 +38,55 @@ def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past
     if not layers:
         # Its layers are made in the first pass.
         return
+    if num_tokens > 1:
+        _check_layers(config, layers)
     keys = getattr(layers[0], "keys", None)
     # Empty and quantized layers have no such keys.
-    shape = keys.shape if isinstance(keys, torch.Tensor) and keys.ndim == 4 else None
-    sizes = (batch_size, shape and (shape[0], shape[1], shape[3]), *map(config.__dict__.get, _READ_OF_CONFIG))
-    checked = _CHECKED_CACHES.get(cache) if isinstance(cache, Cache) else None
-    # Lists of the same objects compare equal at once; a layer equals only itself.
-    if checked is None or checked[:2] != (sizes, layers):
-        _check_cache_layers(config, layers)
-        if shape is not None:
-            _check_cached_shape(config, shape, batch_size)
-        sizes = tuple(list(size) if isinstance(size, list) else size for size in sizes)
-        checked = (sizes, list(layers), _first_fixed(config, layers))
-        if isinstance(cache, Cache):
-            _CHECKED_CACHES[cache] = checked
-    layer = checked[2]
-    if layer is not None:
-        written = getattr(layer, "cumulative_length", 0)
-        is_known = not isinstance(written, torch.Tensor) or is_readable(written)
-        if is_known and int(written) + num_tokens > layer.max_cache_len:
-            raise ValueError(
-                f"past_key_values holds at most {layer.max_cache_len} tokens: {int(written)} are in it and "
-                f"{num_tokens} are new. Make it with a larger max_cache_len, or empty it with reset()."
-            )
+    if isinstance(keys, torch.Tensor) and keys.ndim == 4:
+        _check_shape(config, keys.shape, batch_size)
+    if getattr(cache, "is_compileable", False):
+        _check_room(config, layers, num_tokens)
 
 
-# What is known of valid caches, so that a decode step does not check many layers again: the sizes, the layers, and the
-# layer whose length limits the cache (None: all grow).
-_CHECKED_CACHES: WeakKeyDictionary[Cache, tuple[tuple, list, Any]] = WeakKeyDictionary()
-
-# By type of layer, the config's field that says how many of the last tokens its window must keep.
-_WINDOWS = {layer_type: name for layer_type, fields in RULES.items() for name in fields.values()}
-# Fields that the checks read, from the config's dict: its own attribute access takes several times as long.
-_READ_OF_CONFIG = ("num_hidden_layers", "num_key_value_heads", "head_dim", "layer_types", *_WINDOWS.values())
-
-
-def _first_fixed(config: PreTrainedConfig, layers: list[Any]) -> Any:
-    # Windows limit a cache only if all layers have them, and if they are too short to forget tokens.
-    wanted = max(getattr(config, name, None) or 0 for name in _WINDOWS.values())
-    windows = [layer for layer in layers if _is_static(layer, is_sliding=True)]
-    fixed = [layer for layer in layers if _is_static(layer, is_sliding=False)]
-    return next(iter(fixed or [layer for layer in windows if layer.max_cache_len < wanted]), None)
-
-
-def _check_cache_layers(config: PreTrainedConfig, layers: list[Any]) -> None:
+def _check_layers(config: PreTrainedConfig, layers: list[Any]) -> None:
     count = config.num_hidden_layers
     layer_types = getattr(config, "layer_types", None) or ["full_attention"] * count
     # While `generate(assistant_early_exit=...)` drafts, the config has fewer layers than the model and its lists.
     if len(layers) not in (count, len(layer_types)):
-        _fail_cache(f"has {len(layers)} layers", f"num_hidden_layers = {count}")
+        _fail(f"has {len(layers)} layers", f"num_hidden_layers = {count}")
     # In a static cache shorter than a window, windows are as short as the cache.
     whole = max((layer.max_cache_len for layer in layers if _is_static(layer, is_sliding=False)), default=0)
     slides = set()
     for index, (layer, layer_type) in enumerate(zip(layers, layer_types, strict=False)):
         is_sliding, kind = getattr(layer, "is_sliding", False), type(layer).__name__
         if not hasattr(layer, "update"):
-            _fail_cache(f"has a {kind} as layer {index}", "keys and values in every layer")
+            _fail(f"has a {kind} as layer {index}", "keys and values in every layer")
         if layer_type not in _WINDOWS:
             if is_sliding:
-                _fail_cache(f"forgets tokens in layer {index} ({kind})", "a full attention layer")
+                _fail(f"forgets tokens in layer {index} ({kind})", "a full attention layer")
             continue
         slides.add(is_sliding)
         if len(slides) > 1:
-            _fail_cache("slides in some chunked layers only", "layers of one kind for all of them")
+            _fail("slides in some chunked layers only", "layers of one kind for all of them")
         wanted = getattr(config, _WINDOWS[layer_type])
         kept = getattr(layer, "sliding_window", None)
         if kept is None and _is_static(layer, is_sliding=True) and layer.max_cache_len < whole:
             kept = layer.max_cache_len
         if kept is not None and kept < wanted:
-            _fail_cache(f"keeps {kept} tokens", f"{_WINDOWS[layer_type]} = {wanted}")
+            _fail(f"keeps {kept} tokens", f"{_WINDOWS[layer_type]} = {wanted}")
 
 
 def _is_static(layer: Any, is_sliding: bool) -> bool:
     return hasattr(layer, "max_cache_len") and getattr(layer, "is_sliding", False) == is_sliding
 
 
-def _check_cached_shape(config: PreTrainedConfig, shape: torch.Size, batch_size: int) -> None:
+def _check_shape(config: PreTrainedConfig, shape: torch.Size, batch_size: int) -> None:
     heads, head_dim = config.num_key_value_heads, config.head_dim
     if shape[1] != heads or shape[3] != head_dim:
         # With tensor parallelism each process holds some of the heads.
         is_parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
         if shape[3] != head_dim or not is_parallel or heads % shape[1] != 0:
-            _fail_cache(
+            _fail(
                 f"has {shape[1]} heads of size {shape[3]}",
                 f"num_key_value_heads = {heads} and head_dim = {head_dim}",
             )
@@ -128,7 +97,25 @@ def _check_cached_shape(config: PreTrainedConfig, shape: torch.Size, batch_size:
         )
 
 
-def _fail_cache(given: str, expected: str) -> NoReturn:
+def _check_room(config: PreTrainedConfig, layers: list[Any], num_tokens: int) -> None:
+    """Refuse more tokens than a layer of fixed length takes: one that keeps all, or a window too short to forget."""
+    wanted = max(getattr(config, name, None) or 0 for name in _WINDOWS.values())
+    fixed = [layer for layer in layers if hasattr(layer, "max_cache_len")]
+    windows = [layer for layer in fixed if getattr(layer, "is_sliding", False)]
+    limits = [layer for layer in fixed if layer not in windows]
+    limits = limits or [layer for layer in windows if layer.max_cache_len < wanted]
+    if not limits:
+        return
+    written = getattr(limits[0], "cumulative_length", 0)
+    is_known = not isinstance(written, torch.Tensor) or is_readable(written)
+    if is_known and int(written) + num_tokens > limits[0].max_cache_len:
+        raise ValueError(
+            f"past_key_values holds at most {limits[0].max_cache_len} tokens: {int(written)} are in it and "
+            f"{num_tokens} are new. Make it with a larger max_cache_len, or empty it with reset()."
+        )
+
+
+def _fail(given: str, expected: str) -> NoReturn:
     raise ValueError(
         f"past_key_values is a cache of another model: it {given}; expected: {expected}. Make it with "
         "DynamicCache(config=model.config)."

@@ -81,6 +81,11 @@ def compute_experts(
             f'experts_implementation="{_name(path)}" computes llamoe\'s own experts, not {type(experts).__name__}: '
             'choose "grouped_mm" or another of transformers\'.'
         )
+    if is_transformed():
+        raise ValueError(
+            f'experts_implementation="{_name(path)}" does not follow transforms of torch.func. Choose "eager", which '
+            'knows grad and jvp, or "batched_mm".'
+        )
     updates = experts.updates or {} if updates is None else updates
     is_adapted = len(updates) > 0  # torch 2.11's compiler knows a dict's length, and not its truth.
     stacks = experts.gate_up_proj, experts.down_proj
@@ -96,13 +101,6 @@ def compute_experts(
             path = choose_path(experts, num_rows, dtype, needs_gradient, is_adapted, has_kernel=False)
     elif reason := why_not(path, experts, num_rows, dtype, needs_gradient, is_adapted):
         raise ValueError(f'experts_implementation="{_name(path)}": {reason} Choose "{IMPLEMENTATION}".')
-    if path == "loop" and is_transformed():
-        others = "" if is_traced else '"eager", which knows grad and jvp, or '
-        raise ValueError(
-            f'experts_implementation="{_name(path)}": transforms of torch.func need torch\'s grouped product, but '
-            f"{why_not('grouped', experts, num_rows, dtype, needs_gradient) or 'the loop was asked for.'} "
-            f'Choose {others}"batched_mm".'
-        )
 
     x_TH = hidden_states.to(dtype)
     host_counts = path == "loop" and not (needs_gradient or is_traced)
@@ -188,14 +186,13 @@ def choose_path(
         is_adapted: whether adapters add to the products.
         has_kernel: whether the kernel for few rows may be taken.
     """
-    if _is_on_host(experts.down_proj) and not is_transformed():
+    if _is_on_host(experts.down_proj):
         if not needs_gradient and not _groups_are_faster(experts, num_rows, dtype):
             return "loop"
         if needs_gradient and (_is_cast(dtype) or _has_few_rows_each(experts, num_rows, dtype)):
             return "loop"
-    # An exported or traced program serves all numbers of rows. torch.func's transforms do not support the kernel.
-    serves_kernel = has_kernel and not (is_exported() or is_transformed())
-    if serves_kernel and num_rows <= few_rows_limit(experts.down_proj.device):
+    # An exported or traced program serves all numbers of rows.
+    if has_kernel and not is_exported() and num_rows <= few_rows_limit(experts.down_proj.device):
         if not why_not("kernel", experts, num_rows, dtype, needs_gradient, is_adapted):
             return "kernel"
     return "loop" if why_not("grouped", experts, num_rows, dtype, needs_gradient) else "grouped"

@@ -369,15 +369,6 @@ def test_nothing_is_checked_where_nothing_may_be(two_counts, launches):
     assert few_rows_check.kernel_is_right(*pair, may_check=False)
 
 
-@torch.no_grad()
-def test_transforms_of_torch_func_pass_the_kernel_by(on_a_gpu, launches):
-    experts = make_experts()
-    x, ids, weights = rows(experts, 4)
-    given = torch.func.vmap(lambda row: experts(row[None], ids[:1], weights[:1])[0])(x)
-    expected = by_hand(experts, x, ids[:1].expand(4, 1), weights[:1].expand(4, 1))
-    assert max_abs(given, expected) < 1e-5 and launches == []
-
-
 def test_generate_checks_before_it_compiles(on_a_gpu, launches):
     """Each step of the one graph then runs the kernel, two experts for each of two tokens."""
     case = next(case for case in MODELS if case.name == "LlamoeForCausalLM")

@@ -25,7 +25,6 @@ from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 import llamoe
 from llamoe.modeling._compat import CACHE
-from llamoe.modeling.attention import check_cache
 
 HEADS = [case for case in MODELS if case.is_head]  # the last two have chunks
 PROMPT, NEW = 29, 20  # over the chunk borders at 32 and 48
@@ -329,40 +328,6 @@ def test_static_windows_have_room_for_a_chunk(heads):
     past = StaticCache(config=model.config, max_cache_len=20)
     parts = [model(input_ids=piece, past_key_values=past).logits for piece in long.split([14, 1, 15], 1)]
     assert max_abs(torch.cat(parts, 1), model(input_ids=long).logits) < 2e-5
-
-
-CHANGES = {
-    "chunk": lambda config: setattr(config, "attention_chunk_size", 32),
-    "types": lambda config: setattr(config, "layer_types", ["full_attention"] * 5),
-    "type": lambda config: config.layer_types.__setitem__(1, "full_attention"),
-    "heads": lambda config: setattr(config, "num_key_value_heads", 3),
-    "head_dim": lambda config: setattr(config, "head_dim", 12),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_changed_configs_recheck_a_cache(name):
-    """Which cache fits is remembered, so that steps cost nothing; but configs are changed in place."""
-    config = text_config()
-    cache = filled(config)
-    check_cache(config, 1, 1, cache)
-    config.num_hidden_layers = 4  # as `generate` drafts with fewer layers
-    check_cache(config, 1, 1, cache)
-    config.num_hidden_layers = 5
-    check_cache(config, 1, 1, cache)
-    CHANGES[name](config)
-    with pytest.raises(ValueError, match="past_key_values"):
-        check_cache(config, 1, 1, cache)
-
-
-def test_replaced_layers_recheck_a_cache():
-    config = text_config()
-    cache, windows = filled(_without_chunks()), filled(config)
-    check_cache(config, 1, 1, cache)
-    full = config.layer_types.index("full_attention")
-    cache.layers[full] = windows.layers[0]
-    with pytest.raises(ValueError, match=f"past_key_values.*layer {full}"):
-        check_cache(config, 1, 1, cache)
 
 
 @torch.no_grad()
