@@ -1,4 +1,4 @@
-"""Weights in few bits: linear layers and routed experts whose matrices are packed.
+"""Quantized weights: linear layers and routed experts whose matrices are packed.
 
 Reading order: packed (what the modules have in common), experts and linear (the modules), loading (what files must have
 for them), quantizer (what transformers calls). For bitsandbytes: bnb_files (what folders hold), bnb_experts,
