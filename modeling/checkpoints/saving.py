@@ -1,4 +1,4 @@
-"""`save_pretrained` that writes a folder whole or not at all.
+"""`save_pretrained` that writes a folder whole or not at all: files get their names when all are written.
 
 transformers writes file by file into the folder. Cut off half-way, it leaves shards of the older and the newer model,
 which load together in silence. Here everything is written to a hidden folder inside the target, so on the same file

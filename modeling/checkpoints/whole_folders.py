@@ -1,4 +1,4 @@
-"""What all writers of folders share: one run a folder, signs that it is not whole, and names that reach the disk.
+"""What all writers of folders share: one run a folder, signs that it is not whole, and writing through to the disk.
 
 A run's lock is held on a small file in the folder, so that it works whatever path leads there, and the system releases
 it in whatever way the process ends. A file that a killed process left behind blocks nobody: only the lock counts, and

@@ -1,4 +1,4 @@
-"""What a CPU computes faster than torch's own call does, for any number of rows; and the guard of all CPU shortcuts.
+"""What a CPU computes faster than torch does, for any number of rows; and what keeps shortcuts out of training.
 
 `can_use_shortcut` is the guard: only in inference, without autocast, tracing, compilation, hooks on all modules or
 transforms. `decode` asks it once a pass of few rows. `LLAMOE_CPU_SHORTCUTS=0` in the environment, read when llamoe is
