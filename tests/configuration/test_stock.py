@@ -62,6 +62,8 @@ def warnings(caplog):
     """Log records of transformers and of this package."""
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
+    # A command that ran before in this process may have silenced it.
+    caplog.set_level(logging.WARNING, logger="transformers")
     caplog.set_level(logging.WARNING)
     yield caplog
     logger.removeHandler(caplog.handler)
