@@ -11,6 +11,7 @@ METHOD = "llamoe"
 FORMAT_VERSION = 1
 """Version of the layout of packed tensors in files. A newer one is refused."""
 WEIGHTS = ("int4", "int8")
+ACTIVATIONS = ("int8", "float")
 GROUP_SIZES = (32, 64, 128, 256)
 """Sizes of a group that torch's 4-bit kernel knows."""
 
@@ -28,6 +29,8 @@ class QuantizationConfig(QuantizationConfigMixin):
         linears: whether linear layers are quantized.
         search: whether scales are chosen that minimise the squared error; without, they span the largest weights. Only
             quantizing knows it, not a stored folder.
+        activations: what llamoe's kernels for CPUs do to rows: "int8" quantizes them to 8 bits, with a scale for each
+            32 inputs, which is up to twice as fast; "float" leaves them as they are, and so does training.
         modules_to_not_convert: names of more modules that stay in 16 bit, or the ends of their names, or None.
         format_version: version of the layout in files.
     """
@@ -41,6 +44,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         search: bool = True,
         modules_to_not_convert: list[str] | None = None,
         format_version: int = FORMAT_VERSION,
+        activations: str = ACTIVATIONS[0],
         **kwargs: Any,
     ):
         # transformers' own methods are an enumeration, others are texts.
@@ -52,10 +56,18 @@ class QuantizationConfig(QuantizationConfigMixin):
         self.search = search
         self.modules_to_not_convert = modules_to_not_convert
         self.format_version = format_version
+        self.activations = activations
         # `quant_method` is what transformers writes beside our fields.
         if kwargs.pop("quant_method", METHOD) != METHOD:
             raise ConfigurationError(f"QuantizationConfig is for quant_method={METHOD!r} alone.")
         self._check(kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields; the default of `activations`, which says nothing of files, is left out for earlier versions."""
+        fields = super().to_dict()
+        if fields.get("activations") == ACTIVATIONS[0]:
+            del fields["activations"]
+        return fields
 
     def _check(self, unknown: dict[str, Any]) -> None:
         version = self.format_version
@@ -67,10 +79,14 @@ class QuantizationConfig(QuantizationConfigMixin):
         if unknown:
             raise ConfigurationError(
                 f"QuantizationConfig has no {', '.join(sorted(unknown))}: it knows weights, group_size, experts, "
-                "linears, search and modules_to_not_convert."
+                "linears, search, activations and modules_to_not_convert."
             )
         if self.weights not in WEIGHTS:
             raise ConfigurationError(f"weights={self.weights!r}: choose {' or '.join(map(repr, WEIGHTS))}.")
+        if self.activations not in ACTIVATIONS:
+            raise ConfigurationError(
+                f"activations={self.activations!r}: choose {' or '.join(map(repr, ACTIVATIONS))}."
+            )
         size = self.group_size
         if self.weights == "int4" and not (type(size) is int and size in GROUP_SIZES):
             raise ConfigurationError(

@@ -29,7 +29,6 @@ from llamoe.modeling.kernels import (
     SHORTCUTS_ARE_ON,
     few_rows_limit,
     find_difference,
-    int4_library,
     why_no_cpp_kernels,
 )
 from llamoe.modeling.moe import IMPLEMENTATION, choose_path, why_not
@@ -265,8 +264,7 @@ def _few_bits(name: str, is_cpu: bool) -> Iterator[Step]:
     elif (absence := why_no_cpp_kernels()) is None:
         yield Step(name, "int4 and int8", _CPP)
     else:
-        by_torch = Step(name, "int4", "torch's kernel" if torchs_block() else unpacked, *absence)
-        yield by_torch if int4_library() is None else Step(name, "int4", f"{_CPP}, for AVX2")
+        yield Step(name, "int4", "torch's kernel" if torchs_block() else unpacked, *absence)
         yield Step(name, "int8", "torch's kernel", *absence)
     served_by = "bitsandbytes" if is_bitsandbytes_available() else "nothing: it is not installed"
     yield Step(name, "bitsandbytes' 4 and 8 bits", served_by)

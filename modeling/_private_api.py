@@ -9,7 +9,7 @@ import logging
 import os
 import pickle
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -241,15 +241,21 @@ def choose_processor(stock_class: type, choose: Callable[..., type | None]) -> N
     stock_class.from_pretrained = classmethod(from_pretrained)
 
 
-def compile_cpp(source: str) -> Any:
-    """A loaded library of `extern "C"` functions: compiled by the C++ backend of `torch.compile`, and kept on disk."""
+def compile_cpp(source: str, flags: Sequence[str]) -> Any:
+    """A loaded library of `extern "C"` functions: compiled by the C++ backend of `torch.compile`, and kept on disk.
+
+    The flags follow those of the backend, and are part of the key under which the library is kept.
+    """
     # It says at its import that a CUDA toolkit is there without a GPU, which is no matter of this CPU.
     chatty = logging.getLogger("torch.utils.cpp_extension")
     level = chatty.level
     chatty.setLevel(logging.ERROR)
     try:
+        from torch._inductor import config
         from torch._inductor.codecache import CppCodeCache
 
-        return CppCodeCache.load(source)
+        # Otherwise flags of the widest vectors would follow ours.
+        with config.patch({"cpp.simdlen": 1}):
+            return CppCodeCache.load(source, extra_flags=flags)
     finally:
         chatty.setLevel(level)

@@ -258,6 +258,7 @@ def _part(tensors: Mapping[str, LazyTensor], key: str, weight: PackedWeight, pla
     part, (shape, dtype) = tensors[key], weight.parts[key]
     if (part.shape, part.dtype) != (shape, dtype):
         raise CheckpointError(
-            f"{part.origin}: is {part.described}, but {weight.form.key} stores it as {dtype_name(dtype)} {list(shape)}."
+            f"{part.origin}: is {part.described}, but {weight.form.exact.key} stores it as {dtype_name(dtype)} "
+            f"{list(shape)}."
         )
     return part

@@ -33,8 +33,11 @@ class Format(ABC):
     """Dtype of the products."""
     is_packed: ClassVar[bool] = True
     """Whether the first part holds codes, which only this format's products read, and not numbers."""
-    kernel_max_rows: ClassVar[int] = 0
-    """Up to this many rows a kernel, which unpacks for each few rows, is faster than unpacking once."""
+
+    @property
+    def kernel_max_rows(self) -> int:
+        """Up to this many rows a compiled kernel is faster than unpacking once."""
+        return 0
 
     @property
     def alignment(self) -> int:
@@ -45,6 +48,11 @@ class Format(ABC):
     @abstractmethod
     def key(self) -> str:
         """Text from which `format_of` makes this format again: operators take no objects."""
+
+    @property
+    def exact(self) -> "Format":
+        """The format whose products do not round rows: what training takes."""
+        return self
 
     @abstractmethod
     def refusal(self, sizes: Sizes) -> str | None:

@@ -4,18 +4,20 @@ Shapes: O outputs, I inputs, P inputs with padding, N rows.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional as F
 
 from ..kernels import (
     BLOCK_WEIGHTS,
-    INT4_MAX_ROWS,
+    FEW_BITS_FLOAT_MAX_ROWS,
     INT4_TORCH_MAX_ROWS,
     Matrix,
     cpp_products,
+    cpp_unpack,
     needs_float32,
+    rows_in_bytes,
 )
 from .format import CHUNK, MAKERS, Format, Parts, Sizes
 from .int4_layout import (
@@ -46,17 +48,26 @@ class Int4(Format):
     Attributes:
         group_size: inputs that share a scale.
         search: whether scales minimise the squared error.
+        in_bytes: whether the kernels of a CPU quantize rows to 8 bits.
     """
 
     group_size: int
     search: bool = True
+    in_bytes: bool = False
     suffixes = ("", "_scale")
     compute_dtype = torch.bfloat16
-    kernel_max_rows = INT4_MAX_ROWS
+
+    @property
+    def kernel_max_rows(self) -> int:
+        return rows_in_bytes() if self.in_bytes else FEW_BITS_FLOAT_MAX_ROWS
 
     @property
     def key(self) -> str:
-        return f"int4:{self.group_size}"
+        return f"int4:{self.group_size}{self.in_bytes * ':bytes'}"
+
+    @property
+    def exact(self) -> Format:
+        return replace(self, in_bytes=False)
 
     def refusal(self, sizes: Sizes) -> str | None:
         num_out, num_in = sizes
@@ -112,7 +123,7 @@ class Int4(Format):
         return pieces(len(packed), packed.shape[1] * 2, most)
 
     def for_kernel(self, parts: Parts) -> Matrix | None:
-        return Matrix(4, self.group_size, *parts) if parts[0].is_cpu else None
+        return Matrix(4, self.group_size, *parts, in_bytes=self.in_bytes) if parts[0].is_cpu else None
 
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         packed, scales = parts
@@ -125,7 +136,9 @@ class Int4(Format):
         if packed.is_cpu and len(x_NI) <= INT4_TORCH_MAX_ROWS.get(torchs_block() or 0, 0):
             return self._multiply_by_torch(x_NI.contiguous(), packed, scales)
         if not needs_float32(x_NI):
-            return x_NI @ self._input_first(parts, x_NI.dtype)
+            weight_PO = x_NI.new_empty(packed.shape[1] * 2, len(packed))
+            is_written = cpp_unpack(Matrix(4, self.group_size, packed, scales), weight_PO)
+            return x_NI @ (weight_PO if is_written else self._input_first(parts, x_NI.dtype))
         y_NO = x_NI.new_empty(len(x_NI), len(packed), dtype=torch.float32)
         for some, weight_PO in self._in_float32(parts):
             torch.mm(x_NI.float(), weight_PO, out=y_NO[:, some])
@@ -156,7 +169,8 @@ class Int4(Format):
             size = packed.shape[1] * 2 * (some.stop - some.start)
             memory = memory if memory.numel() >= size else torch.empty(size)
             weight_PO = memory[:size].view(packed.shape[1] * 2, -1)
-            unpack(packed[some], scales[:, some], weight_PO)
+            if not cpp_unpack(Matrix(4, self.group_size, packed[some], scales[:, some]), weight_PO):
+                unpack(packed[some], scales[:, some], weight_PO)
             yield some, weight_PO
 
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
@@ -168,4 +182,4 @@ class Int4(Format):
         return y_NP[:, : sizes[1]].to(x_NO.dtype)
 
 
-MAKERS["int4"] = lambda size: Int4(int(size))
+MAKERS["int4"] = lambda size, *rows: Int4(int(size), in_bytes=bool(rows))

@@ -3,11 +3,19 @@
 Shapes: O outputs, I inputs, N rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from ..kernels import INT8_MAX_ROWS, Matrix, blocks_in_float32, cpp_products, needs_float32
+from ..kernels import (
+    FEW_BITS_FLOAT_MAX_ROWS,
+    INT8_TORCH_MAX_ROWS,
+    Matrix,
+    blocks_in_float32,
+    cpp_products,
+    needs_float32,
+    rows_in_bytes,
+)
 from .format import CHUNK, MAKERS, Format, Parts, Sizes
 from .int4_layout import ROWS_MULTIPLE
 from .scales import symmetric
@@ -21,18 +29,27 @@ class Int8(Format):
 
     Attributes:
         search: whether scales minimise the squared error.
+        in_bytes: whether the kernels of a CPU quantize rows to 8 bits.
     """
 
     search: bool = True
+    in_bytes: bool = False
     suffixes = ("", "_scale")
     compute_dtype = torch.bfloat16
-    kernel_max_rows = INT8_MAX_ROWS
     # Rows and codes begin at multiples of it: torch's kernel does not check that, and ends the process elsewhere.
     alignment = 32
 
     @property
+    def kernel_max_rows(self) -> int:
+        return rows_in_bytes() if self.in_bytes else FEW_BITS_FLOAT_MAX_ROWS
+
+    @property
     def key(self) -> str:
-        return "int8"
+        return f"int8{self.in_bytes * ':bytes'}"
+
+    @property
+    def exact(self) -> Format:
+        return replace(self, in_bytes=False)
 
     def refusal(self, sizes: Sizes) -> str | None:
         if sizes[1] % ROWS_MULTIPLE:
@@ -59,7 +76,7 @@ class Int8(Format):
         return codes.to(dtype).mul_(scales.to(dtype)[:, None])
 
     def for_kernel(self, parts: Parts) -> Matrix | None:
-        return Matrix(8, 0, *parts) if parts[0].is_cpu else None
+        return Matrix(8, 0, *parts, in_bytes=self.in_bytes) if parts[0].is_cpu else None
 
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         codes, scales = parts
@@ -67,7 +84,7 @@ class Int8(Format):
             y_NO = cpp_products(x_NI, [self.for_kernel(parts)])
             if y_NO is not None:
                 return y_NO
-        if len(x_NI) <= self.kernel_max_rows and codes.is_cpu and codes.data_ptr() % self.alignment == 0:
+        if len(x_NI) <= INT8_TORCH_MAX_ROWS and codes.is_cpu and codes.data_ptr() % self.alignment == 0:
             x_NI = x_NI.contiguous()
             if x_NI.data_ptr() % self.alignment:
                 x_NI = x_NI.clone()
@@ -89,4 +106,4 @@ class Int8(Format):
         return y_NI.to(x_NO.dtype)
 
 
-MAKERS["int8"] = Int8
+MAKERS["int8"] = lambda *rows: Int8(in_bytes=bool(rows))

@@ -8,7 +8,7 @@ one door to decoding on a CPU), few_rows_triton, few_rows (a GPU kernel for few 
 long to import; the others import it only when a kernel is about to run.
 """
 
-from .cpp_kernels import Matrix, cpp_products, int4_library, plain_matrix, why_no_cpp_kernels
+from .cpp_kernels import Matrix, cpp_products, cpp_unpack, plain_matrix, why_no_cpp_kernels
 from .cpp_layer import cpp_feed_forward, has_feed_forward
 from .cpu import (
     SHORTCUTS_ARE_ON,
@@ -23,14 +23,21 @@ from .cpu import (
 from .decode import FewRows, apply_head, begin_few_rows, computes
 from .few_rows import few_rows_experts, few_rows_fits, few_rows_limit
 from .few_rows_check import find_difference, kernel_is_right
-from .float32_blocks import BLOCK_WEIGHTS, blocks_in_float32, in_float32, needs_float32, rows_of_torch
+from .float32_blocks import (
+    BLOCK_WEIGHTS,
+    blocks_in_float32,
+    in_float32,
+    needs_float32,
+    rows_in_bytes,
+    rows_of_torch,
+)
 from .limits import (
     CPP_PLAIN_MAX_ROWS,
     CPU_LOOP_MAX_ROWS_PER_EXPERT,
     CPU_UNSORTED_MAX_ROWS,
-    INT4_MAX_ROWS,
+    FEW_BITS_FLOAT_MAX_ROWS,
     INT4_TORCH_MAX_ROWS,
-    INT8_MAX_ROWS,
+    INT8_TORCH_MAX_ROWS,
     PEFT_ORDER_MAX_ROWS,
     TRITON_MAX_ROWS,
 )

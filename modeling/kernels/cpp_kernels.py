@@ -5,9 +5,10 @@ speed, in float32 and bfloat16 as in 4 and 8 bits, and those of 4 and 8 bits are
 many rows. The kernels in cpp/ read memory at its full speed. A step is then so short that calls between products count:
 the feed-forward and the norms have kernels, too.
 
-They are compiled by the C++ backend of `torch.compile`, which keeps the result on disk: four seconds once. They need
-AVX-512 for bfloat16; for 4 bits there is one for AVX2, too, for any number of rows. Without a compiler, on other
-processors, or with `LLAMOE_CPP_KERNELS=0` in the environment, torch's kernels are used.
+They are compiled by the C++ backend of `torch.compile`, which keeps the result on disk: five seconds once. One source
+serves every processor with AVX2, AVX-512 or NEON, by the vectors of GCC and Clang; only products of bytes are written
+for each (`cpp/bytes_*.h`). Without a compiler, on other processors, or with `LLAMOE_CPP_KERNELS=0` in the environment,
+torch's kernels are used.
 
 Shapes: N rows, I inputs, O outputs, H hidden size, F intermediate size.
 """
@@ -15,8 +16,11 @@ Shapes: N rows, I inputs, O outputs, H hidden size, F intermediate size.
 import ctypes
 import logging
 import os
+import platform
 import re
-from collections.abc import Callable, Sequence
+import sys
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,25 +33,23 @@ logger = logging.getLogger("llamoe")
 
 _SOURCES = Path(__file__).parent / "cpp"
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-# fmt: off
+_ROWS = [_SIZE, _POINTER, _POINTER, _FLOAT, _POINTER]
 _ARGUMENTS = {
-    "products": [_POINTER] * 2 + [_SIZE] * 4 + [_INT, _SIZE] + [_POINTER, _POINTER, _SIZE] * 3,
-    "feed_forward": [_POINTER] * 2 + [_SIZE] * 2 + [_INT] + [_SIZE] * 5 + [_INT] + [_POINTER] * 6,
-    "project": [_SIZE] + [_POINTER] * 2 + [_FLOAT, _POINTER] + [_SIZE] * 3 + [_INT]
-    + [_POINTER, _POINTER, _SIZE] * 3 + [_SIZE] + [_POINTER] * 2 + [_SIZE, _INT, _FLOAT, _FLOAT],
-    "attend_and_project": [_SIZE] + [_POINTER] + ([_POINTER] + [_SIZE] * 2) * 2 + [_SIZE] * 4 + [_FLOAT]
-    + [_SIZE] * 2 + [_INT] + [_POINTER] * 2 + [_SIZE] + [_POINTER] * 2,
-    "normalized_feed_forward": [_SIZE] + [_POINTER] * 2 + [_FLOAT, _POINTER] + [_SIZE] * 6 + [_INT] + [_POINTER] * 6,
-    "rms_norm": [_SIZE] + [_POINTER] * 3 + [_SIZE] * 2 + [_FLOAT],
+    "products": [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _INT],
+    "unpack": [_POINTER, _SIZE, _POINTER, _SIZE, _INT],
+    "feed_forward": [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _INT],
+    "project": [*_ROWS, _POINTER, _INT, _SIZE, _POINTER, _POINTER, _INT, _FLOAT, _FLOAT],
+    "attend_and_project": [_SIZE, _POINTER, *([_POINTER, _SIZE, _SIZE] * 2), *[_SIZE] * 3, _FLOAT]
+    + [_POINTER, _INT, _POINTER, _POINTER],
+    "normalized_feed_forward": [*_ROWS, _SIZE, _POINTER, _SIZE, _INT],
+    "rms_norm": [_SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _FLOAT],
 }
-# fmt: on
 # Outputs of a 4-bit matrix are computed as many at a time.
 BLOCK = 64
 BITS = {torch.bfloat16: 16, torch.float32: 32}
 
-# The compiled kernels: False before the first use, None where there are none. And that of 4 bits for AVX2.
+# The compiled kernels: False before the first use, None where there are none.
 _library: Any = False
-_int4_library: Any = False
 # Why there are none, and what would help.
 _why_none = ("", "")
 # Why they could not be made, until that is told.
@@ -65,6 +67,7 @@ class Matrix(NamedTuple):
         scales: bfloat16. 4 bits: `[I / group_size, O, 2]`, scale, and the value of code 8. 8 bits: `[O]`. None for
             others.
         is_input_first: only for 16 and 32 bits.
+        in_bytes: for 4 and 8 bits: whether rows are quantized to 8 bits, a scale for each 32 inputs.
     """
 
     bits: int
@@ -72,6 +75,7 @@ class Matrix(NamedTuple):
     codes: torch.Tensor
     scales: torch.Tensor | None
     is_input_first: bool = False
+    in_bytes: bool = False
 
     @property
     def inputs(self) -> int:
@@ -105,14 +109,6 @@ def library() -> Any:
     return _library
 
 
-def int4_library() -> Any:
-    """The compiled `products` of 4 bits, for AVX-512 or AVX2, or None. The first call compiles them."""
-    global _int4_library
-    if _int4_library is False:
-        _int4_library = library() or _compile_for_avx2()
-    return _int4_library
-
-
 def why_no_cpp_kernels() -> tuple[str, str] | None:
     """Why there are no compiled kernels, and what would help, or ""; None where there are.
 
@@ -126,32 +122,15 @@ def _compile() -> Any:
     if os.environ.get("LLAMOE_CPP_KERNELS", "1") == "0":
         _why_none = ("LLAMOE_CPP_KERNELS=0 turns them off", "unset LLAMOE_CPP_KERNELS")
         return None
-    capability = torch.backends.cpu.get_cpu_capability()
-    _why_none = (f"they need AVX-512 for bfloat16, and torch computes with {capability} here", "")
-    if capability != "AVX512" or not torch.cpu.get_capabilities().get("avx512_bf16"):
+    flags = flags_of_processor()
+    if isinstance(flags, str):
+        _why_none = (flags, "")
         return None
-    return _compiled("kernels.cpp", _ARGUMENTS, _agrees)
-
-
-def _compile_for_avx2() -> Any:
-    is_off = os.environ.get("LLAMOE_CPP_KERNELS", "1") == "0"
-    if is_off or torch.backends.cpu.get_cpu_capability() != "AVX2":
-        return None
-    return _compiled("int4_avx2.cpp", {"products": _ARGUMENTS["products"]}, _agrees_on_int4)
-
-
-def _compiled(source: str, arguments: dict[str, list[Any]], agrees: Callable[[Any], bool]) -> Any:
-    global _why_none
     try:
         with log_if_slow("llamoe: compiling kernels for this processor, once"):
-            found = compile_cpp(_source(source))
-        if not found.is_supported():
-            return None
-        for name, types in arguments.items():
-            getattr(found, name).argtypes = types
-            getattr(found, name).restype = None
+            found = compiled(flags)
         with torch.device("cpu"), torch.no_grad():
-            if not agrees(found):
+            if not _agrees(found):
                 raise RuntimeError("their results are wrong on this machine")
     except Exception as error:
         # Compilers fail in many ways, and torch's kernels do the same.
@@ -159,6 +138,34 @@ def _compiled(source: str, arguments: dict[str, list[Any]], agrees: Callable[[An
         _why_none = (" ".join(str(error).split()), remedy)
         _reasons.append(str(error))
         return None
+    return found
+
+
+def flags_of_processor() -> list[str] | str:
+    """What a compiler is told beside "for this processor"; a reason, where there are no kernels for it.
+
+    The flags are part of the key under which a compiled file is kept. They name the processor's instructions, so that
+    another one finds files of its own in the same folder.
+    """
+    if sys.platform == "win32":
+        return "they need GCC or Clang, and torch compiles with MSVC here"
+    can = sorted(name for name, value in torch.cpu.get_capabilities().items() if value is True)
+    flags = [f"-DINSTRUCTIONS={zlib.crc32(' '.join(can).encode())}"]
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return flags
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in ("AVX2", "AVX512"):
+        return f"they need AVX2, AVX-512 or NEON, and torch computes with {capability} here"
+    return flags if capability == "AVX512" else [*flags, "-mno-avx512f"]
+
+
+def compiled(flags: Sequence[str]) -> Any:
+    """The kernels, compiled with these flags."""
+    # torch forbids to fuse products and sums.
+    found = compile_cpp(_source("kernels.cpp"), [*flags, "-ffp-contract=fast"])
+    for name, types in _ARGUMENTS.items():
+        getattr(found, name).argtypes = types
+        getattr(found, name).restype = None
     return found
 
 
@@ -173,54 +180,92 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((found.float() - expected.float()).abs().max() <= 0.01 * expected.abs().max())
 
 
-def _agrees_on_int4(found: Any) -> bool:
-    """Whether products of 4 bits agree with plain operations, for numbers of rows that run each of their forms."""
-    generator = torch.Generator().manual_seed(0)
-    num_out, num_in, group_size = 128, 192, 64
-    codes = torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8, generator=generator)
-    low, high = codes.view(-1, 2, BLOCK // 2, num_in).unbind(1)
-    packed = (low | high << 4).mT.reshape(num_out, num_in // 2)
-    scales = torch.randn(num_in // group_size, num_out, 2, generator=generator).bfloat16()
-    scale, offset = scales.float().repeat_interleave(group_size, 0).unbind(2)
-    weight_IO = (codes.T.float() - 8) * scale + offset
-    rows = [torch.randn(num_rows, num_in, generator=generator).bfloat16() for num_rows in (1, 7)]
-    matrix = Matrix(4, group_size, packed, scales)
-    return all(_is_close(multiply(x, prepare([matrix], found)), x.float() @ weight_IO) for x in rows)
-
-
 def _agrees(found: Any) -> bool:
     """Whether the kernels agree with plain operations, for numbers of rows that run each of their forms."""
     generator = torch.Generator().manual_seed(0)
-    num_out, num_in = 127, 192
+    num_out, num_in, group_size = 128, 192, 64
     codes = torch.randint(-127, 128, (num_out, num_in), dtype=torch.int8, generator=generator)
     scales = torch.rand(num_out, generator=generator).bfloat16()
+    small = torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8, generator=generator)
+    low, high = small.view(-1, 2, BLOCK // 2, num_in).unbind(1)
+    packed = (low | high << 4).mT.reshape(num_out, num_in // 2)
+    scales_of_groups = torch.randn(num_in // group_size, num_out, 2, generator=generator).bfloat16()
+    scale, offset = scales_of_groups.float().repeat_interleave(group_size, 0).unbind(2)
+    int4_IO = (small.T.float() - 8) * scale + offset
+    int8_IO = codes.T.float() * scales.float()
     for num_rows in (1, 7):
         x = torch.randn(num_rows, num_in, generator=generator).bfloat16()
-        expected = (x.float() @ codes.float().T) * scales.float()
-        if not _is_close(multiply(x, prepare([Matrix(8, 0, codes, scales)], found)), expected):
-            return False
+        for in_bytes in (False, True):
+            expected = _as_bytes(x.float()) if in_bytes else x.float()
+            for matrix, weight_IO in (
+                (Matrix(4, group_size, packed, scales_of_groups, in_bytes=in_bytes), int4_IO),
+                (Matrix(8, 0, codes, scales, in_bytes=in_bytes), int8_IO),
+            ):
+                if not _is_close(multiply(x, prepare([matrix], found)), expected @ weight_IO):
+                    return False
         for dtype in (torch.float32, torch.bfloat16):
             x, weight = x.to(dtype), codes.to(dtype)
             # Also where rows begin within a cache line.
             for rows in (weight, weight.flatten()[2 : 2 - num_in].view(-1, num_in)):
-                if not _is_close(
-                    multiply(x, prepare([Matrix(BITS[dtype], 0, rows, None)], found)), x @ rows.T
-                ):
+                products = prepare([Matrix(BITS[dtype], 0, rows, None)], found)
+                if not _is_close(multiply(x, products), x @ rows.T):
                     return False
-    return _agrees_on_int4(found)
+    return True
+
+
+def _as_bytes(x_NI: torch.Tensor) -> torch.Tensor:
+    """What rows are multiplied as where they are quantized."""
+    parts = x_NI.unflatten(1, (-1, 32))
+    scales = parts.abs().amax(2, keepdim=True) / 127
+    return ((parts / scales).round() * scales).flatten(1)
+
+
+class _Placed(ctypes.Structure):
+    """A matrix as the kernels know it, by its addresses, which are right as long as its tensors are there."""
+
+    _fields_ = (
+        *(("bits", _SIZE), ("codes", _POINTER), ("scales", _POINTER)),
+        *((name, _SIZE) for name in ("inputs", "outputs", "group_size", "stride", "in_bytes")),
+    )
+
+
+def place(matrices: Sequence[Matrix]) -> Any:
+    """What the kernels are told of matrices."""
+    placed = (_Placed * len(matrices))()
+    for at, matrix in zip(placed, matrices, strict=True):
+        bits, group_size, codes, scales, is_input_first, in_bytes = matrix
+        outputs = matrix.outputs
+        at.bits, at.codes, at.scales = bits, codes.data_ptr(), None if scales is None else scales.data_ptr()
+        at.inputs, at.outputs, at.group_size, at.in_bytes = matrix.inputs, outputs, group_size, in_bytes
+        if bits == 4:
+            at.stride = scales.stride(0) // 2
+        else:
+            at.stride = outputs if is_input_first else 0
+    return placed
 
 
 class Products(NamedTuple):
-    """Up to three matrices of one format by their addresses, which are right as long as the tensors are there."""
+    """Up to three matrices of one format by their addresses."""
 
     library: Any
-    bits: int
     inputs: int
-    group_size: int
     sizes: list[int]
     """Outputs of each matrix."""
-    placed: list[Any]
-    """Of three matrices, or nothing: addresses of codes and scales, and outputs."""
+    placed: Any
+
+
+def are_alike(matrices: Sequence[Matrix | None]) -> bool:
+    """Whether one call multiplies by all of them: one format, and whole blocks of outputs where they have any."""
+    first = matrices[0]
+    if first is None:
+        return False
+    form = first.bits, first.group_size, first.is_input_first, first.in_bytes
+    return all(
+        each is not None
+        and (each.bits, each.group_size, each.is_input_first, each.in_bytes) == form
+        and not (each.bits == 4 and each.outputs % BLOCK)
+        for each in matrices
+    )
 
 
 def prepare(matrices: Sequence[Matrix | None], found: Any = None) -> Products | None:
@@ -232,37 +277,42 @@ def prepare(matrices: Sequence[Matrix | None], found: Any = None) -> Products | 
         matrices: of the same inputs; output-first.
         found: the kernels; default: those of this processor.
     """
-    first, placed, sizes = matrices[0], [], []
-    for each in matrices:
-        if each is None or first is None or each[:2] != first[:2] or each.inputs != first.inputs:
-            return None
-        sizes.append(each.outputs)
-        placed += (*pointers(each), each.outputs)
-    assert first is not None
-    bits, group_size, *_ = first
-    # Outputs of 4 bits are computed in whole blocks.
-    if bits == 4 and any(size % BLOCK for size in sizes):
+    if not are_alike(matrices) or len({each.inputs for each in matrices}) > 1:
         return None
-    found = found or library() or (int4_library() if bits == 4 else None)
-    if _reasons and bits <= 8:
+    found = found or library()
+    if _reasons and matrices[0].bits <= 8:
         logger.warning(
             "Kernels of quantized weights on a CPU were not compiled; torch's slower ones are used: %s",
             _reasons.pop(),
         )
-    placed += (None, None, 0) * (3 - len(matrices))
-    return None if found is None else Products(found, bits, first.inputs, group_size, sizes, placed)
+    if found is None:
+        return None
+    return Products(found, matrices[0].inputs, [each.outputs for each in matrices], place(matrices))
 
 
 def multiply(x: torch.Tensor, products: Products) -> torch.Tensor:
     """Rows times the transposes of matrices, `[N, O]`, their outputs side by side."""
-    found, bits, num_in, group_size, sizes, placed = products
-    num_rows, threads = x.numel() // num_in, torch.get_num_threads()
+    found, num_in, sizes, placed = products
+    num_rows = x.numel() // num_in
     y = x.new_empty(num_rows, sum(sizes))
     x = x.contiguous()
-    found.products(
-        x.data_ptr(), y.data_ptr(), num_rows, bits, num_in, group_size, threads, len(sizes), *placed
-    )
+    found.products(x.data_ptr(), y.data_ptr(), num_rows, placed, len(sizes), torch.get_num_threads())
     return y
+
+
+def cpp_unpack(matrix: Matrix, out_IO: torch.Tensor) -> bool:
+    """Write what codes of 4 bits mean into `[I, O]`, whose rows may lie apart; False where there is no kernel.
+
+    Args:
+        matrix: of whole blocks; its scales may be those of some outputs of a larger one.
+        out_IO: float32 or bfloat16.
+    """
+    found = library() if matrix.codes.is_cpu and matrix.outputs % BLOCK == 0 else None
+    if found is None:
+        return False
+    placed, threads = place([matrix]), torch.get_num_threads()
+    found.unpack(placed, BITS[out_IO.dtype], out_IO.data_ptr(), out_IO.stride(0), threads)
+    return True
 
 
 def cpp_products(x_NI: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor | None:
@@ -277,15 +327,3 @@ def cpp_products(x_NI: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor
     """
     products = prepare(matrices)
     return None if products is None or products.inputs != x_NI.shape[1] else multiply(x_NI, products)
-
-
-def pointers(*matrices: Matrix | None) -> list[int | None]:
-    """The addresses of codes and scales."""
-    found: list[int | None] = []
-    for matrix in matrices:
-        if matrix is None:
-            found += (None, None)
-        else:
-            _, _, codes, scales, _ = matrix
-            found += (codes.data_ptr(), None if scales is None else scales.data_ptr())
-    return found

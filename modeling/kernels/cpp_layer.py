@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .cpp_kernels import BITS, BLOCK, Matrix, Products, library, pointers
+from .cpp_kernels import BITS, Matrix, Products, are_alike, library, place
 
 
 def rms_norm(x: torch.Tensor, weight: int, eps: float) -> torch.Tensor:
@@ -27,15 +27,9 @@ def rms_norm(x: torch.Tensor, weight: int, eps: float) -> torch.Tensor:
 class Swiglu(NamedTuple):
     """The matrices of a feed-forward by their addresses, which are right as long as the tensors are there."""
 
-    bits: int
-    is_input_first: bool
     inputs: int
-    size: int
-    padded: int
-    """Inputs of down, which may be padded to a whole group."""
     outputs: int
-    group_size: int
-    placed: list[Any]
+    placed: Any
 
 
 def prepare_swiglu(gate: Matrix, up: Matrix | None, down: Matrix) -> Swiglu | None:
@@ -47,39 +41,32 @@ def prepare_swiglu(gate: Matrix, up: Matrix | None, down: Matrix) -> Swiglu | No
         down: F inputs, or more after padding.
     """
     size = gate.outputs // 2 if up is None else gate.outputs
-    bits, group_size = gate[:2]
-    inputs, outputs, padded = gate.inputs, down.outputs, down.inputs
+    matrices = [gate, down] if up is None else [gate, up, down]
     fits = (
-        down[:2] == gate[:2]
-        and (up is None or (up[:2] == gate[:2] and (up.inputs, up.outputs) == (inputs, size)))
-        and 0 <= padded - size < max(group_size, 1)
-        # Outputs of 4 bits are computed in whole blocks.
-        and (bits != 4 or not (size % BLOCK or outputs % BLOCK))
+        are_alike(matrices)
+        and (up is None or (up.inputs, up.outputs) == (gate.inputs, size))
+        and 0 <= down.inputs - size < max(gate.group_size, 1)
     )
-    if not fits or library() is None:
-        return None
-    placed = pointers(gate, up, down)
-    return Swiglu(bits, gate.is_input_first, inputs, size, padded, outputs, group_size, placed)
+    return Swiglu(gate.inputs, down.outputs, place(matrices)) if fits and library() is not None else None
 
 
 def swiglu(x: torch.Tensor, matrices: Swiglu) -> torch.Tensor:
     """`down(silu(gate(x)) * up(x))`, `[N, H]`."""
-    *form, placed = matrices
-    x, num_rows = x.contiguous(), x.numel() // matrices.inputs
-    y = x.new_empty(num_rows, matrices.outputs)
+    inputs, outputs, placed = matrices
+    x, num_rows = x.contiguous(), x.numel() // inputs
+    y = x.new_empty(num_rows, outputs)
     threads = torch.get_num_threads()
-    library().feed_forward(x.data_ptr(), y.data_ptr(), num_rows, *form, threads, *placed)
+    library().feed_forward(x.data_ptr(), y.data_ptr(), num_rows, placed, len(placed), threads)
     return y
 
 
 def normalized_swiglu(x: torch.Tensor, norm: int, eps: float, matrices: Swiglu) -> torch.Tensor:
     """`x + swiglu(rms_norm(x))` for as many outputs as inputs, output-first; `norm` as in `rms_norm`."""
-    bits, _, inputs, size, padded, _, group_size, placed = matrices
+    inputs, _, placed = matrices
     x = x.contiguous()
     y = torch.empty_like(x)
     rows = BITS[x.dtype], x.data_ptr(), norm, eps, y.data_ptr(), x.numel() // inputs
-    threads = torch.get_num_threads()
-    library().normalized_feed_forward(*rows, bits, inputs, size, padded, group_size, threads, *placed)
+    library().normalized_feed_forward(*rows, placed, len(placed), torch.get_num_threads())
     return y
 
 
@@ -126,12 +113,10 @@ def project(
         qk_eps: eps of the norm of each of their heads after that; negative for none.
         query_scale: what queries are multiplied by at last.
     """
-    found, bits, inputs, group_size, sizes, placed = products
-    y = x.new_empty(sum(sizes))
-    row = BITS[x.dtype], x.data_ptr(), norm, eps, y.data_ptr(), bits, inputs, group_size
+    y = x.new_empty(sum(products.sizes))
+    row = BITS[x.dtype], x.data_ptr(), norm, eps, y.data_ptr(), products.placed, torch.get_num_threads()
     tables = [angle.data_ptr() for angle in angles] or [None, None]
-    threads = torch.get_num_threads()
-    found.project(*row, threads, *placed, head_dim, *tables, 1, is_interleaved, qk_eps, query_scale)
+    products.library.project(*row, head_dim, *tables, is_interleaved, qk_eps, query_scale)
     return y
 
 
@@ -154,16 +139,14 @@ def attend(
         residual: contiguous.
     """
     _, key_heads, count, head_dim = keys.shape
-    found, bits, inputs, group_size, sizes, placed = products
+    found, inputs, sizes, placed = products
     heads, rest = divmod(inputs, head_dim)
     if rest or heads % key_heads or keys.shape != values.shape or sizes[0] != residual.shape[-1]:
         return None
     y = torch.empty_like(residual)
     cached = [(each.data_ptr(), each.stride(1), each.stride(2)) for each in (keys, values)]
-    sizes_of_heads = count, heads, key_heads, head_dim
-    form = bits, group_size, torch.get_num_threads(), *placed[:3]
     found.attend_and_project(
-        BITS[residual.dtype], queries.data_ptr(), *cached[0], *cached[1], *sizes_of_heads, scaling, *form,
-        residual.data_ptr(), y.data_ptr(),
+        BITS[residual.dtype], queries.data_ptr(), *cached[0], *cached[1], count, key_heads, head_dim, scaling,
+        placed, torch.get_num_threads(), residual.data_ptr(), y.data_ptr(),
     )  # fmt: skip
     return y

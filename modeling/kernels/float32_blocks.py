@@ -8,12 +8,13 @@ Shapes: N rows, I inputs, O outputs.
 """
 
 import platform
+import sys
 from collections.abc import Iterator
 
 import torch
 
 from .._private_api import has_mkldnn_products
-from .limits import DOT_PRODUCT_MAX_ROWS, IMITATED_MAX_ROWS
+from .limits import DOT_PRODUCT_MAX_ROWS, FEW_BITS_AMX_MAX_ROWS, IMITATED_MAX_ROWS
 
 BLOCK_WEIGHTS = 1 << 19
 """Weights that are cast at a time: a block in float32 stays in the caches of two levels."""
@@ -40,6 +41,15 @@ def rows_of_torch(dtype: torch.dtype) -> int | None:
     This alone decides by processor which products of 16 bits are cast.
     """
     return _ROWS_OF_TORCH.get(dtype)
+
+
+# AMX alone multiplies bfloat16 faster than the kernels multiply bytes.
+_HAS_AMX = has_mkldnn_products(torch.bfloat16) and bool(torch.cpu.get_capabilities().get("amx_bf16"))
+
+
+def rows_in_bytes() -> int:
+    """Up to how many rows the kernels of 4 and 8 bits, which quantize them, are faster than unpacking once."""
+    return FEW_BITS_AMX_MAX_ROWS if _HAS_AMX else sys.maxsize
 
 
 def in_float32(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | None:

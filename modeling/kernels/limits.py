@@ -20,12 +20,15 @@ IMITATED_MAX_ROWS = 8
 """The same where oneDNN imitates instructions for bfloat16 with those of AVX-512."""
 
 # Packed matrices on a CPU (`formats`). A kernel unpacks for each few rows; above, unpacking once is faster.
-INT4_MAX_ROWS = 1024
-"""Our kernel of 4 bits."""
+FEW_BITS_FLOAT_MAX_ROWS = 16
+"""Our kernels of 4 and 8 bits whose rows stay float."""
+FEW_BITS_AMX_MAX_ROWS = 40
+"""Our kernels of 4 and 8 bits whose rows become bytes, where torch multiplies bfloat16 by AMX; elsewhere they serve any
+number of rows."""
 INT4_TORCH_MAX_ROWS = {64: 80, 32: 48}
 """Torch's kernel of 4 bits, by the outputs of the blocks that it reads."""
-INT8_MAX_ROWS = 24
-"""Our kernel of 8 bits, and torch's."""
+INT8_TORCH_MAX_ROWS = 24
+"""Torch's kernel of 8 bits."""
 
 # Experts (`moe`).
 CPU_UNSORTED_MAX_ROWS = 4

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from ..formats import Format, Parts, Sizes, format_of, plain_format
-from ..kernels import SHORTCUTS_ARE_ON, is_recorded, is_transformed, needs_float32
+from ..kernels import SHORTCUTS_ARE_ON, is_exported, is_recorded, is_transformed, needs_float32
 
 LARGE_GRADIENT_BYTES = 32 << 20
 """From this size a gradient gets memory of its own; the allocator keeps smaller pieces for the next step."""
@@ -254,7 +254,7 @@ def multiply_sorted(
 ) -> torch.Tensor:
     """`multiply_groups` for autograd and compilers; `ends_E` has the index after each expert's last row, `[E]`."""
     # A tracer has tensors in the place of a weight's sizes.
-    key, sizes = stack.form.key, [int(size) for size in stack.sizes]
+    key, sizes = _followed(stack.form, x_NI).key, [int(size) for size in stack.sizes]
     return product_operator(x_NI, list(stack.parts), stack.source, key, sizes, ends_E, transposed)
 
 
@@ -262,10 +262,16 @@ def multiply_one(form: Format, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -
     """Rows times the transpose of one matrix, which gets no gradient: `[N, O]` in the dtype of the rows."""
     x = form.cast(x_NI)
     if needs_operator(x):
-        y = product_operator(x, list(parts), "", form.key, list(sizes), None, False)
+        y = product_operator(x, list(parts), "", _followed(form, x).key, list(sizes), None, False)
     else:
         y = form.multiply(x, parts, sizes)
     return y if x is x_NI else y.to(x_NI.dtype)
+
+
+def _followed(form: Format, x: torch.Tensor) -> Format:
+    """The format as autograd follows it: gradients are those of products whose rows are not rounded."""
+    is_trained = x.requires_grad and torch.is_grad_enabled() and not is_exported()
+    return form.exact if is_trained else form
 
 
 def needs_operator(x: torch.Tensor) -> bool:

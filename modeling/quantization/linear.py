@@ -48,7 +48,8 @@ class QuantizedLinear(Packed, nn.Linear):
         """
         if x.shape[-1] != self.in_features or not x.is_floating_point():
             raise ValueError(
-                f"A layer of {self.format.key} takes floats [..., {self.in_features}], not {x.dtype} {list(x.shape)}."
+                f"A layer of {self.format.exact.key} takes floats [..., {self.in_features}], not {x.dtype} "
+                f"{list(x.shape)}."
             )
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         y = multiply_one(self.format, rows, self.parts(), (self.out_features, self.in_features))

@@ -22,11 +22,11 @@ class Packed(nn.Module):
     @property
     def storage(self) -> str:
         """How the weights are kept, for errors."""
-        return f"stored as {self.format.key}"
+        return f"stored as {self.format.exact.key}"
 
     def extra_repr(self) -> str:
         """Show the sizes and the format in `print(model)`."""
-        return f"{super().extra_repr()}, format={self.format.key}"
+        return f"{super().extra_repr()}, format={self.format.exact.key}"
 
     def part_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each part of the weights, by its name."""

@@ -22,7 +22,7 @@ from ...configuration.errors import ConfigurationError
 from ...configuration.quantization import METHOD, QuantizationConfig
 from .._private_api import forget_conversions
 from ..formats import BLOCK, Format, format_of, torchs_block
-from ..kernels import int4_library, why_no_cpp_kernels
+from ..kernels import why_no_cpp_kernels
 from ..moe import STACKS, Experts
 from .experts import QuantizedExperts
 from .linear import QuantizedLinear
@@ -39,7 +39,8 @@ def format_for(config: QuantizationConfig) -> Format:
     form: Any = format_of(
         config.weights if config.group_size is None else f"{config.weights}:{config.group_size}"
     )
-    return replace(form, search=config.search) if hasattr(form, "search") else form
+    chosen = {"search": config.search, "in_bytes": config.activations == "int8"}
+    return replace(form, **{name: value for name, value in chosen.items() if hasattr(form, name)})
 
 
 def check_request(stored: Any, requested: Any) -> None:
@@ -83,7 +84,7 @@ class LlamoeQuantizer(HfQuantizer):
             raise ValueError(
                 'device_map puts modules on disk, from where packed weights are not read: put them on "cpu".'
             )
-        if self.quantization_config.weights == "int4" and torchs_block() != BLOCK and int4_library() is None:
+        if self.quantization_config.weights == "int4" and torchs_block() != BLOCK and why_no_cpp_kernels():
             cost = (
                 "weights are unpacked for each product"
                 if torchs_block() is None
@@ -136,7 +137,9 @@ class LlamoeQuantizer(HfQuantizer):
                     )
                     if self.pre_quantized:
                         remedy = "So quantization_config in config.json is not that of these weights."
-                    raise ConfigurationError(f"{weight} cannot be stored as {form.key}: {refusal}. {remedy}")
+                    raise ConfigurationError(
+                        f"{weight} cannot be stored as {form.exact.key}: {refusal}. {remedy}"
+                    )
             with torch.device("meta"):
                 packed.append((name, _packed(module, form)))
         # The tower of a packed folder is not packed.

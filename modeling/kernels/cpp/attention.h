@@ -2,15 +2,15 @@
 
 namespace {
 
-// Rotates each head's pairs of channels by angles whose cosines and sines are `table_step` numbers apart. Channel j is
+// Rotates each head's pairs of channels by angles, of which cosines and sines are given. Channel j is
 // paired with the next one if pairs are interleaved, otherwise with that half a head further.
 template <class T>
 void rotate(typename T::Number* x, int64_t heads, int64_t head_dim, const float* cosines, const float* sines,
-            int64_t table_step, bool is_interleaved) {
+            bool is_interleaved) {
   const int64_t pairs = head_dim / 2, step = is_interleaved ? 2 : 1, distance = is_interleaved ? 1 : pairs;
   for (int64_t h = 0; h < heads; h++, x += head_dim)
     for (int64_t j = 0; j < pairs; j++) {
-      const float cosine = cosines[j * table_step], sine = sines[j * table_step];
+      const float cosine = cosines[j], sine = sines[j];
       const float first = T::number(x[j * step]), second = T::number(x[j * step + distance]);
       x[j * step] = T::rounded(first * cosine - second * sine);
       x[j * step + distance] = T::rounded(second * cosine + first * sine);
@@ -25,33 +25,28 @@ struct Cached {
 
 // The output of one head's query, times `scaling`, over all keys.
 template <class T>
-AVX512 void attend_head(const typename T::Number* query, const typename T::Number* keys, int64_t key_stride,
-                        const typename T::Number* values, int64_t value_stride, int64_t count, int64_t head_dim,
-                        float scaling, float* weights, typename T::Number* y) {
+void attend_head(const typename T::Number* query, const typename T::Number* keys, int64_t key_stride,
+                 const typename T::Number* values, int64_t value_stride, int64_t count, int64_t head_dim, float scaling,
+                 float* weights, typename T::Number* y) {
   float most = -INFINITY;
   for (int64_t k = 0; k < count; k++) {
-    __m512 sum = _mm512_setzero_ps();
-    for (int64_t d = 0; d < head_dim; d += T::kStep) {
-      const uint32_t mask = mask_of(head_dim - d, T::kStep);
-      sum = T::add(sum, T::template load<false>(query + d, mask), T::template load<false>(keys + k * key_stride + d, mask));
-    }
-    weights[k] = _mm512_reduce_add_ps(sum) * scaling;
+    Floats sum = {};
+    for (int64_t d = 0; d < head_dim; d += kLanes)
+      sum += load_some<T>(query + d, head_dim - d) * load_some<T>(keys + k * key_stride + d, head_dim - d);
+    weights[k] = sum_of(sum) * scaling;
     most = weights[k] > most ? weights[k] : most;
   }
-  __m512 total = _mm512_setzero_ps();
-  for (int64_t k = 0; k < count; k += 16) {
-    const uint32_t mask = mask_of(count - k, 16);
-    const __m512 weight = exponential(_mm512_sub_ps(_mm512_maskz_loadu_ps(mask, weights + k), _mm512_set1_ps(most)));
-    _mm512_mask_storeu_ps(weights + k, mask, weight);
-    total = _mm512_mask_add_ps(total, mask, total, weight);
+  Floats total = {};
+  for (int64_t k = 0; k < count; k += kLanes) {
+    const Floats weight = exponential(load_some<Single>(weights + k, count - k) - most);
+    store_some<Single>(weights + k, weight, count - k);
+    total += only(first_lanes(count - k), weight);
   }
-  const __m512 factor = _mm512_set1_ps(1.f / _mm512_reduce_add_ps(total));
-  for (int64_t d = 0; d < head_dim; d += 16) {
-    const uint32_t mask = mask_of(head_dim - d, 16);
-    __m512 sum = _mm512_setzero_ps();
-    for (int64_t k = 0; k < count; k++)
-      sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[k]), T::load16(values + k * value_stride + d, mask), sum);
-    T::store16(y + d, _mm512_mul_ps(sum, factor), mask);
+  const float factor = 1.f / sum_of(total);
+  for (int64_t d = 0; d < head_dim; d += kLanes) {
+    Floats sum = {};
+    for (int64_t k = 0; k < count; k++) sum += load_some<T>(values + k * value_stride + d, head_dim - d) * weights[k];
+    store_some<T>(y + d, sum * factor, head_dim - d);
   }
 }
 

@@ -1,127 +1,235 @@
-// Rows times outputs of 4 and 8 bits. A code becomes a bfloat16 number by one lookup, and `vdpbf16ps` multiplies 32 of
-// them. Codes are small integers, so they and their products with the rows are exact; scales are applied to sums.
+// Rows times outputs of 4 and 8 bits. Rows become 8 bits, too, with a scale for each 32 inputs, so that products are of
+// integers, whose sums are exact; or they stay float32, and weights become it, too.
+
+#if defined(__AVX512VNNI__)
+#include "bytes_avx512.h"
+#elif defined(__AVX2__)
+#include "bytes_avx2.h"
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include "bytes_neon.h"
+#else
+#include "bytes_plain.h"
+#endif
 
 namespace {
 
-// Outputs whose 4-bit codes lie together.
+// Outputs whose 4-bit codes lie together: for each input 32 bytes, outputs 0 to 31 in the low four bits, 32 to 63 in the
+// high ones.
 constexpr int64_t kBlock = 64;
+constexpr int kVectors = kBlock / kLanes;
+// Inputs of a row that share a scale.
+constexpr int64_t kPart = 32;
+// Inputs in a vector of bytes, to a multiple of which rows are filled with zeros.
+constexpr int64_t kStep = 4 * kLanes;
 
-// Four bits select one of 16 numbers, whatever the fifth bit is, by which a lookup in 32 numbers is also selected.
-AVX512 inline __m512i table_of(const float (&values)[16]) {
-  alignas(64) uint16_t table[32];
-  for (int i = 0; i < 32; i++) {
-    uint32_t bits;
-    std::memcpy(&bits, &values[i % 16], 4);
-    table[i] = (uint16_t)(bits >> 16);
+// Rows in 8 bits. The parts' scales and sums are for 4 bits; for 8 bits there are those of each four inputs.
+struct ByteRows {
+  int64_t padded, parts, quads;
+  std::vector<int8_t> bytes;
+  std::vector<float> scales, sums, quad_scales;
+  std::vector<int32_t> starts;
+};
+
+// One part of a row: its numbers over the scale, to the nearest integer.
+inline float quantize_part(const float* x, int8_t* bytes) {
+  Ints most = {};
+  for (int i = 0; i < kPart; i += kLanes) {
+    const Ints size = load<Ints>(x + i) & 0x7fffffff;
+    most = size > most ? size : most;
   }
-  return _mm512_load_si512(table);
+  // Bits are in the order of sizes. What is not finite has a scale that is not, and then so has each product.
+  int32_t bits = 0;
+  for (int i = 0; i < kLanes; i++) bits = most[i] > bits ? most[i] : bits;
+  float largest;
+  std::memcpy(&largest, &bits, 4);
+  // Of smaller numbers the reciprocal is infinite.
+  const bool has_bytes = largest > 1e-36f && bits < 0x7f800000;
+  const float per_scale = has_bytes ? 127.f / largest : 0.f;
+  for (int i = 0; i < kPart; i += kLanes) {
+    const Floats numbers = has_bytes ? load<Floats>(x + i) * per_scale : Floats{};
+    store(bytes + i, __builtin_convertvector(__builtin_convertvector(to_nearest(numbers), Ints), Quarters));
+  }
+  return has_bytes || bits >= 0x7f800000 ? largest / 127.f : 0.f;
 }
 
-AVX512 inline __m512bh look_up(__m512i words, __m512i table) {
-  return (__m512bh)_mm512_permutexvar_epi16(words, table);
-}
-
-// R rows times 64 outputs of 4 bits. `codes` has 32 bytes for each input: outputs 0 to 31 in the low four bits, 32 to 63
-// in the high ones. `scales` has for each group of inputs and output a scale and an offset, `sums` of each row the sum
-// of each group.
-template <int R>
-AVX512 void int4_block(const uint16_t* x, const float* sums, const uint8_t* codes, const uint32_t* scales,
-                       int64_t scale_stride, uint16_t* y, int64_t y_stride, int64_t inputs, int64_t group) {
-  alignas(64) uint8_t place[2][64];
-  for (int i = 0; i < 64; i++)
-    // Word i / 2 gets an output's byte, even words from the first of two inputs and odd ones from the second. Its upper
-    // byte is never looked at.
-    for (int half = 0; half < 2; half++) place[half][i] = (uint8_t)(16 * half + i / 4 + 32 * (i / 2 % 2));
-  const __m512i first = _mm512_load_si512(place[0]), second = _mm512_load_si512(place[1]);
-  const __m512i table = table_of({-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7});
-  const __m512i upper_half = _mm512_set1_epi32((int)0xffff0000);
-  const int64_t groups = inputs / group;
-  __m512 total[R][4];
-  for (int r = 0; r < R; r++)
-    for (int j = 0; j < 4; j++) total[r][j] = _mm512_setzero_ps();
-  for (int64_t g = 0; g < groups; g++) {
-    __m512 sum[R][4];
-    for (int r = 0; r < R; r++)
-      for (int j = 0; j < 4; j++) sum[r][j] = _mm512_setzero_ps();
-    for (int64_t k = g * group; k < (g + 1) * group; k += 2) {
-      const __m512i bytes = _mm512_loadu_si512(codes + k * (kBlock / 2));
-      const __m512i words[2] = {_mm512_permutexvar_epi8(first, bytes), _mm512_permutexvar_epi8(second, bytes)};
-      const __m512bh weights[4] = {look_up(words[0], table), look_up(words[1], table),
-                                   look_up(_mm512_srli_epi16(words[0], 4), table),
-                                   look_up(_mm512_srli_epi16(words[1], 4), table)};
-      for (int r = 0; r < R; r++) {
-        int32_t pair;
-        std::memcpy(&pair, x + r * inputs + k, 4);
-        const __m512bh row = (__m512bh)_mm512_set1_epi32(pair);
-        for (int j = 0; j < 4; j++) sum[r][j] = _mm512_dpbf16_ps(sum[r][j], weights[j], row);
+void quantize(const float* x, int64_t rows, int64_t inputs, int64_t bits, ByteRows& found) {
+  found.padded = (inputs + 63) / 64 * 64;
+  found.parts = found.padded / kPart;
+  found.quads = found.padded / 4;
+  found.bytes.assign(rows * found.padded, 0);
+  found.scales.assign(rows * found.parts, 0);
+  found.sums.assign(rows * found.parts, 0);
+  if (bits == 8) found.quad_scales.resize(rows * found.quads);
+  if (bits == 8) found.starts.assign(rows * found.quads, 0);
+#pragma omp parallel for if (rows > 16)
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t p = 0; p * kPart < inputs; p++) {
+      const float* numbers = x + r * inputs + p * kPart;
+      int8_t* bytes = &found.bytes[r * found.padded + p * kPart];
+      float some[kPart] = {};
+      if (inputs - p * kPart < kPart) {
+        std::memcpy(some, numbers, (inputs - p * kPart) * sizeof(float));
+        numbers = some;
+      }
+      const float scale = found.scales[r * found.parts + p] = quantize_part(numbers, bytes);
+      int32_t sums[kPart / 4] = {};
+      for (int i = 0; i < kPart; i++) sums[i / 4] += bytes[i];
+      for (int q = 0; q < kPart / 4; q++) {
+        found.sums[r * found.parts + p] += (float)sums[q];
+        if (bits == 8) {
+          found.quad_scales[r * found.quads + p * kPart / 4 + q] = scale;
+          if (kPlus128) found.starts[r * found.quads + p * kPart / 4 + q] = -128 * sums[q];
+        }
       }
     }
-    for (int j = 0; j < 4; j++) {
-      const __m512i both = _mm512_loadu_si512(scales + g * scale_stride + 16 * j);
-      const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
-      const __m512 offset = _mm512_castsi512_ps(_mm512_and_si512(both, upper_half));
-      for (int r = 0; r < R; r++) {
-        total[r][j] = _mm512_fmadd_ps(scale, sum[r][j], total[r][j]);
-        total[r][j] = _mm512_fmadd_ps(offset, _mm512_set1_ps(sums[r * groups + g]), total[r][j]);
+}
+
+// Scales of 64 outputs, and what code 0 means, in the order of the split codes.
+struct BlockScales {
+  float scale[kBlock], of_0[kBlock];
+  void read(const uint32_t* scales) {
+    using Four = VectorOf<uint32_t, 4>::type;
+    for (int p = 0; p < 16; p++) {
+      const Four both = load<Four>(scales + output_of(p));
+      const auto factor = (VectorOf<float, 4>::type)(both << 16);
+      store(scale + 4 * p, factor);
+      store(of_0 + 4 * p, (VectorOf<float, 4>::type)(both & 0xffff0000) - 8.f * factor);
+    }
+  }
+};
+
+// Adds the products of a part of R rows, from row r, with the weights of 64 outputs to sums: codes of 4 bits, or bytes.
+template <int R, bool kCodes>
+void add_part(const ByteRows& x, int64_t r, int64_t part, const Bytes (&weights)[kPart / 4][kVectors],
+              const BlockScales& scales, float* sums) {
+  // Vectors whose sums registers hold.
+  constexpr int kMost = (kLanes == 8 ? 8 : 16) / R, kTogether = kMost < kVectors ? kMost : kVectors;
+  using Sums = typename std::conditional<kCodes, CodeSums, Ints>::type;
+  const int8_t* bytes = &x.bytes[r * x.padded + part * kPart];
+  for (int first = 0; first < kVectors; first += kTogether) {
+    Sums sum[R][kTogether] = {};
+    for (int q = 0; q < kPart / 4; q++)
+      for (int i = 0; i < R; i++) {
+        int32_t four;
+        std::memcpy(&four, bytes + i * x.padded + 4 * q, 4);
+        const Bytes row = (Bytes)(Ints{} + four);
+        for (int v = 0; v < kTogether; v++)
+          if constexpr (kCodes)
+            sum[i][v] = add_codes(sum[i][v], weights[q][first + v], row);
+          else
+            sum[i][v] = add_bytes(sum[i][v], weights[q][first + v], row);
+      }
+    for (int i = 0; i < R; i++) {
+      const float factor = x.scales[(r + i) * x.parts + part], all = factor * x.sums[(r + i) * x.parts + part];
+      for (int v = 0; v < kTogether; v++) {
+        const int place = (first + v) * kLanes;
+        float* y = sums + i * kBlock + place;
+        if constexpr (kCodes) {
+          const Floats products = to_floats(whole(sum[i][v])) * factor;
+          store(y, load<Floats>(y) + products * load<Floats>(scales.scale + place) + load<Floats>(scales.of_0 + place) * all);
+        } else {
+          store(y, load<Floats>(y) + to_floats(sum[i][v]) * factor - (kPlus128 ? 128.f * all : 0.f));
+        }
       }
     }
   }
-  for (int r = 0; r < R; r++)
-    for (int j = 0; j < 4; j++)
-      _mm256_storeu_si256((__m256i*)(y + r * y_stride + 16 * j), (__m256i)_mm512_cvtneps_pbh(total[r][j]));
 }
 
-// The sum of each group of a row's inputs.
-AVX512 void sum_groups(const uint16_t* x, float* sums, int64_t inputs, int64_t group) {
-  const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-  for (int64_t g = 0; g < inputs / group; g++) {
-    __m512 sum = _mm512_setzero_ps();
-    for (int64_t k = g * group; k < (g + 1) * group; k += 32)
-      sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(x + k), ones);
-    sums[g] = _mm512_reduce_add_ps(sum);
+// The rows times 64 outputs of 4 bits. `scales` has for each group of inputs and output a scale, and the value of code 8.
+void int4_block(const ByteRows& x, int64_t rows, const uint8_t* codes, const uint32_t* scales, int64_t scale_stride,
+                int64_t inputs, int64_t group, float* y) {
+  std::fill(y, y + rows * kBlock, 0.f);
+  BlockScales of_block;
+  for (int64_t p = 0; p < inputs / kPart; p++) {
+    if (p * kPart % group == 0) of_block.read(scales + p * kPart / group * scale_stride);
+    Bytes split[kPart / 4][kVectors];
+    for (int q = 0; q < kPart / 4; q++) {
+      const uint8_t* four = codes + (p * kPart + 4 * q) * (kBlock / 2);
+      __builtin_prefetch(four + kAhead);
+      __builtin_prefetch(four + 64 + kAhead);
+      split_codes(four, split[q]);
+    }
+#define CALL(R) add_part<R, true>(x, r, p, split, of_block, y + r * kBlock)
+    FOR_ROWS(rows, r, CALL)
+#undef CALL
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    float sorted[kBlock];
+    for (int p = 0; p < 16; p++) std::memcpy(sorted + output_of(p), y + r * kBlock + 4 * p, 16);
+    std::memcpy(y + r * kBlock, sorted, sizeof(sorted));
   }
 }
 
-// R rows times C outputs of 8 bits. Of each 64 inputs, rows have the even ones first. A code is the sum of its low four
-// bits and 16 times its high ones, each of which is looked up.
+// What the codes of 64 outputs mean, for `inputs` inputs of a group: `[inputs, 64]`, whose rows are `stride` apart.
+template <class T>
+void unpack_codes(const uint8_t* codes, const uint32_t* scales, int64_t inputs, typename T::Number* y, int64_t stride) {
+  for (int first = 0; first < kBlock; first += kLanes) {
+    const Words both = load<Words>(scales + first);
+    const Floats scale = (Floats)(both << 16), of_8 = (Floats)(both & 0xffff0000);
+    for (int64_t k = 0; k < inputs; k++) {
+      const Quarters bytes = load<Quarters>(codes + k * (kBlock / 2) + first % 32);
+      const Ints code = widen(bytes) >> (first < 32 ? 0 : 4) & 15;
+      T::store(y + k * stride + first, to_floats(code - 8) * scale + of_8);
+    }
+  }
+}
+
+// The same of float32 rows: codes become float32 in the nearest cache.
+void int4_block(const float* x, int64_t rows, const uint8_t* codes, const uint32_t* scales, int64_t scale_stride,
+                int64_t inputs, int64_t group, float* y) {
+  std::fill(y, y + rows * kBlock, 0.f);
+  alignas(64) float weights[kPart * kBlock];
+  for (int64_t k = 0; k < inputs; k += kPart) {
+    unpack_codes<Single>(codes + k * (kBlock / 2), scales + k / group * scale_stride, kPart, weights, kBlock);
+#define CALL(R) add_columns<Single, R>(x + r * inputs + k, inputs, weights, kBlock, kPart, y + r * kBlock, kBlock, kBlock)
+    FOR_ROWS(rows, r, CALL)
+#undef CALL
+  }
+}
+
+// R rows, from row r, times C outputs of 8 bits.
 template <int R, int C>
-AVX512 void int8_outputs(const uint16_t* x, int64_t padded, const int8_t* codes, const uint16_t* scales, uint16_t* y,
-                         int64_t y_stride, int64_t inputs) {
-  const __m512i low = table_of({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15});
-  const __m512i high = table_of({0, 16, 32, 48, 64, 80, 96, 112, -128, -112, -96, -80, -64, -48, -32, -16});
-  __m512 sum[R][C];
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) sum[r][c] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < inputs; k += 64) {
-    const __mmask64 mask = inputs - k >= 64 ? ~0ull : (1ull << (inputs - k)) - 1;
-    __m512bh even[R], odd[R];
-    for (int r = 0; r < R; r++) {
-      even[r] = (__m512bh)_mm512_loadu_si512(x + r * padded + k);
-      odd[r] = (__m512bh)_mm512_loadu_si512(x + r * padded + k + 32);
-    }
+void int8_outputs(const ByteRows& x, int64_t r, const int8_t* codes, int64_t inputs, float* y, int64_t y_stride) {
+  Floats sum[R][C] = {};
+  for (int64_t k = 0; k < inputs; k += kStep) {
     for (int c = 0; c < C; c++) {
       // Several short streams are too many for the processor to foresee.
-      _mm_prefetch((const char*)(codes + (c + C) * inputs + k), _MM_HINT_T0);
-      const __m512i bytes = _mm512_maskz_loadu_epi8(mask, codes + c * inputs + k);
-      const __m512bh weights[4] = {look_up(bytes, low), look_up(_mm512_srli_epi16(bytes, 4), high),
-                                   look_up(_mm512_srli_epi16(bytes, 8), low),
-                                   look_up(_mm512_srli_epi16(bytes, 12), high)};
-      for (int r = 0; r < R; r++) {
-        sum[r][c] = _mm512_dpbf16_ps(sum[r][c], weights[0], even[r]);
-        sum[r][c] = _mm512_dpbf16_ps(sum[r][c], weights[1], even[r]);
-        sum[r][c] = _mm512_dpbf16_ps(sum[r][c], weights[2], odd[r]);
-        sum[r][c] = _mm512_dpbf16_ps(sum[r][c], weights[3], odd[r]);
+      __builtin_prefetch(codes + (c + C) * inputs + k);
+      Bytes weights = {};
+      if (inputs - k >= kStep)
+        weights = load<Bytes>(codes + c * inputs + k);
+      else
+        std::memcpy(&weights, codes + c * inputs + k, inputs - k);
+      for (int i = 0; i < R; i++) {
+        const int64_t quad = (r + i) * x.quads + k / 4;
+        const Ints products = add_bytes(load<Ints>(&x.starts[quad]), weights, load<Bytes>(&x.bytes[(r + i) * x.padded + k]));
+        sum[i][c] += to_floats(products) * load<Floats>(&x.quad_scales[quad]);
       }
     }
   }
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) {
-      const uint32_t bits = (uint32_t)scales[c] << 16;
-      float scale;
-      std::memcpy(&scale, &bits, 4);
-      const __m128bh rounded = _mm_cvtneps_pbh(_mm_set_ss(_mm512_reduce_add_ps(sum[r][c]) * scale));
-      std::memcpy(y + r * y_stride + c, &rounded, 2);
+  for (int i = 0; i < R; i++)
+    for (int c = 0; c < C; c++) y[i * y_stride + c] = sum_of(sum[i][c]);
+}
+
+// Many rows times 64 outputs of 8 bits, whose codes are sorted as those of 4 bits lie.
+void int8_block(const ByteRows& x, int64_t rows, const int8_t* codes, int64_t inputs, float* y) {
+  std::fill(y, y + rows * kBlock, 0.f);
+  for (int64_t p = 0; p * kPart < inputs; p++) {
+    Bytes weights[kPart / 4][kVectors];
+    for (int c = 0; c < kBlock; c++) {
+      const int8_t* some = codes + c * inputs + p * kPart;
+      int32_t fours[kPart / 4] = {};
+      if (inputs - p * kPart >= kPart)
+        std::memcpy(fours, some, kPart);
+      else
+        std::memcpy(fours, some, inputs - p * kPart);
+      __builtin_prefetch(some + 2 * kPart);
+      for (int q = 0; q < kPart / 4; q++) std::memcpy((char*)weights[q] + 4 * c, &fours[q], 4);
     }
+#define CALL(R) add_part<R, false>(x, r, p, weights, BlockScales(), y + r * kBlock)
+    FOR_ROWS(rows, r, CALL)
+#undef CALL
+  }
 }
 
 }  // namespace

@@ -118,7 +118,7 @@ def test_what_is_no_number_stays_so():
 def first_use(monkeypatch):
     """What is known of the kernels before they are first needed."""
     for name, value in (
-        ("_library", False), ("_int4_library", False), ("_why_none", ("", "")), ("_reasons", []),
+        ("_library", False), ("_why_none", ("", "")), ("_reasons", []),
     ):  # fmt: skip
         monkeypatch.setattr(cpp_kernels, name, value)
 

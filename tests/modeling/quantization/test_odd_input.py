@@ -109,7 +109,6 @@ def test_a_processor_without_the_kernels(monkeypatch, caplog):
     asked = token_ids(), token_ids()[:1, :1]
     expected = {weights: [logits(packed("text", weights), ids) for ids in asked] for weights in WEIGHTS}
     monkeypatch.setattr(cpp_kernels, "_library", None)
-    monkeypatch.setattr(cpp_kernels, "_int4_library", None)
     for module in (int4, quantizer):
         monkeypatch.setattr(module, "torchs_block", lambda: None)
     monkeypatch.setattr(float32_blocks, "rows_of_torch", lambda dtype: 3)

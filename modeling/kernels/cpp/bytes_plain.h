@@ -1,0 +1,30 @@
+// Products of bytes on every other processor.
+
+namespace {
+
+constexpr bool kPlus128 = false;
+
+using CodeSums = Ints;
+
+// Of four inputs and 64 outputs the codes, one vector for each `kLanes` outputs.
+inline void split_codes(const uint8_t* codes, Bytes (&split)[64 / kLanes]) {
+  for (int j = 0; j < 32; j++)
+    for (int i = 0; i < 4; i++) {
+      split[j / kLanes][j % kLanes * 4 + i] = (int8_t)(codes[32 * i + j] & 15);
+      split[(32 + j) / kLanes][j % kLanes * 4 + i] = (int8_t)(codes[32 * i + j] >> 4);
+    }
+}
+
+// The first of the four outputs in a piece of these vectors.
+constexpr int output_of(int piece) { return 4 * piece; }
+
+inline Ints add_bytes(Ints sum, Bytes weights, Bytes x) {
+  for (int shift = 0; shift < 32; shift += 8) sum += ((Ints)weights << shift >> 24) * ((Ints)x << shift >> 24);
+  return sum;
+}
+
+inline CodeSums add_codes(CodeSums sum, Bytes codes, Bytes x) { return add_bytes(sum, codes, x); }
+
+inline Ints whole(CodeSums sum) { return sum; }
+
+}  // namespace

@@ -1,0 +1,158 @@
+// Vectors of the widest registers that the compiler may use, in the words of GCC and Clang: the same on every processor.
+
+namespace {
+
+#if defined(__AVX512VNNI__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+// Bytes by which weights are asked for before they are read: processors foresee less, and not beyond a page.
+constexpr int64_t kAhead = 4096;
+
+template <class Number, int count>
+struct VectorOf {
+  typedef Number type __attribute__((vector_size(sizeof(Number) * count)));
+};
+using Floats = VectorOf<float, kLanes>::type;
+using Ints = VectorOf<int32_t, kLanes>::type;
+using Words = VectorOf<uint32_t, kLanes>::type;
+using Halves = VectorOf<uint16_t, kLanes>::type;
+using Quarters = VectorOf<int8_t, kLanes>::type;
+// As many bytes as a vector of floats.
+using Bytes = VectorOf<int8_t, 4 * kLanes>::type;
+
+// Numbers of 8 and 16 bits as 32, for which GCC has no single instruction by itself.
+#if defined(__AVX512VNNI__)
+inline Ints widen(Quarters x) { return (Ints)_mm512_cvtepi8_epi32((__m128i)x); }
+inline Ints widen(Halves x) { return (Ints)_mm512_cvtepu16_epi32((__m256i)x); }
+#elif defined(__AVX2__)
+inline Ints widen(Quarters x) { return (Ints)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)x)); }
+inline Ints widen(Halves x) { return (Ints)_mm256_cvtepu16_epi32((__m128i)x); }
+#else
+inline Ints widen(Quarters x) { return __builtin_convertvector(x, Ints); }
+inline Ints widen(Halves x) { return __builtin_convertvector(x, Ints); }
+#endif
+
+template <class Vector>
+inline Vector load(const void* x) {
+  Vector found;
+  std::memcpy(&found, x, sizeof(found));
+  return found;
+}
+
+template <class Vector>
+inline void store(void* y, const Vector& x) {
+  std::memcpy(y, &x, sizeof(x));
+}
+
+inline Floats spread(float x) { return x - Floats{}; }
+
+inline Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
+
+template <int count>
+inline float sum_of(typename VectorOf<float, count>::type x) {
+  if constexpr (count == 2) {
+    return x[0] + x[1];
+  } else {
+    using Half = typename VectorOf<float, count / 2>::type;
+    return sum_of<count / 2>(load<Half>(&x) + load<Half>((char*)&x + sizeof(Half)));
+  }
+}
+
+inline float sum_of(Floats x) { return sum_of<kLanes>(x); }
+
+// To the nearest integer, of two to the even one, up to 2 ** 22.
+inline Floats to_nearest(Floats x) {
+  const Floats most = spread(12582912.f);
+  return (x + most) - most;
+}
+
+// Lanes below a number, all bits of which are set.
+inline Ints first_lanes(int64_t count) {
+  Ints lanes;
+  for (int i = 0; i < kLanes; i++) lanes[i] = i;
+  return lanes < (int32_t)count;
+}
+
+inline Floats only(Ints lanes, Floats x) { return (Floats)((Ints)x & lanes); }
+
+// Ways to read and write `kLanes` numbers as float32.
+
+struct Single {
+  using Number = float;
+  static inline Floats load(const float* x) { return ::load<Floats>(x); }
+  static inline void store(float* y, Floats x) { ::store(y, x); }
+  static inline Floats round(Floats x) { return x; }
+  static inline float number(float x) { return x; }
+  static inline float rounded(float x) { return x; }
+};
+
+// bfloat16; rounded to the nearest number, of two to the even one. NaN stays one.
+struct Brain {
+  using Number = uint16_t;
+  static inline Floats load(const uint16_t* x) {
+    return (Floats)(widen(::load<Halves>(x)) << 16);
+  }
+  static inline Words rounded_bits(Floats x) {
+    const Words bits = (Words)x;
+    const Words up = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
+    return (bits & 0x7fffffff) > 0x7f800000 ? (bits | 0x400000) & 0xffff0000 : up;
+  }
+  static inline void store(uint16_t* y, Floats x) {
+    ::store(y, __builtin_convertvector(rounded_bits(x) >> 16, Halves));
+  }
+  static inline Floats round(Floats x) { return (Floats)rounded_bits(x); }
+  static inline float number(uint16_t x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float found;
+    std::memcpy(&found, &bits, 4);
+    return found;
+  }
+  static inline uint16_t rounded(float x) { return (uint16_t)(rounded_bits(spread(x))[0] >> 16); }
+};
+
+struct Signed {
+  using Number = int8_t;
+  static inline Floats load(const int8_t* x) {
+    return to_floats(widen(::load<Quarters>(x)));
+  }
+};
+
+// The first `count` numbers, or all lanes; others are 0.
+template <class T>
+inline Floats load_some(const typename T::Number* x, int64_t count) {
+  if (count >= kLanes) return T::load(x);
+  typename T::Number some[kLanes] = {};
+  std::memcpy(some, x, count * sizeof(some[0]));
+  return T::load(some);
+}
+
+template <class T>
+inline void store_some(typename T::Number* y, Floats x, int64_t count) {
+  if (count >= kLanes) return T::store(y, x);
+  typename T::Number some[kLanes];
+  T::store(some, x);
+  std::memcpy(y, some, count * sizeof(some[0]));
+}
+
+// e to the x: two to the power of the integer part, times a polynomial of the rest (Cephes, single precision).
+inline Floats exponential(Floats x) {
+  // NaN stays; above the upper limit the result is infinite.
+  x = x > 89.f ? spread(89.f) : x;
+  x = x < -87.f ? spread(-87.f) : x;
+  const Floats whole = to_nearest(x * 1.44269504f);
+  const Floats rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+  Floats y = spread(1.9875691500e-4f);
+  for (float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    y = y * rest + term;
+  y = rest * rest * y + rest + 1.f;
+  // In two steps, since the power alone may be too large.
+  const Ints power = __builtin_convertvector(whole, Ints), half = power >> 1;
+  return y * (Floats)((half + 127) << 23) * (Floats)((power - half + 127) << 23);
+}
+
+}  // namespace
