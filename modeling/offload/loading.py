@@ -155,8 +155,8 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
         if experts.is_packed and not is_read_packed:
             raise ValueError(
                 f"device_map puts {name} on {chosen[name]!r}, where experts are read as they are stored, but they are "
-                f"to be {experts.format.exact.key}: quantize the checkpoint first, by `llamoe quantize IN OUT --to int4`, "
-                "and load OUT."
+                f"to be {experts.format.exact.key}: quantize the checkpoint first, by `llamoe quantize IN OUT --to "
+                "int4`, and load OUT."
             )
     # The files are needed as long as the model is, wherever the process may go.
     stored = find_pieces(

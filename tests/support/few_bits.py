@@ -68,6 +68,9 @@ def save(model: torch.nn.Module, **kwargs) -> Path:
     return Path(_folders[-1].name)
 
 
+FIELDS = ("experts", "linears", "group_size", "activations")
+
+
 @cache
 def folder(family: str, dtype: torch.dtype = torch.bfloat16) -> Path:
     """The folder of a family's model; not to be changed."""
@@ -76,7 +79,7 @@ def folder(family: str, dtype: torch.dtype = torch.bfloat16) -> Path:
 
 def load(path: Path, weights: str = "int4", **kwargs) -> torch.nn.Module:
     """A folder's model with its quantized weights."""
-    fields = {name: kwargs.pop(name) for name in ("experts", "linears", "group_size") if name in kwargs}
+    fields = {name: kwargs.pop(name) for name in FIELDS if name in kwargs}
     config = llamoe.QuantizationConfig(weights, **fields)
     return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, **kwargs)
 

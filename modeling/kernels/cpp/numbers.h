@@ -3,41 +3,22 @@
 namespace {
 
 // R rows times one output, whose weights lie in a row. Memory is read from its beginning to its end, which the processor
-// foresees, and in whole vectors that begin at multiples of their size: reading two lines for each costs a sixth of the
-// speed.
+// foresees. Sums have the same order wherever weights begin: a model has the same bits in a file and in memory.
 template <class T, int R>
 void dot_rows(const float* x, int64_t stride, const typename T::Number* weights, int64_t inputs, float* sums) {
   constexpr int kSums = R * 4 > 8 && kLanes == 8 ? 2 : 4;
   constexpr int64_t kBytes = sizeof(typename T::Number) * kLanes;
   Floats sum[R][kSums] = {};
   int64_t k = 0;
-  if (inputs >= kLanes) {
-    k = (kBytes - (int64_t)((uintptr_t)weights % kBytes)) % kBytes / (int64_t)sizeof(typename T::Number);
-    if (k) {
-      const Ints lanes = first_lanes(k);
-      for (int r = 0; r < R; r++)
-        sum[r][0] += only(lanes, T::load(weights)) * only(lanes, Single::load(x + r * stride));
+  for (; k + kSums * kLanes <= inputs; k += kSums * kLanes)
+    for (int j = 0; j < kSums; j++) {
+      if (j * kBytes % 64 == 0) __builtin_prefetch((const char*)(weights + k + j * kLanes) + kAhead);
+      const Floats weight = T::load(weights + k + j * kLanes);
+      for (int r = 0; r < R; r++) sum[r][j] += weight * Single::load(x + r * stride + k + j * kLanes);
     }
-    for (; k + kSums * kLanes <= inputs; k += kSums * kLanes)
-      for (int j = 0; j < kSums; j++) {
-        if (j * kBytes % 64 == 0) __builtin_prefetch((const char*)(weights + k + j * kLanes) + kAhead);
-        const Floats weight = T::load(weights + k + j * kLanes);
-        for (int r = 0; r < R; r++) sum[r][j] += weight * Single::load(x + r * stride + k + j * kLanes);
-      }
-    for (; k + kLanes <= inputs; k += kLanes) {
-      const Floats weight = T::load(weights + k);
-      for (int r = 0; r < R; r++) sum[r][0] += weight * Single::load(x + r * stride + k);
-    }
-    if (k < inputs) {
-      // The last whole vector of the row, without what was added before.
-      const int64_t last = inputs - kLanes;
-      const Ints lanes = ~first_lanes(k - last);
-      for (int r = 0; r < R; r++)
-        sum[r][0] += only(lanes, T::load(weights + last)) * only(lanes, Single::load(x + r * stride + last));
-    }
-  } else {
-    const Floats weight = load_some<T>(weights, inputs);
-    for (int r = 0; r < R; r++) sum[r][0] += weight * load_some<Single>(x + r * stride, inputs);
+  for (; k < inputs; k += kLanes) {
+    const Floats weight = load_some<T>(weights + k, inputs - k);
+    for (int r = 0; r < R; r++) sum[r][0] += weight * load_some<Single>(x + r * stride + k, inputs - k);
   }
   for (int r = 0; r < R; r++)
     sums[r] = sum_of(kSums == 4 ? (sum[r][0] + sum[r][1]) + (sum[r][kSums - 2] + sum[r][kSums - 1]) : sum[r][0] + sum[r][1]);
