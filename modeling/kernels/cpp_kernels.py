@@ -44,6 +44,8 @@ _ARGUMENTS = {
     "normalized_feed_forward": [*_ROWS, _SIZE, _POINTER, _SIZE, _INT],
     "rms_norm": [_SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _FLOAT],
 }
+# Triton and others set CXX to a C compiler, which links no C++ library by itself.
+_CPP_RUNTIME = ["-Wl,--no-as-needed", "-lstdc++"] if sys.platform == "linux" else []
 # Outputs of a 4-bit matrix are computed as many at a time.
 BLOCK = 64
 BITS = {torch.bfloat16: 16, torch.float32: 32}
@@ -162,7 +164,7 @@ def flags_of_processor() -> list[str] | str:
 def compiled(flags: Sequence[str]) -> Any:
     """The kernels, compiled with these flags."""
     # torch forbids to fuse products and sums.
-    found = compile_cpp(_source("kernels.cpp"), [*flags, "-ffp-contract=fast"])
+    found = compile_cpp(_source("kernels.cpp"), [*flags, "-ffp-contract=fast", *_CPP_RUNTIME])
     for name, types in _ARGUMENTS.items():
         getattr(found, name).argtypes = types
         getattr(found, name).restype = None
