@@ -23,7 +23,7 @@ from llamoe_command.doctor_packages import EXTRAS
 DOCTOR = ("-m", "llamoe", "doctor")
 # Kernels are compiled for these processors alone; on others the reason is another one.
 has_kernels = pytest.mark.skipif(
-    why_no_cpp_kernels() is not None, reason="needs a C++ compiler, and a CPU with AVX-512 for bfloat16"
+    why_no_cpp_kernels() is not None, reason="needs a C++ compiler, and a CPU with AVX2, AVX-512 or NEON"
 )
 
 

@@ -16,7 +16,7 @@ from llamoe.modeling.layers import FeedForward, RMSNorm
 from llamoe.modeling.moe import Experts, OutputFirstExperts
 
 pytestmark = pytest.mark.skipif(
-    cpp_kernels.library() is None, reason="needs a C++ compiler, and a CPU with AVX-512 for bfloat16"
+    cpp_kernels.library() is None, reason="needs a C++ compiler, and a CPU with AVX2, AVX-512 or NEON"
 )
 FORMATS = [Int4(32), Int4(64, search=False), Int4(128), Int8(), Int8(search=False)]
 # Of the largest number: a product is rounded to bfloat16 once, its sum in float32 is nearly exact.

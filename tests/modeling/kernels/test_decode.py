@@ -15,7 +15,7 @@ from llamoe.modeling.kernels import SHORTCUTS_ARE_ON, FewRows, cpp_kernels
 
 pytestmark = pytest.mark.skipif(
     cpp_kernels.library() is None or not SHORTCUTS_ARE_ON,
-    reason="needs a C++ compiler, a CPU with AVX-512 for bfloat16, and shortcuts",
+    reason="needs a C++ compiler, a CPU with AVX2, AVX-512 or NEON, and shortcuts",
 )
 # Layers large enough for the kernels; sizes that differ, and heads of which one has no whole vector.
 SIZES = dict(
