@@ -85,6 +85,9 @@ def _check_weights(model: PreTrainedModel, path: str) -> dict[str, TensorHeader]
     return header
 
 
+_KINDS = {"rank_pattern": dict, "alpha_pattern": dict, "alora_invocation_tokens": list}
+
+
 def _read_config(name_or_path: str | os.PathLike, download: Mapping[str, Any]) -> Any:
     from peft import PeftConfig
 
@@ -97,6 +100,9 @@ def _read_config(name_or_path: str | os.PathLike, download: Mapping[str, Any]) -
         begin = getattr(config, "init_lora_weights", None)
         if not isinstance(begin, bool | str | NoneType):
             raise TypeError(f"init_lora_weights = {begin!r} is neither a truth value nor a name")
+        for name, kind in _KINDS.items():
+            if not isinstance(value := getattr(config, name, None), kind | NoneType):
+                raise TypeError(f"{name} = {value!r} is not a {kind.__name__}")
         return config
     # peft does not check the types of fields.
     except Exception as error:
