@@ -650,3 +650,61 @@ def test_memory_on_a_device():
     device = torch.device("cuda")
     _, peak = peak_of(lambda: torch.empty(8 * MB, dtype=torch.uint8, device=device), device)
     assert peak == 8 * MB
+
+
+def test_stock_is_compiled_where_ours_is(clock):
+    setting = Setting(CPU, torch.float32, compile_modes=("default",), compiled_tokens=(2,))
+    (case,) = block.inference(setting, TINY, (2,), (), ())
+    names = {REFERENCE, OURS, *block.PEERS}
+    assert set(case.contestants) == names | {f"{name}, default" for name in names}
+
+
+def test_the_summary_has_the_ratios_of_the_results():
+    def case(group, **facts):
+        rows = {REFERENCE: {"ratio": 1.0}, OURS: {"ratio": facts.pop("ratio")}}
+        return {"group": group, "case": "", "routing": "uniform", "contestants": rows, **facts}
+
+    results = {
+        "cases": [
+            case("decoder", phase="decode", tokens=1, ratio=5.04),
+            case("decoder", phase="prefill", tokens=1024, ratio=6.5),
+            case("block-128", tokens=1024, ratio=42.62),
+        ]
+    }
+    text = readme.summary(results, None)
+    assert [float(number) for number in re.findall(r"([\d.]+)\s+times", text)] == [5.0, 6.5, 42.6]
+    assert "prefill" not in readme.summary({"cases": results["cases"][:1]}, None)
+
+
+def test_threads_are_given_back():
+    before, seen = torch.get_num_threads(), []
+    with pytest.raises(RuntimeError, match="no such kernel"), few_bits.on_threads(before + 1):
+        fails(seen.append(torch.get_num_threads()))
+    assert seen == [before + 1]
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("processors", "load", "reason"),
+    [
+        (1, 1.0, "the machine has one processor"),
+        (2, 1.2, None),
+        (2, 2.9, "other load: 2.9 on 2 processors"),
+        (8, 5.0, None),
+    ],
+)
+def test_two_threads_are_measured_on_processors_that_nobody_uses(monkeypatch, processors, load, reason):
+    monkeypatch.setattr(os, "cpu_count", lambda: processors)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 9.0, 9.0))
+    case = few_bits.two_threads(SAVED[0], None, dict.fromkeys(gguf_files.TYPES))
+    on_two = {name for name in case.contestants if name.endswith("2 threads")}
+    assert len(on_two) == 4 and len(case.contestants) == 8
+    assert case.skipped == (dict.fromkeys(on_two, reason) if reason else {})
+
+
+def test_groups_that_are_asked_for_by_name_do_not_run_by_default():
+    made = command_line.parser("cpu", cpu.GROUPS, "", by_name=cpu.BY_NAME)
+    chosen = made.parse_args([]).cases
+    assert [group for group in cpu.GROUPS if group not in chosen] == list(cpu.BY_NAME)
+    assert made.parse_args(["--cases", "llama.cpp"]).cases == ["llama.cpp"]
+    assert "bynamealone:llama.cpp" in "".join(made.format_help().split())

@@ -347,3 +347,40 @@ def test_negative_positions_under_a_mask_of_four_axes():
 
 def test_every_layer_type_has_a_rule():
     assert set(LAYER_TYPES) == set(RULES)
+
+
+@torch.no_grad()
+def test_two_packed_rows_of_different_shape(model):
+    row = torch.cat(rows(), dim=1)
+    lengths = (LENGTHS, (40, 20, 32))
+    position_ids = torch.stack([torch.cat([torch.arange(n) for n in parts]) for parts in lengths])
+    logits = model(row.expand(2, -1), position_ids=position_ids, use_cache=False).logits
+    for i, parts in enumerate(lengths):
+        for piece, tokens in zip(logits[i].split(parts), row[0].split(parts), strict=True):
+            assert max_abs(piece, alone(model, tokens[None])) < TOLERANCE
+
+
+PIECES = [(50,), (15, 1, 1, 33), (16, 17, 17), (30, 20), (49, 1)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("model", "cache", "side_pieces"), in_turn(BUILT, ["dynamic", "static"], PIECES), indirect=["model"]
+)
+def test_prefill_in_pieces_and_decoding_equal_the_full_pass_under_left_padding(model, side_pieces, cache):
+    ids, mask = padded("left")
+    ids, mask = torch.cat([ids, EXTRA], 1), torch.cat([mask, torch.ones_like(EXTRA)], 1)
+    cache = (
+        DynamicCache(config=model.config)
+        if cache == "dynamic"
+        else StaticCache(config=model.config, max_cache_len=ids.shape[1])
+    )
+    pieces, start = [], 0
+    for length in (*side_pieces, *[1] * EXTRA.shape[1]):
+        end = start + length
+        out = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
+        pieces.append(out.logits)
+        start = end
+    logits = torch.cat(pieces, 1)
+    for i, expected in enumerate(rows_alone(model)):
+        assert max_abs(logits[i][mask[i].bool()], expected) < TOLERANCE
