@@ -101,8 +101,14 @@ def test_the_given_picture_is_there_to_click_on(window):
 
 def test_settings_reach_the_model(window):
     window.page.get_by_text("Settings").click()
-    window.page.locator("#length input[type=number]").fill("3")
-    window.page.locator("#length input[type=number]").press("Tab")
+    # A field that is still being set up forgets what is typed: the slider beside it tells what the page has taken.
+    slider = window.page.locator("#length input[type=range]")
+    for _ in range(100):
+        window.page.locator("#length input[type=number]").fill("3")
+        window.page.locator("#length input[type=number]").press("Tab")
+        if slider.input_value() == "3":
+            break
+        time.sleep(0.1)
     window.ask(QUESTION, TWO)
     assert window.wait_for_answer() == "a red circle"
 
