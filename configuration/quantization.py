@@ -108,3 +108,20 @@ class QuantizationConfig(QuantizationConfigMixin):
             isinstance(names, list | tuple) and all(isinstance(name, str) and name for name in names)
         ):
             raise ConfigurationError(f"modules_to_not_convert={names!r}: give a list of modules' names.")
+
+
+def as_quantization(given: "QuantizationConfig | str | None") -> QuantizationConfig | None:
+    """A `QuantizationConfig` as it is, or of a text: "int8", "int4", or "int4:128" with the size of its groups.
+
+    Raises:
+        ConfigurationError: no such format.
+    """
+    if given is None or isinstance(given, QuantizationConfig):
+        return given
+    weights, _, size = str(given).partition(":")
+    if weights not in WEIGHTS or not isinstance(given, str) or (size and not size.isdecimal()):
+        raise ConfigurationError(
+            f'quantization={given!r}: give a QuantizationConfig, or "int8", "int4" or "int4:128", whose groups have '
+            "128 inputs."
+        )
+    return QuantizationConfig(weights, int(size) if size else None)

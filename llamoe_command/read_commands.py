@@ -48,7 +48,17 @@ def inspect(
     ] = None,
     bits: Annotated[
         int | None,
-        typer.Option(help="For --plan: of a weight, 32, 16, 8 or 4. The default is what the files have."),
+        typer.Option(
+            help="For --plan: of a weight, 32 or 16, or 8 or 4 as bitsandbytes stores them. The default is what the "
+            "files have."
+        ),
+    ] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            metavar="<format>",
+            help="For --plan: as `llamoe quantize` stores them, int8, int4, or int4:128 with the size of its groups.",
+        ),
     ] = None,
     prefill: Annotated[
         int | None, typer.Option(help="For --plan: tokens of the prompt in one pass. The default is all.")
@@ -77,7 +87,7 @@ def inspect(
 
     With --plan it is said what goes to GPUs, to memory and to disk, and how fast that could run.
 
-        llamoe inspect llama-4-scout --plan --gpus 1 --ram 64GB --bits 4
+        llamoe inspect llama-4-scout --plan --gpus 1 --ram 64GB --quantization int4
 
     With --save the plan is written, too, and from_pretrained(folder, **json.load(open("plan.json"))) loads so.
 
@@ -90,7 +100,7 @@ def inspect(
     # A name without a folder may be that of a preset.
     conversion = load_conversion(*[Path(path)] if os.sep in path else [], is_silent=as_json or quiet)
     machine = {"gpus": gpus, "gpu_memory": gpu_memory, "ram": ram, "bits": bits}
-    machine |= {"prefill": prefill, "headroom": headroom}
+    machine |= {"quantization": quantization, "prefill": prefill, "headroom": headroom}
     found = conversion.inspect(path, context=context, batch=batch, reader=reader, plan=plan, **machine)
     if save:
         save.write_text(json.dumps(found.placement.arguments(), indent=1) + "\n", encoding="utf-8")

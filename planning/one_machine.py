@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..configuration import LlamoeVisionConfig, cache_bytes, cache_tokens
+from ..configuration import LlamoeVisionConfig, QuantizationConfig, cache_bytes, cache_tokens
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.memory import default_context
+from ..configuration.quantization import as_quantization
 from ..configuration.sizes import GB, bytes_of, count_of
 from ..modeling.checkpoints import device_of
 from .bandwidths import Bandwidths
@@ -116,6 +117,7 @@ def plan_placement(
     ram: int | str | None = None,
     disk: bool = True,
     bits: int | None = None,
+    quantization: QuantizationConfig | str | None = None,
     context: int | None = None,
     batch: int = 1,
     prefill: int | None = None,
@@ -140,6 +142,8 @@ def plan_placement(
         disk: whether anything may stay on disk.
         bits: of a weight: 32, 16, or 8 or 4 of linear layers and routed experts as bitsandbytes stores them. None: as
             the folder's files have them, or 16 where there are none.
+        quantization: plan for llamoe's own formats instead: a `QuantizationConfig`, or "int8", "int4", "int4:128" with
+            the size of its groups.
         context: tokens of prompt and answer that the cache is for; by default 8192, or the model's limit if lower.
         batch: rows that the cache is for.
         prefill: tokens of the prompt in one pass; by default all.
@@ -157,7 +161,7 @@ def plan_placement(
         ValueError: arguments that are wrong, or a model that has no place on these devices, with the sizes.
     """
     source = read_source(model)
-    config, sizes = source.config, sizes_of(source, bits)
+    config, sizes = source.config, sizes_of(source, bits, as_quantization(quantization))
     room = _room(gpus, gpu_memory, ram, bytes_of("headroom", headroom))
     count_of("batch", batch)
     count_of("nodes", nodes)
@@ -191,7 +195,7 @@ def plan_placement(
     if choice is None:
         raise ValueError(_no_place(sizes, room, disk, context, batch))
     cache = dict(context=context, prefill=prefill, batch=batch, cached=cached, cached_token=token)
-    return _finish(sizes, room, choice, bandwidths, cache, bits)
+    return _finish(sizes, room, choice, bandwidths, cache, bits, as_quantization(quantization))
 
 
 def _bandwidths(given: Any) -> Bandwidths:
@@ -286,7 +290,7 @@ def _bring_layers(sizes: Sizes, room: dict[Any, int], disk: bool) -> _Choice | N
             continue
         filled = fill(units, limits, apart, reserve=sizes.least)
         # Experts on disk cost less than layers there.
-        if filled is None or ("disk" in filled.weights and (place == "cpu" or not disk)):
+        if filled is None or ("disk" in filled.weights and (place == "cpu" or not disk or sizes.is_packed)):
             continue
         if place is None:
             return _Choice(filled)
@@ -318,6 +322,7 @@ def _finish(
     bandwidths: Bandwidths,
     cache: dict[str, Any],
     bits: int | None,
+    quantization: QuantizationConfig | None,
 ) -> PlacementPlan:
     main, filled, place, memory = next(iter(room)), choice.filled, choice.place, choice.memory
     device_map, weights = dict(filled.device_map), dict(filled.weights)
@@ -349,6 +354,18 @@ def _finish(
     batch = cache["batch"]
     seconds = seconds_of_step(placed, main, sizes.chosen, batch, hit_share, bandwidths)
     notes = []
+    if quantization is not None:
+        size = quantization.group_size
+        group, argument = (f" --group-size {size}", f", group_size={size}") if size else ("", "")
+        notes.append(
+            f"Run `llamoe quantize IN OUT --to {quantization.weights}{group}`, and load OUT with these arguments"
+            + (
+                "."
+                if place is not None
+                else ", or load IN with these and "
+                f'quantization_config=llamoe.QuantizationConfig("{quantization.weights}"{argument}).'
+            )
+        )
     if bits in (4, 8):
         notes.append(
             f"Offloaded experts are read as files have them: run `llamoe quantize IN OUT --to int{bits}`, "

@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..configuration import LlamoeVisionConfig
+from ..configuration import LlamoeVisionConfig, QuantizationConfig
+from ..configuration.base import LlamoeBaseConfig
 from ..configuration.quantization import METHOD
 from ..modeling.checkpoints import owner_of, sum_by_part
 from ..modeling.formats import Bnb4Bit, Bnb8Bit
+from ..modeling.quantization import LlamoeQuantizer, QuantizedExperts, QuantizedLinear
+from ..modeling.registration import empty_model
 from .source import Source
 
 BITS = (32, 16, 8, 4)
@@ -67,6 +70,7 @@ class Sizes:
         element_size: bytes of a number in the cache.
         chosen: experts that a token is given in each mixture; 0 without mixtures.
         may_leave: whether routed experts can be offloaded, which takes safetensors files, plain or in llamoe's formats.
+        is_packed: whether weights are in llamoe's formats, whose layers cannot stay on disk.
     """
 
     units: tuple[Unit, ...]
@@ -76,6 +80,7 @@ class Sizes:
     element_size: int
     chosen: int
     may_leave: bool = True
+    is_packed: bool = False
 
     @property
     def weights(self) -> int:
@@ -103,21 +108,26 @@ class Sizes:
         return replace(self, units=tuple(replace(unit, cache=found.get(unit.name, 0)) for unit in self.units))
 
 
-def sizes_of(source: Source, bits: int | None) -> Sizes:
+def sizes_of(source: Source, bits: int | None, quantization: QuantizationConfig | None = None) -> Sizes:
     """The parts of a model and their bytes.
 
     Args:
-        source: whose files say the bytes, unless `bits` asks for others; without files they are computed, for 16 bits
+        source: whose files say the bytes, unless others are asked for; without files they are computed, for 16 bits
             by default.
         bits: of a weight: 32, 16, or 8 or 4 of linear layers and routed experts as bitsandbytes stores them.
+        quantization: the bytes as llamoe's formats store them.
 
     Raises:
-        ValueError: other bits, or any for weights that are quantized already.
+        ValueError: other bits, or any for weights that are quantized already; both arguments; a format that cannot
+            store one of the weights.
     """
     if bits is not None and (isinstance(bits, bool) or bits not in BITS):
         raise ValueError(f"bits={bits!r}: choose 32, 16, 8 or 4.")
-    if source.quantization and bits is not None:
-        raise ValueError(f"bits={bits}: this model is quantized already: leave bits out.")
+    if bits is not None and quantization is not None:
+        raise ValueError(f"bits={bits} and quantization={quantization.weights!r}: give one of them.")
+    for name, given in (("bits", bits), ("quantization", quantization and quantization.weights)):
+        if source.quantization and given is not None:
+            raise ValueError(f"{name}={given}: this model is quantized already: leave {name} out.")
     if source.quantization and source.stored is None:
         raise ValueError(
             "This configuration is of quantized weights, whose sizes only their files say: give the folder with "
@@ -125,7 +135,9 @@ def sizes_of(source: Source, bits: int | None) -> Sizes:
         )
     model, text = source.model, source.config.get_text_config()
     units, tied = _units(model), _tied(model)
-    if source.stored is not None and bits is None:
+    if quantization is not None:
+        form, sizes = f"{METHOD} {quantization.weights}", packed_bytes(source.config, quantization)
+    elif source.stored is not None and bits is None:
         form, sizes = _form_of(source), {key: size for key, (_, size) in source.stored.items()}
     else:
         form = {32: "float32", 16: "bfloat16", 8: "int8", 4: "int4"}[bits or 16]
@@ -150,6 +162,7 @@ def sizes_of(source: Source, bits: int | None) -> Sizes:
         element_size=4 if form == "float32" else 2,
         chosen=text.num_experts_per_tok if getattr(text, "moe_layers", None) else 0,
         may_leave=source.are_safetensors and (not source.quantization or source.method == METHOD),
+        is_packed=METHOD in (source.method, form.split()[0]),
     )
 
 
@@ -174,6 +187,25 @@ def weight_bytes(model: Any, bits: int) -> dict[str, int]:
         elif form is not None and isinstance(owner, nn.Linear) and name.endswith("weight") and not is_kept:
             found[name] = form.nbytes(tuple(tensor.shape))
     return found
+
+
+def packed_bytes(config: LlamoeBaseConfig, quantization: QuantizationConfig) -> dict[str, int]:
+    """Name to bytes of each weight of a model in llamoe's formats, what stays in 16 bit among them.
+
+    Raises:
+        ValueError: the format cannot store one of them, or there is none.
+    """
+    model: Any = empty_model(config)
+    LlamoeQuantizer(quantization, pre_quantized=False).preprocess_model(model)
+    packed = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (QuantizedExperts, QuantizedLinear))
+    }
+    return {
+        name: tensor.numel() * (tensor.element_size() if name.rpartition(".")[0] in packed else 2)
+        for name, tensor in model.state_dict().items()
+    }
 
 
 def _unit(

@@ -162,6 +162,7 @@ def inspect(
     gpu_memory: str | None = None,
     ram: str | None = None,
     bits: int | None = None,
+    quantization: str | None = None,
     prefill: int | None = None,
     headroom: str | None = None,
 ) -> Inspection:
@@ -179,6 +180,7 @@ def inspect(
         gpu_memory: for the plan: of each accelerator; by default 80GB.
         ram: for the plan; by default what is free on this machine.
         bits: for the plan: of a weight; by default as the files have them.
+        quantization: for the plan: "int8", "int4", or "int4:128" with the size of its groups.
         prefill: for the plan: tokens of the prompt in one pass; by default all.
         headroom: for the plan: of each device, kept free for what a pass computes with; by default 4GB.
 
@@ -198,7 +200,7 @@ def inspect(
     if reader not in (None, "gguf"):
         raise ValueError(f"reader = {reader!r}: valid are 'gguf' and None.")
     machine = {"gpus": gpus, "gpu_memory": gpu_memory, "ram": ram, "bits": bits}
-    machine |= {"prefill": prefill, "headroom": headroom}
+    machine |= {"quantization": quantization, "prefill": prefill, "headroom": headroom}
     machine = {name: value for name, value in machine.items() if value is not None}
     if machine and not plan:
         raise ValueError(

@@ -14,6 +14,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 import llamoe
 from llamoe import plan_placement
 from llamoe.configuration import cache_bytes
+from llamoe.conversion import quantize
 from llamoe.planning.table import summarize
 
 GB = 10**9
@@ -232,6 +233,43 @@ def test_a_quantized_folder_is_planned_by_its_files(tmp_path):
             plan_placement(tmp_path / form, bits=4)
         with pytest.raises(ValueError, match="give the folder with the weights"):
             plan_placement(loaded.config)
+
+
+@pytest.mark.parametrize("form", ["int4:64", "int8"])
+def test_own_formats_are_planned_before_they_are_written(form, tmp_path):
+    """The bytes by part are those of the files that `quantize` writes; layers never stay on disk."""
+    sizes = {"hidden_size": 192, "head_dim": 32, "intermediate_size": 64, "intermediate_size_mlp": 128}
+    model = llamoe.LlamoeForCausalLM(TEXT.make_config(**sizes)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "plain")
+    weights, _, group = form.partition(":")
+    quantize(tmp_path / "plain", tmp_path / "packed", to=weights, group_size=int(group) if group else None)
+    arguments = {"gpus": 0, "ram": "1GB", "headroom": 0}
+    foretold = plan_placement(tmp_path / "plain", quantization=form, **arguments)
+    written = plan_placement(tmp_path / "packed", **arguments)
+    assert (foretold.parts, foretold.weights) == (written.parts, written.weights)
+    assert f"--to {weights}" in str(foretold) and f'QuantizationConfig("{weights}"' in str(foretold)
+    whole = foretold.weights["cpu"]
+    with pytest.raises(ValueError, match="the devices have room for"):
+        plan_placement("llama-2-70b", quantization=form, gpus=1, gpu_memory="12GB", ram="16GB")
+    away = plan_placement(
+        tmp_path / "plain", quantization=form, gpus=0, ram=whole - 100, context=40, headroom=0
+    )
+    assert away.device_map["experts"] == "disk" and "QuantizationConfig" not in str(away)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"quantization": "int3"}, "quantization='int3'"),
+        ({"quantization": "int4:big"}, "quantization='int4:big'"),
+        ({"quantization": 4}, "quantization=4"),
+        ({"quantization": "int4", "bits": 4}, "bits=4 and quantization='int4': give one"),
+        ({"quantization": "int8:32"}, "group_size=32: int8 has one scale an output"),
+    ],
+)
+def test_wrong_formats_are_refused(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        plan_placement("mixtral-8x7b", gpus=0, ram="64GB", **arguments)
 
 
 def test_experts_stay_in_their_layers_where_nothing_reads_them_elsewhere(tmp_path):
