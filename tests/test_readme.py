@@ -28,7 +28,8 @@ def commands():
 def test_first_snippet_prints_the_first_answer(tmp_path):
     """In the repository root, as a reader would paste it; it is the answer that the picture stands beside."""
     script = tmp_path / "first.py"
-    script.write_text(blocks("README.md")[1].code)
+    (snippet,) = (block for block in blocks("README.md") if "examples/llamoe-tiny" in block.code)
+    script.write_text(snippet.code)
     done = programs.run([script], cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert f"<br>**{done.stdout.strip()}**" in read("README.md")
@@ -86,6 +87,17 @@ def test_links_lead_somewhere(page):
         elif anchor and anchor not in anchors(str(target.resolve().relative_to(ROOT.resolve()))):
             wrong.append(link)
     assert wrong == []
+
+
+def test_models_are_planned_for_the_machines_of_the_table():
+    """One row of the first table is what the planner says now, and the others have the planner's form."""
+    from benchmarks import fits
+
+    head, _, *rows = fits.table(["mixtral-8x7b"])
+    text = read("README.md")
+    assert head in text and rows[0] in text
+    written = re.search(r"<!-- fits: .*?<!-- end of fits -->", text, re.DOTALL)[0]
+    assert re.findall(r"^\| `([\w./-]+)` \|", written, re.MULTILINE) == list(fits.MODELS.values())
 
 
 def test_every_command_has_a_row():

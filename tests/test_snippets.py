@@ -11,6 +11,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from logging import WARNING
@@ -25,6 +26,7 @@ from support.conversions import META_LLAMA_2
 from support.documents import NOT_RUN, PAGES, ROOT, blocks
 from support.models import draw
 from support.served import Server, free_port
+from support.tokenizer_files import sentencepiece_model, some_lines
 from support.towers import open_clip_config, open_clip_tower, randomize, visual_state, write_open_clip
 from transformers import (
     AutoModelForImageTextToText,
@@ -61,9 +63,9 @@ def write_llama(folder):
     draw(LlamaForCausalLM, config).save_pretrained(folder)
 
 
-# Sizes that int4 takes: outputs in multiples of 16, inputs of 32.
+# Sizes that int4 takes, outputs in multiples of 16 and inputs of 32; the vocabulary is the small model's.
 QUANTIZABLE = dict(
-    vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
+    vocab_size=784, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
     num_key_value_heads=2, head_dim=8, sliding_window=None,
 )  # fmt: skip
 
@@ -71,12 +73,30 @@ QUANTIZABLE = dict(
 def write_mistral(folder):
     config = MistralConfig(**QUANTIZABLE)
     stock = folder.with_name(f"{folder.name}-stock")
-    draw(MistralForCausalLM, config).save_pretrained(stock)
+    draw(MistralForCausalLM, config).to(torch.bfloat16).save_pretrained(stock)
     convert(stock, folder, to="mistral")
+    controls = [
+        "[INST]",
+        "[/INST]",
+        "[TOOL_CALLS]",
+        "[AVAILABLE_TOOLS]",
+        "[/AVAILABLE_TOOLS]",
+        "[TOOL_RESULTS]",
+        "[/TOOL_RESULTS]",
+    ]
+    model = sentencepiece_model(some_lines(400, 300), QUANTIZABLE["vocab_size"], control_symbols=controls)
+    (folder / "tokenizer.model.v3").write_bytes(model)
 
 
 def write_mixtral(folder):
-    draw(MixtralForCausalLM, MixtralConfig(**QUANTIZABLE, num_local_experts=3)).save_pretrained(folder)
+    config = MixtralConfig(**QUANTIZABLE, num_local_experts=3)
+    draw(MixtralForCausalLM, config).to(torch.bfloat16).save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+def write_tokenizer(folder):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(ROOT / "examples/llamoe-tiny" / name, folder)
 
 
 STAND_INS = {

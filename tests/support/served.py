@@ -18,7 +18,7 @@ def free_port() -> int:
 
 
 class Server:
-    """`transformers serve` on a free port in place of 8000, run from the repository's root.
+    """`transformers serve` on a free port in place of 8000, run from the present folder.
 
     Args:
         folder: for its log and for the code that it takes from models' folders.
@@ -47,7 +47,7 @@ class Server:
             [*python_arguments(words), "--port", self.port],
             self.log,
             self.log,
-            ROOT,
+            Path.cwd(),
             environment(self.folder),
         )
         for _ in range(1200):
