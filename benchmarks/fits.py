@@ -76,6 +76,7 @@ def _offloaded(plan: PlacementPlan) -> str:
 
 
 def main() -> None:
+    """Write the table, or check it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

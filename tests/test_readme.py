@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from support import programs
@@ -98,6 +99,27 @@ def test_models_are_planned_for_the_machines_of_the_table():
     assert head in text and rows[0] in text
     written = re.search(r"<!-- fits: .*?<!-- end of fits -->", text, re.DOTALL)[0]
     assert re.findall(r"^\| `([\w./-]+)` \|", written, re.MULTILINE) == list(fits.MODELS.values())
+
+
+def test_troubleshooting_quotes_what_is_said():
+    """Each quoted piece stands in llamoe's sources, or in transformers' or accelerate's for what they say."""
+    import accelerate
+    import transformers
+
+    folders = [ROOT / folder for folder in (*LIBRARY, "modeling", "llamoe_command")]
+    others = [Path(transformers.__file__).parent, Path(accelerate.__file__).parent]
+    theirs = [
+        others[0] / "dynamic_module_utils.py",
+        others[0] / "modeling_utils.py",
+        others[1] / "big_modeling.py",
+    ]
+    files = [*(file for folder in folders for file in folder.rglob("*.py")), *theirs]
+    # Sentences as they are said: pieces of text joined, values left out.
+    said = "\n".join(re.sub(r'"\s*\n\s*f?"', "", file.read_text()) for file in files)
+    said = re.sub(r"\{[^{}\n]*\}|%s", "…", said)
+    quotes = re.findall(r"^> (.*)$", read("docs/troubleshooting.md"), re.MULTILINE)
+    assert len(quotes) > 20
+    assert [q for q in quotes if any(part.strip() not in said for part in q.split("…"))] == []
 
 
 def test_every_command_has_a_row():

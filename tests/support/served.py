@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 from . import programs
-from .paths import ROOT
 
 
 def free_port() -> int:
