@@ -37,6 +37,12 @@ def chat(
             help="Leave a mixture's experts on disk, with so much memory for recent ones: 8GB.",
         ),
     ] = None,
+    adapter: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="<folder>", help="An adapter for the model, which the page switches on and off."
+        ),
+    ] = None,
     picture: Annotated[
         list[Path] | None,
         typer.Option(
@@ -56,12 +62,12 @@ def chat(
         llamoe chat examples/llamoe-tiny
     """
     pictures = picture or []
-    for path in [folder, *pictures]:
+    for path in [folder, *pictures, *([adapter] if adapter else [])]:
         if not path.exists():
             raise ValueError(f"{path}: no such file or folder.")
     if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
         raise ValueError(
-            f"{folder} is an adapter, not a model: merge it into its model (merge_and_unload of peft), and save that."
+            f"{folder} is an adapter, not a model: give the folder of its model, and --adapter {folder}."
         )
     if not (folder / "config.json").is_file():
         raise ValueError(
@@ -77,6 +83,7 @@ def chat(
         dtype=dtype,
         device_map=device_map,
         experts_memory=experts_memory,
+        adapter=adapter,
         pictures=pictures,
         open_browser=open_browser,
     )

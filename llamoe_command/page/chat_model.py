@@ -2,8 +2,10 @@
 
 import queue
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,39 @@ _ONE_PASS_A_TOKEN = {
 }  # fmt: skip
 
 
+# Compared by identity, as records are.
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """How an answer came about, whether it ended or was stopped.
+
+    Attributes:
+        record: of a mixture's experts; None without.
+        times: of the question, and of each token that was chosen, in seconds.
+        hits: experts that were in memory when they were chosen, of those that are offloaded.
+        misses: those that were not.
+    """
+
+    record: ExpertRecord | None
+    times: list[float]
+    hits: int = 0
+    misses: int = 0
+
+    def __str__(self) -> str:
+        count = len(self.times) - 1
+        if count < 1:
+            return ""
+        parts = [
+            f"{count} token{'s' if count > 1 else ''}",
+            f"the first after {self.times[1] - self.times[0]:.1f} s",
+        ]
+        if count > 1:
+            rate = (count - 1) / max(self.times[-1] - self.times[1], 1e-9)
+            parts.append(f"then {rate:.3g} a second")
+        if asked := self.hits + self.misses:
+            parts.append(f"{self.hits / asked:.0%} of the chosen experts were in memory")
+        return ", ".join(parts)
+
+
 class ChatModel:
     """A model with its tokenizer or processor.
 
@@ -49,12 +84,18 @@ class ChatModel:
         sees_pictures: whether prompts may hold pictures.
         knows_conversations: whether it has a chat template; otherwise it continues the last message.
         has_experts: whether answers come with a record of their experts.
+        adapter: name of the adapter's folder; "" without.
     """
 
     def __init__(
-        self, folder: Path, dtype: str = "auto", device_map: str = "auto", experts_memory: str | None = None
+        self,
+        folder: Path,
+        dtype: str = "auto",
+        device_map: str = "auto",
+        experts_memory: str | None = None,
+        adapter: Path | None = None,
     ):
-        """Load a folder; stock folders get llamoe's models.
+        """Load a folder, and an adapter for it; stock folders get llamoe's models.
 
         Raises:
             CheckpointError: the folder lacks a processor, a tokenizer or weights.
@@ -99,6 +140,9 @@ class ChatModel:
                 f"{folder} holds no model that answers: {', '.join(missing[:3])} would be random. Take the folder of a "
                 "causal language model."
             )
+        self.adapter = adapter.resolve().name if adapter else ""
+        if adapter:
+            self.model.load_adapter(str(adapter))
         self.tokenizer: Any = self.processor.tokenizer if self.sees_pictures else self.processor
         self.has_experts = bool(getattr(self.model.config.get_text_config(), "moe_layers", None))
         self._room = threading.BoundedSemaphore(MAX_QUESTIONS)
@@ -110,8 +154,14 @@ class ChatModel:
         return self.model.config.get_text_config().max_position_embeddings
 
     def answer(
-        self, messages: list[dict[str, Any]], max_new_tokens: int, temperature: float
-    ) -> Iterator[tuple[str, ExpertRecord | None]]:
+        self,
+        messages: list[dict[str, Any]],
+        max_new_tokens: int,
+        temperature: float,
+        *,
+        is_adapted: bool = True,
+        on_end: Callable[[Outcome], None] = lambda _: None,
+    ) -> Iterator[tuple[str, Outcome | None]]:
         """Answer the last message, after those that were asked before.
 
         Closing the iterator stops the model after the token that it computes.
@@ -120,9 +170,11 @@ class ChatModel:
             messages: of the conversation, in transformers' form; pictures are `PIL.Image.Image`.
             max_new_tokens: most tokens of the answer; fewer where the model does not know as many positions.
             temperature: 0 for the most probable token, else of sampling.
+            is_adapted: whether the adapter is used, if there is one.
+            on_end: is told how the answer came about, also of one that was closed; in the model's thread.
 
         Yields:
-            the text so far, and at the end, with the whole text, the record of a mixture's experts.
+            the text so far, and at the end, with the whole text, how it came about.
 
         Raises:
             ValueError: the conversation fills all positions that the model knows, or too many wait already.
@@ -133,34 +185,46 @@ class ChatModel:
             # The iterator can be closed at a `yield` alone.
             while not self._is_free.acquire(timeout=_PATIENCE):
                 yield "", None
-            yield from self._stream(messages, max_new_tokens, temperature)
+            yield from self._stream(messages, max_new_tokens, temperature, is_adapted, on_end)
         finally:
             self._room.release()
 
     def _stream(
-        self, messages: list[dict[str, Any]], max_new_tokens: int, temperature: float
-    ) -> Iterator[tuple[str, ExpertRecord | None]]:
+        self,
+        messages: list[dict[str, Any]],
+        max_new_tokens: int,
+        temperature: float,
+        is_adapted: bool,
+        on_end: Callable[[Outcome], None],
+    ) -> Iterator[tuple[str, Outcome | None]]:
         streamer = TextIteratorStreamer(
             self.tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=_PATIENCE
         )
         stopped = threading.Event()
-        outcome: list[ExpertRecord | BaseException | None] = []
+        outcome: list[Outcome | BaseException] = []
+        times = [time.perf_counter()]
 
         def is_stopped(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            times.append(time.perf_counter())
             return torch.full((len(input_ids),), stopped.is_set(), device=input_ids.device)
 
         def work() -> None:
             try:
-                outcome.append(
-                    self._generate(
-                        self._inputs(messages),
-                        max_new_tokens,
-                        do_sample=temperature > 0,
-                        temperature=temperature if temperature > 0 else None,
-                        streamer=streamer,
-                        stopping_criteria=StoppingCriteriaList([is_stopped]),
-                    )
+                if self.adapter:
+                    self.model.enable_adapters() if is_adapted else self.model.disable_adapters()
+                self.model.experts_statistics(reset=True)
+                record = self._generate(
+                    self._inputs(messages),
+                    max_new_tokens,
+                    do_sample=temperature > 0,
+                    temperature=temperature if temperature > 0 else None,
+                    streamer=streamer,
+                    stopping_criteria=StoppingCriteriaList([is_stopped]),
                 )
+                layers = self.model.experts_statistics().values()
+                counts = sum(layer.hits for layer in layers), sum(layer.misses for layer in layers)
+                outcome.append(Outcome(record, times, *counts))
+                on_end(outcome[0])
             # Whatever it is, the reader of the stream raises it.
             except BaseException as error:
                 outcome.append(error)

@@ -17,14 +17,23 @@ class Picture:
     """The last picture of a prompt as the model sees it.
 
     Attributes:
-        tile: the whole picture in one tile; where the processor cuts a picture into tiles, this one comes last.
-        first: position of the tile's first token; the others follow.
-        side: tokens along a side of the tile.
+        tiles: in their order, the last one with the whole picture. One picture in several tiles has these by rows.
+        firsts: position of each tile's first token; the others follow.
+        rows: rows of tiles; 0 where the whole picture is the only one.
+        side: tokens along a side of a tile.
     """
 
-    tile: Image.Image
-    first: int
+    tiles: list[Image.Image]
+    firsts: list[int]
+    rows: int
     side: int
+
+    def cut(self, is_whole: bool) -> list[list[int]]:
+        """Numbers of the tiles that are shown, by rows: the one with the whole picture, or those it was cut into."""
+        if is_whole or not self.rows:
+            return [[len(self.tiles) - 1]]
+        columns = (len(self.tiles) - 1) // self.rows
+        return [list(range(row * columns, (row + 1) * columns)) for row in range(self.rows)]
 
 
 # Compared by identity: gradio hashes what it keeps, and `==` of tensors gives a tensor.
@@ -66,10 +75,14 @@ class ExpertRecord:
             if chosen.any()
         }
 
-    def patches(self, layer: int) -> torch.Tensor:
-        """First choice of each token of the picture's tile, `[side, side]`."""
-        first, side = self.picture.first, self.picture.side
-        return self.experts[layer, first : first + side * side, 0].view(side, side)
+    def patches(self, layer: int, is_whole: bool = True) -> torch.Tensor:
+        """First choice of each token of the tiles that `Picture.cut` names, `[rows * side, columns * side]`."""
+        firsts, side, chosen = self.picture.firsts, self.picture.side, self.experts[layer, :, 0]
+        tiles = [
+            [chosen[firsts[tile] : firsts[tile] + side * side].view(side, side) for tile in row]
+            for row in self.picture.cut(is_whole)
+        ]
+        return torch.cat([torch.cat(row, 1) for row in tiles])
 
     def answered(self, layer: int) -> list[tuple[str, list[tuple[int, float]]]]:
         """Each token of the answer with its experts and their weights; none for a token that was not computed."""
@@ -107,12 +120,7 @@ def make_record(
     picture = None
     if "pixel_values" in inputs:
         is_image[: len(prompt)] = prompt == config.image_token_id
-        size = config.vision_config.tokens_per_tile
-        picture = Picture(
-            _tile_of(inputs["pixel_values"][-1], processor.image_processor),
-            int(is_image.nonzero()[-1]) + 1 - size,
-            round(size**0.5),
-        )
+        picture = _last_picture(prompt, is_image, config, processor, inputs["pixel_values"])
     return ExpertRecord(
         layer_names(config),
         text.num_local_experts,
@@ -122,6 +130,21 @@ def make_record(
         is_image,
         answer,
         picture,
+    )
+
+
+def _last_picture(
+    prompt: torch.Tensor, is_image: torch.Tensor, config: Any, processor: Any, pixels: torch.Tensor
+) -> Picture:
+    ids = processor.tokenizer.convert_tokens_to_ids
+    begin = int((prompt == ids(processor.start_of_img_token)).nonzero()[-1])
+    size = config.vision_config.tokens_per_tile
+    firsts = is_image[begin:].nonzero()[::size, 0] + begin
+    return Picture(
+        [_tile_of(tile, processor.image_processor) for tile in pixels[-len(firsts) :]],
+        firsts.tolist(),
+        int((prompt[begin:] == ids(processor.tile_global_token)).sum()),
+        round(size**0.5),
     )
 
 

@@ -34,16 +34,29 @@ def colours(num_experts: int) -> dict[str, str]:
     return found
 
 
-def overlay(record: ExpertRecord, layer: int) -> tuple[Image.Image, list[tuple[np.ndarray, str]]] | None:
-    """The picture, and a mask of the patches of each expert, for `AnnotatedImage`; None without a picture."""
+def overlay(
+    record: ExpertRecord, layer: int, is_whole: bool = True
+) -> tuple[Image.Image, list[tuple[np.ndarray, str]]] | None:
+    """The picture, and a mask of the patches of each expert, for `AnnotatedImage`; None without a picture.
+
+    Not `is_whole`: the tiles that it was cut into, side by side.
+    """
     if record.picture is None:
         return None
-    tile, patches = record.picture.tile, record.patches(layer).numpy()
-    scale = -(-_SIDE // tile.width)
-    shown = tile.resize((tile.width * scale, tile.height * scale), Image.Resampling.BICUBIC)
+    tiles, patches = record.picture.cut(is_whole), record.patches(layer, is_whole).numpy()
+    side = record.picture.tiles[0].width
+    cut = Image.new("RGB", (side * len(tiles[0]), side * len(tiles)))
+    for row, numbers in enumerate(tiles):
+        for column, number in enumerate(numbers):
+            cut.paste(record.picture.tiles[number], (side * column, side * row))
+    scale = -(-_SIDE // cut.width)
+    shown = cut.resize((cut.width * scale, cut.height * scale), Image.Resampling.BICUBIC)
     # Not every tile is a whole number of patches wide: each pixel takes the patch that it lies in.
-    patch_of_pixel = np.arange(shown.width) * len(patches) // shown.width
-    experts = patches[patch_of_pixel][:, patch_of_pixel]
+    high, wide = (
+        np.arange(pixels) * count // pixels
+        for pixels, count in zip((shown.height, shown.width), patches.shape, strict=True)
+    )
+    experts = patches[high][:, wide]
     return shown, [((experts == expert) * _OPACITY, name_of(expert)) for expert in np.unique(patches)]
 
 

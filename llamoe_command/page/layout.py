@@ -1,7 +1,8 @@
 """The page: a conversation, and the experts of its last answer."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ import gradio as gr
 
 import llamoe
 
-from .chat_model import ChatModel
-from .expert_record import ExpertRecord, layer_names
+from .chat_model import MAX_QUESTIONS, ChatModel, Outcome
+from .expert_record import layer_names
 from .expert_view import answer_table, coloured_answer, colours, heat_map, overlay
 
-_NO_ANSWER = "Ask something: the experts of the last answer are shown here, if it was not stopped."
+_NO_ANSWER = "Ask something: the experts of the last answer are shown here."
 _QUESTION = "What is in the picture?"
 _MAX_NEW_TOKENS = 4096
 # Experts of which each has a place in a legend.
@@ -22,6 +23,9 @@ _MOST_IN_LEGEND = 16
 # How often pictures that were sent are deleted, and how old they are then, in seconds.
 _CACHE = (3600, 86400)
 _FAILED = "**No answer.**"
+# How long a stopped answer may take to end, in seconds: a model stops after the token that it computes.
+_STOPPING = 60
+_VIEWS = ("whole picture", "its tiles")
 
 logger = logging.getLogger("llamoe")
 
@@ -37,17 +41,49 @@ def make_page(chat: ChatModel, pictures: Sequence[Path] = ()) -> gr.Blocks:
         title=f"llamoe: {chat.name}", analytics_enabled=False, fill_height=True, delete_cache=_CACHE
     ) as page:
         gr.Markdown(f"## {chat.name}")
-        record = gr.State(None)
+        outcome = gr.State(None)
         with gr.Tabs():
             with gr.Tab("Chat"):
-                _chat(chat, record, pictures)
+                _chat(chat, outcome, pictures)
+                speed = gr.Markdown(elem_id="speed")
+                outcome.change(
+                    lambda found: str(found or ""),
+                    outcome,
+                    speed,
+                    show_progress="hidden",
+                    api_visibility="private",
+                )
             if chat.has_experts:
                 with gr.Tab("Experts"):
-                    _experts(chat, record)
+                    _experts(chat, outcome)
     return page
 
 
-def _chat(chat: ChatModel, record: gr.State, pictures: Sequence[Path]) -> None:
+class _Endings:
+    """How the last answer of each window came about, also of one that was stopped, which its stream cannot tell."""
+
+    def __init__(self) -> None:
+        self._last: dict[str | None, Future[Outcome]] = {}
+
+    def begin(self, window: str | None) -> Callable[[Outcome], None]:
+        """What is told of an answer that begins now; of the windows the latest are remembered."""
+        self._last.pop(window, None)
+        for earliest in list(self._last)[: 1 - MAX_QUESTIONS]:
+            del self._last[earliest]
+        self._last[window] = future = Future()
+        return future.set_result
+
+    def wait(self, window: str | None) -> Outcome | None:
+        """The outcome of the last answer; None if it never began, or does not end."""
+        try:
+            return self._last[window].result(_STOPPING)
+        except (KeyError, TimeoutError):
+            return None
+
+
+def _chat(chat: ChatModel, outcome: gr.State, pictures: Sequence[Path]) -> None:
+    endings = _Endings()
+
     def check(message: Any, *_: Any) -> dict[str, Any]:
         try:
             _read(message)
@@ -55,13 +91,25 @@ def _chat(chat: ChatModel, record: gr.State, pictures: Sequence[Path]) -> None:
             return gr.validate(False, str(error))
         return gr.validate(True, "")
 
+    # gradio hands the request to what asks for it by this annotation.
     def answer(
-        message: Any, history: list[dict[str, Any]], max_new_tokens: int, temperature: float
-    ) -> Iterator[tuple[str, ExpertRecord | None]]:
+        message: Any,
+        history: list[dict[str, Any]],
+        request: gr.Request,
+        max_new_tokens: int,
+        temperature: float,
+        is_adapted: bool = True,
+    ) -> Iterator[tuple[str, Outcome | None]]:
         try:
             earlier = _answered([_as_chat_message(message) for message in history])
             messages = [*earlier, {"role": "user", "content": _read(message)}]
-            yield from chat.answer(_plain_text(messages, chat), max_new_tokens, temperature)
+            yield from chat.answer(
+                _plain_text(messages, chat),
+                max_new_tokens,
+                temperature,
+                is_adapted=is_adapted,
+                on_end=endings.begin(request.session_hash),
+            )
         # An error in an event leaves gradio's box for the question locked, so it is told as a message.
         except Exception as error:
             if not isinstance(error, (OSError, ValueError)):
@@ -69,7 +117,10 @@ def _chat(chat: ChatModel, record: gr.State, pictures: Sequence[Path]) -> None:
             sentence = " ".join(str(error).split()) or type(error).__name__
             yield f"{_FAILED} {sentence}", None
 
-    gr.ChatInterface(
+    def stopped(request: gr.Request) -> Outcome | None:
+        return endings.wait(request.session_hash)
+
+    interface = gr.ChatInterface(
         answer,
         multimodal=chat.sees_pictures,
         chatbot=gr.Chatbot(show_label=False, height="60vh", buttons=["copy"], elem_id="conversation"),
@@ -79,11 +130,12 @@ def _chat(chat: ChatModel, record: gr.State, pictures: Sequence[Path]) -> None:
         run_examples_on_click=False,
         additional_inputs=_settings(chat),
         additional_inputs_accordion=gr.Accordion("Settings", open=False, render=False),
-        additional_outputs=[record],
+        additional_outputs=[outcome],
         # The model itself lets questions wait for each other.
         concurrency_limit=None,
         api_name="chat",
     )
+    interface.textbox.stop(stopped, None, outcome, show_progress="hidden", api_visibility="private")
 
 
 def _question_box(chat: ChatModel) -> gr.Textbox | gr.MultimodalTextbox:
@@ -99,7 +151,7 @@ def _question_box(chat: ChatModel) -> gr.Textbox | gr.MultimodalTextbox:
     return gr.Textbox(placeholder="Ask something.", submit_btn=True, **shared)
 
 
-def _settings(chat: ChatModel) -> list[gr.Slider]:
+def _settings(chat: ChatModel) -> list[gr.components.FormComponent]:
     longest = min(_MAX_NEW_TOKENS, chat.max_tokens)
     length = gr.Slider(
         1, longest, value=min(256, longest), step=1, label="Longest answer, in tokens", elem_id="length",
@@ -109,16 +161,24 @@ def _settings(chat: ChatModel) -> list[gr.Slider]:
         0, 2, value=0, step=0.05, label="Temperature (0: always the most probable token)",
         elem_id="temperature", render=False,
     )  # fmt: skip
-    return [length, temperature]
+    if not chat.adapter:
+        return [length, temperature]
+    return [
+        length,
+        temperature,
+        gr.Checkbox(True, label=f"Adapter {chat.adapter}", elem_id="adapter", render=False),
+    ]
 
 
-def _experts(chat: ChatModel, record: gr.State) -> None:
+def _experts(chat: ChatModel, outcome: gr.State) -> None:
     config = chat.model.config.get_text_config()
     layers = [(name, index) for index, name in enumerate(layer_names(config))]
     color_map = colours(config.num_local_experts)
     note = gr.Markdown(_NO_ANSWER)
     with gr.Column(visible=False) as column:
-        layer = gr.Dropdown(layers, value=0, label="Mixture layer", interactive=True, elem_id="layer")
+        with gr.Row():
+            layer = gr.Dropdown(layers, value=0, label="Mixture layer", interactive=True, elem_id="layer")
+            view = gr.Radio(_VIEWS, value=_VIEWS[0], label="Picture", elem_id="view", visible=False)
         with gr.Row():
             picture = gr.AnnotatedImage(
                 label="Which expert took which part of the picture", color_map=color_map, elem_id="overlay",
@@ -137,22 +197,30 @@ def _experts(chat: ChatModel, record: gr.State) -> None:
             elem_id="table",
         )
 
-    def show_layer(found: ExpertRecord | None, index: int) -> dict[Any, Any]:
+    def show_layer(last: Outcome | None, index: int, shown: str) -> dict[Any, Any]:
+        found = last and last.record
         if found is None:
             return {}
-        shown = gr.AnnotatedImage(overlay(found, index), visible=found.picture is not None)
-        return {picture: shown, answered: coloured_answer(found, index)}
+        image = overlay(found, index, shown == _VIEWS[0])
+        return {
+            picture: gr.AnnotatedImage(image, visible=image is not None),
+            answered: coloured_answer(found, index),
+        }
 
-    def show(found: ExpertRecord | None, index: int) -> dict[Any, Any]:
+    def show(last: Outcome | None, index: int, shown: str) -> dict[Any, Any]:
+        found = last and last.record
         is_there = {note: gr.Markdown(visible=found is None), column: gr.Column(visible=found is not None)}
         if found is None:
             return is_there
-        return is_there | show_layer(found, index) | {load: heat_map(found), table: answer_table(found)}
+        views = gr.Radio(visible=found.picture is not None and found.picture.rows > 0)
+        is_there |= {view: views, load: heat_map(found), table: answer_table(found)}
+        return is_there | show_layer(last, index, shown)
 
-    of_layer = [picture, answered]
-    of_all = [note, column, *of_layer, load, table]
-    record.change(show, [record, layer], of_all, show_progress="hidden", api_visibility="private")
-    layer.change(show_layer, [record, layer], of_layer, show_progress="hidden", api_visibility="private")
+    given, of_layer = [outcome, layer, view], [picture, answered]
+    of_all = [note, column, view, *of_layer, load, table]
+    outcome.change(show, given, of_all, show_progress="hidden", api_visibility="private")
+    for choice in (layer, view):
+        choice.change(show_layer, given, of_layer, show_progress="hidden", api_visibility="private")
 
 
 def _read(message: Any) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ def serve(
     dtype: str = "auto",
     device_map: str = "auto",
     experts_memory: str | None = None,
+    adapter: Path | None = None,
     pictures: Sequence[Path] = (),
     open_browser: bool = True,
 ) -> None:
@@ -42,6 +43,7 @@ def serve(
         host: address to listen on.
         port: a free one.
         dtype, device_map, experts_memory: as in `from_pretrained`.
+        adapter: folder of an adapter, which the page lets one switch on and off.
         pictures: to click on.
         open_browser: whether to open the page, where there is a display.
 
@@ -51,7 +53,7 @@ def serve(
     """
     for path in pictures:
         llamoe.read_picture(path)
-    chat = ChatModel(folder, dtype, device_map, experts_memory)
+    chat = ChatModel(folder, dtype, device_map, experts_memory, adapter)
     if pictures and not chat.sees_pictures:
         raise ValueError(f"{folder} has no vision tower, so its page takes no --picture.")
     page = make_page(chat, pictures)

@@ -122,6 +122,17 @@ class ChatWindow:
         self.page.locator("#question textarea").fill(text)
         self.page.locator("#question .submit-button").click()
 
+    def set_length(self, tokens):
+        """Set the longest answer; *Settings* must be open."""
+        # A field that is still being set up forgets what is typed: the slider beside it tells what the page has taken.
+        for _ in range(100):
+            self.page.locator("#length input[type=number]").fill(str(tokens))
+            self.page.locator("#length input[type=number]").press("Tab")
+            if self.page.locator("#length input[type=range]").input_value() == str(tokens):
+                return
+            time.sleep(0.1)
+        raise AssertionError("the page does not take the length")
+
     def answers(self):
         """Texts of all answers."""
         return [

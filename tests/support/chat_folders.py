@@ -5,9 +5,12 @@ Folders have tokenizer and template of the small model, and weights drawn at ran
 
 import shutil
 
+import torch
+from peft import get_peft_model
 from support.models import draw
 from support.paths import EXAMPLES, TINY
 from transformers import (
+    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     LlamaConfig,
@@ -15,6 +18,8 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
 )
+
+import llamoe
 
 TWO, THREE = (EXAMPLES / "pictures" / name for name in ("two_shapes.png", "three_shapes.png"))
 QUESTION = "What is in the picture?"
@@ -45,6 +50,19 @@ def _write(folder, model_class, config_class, sizes):
     model.generation_config = GenerationConfig(pad_token_id=0)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_adapter(model_folder, folder):
+    """An adapter of all of a model's layers and experts that changes its answers."""
+    with llamoe.adopt():
+        model = AutoModelForCausalLM.from_pretrained(model_folder)
+    adapted = get_peft_model(model, llamoe.lora_config(model, r=4))
+    torch.manual_seed(1)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_()
+    adapted.save_pretrained(folder)
     return folder
 
 

@@ -41,6 +41,17 @@ def endless(tmp_path_factory):
     server.close()
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A mixture that answers for minutes, with an adapter."""
+    folder = tmp_path_factory.mktemp("chat")
+    sizes = dict(hidden_size=384, num_hidden_layers=4, max_position_embeddings=8192)
+    chat_folders.write_adapter(chat_folders.write_mixtral(folder / "mixtral", **sizes), folder / "adapter")
+    server = PageServer(folder / "mixtral", "--adapter", folder / "adapter")
+    yield server
+    server.close()
+
+
 @pytest.fixture
 def window(browser, tiny):
     window = ChatWindow(browser, tiny.address)
@@ -101,14 +112,7 @@ def test_the_given_picture_is_there_to_click_on(window):
 
 def test_settings_reach_the_model(window):
     window.page.get_by_text("Settings").click()
-    # A field that is still being set up forgets what is typed: the slider beside it tells what the page has taken.
-    slider = window.page.locator("#length input[type=range]")
-    for _ in range(100):
-        window.page.locator("#length input[type=number]").fill("3")
-        window.page.locator("#length input[type=number]").press("Tab")
-        if slider.input_value() == "3":
-            break
-        time.sleep(0.1)
+    window.set_length(3)
     window.ask(QUESTION, TWO)
     assert window.wait_for_answer() == "a red circle"
 
@@ -184,8 +188,7 @@ def idle(server):
 def begin_endless_answer(browser, server):
     window = ChatWindow(browser, server.address)
     window.page.get_by_text("Settings").click()
-    window.page.locator("#length input[type=number]").fill("4096")
-    window.page.locator("#length input[type=number]").press("Tab")
+    window.set_length(4096)
     window.ask("Hello")
     window.wait_for_some_text()
     return window
@@ -204,10 +207,32 @@ def test_stop_stops_the_model(browser, endless):
     window.page.locator("#question .stop-button").click()
     assert idle(endless)
     assert 0 < len(window.answers()[0])
-    window.page.locator("#length input[type=number]").fill("5")
-    window.page.locator("#length input[type=number]").press("Tab")
+    window.set_length(5)
     window.ask("Hello again")
     window.wait_for_answer(2)
+    window.page.close()
+
+
+def test_a_stopped_answer_shows_its_experts_and_its_speed(browser, mixture):
+    window = begin_endless_answer(browser, mixture)
+    window.page.locator("#question .stop-button").click()
+    window.wait_for_text("#speed", "a second")
+    window.page.get_by_role("tab", name="Experts").click()
+    window.wait_for_text("#table", "(0.")
+    assert window.page.locator("#view").count() == 0 or not window.page.locator("#view").is_visible()
+    window.page.close()
+
+
+def test_an_adapter_is_switched_off_on_the_page(browser, mixture):
+    window = ChatWindow(browser, mixture.address)
+    window.page.get_by_text("Settings").click()
+    window.set_length(9)
+    window.ask("Hello")
+    adapted = window.wait_for_answer()
+    window.page.locator("#adapter input").click()
+    window.page.locator("#conversation button[aria-label='Clear']").first.click()
+    window.ask("Hello")
+    assert window.wait_for_answer() != adapted
     window.page.close()
 
 
@@ -239,8 +264,7 @@ def test_a_hundred_questions_are_answered_or_refused_in_a_sentence(browser, endl
     assert all(answers)
     window = ChatWindow(browser, endless.address)
     window.page.get_by_text("Settings").click()
-    window.page.locator("#length input[type=number]").fill("5")
-    window.page.locator("#length input[type=number]").press("Tab")
+    window.set_length(5)
     window.ask("And now?")
     assert window.wait_for_answer()
     window.page.close()

@@ -1,16 +1,24 @@
 """A model that answers conversations as a stream, and the record of its experts."""
 
 import json
+import queue
+import re
 import threading
 import time
 
 import pytest
 import torch
+from PIL import Image
 from support import chat_folders
 from support.chat_folders import ABOUT_THREE, ABOUT_TWO, QUESTION, THREE, TWO
 from support.paths import TINY
 from tokenizers import Tokenizer, decoders, models
-from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerFast
+from transformers import (
+    AutoModel,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    PreTrainedTokenizerFast,
+)
 
 import llamoe
 
@@ -19,6 +27,7 @@ pytest.importorskip("gradio", reason="the page is not installed: pip install 'll
 from llamoe_command.page import chat_model
 from llamoe_command.page.chat_model import ChatModel
 from llamoe_command.page.expert_record import layer_names
+from llamoe_command.page.expert_view import overlay
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +56,18 @@ def generated(chat, messages, **options):
 
 
 def test_the_stream_grows_to_the_answer_of_generate(tiny):
-    *pieces, (text, record) = list(tiny.answer(ask(QUESTION, THREE), 64, 0))
+    *pieces, (text, outcome) = list(tiny.answer(ask(QUESTION, THREE), 64, 0))
     inputs, _, row = generated(tiny, ask(QUESTION, THREE))
     expected = tiny.tokenizer.decode(row[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert text == expected
     assert len(pieces) > 3
     assert all(text.startswith(piece) and none is None for piece, none in pieces)
-    assert "".join(record.answer) == expected
+    assert "".join(outcome.record.answer) == expected
 
 
 def test_the_record_is_what_the_routers_chose(tiny):
     """From the logits of one pass over prompt and answer, which the page never runs."""
-    record = list(tiny.answer(ask(QUESTION, THREE), 64, 0))[-1][1]
+    record = list(tiny.answer(ask(QUESTION, THREE), 64, 0))[-1][1].record
     inputs, model, row = generated(tiny, ask(QUESTION, THREE))
     inputs = {**inputs, "input_ids": row[:, :-1], "attention_mask": torch.ones_like(row[:, :-1])}
     inputs["pixel_values"] = inputs["pixel_values"].float()
@@ -76,7 +85,7 @@ def test_the_record_is_what_the_routers_chose(tiny):
 
 
 def test_shares_of_each_kind_of_token_add_up_to_one(tiny):
-    record = list(tiny.answer(ask(QUESTION, TWO), 64, 0))[-1][1]
+    record = list(tiny.answer(ask(QUESTION, TWO), 64, 0))[-1][1].record
     shares = record.shares()
     assert list(shares) == ["picture", "prompt", "answer"]
     for share in shares.values():
@@ -87,23 +96,23 @@ def test_shares_of_each_kind_of_token_add_up_to_one(tiny):
 
 
 def test_of_several_pictures_the_last_is_shown(tiny):
-    record = list(tiny.answer(ask(QUESTION, TWO, THREE), 8, 0))[-1][1]
-    alone = list(tiny.answer(ask(QUESTION, THREE), 8, 0))[-1][1]
-    assert record.picture.tile.tobytes() == alone.picture.tile.tobytes()
-    assert record.picture.first > alone.picture.first
+    record = list(tiny.answer(ask(QUESTION, TWO, THREE), 8, 0))[-1][1].record
+    alone = list(tiny.answer(ask(QUESTION, THREE), 8, 0))[-1][1].record
+    assert record.picture.tiles[-1].tobytes() == alone.picture.tiles[-1].tobytes()
+    assert record.picture.firsts[-1] > alone.picture.firsts[-1]
     # Where the tile begins, sixteen image tokens follow, and no image token stands behind them.
-    first = record.picture.first
+    first = record.picture.firsts[-1]
     assert record.is_image[first : first + 16].all() and not record.is_image[first + 16 :].any()
 
 
 def test_a_question_without_a_picture_has_a_record_without_one(tiny):
-    record = list(tiny.answer(ask("Who are you?"), 16, 0))[-1][1]
+    record = list(tiny.answer(ask("Who are you?"), 16, 0))[-1][1].record
     assert record.picture is None
     assert list(record.shares()) == ["prompt", "answer"]
 
 
 def test_tokens_of_the_answer_are_named_with_their_experts(tiny):
-    record = list(tiny.answer(ask(QUESTION, TWO), 5, 0))[-1][1]
+    record = list(tiny.answer(ask(QUESTION, TWO), 5, 0))[-1][1].record
     answered = record.answered(0)
     assert [token for token, _ in answered] == record.answer and len(answered) == 5
     # The last token was chosen, but never computed.
@@ -118,7 +127,7 @@ def test_tokens_of_the_answer_are_named_with_their_experts(tiny):
 def test_a_mixture_with_two_experts_a_token_is_recorded(tmp_path):
     chat = ChatModel(chat_folders.write_mixtral(tmp_path / "mixtral"))
     assert type(chat.model) is llamoe.LlamoeMixtralForCausalLM
-    record = list(chat.answer([{"role": "user", "content": "Hello there"}], 6, 0))[-1][1]
+    record = list(chat.answer([{"role": "user", "content": "Hello there"}], 6, 0))[-1][1].record
     assert record.experts.shape[2] == 2
     assert torch.allclose(record.scores.sum(-1), torch.ones(record.scores.shape[:2]), atol=1e-2)
 
@@ -129,9 +138,9 @@ def test_temperature_samples(endless):
         list(endless.answer([{"role": "user", "content": "Hello"}], 12, temperature))[-1]
         for temperature in (0, 0, 1.5, 1.5)
     )
-    assert greedy == again
+    assert greedy[0] == again[0]
     assert len({greedy[0], *(text for text, _ in sampled)}) == 3
-    assert greedy[1] is None  # no experts, no record
+    assert greedy[1].record is None  # no experts
 
 
 def test_length_is_what_was_asked_and_never_beyond_the_positions(endless, monkeypatch):
@@ -145,6 +154,66 @@ def test_length_is_what_was_asked_and_never_beyond_the_positions(endless, monkey
     assert [row.shape[1] for row in rows] == [256, length + 3]
     with pytest.raises(ValueError, match=r"has \d+ tokens, and the model knows 256 positions"):
         list(endless.answer([{"role": "user", "content": "a " * 300}], 4, 0))
+
+
+def test_all_tiles_of_a_picture_are_there_in_their_places(tmp_path):
+    """Three tiles beside each other, then the whole picture: each has the tokens that its features replaced."""
+    chat = ChatModel(chat_folders.copy_tiny(tmp_path / "tiles"))
+    chat.processor.image_processor.max_patches = 4
+    wide = Image.new("RGB", (336, 112), "red")
+    wide.paste("blue", (224, 0, 336, 112))
+    messages = [
+        {"role": "user", "content": [{"type": "image", "image": wide}, {"type": "text", "text": QUESTION}]}
+    ]
+    record = list(chat.answer(messages, 4, 0))[-1][1].record
+    picture, tokens = record.picture, record.is_image.nonzero()[:, 0]
+    assert (len(picture.tiles), picture.rows, picture.cut(False)) == (4, 1, [[0, 1, 2]])
+    assert [tile.getpixel((56, 56))[2] > 128 for tile in picture.tiles[:3]] == [False, False, True]
+    for number, first in enumerate(picture.firsts):
+        assert first == tokens[16 * number]
+    shown = record.patches(1, is_whole=False)
+    assert shown.shape == (4, 12)
+    assert torch.equal(shown[:, 8:].flatten(), record.experts[1, tokens[32:48], 0])
+    assert torch.equal(record.patches(1).flatten(), record.experts[1, tokens[-16:], 0])
+    image, masks = overlay(record, 1, is_whole=False)
+    assert image.width == 3 * image.height
+    assert sum((mask > 0).sum() for mask, _ in masks) == image.width * image.height
+
+
+def test_a_stopped_answer_has_its_experts_too(tiny):
+    ended = queue.Queue()
+    answer = tiny.answer(ask(QUESTION, THREE), 64, 0, on_end=ended.put)
+    while not next(answer)[0]:
+        pass
+    answer.close()
+    outcome = ended.get(timeout=60)
+    whole = list(tiny.answer(ask(QUESTION, THREE), 64, 0))[-1][1]
+    computed = outcome.record.experts.shape[1]
+    assert 0 < len(outcome.record.answer) <= len(whole.record.answer)
+    assert torch.equal(outcome.record.experts, whole.record.experts[:, :computed])
+
+
+def test_an_outcome_says_how_fast_it_was_and_what_was_in_memory(tmp_path):
+    folder = chat_folders.write_mixtral(tmp_path / "mixtral")
+    chat = ChatModel(folder, experts_memory="1MB")
+    outcome = list(chat.answer([{"role": "user", "content": "Hello there"}], 6, 0))[-1][1]
+    assert outcome.misses > 0
+    said = r"6 tokens, the first after [\d.]+ s, then [\d.e+]+ a second, "
+    said += f"{outcome.hits / (outcome.hits + outcome.misses):.0%}"
+    assert re.match(rf"{said} of the chosen experts were in memory$", str(outcome))
+    assert str(chat_model.Outcome(None, [1.0, 1.5])) == "1 token, the first after 0.5 s"
+    assert str(chat_model.Outcome(None, [1.0])) == ""
+
+
+def test_an_adapter_is_switched_on_and_off(tmp_path):
+    folder = chat_folders.write_mixtral(tmp_path / "mixtral")
+    question = [{"role": "user", "content": "Hello there"}]
+    plain = list(ChatModel(folder).answer(question, 9, 0))[-1][0]
+    chat = ChatModel(folder, adapter=chat_folders.write_adapter(folder, tmp_path / "adapter"))
+    on, off, again = (
+        list(chat.answer(question, 9, 0, is_adapted=is_adapted))[-1][0] for is_adapted in (True, False, True)
+    )
+    assert on == again != off == plain and chat.adapter == "adapter"
 
 
 def workers():
@@ -173,7 +242,7 @@ def test_questions_wait_for_each_other(tiny):
     first, second = tiny.answer(ask(QUESTION, THREE), 64, 0), tiny.answer(ask(QUESTION, TWO), 64, 0)
     next(first)
     assert next(second)[0] in ("", "a")
-    records = [list(answer)[-1][1] for answer in (second, first)]
+    records = [list(answer)[-1][1].record for answer in (second, first)]
     for record, expected in zip(records, (ABOUT_TWO, ABOUT_THREE), strict=True):
         assert "".join(record.answer) == expected
         assert record.experts.shape[1] == record.num_prompt + len(record.answer)
@@ -227,9 +296,9 @@ def test_settings_of_a_folder_change_no_record(tmp_path, settings):
     expected = list(ChatModel(folder).answer(question, 6, 0))[-1]
     path = folder / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-    text, record = list(ChatModel(folder).answer(question, 6, 0))[-1]
+    text, outcome = list(ChatModel(folder).answer(question, 6, 0))[-1]
     assert text == expected[0]
-    assert torch.equal(record.experts, expected[1].experts)
+    assert torch.equal(outcome.record.experts, expected[1].record.experts)
 
 
 def test_tokens_keep_the_space_that_a_tokenizer_strips_from_the_first(tmp_path):
