@@ -85,6 +85,9 @@ class DecoderConfig(LlamoeBaseConfig):
         check_heads(self)
         check_probability(self, "attention_dropout")
         check_not_negative(self, "initializer_range", "rms_norm_eps")
+        if self.skip_logits not in (False, True, "always"):
+            problem = "no such choice of passes that compute the loss alone"
+            fail(self, "skip_logits", self.skip_logits, problem, '"always", True (in training), or False')
 
     @classmethod
     def _override(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
@@ -176,6 +179,8 @@ class LlamoeDenseConfig(WindowedConfig):
     Fields of ours:
         rope_interleave: Whether rotation pairs neighbouring channels (Meta's order) or channel i with i +
             head_dim / 2 (the order of Hugging Face LLaMA files, whose q and k rows are permuted for it).
+        skip_logits: Which passes with labels compute the loss alone, by pieces of the tokens, and return no logits:
+            those in training (True), those in evaluation too ("always"), or none. A pass's own argument wins.
     """
 
     model_type = "llamoe_dense"
@@ -209,6 +214,7 @@ class LlamoeDenseConfig(WindowedConfig):
     sliding_window: int | None = None
     layer_types: list[str] | None = None
     rope_interleave: bool = False
+    skip_logits: bool | str = False
 
     def stock_type(self) -> str:
         """llama; with a window mistral, or ministral where only some layers have it."""

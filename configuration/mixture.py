@@ -53,6 +53,7 @@ class MixtureConfig(DecoderConfig):
         router_balancing: "bias" adds a bias to the router's logits where experts are chosen, and only there; training
             moves it until the experts share the tokens (`llamoe.watch_routers`). None: no bias.
         output_expert_load: Whether the outputs count the tokens that chose each expert.
+        skip_logits: As in `LlamoeDenseConfig`.
     """
 
     attribute_map: ClassVar[dict[str, str]] = {"num_experts": "num_local_experts"}
@@ -77,6 +78,7 @@ class MixtureConfig(DecoderConfig):
     expert_capacity_factor: float | None = None
     router_balancing: str | None = None
     output_expert_load: bool = False
+    skip_logits: bool | str = False
 
     def validate_architecture(self) -> None:
         """Check sizes, heads and the mixture."""

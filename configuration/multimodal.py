@@ -14,7 +14,9 @@ from .checks import fail
 from .mixture import LlamoeTextConfig
 from .vision import LlamoeVisionConfig
 
-_ROUTER_FIELDS = ("output_router_logits", "output_expert_load", "router_aux_loss_coef", "router_z_loss_coef")
+_TEXT_FIELDS = (
+    "output_router_logits", "output_expert_load", "router_aux_loss_coef", "router_z_loss_coef", "skip_logits",
+)  # fmt: skip
 _LABELS = ("id2label", "label2id", "problem_type")
 
 
@@ -31,7 +33,7 @@ class LlamoeConfig(LlamoeBaseConfig):
         tie_word_embeddings: As in stock: the text configuration's field of the same name decides for its head.
 
     Labels (`num_labels`, `id2label`, `label2id`, `problem_type`) given for the whole are passed to the text
-    configuration, whose classifier they describe.
+    configuration, whose classifier they describe, and so is an assigned `skip_logits`: the text part has the head.
     """
 
     model_type = "llamoe"
@@ -63,8 +65,8 @@ class LlamoeConfig(LlamoeBaseConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """Build a configuration as `LlamoeBaseConfig.from_dict` does; router fields go to the text configuration."""
-        passed_on = {name: kwargs.pop(name) for name in _ROUTER_FIELDS if name in kwargs}
+        """Build a configuration as `LlamoeBaseConfig.from_dict` does; fields of training go to its text part."""
+        passed_on = {name: kwargs.pop(name) for name in _TEXT_FIELDS if name in kwargs}
         if passed_on and isinstance(kwargs.get("text_config", {}), dict):
             kwargs["text_config"] = {**passed_on, **kwargs.get("text_config", {})}
         return super().from_dict(config_dict, **kwargs)
@@ -87,7 +89,12 @@ class LlamoeConfig(LlamoeBaseConfig):
 
     def __setattr__(self, name, value):
         """Set an attribute; a dictionary or stock configuration becomes a nested configuration of ours."""
-        if name in _LABELS and isinstance(text := self.__dict__.get("text_config"), LlamoeTextConfig):
+        text = self.__dict__.get("text_config")
+        if name == "skip_logits" and isinstance(text, LlamoeTextConfig):
+            # The head is the text part's.
+            text.skip_logits = value
+            return
+        if name in _LABELS and isinstance(text, LlamoeTextConfig):
             setattr(text, name, value)
         config_class = self.sub_configs.get(name)
         if config_class is not None and value is not None and not isinstance(value, config_class):

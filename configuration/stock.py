@@ -61,8 +61,15 @@ _REQUIRED = {
 }
 
 # Also left out: fields of ours that change only training or reporting, and one that stock never declared.
-_OF_TRAINING = ("router_z_loss_coef", "router_dropout", "expert_capacity_factor", "output_expert_load")
+_OF_TRAINING = (
+    "router_z_loss_coef",
+    "router_dropout",
+    "expert_capacity_factor",
+    "output_expert_load",
+    "skip_logits",
+)
 _DROPPED = {
+    LlamoeDenseConfig: ("skip_logits",),
     LlamoeMixtralConfig: (*_OF_TRAINING, "layer_types"),
     LlamoeTextConfig: _OF_TRAINING,
     LlamoeVisionConfig: ("vision_feature_layer",),

@@ -51,6 +51,7 @@ from .input_checks import (
 )
 from .kernels import FewRows, apply_head, begin_few_rows
 from .layers import FeedForward, RMSNorm, RotaryEmbedding, rotary_tables
+from .loss import loss_without_logits, must_skip_logits
 from .moe import MixtureOfExperts, Router, RouterLossMixin, expert_load
 
 
@@ -269,7 +270,8 @@ class LlamoeCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
         loss: scalar, if `labels` were given; includes the router losses that the config asks for. With
             `num_items_in_batch` each of them is weighted by this pass's fraction of the batch's labels.
         aux_loss: scalar, the load-balancing loss before its coefficient, with `output_router_logits`.
-        logits: `[B, T, vocab_size]`, or of the last tokens only (`logits_to_keep`).
+        logits: `[B, T, vocab_size]`, or of the last tokens only (`logits_to_keep`); None where the pass was told to
+            compute the loss alone (`skip_logits`, as an argument or in the config).
         router_logits: one `[B * T, E]` a mixture layer, with `output_router_logits`.
         expert_load: `[mixture layers, E]` int64, tokens that chose each expert, with `output_expert_load`.
     """
@@ -310,6 +312,7 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
         output_router_logits: bool | None = None,
         output_expert_load: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        skip_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LlamoeCausalLMOutputWithPast:
         """Predict the next token of every position.
@@ -321,10 +324,14 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
                 `router_aux_loss_coef * aux_loss` to the loss.
             output_expert_load: return `expert_load`.
             logits_to_keep: compute logits of this many last tokens (0: all), or of the tokens at these indices.
+            skip_logits: compute the loss alone, by pieces of the tokens, so that the logits of all of them never take
+                memory; `logits` of the output is None. By default as `config.skip_logits` says, which applies where
+                labels are given and transformers' usual loss is computed.
 
         Raises:
-            ValueError: inputs or labels of a wrong shape, a label that is not a token (on the CPU), or router losses
-                under reentrant gradient checkpointing, where they would train nothing.
+            ValueError: inputs or labels of a wrong shape, a label that is not a token (on the CPU), router losses
+                under reentrant gradient checkpointing, where they would train nothing, or `skip_logits` without labels,
+                with `logits_to_keep` or with another `loss_function`.
         """
         # Without labels the model checks its inputs itself.
         if labels is not None:
@@ -332,6 +339,9 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
             # Another loss may give other labels a meaning.
             if self.loss_function is ForCausalLMLoss and kwargs.get("shift_labels") is None:
                 check_next_tokens(self.config, labels, kwargs.get("ignore_index", -100))
+        no_logits = must_skip_logits(
+            skip_logits, self.config.skip_logits, self.training, labels, self.loss_function, logits_to_keep
+        )
         balance = self._has_experts and self._option("output_router_logits", output_router_logits)
         count = self._has_experts and self._option("output_expert_load", output_expert_load)
         z_loss_coef = getattr(self.config, "router_z_loss_coef", 0.0) if labels is not None else 0.0
@@ -349,15 +359,17 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = apply_head(self.lm_head, hidden_states[:, kept])
-
-        loss = aux_loss = load = None
-        if labels is not None:
-            # Read from the config: resizing a multimodal model's embeddings updates no attribute of this class.
-            vocab_size = self.config.vocab_size
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
-        elif "num_items_in_batch" in kwargs and self._has_router_losses(balance):
+        # Read from the config: resizing a multimodal model's embeddings updates no attribute of this class.
+        vocab_size = self.config.vocab_size
+        logits = loss = aux_loss = load = None
+        if no_logits and labels is not None:
+            loss = loss_without_logits(self.lm_head, hidden_states, labels, vocab_size, **kwargs)
+        else:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = apply_head(self.lm_head, hidden_states[:, kept])
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+        if labels is None and "num_items_in_batch" in kwargs and self._has_router_losses(balance):
             warnings.warn(
                 "A loss is computed from the logits alone, as Trainer does with label_smoothing_factor or "
                 "compute_loss_func: router_aux_loss_coef and router_z_loss_coef have no effect.",

@@ -361,7 +361,8 @@ class LlamoeForConditionalGeneration(MultimodalModel, MultimodalGeneration, Gene
     ) -> LlamoeConditionalGenerationOutputWithPast:
         """Predict the next token of every position of texts with images.
 
-        The arguments are those of `MultimodalModel.forward`, `labels` and `logits_to_keep` as in `CausalLM.forward`.
+        The arguments are those of `MultimodalModel.forward`; `labels`, `logits_to_keep` and, among `kwargs`,
+        `skip_logits` are as in `CausalLM.forward`.
         """
         return super().forward(
             input_ids=input_ids,

@@ -1,0 +1,327 @@
+"""The loss by pieces of tokens, against transformers' own over all logits: values, gradients, memory, and who asks."""
+
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from support.models import MODELS, max_abs
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Trainer, TrainingArguments
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+import llamoe
+from llamoe.modeling import loss as module
+from llamoe.modeling.loss import loss_without_logits
+from llamoe.modeling.quantization import QuantizedLinear
+
+HEADS = [case for case in MODELS if case.is_head]
+DENSE, MIXTRAL, TEXT, MULTIMODAL = HEADS
+ids = {"ids": lambda case: case.name}
+heads = pytest.mark.parametrize("case", HEADS, **ids)
+# Of a vocabulary of 101 and three rows: several pieces, the last shorter than the others.
+PIECE = 3 * 101 * 4
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(module, "PIECE_LOGITS", PIECE)
+
+
+def labelled(case):
+    """Rows with padding, of which no label counts on the padding and on five tokens more."""
+    inputs = case.inputs(length=43)
+    labels = inputs["input_ids"].clone()
+    labels[inputs["attention_mask"] == 0] = -100
+    labels[:, 20:25] = -100
+    return inputs, labels
+
+
+def trained(model, inputs, labels, **options):
+    """The output of a pass, and the gradients."""
+    model.zero_grad()
+    output = model(**inputs, labels=labels, **options)
+    output.loss.backward()
+    return output, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(given, expected, loss=1e-6, gradients=2e-6):
+    """Losses, and gradients relative to the largest of each parameter. Sums are in another order."""
+    assert given[0].loss.item() == pytest.approx(expected[0].loss.item(), rel=loss)
+    assert given[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert max_abs(given[1][name], gradient) <= gradients * gradient.abs().max(), name
+
+
+@heads
+def test_it_is_stocks_loss(case):
+    """By transformers' model with the same weights, of all tokens and as a part of a larger batch."""
+    ours, (inputs, labels) = case.make_small(), labelled(case)
+    inputs.pop("attention_mask")  # Padded rows are numbered otherwise by stock's Llama 4.
+    stock_class = getattr(transformers, case.stock_name)
+    stock = stock_class(stock_class.config_class(**llamoe.to_stock(ours.config)))
+    stock.load_state_dict(ours.state_dict())
+    for more in ({}, {"num_items_in_batch": torch.tensor(301)}):
+        given = trained(ours.train(), inputs, labels, skip_logits=True, **more)
+        assert given[0].logits is None
+        assert_same(given, trained(stock.train(), inputs, labels, **more), 1e-5, 1e-4)
+
+
+class Biased(nn.Linear):
+    """A head that is no plain linear layer, and whose logits a limit bends."""
+
+    def forward(self, x):
+        return 7 * torch.tanh(super().forward(x) / 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_items_in_batch": 23, "ignore_index": 5},
+        {"shift_labels": torch.arange(3 * 17).view(3, 17) % 90},
+    ],
+    ids=str,
+)
+def test_any_head_and_dtype(dtype, options):
+    head = Biased(24, 101, dtype=dtype)
+    x = torch.randn(3, 17, 24, dtype=dtype)
+    labels = torch.randint(0, 101, (3, 17))
+    labels[1, 4:9] = -100
+    if "ignore_index" in options:
+        labels[labels == -100] = 5
+    results = []
+    for compute in (
+        lambda x: loss_without_logits(head, x, labels, 101, **options),
+        lambda x: ForCausalLMLoss(head(x), labels, 101, **options),
+    ):
+        leaf = x.clone().requires_grad_()
+        head.zero_grad()
+        loss = compute(leaf)
+        (3 * loss).backward()
+        results.append((loss, leaf.grad, head.weight.grad.clone(), head.bias.grad.clone()))
+    (loss, *given), (expected_loss, *expected) = results
+    assert loss.dtype == expected_loss.dtype == torch.float32
+    # Products of another number of rows may round a logit the other way.
+    few = max(1e-6, torch.finfo(dtype).eps / 50)
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=few)
+    # A weight's gradient is a sum of as many terms in its dtype as there are pieces, of which each is rounded.
+    tolerance = 8 * torch.finfo(dtype).eps
+    for mine, its in zip(given, expected, strict=True):
+        assert max_abs(mine, its) <= tolerance * its.abs().max()
+    with torch.no_grad():
+        assert compute(x).item() == pytest.approx(loss.item(), rel=few)
+
+
+def test_rows_without_labels_have_no_mean():
+    """As the plain loss says: not a number, and nothing if the batch has labels elsewhere."""
+    head, x, labels = nn.Linear(8, 100), torch.randn(2, 9, 8), torch.full((2, 9), -100)
+    assert loss_without_logits(head, x, labels, 100).isnan()
+    assert loss_without_logits(head, x, labels, 100, num_items_in_batch=11).item() == 0
+
+
+def lora(model):
+    config = LoraConfig(r=3, target_modules=["lm_head", "q_proj"], init_lora_weights=False)
+    return get_peft_model(model, config)
+
+
+def tied(case):
+    return case.make_small(tie_word_embeddings=True)
+
+
+def test_a_packed_head(tmp_path):
+    """Of 8 bits: an up projection of a quantized model takes a head's place."""
+    sizes = dict(hidden_size=96, intermediate_size=112, head_dim=16)
+    DENSE.make_small(**sizes).save_pretrained(tmp_path)
+    quantization = llamoe.QuantizationConfig("int8")
+    model = llamoe.LlamoeDenseForCausalLM.from_pretrained(tmp_path, quantization_config=quantization)
+    head = model.model.layers[0].mlp.up_proj
+    assert isinstance(head, QuantizedLinear)
+    x = torch.randn(3, 17, head.in_features, dtype=model.dtype)
+    labels = torch.randint(0, head.out_features, (3, 17))
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    losses = [
+        loss_without_logits(head, leaves[0], labels, head.out_features),
+        ForCausalLMLoss(head(leaves[1]), labels, head.out_features),
+    ]
+    torch.stack(losses).sum().backward()
+    # In bfloat16, where a logit may round the other way.
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=2e-4)
+    assert max_abs(leaves[0].grad, leaves[1].grad) <= 0.02 * leaves[1].grad.abs().max()
+
+
+@pytest.mark.parametrize(
+    "make", [tied, lambda case: lora(case.make_small())], ids=["tied", "LoRA on the head"]
+)
+def test_heads_that_are_more_than_a_weight(make):
+    model, (inputs, labels) = make(DENSE).train(), labelled(DENSE)
+    assert_same(trained(model, inputs, labels, skip_logits=True), trained(model, inputs, labels))
+
+
+def test_checkpointed_layers_and_router_losses():
+    """With LoRA on experts, under the accumulation that Trainer tells of."""
+    model = MIXTRAL.make_small()
+    model.config.output_router_logits = True
+    model = get_peft_model(model, llamoe.lora_config(model, r=2)).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    run = partial(trained, model, *labelled(MIXTRAL), num_items_in_batch=torch.tensor(201))
+    given, expected = run(skip_logits=True), run()
+    assert_same(given, expected)
+    assert given[0].aux_loss.item() == expected[0].aux_loss.item() > 0
+
+
+def test_the_head_is_called_as_a_module():
+    """With hooks on it, as accelerate's and FSDP's are; no call has more than a piece."""
+    model, (inputs, labels) = DENSE.make_small().train(), labelled(DENSE)
+    expected = trained(model, inputs, labels)
+    seen = []
+    model.lm_head.register_forward_hook(lambda head, args, output: seen.append(output.shape) or output * 1)
+    assert_same(trained(model, inputs, labels, skip_logits=True), expected)
+    assert {shape[1] for shape in seen} == {4, 43 % 4} and len(seen) == 2 * -(-43 // 4)
+
+
+def test_one_graph(forget_compiled_code, monkeypatch):
+    monkeypatch.setattr(module, "PIECE_LOGITS", 5 * PIECE)
+    model, (inputs, labels) = DENSE.make_small(num_hidden_layers=1).train(), labelled(DENSE)
+    model.config.skip_logits = True
+    expected = trained(model, inputs, labels)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    output = compiled(**inputs, labels=labels)
+    assert output.logits is None and output.loss.item() == pytest.approx(expected[0].loss.item(), rel=1e-6)
+    model.zero_grad()
+    output.loss.backward()
+    assert max_abs(model.lm_head.weight.grad, expected[1]["lm_head.weight"]) < 1e-6
+
+
+@pytest.fixture
+def forget_compiled_code():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Bytes(TorchDispatchMode):
+    """The most bytes of tensors that were alive together, of those made inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive = self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor) and function.namespace == "aten":
+                storage = tensor.untyped_storage()
+                if not hasattr(storage, "counted"):
+                    storage.counted = Freed(self, storage.nbytes())
+        self.most = max(self.most, self.alive)
+        return result
+
+
+class Freed:
+    def __init__(self, counter, size):
+        self.counter, self.size = counter, size
+        counter.alive += size
+
+    def __del__(self):
+        self.counter.alive -= self.size
+
+
+def test_memory_of_scouts_vocabulary(monkeypatch):
+    """4,096 tokens over 202,048 words, a frozen head in bfloat16: 0.6 GB in place of 10, on tensors without memory."""
+    monkeypatch.undo()
+    most = []
+    for by_pieces in (False, True):
+        with FakeTensorMode():
+            head = nn.Linear(64, 202_048, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+            x = torch.randn(1, 4096, 64, dtype=torch.bfloat16, requires_grad=True)
+            labels = torch.zeros(1, 4096, dtype=torch.long)
+            with Bytes() as counter:
+                if by_pieces:
+                    loss = loss_without_logits(head, x, labels, 202_048)
+                else:
+                    loss = ForCausalLMLoss(head(x), labels, 202_048)
+                loss.backward()
+        most.append(counter.most)
+    assert most[0] > 9e9 and most[1] < 0.7e9
+
+
+# Who asks
+
+
+def test_the_config_asks_for_training(caplog):
+    model, (inputs, labels) = DENSE.make_small(skip_logits=True), labelled(DENSE)
+    assert model.train()(**inputs, labels=labels).logits is None
+    assert model(**inputs).logits is not None
+    assert model(**inputs, labels=labels, skip_logits=False).logits is not None
+    assert model(**inputs, labels=labels, logits_to_keep=torch.arange(43)).logits is not None
+    assert model.eval()(**inputs, labels=labels).logits is not None
+    assert model(**inputs, labels=labels, skip_logits=True).logits is None
+    model.config.skip_logits = "always"
+    output = model(**inputs, labels=labels)
+    assert output.logits is None and output.loss.item() > 0
+    assert "set it to True, which means training" in caplog.text
+    model.loss_function = lambda logits, **kwargs: logits.mean()
+    assert model(**inputs, labels=labels).logits is not None
+
+
+def test_the_whole_of_a_multimodal_config_asks_its_text_part(tmp_path):
+    model, (inputs, labels) = MULTIMODAL.make_small().train(), labelled(MULTIMODAL)
+    model.config.skip_logits = True
+    assert model.config.text_config.skip_logits and model(**inputs, labels=labels).logits is None
+    model.save_pretrained(tmp_path)
+    assert llamoe.LlamoeConfig.from_pretrained(tmp_path).text_config.skip_logits is True
+    assert not llamoe.LlamoeConfig.from_pretrained(tmp_path, skip_logits=False).text_config.skip_logits
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"labels": None}, "skip_logits=True without labels"),
+        ({"logits_to_keep": 3}, "skip_logits=True together with logits_to_keep = 3"),
+        ({"other": True}, "the model's loss_function is mean_of"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(options, sentence):
+    def mean_of(logits, **kwargs):
+        return logits.mean()
+
+    model, (inputs, labels) = DENSE.make_small(), labelled(DENSE)
+    if options.pop("other", False):
+        model.loss_function = mean_of
+    with pytest.raises(ValueError, match=sentence):
+        model(**{**inputs, "labels": labels, **options}, skip_logits=True)
+
+
+def test_other_words_in_the_config_are_refused():
+    with pytest.raises(ValueError, match='skip_logits.*"always", True'):
+        llamoe.LlamoeDenseConfig(skip_logits="never")
+
+
+@pytest.mark.parametrize("case", [MIXTRAL, TEXT], **ids)
+def test_trainer_learns_the_same_and_evaluates_by_logits(case, tmp_path):
+    inputs, labels = labelled(case)
+    rows = [
+        {**{name: value[row] for name, value in inputs.items()}, "labels": labels[row]} for row in (0, 1, 2)
+    ]
+    logs, shapes = [], []
+    for skips in (False, True):
+        model = case.make_small(skip_logits=skips)
+        arguments = TrainingArguments(
+            str(tmp_path), num_train_epochs=1, per_device_train_batch_size=1, gradient_accumulation_steps=2,
+            logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", learning_rate=3e-3,
+            eval_strategy="epoch", seed=3,
+        )  # fmt: skip
+        trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+        trainer.compute_metrics = lambda found: shapes.append(found.predictions.shape) or {}
+        trainer.train()
+        logs.append(
+            [line[key] for line in trainer.state.log_history for key in ("loss", "eval_loss") if key in line]
+        )
+    assert len(logs[0]) == 3 and logs[1] == pytest.approx(logs[0], rel=1e-5)
+    assert shapes == [(3, 43, 101)] * 2
