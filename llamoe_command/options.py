@@ -16,7 +16,8 @@ Target = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Show no progress. Without a terminal none is shown.")
+    bool,
+    typer.Option("--quiet", "-q", help="Show no progress. Without a terminal a line is written each minute."),
 ]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 Fold = Annotated[

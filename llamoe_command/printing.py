@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,6 +37,31 @@ class Bar:
         self.progress.update(self.task, advance=nbytes, description=escape(file))
 
 
+class Lines:
+    """Says once a minute how far it is, for logs; an `io.Progress`."""
+
+    MINUTE = 60.0
+
+    def __init__(self) -> None:
+        self.total = self.done = 0
+        self.begun = self.said = time.monotonic()
+
+    def start(self, total: int) -> None:
+        """Begin, or begin with something else; `total` is the number of bytes."""
+        self.total, self.done, self.begun = total, 0, time.monotonic()
+
+    def advance(self, nbytes: int, file: str) -> None:
+        """Count bytes of a file."""
+        self.done += nbytes
+        now = time.monotonic()
+        if now - self.said < self.MINUTE:
+            return
+        self.said = now
+        left = (now - self.begun) * (self.total - self.done) / max(self.done, 1) / 60
+        share = f"{self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB"
+        print(f"{file}: {share}, about {left:.0f} min left", file=sys.stderr, flush=True)
+
+
 def shows_progress(is_silent: bool) -> bool:
     """Whether somebody sees progress: standard error is a terminal, and the user has not asked for silence."""
     # rich's own answer is yes in a pipe, too, where FORCE_COLOR is set, as build servers do.
@@ -43,10 +69,10 @@ def shows_progress(is_silent: bool) -> bool:
 
 
 @contextlib.contextmanager
-def progress_bar(is_silent: bool) -> Iterator[Bar | None]:
-    """A progress bar; None where nobody would see it."""
+def progress_bar(is_silent: bool) -> Iterator[Bar | Lines | None]:
+    """A progress bar on a terminal, lines elsewhere; None where the user has asked for silence."""
     if not shows_progress(is_silent):
-        yield None
+        yield None if is_silent else Lines()
         return
     columns = (
         TextColumn("{task.description}"),
