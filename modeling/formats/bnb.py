@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ..kernels import GpuMatrix
 from .format import MAKERS, Format, Parts, Sizes
 from .int8 import Int8
 
@@ -138,6 +139,27 @@ class Bnb4Bit(BitsAndBytesFormat):
         codes = _aligned(parts[0]).view(1, -1)
         return matmul_4bit(x_NI, codes, quant_state=self.state(parts, sizes, x_NI.dtype))
 
+    def gpu_kernel_refusal(self, sizes: Sizes, dtype: torch.dtype) -> str | None:
+        if sizes[1] % self.blocksize:
+            return f"The kernels take whole blocks: {sizes[1]} inputs are not a multiple of blocksize={self.blocksize}."
+        return super().gpu_kernel_refusal(sizes, dtype)
+
+    def for_gpu_kernel(self, parts: Parts, sizes: Sizes) -> GpuMatrix | None:
+        codes, scales, *nested = parts
+        device = codes.device
+        return GpuMatrix(
+            "table",
+            sizes,
+            codes,
+            scales,
+            group=self.blocksize,
+            table=code_of(self.quant_type, device),
+            nested=nested[0] if nested else None,
+            offset=nested[1] if nested else None,
+            dynamic=code_of("dynamic", device) if nested else None,
+            matrices=self.matrices,
+        )
+
     def state(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> Any:
         """The `QuantState` of one matrix; `dtype` is that of the unpacked weights."""
         from bitsandbytes.functional import QuantState
@@ -225,6 +247,10 @@ class Bnb8Bit(BitsAndBytesFormat):
         codes, scb = parts
         # In bitsandbytes' own order.
         return (codes * scb[:, None]).mul_(_PER_CODE).to(dtype)
+
+    def for_gpu_kernel(self, parts: Parts, sizes: Sizes) -> GpuMatrix | None:
+        # Matrices that lie upon each other are one with more outputs.
+        return GpuMatrix("dense", sizes, *parts, part=_PER_CODE, strides=(sizes[0] * sizes[1], sizes[1], 1))
 
     def multiply_one(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         codes, scb = parts

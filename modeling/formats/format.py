@@ -14,14 +14,17 @@ from typing import ClassVar
 
 import torch
 
-from ..kernels import Matrix
+from ..kernels import GpuMatrix, Matrix
 
 Parts = Sequence[torch.Tensor]
 Sizes = tuple[int, int]
 """O and I."""
 
-CHUNK = 1 << 17
-"""Weights that are quantized at a time: what the processor's cache holds."""
+
+def chunk_of(device: torch.device) -> int:
+    """Weights that are quantized at a time: what a processor's cache holds, or, where launches cost, a whole matrix."""
+    # Half a gigabyte in float32, for the largest heads in vocabularies.
+    return 1 << 17 if device.type == "cpu" else 1 << 27
 
 
 class Format(ABC):
@@ -92,6 +95,18 @@ class Format(ABC):
 
     def for_kernel(self, parts: Parts) -> Matrix | None:
         """The matrix for `kernels.cpp_kernels`; None if they do not know this format, or it is not on the CPU."""
+        return None
+
+    def gpu_kernel_refusal(self, sizes: Sizes, dtype: torch.dtype) -> str | None:
+        """Why the Triton kernels do not multiply rows of a dtype by matrices of these sizes; None if they do."""
+        if type(self).for_gpu_kernel is Format.for_gpu_kernel:
+            return f"{self.key} has no Triton kernel."
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"The kernels take rows of bfloat16, float16 or float32, not {dtype}."
+        return None
+
+    def for_gpu_kernel(self, parts: Parts, sizes: Sizes) -> GpuMatrix | None:
+        """The matrix for `kernels.packed_product`, or a stack of them; None if it does not know this format."""
         return None
 
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:

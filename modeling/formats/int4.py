@@ -13,13 +13,15 @@ from ..kernels import (
     BLOCK_WEIGHTS,
     FEW_BITS_FLOAT_MAX_ROWS,
     INT4_TORCH_MAX_ROWS,
+    GpuMatrix,
     Matrix,
     cpp_products,
     cpp_unpack,
     needs_float32,
     rows_in_bytes,
 )
-from .format import CHUNK, MAKERS, Format, Parts, Sizes
+from .format import MAKERS, Format, Parts, Sizes, chunk_of
+from .gpu_kernels import product_by_gpu_kernel
 from .int4_layout import (
     BLOCK,
     ROWS_MULTIPLE,
@@ -94,7 +96,7 @@ class Int4(Format):
             for shape, dtype in self.parts(weight_OI.shape)
         )
         padding = self._padded(weight_OI.shape[1]) - weight_OI.shape[1]
-        step = max(CHUNK // weight_OI.shape[1] // BLOCK, 1) * BLOCK
+        step = max(chunk_of(weight_OI.device) // weight_OI.shape[1] // BLOCK, 1) * BLOCK
         for start in range(0, len(weight_OI), step):
             rows = weight_OI[start : start + step].contiguous().float()
             if padding:
@@ -125,7 +127,14 @@ class Int4(Format):
     def for_kernel(self, parts: Parts) -> Matrix | None:
         return Matrix(4, self.group_size, *parts, in_bytes=self.in_bytes) if parts[0].is_cpu else None
 
+    def for_gpu_kernel(self, parts: Parts, sizes: Sizes) -> GpuMatrix | None:
+        codes, scales = parts
+        # A scale and its offset are one word.
+        return GpuMatrix("int4", sizes, codes, scales.view(torch.int32), group=self.group_size)
+
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
+        if (y_NO := product_by_gpu_kernel(self, x_NI, parts, sizes)) is not None:
+            return y_NO
         packed, scales = parts
         if padding := packed.shape[1] * 2 - x_NI.shape[1]:
             x_NI = F.pad(x_NI, (0, padding))
@@ -174,6 +183,8 @@ class Int4(Format):
             yield some, weight_PO
 
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
+        if (y_NI := product_by_gpu_kernel(self, x_NO, parts, sizes, transposed=True)) is not None:
+            return y_NI
         if not needs_float32(x_NO):
             return (x_NO @ self._input_first(parts, x_NO.dtype).T)[:, : sizes[1]]
         y_NP = x_NO.new_zeros(len(x_NO), parts[0].shape[1] * 2, dtype=torch.float32)

@@ -10,13 +10,15 @@ import torch
 from ..kernels import (
     FEW_BITS_FLOAT_MAX_ROWS,
     INT8_TORCH_MAX_ROWS,
+    GpuMatrix,
     Matrix,
     blocks_in_float32,
     cpp_products,
     needs_float32,
     rows_in_bytes,
 )
-from .format import CHUNK, MAKERS, Format, Parts, Sizes
+from .format import MAKERS, Format, Parts, Sizes, chunk_of
+from .gpu_kernels import product_by_gpu_kernel
 from .int4_layout import ROWS_MULTIPLE
 from .scales import symmetric
 
@@ -64,7 +66,7 @@ class Int8(Format):
             torch.empty(shape, dtype=dtype, device=weight_OI.device)
             for shape, dtype in self.parts(weight_OI.shape)
         )
-        step = max(CHUNK // weight_OI.shape[1], 1)
+        step = max(chunk_of(weight_OI.device) // weight_OI.shape[1], 1)
         for start in range(0, len(weight_OI), step):
             rows = weight_OI[start : start + step].contiguous().float()
             codes[start : start + step], found = symmetric(rows, self.search)
@@ -78,7 +80,12 @@ class Int8(Format):
     def for_kernel(self, parts: Parts) -> Matrix | None:
         return Matrix(8, 0, *parts, in_bytes=self.in_bytes) if parts[0].is_cpu else None
 
+    def for_gpu_kernel(self, parts: Parts, sizes: Sizes) -> GpuMatrix | None:
+        return GpuMatrix("dense", sizes, *parts, strides=(sizes[0] * sizes[1], sizes[1], 1))
+
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
+        if (y_NO := product_by_gpu_kernel(self, x_NI, parts, sizes)) is not None:
+            return y_NO
         codes, scales = parts
         if len(x_NI) <= self.kernel_max_rows and codes.is_cpu:
             y_NO = cpp_products(x_NI, [self.for_kernel(parts)])
@@ -97,6 +104,8 @@ class Int8(Format):
         return y_NO.mul_(scales).to(x_NI.dtype)
 
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
+        if (y_NI := product_by_gpu_kernel(self, x_NO, parts, sizes, transposed=True)) is not None:
+            return y_NI
         codes, scales = parts
         if not needs_float32(x_NO):
             return (x_NO * scales) @ codes.to(x_NO.dtype)

@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
-from ..kernels import CPP_PLAIN_MAX_ROWS, SHORTCUTS_ARE_ON, Matrix, in_float32, multiply_rows, plain_matrix
+from ..kernels import (
+    CPP_PLAIN_MAX_ROWS,
+    SHORTCUTS_ARE_ON,
+    GpuMatrix,
+    Matrix,
+    in_float32,
+    multiply_rows,
+    plain_matrix,
+)
 from .format import MAKERS, Format, Parts, Sizes
 
 
@@ -69,6 +77,16 @@ class Plain(Format):
     def for_kernel(self, parts: Parts) -> Matrix | None:
         # Shards and other libraries' tensors have classes of their own.
         return plain_matrix(parts[0], self.is_input_first) if type(parts[0]) is torch.Tensor else None
+
+    def gpu_kernel_refusal(self, sizes: Sizes, dtype: torch.dtype) -> str | None:
+        if dtype != self.compute_dtype:
+            return f"The kernels take rows in the dtype of plain weights, {self.compute_dtype}, not {dtype}."
+        return super().gpu_kernel_refusal(sizes, dtype)
+
+    def for_gpu_kernel(self, parts: Parts, sizes: Sizes) -> GpuMatrix | None:
+        weight_OI = self.input_first(parts).mT
+        apart = weight_OI.stride(0) if weight_OI.dim() == 3 else 0
+        return GpuMatrix("dense", sizes, parts[0], strides=(apart, *weight_OI.stride()[-2:]))
 
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         weight_IO = parts[0] if self.is_input_first else parts[0].T

@@ -4,8 +4,9 @@ Reading order: limits (how many rows are few), tracing (whether a compiler or tr
 user waits for), cpp_kernels (products of few rows on a CPU), cpp_layer (the rest of a layer), float32_blocks (16 bits
 on a CPU without instructions for them), cpu (the guard of CPU shortcuts, and those for any number of rows), decode (the
 one door to decoding on a CPU), few_rows_triton, few_rows (a GPU kernel for few rows of experts), few_rows_check
-(whether it is right on this device). Files named `…_triton` import Triton, which is not installed everywhere and takes
-long to import; the others import it only when a kernel is about to run.
+(whether it is right on this device), packed_rows_triton, packed_rows (packed matrices on a GPU). Files named
+`…_triton` import Triton, which is not installed everywhere and takes long to import; the others import it only when a
+kernel is about to run.
 """
 
 from .cpp_kernels import Matrix, cpp_products, cpp_unpack, plain_matrix, why_no_cpp_kernels
@@ -22,7 +23,7 @@ from .cpu import (
 )
 from .decode import FewRows, apply_head, begin_few_rows, computes
 from .few_rows import few_rows_experts, few_rows_fits, few_rows_limit
-from .few_rows_check import find_difference, kernel_is_right
+from .few_rows_check import difference, find_difference, kernel_is_right
 from .float32_blocks import (
     BLOCK_WEIGHTS,
     blocks_in_float32,
@@ -40,5 +41,16 @@ from .limits import (
     INT8_TORCH_MAX_ROWS,
     PEFT_ORDER_MAX_ROWS,
     TRITON_MAX_ROWS,
+    TRITON_MAX_ROWS_A_MATRIX,
+    TRITON_UNSORTED_MAX_ROWS,
+)
+from .packed_rows import (
+    TILES,
+    GpuMatrix,
+    has_gpu,
+    max_rows_of_matrix,
+    packed_outer_product,
+    packed_product,
+    why_no_gpu_kernel,
 )
 from .tracing import is_exported, is_readable, is_recorded, is_tracing, is_transformed

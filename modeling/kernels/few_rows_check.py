@@ -105,8 +105,8 @@ def find_difference(gate_up_EHF: torch.Tensor, down_EIH: torch.Tensor) -> str:
                 y_NH, allowed_NH = _plain_formula(x_NH, gate_up_EHF, down_EIH, ids_N)
                 for num_rows in row_counts_of_launches(num_experts, hidden, intermediate, dtype.itemsize):
                     given_NH = few_rows_experts(x_NH[:num_rows], gate_up_EHF, down_EIH, ids_N[:num_rows])
-                    if difference := _difference(given_NH, y_NH[:num_rows], allowed_NH[:num_rows]):
-                        return f"with {num_rows} rows {difference}"
+                    if wrong := difference(given_NH, y_NH[:num_rows], allowed_NH[:num_rows]):
+                        return f"with {num_rows} rows {wrong}"
     # Compilers, assemblers and drivers raise errors of their own kinds, and a model must run without them.
     except Exception as error:
         lines = str(error).strip().splitlines()
@@ -154,7 +154,8 @@ def _plain_formula(
     return y_NH, allowed_NH
 
 
-def _difference(given_NH: torch.Tensor, y_NH: torch.Tensor, allowed_NH: torch.Tensor) -> str:
+def difference(given_NH: torch.Tensor, y_NH: torch.Tensor, allowed_NH: torch.Tensor) -> str:
+    """Description of which numbers differ by more than is allowed, with the worst of them; empty if none does."""
     # Where weights overflow, no result is right or wrong.
     comparable_NH = y_NH.abs() < torch.finfo(given_NH.dtype).max / 2
     error_NH = (given_NH.to(y_NH.dtype) - y_NH).abs()

@@ -7,7 +7,8 @@ Three paths have the same result as the loop that defines it (`experts`):
   stacks of experts that see few rows each.
 * `kernel`: few rows on a GPU, without gradients. A kernel finds the hit experts on the device and reads each once:
   nothing waits for the host, and a step fits into a CUDA graph. Before its first use its results are checked on
-  this device (`kernels.few_rows_check`).
+  this device (`kernels.few_rows_check`). Packed experts on a GPU take it for all numbers of rows, with gradients and
+  adapters, too (`kernels.packed_rows`, `formats.gpu_kernels`).
 * `grouped`: many rows on a GPU, output-first experts of 16 bits on the CPU, and all other training. Sort once, then
   torch's grouped product.
 
@@ -29,11 +30,13 @@ from typing import Any, Literal
 import torch
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
+from ..formats import check_one, kernels_are_right, may_have_gpu_kernel, why_no_kernel
 from ..kernels import (
     CPU_LOOP_MAX_ROWS_PER_EXPERT,
     CPU_UNSORTED_MAX_ROWS,
     SHORTCUTS_ARE_ON,
     TRITON_MAX_ROWS,
+    TRITON_UNSORTED_MAX_ROWS,
     few_rows_experts,
     few_rows_fits,
     few_rows_limit,
@@ -41,11 +44,19 @@ from ..kernels import (
     is_recorded,
     is_transformed,
     kernel_is_right,
+    max_rows_of_matrix,
     rows_of_torch,
 )
-from .experts import IMPLEMENTATION, IMPLEMENTATIONS, Experts
+from .experts import IMPLEMENTATION, IMPLEMENTATIONS, STACKS, Experts
 from .grouped_mm_limits import grouped_mm_takes_dtype
-from .grouped_product import LARGE_GRADIENT_BYTES, Stack, groups_between, multiply_groups, multiply_sorted
+from .grouped_product import (
+    LARGE_GRADIENT_BYTES,
+    Stack,
+    groups_between,
+    multiply_groups,
+    multiply_on_device,
+    multiply_sorted,
+)
 from .low_rank import Updates, factors, of_rows
 
 Path = Literal["loop", "kernel", "grouped"]
@@ -97,14 +108,16 @@ def compute_experts(
     is_traced = is_recorded(hidden_states)
     if path is None:
         path = choose_path(experts, num_rows, dtype, needs_gradient, is_adapted)
-        if path == "kernel" and not kernel_is_right(*_input_first(experts), may_check=not is_traced):
+        if path == "kernel" and not _kernel_serves(experts, updates, needs_gradient, not is_traced):
             path = choose_path(experts, num_rows, dtype, needs_gradient, is_adapted, has_kernel=False)
     elif reason := why_not(path, experts, num_rows, dtype, needs_gradient, is_adapted):
         raise ValueError(f'experts_implementation="{_name(path)}": {reason} Choose "{IMPLEMENTATION}".')
 
     x_TH = hidden_states.to(dtype)
     host_counts = path == "loop" and not (needs_gradient or is_traced)
-    if path == "kernel":
+    if path == "kernel" and getattr(experts, "is_packed", False):
+        y_NH = _products_by_kernel(experts, x_TH, top_k_index, updates, needs_gradient)
+    elif path == "kernel":
         # Same layout as in the check: kernels are compiled for strides and for the dtype of the ids.
         ids_N = top_k_index.reshape(-1).long().contiguous()
         y_NH = few_rows_experts(_rows_of_choices(x_TH, top_k_index), *_input_first(experts), ids_N)
@@ -124,9 +137,41 @@ def compute_experts(
     return y_TH.to(hidden_states.dtype)
 
 
+def _kernel_serves(experts: Any, updates: Updates, needs_gradient: bool, may_check: bool) -> bool:
+    """Whether the kernels are right for these experts, and for the adapters that they are multiplied with."""
+    if not getattr(experts, "is_packed", False):
+        return kernel_is_right(*_input_first(experts), may_check=may_check)
+    stacks = [experts.stack(name) for name in STACKS]
+    stacks += [stack for each in updates.values() for update in each for stack in update.stacks()]
+    directions = (False, True) if needs_gradient else (False,)
+    for stack in stacks:
+        form = stack.form.exact
+        dtype, count = form.compute_dtype, stack.num_experts
+        if why_no_kernel(form, stack.sizes, dtype, experts.device) or not kernels_are_right(
+            form, stack.parts, stack.sizes, dtype, count, directions, may_check
+        ):
+            return False
+    return True
+
+
 def _input_first(experts: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Both stacks as `[E, in, out]`."""
     return experts.input_first("gate_up_proj"), experts.input_first("down_proj")
+
+
+def _products_by_kernel(
+    experts: Any, x_TH: torch.Tensor, top_k_index: torch.Tensor, updates: Updates, needs_gradient: bool
+) -> torch.Tensor:
+    """`[N, H]`: the outputs of all choices, by kernels that find the experts' rows on the device."""
+    if top_k_index.numel() > TRITON_UNSORTED_MAX_ROWS or needs_gradient:
+        return _products_of_sorted(experts, x_TH, top_k_index, multiply_on_device, updates)
+    # Same layout as in the check: kernels are compiled for the dtype of the ids.
+    ids_N = top_k_index.reshape(-1).long().contiguous()
+    if len(updates) > 0:
+        tokens_N = torch.arange(len(ids_N), device=x_TH.device) // top_k_index.shape[1]
+        updates = of_rows(updates, tokens_N)
+    x_NH = _rows_of_choices(x_TH, top_k_index)
+    return experts.products(x_NH, ids_N, partial(multiply_on_device, by_id=True), updates)
 
 
 def _rows_of_choices(x_TH: torch.Tensor, top_k_index: torch.Tensor) -> torch.Tensor:
@@ -192,10 +237,16 @@ def choose_path(
         if needs_gradient and (_is_cast(dtype) or _has_few_rows_each(experts, num_rows, dtype)):
             return "loop"
     # An exported or traced program serves all numbers of rows.
-    if has_kernel and not is_exported() and num_rows <= few_rows_limit(experts.down_proj.device):
+    if has_kernel and not is_exported() and num_rows <= _kernel_max_rows(experts):
         if not why_not("kernel", experts, num_rows, dtype, needs_gradient, is_adapted):
             return "kernel"
     return "loop" if why_not("grouped", experts, num_rows, dtype, needs_gradient) else "grouped"
+
+
+def _kernel_max_rows(experts: Any) -> int:
+    if getattr(experts, "is_packed", False):
+        return experts.num_experts * max_rows_of_matrix(experts.device)
+    return few_rows_limit(experts.down_proj.device)
 
 
 def _is_on_host(weight: torch.Tensor) -> bool:
@@ -203,7 +254,7 @@ def _is_on_host(weight: torch.Tensor) -> bool:
 
 
 def check_kernels(model: torch.nn.Module) -> None:
-    """Check the kernel for all experts of a model that may take it, before a compiler or CUDA graph starts.
+    """Check the kernels for all experts and packed layers of a model, before a compiler or CUDA graph starts.
 
     Where nothing is left to check, this only visits each module.
     """
@@ -215,7 +266,9 @@ def check_kernels(model: torch.nn.Module) -> None:
                 type(weight) is torch.nn.Parameter
                 and choose_path(module, 1, compute_dtype(module), False) == "kernel"
             ):
-                kernel_is_right(*_input_first(module), may_check=True)
+                _kernel_serves(module, module.updates or {}, needs_gradient=False, may_check=True)
+        elif isinstance(module, torch.nn.Linear) and hasattr(module, "format"):
+            check_one(module.format, module.parts(), (module.out_features, module.in_features))
 
 
 def _chosen_by_rows(experts: Any) -> bool:
@@ -258,6 +311,13 @@ def why_not(
     hidden_size, intermediate_size = experts.hidden_and_intermediate_size
     if reason := experts.refusal(_name(path)):
         return reason
+    if path == "kernel" and getattr(experts, "is_packed", False):
+        if not may_have_gpu_kernel(experts.device):
+            return f"the kernel for packed experts is for CUDA devices ({experts.device} here)."
+        for name in STACKS:
+            if reason := why_no_kernel(experts.formats[name], experts.sizes_of(name), dtype, experts.device):
+                return f"the kernel does not take these experts. {reason}"
+        return None
     if path == "kernel":
         if needs_gradient or is_adapted:
             return f"the kernel {'has no gradient' if needs_gradient else 'knows no adapter'}."

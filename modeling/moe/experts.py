@@ -23,7 +23,7 @@ from transformers.integrations.moe import ExpertsInterface, use_experts_implemen
 from transformers.utils import is_torchdynamo_compiling
 
 from ..formats import Format, Parts, Sizes, plain_format
-from ..kernels import apply_gate, cpp_feed_forward, is_silu
+from ..kernels import apply_gate, cpp_feed_forward, has_gpu, is_silu
 from ..layers import activation
 from .grouped_mm_limits import grouped_mm_takes, grouped_mm_takes_dtype, grouped_mm_waits
 from .grouped_product import Group, Ranges, Stack
@@ -135,6 +135,12 @@ class Experts(TakesSingleExperts):
     def refusal(self, name: str | None) -> str | None:
         """What an experts implementation of this name needs and these experts are not; None if it can compute them."""
         needs = {"packed": self.is_packed, "offloaded": self.is_offloaded}
+        if name == "llamoe_kernel" and self.is_packed and not self.is_offloaded:
+            if has_gpu():
+                return None
+            return (
+                f"takes packed experts on a CUDA device alone; these are {self.storage}, and there is none."
+            )
         if all(implementation_can(name, need) for need, is_real in needs.items() if is_real):
             return None
         return f"needs stacks of 16 or 32 bits in memory, but these experts are {self.storage}."

@@ -3,8 +3,9 @@
 Only the data tells how many rows each expert gets. `multiply_groups` takes the numbers from the host and forms one
 product for each hit expert. A compiler cannot follow such a loop, and autograd would give every slice of a stack a
 gradient as large as the stack. The operator `grouped_product` keeps the loop out of the graph: compiler and autograd
-see its shapes and its gradients (of plain weights also second ones), which are operators too. torch's `grouped_mm` does
-the same where it exists, for plain weights and rows of a multiple of 16 bytes.
+see its shapes and its gradients (of plain weights also second ones), which are operators too. Its twin `device_product`
+runs kernels that find each expert's rows on the device; nothing else differs. torch's `grouped_mm` does the same where
+it exists, for plain weights and rows of a multiple of 16 bytes.
 
 Shapes: N rows, E experts, I columns in, O columns out.
 """
@@ -21,7 +22,15 @@ import torch
 from torch.nn import functional as F
 
 from ..formats import Format, Parts, Sizes, format_of, plain_format
-from ..kernels import SHORTCUTS_ARE_ON, is_exported, is_recorded, is_transformed, needs_float32
+from ..kernels import (
+    SHORTCUTS_ARE_ON,
+    is_exported,
+    is_recorded,
+    is_transformed,
+    needs_float32,
+    packed_outer_product,
+    packed_product,
+)
 
 LARGE_GRADIENT_BYTES = 32 << 20
 """From this size a gradient gets memory of its own; the allocator keeps smaller pieces for the next step."""
@@ -72,6 +81,14 @@ class Stack:
         # `unbind` once: indexing a stack per expert would write a full-size gradient for each of them.
         each = zip(*(part.unbind(0) for part in self.parts), strict=True)
         return [self.form.matrix(parts, self.sizes, self.form.compute_dtype).T for parts in each]
+
+    def multiply_on_device(
+        self, x_NI: torch.Tensor, groups: torch.Tensor, by_id: bool, transposed: bool
+    ) -> torch.Tensor:
+        """The product by kernels that take the groups from the device; arguments as in `packed_product`."""
+        matrix = self.form.for_gpu_kernel(self.parts, self.sizes)
+        assert matrix is not None, self.form.key
+        return packed_product(x_NI, matrix, groups, self.num_experts, by_id, transposed)
 
     def multiply_by_grouped_mm(self, x_NI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """The product of all groups by torch's grouped one, which knows the stacks of one format."""
@@ -179,74 +196,88 @@ def register_holder(experts: Any) -> int:
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
-@torch.library.custom_op("llamoe::grouped_product", mutates_args=(), tags=_TAGS)
-def product_operator(
-    x: torch.Tensor,
-    parts: Sequence[torch.Tensor],
-    source: str,
-    key: str,
-    sizes: Sequence[int],
-    ends_E: torch.Tensor | None,
-    transposed: bool,
-) -> torch.Tensor:
-    """`multiply_groups` for autograd and compilers.
+def _define_product(name: str, tags: Sequence[torch.Tag]) -> Any:
+    """The operator of this name: rows times matrices, for autograd and compilers. All have one fake and one gradient.
 
-    Args:
-        x: `[N, I]`, or `[N, O]` if `transposed`, sorted by expert.
+    Its arguments are:
+        x: `[N, I]`, or `[N, O]` if `transposed`; sorted by expert unless `by_id`.
         parts: of all experts, or of one matrix; none if there is a source.
         source: of a stack that is not in memory: the holder's number and the stack's name.
         key: of the format.
         sizes: O and I.
-        ends_E: `[E]` integers, the index after each expert's last row; None for one matrix.
+        ends_E: `[E]` integers, the index after each expert's last row; `[N]`, the expert of each, if `by_id`; None for
+            one matrix.
         transposed: as in `multiply_groups`.
+        by_id: for kernels of few rows in any order.
     """
-    form, stack = format_of(key), None
-    # Autocast would cast rows and matrices to its dtype, and back.
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        if ends_E is None:
-            y = (form.multiply_transposed if transposed else form.multiply)(x, parts, tuple(sizes))
-        else:
-            if source:
-                number, _, name = source.partition(":")
-                stack = _HOLDERS[int(number)].stack(name)
-                stack.form = form
+    waits = len(tags) > 0
+
+    @torch.library.custom_op(f"llamoe::{name}", mutates_args=(), tags=tuple(tags))
+    def operator(
+        x: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        source: str,
+        key: str,
+        sizes: Sequence[int],
+        ends_E: torch.Tensor | None,
+        transposed: bool,
+        by_id: bool = False,
+    ) -> torch.Tensor:
+        form, stack = format_of(key), None
+        # Autocast would cast rows and matrices to its dtype, and back.
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            if ends_E is None:
+                y = (form.multiply_transposed if transposed else form.multiply)(x, parts, tuple(sizes))
+            elif not waits:
+                y = Stack(form, parts, tuple(sizes)).multiply_on_device(x, ends_E, by_id, transposed)
             else:
-                stack = Stack(form, parts, tuple(sizes))
-            y = multiply_groups(x, stack, groups_between(ends_E, len(x)), transposed)
-        # The results of operators may not be views.
-        return y.clone(memory_format=torch.contiguous_format) if y._base is not None else y.contiguous()
+                if source:
+                    number, _, stack_name = source.partition(":")
+                    stack = _HOLDERS[int(number)].stack(stack_name)
+                    stack.form = form
+                else:
+                    stack = Stack(form, parts, tuple(sizes))
+                y = multiply_groups(x, stack, groups_between(ends_E, len(x)), transposed)
+            # The results of operators may not be views.
+            return y.clone(memory_format=torch.contiguous_format) if y._base is not None else y.contiguous()
+
+    @operator.register_fake
+    def _(x, parts, source, key, sizes, ends_E, transposed, by_id=False):
+        return x.new_empty(x.shape[0], sizes[1] if transposed else sizes[0])
+
+    def save(ctx, inputs, output):
+        x, parts, ctx.source, ctx.key, ctx.sizes, ends_E, ctx.transposed, ctx.by_id = inputs
+        needs_x, *needs_parts = ctx.needs_input_grad[: 1 + len(parts)]
+        # The copy of a model may be gone before its last backward pass.
+        ctx.holder = _HOLDERS[int(ctx.source.partition(":")[0])] if ctx.source else None
+        # The weight's gradient needs the rows; frozen experts, as under LoRA, need not save them.
+        ctx.save_for_backward(x if any(needs_parts) else None, ends_E, *(parts if needs_x else ()))
+
+    def differentiate(ctx, grad):
+        x, ends_E, *parts = ctx.saved_tensors
+        needs_x, needs_parts = ctx.needs_input_grad[:2]
+        grad = grad.contiguous()
+        grad_x, grad_parts = None, [None] * len(needs_parts)
+        if needs_x:
+            given = grad, parts, ctx.source, ctx.key, ctx.sizes, ends_E
+            grad_x = operator(*given, not ctx.transposed, ctx.by_id)
+        if x is not None:
+            assert not ctx.by_id, "gradients of weights need sorted rows"
+            form: Any = format_of(ctx.key)
+            rows = (x, grad) if form.is_input_first != ctx.transposed else (grad, x)
+            outer = grouped_outer_product if waits else device_outer_product
+            grad_parts = [outer(*rows, ends_E).to(form.compute_dtype)]
+        # A list of inputs has a list of gradients.
+        return grad_x, grad_parts, None, None, None, None, None, None
+
+    operator.register_autograd(differentiate, setup_context=save)
+    return operator
 
 
-@product_operator.register_fake
-def _(x, parts, source, key, sizes, ends_E, transposed):
-    return x.new_empty(x.shape[0], sizes[1] if transposed else sizes[0])
-
-
-def _save_product(ctx, inputs, output):
-    x, parts, ctx.source, ctx.key, ctx.sizes, ends_E, ctx.transposed = inputs
-    needs_x, *needs_parts = ctx.needs_input_grad[: 1 + len(parts)]
-    # The copy of a model may be gone before its last backward pass.
-    ctx.holder = _HOLDERS[int(ctx.source.partition(":")[0])] if ctx.source else None
-    # The weight's gradient needs the rows; frozen experts, as under LoRA, need not save them.
-    ctx.save_for_backward(x if any(needs_parts) else None, ends_E, *(parts if needs_x else ()))
-
-
-def _differentiate_product(ctx, grad):
-    x, ends_E, *parts = ctx.saved_tensors
-    needs_x, needs_parts = ctx.needs_input_grad[:2]
-    grad = grad.contiguous()
-    grad_x, grad_parts = None, [None] * len(needs_parts)
-    if needs_x:
-        grad_x = product_operator(grad, parts, ctx.source, ctx.key, ctx.sizes, ends_E, not ctx.transposed)
-    if x is not None:
-        form: Any = format_of(ctx.key)
-        rows = (x, grad) if form.is_input_first != ctx.transposed else (grad, x)
-        grad_parts = [grouped_outer_product(*rows, ends_E).to(form.compute_dtype)]
-    # A list of inputs has a list of gradients.
-    return grad_x, grad_parts, None, None, None, None, None
-
-
-product_operator.register_autograd(_differentiate_product, setup_context=_save_product)
+product_operator = _define_product("grouped_product", _TAGS)
+"""`multiply_groups`, whose host counts the rows."""
+device_operator = _define_product("device_product", ())
+"""One matrix, or kernels that find the rows of each expert on the device: fit for CUDA graphs."""
 
 
 def multiply_sorted(
@@ -258,11 +289,24 @@ def multiply_sorted(
     return product_operator(x_NI, list(stack.parts), stack.source, key, sizes, ends_E, transposed)
 
 
+def multiply_on_device(
+    x_NI: torch.Tensor, stack: Stack, groups: torch.Tensor, by_id: bool = False
+) -> torch.Tensor:
+    """`multiply_sorted` by kernels that the host does not wait for, or, if `by_id`, of rows in any order.
+
+    Args:
+        groups: `ends_E`, or `[N]` integers, the expert of each row; what is outside of `0 … E - 1` stands for none.
+        by_id: which of both; only without gradients of weights.
+    """
+    key, sizes = _followed(stack.form, x_NI).key, [int(size) for size in stack.sizes]
+    return device_operator(x_NI, list(stack.parts), "", key, sizes, groups, False, by_id)
+
+
 def multiply_one(form: Format, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
     """Rows times the transpose of one matrix, which gets no gradient: `[N, O]` in the dtype of the rows."""
     x = form.cast(x_NI)
     if needs_operator(x):
-        y = product_operator(x, list(parts), "", _followed(form, x).key, list(sizes), None, False)
+        y = device_operator(x, list(parts), "", _followed(form, x).key, list(sizes), None, False)
     else:
         y = form.multiply(x, parts, sizes)
     return y if x is x_NI else y.to(x_NI.dtype)
@@ -284,36 +328,40 @@ def needs_operator(x: torch.Tensor) -> bool:
     )
 
 
-@torch.library.custom_op("llamoe::grouped_outer_product", mutates_args=(), tags=_TAGS)
-def grouped_outer_product(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Gradient of `multiply_sorted` with respect to a plain weight, `[E, I, O]`.
+def _define_outer_product(name: str, tags: Sequence[torch.Tag]) -> Any:
+    """The operator of this name: the gradient of a product with respect to a plain weight, `[E, I, O]`.
 
-    Args:
+    Its arguments are:
         x_NI: `[N, I]`, sorted by expert.
         grad_NO: `[N, O]`, gradient of the result.
         ends_E: as in `multiply_sorted`.
     """
-    return _multiply_outer(x_NI, grad_NO, ends_E)
+    waits = len(tags) > 0
+
+    @torch.library.custom_op(f"llamoe::{name}", mutates_args=(), tags=tuple(tags))
+    def operator(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        return (_multiply_outer if waits else packed_outer_product)(x_NI, grad_NO, ends_E)
+
+    @operator.register_fake
+    def _(x_NI, grad_NO, ends_E):
+        return x_NI.new_empty(ends_E.shape[0], x_NI.shape[1], grad_NO.shape[1])
+
+    def save(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    def differentiate(ctx, grad_EIO):
+        x_NI, grad_NO, ends_E = ctx.saved_tensors
+        needs_x, needs_grad = ctx.needs_input_grad[:2]
+        stack = plain_stack(grad_EIO)
+        return (
+            multiply_sorted(grad_NO, stack, ends_E, transposed=True) if needs_x else None,
+            multiply_sorted(x_NI, stack, ends_E) if needs_grad else None,
+            None,
+        )
+
+    operator.register_autograd(differentiate, setup_context=save)
+    return operator
 
 
-@grouped_outer_product.register_fake
-def _(x_NI, grad_NO, ends_E):
-    return x_NI.new_empty(ends_E.shape[0], x_NI.shape[1], grad_NO.shape[1])
-
-
-def _save_outer_product(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate_outer_product(ctx, grad_EIO):
-    x_NI, grad_NO, ends_E = ctx.saved_tensors
-    needs_x, needs_grad = ctx.needs_input_grad[:2]
-    stack = plain_stack(grad_EIO)
-    return (
-        multiply_sorted(grad_NO, stack, ends_E, transposed=True) if needs_x else None,
-        multiply_sorted(x_NI, stack, ends_E) if needs_grad else None,
-        None,
-    )
-
-
-grouped_outer_product.register_autograd(_differentiate_outer_product, setup_context=_save_outer_product)
+grouped_outer_product = _define_outer_product("grouped_outer_product", _TAGS)
+device_outer_product = _define_outer_product("device_outer_product", ())

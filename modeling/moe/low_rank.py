@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..kernels import PEFT_ORDER_MAX_ROWS, multiply_rows
-from .grouped_product import plain_stack
+from .grouped_product import Stack, plain_stack
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,10 @@ class LowRank:
         if not isinstance(self.scale, torch.Tensor):
             return self
         return replace(self, scale=self.scale.index_select(0, tokens_N))
+
+    def stacks(self) -> tuple[Stack, Stack]:
+        """Both factors, in the order of their products."""
+        return plain_stack(self.a_EIr), plain_stack(self.b_OrE.permute(2, 1, 0))
 
     def add(self, y_NO: torch.Tensor, x_NI: torch.Tensor, groups: Any, multiply: Callable) -> torch.Tensor:
         """`y_NO` with this update, in the dtype of `y_NO`; computed in the dtype of the factors.

@@ -1,0 +1,518 @@
+"""Triton kernels of `packed_rows`: rows times each expert's matrix, which stays packed until it is in registers.
+
+One program computes a tile of rows and outputs of one expert. It finds both on the device: the host knows shapes alone.
+Codes of 4 bits come two to a byte, so a loaded tile is two tiles of weights. Which weights share a byte decides how:
+
+* int4, `x W^T`: two outputs of one input, which are two sums. `x W` for gradients: two terms of one sum.
+* bitsandbytes' 4 bits: two inputs of one output, so the other way round.
+
+Weights are rounded to the rows' dtype, as where a matrix is unpacked first, and sums are float32.
+
+Shapes: N rows, E experts, O outputs, I inputs, C terms of a sum (I, or O if transposed), S splits of the sum.
+"""
+
+import triton
+import triton.language as tl
+
+from .few_rows_triton import _dot, _round
+
+# Kinds of matrices, and what says which rows are whose.
+INT4, TABLE, DENSE = tl.constexpr(4), tl.constexpr(5), tl.constexpr(16)
+ONE, ENDS, IDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+# As in `few_rows_triton`: one kernel serves all numbers of rows that share its constants.
+_COUNTS = ("num_rows", "num_experts", "num_elements")
+
+
+@triton.jit
+def _rows_of_program(
+    groups_ptr, num_rows, num_experts, BY: tl.constexpr, M: tl.constexpr, GROUPS: tl.constexpr
+):
+    """The expert of a program, its rows `[M]`, and whether each of them exists.
+
+    Rows without an expert have number E, and programs without rows any number above it.
+    """
+    place = tl.program_id(0)
+    if BY == ONE:
+        rows = place * M + tl.arange(0, M)
+        return tl.zeros((), tl.int32), rows, rows < num_rows
+    elif BY == IDS:
+        # The program of an expert's first row computes all of its rows.
+        rows = tl.arange(0, M)
+        ids = tl.load(groups_ptr + rows, mask=rows < num_rows, other=0)
+        ids = tl.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(tl.int32)
+        mine = tl.sum(tl.where(rows == place, ids, 0), axis=0)
+        exists = (ids == mine) & (rows < num_rows)
+        first = tl.min(tl.where(exists, rows, M), axis=0)
+        return tl.where(first == place, mine, num_experts + 1), rows, exists
+    else:
+        # The rows behind the last end are one more group.
+        group = tl.arange(0, GROUPS)
+        ends = tl.load(groups_ptr + group, mask=group < num_experts, other=num_rows)
+        starts = tl.load(groups_ptr + group - 1, mask=(group > 0) & (group <= num_experts), other=num_rows)
+        starts = tl.where(group == 0, 0, starts)
+        tiles = (ends - starts + M - 1) // M
+        tiles_before = tl.cumsum(tiles, axis=0) - tiles
+        expert = tl.sum((tiles_before + tiles <= place).to(tl.int32), axis=0)
+        is_mine = group == expert
+        begin = tl.sum(tl.where(is_mine, starts - tiles_before * M, 0), axis=0) + place * M
+        rows = begin + tl.arange(0, M)
+        return expert, rows, rows < tl.sum(tl.where(is_mine, ends, 0), axis=0)
+
+
+@triton.jit
+def _int4_weights(codes, words, dtype: tl.constexpr):
+    """`(code - 8) * scale + offset`; a word has the bits of both, in bfloat16."""
+    scale = (words << 16).to(tl.float32, bitcast=True)
+    offset = (words & -65536).to(tl.float32, bitcast=True) - 136.0 * scale
+    # 128 + code by its bits: cheaper than a conversion, and as exact.
+    shifted = ((codes.to(tl.int32) << 16) | 0x43000000).to(tl.float32, bitcast=True)
+    return _round(shifted * scale + offset, dtype)
+
+
+@triton.jit
+def _int4(
+    x_ptrs,
+    codes_ptr,  # of the expert
+    words_ptr,  # likewise
+    row_exists,
+    column_block,
+    first,
+    last,
+    num_out,
+    num_in,
+    padded_in,
+    M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    REST: tl.constexpr,  # outputs of a last block that is not full
+):
+    """Sums of the first and the second outputs of all bytes, `[M, COLUMNS / 2]`, and which outputs these are."""
+    dtype: tl.constexpr = x_ptrs.dtype.element_ty
+    column = tl.arange(0, COLUMNS // 2)
+    block = column_block * (COLUMNS // 64) + column // 32
+    byte = column % 32
+    output, beside = block * 64 + byte, 32
+    pitch = tl.full((COLUMNS // 2,), 32, tl.int32)
+    exists = output < num_out
+    if REST > 0:
+        is_rest = block == num_out // 64
+        output = tl.where(is_rest, block * 64 + 2 * byte, output)
+        beside = tl.where(is_rest, 1, 32)
+        pitch = tl.where(is_rest, REST // 2, 32)
+        exists = output < num_out
+    deep = tl.arange(0, DEPTH)
+    codes_ptrs = (
+        codes_ptr
+        + block.to(tl.int64)[None, :] * (padded_in * 32)
+        + byte[None, :]
+        + (first + deep)[:, None] * pitch[None, :]
+    )
+    words_ptr += tl.cast(first // GROUP, tl.int64) * num_out
+    low = tl.zeros((M, COLUMNS // 2), tl.float32)
+    high = tl.zeros((M, COLUMNS // 2), tl.float32)
+    for begin in tl.range(first, last, DEPTH, num_stages=STAGES):
+        # Groups are whole, padded where the inputs are not.
+        x = tl.load(x_ptrs, mask=row_exists[:, None] & (deep < num_in - begin)[None, :], other=0.0)
+        codes = tl.load(codes_ptrs, mask=exists[None, :], other=0)
+        # All inputs of a step are in one group.
+        words = words_ptr + tl.cast(begin // GROUP - first // GROUP, tl.int64) * num_out + output
+        words_low = tl.load(words, mask=exists, other=0)
+        words_high = tl.load(words + beside, mask=exists, other=0)
+        low = _dot(x, _int4_weights(codes & 15, words_low[None, :], dtype), low)
+        high = _dot(x, _int4_weights(codes >> 4, words_high[None, :], dtype), high)
+        x_ptrs += DEPTH
+        codes_ptrs += DEPTH * pitch[None, :]
+    return low, high, output, output + beside, exists
+
+
+@triton.jit
+def _int4_transposed(
+    x_ptr,
+    rows,
+    codes_ptr,
+    words_ptr,
+    row_exists,
+    column_block,
+    first,
+    last,
+    num_out,
+    num_in,
+    padded_in,
+    M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """Sums over blocks of 64 outputs, `[M, COLUMNS]`, and which inputs these are."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    # All inputs of a tile are in one group.
+    columns = column_block * COLUMNS + tl.arange(0, COLUMNS)
+    exists = columns < num_in
+    byte = tl.arange(0, 32)
+    x_ptrs = x_ptr + rows[:, None].to(tl.int64) * num_out
+    words_ptr += tl.cast(column_block * COLUMNS // GROUP, tl.int64) * num_out
+    total = tl.zeros((M, COLUMNS), tl.float32)
+    for begin in tl.range(first, last, 64, num_stages=STAGES):
+        output, pitch, beside, has_output = begin + byte, 32, 32, begin + byte < num_out
+        if REST > 0:
+            is_rest = begin == num_out - REST
+            output = tl.where(is_rest, begin + 2 * byte, output)
+            beside = tl.where(is_rest, 1, 32)
+            pitch = tl.where(is_rest, REST // 2, 32)
+            has_output = output < num_out
+        codes_ptrs = codes_ptr + tl.cast(begin // 64, tl.int64) * (padded_in * 32)
+        codes_ptrs = codes_ptrs + byte[:, None] + columns[None, :] * pitch
+        codes = tl.load(codes_ptrs, mask=has_output[:, None] & exists[None, :], other=0)
+        x_mask = row_exists[:, None] & has_output[None, :]
+        x_low = tl.load(x_ptrs + output[None, :], mask=x_mask, other=0.0)
+        x_high = tl.load(x_ptrs + (output + beside)[None, :], mask=x_mask, other=0.0)
+        words_low = tl.load(words_ptr + output, mask=has_output, other=0)
+        words_high = tl.load(words_ptr + output + beside, mask=has_output, other=0)
+        total = _dot(x_low, _int4_weights(codes & 15, words_low[:, None], dtype), total)
+        total = _dot(x_high, _int4_weights(codes >> 4, words_high[:, None], dtype), total)
+    return total, columns, exists
+
+
+@triton.jit
+def _absmax(
+    scales_ptr,
+    nested_ptr,
+    offset_ptr,
+    dynamic_ptr,
+    expert,
+    output,
+    block,  # of the output's row
+    exists,
+    num_out,
+    blocks_of_row,
+    MATRICES: tl.constexpr,
+    NESTED: tl.constexpr,
+):
+    """Scales of bitsandbytes' blocks, `[…]` like `output`; with double quantization they are codes themselves."""
+    place = (expert.to(tl.int64) * num_out + output) * blocks_of_row + block
+    if not NESTED:
+        return tl.load(scales_ptr + place, mask=exists, other=0.0)
+    else:
+        rows_of_matrix = num_out // MATRICES
+        matrix = expert * MATRICES + output // rows_of_matrix
+        block_of_matrix = (output % rows_of_matrix) * blocks_of_row + block
+        nested = matrix.to(tl.int64) * tl.cdiv(rows_of_matrix * blocks_of_row, 256) + block_of_matrix // 256
+        codes = tl.load(scales_ptr + place, mask=exists, other=0)
+        values = tl.load(dynamic_ptr + codes.to(tl.int32))
+        return values * tl.load(nested_ptr + nested, mask=exists, other=0.0) + tl.load(
+            offset_ptr + matrix, mask=exists, other=0.0
+        )
+
+
+@triton.jit
+def _table(
+    x_ptr,
+    rows,
+    codes_ptr,  # of the expert
+    scales_ptr,
+    table_ptr,
+    nested_ptr,
+    offset_ptr,
+    dynamic_ptr,
+    expert,
+    row_exists,
+    column_block,
+    first,
+    last,
+    num_out,
+    num_in,
+    M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    MATRICES: tl.constexpr,
+    NESTED: tl.constexpr,
+):
+    """Sums `[M, COLUMNS]`, and which outputs these are; the first of a byte's inputs is in its high bits."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    columns = column_block * COLUMNS + tl.arange(0, COLUMNS)
+    exists = columns < num_out
+    pair = tl.arange(0, DEPTH // 2)
+    x_ptrs = x_ptr + rows[:, None].to(tl.int64) * num_in + first + 2 * pair[None, :]
+    codes_ptrs = codes_ptr + columns[None, :].to(tl.int64) * (num_in // 2) + first // 2 + pair[:, None]
+    total = tl.zeros((M, COLUMNS), tl.float32)
+    for begin in tl.range(first, last, DEPTH, num_stages=STAGES):
+        # Rows of a matrix are whole blocks, of which a step takes one or a part.
+        mask = row_exists[:, None] & (pair < (num_in - begin) // 2)[None, :]
+        x_first = tl.load(x_ptrs, mask=mask, other=0.0)
+        x_second = tl.load(x_ptrs + 1, mask=mask, other=0.0)
+        codes = tl.load(codes_ptrs, mask=exists[None, :], other=0).to(tl.int32)
+        scale = _absmax(
+            scales_ptr,
+            nested_ptr,
+            offset_ptr,
+            dynamic_ptr,
+            expert,
+            columns,
+            begin // GROUP,
+            exists,
+            num_out,
+            num_in // GROUP,
+            MATRICES,
+            NESTED,
+        )[None, :]
+        first_weights = _round(tl.load(table_ptr + (codes >> 4)) * scale, dtype)
+        second_weights = _round(tl.load(table_ptr + (codes & 15)) * scale, dtype)
+        total = _dot(x_first, first_weights, total)
+        total = _dot(x_second, second_weights, total)
+        x_ptrs += DEPTH
+        codes_ptrs += DEPTH // 2
+    return total, columns, exists
+
+
+@triton.jit
+def _table_transposed(
+    x_ptrs,
+    codes_ptr,  # of the expert
+    scales_ptr,
+    table_ptr,
+    nested_ptr,
+    offset_ptr,
+    dynamic_ptr,
+    expert,
+    row_exists,
+    column_block,
+    first,
+    last,
+    num_out,
+    num_in,
+    M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    MATRICES: tl.constexpr,
+    NESTED: tl.constexpr,
+):
+    """Sums of the first and the second inputs of all bytes, `[M, COLUMNS / 2]`, and which inputs these are."""
+    dtype: tl.constexpr = x_ptrs.dtype.element_ty
+    # All inputs of a tile are in one block.
+    pair = column_block * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+    exists = pair < num_in // 2
+    deep = tl.arange(0, DEPTH)
+    codes_ptrs = codes_ptr + (first + deep)[:, None].to(tl.int64) * (num_in // 2) + pair[None, :]
+    first_total = tl.zeros((M, COLUMNS // 2), tl.float32)
+    second_total = tl.zeros((M, COLUMNS // 2), tl.float32)
+    for begin in tl.range(first, last, DEPTH, num_stages=STAGES):
+        has_output = deep < num_out - begin
+        x = tl.load(x_ptrs, mask=row_exists[:, None] & has_output[None, :], other=0.0)
+        codes = tl.load(codes_ptrs, mask=has_output[:, None] & exists[None, :], other=0).to(tl.int32)
+        scale = _absmax(
+            scales_ptr,
+            nested_ptr,
+            offset_ptr,
+            dynamic_ptr,
+            expert,
+            begin + deep,
+            column_block * COLUMNS // GROUP,
+            has_output,
+            num_out,
+            num_in // GROUP,
+            MATRICES,
+            NESTED,
+        )[:, None]
+        first_weights = _round(tl.load(table_ptr + (codes >> 4)) * scale, dtype)
+        second_weights = _round(tl.load(table_ptr + (codes & 15)) * scale, dtype)
+        first_total = _dot(x, first_weights, first_total)
+        second_total = _dot(x, second_weights, second_total)
+        x_ptrs += DEPTH
+        codes_ptrs += DEPTH * tl.cast(num_in // 2, tl.int64)
+    return first_total, second_total, 2 * pair, 2 * pair + 1, exists
+
+
+@triton.jit
+def _dense(
+    x_ptrs,
+    weight_ptr,  # of the expert
+    scales_ptr,  # likewise; one for each output
+    row_exists,
+    column_block,
+    first,
+    last,
+    num_terms,
+    num_columns,
+    stride_term,
+    stride_column,
+    M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SCALED: tl.constexpr,
+    PART: tl.constexpr,  # of a scale
+):
+    """Sums `[M, COLUMNS]` over a matrix with a number for each weight, in any strides, and which columns these are."""
+    dtype: tl.constexpr = x_ptrs.dtype.element_ty
+    columns = column_block * COLUMNS + tl.arange(0, COLUMNS)
+    exists = columns < num_columns
+    deep = tl.arange(0, DEPTH)
+    weight_ptrs = (
+        weight_ptr
+        + (first + deep)[:, None].to(tl.int64) * stride_term
+        + columns[None, :].to(tl.int64) * stride_column
+    )
+    total = tl.zeros((M, COLUMNS), tl.float32)
+    for begin in tl.range(first, last, DEPTH, num_stages=STAGES):
+        has_term = deep < num_terms - begin
+        x = tl.load(x_ptrs, mask=row_exists[:, None] & has_term[None, :], other=0.0)
+        weight = tl.load(weight_ptrs, mask=has_term[:, None] & exists[None, :], other=0)
+        if SCALED and TRANSPOSED:
+            scale = tl.load(scales_ptr + begin + deep, mask=has_term, other=0.0).to(tl.float32) * PART
+            weight = _round(weight.to(tl.float32) * scale[:, None], dtype)
+        elif SCALED:
+            # Whole numbers up to 128 are exact in all dtypes.
+            weight = weight.to(tl.float32).to(dtype)
+        total = _dot(x, weight, total)
+        x_ptrs += DEPTH
+        weight_ptrs += DEPTH * tl.cast(stride_term, tl.int64)
+    if SCALED and not TRANSPOSED:
+        scale = tl.load(scales_ptr + columns, mask=exists, other=0.0).to(tl.float32) * PART
+        total = total * scale[None, :]
+    return total, columns, exists
+
+
+@triton.jit
+def _store(out_ptr, rows, row_exists, columns, exists, num_columns, values):
+    ptrs = out_ptr + rows[:, None].to(tl.int64) * num_columns + columns[None, :]
+    values = _round(values, out_ptr.dtype.element_ty)
+    tl.store(ptrs, values, mask=row_exists[:, None] & exists[None, :])
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def product_kernel(
+    x_ptr,  # [N, C], contiguous
+    codes_ptr,  # of all experts
+    scales_ptr,
+    table_ptr,
+    nested_ptr,
+    offset_ptr,
+    dynamic_ptr,
+    groups_ptr,
+    out_ptr,  # [S, N, columns], contiguous
+    num_rows,
+    num_experts,
+    num_out,
+    num_in,
+    padded_in,  # only int4
+    split_size,
+    stride_expert,  # of dense matrices
+    stride_out,
+    stride_in,
+    KIND: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BY: tl.constexpr,
+    GROUPS: tl.constexpr,
+    M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    REST: tl.constexpr,
+    MATRICES: tl.constexpr,
+    NESTED: tl.constexpr,
+    SCALED: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Write the products, or a split's part of them; zeros for rows without an expert. Grid: tiles, columns, S."""
+    expert, rows, row_exists = _rows_of_program(groups_ptr, num_rows, num_experts, BY, M, GROUPS)
+    column_block = tl.program_id(1)
+    split = tl.program_id(2)
+    num_terms = num_out if TRANSPOSED else num_in
+    num_columns = num_in if TRANSPOSED else num_out
+    first = split * split_size
+    last = tl.minimum(first + split_size, num_terms)
+    out_ptr += split.to(tl.int64) * num_rows * num_columns
+    if expert < num_experts:
+        far = expert.to(tl.int64)
+        x_ptrs = x_ptr + rows[:, None].to(tl.int64) * num_terms + first + tl.arange(0, DEPTH)[None, :]
+        if KIND == INT4:
+            codes_ptr += far * num_out * (padded_in // 2)
+            scales_ptr += far * num_out * (padded_in // GROUP)
+            if TRANSPOSED:
+                sums, columns, exists = _int4_transposed(
+                    x_ptr, rows, codes_ptr, scales_ptr, row_exists, column_block, first, last, num_out, num_in,
+                    padded_in, M, COLUMNS, STAGES, GROUP, REST,
+                )  # fmt: skip
+                _store(out_ptr, rows, row_exists, columns, exists, num_columns, sums)
+            else:
+                sums, more, columns, more_columns, exists = _int4(
+                    x_ptrs, codes_ptr, scales_ptr, row_exists, column_block, first, last, num_out, num_in,
+                    padded_in, M, COLUMNS, DEPTH, STAGES, GROUP, REST,
+                )  # fmt: skip
+                _store(out_ptr, rows, row_exists, columns, exists, num_columns, sums)
+                _store(out_ptr, rows, row_exists, more_columns, exists, num_columns, more)
+        elif KIND == TABLE:
+            codes_ptr += far * num_out * (num_in // 2)
+            if TRANSPOSED:
+                sums, more, columns, more_columns, exists = _table_transposed(
+                    x_ptrs, codes_ptr, scales_ptr, table_ptr, nested_ptr, offset_ptr, dynamic_ptr, expert,
+                    row_exists, column_block, first, last, num_out, num_in, M, COLUMNS, DEPTH, STAGES, GROUP,
+                    MATRICES, NESTED,
+                )  # fmt: skip
+                _store(out_ptr, rows, row_exists, columns, exists, num_columns, sums)
+                _store(out_ptr, rows, row_exists, more_columns, exists, num_columns, more)
+            else:
+                sums, columns, exists = _table(
+                    x_ptr, rows, codes_ptr, scales_ptr, table_ptr, nested_ptr, offset_ptr, dynamic_ptr, expert,
+                    row_exists, column_block, first, last, num_out, num_in, M, COLUMNS, DEPTH, STAGES, GROUP,
+                    MATRICES, NESTED,
+                )  # fmt: skip
+                _store(out_ptr, rows, row_exists, columns, exists, num_columns, sums)
+        else:
+            codes_ptr += far * stride_expert
+            if SCALED:
+                scales_ptr += far * num_out
+            sums, columns, exists = _dense(
+                x_ptrs, codes_ptr, scales_ptr, row_exists, column_block, first, last, num_terms, num_columns,
+                stride_out if TRANSPOSED else stride_in, stride_in if TRANSPOSED else stride_out,
+                M, COLUMNS, DEPTH, STAGES, TRANSPOSED, SCALED, PART,
+            )  # fmt: skip
+            _store(out_ptr, rows, row_exists, columns, exists, num_columns, sums)
+    elif expert == num_experts:
+        columns = column_block * COLUMNS + tl.arange(0, COLUMNS)
+        zeros = tl.zeros((M, COLUMNS), tl.float32)
+        _store(out_ptr, rows, row_exists, columns, columns < num_columns, num_columns, zeros)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def outer_kernel(
+    x_ptr,  # [N, I], contiguous
+    grad_ptr,  # [N, O], contiguous
+    ends_ptr,
+    out_ptr,  # [E, I, O], contiguous
+    num_in,
+    num_out,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write x^T grad of each expert's rows, zeros for one without rows. Grid: experts, tiles of I, tiles of O."""
+    expert = tl.program_id(0)
+    begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends_ptr + expert)
+    inputs = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    outputs = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in tl.range(begin, end, M, num_stages=STAGES):
+        rows = first + tl.arange(0, M)
+        far = rows.to(tl.int64)
+        x_ptrs = x_ptr + inputs[:, None] + far[None, :] * num_in
+        x = tl.load(x_ptrs, mask=(inputs < num_in)[:, None] & (rows < end)[None, :], other=0.0)
+        grad_ptrs = grad_ptr + far[:, None] * num_out + outputs[None, :]
+        grad = tl.load(grad_ptrs, mask=(rows < end)[:, None] & (outputs < num_out)[None, :], other=0.0)
+        total = _dot(x, grad, total)
+    ptrs = out_ptr + expert.to(tl.int64) * num_in * num_out
+    ptrs = ptrs + inputs[:, None].to(tl.int64) * num_out + outputs[None, :]
+    mask = (inputs < num_in)[:, None] & (outputs < num_out)[None, :]
+    tl.store(ptrs, _round(total, out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,144 @@
+"""The kernels for packed matrices as far as a machine without a GPU can tell: that they compile for each, and how.
+
+Their numbers are proven by `interpreted_packed`, which `test_under_the_interpreter` starts.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from llamoe.modeling.formats import Bnb4BitNested, Int4, Int8, Plain
+from llamoe.modeling.formats.format import chunk_of
+from llamoe.modeling.kernels import packed_rows
+from llamoe.modeling.kernels.packed_rows import TILES, GpuMatrix, constants, rows_of_tile, tile_of
+
+BF16 = torch.bfloat16
+# Scout's down projection, and the bytes of shared memory that a program may have, by capability.
+SIZES = (5120, 8192)
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+FORMATS = {
+    "int4": Int4(32),
+    "int4, 128": Int4(128),
+    "int8": Int8(),
+    "nf4": Bnb4BitNested(BF16, matrices=2),
+    "plain": Plain(BF16),
+}
+ELEMENTS = {torch.uint8: "u8", torch.int8: "i8", torch.int32: "i32", torch.int64: "i64", BF16: "bf16"}
+ELEMENTS |= {torch.float32: "fp32"}
+
+
+def matrix_of(form, sizes=SIZES):
+    """A stack of 16, without numbers."""
+    with torch.device("meta"):
+        parts = [torch.empty((16, *shape), dtype=dtype) for shape, dtype in form.parts(sizes)]
+        if isinstance(form, Bnb4BitNested):
+            codes, scales, nested, offset = parts
+            tables = dict(table=torch.empty(16), dynamic=torch.empty(256), nested=nested, offset=offset)
+            return GpuMatrix(
+                "table", sizes, codes, scales, group=form.blocksize, matrices=form.matrices, **tables
+            )
+        return form.for_gpu_kernel(parts, sizes)
+
+
+def compile_for(monkeypatch, folder, capability, form, rows, transposed, by=None):
+    """Compile and assemble the kernel as a launch would; gives Triton's result, and what the assembler says of it."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    if not (tools / "ptxas").exists():
+        pytest.skip("this Triton comes without NVIDIA's assembler")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from llamoe.modeling.kernels.packed_rows_triton import product_kernel
+
+    matrix = matrix_of(form)
+    tile = tile_of(matrix, 2, transposed, rows)
+    by = (packed_rows._IDS if rows <= 32 else packed_rows._ENDS) if by is None else by
+    fixed = constants(matrix, tile, by, 16, transposed)
+    pointers = {
+        "x_ptr": BF16,
+        "out_ptr": BF16 if rows > 32 else torch.float32,
+        "codes_ptr": matrix.codes.dtype,
+    }
+    pointers["groups_ptr"] = torch.int64 if by == packed_rows._IDS else torch.int32
+    for name in ("scales", "table", "nested", "offset", "dynamic"):
+        given = getattr(matrix, name)
+        pointers[f"{name}_ptr"] = (matrix.codes if given is None else given).dtype
+    strides = dict(zip(("stride_expert", "stride_out", "stride_in"), matrix.strides, strict=True))
+    signature, values, attributes = {}, {}, {}
+    for place, name in enumerate(product_kernel.arg_names):
+        known = fixed.get(name, 1 if strides.get(name) == 1 else None)
+        if known is not None:
+            signature[name], values[place,] = "constexpr", known
+            continue
+        signature[name] = "*" + ELEMENTS[pointers[name]] if name in pointers else "i32"
+        if name not in ("num_rows", "num_experts"):
+            attributes[place,] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=product_kernel, signature=signature, constexprs=values, attrs=attributes)
+    options = {"num_warps": tile.warps, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    file = folder / "kernel.cubin"
+    file.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run(
+        [tools / "cuobjdump", "-res-usage", file], capture_output=True, text=True, check=True
+    )
+    return compiled, {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage.stdout)}
+
+
+def check(monkeypatch, folder, capability, form, rows, transposed):
+    compiled, usage = compile_for(monkeypatch, folder, capability, form, rows, transposed)
+    # No register is kept in memory, and several programs of few rows share a multiprocessor.
+    assert usage["STACK"] == 0
+    assert compiled.metadata.shared <= SHARED[capability] * 1024
+    if rows <= 32:
+        assert 128 * usage["REG"] * 3 <= 65536
+        assert 3 * (compiled.metadata.shared + 1024) <= SHARED[capability] * 1024
+    ptx = compiled.asm["ptx"]
+    assert re.search(r"mma\.sync|wgmma|tcgen05", ptx)
+    # Codes are copied 8 or 16 bytes at a time, ahead of their use.
+    assert re.search(r"cp\.async\.\w+\.shared\.global[^;]*?, (0x8|0x10)\b", ptx)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_int4_compiles_for_few_rows(monkeypatch, tmp_path, capability):
+    check(monkeypatch, tmp_path, capability, FORMATS["int4"], 16, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "transposed"), [("nf4", 16, False), ("int8", 16, False), ("nf4", 128, True)]
+)
+def test_other_formats_compile(monkeypatch, tmp_path, name, rows, transposed):
+    check(monkeypatch, tmp_path, 90, FORMATS[name], rows, transposed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("name", FORMATS)
+def test_everything_compiles_everywhere(monkeypatch, tmp_path, name, capability):
+    for rows in TILES:
+        for transposed in (False, True):
+            check(monkeypatch, tmp_path, capability, FORMATS[name], rows, transposed)
+
+
+@pytest.mark.parametrize(("num_rows", "rows"), [(1, 16), (17, 32), (33, 64), (65, 128), (500, 128)])
+def test_tiles_hold_all_rows_of_a_matrix(num_rows, rows):
+    assert rows_of_tile(num_rows, 1, packed_rows._ONE) == rows
+    # Twice the average of 16 experts.
+    assert rows_of_tile(8 * num_rows, 16, packed_rows._ENDS) == rows
+
+
+def test_a_matrix_is_quantized_at_once_on_a_gpu():
+    """Of a Scout's largest matrix one piece; on a processor pieces that its cache holds."""
+    assert chunk_of(torch.device("cuda")) >= 16384 * 5120 > 100 * chunk_of(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows"), [((8, 9), 2048), ((9, 0), 1024), ((10, 0), 512), ((11, 0), 512)]
+)
+def test_rows_of_a_matrix_that_kernels_take(monkeypatch, capability, rows):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert packed_rows.max_rows_of_matrix(torch.device("cuda")) == rows

@@ -1,0 +1,465 @@
+"""The Triton kernels for packed matrices, run by Triton's interpreter; `test_under_the_interpreter` starts this.
+
+Truth is float64: of our int4 the layout written out here, of bitsandbytes its own dequantization.
+"""
+
+import importlib.util
+import logging
+import os
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import triton_interpreter  # noqa: F401
+from support.models import make_asymmetric, stock_mixtral_config, stock_text_config
+
+import llamoe
+from llamoe.modeling import formats
+from llamoe.modeling.formats import Bnb4Bit, Bnb4BitNested, Bnb8Bit, Int4, Int8, Plain, gpu_kernels
+from llamoe.modeling.kernels import packed_outer_product, packed_product, packed_rows, packed_rows_triton
+from llamoe.modeling.moe import Experts, LowRank, OutputFirstExperts, dispatch, grouped_product
+from llamoe.modeling.moe import experts as moe_experts
+from llamoe.modeling.moe.dispatch import check_kernels, choose_path, compute_experts
+from llamoe.modeling.quantization import QuantizedExperts, QuantizedLinear
+from llamoe.modeling.quantization.bnb_experts import BitsAndBytesExperts
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels would need a GPU"
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Outputs that are whole blocks of 64 and a rest of 16, 32 or 48; inputs that are some groups, of int4 with padding.
+FORMATS = {
+    "int4, 32": (Int4(32), (80, 152)),
+    "int4, 64": (Int4(64), (112, 190)),
+    "int4, 128": (Int4(128), (96, 256)),
+    "int4, 256": (Int4(256), (128, 512)),
+    "int8": (Int8(), (75, 96)),
+    "nf4": (Bnb4Bit(BF16), (75, 128)),
+    "fp4, two matrices": (Bnb4Bit(FP16, 2, "fp4", 32), (90, 96)),
+    "nested nf4, two matrices": (Bnb4BitNested(BF16, 2), (94, 192)),
+    "nf4 in float32": (Bnb4Bit(FP32, 1, "nf4", 128), (37, 256)),
+    "8 bit, two matrices": (Bnb8Bit(BF16, 2), (90, 51)),
+    "plain": (Plain(BF16), (75, 51)),
+    "plain, input-first": (Plain(FP32, True), (9, 52)),
+}
+PACKED = {"int4": Int4(32), "int8": Int8(), "nf4": Bnb4BitNested(BF16, blocksize=32)}
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch):
+    """A process that checked nothing yet."""
+    monkeypatch.setattr(gpu_kernels, "_FAILURES", {})
+    gpu_kernels._tell_of_graph.cache_clear()
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """The CPU as a device that takes kernels; checks try one tile alone, for the interpreter is slow."""
+    for module in (gpu_kernels, dispatch):
+        monkeypatch.setattr(module, "may_have_gpu_kernel", lambda device: True)
+    monkeypatch.setattr(dispatch, "_is_on_host", lambda weight: weight.is_meta)
+    monkeypatch.setattr(moe_experts, "has_gpu", lambda: True)
+    monkeypatch.setattr(gpu_kernels, "TILES", (16,))
+
+
+class _Right(dict):
+    """What a process knows that checked everything and found nothing wrong."""
+
+    def __contains__(self, kind):
+        return True
+
+    def get(self, kind, default=None):
+        return ""
+
+    __getitem__ = get
+
+
+@pytest.fixture
+def checked(on_a_gpu, monkeypatch):
+    """A device on which all kernels were checked."""
+    monkeypatch.setattr(gpu_kernels, "_FAILURES", _Right())
+
+
+@pytest.fixture
+def nobody_counts(monkeypatch):
+    """The host may not ask for the rows of each expert."""
+
+    def refuse(*_):
+        raise AssertionError("the host counted rows")
+
+    monkeypatch.setattr(grouped_product, "groups_between", refuse)
+    monkeypatch.setattr(dispatch, "groups_between", refuse)
+
+
+def draw_stack(form, sizes, num_experts=3):
+    """The parts of random matrices, each output of another size."""
+    num_out, num_in = sizes
+    spread = torch.linspace(0.5, 2, num_out)[:, None] / num_in**0.5
+    matrices = torch.randn(num_experts, num_out, num_in) * spread + 0.02
+    each = [form.quantize(matrix.contiguous()) for matrix in matrices]
+    return [torch.stack(part) for part in zip(*each, strict=True)]
+
+
+def truth_of(form, parts, sizes):
+    """The matrix in float64."""
+    if isinstance(form, Int4):
+        return decode_int4(*parts, form.group_size)[:, : sizes[1]]
+    return form.matrix(parts, sizes, FP32).double()
+
+
+def decode_int4(codes, scales, group_size):
+    """Byte by byte, as the layout is described."""
+    num_out, num_in = codes.shape[0], codes.shape[1] * 2
+    matrix = torch.empty(num_out, num_in, dtype=torch.float64)
+    for begin in range(0, num_out, 64):
+        size = min(64, num_out - begin)
+        bytes_ = codes.reshape(-1)[begin * num_in // 2 :][: size * num_in // 2].view(num_in, size // 2)
+        for low in range(size // 2):
+            places = (low, 32 + low) if size == 64 else (2 * low, 2 * low + 1)
+            for place, found in zip(places, (bytes_[:, low] % 16, bytes_[:, low] // 16), strict=True):
+                matrix[begin + place] = found.double() - 8
+    scale, offset = scales.double().repeat_interleave(group_size, 0).unbind(2)
+    return matrix * scale.T + offset.T
+
+
+def check(form, sizes, num_rows, by_id, transposed, num_experts=3, tile=None):
+    """Against float64, with a tolerance for weights and results in the rows' dtype; rows without an expert are zero."""
+    parts = draw_stack(form, sizes, num_experts)
+    dtype = form.compute_dtype
+    x = torch.randn(num_rows, sizes[0 if transposed else 1]).to(dtype)
+    ids = torch.randint(num_experts + 1, (num_rows,))
+    if num_rows > 4:
+        ids[1], ids[3], ids[4] = num_experts + 3, -1 if by_id else 0, 2
+    if not by_id:
+        ids = ids.sort()[0]
+        x[ids >= num_experts] = float("nan")
+    groups = ids if by_id else torch.searchsorted(ids, torch.arange(num_experts), right=True, out_int32=True)
+    matrix = form.for_gpu_kernel(parts, sizes)
+    given = packed_product(x, matrix, groups, num_experts, by_id, transposed, tile)
+    assert given.dtype == dtype and given.shape == (num_rows, sizes[1 if transposed else 0])
+    has_expert = (ids >= 0) & (ids < num_experts)
+    assert (given[~has_expert] == 0).all()
+    for expert in range(num_experts):
+        weight = truth_of(form, [part[expert] for part in parts], sizes)
+        compare(given[ids == expert], x[ids == expert], weight if transposed else weight.T)
+
+
+def compare(given, x, weight):
+    """Each weight and the result are rounded by up to half of e; sums of float32 add the dtype-independent part."""
+    truth = x.double() @ weight
+    spread = (x.double().square() @ weight.square()).sqrt()
+    step = torch.finfo(given.dtype).eps / 2
+    allowed = step * truth.abs() + (4 * step + 4 * torch.finfo(FP32).eps * x.shape[1] ** 0.5) * spread
+    assert ((given.double() - truth).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_equal_float64(name, transposed):
+    form, sizes = FORMATS[name]
+    check(form, sizes, 5, by_id=True, transposed=transposed)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_rows"), [("int4, 32", 41), ("nested nf4, two matrices", 37), ("int8", 70)]
+)
+def test_sorted_rows(name, num_rows):
+    """Several tiles of an expert, and one expert without rows."""
+    form, sizes = FORMATS[name]
+    check(form, sizes, num_rows, by_id=False, transposed=False, num_experts=4, tile=16)
+    check(form, sizes, num_rows, by_id=False, transposed=True, num_experts=4, tile=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 32, 33, 64, 65, 129, 130])
+@pytest.mark.parametrize("name", FORMATS)
+def test_all_numbers_of_rows(name, num_rows):
+    form, sizes = FORMATS[name]
+    for transposed in (False, True):
+        for by_id in (False, True)[: 1 + (num_rows <= 32)]:
+            check(form, sizes, num_rows, by_id, transposed, num_experts=7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("name", FORMATS)
+def test_large_tiles(name, tile):
+    form, sizes = FORMATS[name]
+    for transposed in (False, True):
+        check(form, sizes, 150, False, transposed, tile=tile)
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+def test_no_rows_and_no_expert(by_id):
+    form, sizes = FORMATS["int4, 32"]
+    matrix = form.for_gpu_kernel(draw_stack(form, sizes), sizes)
+    for ids in (torch.full((0,), 1), torch.full((3,), 3)):
+        groups = ids if by_id else torch.zeros(3, dtype=torch.int32)
+        given = packed_product(torch.randn(len(ids), sizes[1]).to(BF16), matrix, groups, 3, by_id)
+        assert torch.equal(given, torch.zeros(len(ids), sizes[0], dtype=BF16))
+
+
+def test_a_long_sum_is_split():
+    """One row of a matrix with few outputs: the inner extent in parts, in float32."""
+    form, sizes = Int4(32), (64, 2048)
+    parts = form.quantize(torch.randn(sizes))
+    x = torch.randn(1, sizes[1]).to(BF16)
+    tile = packed_rows.tile_of(form.for_gpu_kernel(parts, sizes), 2, False, 16)
+    assert packed_rows._split_size(sizes[1], 1, tile, x.device) < sizes[1] // 4
+    given = packed_product(x, form.for_gpu_kernel(parts, sizes))
+    compare(given, x, decode_int4(*parts, 32).T)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_factors_are_checked(transposed, on_a_gpu):
+    a, b = low_rank(70, 21, BF16).stacks()
+    assert (b.sizes, a.sizes) == ((70, 4), (4, 21))
+    for stack in (a, b):
+        assert not gpu_kernels.find_difference(stack.form, stack.parts, stack.sizes, BF16, 3, transposed)
+
+
+def test_gradients_of_factors():
+    x, grad = torch.randn(50, 21), torch.randn(50, 70)
+    ends = torch.tensor([3, 3, 41, 48], dtype=torch.int32)
+    given = packed_outer_product(x, grad, ends)
+    for expert, (start, end) in enumerate([(0, 3), (3, 3), (3, 41), (41, 48)]):
+        expected = x[start:end].double().T @ grad[start:end].double()
+        torch.testing.assert_close(given[expert].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def make_experts(weights, family="text"):
+    """Packed experts, and ordinary ones in float64 with the weights that they mean."""
+    kinds = {"text": (Experts, stock_text_config), "mixtral": (OutputFirstExperts, stock_mixtral_config)}
+    experts_class, stock_config = kinds[family]
+    config = llamoe.from_stock(stock_config(num_local_experts=3, hidden_size=96, intermediate_size=64))
+    config._experts_implementation = "llamoe"
+    plain, form = make_asymmetric(experts_class(config)), PACKED[weights]
+    if weights == "nf4":
+        packed = BitsAndBytesExperts(plain, form, FP32)
+    else:
+        packed = QuantizedExperts(plain, form)
+    for name in ("gate_up_proj", "down_proj"):
+        stack = plain.input_first(name).detach().transpose(1, 2)
+        each = [packed.formats[name].quantize(matrix.contiguous()) for matrix in stack]
+        for part, found in zip(packed.parts(name), zip(*each, strict=True), strict=True):
+            part.data.copy_(torch.stack(found))
+    return packed, packed.dequantized(FP32).double().requires_grad_(False)
+
+
+def rows_for(num_tokens, top_k, num_experts=3):
+    ids = torch.stack([torch.randperm(num_experts + 1)[:top_k] for _ in range(num_tokens)])
+    return torch.randn(num_tokens, 96).to(BF16), ids, torch.rand(num_tokens, top_k).to(BF16)
+
+
+# Intermediate results of 8 bits differ by a rounding here and there, of the largest result: measured 0.004 to 0.009.
+CLOSE = 0.02
+
+
+def distance(given, truth):
+    return ((given.double() - truth).abs().max() / truth.abs().max()).item()
+
+
+@pytest.mark.parametrize(
+    ("weights", "family", "top_k"), [("int4", "mixtral", 2), ("int8", "text", 1), ("nf4", "text", 2)]
+)
+def test_experts_are_computed_without_the_host(weights, family, top_k, on_a_gpu, nobody_counts, monkeypatch):
+    packed, plain = make_experts(weights, family)
+    launches = []
+    product = grouped_product.packed_product
+    monkeypatch.setattr(
+        grouped_product, "packed_product", lambda x, *rest: launches.append(len(x)) or product(x, *rest)
+    )
+    for num_tokens in (3, 21):
+        x, ids, scores = rows_for(num_tokens, top_k)
+        with torch.no_grad():
+            given = packed(x, ids, scores)
+        truth = plain.loop_over_experts(x.double(), ids, scores.double())
+        assert distance(given, truth) < CLOSE
+    assert launches == [3 * top_k] * 2 + [21 * top_k] * 2
+
+
+def low_rank(num_out, num_in, dtype):
+    """A factor pair as peft has it, in float32 and in another dtype."""
+    a, b = torch.randn(3, num_in, 4) / num_in**0.5, torch.randn(num_out, 4, 3) / 2
+    return LowRank(*(each.to(dtype).requires_grad_() for each in (a, b)), 0.5, torch.nn.Identity())
+
+
+@pytest.mark.parametrize("weights", ["int4", "nf4"])
+def test_adapters_train_on_packed_experts(weights, checked, monkeypatch):
+    """Outputs, gradients of the rows and of all factors, against autograd in float64."""
+    packed, plain = make_experts(weights)
+    x, ids, scores = rows_for(17, 1)
+    # Factors are checked, too, with random numbers in their places.
+    ours = {"gate_up_proj": [low_rank(128, 96, FP32)], "down_proj": [low_rank(96, 64, FP32)]}
+    wide = {
+        name: [
+            LowRank(*(t.detach().double().requires_grad_() for t in (u.a_EIr, u.b_OrE)), u.scale, u.dropout)
+            for u in updates
+        ]
+        for name, updates in ours.items()
+    }
+    results = []
+    for experts, updates, rows, path in ((plain, wide, x.double(), "loop"), (packed, ours, x, None)):
+        if experts is packed:
+            monkeypatch.setattr(grouped_product, "groups_between", None)
+        rows = rows.detach().requires_grad_()
+        y = compute_experts(experts, rows, ids, scores.to(rows.dtype), path, updates)
+        (y.double() * torch.linspace(-1, 2, y.numel()).view_as(y)).sum().backward()
+        factors = [t.grad for each in updates.values() for u in each for t in (u.a_EIr, u.b_OrE)]
+        results.append([y.detach(), rows.grad, *factors])
+    for truth, given in zip(*results, strict=True):
+        # Gradients pass twice as many roundings.
+        assert distance(given, truth) < 2 * CLOSE
+    with torch.no_grad():
+        assert distance(compute_experts(packed, x, ids, scores, updates=ours), results[0][0]) < CLOSE
+
+
+def test_a_compiler_sees_one_graph(on_a_gpu, nobody_counts):
+    """With operators that a CUDA graph may hold."""
+    packed, plain = make_experts("int4")
+    x, ids, scores = rows_for(5, 2)
+    check_kernels(packed)
+    used = set()
+
+    def backend(graph, _):
+        used.update(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    with torch.no_grad():
+        given = torch.compile(packed, backend=backend, fullgraph=True)(x, ids, scores)
+    assert distance(given, plain.loop_over_experts(x.double(), ids, scores.double())) < CLOSE
+    assert "llamoe.device_product.default" in used and "llamoe.grouped_product.default" not in used
+    assert torch.Tag.cudagraph_unsafe not in torch.ops.llamoe.device_product.default.tags
+
+
+def test_a_graph_before_the_check_goes_without_the_kernel(on_a_gpu, caplog):
+    packed, _ = make_experts("int4")
+    x, ids, scores = rows_for(5, 2)
+    used = set()
+
+    def backend(graph, _):
+        used.update(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    with caplog.at_level(logging.INFO, "llamoe"), torch.no_grad():
+        torch.compile(packed, backend=backend, fullgraph=True)(x, ids, scores)
+    assert "llamoe.grouped_product.default" in used and "llamoe.device_product.default" not in used
+    assert "before the kernel for int4:32 was checked" in caplog.text
+
+
+def test_linear_layers(on_a_gpu, monkeypatch):
+    """Few rows by the kernel, more by an unpacked matrix; the gradient of rows, too."""
+    form, launches = Int4(64), []
+    layer = QuantizedLinear(190, 112, True, form, BF16)
+    weight = torch.randn(112, 190) / 190**0.5
+    for name, part in layer.quantize("weight", weight).items():
+        getattr(layer, name).data.copy_(part)
+    torch.nn.init.normal_(layer.bias)
+    product = gpu_kernels.packed_product
+    monkeypatch.setattr(
+        gpu_kernels,
+        "packed_product",
+        lambda x, *rest, **kwargs: launches.append(len(x)) or product(x, *rest, **kwargs),
+    )
+    truth = layer.dequantized(FP32).double()
+    monkeypatch.setattr(gpu_kernels, "max_rows_of_matrix", lambda device: 30)
+    for num_rows, is_kernel in ((3, True), (31, False)):
+        x, wide = (torch.randn(2, num_rows, 190)[1].to(dtype) for dtype in (BF16, BF16))
+        wide = x.double().requires_grad_()
+        x.requires_grad_()
+        launches.clear()
+        y = layer(x)
+        y.sum().backward()
+        truth(wide).sum().backward()
+        assert distance(y.detach(), truth(wide).detach()) < CLOSE
+        assert distance(x.grad, wide.grad) < CLOSE
+        # Each product is checked first, with 37 rows.
+        assert launches == ([37, num_rows] * 2 if is_kernel else [])
+
+
+# A line of the kernels' source, what stands there instead, and whether that is wrong for gradients alone.
+SPOILT = {
+    "code 15": (
+        "_int4_weights(codes & 15, words_low[None",
+        "_int4_weights(tl.minimum(codes & 15, 14), words_low[None",
+        False,
+    ),
+    "the last expert": ("far = expert.to(tl.int64)", "far = tl.minimum(expert, 1).to(tl.int64)", False),
+    "rows behind a tile": ("is_mine = group == expert", "is_mine = group == tl.minimum(expert, 1)", False),
+    "high codes of gradients": ("codes >> 4, words_high[:, None]", "codes & 15, words_high[:, None]", True),
+    "does not compile": ("place = tl.program_id(0)", 'tl.static_assert(M == 0, "no"); place = 0', False),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_wrong_kernel_is_found_and_not_used(name, on_a_gpu, tmp_path, monkeypatch, caplog):
+    old, new, only_gradients = SPOILT[name]
+    text = Path(packed_rows_triton.__file__).read_text()
+    assert text.count(old) == 1
+    file = tmp_path / "spoilt.py"
+    file.write_text(text.replace(old, new).replace("from .few", "from llamoe.modeling.kernels.few"))
+    spec = importlib.util.spec_from_file_location("spoilt", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(packed_rows_triton, "product_kernel", module.product_kernel)
+    packed, plain = make_experts("int4")
+    x, ids, scores = rows_for(6, 1)
+    with torch.set_grad_enabled(only_gradients):
+        given = packed(x.requires_grad_(only_gradients), ids, scores)
+    assert (
+        distance(given.detach(), plain.loop_over_experts(x.double(), ids, scores.double()).detach()) < CLOSE
+    )
+    [*_, record] = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert "does not use its kernel for int4:32" in record.message
+    if only_gradients:
+        assert kernels_of_products_are_right(packed)
+
+
+def kernels_of_products_are_right(packed):
+    stack = packed.stack("gate_up_proj")
+    known = gpu_kernels._FAILURES
+    return known[stack.parts[0].device, stack.form.key, BF16, *stack.sizes, 3, False] == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    {
+        "Turing": (dict(get_device_capability=lambda device: (7, 5)), "compute capability 7.5.*NF4.*float16"),
+        "no Triton": (dict(), "Triton is not installed"),
+    }.values(),
+    ids=["Turing", "no Triton"],
+)
+def test_what_has_no_kernel_is_said(change, sentence, on_a_gpu, monkeypatch):
+    packed, _ = make_experts("int4")
+    monkeypatch.setattr(torch.version, "hip", None)
+    for name, value in (change or dict(get_device_capability=lambda device: (9, 0))).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(gpu_kernels, "may_have_gpu_kernel", lambda device: device.type == "cuda")
+    if not change:
+        monkeypatch.setattr(packed_rows.few_rows, "_HAS_TRITON", False)
+    reason = partial(gpu_kernels.why_no_kernel, Int4(32), (64, 32), BF16, torch.device("cuda"))
+    assert __import__("re").search(sentence, reason())
+    stand_in = SimpleNamespace(
+        **{
+            name: getattr(packed, name)
+            for name in ("is_packed", "formats", "sizes_of", "refusal", "num_experts")
+        },
+        down_proj=packed.down_proj,
+        hidden_and_intermediate_size=(96, 64),
+        device=torch.device("cuda", 0),
+        format=packed.format,
+        storage=packed.storage,
+        hidden_act="silu",
+        fits_grouped_mm=lambda **_: False,
+    )
+    assert choose_path(stand_in, 4, BF16, False) == "loop"
+    assert sentence.split(".*")[0] in dispatch.why_not("kernel", stand_in, 4, BF16, False)
+
+
+def test_sizes_without_a_kernel():
+    form = Bnb4Bit(BF16, blocksize=64)
+    assert "96 inputs are not a multiple of blocksize=64" in form.gpu_kernel_refusal((30, 96), BF16)
+    assert "float64" in Int4(32).gpu_kernel_refusal((64, 32), torch.float64)
+    assert formats.Plain(BF16).gpu_kernel_refusal((64, 32), BF16) is None
+    assert "in the dtype of plain weights" in Plain(BF16).gpu_kernel_refusal((64, 32), FP32)
