@@ -10,13 +10,13 @@ import torch
 from torch.nn import functional as F
 
 from ..kernels import (
-    CPP_PLAIN_MAX_ROWS,
     SHORTCUTS_ARE_ON,
     GpuMatrix,
     Matrix,
     in_float32,
     multiply_rows,
     plain_matrix,
+    plain_max_rows,
 )
 from .format import MAKERS, Format, Parts, Sizes
 
@@ -72,7 +72,7 @@ class Plain(Format):
         return self.compute_dtype if self.compute_dtype == torch.float64 else dtype
 
     def kernel_takes(self, x: torch.Tensor, rows: Sequence[int]) -> bool:
-        return x.dtype == self.compute_dtype and len(x) <= CPP_PLAIN_MAX_ROWS
+        return x.dtype == self.compute_dtype and max(rows) <= plain_max_rows(x.dtype)
 
     def for_kernel(self, parts: Parts) -> Matrix | None:
         # Shards and other libraries' tensors have classes of their own.
@@ -95,7 +95,7 @@ class Plain(Format):
         if self.by_grouped_mm:
             ends = torch.tensor([len(x_NI)], dtype=torch.int32, device=x_NI.device)
             return F.grouped_mm(x_NI, weight_IO[None], offs=ends)
-        if lies_output_first and len(x_NI) <= CPP_PLAIN_MAX_ROWS:
+        if lies_output_first and len(x_NI) <= plain_max_rows(x_NI.dtype):
             return multiply_rows(x_NI, weight_IO.T)
         y_NO = in_float32(x_NI, weight_IO.T) if SHORTCUTS_ARE_ON else None
         return torch.mm(x_NI, weight_IO) if y_NO is None else y_NO

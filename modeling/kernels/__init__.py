@@ -10,7 +10,7 @@ kernel is about to run.
 """
 
 from .cpp_kernels import Matrix, cpp_products, cpp_unpack, plain_matrix, why_no_cpp_kernels
-from .cpp_layer import cpp_feed_forward, has_feed_forward
+from .cpp_layer import Stacks, cpp_feed_forward, has_feed_forward
 from .cpu import (
     SHORTCUTS_ARE_ON,
     apply_gate,
@@ -29,11 +29,11 @@ from .float32_blocks import (
     blocks_in_float32,
     in_float32,
     needs_float32,
+    plain_max_rows,
     rows_in_bytes,
     rows_of_torch,
 )
 from .limits import (
-    CPP_PLAIN_MAX_ROWS,
     CPU_LOOP_MAX_ROWS_PER_EXPERT,
     CPU_UNSORTED_MAX_ROWS,
     FEW_BITS_FLOAT_MAX_ROWS,

@@ -43,6 +43,8 @@ _ARGUMENTS = {
     + [_POINTER, _INT, _POINTER, _POINTER],
     "normalized_feed_forward": [*_ROWS, _SIZE, _POINTER, _SIZE, _INT],
     "rms_norm": [_SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _FLOAT],
+    "route": [*_ROWS, _SIZE, *[_POINTER] * 4, _INT],
+    "mixture": [*_ROWS, _SIZE, _POINTER, _SIZE, _POINTER, _POINTER, _INT],
 }
 # Triton and others set CXX to a C compiler, which links no C++ library by itself.
 _CPP_RUNTIME = ["-Wl,--no-as-needed", "-lstdc++"] if sys.platform == "linux" else []

@@ -1,8 +1,11 @@
 """What a decoder layer of few rows on a CPU is made of besides products: calls of the compiled kernels.
 
-Shapes: N rows, H hidden size, F intermediate size, K cached keys.
+Shapes: N rows, H hidden size, F intermediate size, K cached keys; in a mixture E experts, of which a row has `top_k`.
 """
 
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +90,131 @@ def has_feed_forward(num_in: int, gate: Matrix, down: Matrix) -> bool:
     """Whether `cpp_feed_forward` has a kernel for rows of so many numbers, where gate and up are one matrix."""
     matrices = prepare_swiglu(gate, None, down)
     return matrices is not None and matrices.inputs == num_in
+
+
+class Routing(NamedTuple):
+    """A router by its addresses, which are right as long as its tensors are there."""
+
+    top_k: int
+    placed: Any
+    how: Any
+
+
+class _How(ctypes.Structure):
+    """How a router chooses, as the kernels know it."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("top_k", "takes_softmax", "chooses_by_softmax", "normalizes")),
+        ("scales_input", ctypes.c_int64),
+        ("bias", ctypes.c_void_p),
+    )
+
+
+def prepare_routing(
+    router: Matrix, top_k: int, bias_E: torch.Tensor | None = None, **how: bool
+) -> Routing | None:
+    """What chooses experts for rows; None where there is no kernel.
+
+    Args:
+        router: plain, E outputs.
+        top_k: experts of a row.
+        bias_E: float32, added to the logits where experts are chosen; it stays where it is.
+        **how: `takes_softmax`, `chooses_by_softmax`, `normalizes` and `scales_input`, attributes of a `Router`.
+    """
+    if library() is None or not chooses_as_torch(router.outputs, top_k):
+        return None
+    return _routing(router, top_k, bias_E, **how)
+
+
+def _routing(router: Matrix, top_k: int, bias_E: torch.Tensor | None = None, **how: bool) -> Routing:
+    address = None if bias_E is None else bias_E.data_ptr()
+    return Routing(top_k, place([router]), _How(top_k=top_k, bias=address, **how))
+
+
+@lru_cache
+def chooses_as_torch(num_experts: int, top_k: int) -> bool:
+    """Whether the kernel takes the same ones of equal logits as `torch.topk`, which promises no order of them."""
+    generator = torch.Generator().manual_seed(0)
+    logits_NE = torch.randint(0, 4, (40, num_experts), generator=generator).float()
+    router = Matrix(32, 0, torch.eye(num_experts), None)
+    routing = _routing(router, top_k)
+    with torch.device("cpu"), torch.inference_mode():
+        _, _, ids_NK = route(logits_NE, None, 0.0, routing)
+        return torch.equal(ids_NK, logits_NE.topk(top_k, -1).indices)
+
+
+def route(
+    x: torch.Tensor, norm: int | None, eps: float, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`rms_norm(x)`, the scores of its experts `[N, top_k]` and their indices, as a `Router` returns both.
+
+    Args:
+        x: `[..., H]` in the router's dtype.
+        norm: as in `rms_norm`; None for rows that are normalized already.
+        eps: as in `rms_norm`.
+        routing: the router.
+    """
+    top_k, placed, how = routing
+    x, num_rows = x.contiguous(), x.numel() // placed[0].inputs
+    y = x if norm is None else torch.empty_like(x)
+    ids_NK = torch.empty(num_rows, top_k, dtype=torch.int64)
+    scores_NK = torch.empty(num_rows, top_k, dtype=torch.float32)
+    library().route(
+        BITS[x.dtype], x.data_ptr(), norm, eps, y.data_ptr(), num_rows, placed, ctypes.byref(how), ids_NK.data_ptr(),
+        scores_NK.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return y, scores_NK.to(x.dtype) if how.scales_input else scores_NK, ids_NK
+
+
+class Stacks(NamedTuple):
+    """The experts of a layer in memory.
+
+    Attributes:
+        first: of the first expert gate and up in one, and down.
+        strides: of each of both the bytes from one expert's codes to the next one's, and from scales to scales.
+    """
+
+    first: Sequence[Matrix]
+    strides: Sequence[tuple[int, int]]
+
+
+class Mixture(NamedTuple):
+    """A router and its experts by their addresses, which are right as long as the tensors are there."""
+
+    routing: Routing
+    placed: Any
+    strides: Any
+
+
+def prepare_mixture(
+    routing: Routing, router: Matrix, stacks: Stacks, shared: Sequence[Matrix] | None
+) -> Mixture | None:
+    """What computes a mixture; None where sizes or formats do not fit.
+
+    Args:
+        routing: made of the router.
+        router: H inputs, E outputs.
+        stacks: E experts.
+        shared: gate, up and down of the shared expert, if there is one.
+    """
+    size, (gate_up, down) = router.inputs, stacks.first
+    whole = [prepare_swiglu(gate_up, None, down), *([prepare_swiglu(*shared)] if shared else [])]
+    if any(each is None or (each.inputs, each.outputs) != (size, size) for each in whole):
+        return None
+    (codes, scales) = zip(*stacks.strides, strict=True)
+    strides = (ctypes.c_int64 * 4)(*codes, *scales)
+    return Mixture(routing, place([router, gate_up, down, *(shared or ())]), strides)
+
+
+def normalized_mixture(x: torch.Tensor, norm: int, eps: float, mixture: Mixture) -> torch.Tensor:
+    """`x` plus the mixture of `rms_norm(x)`; `norm` as in `rms_norm`."""
+    (_, _, how), placed, strides = mixture
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    rows = BITS[x.dtype], x.data_ptr(), norm, eps, y.data_ptr(), x.numel() // placed[0].inputs
+    threads = torch.get_num_threads()
+    library().mixture(*rows, placed, len(placed), strides, ctypes.byref(how), threads)
+    return y
 
 
 def project(

@@ -24,8 +24,8 @@ from transformers.activations import ACT2FN
 
 from .._private_api import torch_modes_active
 from .cpp_kernels import cpp_products, plain_matrix
-from .float32_blocks import in_float32, rows_of_torch
-from .limits import CPP_PLAIN_MAX_ROWS, MKL_BATCH_MAX_ROWS
+from .float32_blocks import in_float32, plain_max_rows, rows_of_torch
+from .limits import MKL_BATCH_MAX_ROWS
 
 SHORTCUTS_ARE_ON = os.environ.get("LLAMOE_CPU_SHORTCUTS", "1") != "0"
 """Whether shortcuts may be used at all."""
@@ -118,7 +118,7 @@ def multiply_rows(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     is_plain = x_NI.dtype == weight_OI.dtype and type(weight_OI) in (torch.Tensor, nn.Parameter)
     is_plain = is_plain and x_NI.shape[1:] == weight_OI.shape[1:]
     if is_plain and can_use_shortcut(x_NI):
-        is_few = len(x_NI) <= CPP_PLAIN_MAX_ROWS
+        is_few = len(x_NI) <= plain_max_rows(x_NI.dtype)
         matrix = plain_matrix(weight_OI) if is_few else None
         y_NO = None if matrix is None else cpp_products(x_NI, [matrix])
         y_NO = _multiply_by_torch(x_NI, weight_OI) if y_NO is None else y_NO

@@ -28,7 +28,21 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cpp_kernels import BITS, Matrix, Products, library, multiply, plain_matrix, prepare
-from .cpp_layer import Swiglu, attend, normalized_swiglu, prepare_swiglu, project, rms_norm, swiglu
+from .cpp_layer import (
+    Mixture,
+    Routing,
+    Swiglu,
+    attend,
+    normalized_mixture,
+    normalized_swiglu,
+    prepare_mixture,
+    prepare_routing,
+    prepare_swiglu,
+    project,
+    rms_norm,
+    route,
+    swiglu,
+)
 from .cpu import (
     apply_linear,
     attend_to_single_queries,
@@ -39,7 +53,8 @@ from .cpu import (
     linear_by_torch,
     plain_weight,
 )
-from .limits import CPP_PACKED_MAX_ROWS, CPP_PLAIN_MAX_ROWS, CPU_UNSORTED_MAX_ROWS
+from .float32_blocks import plain_max_rows
+from .limits import CPP_PACKED_MAX_ROWS
 
 
 class _Linears(NamedTuple):
@@ -59,6 +74,17 @@ class _Half(NamedTuple):
     output: _Linears
     whole: Swiglu | None = None
     """The matrices of a feed-forward, where it is one call."""
+
+
+class _MixtureHalf(NamedTuple):
+    """What is known of a mixture and the norm before."""
+
+    norm: int | None
+    """As in `_Half`."""
+    routing: Routing | None
+    """What chooses experts; None where the router must be called."""
+    whole: Mixture | None
+    """Router and experts, where the whole is one call."""
 
 
 # What is known of a module, with the signature that it was known for. No tensor is kept: weights that were replaced are
@@ -100,7 +126,10 @@ class FewRows:
     def __init__(self, x: torch.Tensor, options: Mapping[str, Any]):
         self.dtype, self.shape, self.size, self.options = x.dtype, x.shape, x.shape[-1], options
         num_rows = x.numel() // self.size
-        self.takes_plain, self.takes_packed = num_rows <= CPP_PLAIN_MAX_ROWS, num_rows <= CPP_PACKED_MAX_ROWS
+        self.takes_plain, self.takes_packed = (
+            num_rows <= plain_max_rows(x.dtype),
+            num_rows <= CPP_PACKED_MAX_ROWS,
+        )
         self.has_kernels = x.dtype in BITS and library() is not None
         self.key = self.dtype, self.size, self.takes_plain, self.takes_packed, self.has_kernels
         asks = any(option is not None and option is not False for option in options.values())
@@ -205,23 +234,59 @@ class FewRows:
             return None
         if formula == "feed_forward":
             return self._feed_forward(module, x, norm)
-        if formula != "mixture":
-            return None
-        router, shared = getattr(module, module.router_name), module.shared_expert
+        return self._mixture(norm, module, x) if formula == "mixture" else None
 
-        def work_out() -> _Half:
-            inputs = self._router(router)
-            return _Half(self._norm(norm, inputs), inputs, _NONE)
+    def _mixture(self, norm: Any, module: Any, x: torch.Tensor) -> torch.Tensor | None:
+        """`x + module(norm(x))` of a mixture; None where both must be called."""
+        router, shared, experts = getattr(module, module.router_name), module.shared_expert, module.experts
+        watched = [module, norm, router, experts, *experts._modules.values()]
+        if shared is not None:
+            watched += [shared, *shared._modules.values()]
 
-        known = self._recall([module, norm, router], work_out)
+        def work_out() -> _MixtureHalf:
+            matrix = self._router(router)
+            inputs = _NONE if matrix is None else _Linears(prepare([matrix]), [])
+            routing = None if matrix is None else _routing(router, matrix)
+            whole = None if routing is None else self._whole_mixture(routing, matrix, experts, shared)
+            return _MixtureHalf(self._norm(norm, inputs), routing, whole)
+
+        known = self._recall(watched, work_out)
         if known is None:
             return None
-        if known.inputs.together is not None and not router.training:
-            router = partial(self._route, router, known.inputs.together)
+        is_trained = module.training or router.training
+        if known.whole is not None and known.norm is not None and not is_trained and _is_plain_way(experts):
+            return normalized_mixture(x, known.norm, norm.eps, known.whole)
         if shared is not None and _formula(shared) == "feed_forward":
             shared = partial(self._feed_forward, shared)
-        experts = partial(_compute_experts, module.experts)
-        return x + module.mix(self._normalize(norm, known.norm, x), router, experts, shared)
+        compute = partial(self._compute_experts, experts)
+        if known.routing is None or is_trained:
+            return x + module.mix(self._normalize(norm, known.norm, x), router, compute, shared)
+        rows = x if known.norm is not None else norm(x)
+        if not self._is_readable(rows) or rows.shape != x.shape:
+            return x + module.mix(rows, router, compute, shared)
+        rows, *chosen = route(rows, known.norm, 0.0 if known.norm is None else norm.eps, known.routing)
+        return x + module.mix(rows, lambda _: (None, *chosen), compute, shared)
+
+    def _whole_mixture(self, routing: Routing, router: Matrix, experts: Any, shared: Any) -> Mixture | None:
+        """The experts of a mixture, where one call computes it."""
+        if (
+            not getattr(experts, "takes_llamoe_paths", False)
+            or has_hooks(experts)
+            or not is_silu(experts.act_fn)
+        ):
+            return None
+        fits = self.takes_packed if experts.is_packed else self.takes_plain
+        stacks = experts.for_kernel() if fits and experts.dtype == self.dtype else None
+        if stacks is None or experts.num_experts != router.outputs:
+            return None
+        matrices = None
+        if shared is not None:
+            if _formula_of(shared) != "feed_forward" or not is_silu(shared.act_fn):
+                return None
+            matrices = [self._matrix(shared._modules[name]) for name in ("gate_proj", "up_proj", "down_proj")]
+            if None in matrices:
+                return None
+        return prepare_mixture(routing, router, stacks, matrices)
 
     def _feed_forward(self, module: Any, x: torch.Tensor, norm: Any = None) -> torch.Tensor | None:
         """`module(x)`, or `x + module(norm(x))`; None where both must be called."""
@@ -273,11 +338,6 @@ class FewRows:
             else linear_by_torch(linear, x)
             for linear, products in zip(linears, known.each or [None] * len(linears), strict=True)
         ]
-
-    def _route(self, router: Any, products: Products, x_TH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """`router(x_TH)`."""
-        fits = self._is_readable(x_TH) and x_TH.shape[-1] == products.inputs
-        return router.choose_by(multiply(x_TH, products)) if fits else router(x_TH)
 
     def _normalize(self, norm: Any, address: int | None, x: torch.Tensor) -> torch.Tensor:
         return norm(x) if address is None else rms_norm(x, address, norm.eps)
@@ -333,10 +393,26 @@ class FewRows:
         is_known = self.has_kernels and is_plain(weight, self.dtype) and weight.shape == (self.size,)
         return weight.data_ptr() if is_known else None
 
-    def _router(self, router: Any) -> _Linears:
+    def _router(self, router: Any) -> Matrix | None:
+        """A router's matrix, where a compiled kernel takes these rows; otherwise None."""
         weight = router._parameters["weight"] if _formula_of(router) == "router" else None
-        is_known = self.takes_plain and is_plain(weight, self.dtype)
-        return _Linears(prepare([plain_matrix(weight)]), []) if is_known else _NONE
+        is_known = self.has_kernels and self.takes_plain and is_plain(weight, self.dtype)
+        is_known = is_known and weight.shape[1] == self.size
+        return plain_matrix(weight) if is_known else None
+
+    def _compute_experts(
+        self, experts: Any, x_TH: torch.Tensor, indices_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """`experts(x_TH, indices_TK, weights_TK)`."""
+        y_NH = None
+        takes_llamoe_paths = getattr(type(experts), "takes_llamoe_paths", False)
+        if takes_llamoe_paths and _is_plain_way(experts) and (self.takes_plain or experts.is_packed):
+            y_NH = _multiply_by_experts(experts, x_TH, indices_TK)
+        if y_NH is None:
+            return experts(x_TH, indices_TK, weights_TK)
+        y_NH = y_NH * weights_TK.reshape(-1, 1)
+        num_tokens, top_k = indices_TK.shape
+        return (y_NH if top_k == 1 else y_NH.unflatten(0, (num_tokens, top_k)).sum(1)).to(x_TH.dtype)
 
 
 _NONE = _Linears(None, [])
@@ -352,32 +428,33 @@ def _formula(module: nn.Module) -> str | None:
     return getattr(type(module).__dict__.get("forward"), "formula", None)
 
 
-def _compute_experts(
-    experts: Any, x_TH: torch.Tensor, indices_TK: torch.Tensor, weights_TK: torch.Tensor
-) -> torch.Tensor:
-    """`experts(x_TH, indices_TK, weights_TK)`."""
-    num_tokens, top_k = indices_TK.shape
-    y_NH = None
-    if (
-        getattr(experts, "takes_llamoe_paths", False)
-        and not experts.updates
+def _routing(router: Any, matrix: Matrix) -> Routing | None:
+    """What chooses experts as a router does."""
+    bias_E = router.balancing_bias
+    if bias_E is not None and not (
+        bias_E.is_cpu and bias_E.dtype == torch.float32 and bias_E.is_contiguous()
+    ):
+        return None
+    names = "takes_softmax", "chooses_by_softmax", "normalizes", "scales_input"
+    return prepare_routing(
+        matrix, router.top_k, bias_E, **{name: bool(getattr(router, name)) for name in names}
+    )
+
+
+def _is_plain_way(experts: Any) -> bool:
+    """Whether llamoe computes experts, and nothing adds to them or watches them."""
+    return (
+        not experts.updates
         and experts.config._experts_implementation in (None, "llamoe")
         and not has_hooks(experts)
-        and (num_tokens * top_k <= CPU_UNSORTED_MAX_ROWS or experts.is_packed)
-    ):
-        y_NH = _multiply_by_experts(experts, x_TH, indices_TK)
-    if y_NH is None:
-        return experts(x_TH, indices_TK, weights_TK)
-    y_NH = y_NH * weights_TK.reshape(-1, 1)
-    return (y_NH if top_k == 1 else y_NH.unflatten(0, (num_tokens, top_k)).sum(1)).to(x_TH.dtype)
+    )
 
 
 def _multiply_by_experts(experts: Any, x_TH: torch.Tensor, indices_TK: torch.Tensor) -> torch.Tensor | None:
     """`[N, H]`: the outputs of all choices; None where there is no kernel."""
     top_k, ids = indices_TK.shape[1], indices_TK.reshape(-1).tolist()
-    if len(ids) <= CPU_UNSORTED_MAX_ROWS:
-        x_NH = x_TH if top_k == 1 else x_TH.repeat_interleave(top_k, 0)
-        return experts.products_by_kernel(x_NH, [(expert, row, row + 1) for row, expert in enumerate(ids)])
+    if len(ids) == 1:
+        return experts.products_by_kernel(x_TH, [(ids[0], 0, 1)])
     order = sorted(range(len(ids)), key=ids.__getitem__)
     groups: list[tuple[int, int, int]] = []
     for expert, rows in groupby(order, key=ids.__getitem__):

@@ -14,7 +14,13 @@ from collections.abc import Iterator
 import torch
 
 from .._private_api import has_mkldnn_products
-from .limits import DOT_PRODUCT_MAX_ROWS, FEW_BITS_AMX_MAX_ROWS, IMITATED_MAX_ROWS
+from .limits import (
+    CPP_PLAIN_AMX_MAX_ROWS,
+    CPP_PLAIN_MAX_ROWS,
+    DOT_PRODUCT_MAX_ROWS,
+    FEW_BITS_AMX_MAX_ROWS,
+    IMITATED_MAX_ROWS,
+)
 
 BLOCK_WEIGHTS = 1 << 19
 """Weights that are cast at a time: a block in float32 stays in the caches of two levels."""
@@ -50,6 +56,11 @@ _HAS_AMX = has_mkldnn_products(torch.bfloat16) and bool(torch.cpu.get_capabiliti
 def rows_in_bytes() -> int:
     """Up to how many rows the kernels of 4 and 8 bits, which quantize them, are faster than unpacking once."""
     return FEW_BITS_AMX_MAX_ROWS if _HAS_AMX else sys.maxsize
+
+
+def plain_max_rows(dtype: torch.dtype) -> int:
+    """Up to how many rows the compiled kernels multiply by plain weights of this dtype as fast as torch."""
+    return CPP_PLAIN_AMX_MAX_ROWS if _HAS_AMX and dtype == torch.bfloat16 else CPP_PLAIN_MAX_ROWS
 
 
 def in_float32(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | None:

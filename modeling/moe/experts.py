@@ -23,7 +23,7 @@ from transformers.integrations.moe import ExpertsInterface, use_experts_implemen
 from transformers.utils import is_torchdynamo_compiling
 
 from ..formats import Format, Parts, Sizes, plain_format
-from ..kernels import apply_gate, cpp_feed_forward, has_gpu, is_silu
+from ..kernels import Stacks, apply_gate, cpp_feed_forward, has_gpu, is_silu
 from ..layers import activation
 from .grouped_mm_limits import grouped_mm_takes, grouped_mm_takes_dtype, grouped_mm_waits
 from .grouped_product import Group, Ranges, Stack
@@ -260,6 +260,20 @@ class Experts(TakesSingleExperts):
 
         gate_NI, up_NI = product(x_NH, "gate_up_proj").chunk(2, dim=-1)
         return product(apply_gate(self.act_fn, gate_NI, up_NI), "down_proj")
+
+    def for_kernel(self) -> Stacks | None:
+        """The experts for a compiled mixture; None where they are not in memory, or no kernel knows them."""
+        matrices, strides = [], []
+        for name in STACKS:
+            parts = self.parts(name)
+            if any(type(part) not in (torch.Tensor, nn.Parameter) or not part.is_cpu for part in parts):
+                return None
+            matrix = self.formats[name].for_kernel([part[0] for part in parts])
+            if matrix is None:
+                return None
+            matrices.append(matrix)
+            strides.append((*[part.stride(0) * part.itemsize for part in parts], 0)[:2])
+        return Stacks(matrices, strides)
 
     def products_by_kernel(self, x_NH: torch.Tensor, groups: list[Group]) -> torch.Tensor | None:
         """The outputs of few rows, each expert by one call; None where there is no such kernel."""

@@ -153,6 +153,9 @@ class OffloadedExperts(Experts):
         """The matrices of a stack, for products."""
         return OffloadedStack(self, name, self._formats[name])
 
+    def for_kernel(self) -> None:
+        """Nothing: matrices come one by one."""
+
     def _kernel_takes(self, form: Format, x_NH: torch.Tensor, groups: list[Group]) -> bool:
         return not self.store.is_remote and super()._kernel_takes(form, x_NH, groups) and self._has_kernel
 

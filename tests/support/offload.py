@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 import llamoe
+from llamoe.modeling.moe import Experts
 from llamoe.modeling.offload import ExpertsStatistics, OffloadedExperts
 
 TEXT = {
@@ -29,6 +30,12 @@ def mixtral(**changes) -> llamoe.LlamoeMixtralForCausalLM:
     torch.manual_seed(1)
     config = llamoe.LlamoeMixtralConfig(**{**MIXTRAL, "initializer_range": 0.2, **changes})
     return llamoe.LlamoeMixtralForCausalLM(config)
+
+
+def without_kernels(monkeypatch) -> None:
+    """Compute experts as accelerators do, for which the CPU may stand in: they have none of its kernels."""
+    for name in ("for_kernel", "products_by_kernel"):
+        monkeypatch.setattr(Experts, name, lambda *_: None)
 
 
 def expert_bytes(model) -> int:

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 // Calls one of the functions for 4, 2 or 1 of the remaining rows.
@@ -45,6 +46,9 @@ namespace {
 // Outputs that are computed together, where each is a row of codes or numbers; and at most, where each is a column: sums
 // stay in a near cache.
 constexpr int64_t kOutputs = 64, kColumns = 2048;
+// Inputs of columns that several passes share; outputs that are rows, of which more than four rows read a piece at a time,
+// as many as registers hold the sums of.
+constexpr int64_t kInputs = 32, kTile = kLanes == 8 ? 3 : 4;
 // Rows from which codes of 8 bits are sorted first.
 constexpr int64_t kManyRows = 12;
 
@@ -93,14 +97,26 @@ void multiply_numbers(const Rows& x, const Matrix& matrix, int64_t start, int64_
   const int64_t inputs = matrix.inputs;
   if (matrix.bits > 8 && matrix.stride) {
     std::fill(y, y + x.count * count, 0.f);
+    // Rows that need several passes find the weights in a near cache.
+    const int64_t most = x.count <= 4 && x.count != 3 ? inputs : kInputs;
+    for (int64_t k = 0; k < inputs; k += most) {
+      const int64_t some = std::min(most, inputs - k);
+      const Number* weights = (const Number*)matrix.codes + k * matrix.stride + start;
 #define CALL(R)                                                                                                 \
-  add_columns<T, R>(x.floats + r * inputs, inputs, (const Number*)matrix.codes + start, matrix.stride, inputs, \
-                    y + r * count, count, count)
-    FOR_ROWS(x.count, r, CALL)
+  add_columns<T, R>(x.floats + r * inputs + k, inputs, weights, matrix.stride, some, y + r * count, count, count)
+      FOR_ROWS(x.count, r, CALL)
 #undef CALL
+    }
     return;
   }
-  for (int64_t c = 0; c < count; c++) {
+  int64_t c = 0;
+  for (; x.count > 4 && c + kTile <= count; c += kTile) {
+    const Number* weights = (const Number*)matrix.codes + (start + c) * inputs;
+#define CALL(R) dot_tile<T, R, kTile>(x.floats + r * inputs, inputs, weights, inputs, y + r * count + c, count)
+    FOR_ROWS(x.count, r, CALL)
+#undef CALL
+  }
+  for (; c < count; c++) {
     const Number* weights = (const Number*)matrix.codes + (start + c) * inputs;
     float sums[4];
 #define CALL(R)                                                        \
@@ -267,3 +283,5 @@ void normalized_feed_forward(int64_t bits, const void* x, const void* norm, floa
   (bits == 32 ? add_rows<Single> : add_rows<Brain>)(x, y, y, rows * inputs);
 }
 }
+
+#include "mixture.h"

@@ -24,6 +24,31 @@ void dot_rows(const float* x, int64_t stride, const typename T::Number* weights,
     sums[r] = sum_of(kSums == 4 ? (sum[r][0] + sum[r][1]) + (sum[r][kSums - 2] + sum[r][kSums - 1]) : sum[r][0] + sum[r][1]);
 }
 
+// R rows times C outputs: for more rows than one pass over the weights serves, each vector of which is widened once for
+// R rows, and of the rows once for C outputs.
+template <class T, int R, int C>
+void dot_tile(const float* x, int64_t stride, const typename T::Number* weights, int64_t inputs, float* sums,
+              int64_t sums_stride) {
+  Floats sum[R][C] = {};
+  const auto add = [&](int64_t k, int64_t some) {
+    Floats weight[C];
+    for (int c = 0; c < C; c++) weight[c] = load_some<T>(weights + c * inputs + k, some);
+    for (int r = 0; r < R; r++) {
+      const Floats part = load_some<Single>(x + r * stride + k, some);
+      for (int c = 0; c < C; c++) sum[r][c] += weight[c] * part;
+    }
+  };
+  int64_t k = 0;
+  for (; k + kLanes <= inputs; k += kLanes) {
+    // Several short streams are too many for the processor to foresee.
+    for (int c = 0; c < C; c++) __builtin_prefetch(weights + (c + C) * inputs + k);
+    add(k, kLanes);
+  }
+  if (k < inputs) add(k, inputs - k);
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) sums[r * sums_stride + c] = sum_of(sum[r][c]);
+}
+
 // Adds N inputs of R rows, times their weights for `count` outputs, to sums. `stride` numbers lie between two inputs'
 // weights, `x_stride` and `y_stride` between two rows and their sums.
 template <class T, int R, int N>

@@ -80,6 +80,18 @@ inline Ints first_lanes(int64_t count) {
 
 inline Floats only(Ints lanes, Floats x) { return (Floats)((Ints)x & lanes); }
 
+// Keeps a product from being fused with the sum that follows, where two roundings are wanted.
+inline Floats rounded_alone(Floats x) {
+#if defined(__x86_64__)
+  asm("" : "+x"(x));
+#elif defined(__ARM_NEON)
+  asm("" : "+w"(x));
+#else
+  asm("" : "+m"(x));
+#endif
+  return x;
+}
+
 // Ways to read and write `kLanes` numbers as float32.
 
 struct Single {

@@ -12,10 +12,10 @@ from support.offload import (
     put_in_store,
     simulate_lru,
     text_model,
+    without_kernels,
 )
 
 import llamoe
-from llamoe.modeling.moe import Experts
 from llamoe.modeling.offload import ExpertsMemory
 
 KINDS = ("text", "text of 16 bits", "two experts a token", "mixtral", "int4", "int8")
@@ -66,7 +66,7 @@ def test_logits_are_bit_equal(kind, experts, folders, ids):
 def test_every_store_is_bit_equal(kind, place, is_remote, misses, folders, ids, monkeypatch):
     if is_remote:
         # An accelerator has none of the CPU's kernels.
-        monkeypatch.setattr(Experts, "products_by_kernel", lambda *_: None)
+        without_kernels(monkeypatch)
     resident, offloaded = load_both(folders[kind])
     memory = ExpertsMemory(2 * expert_bytes(resident), misses=misses)
     put_in_store(offloaded, place, memory, is_remote)

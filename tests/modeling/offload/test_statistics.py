@@ -6,10 +6,18 @@ import pickle
 
 import pytest
 import torch
-from support.offload import check_equal, counts, expert_bytes, load_both, mixtral, put_in_store, text_model
+from support.offload import (
+    check_equal,
+    counts,
+    expert_bytes,
+    load_both,
+    mixtral,
+    put_in_store,
+    text_model,
+    without_kernels,
+)
 
 import llamoe
-from llamoe.modeling.moe import Experts
 from llamoe.modeling.offload import ExpertsMemory
 
 # Up to how many rows it takes less time to compute an expert where it lies.
@@ -18,7 +26,7 @@ SLOW_LINK, FAST_LINK = math.inf, 0
 
 def in_ram(folder, experts: int, max_rows: float, monkeypatch):
     """The resident model, and one with experts in RAM beside a stand-in for an accelerator."""
-    monkeypatch.setattr(Experts, "products_by_kernel", lambda *_: None)
+    without_kernels(monkeypatch)
     resident, model = load_both(folder)
     put_in_store(model, "cpu", ExpertsMemory(experts * expert_bytes(resident)), is_remote=True)
     (store,) = model._stores()

@@ -8,10 +8,9 @@ import time
 
 import pytest
 import torch
-from support.offload import expert_bytes, freeze_experts, load_both, put_in_store, text_model
+from support.offload import expert_bytes, freeze_experts, load_both, put_in_store, text_model, without_kernels
 
 import llamoe
-from llamoe.modeling.moe import Experts
 from llamoe.modeling.offload import ExpertsMemory
 from llamoe.modeling.offload.matrix_cache import LeastRecentlyUsed, MatrixCache
 
@@ -79,7 +78,7 @@ def test_threads_answer_as_one(kind, slots, text_folder, mixtral_folder):
 @pytest.mark.parametrize(("place", "misses", "slots"), [("disk", "auto", 2), ("cpu", "bring", 1)])
 def test_threads_beside_an_accelerator_answer_as_one(place, misses, slots, text_folder, monkeypatch):
     # The CPU stands in for one, which has none of the CPU's kernels.
-    monkeypatch.setattr(Experts, "products_by_kernel", lambda *_: None)
+    without_kernels(monkeypatch)
     resident, model = load_both(text_folder, slots)
     memory = ExpertsMemory(slots * expert_bytes(resident), misses=misses)
     put_in_store(model, place, memory, is_remote=True)
