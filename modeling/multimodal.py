@@ -25,6 +25,7 @@ from .base import LlamoePreTrainedModel
 from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
 from .generation import MultimodalGeneration, is_first_pass
 from .input_checks import check_inputs, embed
+from .kernels import apply_linear
 from .vision import LlamoeVisionModel
 
 
@@ -38,7 +39,7 @@ class MultiModalProjector(nn.Module):
 
     def forward(self, image_features: torch.Tensor) -> torch.Tensor:
         """Map `[..., vision_output_dim]` to `[..., hidden_size]`."""
-        return self.linear_1(image_features)
+        return apply_linear(self.linear_1, image_features)
 
 
 @dataclass

@@ -28,6 +28,7 @@ from ..configuration.vision import LlamoeVisionConfig
 from .attention import eager_attention_forward, implementation_on
 from .base import LlamoePreTrainedModel
 from .input_checks import check_tensors
+from .kernels import apply_linear, widened
 from .layers import activation, rotary_2d_cos_sin, rotary_tables, rotate
 
 
@@ -48,7 +49,7 @@ class PatchEmbedding(nn.Module):
         size = self.patch_size
         x_NCGPGP = pixel_values.unflatten(3, (-1, size)).unflatten(2, (-1, size))
         x_NGGCPP = x_NCGPGP.permute(0, 2, 4, 1, 3, 5)
-        return self.linear(x_NGGCPP.flatten(3).flatten(1, 2))
+        return apply_linear(self.linear, x_NGGCPP.flatten(3).flatten(1, 2))
 
 
 class VisionAttention(nn.Module):
@@ -88,9 +89,10 @@ class VisionAttention(nn.Module):
         """
         # The number of heads is left open: under tensor parallelism a rank holds only some of them.
         heads = (-1, self.head_dim)
-        q_NTHK = self.q_proj(hidden_states).unflatten(-1, heads)
-        k_NTHK = self.k_proj(hidden_states).unflatten(-1, heads)
-        v_NTHK = self.v_proj(hidden_states).unflatten(-1, heads)
+        q_NTHK, k_NTHK, v_NTHK = (
+            apply_linear(linear, hidden_states).unflatten(-1, heads)
+            for linear in (self.q_proj, self.k_proj, self.v_proj)
+        )
         if cos_sin is not None:
             both = torch.cat((q_NTHK, k_NTHK), dim=2)
             both = rotate(both, rotary_tables(*cos_sin, interleave=True), interleave=True)
@@ -98,7 +100,7 @@ class VisionAttention(nn.Module):
 
         implementation = "eager" if with_weights else implementation_on(q_NTHK.device, self.config)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        out_NTHK, weights = attend(
+        out_NTHK, weights = widened(attend, q_NTHK.transpose(1, 2))(
             self,
             q_NTHK.transpose(1, 2),
             k_NTHK.transpose(1, 2),
@@ -107,7 +109,7 @@ class VisionAttention(nn.Module):
             scaling=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
         )
-        return self.o_proj(out_NTHK.flatten(2)), weights
+        return apply_linear(self.o_proj, out_NTHK.flatten(2)), weights
 
 
 class VisionFeedForward(nn.Module):
@@ -121,7 +123,7 @@ class VisionFeedForward(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `[..., D]` to the same shape."""
-        return self.fc2(self.act_fn(self.fc1(hidden_states)))
+        return apply_linear(self.fc2, self.act_fn(apply_linear(self.fc1, hidden_states)))
 
 
 class VisionEncoderLayer(GradientCheckpointingLayer):
@@ -222,9 +224,9 @@ class VisionAdapterFeedForward(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `[..., adapter_input_dim]` to `[..., projector_output_dim]`."""
-        hidden_states = nn.functional.gelu(self.fc1(hidden_states))
+        hidden_states = nn.functional.gelu(apply_linear(self.fc1, hidden_states))
         hidden_states = nn.functional.dropout(hidden_states, p=self.dropout, training=self.training)
-        hidden_states = self.fc2(hidden_states)
+        hidden_states = apply_linear(self.fc2, hidden_states)
         return nn.functional.gelu(hidden_states) if self.final_act else hidden_states
 
 

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_torchdynamo_exporting
 from transformers.utils.generic import is_flash_attention_requested
 
-from ..kernels import are_single_queries, attend_to_single_queries, can_use_shortcut, is_tracing
+from ..kernels import are_single_queries, attend_to_single_queries, can_use_shortcut, is_tracing, widened
 from .cache import keep_exported_tokens, make_rings
 from .chunked_sdpa import Fold, attend_in_equal_rows, attend_in_fold, folded_batch
 from .mask_inputs import MaskInputs
@@ -188,7 +188,8 @@ def attend_in_form(
     """
     attend_in = ATTEND.get(type(form))
     if attend_in is not None:
-        return attend_in(partial(attend, module, position_ids=None, **kwargs), query, key, value, form), None
+        attend = partial(widened(attend, query), module, position_ids=None, **kwargs)
+        return attend_in(attend, query, key, value, form), None
     if attend is sdpa_attention_forward:
         may_shortcut = can_use_shortcut(query) if may_shortcut is None else may_shortcut
         if may_shortcut and are_single_queries(query, form, **kwargs):
@@ -198,6 +199,7 @@ def attend_in_form(
     if is_flash_attention_requested(requested_attention_implementation=implementation):
         # flash attention would look for packed rows in every layer; `MaskInputs` has found them already.
         position_ids = None
+    attend = widened(attend, query)
     output, weights = attend(module, query, key, value, form, position_ids=position_ids, **kwargs)
     # On a GPU flex attention returns log-sum-exp values, not weights.
     return output, None if implementation == "flex_attention" else weights

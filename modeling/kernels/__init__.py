@@ -20,6 +20,7 @@ from .cpu import (
     can_use_shortcut,
     is_silu,
     multiply_rows,
+    widened,
 )
 from .decode import FewRows, apply_head, begin_few_rows, computes
 from .few_rows import few_rows_experts, few_rows_fits, few_rows_limit

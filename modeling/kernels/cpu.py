@@ -5,7 +5,8 @@ transforms. `decode` asks it once a pass of few rows. `LLAMOE_CPU_SHORTCUTS=0` i
 imported, turns all shortcuts off: the model then runs the formulas that `layers`, `attention` and `moe` show.
 
 * `apply_linear`, `multiply_rows`: products of 16 bits on processors without instructions for them, where torch takes up
-  to thirty times float32's time (`float32_blocks`).
+  to thirty times float32's time (`float32_blocks`). This one is for training, too, and inside of adapters.
+* `widened`: attention in the same 16 bits, in float32.
 * `apply_gate`: SwiGLU's product takes no memory of its own. New memory costs more than the product: 8 % of a mixture's
   prefill from some 500 tokens on, and a fifth of its peak memory. One token gains nothing and loses nothing.
 * `attend_to_single_queries`: attention of one query a row, reading each key once. torch's own way copies the cached
@@ -16,16 +17,19 @@ Shapes: N rows, I inputs, O outputs; in attention B batch, H query heads, G key/
 
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers.activations import ACT2FN
 
 from .._private_api import torch_modes_active
 from .cpp_kernels import cpp_products, plain_matrix
-from .float32_blocks import in_float32, plain_max_rows, rows_of_torch
+from .float32_blocks import in_float32, plain_max_rows, product_of_16_bits, rows_of_torch
 from .limits import MKL_BATCH_MAX_ROWS
+from .tracing import is_exported
 
 SHORTCUTS_ARE_ON = os.environ.get("LLAMOE_CPU_SHORTCUTS", "1") != "0"
 """Whether shortcuts may be used at all."""
@@ -97,15 +101,22 @@ def apply_linear(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     Returns:
         `[..., out_features]`.
     """
-    is_faster = rows_of_torch(x.dtype) is not None and can_use_shortcut(x)
-    return linear_by_torch(linear, x) if is_faster else linear(x)
+    if _slow_dtype(x) is None:
+        return linear(x)
+    if can_use_shortcut(x):
+        return linear_by_torch(linear, x)
+    if not torch.compiler.is_compiling():
+        return _call_without_16_bits(linear, x)
+    # Compilers do not follow modes through all modules.
+    is_plain = type(linear) is nn.Linear and not has_hooks(linear)
+    return _linear_in_float32(x, linear.weight, linear.bias) if is_plain else linear(x)
 
 
 def linear_by_torch(linear: Any, x: torch.Tensor) -> torch.Tensor:
     """The same where `can_use_shortcut` holds: by the fastest of torch's calls."""
     weight_OI = plain_weight(linear, x.dtype)
     if weight_OI is None or x.shape[-1:] != weight_OI.shape[1:]:
-        return linear(x)
+        return _call_without_16_bits(linear, x)
     y_NO = _multiply_by_torch(x.reshape(-1, x.shape[-1]), weight_OI)
     if y_NO is None:
         return linear(x)
@@ -124,7 +135,55 @@ def multiply_rows(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         y_NO = _multiply_by_torch(x_NI, weight_OI) if y_NO is None else y_NO
         if y_NO is not None:
             return y_NO
+    if is_plain and _slow_dtype(x_NI) is not None:
+        return _linear_in_float32(x_NI, weight_OI)
     return nn.functional.linear(x_NI, weight_OI)
+
+
+def _slow_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype of 16 bits in which torch would multiply these rows slowly; None where it is fast, or must be left."""
+    # Stand-ins of tracers have classes of their own.
+    if not SHORTCUTS_ARE_ON or type(x) is not torch.Tensor or not x.is_cpu:
+        return None
+    # Autocast leaves float64 alone.
+    is_cast = torch.is_autocast_enabled("cpu") and x.dtype != torch.float64
+    dtype = torch.get_autocast_dtype("cpu") if is_cast else x.dtype
+    most = rows_of_torch(dtype)
+    # Exported programs go to other machines, and modes need torch's own operators.
+    if most is None or is_exported() or (not torch.compiler.is_compiling() and torch_modes_active()):
+        return None
+    is_few = x.numel() <= most * x.shape[-1] and not torch.is_grad_enabled()
+    return None if is_few else dtype
+
+
+class _Without16Bits(TorchFunctionMode):
+    """In it linear layers of 16 bits, wherever a module calls them, are multiplied in float32."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        function = _linear_in_float32 if func is nn.functional.linear else func
+        return function(*args, **(kwargs or {}))
+
+
+def _call_without_16_bits(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """`linear(x)`, where adapters call the layer that they adapt, in which torch's products are replaced."""
+    if _slow_dtype(x) is None:
+        return linear(x)
+    with _Without16Bits():
+        return linear(x)
+
+
+def _linear_in_float32(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`F.linear`, also under gradients, without torch's loops for 16 bits; under autocast in its dtype."""
+    dtype = _slow_dtype(input)
+    # Autocast casts float32, too.
+    takes = (dtype, torch.float32) if torch.is_autocast_enabled("cpu") else (dtype,)
+    if dtype is None or type(weight) not in (torch.Tensor, nn.Parameter) or weight.dtype not in takes:
+        return nn.functional.linear(input, weight, bias)
+    x, weight = input.to(dtype).reshape(-1, input.shape[-1]), weight.to(dtype)
+    y = product_of_16_bits(x, weight).view(*input.shape[:-1], len(weight))
+    return y if bias is None else y + bias.to(dtype)
 
 
 def _multiply_by_torch(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | None:
@@ -157,6 +216,33 @@ def apply_gate(act_fn: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch
     if type(act_fn) is _SILU and not act_fn._forward_hooks and can_use_shortcut(hidden):
         return hidden.mul_(up)
     return hidden * up
+
+
+def widened(attend: Callable, query: torch.Tensor) -> Callable:
+    """An attention implementation that computes in float32, where torch has no fast products of these queries' 16 bits.
+
+    Its gradients gain most: torch computes them in scalar loops.
+
+    Args:
+        attend: takes a module, queries, keys, values and a mask, as transformers' do.
+        query: `[B, H, Q, D]`.
+    """
+    is_known = SHORTCUTS_ARE_ON and type(query) is torch.Tensor and query.is_cpu and not is_exported()
+    # Casting all cached keys for the query of a single token costs more than it saves.
+    if not is_known or rows_of_torch(query.dtype) is None or query.shape[2] == 1:
+        return attend
+
+    def compute(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs
+    ):
+        if isinstance(mask, torch.Tensor) and mask.is_floating_point():
+            mask = mask.float()
+        # Autocast would cast them back.
+        with torch.autocast("cpu", enabled=False):
+            output, weights = attend(module, query.float(), key.float(), value.float(), mask, **kwargs)
+        return output.to(query.dtype), weights if weights is None else weights.to(query.dtype)
+
+    return compute
 
 
 def are_single_queries(

@@ -1,8 +1,8 @@
-"""Products with matrices of 16 bits on a CPU that has no instructions for them: a block at a time in float32.
+"""Products of 16 bits on a CPU that has no instructions for them: a block of the matrix at a time in float32.
 
 Without such instructions torch multiplies many rows of 16 bits in scalar loops, up to thirty times slower than float32.
 A block of the matrix that is cast to float32 stays in the cache while BLAS multiplies it, so memory is read once, in 16
-bits. Sums are in float32 too, and are rounded once.
+bits. Sums are in float32 too, and are rounded once. `product_of_16_bits` does it for autograd and compilers.
 
 Shapes: N rows, I inputs, O outputs.
 """
@@ -66,7 +66,7 @@ def plain_max_rows(dtype: torch.dtype) -> int:
 def in_float32(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | None:
     """Rows times the transpose of a matrix of 16 bits, by blocks; None where torch's own product is faster.
 
-    For neither gradients nor compilers.
+    For neither gradients nor compilers (`product_of_16_bits`).
 
     Args:
         x_NI: on the CPU, in the dtype of the matrix.
@@ -103,3 +103,32 @@ def blocks_in_float32(matrix_OI: torch.Tensor) -> Iterator[tuple[slice, torch.Te
     for start in range(0, len(matrix_OI), step):
         some = slice(start, min(start + step, len(matrix_OI)))
         yield some, block[: some.stop - start].copy_(matrix_OI[some])
+
+
+@torch.library.custom_op("llamoe::product_of_16_bits", mutates_args=())
+def product_of_16_bits(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """`in_float32` for autograd and compilers: rows times the transpose of a matrix that may have a gradient."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        y_NO = in_float32(x_NI, weight_OI)
+        return torch.mm(x_NI, weight_OI.T) if y_NO is None else y_NO
+
+
+@product_of_16_bits.register_fake
+def _(x_NI, weight_OI):
+    return x_NI.new_empty(x_NI.shape[0], weight_OI.shape[0])
+
+
+def _save_product(ctx, inputs, output):
+    # What is not needed is not kept: rows are the larger part of a frozen model's memory.
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    x_NI, weight_OI = inputs
+    ctx.save_for_backward(x_NI if needs_weight else None, weight_OI if needs_x else None)
+
+
+def _differentiate_product(ctx, grad_NO):
+    x_NI, weight_OI = ctx.saved_tensors
+    grad_x = None if weight_OI is None else product_of_16_bits(grad_NO, weight_OI.T)
+    return grad_x, None if x_NI is None else product_of_16_bits(grad_NO.T, x_NI.T)
+
+
+product_of_16_bits.register_autograd(_differentiate_product, setup_context=_save_product)
