@@ -6,8 +6,8 @@ one of peft's, which it gets as `original`. All were seen in peft 0.21.2.
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import nn
 from ...configuration import LlamoeConfig, LlamoeMixtralConfig, LlamoeVisionConfig
 from ...configuration.quantization import METHOD
 from ..moe import Experts, Router
+from ..offload import freeze_for_training, showing_devices_of_rows
 from . import expert_lora, router_lora
 from .adapted_parts import refuse_shared_experts, warn_of_dropout, warn_of_frozen_experts
 from .expert_begin import refuse_beginnings
@@ -155,16 +156,17 @@ def inject_parameters(
 
 @instead_of(other, "prepare_model_for_kbit_training")
 def prepare_for_training(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let peft see that a model of ours has quantized weights.
+    """Let peft see that a model of ours has quantized weights, and leave offloaded experts as they are.
 
     It knows bitsandbytes by a flag, and other libraries by their names. For a model that it does not know, it leaves
-    out in silence the gradient checkpointing that it is asked for by default.
+    out in silence the gradient checkpointing that it is asked for by default. Stacks of 16 bits it would read and cast
+    to float32.
     """
     if getattr(model, "quantization_method", None) != METHOD:
-        return original(model, *args, **kwargs)
+        return freeze_for_training(original, model, *args, **kwargs)
     model.is_loaded_in_4bit = True
     try:
-        return original(model, *args, **kwargs)
+        return freeze_for_training(original, model, *args, **kwargs)
     finally:
         # Who reads it elsewhere asks for bitsandbytes.
         del model.is_loaded_in_4bit
@@ -173,10 +175,14 @@ def prepare_for_training(original: Callable, model: Any, *args: Any, **kwargs: A
 # Reading and swapping
 
 
-def _reading(model: nn.Module, name_or_path: Any, **download: Any) -> AbstractContextManager:
-    return (
-        reading(check_files(_base(model), name_or_path, **download)[1]) if _is_ours(model) else nullcontext()
-    )
+@contextmanager
+def _reading(model: nn.Module, name_or_path: Any, **download: Any) -> Iterator[None]:
+    if not _is_ours(model):
+        yield
+        return
+    headers = check_files(_base(model), name_or_path, **download)[1]
+    with reading(headers), showing_devices_of_rows(model):
+        yield
 
 
 @instead_of(PeftModel, "from_pretrained")

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ..moe import Experts
 from ..quantization import QuantizedLinear
 
 # peft's methods that compute from a layer's inputs and outputs alone.
@@ -30,7 +31,7 @@ def refuse_for_packed(config: Any, model: nn.Module, parameters: Collection[str]
             if any(".".join(parts[:end]).endswith(saved) for end in range(1, len(parts) + 1)):
                 raise ValueError(
                     f"modules_to_save names {saved!r}, but {name} is {module.storage}, which does not "
-                    "train: adapt it with LoRA, or call model.dequantize() first."
+                    f"train: adapt it with LoRA, or {_numbers_of(module)} first."
                 )
     for name, module in packed.items():
         by_parameter = any(key.rpartition(".")[0] == name for key in parameters)
@@ -39,8 +40,14 @@ def refuse_for_packed(config: Any, model: nn.Module, parameters: Collection[str]
         if asked := _what_needs_numbers(config, name, module, by_parameter):
             raise ValueError(
                 f"{asked} needs the numbers of {name}, which is {module.storage}: choose LoRA with "
-                'init_lora_weights=True or "gaussian", or call model.dequantize() first.'
+                f'init_lora_weights=True or "gaussian", or {_numbers_of(module)} first.'
             )
+
+
+def _numbers_of(module: Any) -> str:
+    """What makes of a module one with numbers in memory."""
+    is_offloaded = getattr(module, "is_offloaded", False)
+    return "load the model into memory" if is_offloaded else "call model.dequantize()"
 
 
 def _packed(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -62,7 +69,9 @@ def _what_needs_numbers(config: Any, name: str, module: Any, by_parameter: bool)
         return method
     if isinstance(module, QuantizedLinear) and by_parameter:
         return f"target_parameters, unlike target_modules={[name.rpartition('.')[2]]},"
-    if (begin := getattr(config, "init_lora_weights", None)) not in _INITIALISATIONS:
+    # Of stacks it takes the sizes alone.
+    known = (*_INITIALISATIONS, "orthogonal") if isinstance(module, Experts) else _INITIALISATIONS
+    if (begin := getattr(config, "init_lora_weights", None)) not in known:
         return f"init_lora_weights={begin!r}"
     # Of MiSS the one form that multiplies the weight.
     if getattr(config, "init_weights", None) == "bat":
@@ -73,11 +82,18 @@ def _what_needs_numbers(config: Any, name: str, module: Any, by_parameter: bool)
 
 def refuse_merging(module: nn.Module) -> None:
     """Refuse to merge adapters of a model, or one of peft's layers, into packed weights (`ValueError`)."""
-    for name, layer in module.named_modules():
-        base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else None
-        if (storage := getattr(base, "storage", None)) is not None:
-            raise ValueError(
-                f"{name or type(base).__name__} is {storage}, into which no adapter can be merged: merge into the "
-                "16-bit model in memory, which get_base_model().dequantize() makes of a quantized one, or save the "
-                "adapter alone."
-            )
+    adapted = (
+        (name, layer.get_base_layer())
+        for name, layer in module.named_modules()
+        if hasattr(layer, "get_base_layer")
+    )
+    found = [(name, base) for name, base in adapted if getattr(base, "storage", None) is not None]
+    # What is offloaded cannot be dequantized either.
+    for name, base in sorted(found, key=lambda each: not getattr(each[1], "is_offloaded", False)):
+        how = "the 16-bit model in memory, which get_base_model().dequantize() makes of a quantized one"
+        if getattr(base, "is_offloaded", False):
+            how = "a model that from_pretrained loads into memory, without device_map and experts_memory"
+        raise ValueError(
+            f"{name or type(base).__name__} is {base.storage}, into which no adapter can be merged: merge into {how}, "
+            "or save the adapter alone."
+        )

@@ -197,7 +197,10 @@ class OffloadedStack(Stack):
         self.source = f"{experts.number}:{name}"
 
     def bring(self, groups: Sequence[Group], transposed: bool) -> Iterator[tuple[Parts, Ranges]]:
-        """As `Stack.bring`, in the order of the experts; they are brought to the rows, or stay where they are.
+        """As `Stack.bring`; the experts are brought to the rows, or stay where they are.
+
+        Forward passes ask in ascending order, backward passes in descending order: those that were used last, and are
+        still in memory, are used first.
 
         Raises:
             CheckpointError: a file has changed or cannot be read, or the model is closed.
@@ -206,7 +209,7 @@ class OffloadedStack(Stack):
         if transposed:
             # Outside of training mode a forward pass may be for its results alone, also with gradients switched on.
             self.experts.check_frozen()
-        hit = _by_expert(group for group in groups if group[0] < self.num_experts)
+        hit = _by_expert((group for group in groups if group[0] < self.num_experts), transposed)
         # The stack that multiplies the results, in a forward pass or back.
         later = STACKS[not transposed] if self.name == STACKS[transposed] else None
         with closing(self.experts.store.walk(self.experts.name, self.name, hit, later)) as found:
@@ -230,9 +233,9 @@ class OffloadedStack(Stack):
         return multiply_sorted(x_NI, self, ends_E)
 
 
-def _by_expert(groups: Iterable[Group]) -> dict[int, list[tuple[int, int]]]:
-    """Each expert once, in ascending order, with the first and last row + 1 of each of its groups."""
+def _by_expert(groups: Iterable[Group], descending: bool = False) -> dict[int, list[tuple[int, int]]]:
+    """Each expert once, in ascending or descending order, with the first and last row + 1 of each of its groups."""
     found: dict[int, list[tuple[int, int]]] = {}
-    for expert, start, end in sorted(groups):
+    for expert, start, end in sorted(groups, reverse=descending):
         found.setdefault(expert, []).append((start, end))
     return found

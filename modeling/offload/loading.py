@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 
 from ...configuration.checks import listed
 from ..checkpoints import current_loading, device_of, forget_pages, is_mapped, names_in_model
 from ..moe import Experts
-from ..quantization import LlamoeQuantizer
 from .budget import ExpertsMemory, bytes_of_expert, default_size, divide
 from .experts import OffloadedExperts
 from .memory import ALIGNMENT
 from .pieces import find_pieces
 from .statistics import ExpertsStatistics
 from .store import Store
+from .training import offloaded_in, showing_devices_of_rows
 
 ALL = "experts"
 """In a device map: the routed experts of all layers."""
@@ -81,6 +82,12 @@ def take_request(kwargs: dict[str, Any]) -> tuple[OffloadRequest | None, dict[st
         raise ValueError(
             "Experts on disk or in RAM are for one process: leave distributed_config and tp_plan out, or the "
             "experts out of device_map."
+        )
+    sharing = "ZeRO-3" if is_deepspeed_zero3_enabled() else "FSDP" if is_fsdp_enabled() else None
+    if sharing is not None:
+        raise ValueError(
+            f"Experts on disk or in RAM are for one process, and {sharing} is on, which shares all weights: start "
+            "without it, or leave the experts out of device_map."
         )
     here = torch.accelerator.current_device_index() if torch.accelerator.is_available() else "cpu"
     rest = {name: device for name, device in device_map.items() if name not in places}
@@ -150,7 +157,7 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
         )
     taken: dict[str, Any] = {name: layers[name] for name in chosen}
     quantizer = load_config.hf_quantizer
-    is_read_packed = isinstance(quantizer, LlamoeQuantizer) and quantizer.pre_quantized
+    is_read_packed = getattr(quantizer, "pre_quantized", False)
     for name, experts in taken.items():
         if experts.is_packed and not is_read_packed:
             raise ValueError(
@@ -170,11 +177,6 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
     for place in set(chosen.values()):
         if request.memory.size is not None:
             divide({name: taken[name] for name in chosen if chosen[name] == place}, request.memory.size)
-
-
-def offloaded_in(model: nn.Module) -> list[OffloadedExperts]:
-    """The experts of a model that are offloaded."""
-    return [module for module in model.modules() if isinstance(module, OffloadedExperts)]
 
 
 # Threads write to what is made here, outside of a mode that the caller may be in.
@@ -248,15 +250,9 @@ class OffloadMixin(nn.Module):
         """As `PreTrainedModel.load_adapter`."""
         # `from_pretrained` of an adapter's folder calls this before it returns.
         attach_stores(self)
-        own, places = offloaded_in(self), getattr(self, "hf_device_map", None)
-        if own:
-            # Adapters lie where products are computed.
-            self.hf_device_map = {**places, **{experts.name: experts.device for experts in own}}
-        try:
+        # Adapters lie where products are computed.
+        with showing_devices_of_rows(self):
             return super().load_adapter(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            if own:
-                self.hf_device_map = places
 
     def experts_statistics(self, reset: bool = False) -> dict[str, ExpertsStatistics]:
         """Hits, misses, bytes and time of each layer whose experts are on disk or in RAM.

@@ -1,14 +1,15 @@
 """Which bytes of which file are one expert's matrix, for each way in which checkpoints store experts.
 
 A stack is one tensor, of which an expert is a slice; or each expert's gate, up and down are tensors of their own,
-`[out, in]`. A packed stack has several parts, each with an axis for experts in front. Either way, a matrix is one or
-more pieces of contiguous bytes, and nothing but a transposition or a cast lies between a file and memory.
+`[out, in]`. A packed stack has several parts, each with an axis for experts in front; bitsandbytes' have another axis
+for gate and up, which files have by themselves. Either way, a matrix is one or more pieces of contiguous bytes, and
+nothing but a transposition or a cast lies between a file and memory.
 """
 
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,7 +44,8 @@ class Piece(NamedTuple):
         shape: as stored.
         dtype: as stored.
         part: which part of the matrix it belongs to.
-        rows: of the part as `[out, in]`, which ones; None for the part as it lies in memory.
+        rows: of the part as `[out, in]`, which ones; or of a packed part, which matrix; None for the part as it lies
+            in memory.
         is_kept: whether memory has the bytes of the file, and a kernel can read them where they lie in it.
     """
 
@@ -52,7 +54,7 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     part: int
-    rows: slice | None
+    rows: slice | int | None
     is_kept: bool
 
     @property
@@ -66,11 +68,13 @@ class StoredLayer(NamedTuple):
 
     Attributes:
         pieces: of each stack, for each expert, its pieces.
+        numbers: of each stack, for each expert, by the number of a part what no piece has of it.
         whole: each part of the stacks that is one tensor, in the model's dtype, to its file and its name there.
         files: all files of the checkpoint, and what they were before their headers were read.
     """
 
     pieces: dict[str, list[list[Piece]]]
+    numbers: dict[str, list[dict[int, torch.Tensor]]]
     whole: dict[str, tuple[str, str]]
     files: dict[str, Identity]
 
@@ -99,20 +103,31 @@ def find_pieces(
             for suffix, tensor in stored.whole.items()
             if experts.is_packed or experts.dtype == DTYPES[tensor.dtype]
         }
-        pieces = {stack: _pieces(experts, stack, stored) for stack, stored in index[layer].items()}
-        result[layer] = StoredLayer(pieces, whole, identities)
+        pieces, numbers = {}, {}
+        for stack, stored in index[layer].items():
+            pieces[stack], numbers[stack] = _pieces(experts, stack, stored)
+        result[layer] = StoredLayer(pieces, numbers, whole, identities)
     return result
 
 
-def _pieces(experts: Experts, stack: str, stored: StoredStack) -> list[list[Piece]]:
-    """The pieces of each expert's matrix."""
+def _pieces(
+    experts: Any, stack: str, stored: StoredStack
+) -> tuple[list[list[Piece]], list[dict[int, torch.Tensor]]]:
+    """The pieces of each expert's matrix, and what no piece has."""
     found: list[list[Piece]] = [[] for _ in range(experts.num_experts)]
+    numbers: list[dict[int, torch.Tensor]] = [{} for _ in range(experts.num_experts)]
     own, alignment = experts.parts(stack), experts.format.alignment
 
     def add(
-        expert: int, tensor: Stored, shape: tuple[int, ...], begin: int, part: int, rows: slice | None = None
+        expert: int,
+        tensor: Stored,
+        shape: tuple[int, ...],
+        begin: int,
+        part: int,
+        rows: slice | int | None = None,
+        dtype: torch.dtype | None = None,
     ):
-        dtype = DTYPES[tensor.dtype]
+        dtype = dtype or DTYPES[tensor.dtype]
         is_aligned = begin % max(alignment, dtype.itemsize) == 0
         is_kept = rows is None and dtype == own[part].dtype and is_aligned
         found[expert].append(Piece(tensor.origin, begin, shape, dtype, part, rows, is_kept))
@@ -124,6 +139,20 @@ def _pieces(experts: Experts, stack: str, stored: StoredStack) -> list[list[Piec
                 add(expert, tensor, tensor.shape[1:], tensor.content.begin + expert * size, part)
     rows, _ = shape_of_one(experts, stack)
     for (expert, place), kinds in sorted(stored.single.items(), key=lambda item: item[0]):
-        tensor = kinds[WEIGHT]
-        add(expert, tensor, tensor.shape, tensor.content.begin, 0, slice(place * rows, (place + 1) * rows))
-    return found
+        if not experts.is_packed:
+            tensor = kinds[WEIGHT]
+            add(
+                expert, tensor, tensor.shape, tensor.content.begin, 0, slice(place * rows, (place + 1) * rows)
+            )
+            continue
+        for part, tensor in enumerate(experts.matrix_in_files(stack, kinds)):
+            memory = own[part][0]
+            if isinstance(tensor, torch.Tensor):
+                numbers[expert].setdefault(part, torch.empty(memory.shape))[place] = tensor
+                continue
+            # Codes are stored in bytes of any dtype.
+            dtype = None if DTYPES[tensor.dtype].is_floating_point and part else memory.dtype
+            is_alone = len(memory) == 1
+            shape = tuple(memory.shape if is_alone else memory.shape[1:])
+            add(expert, tensor, shape, tensor.content.begin, part, None if is_alone else place, dtype)
+    return found, numbers

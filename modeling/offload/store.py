@@ -311,10 +311,14 @@ class Store:
         blocks: Mapping[int, torch.Tensor],
         counter: Counter,
     ) -> Reading:
-        pieces = []
-        for piece in self.stored[layer].pieces[stack][expert]:
+        pieces, stored = [], self.stored[layer]
+        for part, numbers in stored.numbers[stack][expert].items():
+            parts[part].copy_(numbers)
+        for piece in stored.pieces[stack][expert]:
             target = parts[piece.part]
-            if piece.rows is not None:
+            if isinstance(piece.rows, int):
+                target = target[piece.rows]
+            elif piece.rows is not None:
                 target = (target.T if self.layers[layer].is_transposed else target)[piece.rows]
             pieces.append((piece, target, blocks.get(piece.part)))
         return self.reader.start(pieces, f"expert {expert} of {layer}", counter)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..checkpoints import WEIGHT, Stored, headers_of, names_in_model, return_freed_memory, tensors_of
 from ..formats import BitsAndBytesFormat, Bnb4Bit
 from ..moe import PARTS_OF_STACKS, STACKS, Experts
-from .bnb_files import parse_router, read_matrix
+from .bnb_files import find_matrix, parse_router, read_matrix
 from .experts import QuantizedExperts
 from .packed import check_finite
 
@@ -55,6 +55,11 @@ class BitsAndBytesExperts(QuantizedExperts):
                 # What quantizing one needed would lie between the parts otherwise.
                 return_freed_memory()
         return {stack + suffix: whole for suffix, whole in zip(form.suffixes, wholes, strict=True)}
+
+    def matrix_in_files(self, stack: str, kinds: Mapping[str, Stored]) -> list[Stored | torch.Tensor]:
+        """For each part of one of an expert's matrices where files have it, or its number, as `find_matrix`."""
+        form = self.formats[stack]
+        return find_matrix(form, kinds, form.of_one(self.sizes[stack]))
 
     def _matrices_of_checkpoint(
         self,

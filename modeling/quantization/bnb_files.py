@@ -13,7 +13,7 @@ import torch
 from transformers.modeling_utils import load_state_dict
 
 from ...configuration.errors import CheckpointError
-from ..checkpoints import WEIGHT, Stored, expert_of, headers_of
+from ..checkpoints import DTYPES, WEIGHT, Stored, expert_of, headers_of
 from ..formats import BLOCKSIZES, NESTED_BLOCKSIZE, BitsAndBytesFormat, Bnb4Bit, Parts, Sizes, code_of
 from .packed import check_finite
 
@@ -95,6 +95,47 @@ def read_matrix(form: BitsAndBytesFormat, found: Mapping[str, Stored], sizes: Si
     """
     read = _read_4_bits if isinstance(form, Bnb4Bit) else _read_8_bits
     return read(form, found, sizes)
+
+
+# The kinds of tensors that are parts of a matrix, in their order.
+_PARTS = {True: (WEIGHT, "absmax", "nested_absmax"), False: (WEIGHT, "SCB")}
+
+
+def find_matrix(
+    form: BitsAndBytesFormat, found: Mapping[str, Stored], sizes: Sizes
+) -> list[Stored | torch.Tensor]:
+    """For each part of one matrix the tensor that files have of it, or its number, which stands in a text.
+
+    All but the numbers of codes and scales is checked.
+
+    Args:
+        form: that the model asks for.
+        found: the matrix's tensors, by kind, with their headers for content; there is a weight.
+        sizes: of the matrix.
+
+    Raises:
+        CheckpointError: as `read_matrix`.
+    """
+    kinds = _PARTS[isinstance(form, Bnb4Bit)]
+    opened = {
+        kind: stored._replace(content=_empty(stored) if kind in kinds else _read(stored))
+        for kind, stored in found.items()
+    }
+    parts = read_matrix(form, opened, sizes)
+    return [found[kinds[place]] if part.is_meta else part for place, part in enumerate(parts)]
+
+
+def _empty(stored: Stored) -> torch.Tensor:
+    return torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta")
+
+
+def _read(stored: Stored) -> torch.Tensor:
+    """A small tensor of a file."""
+    with open(stored.origin, "rb") as file:
+        file.seek(stored.content.begin)
+        content = file.read(stored.content.nbytes)
+    found = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0)
+    return found.view(DTYPES[stored.dtype]).view(stored.shape)
 
 
 def _read_8_bits(form: BitsAndBytesFormat, found: Mapping[str, Stored], sizes: Sizes) -> Parts:

@@ -73,7 +73,7 @@ class Packed(nn.Module):
 def check_finite(scales: torch.Tensor, name: object) -> None:
     """Raise a `CheckpointError` for scales that are NaN or infinite."""
     # The largest and smallest number take no memory of their own, and are NaN if one is.
-    if scales.numel() and not torch.stack(scales.aminmax()).isfinite().all():
+    if scales.numel() and not scales.is_meta and not torch.stack(scales.aminmax()).isfinite().all():
         bad = int((~scales.isfinite()).sum())
         raise CheckpointError(
             f"{name}: {bad} of {scales.numel()} scales are NaN or infinite. The checkpoint is damaged, or "

@@ -17,6 +17,7 @@ from ...configuration.stock import CONFIG_CLASSES
 from .._private_api import choose_processor, name_causal_model, publish, register_model
 from ..adapters import register_with_peft, when_imported
 from ..checkpoints import replace_loaders, replace_trainers_loader
+from ..offload import let_accelerate_train
 from ..processing import LlamoeProcessor
 from ..quantization import register_bitsandbytes, register_quantizers
 
@@ -49,6 +50,7 @@ def register(classes: Mapping[str, Any]) -> None:
     choose_processor(Llama4Processor, _processor_of)
     register_with_peft()
     replace_loaders()
+    let_accelerate_train()
     when_imported("transformers.trainer_utils", replace_trainers_loader)
     register_quantizers()
     register_bitsandbytes()

@@ -1,8 +1,11 @@
 """Small mixtures of sizes that never coincide, the models that they are loaded into, and a cache to compare with."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import BitsAndBytesConfig
 
 import llamoe
 from llamoe.modeling.moe import Experts
@@ -36,6 +39,41 @@ def without_kernels(monkeypatch) -> None:
     """Compute experts as accelerators do, for which the CPU may stand in: they have none of its kernels."""
     for name in ("for_kernel", "products_by_kernel"):
         monkeypatch.setattr(Experts, name, lambda *_: None)
+
+
+KINDS = (
+    "text", "text of 16 bits", "two experts a token", "mixtral", "int4", "int8", "mixtral in nf4",
+    "8 bits of bitsandbytes",
+)  # fmt: skip
+"""Models and formats that `save_kind` knows: plain ones first, then others."""
+
+
+def save_kind(kind: str, folder: Path, plain: Path) -> None:
+    """Save a small mixture; `plain` is an empty folder for what is quantized to it."""
+    if kind == "text":
+        text_model().save_pretrained(folder)
+    elif kind == "text of 16 bits":
+        text_model(num_local_experts=11).to(torch.bfloat16).save_pretrained(folder)
+    elif kind == "two experts a token":
+        text_model(num_experts_per_tok=2, intermediate_size=80).save_pretrained(folder)
+    elif kind == "mixtral":
+        mixtral().to(torch.bfloat16).save_pretrained(folder)
+    else:
+        # Of bitsandbytes' matrices the last block is a half.
+        sizes = {"hidden_size": 128, "intermediate_size": 96} if kind in ("int4", "int8") else {}
+        make = mixtral if kind.startswith("mixtral") else text_model
+        make(**sizes or {"hidden_size": 72, "intermediate_size": 52}).to(torch.bfloat16).save_pretrained(
+            plain
+        )
+        config: Any = llamoe.QuantizationConfig(kind) if sizes else BitsAndBytesConfig(load_in_8bit=True)
+        if "nf4" in kind:
+            # Scales are codes themselves, and files hold the bytes of codes in another dtype.
+            config = BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_storage=torch.bfloat16,
+            )  # fmt: skip
+        packed = llamoe_class(plain).from_pretrained(plain, dtype="auto", quantization_config=config)
+        packed.save_pretrained(folder)
 
 
 def expert_bytes(model) -> int:
@@ -91,20 +129,50 @@ def put_in_store(model, place: str, memory, is_remote: bool) -> None:
     old.close()
 
 
-def simulate_lru(trace: llamoe.ExpertTrace, slots: int) -> tuple[int, int]:
-    """Hits and misses of a cache that all layers share, in the order in which passes ask for their experts."""
+def train(model, ids, steps: int = 3, config=None, **more):
+    """Train an adapter of attention, shared and routed experts, and give it, its losses and its weights."""
+    import peft
+
+    torch.manual_seed(3)
+    adapted = peft.get_peft_model(
+        model, config or llamoe.lora_config(model, **{"r": 3, "dropout": 0.1, **more})
+    )
+    trained = {name: p for name, p in adapted.train().named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = adapted(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert steps == 1 or losses[-1] < losses[0]
+    return adapted, losses, {name: p.detach().clone() for name, p in trained.items()}
+
+
+def asked_in(trace: llamoe.ExpertTrace) -> list[list[tuple[int, int]]]:
+    """Of each pass the layers and experts that it asks for, in their order."""
+    return [
+        [
+            (layer, expert)
+            for layer in range(trace.num_layers)
+            for expert in recorded[layer][1].unique().tolist()
+        ]
+        for recorded in trace._complete()
+    ]
+
+
+def simulate_lru(keys: Iterable[tuple[int, int]], slots: int) -> tuple[int, int]:
+    """Hits and misses of a cache that all layers share."""
     held: dict[tuple[int, int], None] = {}
     hits = misses = 0
-    for recorded in trace._complete():
-        for layer in range(trace.num_layers):
-            for expert in recorded[layer][1].unique().tolist():
-                key = layer, expert
-                if key in held:
-                    del held[key]
-                    hits += 1
-                else:
-                    misses += 1
-                    if len(held) == slots:
-                        del held[next(iter(held))]
-                held[key] = None
+    for key in keys:
+        if key in held:
+            del held[key]
+            hits += 1
+        else:
+            misses += 1
+            if len(held) == slots:
+                del held[next(iter(held))]
+        held[key] = None
     return hits, misses

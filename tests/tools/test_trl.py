@@ -185,6 +185,23 @@ def test_sft_on_texts_is_that_of_stocks_class(name, tmp_path, tokenizer, options
     assert ("aux_loss" in mine[0]) == (name == "mixtral")
 
 
+def test_sft_of_experts_on_disk_is_that_of_experts_in_memory(tmp_path, tokenizer, options):
+    """LoRA of attention and all experts, whose weights are read as they are needed."""
+    model_class, config = MODELS["mixtral"]
+    draw(model_class, llamoe.from_stock(config)).save_pretrained(tmp_path / "base")
+    data = dataset([{"text": text} for text in TEXTS])
+    logs, trained = [], []
+    for more in ({}, {"experts_memory": "100KB"}):
+        model = model_class.from_pretrained(tmp_path / "base", **more)
+        torch.manual_seed(3)
+        config = llamoe.lora_config(model, r=2, dropout=0.1)
+        trainer = sft(model, data, tokenizer, options, config, gradient_accumulation_steps=2)
+        logs.append([(line["loss"], line["grad_norm"]) for line in train(trainer)])
+        trained.append({name: p for name, p in trainer.model.named_parameters() if p.requires_grad})
+    assert logs[0] == logs[1]
+    assert all(torch.equal(tensor, trained[1][name]) for name, tensor in trained[0].items())
+
+
 def test_sft_of_llama_4_has_stocks_loss(tmp_path, tokenizer, options):
     """TRL adds Mixtral's load-balancing loss with the configuration's coefficient, unless it is told not to."""
     ours, stock = both_classes("llama4", tmp_path)

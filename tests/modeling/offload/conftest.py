@@ -4,21 +4,36 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.offload import mixtral, text_model
+from support.offload import save_kind
 
 
 @pytest.fixture(scope="session")
-def text_folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    text_model().save_pretrained(folder)
-    return folder
+def folders(tmp_path_factory):
+    """By kind a folder, which is not to be changed."""
+    return Folders(tmp_path_factory)
+
+
+class Folders:
+    """Folders of each kind, made when the first is asked for."""
+
+    def __init__(self, factory):
+        self._factory, self._made = factory, {}
+
+    def __getitem__(self, kind: str) -> Path:
+        if kind not in self._made:
+            self._made[kind] = self._factory.mktemp("folder")
+            save_kind(kind, self._made[kind], self._factory.mktemp("plain"))
+        return self._made[kind]
 
 
 @pytest.fixture(scope="session")
-def mixtral_folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("mixtral")
-    mixtral().to(torch.bfloat16).save_pretrained(folder)
-    return folder
+def text_folder(folders) -> Path:
+    return folders["text"]
+
+
+@pytest.fixture(scope="session")
+def mixtral_folder(folders) -> Path:
+    return folders["mixtral"]
 
 
 @pytest.fixture

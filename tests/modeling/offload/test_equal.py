@@ -3,22 +3,21 @@
 import pytest
 import torch
 from support.offload import (
+    KINDS,
+    asked_in,
     check_equal,
     counts,
     expert_bytes,
     freeze_experts,
     load_both,
-    mixtral,
     put_in_store,
     simulate_lru,
-    text_model,
     without_kernels,
 )
 
 import llamoe
 from llamoe.modeling.offload import ExpertsMemory
 
-KINDS = ("text", "text of 16 bits", "two experts a token", "mixtral", "int4", "int8")
 # A place, whether rows are on a device that stands in for an accelerator, and what becomes of a miss.
 STORES = (
     ("disk", False, "auto"),
@@ -28,23 +27,6 @@ STORES = (
     ("cpu", True, "bring"),
     ("cpu", True, "auto"),
 )
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A folder for each kind."""
-    found = {kind: tmp_path_factory.mktemp("folder") for kind in KINDS}
-    text_model().save_pretrained(found["text"])
-    text_model(num_local_experts=11).to(torch.bfloat16).save_pretrained(found["text of 16 bits"])
-    text_model(num_experts_per_tok=2, intermediate_size=80).save_pretrained(found["two experts a token"])
-    mixtral().to(torch.bfloat16).save_pretrained(found["mixtral"])
-    for bits in ("int4", "int8"):
-        plain = tmp_path_factory.mktemp("plain")
-        text_model(hidden_size=128, intermediate_size=96).to(torch.bfloat16).save_pretrained(plain)
-        config = llamoe.QuantizationConfig(bits)
-        packed = llamoe.LlamoeForCausalLM.from_pretrained(plain, dtype="auto", quantization_config=config)
-        packed.save_pretrained(found[bits])
-    return found
 
 
 @pytest.mark.parametrize(
@@ -60,7 +42,7 @@ def test_logits_are_bit_equal(kind, experts, folders, ids):
     [
         (*store, kind)
         for number, store in enumerate(STORES)
-        for kind in (KINDS[number % 3], KINDS[3 + (number + number // 3) % 3])
+        for kind in (KINDS[number % 3], KINDS[3 + (number + number // 5) % 5])
     ],
 )
 def test_every_store_is_bit_equal(kind, place, is_remote, misses, folders, ids, monkeypatch):
@@ -164,7 +146,7 @@ def test_hits_are_those_of_a_simulated_cache(slots, folders, ids):
     resident, offloaded = load_both(folders["text"], slots)
     with llamoe.trace_experts(offloaded) as trace:
         offloaded.generate(ids[:1], max_new_tokens=25, do_sample=False, eos_token_id=-1)
-    hits, misses = simulate_lru(trace, slots)
+    hits, misses = simulate_lru((key for keys in asked_in(trace) for key in keys), slots)
     found = counts(offloaded)
     assert (found.hits, found.misses) == (hits, misses)
     assert found.bytes_read == misses * expert_bytes(resident)
@@ -187,26 +169,3 @@ def test_trained_experts_are_refused_by_name(folders, ids):
     _, offloaded = load_both(folders["text"], 2)
     with pytest.raises(ValueError, match="model.layers.1.feed_forward.experts.gate_up_proj shall be trained"):
         offloaded.train()(ids)
-
-
-@pytest.mark.parametrize("kind", ["text", "mixtral", "int4"])
-def test_adapters_train_on_top(kind, folders, ids):
-    import peft
-
-    stacks = ["experts.gate_up_proj", "experts.down_proj"]
-    found = []
-    for model in load_both(folders[kind], 2):
-        torch.manual_seed(3)
-        config = peft.LoraConfig(
-            r=3, target_modules=["q_proj"], target_parameters=stacks, init_lora_weights=False
-        )
-        adapted = peft.get_peft_model(model, config).train()
-        optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.5)
-        adapted(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        adapted.eval()
-        with torch.no_grad():
-            found.append([adapted(each).logits for each in (ids, ids[:1, :1])])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-    with pytest.raises(ValueError, match="on 'disk'|stored as int"):
-        adapted.merge_and_unload()

@@ -1,4 +1,7 @@
-"""Peak memory of a process whose mixture is on disk: everything else, the budget, one expert, and at most 200 MB."""
+"""Peak memory of a process whose mixture is on disk: everything else, the budget, one expert, and at most 200 MB.
+
+It generates, and trains an adapter of the routed experts.
+"""
 
 import json
 
@@ -10,7 +13,7 @@ from support.offload import expert_bytes, text_model
 import llamoe
 
 SCRIPT = """
-import json, sys, torch, llamoe
+import json, sys, torch, llamoe, peft
 from support.peaks import status
 # What every program with these libraries takes, and what a small pass adds to it.
 torch.set_num_threads(1)
@@ -19,6 +22,15 @@ model = llamoe.LlamoeForCausalLM.from_pretrained(sys.argv[1], dtype="auto", expe
 answer = model.generate(torch.arange(3, 40)[None], max_new_tokens=20, do_sample=False, eos_token_id=-1)
 rest = sum(p.nbytes for n, p in model.named_parameters() if ".experts." not in n)
 counts = sum(model.experts_statistics().values(), llamoe.ExpertsStatistics())
+adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=2)).train()
+trained = [p for p in adapted.parameters() if p.requires_grad]
+optimizer = torch.optim.AdamW(trained)
+for _ in range(2):
+    adapted(input_ids=torch.arange(3, 190)[None], labels=torch.arange(3, 190)[None]).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+# Weights, gradients and two averages.
+rest += 4 * sum(p.nbytes for p in trained)
 print(json.dumps([before, status("VmHWM"), rest, counts.misses, counts.bytes_read, answer[0].tolist()]))
 """
 

@@ -1,0 +1,264 @@
+"""LoRA on offloaded experts: the losses, weights and tokens of experts in memory, and no more reads than must be."""
+
+import os
+import re
+from pathlib import Path
+from unittest import mock
+
+import peft
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from support import programs
+from support.killed_training import trainer_of
+from support.offload import (
+    KINDS,
+    asked_in,
+    counts,
+    expert_bytes,
+    load_both,
+    put_in_store,
+    simulate_lru,
+    train,
+    without_kernels,
+)
+from support.paths import TINY
+from transformers import AutoModelForImageTextToText, Trainer
+
+import llamoe
+from llamoe.modeling.offload import ExpertsMemory, loading
+
+# What a LoraConfig can ask of stacks, in turns.
+CONFIGS = (
+    {},
+    {"use_rslora": True, "router": True, "dropout": 0.0},
+    {"r": 4, "rank_pattern": {r".*layers\.1\..*experts\.down_proj": 6}, "init_lora_weights": "orthogonal"},
+)
+
+
+def same_bits(mine: dict[str, torch.Tensor], its: dict[str, torch.Tensor]) -> bool:
+    return mine.keys() == its.keys() and all(torch.equal(tensor, its[name]) for name, tensor in mine.items())
+
+
+def tokens(model, ids):
+    return model.generate(input_ids=ids[:, :9], max_new_tokens=5, do_sample=False, pad_token_id=0)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_train_bit_for_bit(kind, checkpointing, folders, ids):
+    number = KINDS.index(kind)
+    config = dict(CONFIGS[number % 3])
+    if number > 3:
+        # Of packed linear layers nothing can begin so.
+        config.pop("init_lora_weights", None)
+    found = []
+    for model in load_both(folders[kind], (1, 3, 99)[(number + checkpointing) % 3]):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        adapted, losses, trained = train(model, ids, **config)
+        # Right after training, without `eval()`.
+        found.append((losses, trained, tokens(adapted, ids)))
+    (losses, resident, expected), (other_losses, offloaded, answer) = found
+    assert losses == other_losses
+    assert same_bits(offloaded, resident)
+    assert torch.equal(answer, expected)
+    # A pair for each of two stacks in each of two layers.
+    assert sum(".experts." in name for name in offloaded) == 8
+
+
+@pytest.mark.parametrize("misses", ["compute", "bring", "auto"])
+def test_adapters_train_beside_experts_in_ram(misses, folders, ids, monkeypatch):
+    without_kernels(monkeypatch)
+    resident, offloaded = load_both(folders["mixtral"])
+    put_in_store(offloaded, "cpu", ExpertsMemory(2 * expert_bytes(resident), misses=misses), is_remote=True)
+    _, expected, weights = train(resident, ids)
+    _, losses, trained = train(offloaded, ids)
+    assert losses == expected
+    assert same_bits(trained, weights)
+
+
+def test_pictures_train_bit_for_bit(ids):
+    found = []
+    for more in ({}, {"experts_memory": "200KB"}):
+        model = AutoModelForImageTextToText.from_pretrained(TINY, dtype="auto", **more)
+        processor = llamoe.LlamoeProcessor.from_pretrained(TINY)
+        picture = torch.randint(
+            0, 255, (3, 70, 90), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+        )
+        content = [{"type": "image", "image": picture}, {"type": "text", "text": "What is here?"}]
+        inputs = processor.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=True, return_dict=True, return_tensors="pt",
+        ).to(dtype=model.dtype)  # fmt: skip
+        torch.manual_seed(3)
+        adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=2, vision=True, dropout=0.1)).train()
+        for _ in range(2):
+            adapted(**inputs, labels=inputs["input_ids"]).loss.backward()
+        found.append({name: p.grad for name, p in adapted.named_parameters() if p.grad is not None})
+    assert same_bits(*found)
+    assert any(".experts." in name for name in found[0]) and any("vision_model" in name for name in found[0])
+
+
+def file_bytes() -> int:
+    """Bytes that this process has asked files for."""
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("room", [1, 2, 5, 7, 9])
+def test_each_expert_is_read_once_a_pass(room, checkpointing, folders, ids):
+    """Passes back ask in the reverse order; what is computed again is not read again if there is room for a layer."""
+    resident, model = load_both(folders["mixtral"], room)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=3)).train()
+    model.experts_statistics(reset=True)
+    before = file_bytes()
+    with llamoe.trace_experts(model) as trace:
+        for _ in range(2):
+            adapted(input_ids=ids, labels=ids).loss.backward()
+    in_all, found = file_bytes() - before, counts(model)
+    order, backward = [], 0
+    for forward in asked_in(trace)[:2]:
+        order += forward
+        for layer in (1, 0):
+            experts = [key for key in forward if key[0] == layer]
+            order += (experts if checkpointing else []) + experts[::-1]
+            backward += len(experts)
+    hits, misses = simulate_lru(order, room)
+    assert (found.hits, found.misses) == (hits, misses)
+    assert found.bytes_read == misses * expert_bytes(resident)
+    # With what Python reads beside, as the size of this text.
+    assert found.bytes_read <= in_all < found.bytes_read + 10_000
+    if room >= 5 or not checkpointing:
+        assert misses <= 2 * backward - min(room, 5)
+
+
+def result_of(trainer: Trainer) -> tuple[list, dict[str, torch.Tensor]]:
+    log = [(row.get("loss"), row.get("eval_loss"), row.get("grad_norm")) for row in trainer.state.log_history]
+    named = trainer.model.named_parameters()
+    return log, {name: p.detach().clone() for name, p in named if p.requires_grad}
+
+
+def test_trainer_goes_on_after_a_kill(folders, tmp_path):
+    """accelerate refuses to train layers in 4 bits that hooks bring from disk; these experts need no hooks."""
+    folder = folders["mixtral in nf4"]
+    killed = programs.call(
+        "support.killed_training", "train_until_killed", str(folder), str(tmp_path / "killed")
+    )
+    resident, offloaded = load_both(folder, 2)
+    unstopped = trainer_of(resident, tmp_path / "unstopped")
+    unstopped.train()
+    killed.join(200)
+    assert killed.exitcode == -9
+    again = trainer_of(offloaded, tmp_path / "killed")
+    again.train(resume_from_checkpoint=True)
+    (log, weights), (expected_log, expected) = result_of(again), result_of(unstopped)
+    assert log == expected_log
+    assert same_bits(weights, expected)
+    assert dict(offloaded.hf_device_map).popitem()[1] == "disk"
+
+
+@pytest.mark.parametrize("kind", ["text of 16 bits", "mixtral", "int4"])
+def test_adapters_open_on_both(kind, folders, ids, tmp_path):
+    """From and to disk; no hooks come with them, and two adapters serve the rows of one batch."""
+    _, model = load_both(folders[kind], 2)
+    adapted, *_ = train(model, ids, steps=2)
+    adapted.save_pretrained(tmp_path)
+    expected = tokens(adapted.eval(), ids)
+    found = []
+    for model in load_both(folders[kind], 2):
+        places = getattr(model, "hf_device_map", None)
+        opened = peft.PeftModel.from_pretrained(model, tmp_path).eval()
+        assert torch.equal(tokens(opened, ids), expected)
+        opened.load_adapter(tmp_path, "second")
+        with torch.no_grad():
+            for module in opened.modules():
+                if hasattr(module, "lora_B") and "second" in module.lora_B:
+                    module.lora_B["second"].weight.mul_(-1.5)
+            found.append(opened(input_ids=ids, adapter_names=["second", "default"]).logits)
+        assert not any(hasattr(module, "_hf_hook") for module in model.modules())
+        assert getattr(model, "hf_device_map", None) == places
+    assert torch.equal(*found)
+    loaded = []
+    for model in load_both(folders[kind], 2):
+        model.load_adapter(tmp_path)
+        with torch.no_grad():
+            loaded.append(model(ids).logits)
+    assert torch.equal(*loaded)
+
+
+def test_no_library_counts_experts_on_disk_as_memory(folders, ids, tmp_path):
+    """peft asks accelerate where a model with a part on disk would fit, and lets it hook what does not."""
+    _, model = load_both(folders["text"], 2)
+    train(model, ids, steps=1)[0].save_pretrained(tmp_path)
+    _, model = load_both(folders["text"], 2)
+    with mock.patch("psutil.virtual_memory", return_value=mock.Mock(available=1000, total=1000)):
+        opened = peft.PeftModel.from_pretrained(model, tmp_path)
+    assert not any(hasattr(module, "_hf_hook") for module in opened.modules())
+
+
+def test_preparing_for_few_bits_reads_no_experts(folders):
+    _, model = load_both(folders["text of 16 bits"], 2)
+    experts = {name: p.data_ptr() for name, p in model.named_parameters() if ".experts." in name}
+    prepared = peft.prepare_model_for_kbit_training(model)
+    named = dict(prepared.named_parameters())
+    assert {name: named[name].data_ptr() for name in experts} == experts
+    assert not any(p.requires_grad for p in named.values())
+    assert named["lm_head.weight"].dtype == torch.float32
+
+
+def test_a_file_that_changes_before_the_pass_back_is_told(folders, ids, tmp_path):
+    for file in folders["text"].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    _, model = load_both(tmp_path, 1)
+    adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=3)).train()
+    before = weights.stat()
+    loss = adapted(input_ids=ids, labels=ids).loss
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors: has changed since the model was loaded.*expert \d"
+    ):
+        loss.backward()
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    adapted.zero_grad()
+    adapted(input_ids=ids, labels=ids).loss.backward()
+    assert load_file(weights)
+
+
+@pytest.mark.parametrize("module", ["experts", "feed_forward", "layers.1"])
+def test_training_experts_themselves_is_refused(module, folders):
+    _, model = load_both(folders["text"], 2)
+    config = llamoe.lora_config(model, experts=False, modules_to_save=[module])
+    with pytest.raises(
+        ValueError, match=r"modules_to_save.*1\.feed_forward\.experts is on 'disk'.*into memory"
+    ):
+        peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "int4"])
+def test_merging_is_refused(kind, folders, ids):
+    _, model = load_both(folders[kind], 2)
+    adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=2))
+    for merge in (adapted.merge_and_unload, adapted.merge_adapter):
+        with pytest.raises(ValueError, match="experts is on 'disk', into which no adapter can be merged"):
+            merge()
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MULTI_GPU"])
+def test_sharing_is_refused_before_the_first_step(kind, folders):
+    _, model = load_both(folders["text"], 2)
+    adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=2))
+    accelerator = Accelerator(cpu=True)
+    with mock.patch.object(Accelerator, "distributed_type", kind):
+        with pytest.raises(ValueError, match=f"experts is on 'disk', and accelerate .* {kind}"):
+            accelerator.prepare(adapted, torch.optim.SGD(adapted.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("name", ["is_deepspeed_zero3_enabled", "is_fsdp_enabled"])
+def test_sharing_is_refused_when_a_model_is_loaded(name, folders, monkeypatch):
+    monkeypatch.setattr(loading, name, lambda: True)
+    with pytest.raises(ValueError, match="for one process, and (ZeRO-3|FSDP) is on"):
+        load_both(folders["text"], 2)
