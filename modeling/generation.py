@@ -19,7 +19,7 @@ from ._compat import CACHE
 from .adapters import names_of_tiles, repeat_names
 from .attention import rules_of
 from .input_checks import check_tensors
-from .moe import check_kernels
+from .moe import check_kernels, forget_factors
 
 
 def is_first_pass(past_key_values: Cache | None) -> bool:
@@ -27,6 +27,15 @@ def is_first_pass(past_key_values: Cache | None) -> bool:
     if past_key_values is None:
         return True
     return not getattr(past_key_values, "is_compileable", False) and past_key_values.get_seq_length() == 0
+
+
+def _counted(position_ids: Any) -> Any:
+    position_ids.are_counted = True
+    return position_ids
+
+
+def _are_counted(model_kwargs: dict[str, Any]) -> bool:
+    return getattr(model_kwargs.get("position_ids"), "are_counted", False)
 
 
 class CheckedGeneration(GenerationMixin):
@@ -54,7 +63,33 @@ class CheckedGeneration(GenerationMixin):
             # The name that transformers had for it before; it would warn of this line.
             kwargs[CACHE] = kwargs.pop("past_key_values")
         check_kernels(self)  # pyright: ignore[reportArgumentType]
+        forget_factors(self)  # pyright: ignore[reportArgumentType]
         return super().generate(inputs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    # Positions that `generate` counts itself are the tokens' indices, where no mask hides a token. A model that is not
+    # told them need not read them, which a GPU's host would wait for in each step.
+
+    def _prepare_position_ids_for_generation(self, *args, **kwargs):
+        prepare = super()._prepare_position_ids_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        return _counted(prepare(*args, **kwargs))
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
+        were_counted = _are_counted(model_kwargs)
+        update = super()._update_model_kwargs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        model_kwargs = update(outputs, model_kwargs, *args, **kwargs)
+        if were_counted:
+            _counted(model_kwargs["position_ids"])
+        return model_kwargs
+
+    # transformers reads the names of arguments off this method.
+    def prepare_inputs_for_generation(self, input_ids, *args, inputs_embeds=None, **kwargs):
+        """Inputs of one step of `generate`."""
+        prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+        has_fixed_length = getattr(inputs.get(CACHE), "is_compileable", False)
+        if _are_counted(kwargs) and inputs.get("attention_mask") is None and not has_fixed_length:
+            del inputs["position_ids"]
+        return inputs
 
     def _expand_inputs_for_generation(self, expand_size: int = 1, *args, **kwargs):
         repeat_names(self, expand_size)
@@ -116,6 +151,7 @@ class ChunkedGeneration(CheckedGeneration):
         if getattr(self, "_cached_continuous_batching_manager", None) is not None:
             return super().init_continuous_batching(*args, **kwargs)
         check_kernels(self)  # pyright: ignore[reportArgumentType]
+        forget_factors(self)  # pyright: ignore[reportArgumentType]
         model: Any = self if _chunk_size(self.config) is None else _WithinOneChunk(self)
         manager = GenerationMixin.init_continuous_batching(model, *args, **kwargs)
         add_request = manager.add_request

@@ -51,6 +51,8 @@ class ParamWrapper(layer.ParamWrapper):
                 f"target_parameters names {parameter_name}. Set use_dora=False, or leave the stacks out."
             )
         super().__init__(base_layer, adapter_name, parameter_name, config=_without_dropout(config), **kwargs)
+        # By adapter; see `moe.low_rank`.
+        self.kept_factors: dict[str, dict[str, Any]] = {}
         self._set_dropout(adapter_name, config)
 
     def update_layer(
@@ -214,7 +216,8 @@ class ParamWrapper(layer.ParamWrapper):
         """An adapter's factors, `[E, I, r]` and `[O, r, E]`; peft holds `[E * r, I]` and `[O, r * E]`."""
         a_ErI = self._of_own_experts(by_expert(self.lora_A[name].weight, 0, self.num_experts), 0)
         b_OrE = self._of_own_experts(by_expert(self.lora_B[name].weight, 1, self.num_experts), 2)
-        return LowRank(a_ErI.transpose(1, 2), b_OrE, scale, self.lora_dropout[name])
+        kept = self.kept_factors.setdefault(name, {})
+        return LowRank(a_ErI.transpose(1, 2), b_OrE, scale, self.lora_dropout[name], kept)
 
 
 def _without_dropout(config: LoraConfig) -> LoraConfig:

@@ -1,8 +1,9 @@
 """Sequences under torch's `scaled_dot_product_attention`: the chunks of a row become rows of a batch.
 
 That function takes a mask, or computes plain causal attention over rows of one length. Sequences without cached keys
-form a batch, the shorter ones padded behind their end, where no query looks. Only a sequence with cached keys, at most
-one a row, takes a mask, for one block of queries at a time. So memory grows with the tokens, not with their square.
+form a batch, the shorter ones padded behind their end, where no query looks. A sequence with cached keys, at most one a
+row, is causal with the last query at the last key, which torch's GPU kernels take by name. Elsewhere it takes a mask,
+for one block of queries at a time. So memory grows with the tokens, not with their square.
 
 `EqualRows` (no padding, known from sizes) are cut into the rest of the first chunk, the full chunks and the tail.
 All other rows are gathered into a `Fold` from the `Sequences` that flash attention takes too.
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from transformers.utils import is_torchdynamo_compiling
 
+from .by_sdpa import lower_right
 from .mask_inputs import MaskInputs
 from .varlen import Sequences, sequences
 from .visibility import EqualRows, Rule
@@ -202,6 +204,8 @@ def _attend_causally(
     sees_all = window is None or key_length <= window
     if is_number and sees_all and (begun == 0 or query_length == 1):
         return attend(query, key, value, None)[0]
+    if is_number and sees_all and (bias := lower_right(attend, query, key)) is not None:
+        return attend(query, key, value, bias)[0]
     outputs, place = [], torch.arange(key_length, device=query.device)
     block = BLOCK if window is None else min(BLOCK, max(window, SHORT))
     for begin in range(0, query_length, block):

@@ -20,7 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_torchdynamo_exporting
 from transformers.utils.generic import is_flash_attention_requested
 
-from ..kernels import are_single_queries, attend_to_single_queries, can_use_shortcut, is_tracing, widened
+from ..kernels import is_tracing, widened
+from .by_sdpa import attend_by_sdpa
 from .cache import keep_exported_tokens, make_rings
 from .chunked_sdpa import Fold, attend_in_equal_rows, attend_in_fold, folded_batch
 from .mask_inputs import MaskInputs
@@ -40,9 +41,11 @@ def brings_lengths(inputs: MaskInputs, rule: Rule) -> bool:
 
 def sizes_decide(inputs: MaskInputs, rule: Rule) -> bool:
     """Whether no row is padded or packed, and positions do not matter or are indices."""
-    if inputs.attention_mask is not None or isinstance(inputs.query_offset, torch.Tensor):
+    if isinstance(inputs.query_offset, torch.Tensor) or inputs.padding_mask is not None:
         return False
-    return inputs.position_ids is None or (rule.chunk_size is None and inputs.segments is None)
+    if inputs.position_ids is None:
+        return True
+    return inputs.segments is None if rule.chunk_size is None else inputs.first_position is not None
 
 
 def rows_are_equal(inputs: MaskInputs, rule: Rule) -> bool:
@@ -174,26 +177,22 @@ def attend_in_form(
     value: torch.Tensor,
     form: Any,
     position_ids: torch.Tensor | None,
-    may_shortcut: bool | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run `attend`, of transformers' attention interface, on tokens that see each other as `form` says.
 
-    `query` is `[B, H, Q, D]`; `key` and `value` are `[B, H / groups, K, D]`; `may_shortcut` as in
-    `Attention.attend`; `kwargs` are for `attend`. Returns the output `[B, Q, H, D]`, and the attention weights where
-    `attend` returns them, else None.
+    `query` is `[B, H, Q, D]`; `key` and `value` are `[B, H / groups, K, D]`; `kwargs` are for `attend`. Returns the
+    output `[B, Q, H, D]`, and the attention weights where `attend` returns them, else None.
 
     Raises:
         ValueError: the cache returned another number of keys than it had announced.
     """
+    if attend is sdpa_attention_forward:
+        attend = attend_by_sdpa
     attend_in = ATTEND.get(type(form))
     if attend_in is not None:
         attend = partial(widened(attend, query), module, position_ids=None, **kwargs)
         return attend_in(attend, query, key, value, form), None
-    if attend is sdpa_attention_forward:
-        may_shortcut = can_use_shortcut(query) if may_shortcut is None else may_shortcut
-        if may_shortcut and are_single_queries(query, form, **kwargs):
-            return attend_to_single_queries(query, key, value, form, kwargs["scaling"]), None
     config: Any = module.config
     implementation = config._attn_implementation
     if is_flash_attention_requested(requested_attention_implementation=implementation):

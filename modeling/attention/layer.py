@@ -121,14 +121,12 @@ class Attention(nn.Module):
         attention_mask: Any,
         position_ids: torch.Tensor,
         past_key_values: Cache | None = None,
-        may_shortcut: bool | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What stands between the projections; arguments as in `forward`.
 
         Args:
             projected: queries, keys and values, `[B, T, heads * D]`.
-            may_shortcut: what `can_use_shortcut` says of this pass, if it was asked.
 
         Returns:
             `[B, T, heads * D]`, and the attention weights or None.
@@ -169,7 +167,7 @@ class Attention(nn.Module):
             # Implementations that take no mask read it.
             kwargs["sliding_window"] = self.sliding_window
         output, weights = attend_in_form(
-            attend, self, query, key, value, attention_mask, position_ids, may_shortcut, **kwargs
+            attend, self, query, key, value, attention_mask, position_ids, **kwargs
         )
         return output.reshape(*input_shape, -1).contiguous(), weights
 

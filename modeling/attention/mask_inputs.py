@@ -13,6 +13,7 @@ from torch import nn
 from transformers import Cache, PreTrainedConfig
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.utils import is_torchdynamo_compiling
+from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_torchdynamo_exporting
 
 from ..kernels import is_readable, is_tracing
@@ -101,21 +102,42 @@ class MaskInputs:
 
     @fact
     def reads_values(self) -> bool:
-        """Whether the form depends on the values of mask and positions: for `sdpa`, where no graph is made."""
-        if self.implementation != "sdpa" or self.is_static_step:
+        """Whether the form depends on the values of mask and positions: where it may be none, and no graph is made."""
+        is_flash = is_flash_attention_requested(requested_attention_implementation=self.implementation)
+        if not (is_flash or self.implementation == "sdpa") or self.is_static_step:
             return False
         # On the CPU the second question, which asks CUDA too, costs more than all others of a decode step.
         return is_readable(self.inputs_embeds) or not is_tracing(self.inputs_embeds)
 
     @fact
+    def values(self) -> tuple[bool, int | None]:
+        """Whether the 2-D mask, if there is one, hides no token, and the position that all rows count on from.
+
+        None: `position_ids` are not given, or rows do not count on from one. The host waits for both together.
+        """
+        questions = []
+        if self.has_mask:
+            questions.append(
+                self.attention_mask[:, : self.query_offset + self.query_length].all()[None].long()
+            )
+        if self.position_ids is not None:
+            firsts = self.position_ids - torch.arange(self.query_length, device=self.device)
+            questions.append(torch.stack(firsts.aminmax()).long())
+        answers = torch.cat([each.to(self.device) for each in questions]).tolist() if questions else []
+        is_full = bool(answers.pop(0)) if self.has_mask else True
+        return is_full, answers[0] if answers and answers[0] == answers[-1] else None
+
+    @fact
+    def has_mask(self) -> bool:
+        """Whether there is a 2-D mask."""
+        return isinstance(self.attention_mask, torch.Tensor) and self.attention_mask.ndim == 2
+
+    @fact
     def padding_mask(self) -> torch.Tensor | None:
         """`[B, W]` bool, false on padding; None without a 2-D mask, or if its values are read and hide no token."""
-        mask = self.attention_mask
-        if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        if not self.has_mask or (self.reads_values and self.values[0]):
             return None
-        if self.reads_values and mask[:, : self.query_offset + self.query_length].all():
-            return None
-        return mask.to(device=self.device, dtype=torch.bool)
+        return self.attention_mask.to(device=self.device, dtype=torch.bool)
 
     @fact
     def left_padding(self) -> torch.Tensor | None:
@@ -152,14 +174,7 @@ class MaskInputs:
             return None if self.query_offset > 0 and is_torchdynamo_compiling() else self.query_offset
         if not self.reads_values or self.padding_mask is not None:
             return None
-        if self.position_ids is None:
-            return self.query_offset
-        firsts = self.position_ids
-        if self.query_length > 1:
-            firsts = firsts - torch.arange(self.query_length, device=self.device)
-            firsts = torch.stack(firsts.aminmax())[:, None]
-        first, *others = firsts[:, 0].tolist()
-        return first if all(other == first for other in others) else None
+        return self.query_offset if self.position_ids is None else self.values[1]
 
     @fact
     def positions_fall(self) -> bool:
@@ -175,7 +190,8 @@ class MaskInputs:
 
         Raises:
             ValueError: padding stands behind cached tokens, and the first new token's position is not the number of
-                real tokens before it, as `generate` counts. Found where values are read.
+                real tokens before it, as `generate` counts. Found where values are read, and on a GPU in passes of
+                several tokens.
         """
         padding_mask, offset = self.padding_mask, self.query_offset
         column_B1 = self.is_real(self.query_index).int().argmax(1, keepdim=True)
@@ -184,7 +200,8 @@ class MaskInputs:
         index_W, counts_BW = torch.arange(padding_mask.shape[1], device=self.device), padding_mask.cumsum(-1)
         count_B1 = counts_BW.gather(1, index_B1)
         is_interrupted = count_B1 + left_padding(padding_mask) <= index_B1
-        if self.reads_values or is_readable(padding_mask):
+        # One token a row on a GPU is not worth waiting for a second time.
+        if is_readable(padding_mask) or (self.reads_values and self.query_length > 1):
             wrong = (
                 is_interrupted & padding_mask.gather(1, index_B1) & (position_B1 != count_B1 - 1)
             ).nonzero()
@@ -219,7 +236,13 @@ class MaskInputs:
             ValueError: packed rows with a static cache, which cannot tell segments apart; found on the CPU only.
         """
         positions = self.position_ids
-        if self.attention_mask is not None or positions is None or self.first_position is not None:
+        if (
+            self.attention_mask is not None
+            or positions is None
+            or (not self.is_static and self.query_offset > 0)
+        ):
+            return None
+        if self.first_position is not None:
             return None
         if self.is_static:
             if is_readable(positions) and bool((positions.diff(dim=1) != 1).any()):
@@ -229,7 +252,7 @@ class MaskInputs:
                     "attention_mask."
                 )
             return None
-        return None if self.query_offset > 0 else find_packed_sequence_indices(positions)
+        return find_packed_sequence_indices(positions)
 
     def groups(self, rule: Rule) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Groups of queries `[B, Q]` and of keys `[B, K]`, outside of which nothing is seen; None: a row is one."""

@@ -10,6 +10,7 @@ from transformers.utils import is_torchdynamo_compiling
 
 from .._compat import CACHE
 from .._private_api import mask_implementations
+from ..kernels import is_readable
 from .mask_inputs import MaskInputs
 from .visibility import Rule
 
@@ -59,5 +60,7 @@ def _can_be_plain(inputs: MaskInputs, rule: Rule) -> bool:
     if inputs.implementation == "sdpa":
         # Its plain rows are `EqualRows`.
         return False
-    # Rows that begin late reach their first chunk border early.
-    return positions is None or not bool((positions[:, 0] > inputs.query_offset).any())
+    # Rows that begin late reach their first chunk border early. A GPU is not waited for to save a mask.
+    return positions is None or (
+        is_readable(positions) and not bool((positions[:, 0] > inputs.query_offset).any())
+    )

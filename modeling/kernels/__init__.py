@@ -2,11 +2,11 @@
 
 Reading order: limits (how many rows are few), tracing (whether a compiler or tracer records the pass), waiting (what a
 user waits for), cpp_kernels (products of few rows on a CPU), cpp_layer (the rest of a layer), float32_blocks (16 bits
-on a CPU without instructions for them), cpu (the guard of CPU shortcuts, and those for any number of rows), decode (the
-one door to decoding on a CPU), few_rows_triton, few_rows (a GPU kernel for few rows of experts), few_rows_check
-(whether it is right on this device), packed_rows_triton, packed_rows (packed matrices on a GPU). Files named
-`…_triton` import Triton, which is not installed everywhere and takes long to import; the others import it only when a
-kernel is about to run.
+on a CPU without instructions for them), single_queries (attention of one token a row), cpu (the guard of CPU shortcuts,
+and those for any number of rows), decode (the one door to decoding on a CPU), few_rows_triton, few_rows (a GPU kernel
+for few rows of experts), few_rows_check (whether it is right on this device), packed_rows_triton, packed_rows (packed
+matrices on a GPU). Files named `…_triton` import Triton, which is not installed everywhere and takes long to import;
+the others import it only when a kernel is about to run.
 """
 
 from .cpp_kernels import Matrix, cpp_products, cpp_unpack, plain_matrix, why_no_cpp_kernels
@@ -15,8 +15,6 @@ from .cpu import (
     SHORTCUTS_ARE_ON,
     apply_gate,
     apply_linear,
-    are_single_queries,
-    attend_to_single_queries,
     can_use_shortcut,
     is_silu,
     multiply_rows,
@@ -54,4 +52,5 @@ from .packed_rows import (
     packed_product,
     why_no_gpu_kernel,
 )
+from .single_queries import are_single_queries, attend_to_single_queries
 from .tracing import is_exported, is_readable, is_recorded, is_tracing, is_transformed

@@ -9,10 +9,8 @@ imported, turns all shortcuts off: the model then runs the formulas that `layers
 * `widened`: attention in the same 16 bits, in float32.
 * `apply_gate`: SwiGLU's product takes no memory of its own. New memory costs more than the product: 8 % of a mixture's
   prefill from some 500 tokens on, and a fifth of its peak memory. One token gains nothing and loses nothing.
-* `attend_to_single_queries`: attention of one query a row, reading each key once. torch's own way copies the cached
-  keys for each query head that shares them, or takes a slow kernel, which costs most in bfloat16.
 
-Shapes: N rows, I inputs, O outputs; in attention B batch, H query heads, G key/value heads, K keys, D head_dim.
+Shapes: N rows, I inputs, O outputs.
 """
 
 import math
@@ -243,43 +241,3 @@ def widened(attend: Callable, query: torch.Tensor) -> Callable:
         return output.to(query.dtype), weights if weights is None else weights.to(query.dtype)
 
     return compute
-
-
-def are_single_queries(
-    query: torch.Tensor, attention_mask: Any, dropout: float = 0.0, cache: Any = None, **_
-) -> bool:
-    """Whether `attend_to_single_queries` computes what transformers' function does of these arguments."""
-    return (
-        query.shape[2] == 1
-        and not dropout
-        and cache is None
-        and (
-            attention_mask is None
-            or (isinstance(attention_mask, torch.Tensor) and attention_mask.shape[1:3] == (1, 1))
-        )
-    )
-
-
-def attend_to_single_queries(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-) -> torch.Tensor:
-    """Attention for one query a row that reads each key once: heads that share keys become queries of one head.
-
-    Args:
-        query: `[B, H, 1, D]`.
-        key: `[B, G, K, D]`, of G key/value heads.
-        value: likewise.
-        attention_mask: None or `[B, 1, 1, K]`.
-        scaling: factor of the scores.
-
-    Returns:
-        `[B, 1, H, D]`.
-    """
-    batch_size, num_heads, _, head_dim = query.shape
-    packed = query.reshape(batch_size, key.shape[1], -1, head_dim)
-    output = nn.functional.scaled_dot_product_attention(packed, key, value, attention_mask, scale=scaling)
-    return output.reshape(batch_size, 1, num_heads, head_dim)

@@ -45,7 +45,6 @@ from .cpp_layer import (
 )
 from .cpu import (
     apply_linear,
-    attend_to_single_queries,
     can_use_shortcut,
     has_hooks,
     is_plain,
@@ -55,6 +54,7 @@ from .cpu import (
 )
 from .float32_blocks import plain_max_rows
 from .limits import CPP_PACKED_MAX_ROWS
+from .single_queries import attend_to_single_queries
 
 
 class _Linears(NamedTuple):
@@ -177,7 +177,7 @@ class FewRows:
                 return y
         rows = self._normalize(norm, known.norm, x)
         projected = self._multiply((q_proj, k_proj, v_proj), known.inputs, rows)
-        attended, _ = attention.attend(projected, *context, may_shortcut=True, **self.options)
+        attended, _ = attention.attend(projected, *context, **self.options)
         return x + self._multiply((o_proj,), known.output, attended)[0]
 
     def _attend_one_token(

@@ -22,7 +22,7 @@ from .grouped_product import (
 )
 from .layer import MixtureOfExperts, Router
 from .losses import RouterLossMixin, expert_load
-from .low_rank import LowRank, Updates
+from .low_rank import LowRank, Updates, forget_factors
 from .state_dicts import (
     PARTS_OF_STACKS,
     PLACES,

@@ -48,7 +48,7 @@ from ..kernels import (
     rows_of_torch,
 )
 from .experts import IMPLEMENTATION, IMPLEMENTATIONS, STACKS, Experts
-from .grouped_mm_limits import grouped_mm_takes_dtype
+from .grouped_mm_limits import grouped_mm_takes_dtype, grouped_mm_waits
 from .grouped_product import (
     LARGE_GRADIENT_BYTES,
     Stack,
@@ -57,7 +57,7 @@ from .grouped_product import (
     multiply_on_device,
     multiply_sorted,
 )
-from .low_rank import Updates, factors, of_rows
+from .low_rank import Updates, factors, in_dtype, of_rows
 
 Path = Literal["loop", "kernel", "grouped"]
 PATHS: tuple[Path, ...] = ("loop", "kernel", "grouped")
@@ -196,6 +196,8 @@ def _products_of_sorted(
         # The grouped product leaves rows past the last end undefined, in forward and in backward.
         passed_over_N1 = (ids_N >= experts.num_experts)[:, None]
         x_NH = x_NH.masked_fill(passed_over_N1, 0)
+    if product is _grouped_mm and _asks_of_float32_alone(x_TH):
+        updates = in_dtype(updates, x_TH.dtype)
     groups = groups_between(ends_E, len(ids_N)) if product is multiply_groups else ends_E
     y_NH = experts.products(x_NH, groups, product, of_rows(updates, tokens_N))
     if passed_over_N1 is not None:
@@ -203,6 +205,11 @@ def _products_of_sorted(
     place_N = torch.empty_like(order_N)
     place_N[order_N] = torch.arange(order_N.shape[0], device=order_N.device)
     return y_NH.index_select(0, place_N)
+
+
+def _asks_of_float32_alone(x: torch.Tensor) -> bool:
+    """Whether torch's grouped product asks the host for the groups in float32, as adapters' factors are, only."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and not grouped_mm_waits(x.device)
 
 
 def _grouped_mm(x_NI: torch.Tensor, stack: Stack, ends_E: torch.Tensor) -> torch.Tensor:

@@ -39,12 +39,20 @@ class Copies:
     """Copies into the slots of one memory, on an accelerator on a stream of their own.
 
     A copy begins when the products that read the slot before are through, and the products that read it next begin when
-    the copy is.
+    the copy is. The first waits for what made the memory, and nothing else gets the memory while a copy writes to it.
+
+    Args:
+        device: where the slots are.
+        memory: of all slots, made on the current stream.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, memory: Iterable[torch.Tensor]):
         self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream(device))
+            for each in memory:
+                each.record_stream(self._stream)
         # Of each slot the last event of each stream that has read it.
         self._left: dict[int, dict[int, torch.Event]] = {}
 

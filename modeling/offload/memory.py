@@ -1,15 +1,19 @@
-"""Reads past the page cache, and memory that a drive writes to, in whole blocks, without a copy in between.
+"""Memory in which experts lie: pinned for accelerators, and in whole blocks, to which a drive writes without a copy.
 
 A matrix begins at the same byte of a block in its slot as in its file. So blocks of the file are read straight into
 the slot, with what stands around the matrix. The matrix also keeps the alignment that a memory map of the file would
 give it; with another one products may differ in their last bits.
 """
 
+import logging
 import mmap
 import os
 from contextlib import suppress
+from typing import Any
 
 import torch
+
+logger = logging.getLogger("llamoe")
 
 BLOCK = 4096
 """Direct reads begin and end at multiples of this, in the file and in memory."""
@@ -18,17 +22,70 @@ ALIGNMENT = 64
 LEAST_BYTES_OF_DIRECT = 1 << 20
 """Smaller matrices would be read with much around them."""
 _HUGE_PAGE = 2 << 20
+# A forked process has its own: it may put other matrices into the slots.
+_PRIVATE: Any = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
 def slots_of(count: int, size: int, device: torch.device, is_pinned: bool) -> torch.Tensor:
     """Memory for so many matrices of `size` bytes, `[count, bytes]`, each with room for the rest of its blocks."""
     unit = unit_of(size)
     row = -(-size // unit) * unit + unit
-    if device.type != "cpu" or is_pinned:
-        memory = torch.empty(count * row + unit, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+    if is_pinned:
+        return pinned(count * row).view(count, row)
+    if device.type != "cpu":
+        memory = torch.empty(count * row + unit, dtype=torch.uint8, device=device)
         first = -memory.data_ptr() % unit
         return memory[first : first + count * row].view(count, row)
     return torch.frombuffer(pages(count * row), dtype=torch.uint8, count=count * row).view(count, row)
+
+
+def pinned(size: int) -> torch.Tensor:
+    """So many bytes in RAM from which an accelerator copies by itself, beginning at a page.
+
+    torch's own pinned memory has sizes of powers of two, up to twice what was asked. Here CUDA is told of pages that
+    are there already, as many as needed.
+    """
+    if torch.version.cuda is not None and size:
+        memory = _Pinned.of(size)
+        if memory is not None:
+            return torch.frombuffer(memory, dtype=torch.uint8, count=size)
+    # Of other accelerators, and where CUDA refuses.
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+class _Pinned(mmap.mmap):
+    """Pages that CUDA knows, and is told of when they go."""
+
+    address: int | None = None
+    process: int | None = None
+
+    @classmethod
+    def of(cls, size: int) -> "_Pinned | None":
+        # Shared: of a private page a fork makes two, and the accelerator would go on with either.
+        memory = cls(-1, size)
+        address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+        cudart: Any = torch.cuda.cudart()
+        error = int(cudart.cudaHostRegister(address, size, 0))
+        if error:
+            logger.warning(
+                "CUDA refuses to pin %d bytes (error %d of cudaHostRegister): torch's pinned memory takes their place, "
+                "which may be twice as large.",
+                size,
+                error,
+            )
+            return None
+        memory.address, memory.process = address, os.getpid()
+        return memory
+
+    def __del__(self):
+        # Another process that was forked has not pinned them.
+        if self.address is not None and self.process == os.getpid():
+            with suppress(Exception):
+                # Copies may be on their way.
+                torch.cuda.synchronize()
+            with suppress(Exception):
+                cudart: Any = torch.cuda.cudart()
+                cudart.cudaHostUnregister(self.address)
 
 
 def unit_of(size: int) -> int:
@@ -41,11 +98,9 @@ def pages(size: int) -> memoryview:
 
     Drives write to huge pages almost twice as fast, since they name fewer of them.
     """
-    # A forked process has its own: it may put other matrices into the slots.
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     if size < _HUGE_PAGE:
-        return memoryview(mmap.mmap(-1, max(size, 1), **private))
-    memory = mmap.mmap(-1, size + _HUGE_PAGE, **private)
+        return memoryview(mmap.mmap(-1, max(size, 1), **_PRIVATE))
+    memory = mmap.mmap(-1, size + _HUGE_PAGE, **_PRIVATE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # There are kernels without them.
         with suppress(OSError):

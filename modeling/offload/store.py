@@ -24,7 +24,7 @@ from ..moe import STACKS, Experts, Ranges
 from .accelerator import Copies, max_rows_on_host
 from .budget import ExpertsMemory, default_size, divide
 from .matrix_cache import Entry, MatrixCache, Pins
-from .memory import BLOCK, slots_of, unit_of
+from .memory import BLOCK, pinned, slots_of, unit_of
 from .pieces import StoredLayer
 from .reading import Reader, Reading, closed
 from .statistics import Counter
@@ -49,9 +49,9 @@ class _Slots:
     def __init__(self, stack: str, experts: Experts, count: int, place: str, device: torch.device):
         self.stack, self.count = stack, count
         self.shapes = [part[0] for part in experts.parts(stack)]
-        self.copies = Copies(device) if place == "cpu" else None
         where = device if place == "cpu" else torch.device("cpu")
         self.memory = [slots_of(count, part.nbytes, where, where.type != device.type) for part in self.shapes]
+        self.copies = Copies(device, self.memory) if place == "cpu" else None
 
     def parts(self, slot: int, begins: Mapping[int, int]) -> list[torch.Tensor]:
         """The parts of a slot's matrix; those with a first byte in a file begin at the same byte of a unit."""
@@ -111,7 +111,9 @@ class Store:
         for layer, experts in self.layers.items():
             for stack in STACKS:
                 whole = self._in_ram[layer, stack] = [
-                    torch.empty(part.shape, dtype=part.dtype, pin_memory=self.device.type != "cpu")
+                    torch.empty(part.shape, dtype=part.dtype)
+                    if self.device.type == "cpu"
+                    else pinned(part.nbytes).view(part.dtype).view(part.shape)
                     for part in experts.parts(stack)
                 ]
                 each = list(zip(*whole, strict=True))

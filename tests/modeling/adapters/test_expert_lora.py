@@ -17,7 +17,7 @@ import llamoe
 from llamoe.modeling.checkpoints import in_units
 from llamoe.modeling.formats import Int4
 from llamoe.modeling.moe import STACKS as STACK_NAMES
-from llamoe.modeling.moe import Experts, LowRank, OutputFirstExperts
+from llamoe.modeling.moe import Experts, LowRank, OutputFirstExperts, forget_factors
 from llamoe.modeling.moe.dispatch import compute_experts
 from llamoe.modeling.quantization.experts import QuantizedExperts
 
@@ -507,3 +507,43 @@ def test_compilers_take_mixed_dtypes():
         # Sums of bfloat16 in another order.
         assert given.dtype == right.dtype and max_abs(given, right) <= 0.02 * right.abs().max()
     torch._dynamo.reset()
+
+
+def test_factors_of_sorted_rows_are_kept_until_they_change():
+    """By what torch counts, by another tensor, and where it counts nothing; training keeps none."""
+    experts, leaves = stacks_with_factors("mixtral", torch.bfloat16, torch.bfloat16)
+    holder, x = nn.Module(), torch.randn(7, 64, dtype=torch.bfloat16)
+    holder.kept_factors = {name: {} for name in STACK_NAMES}
+    ids, weights = torch.tensor([[1, 2]]).expand(7, 2), torch.ones(7, 2, dtype=torch.bfloat16)
+
+    def compute(num_tokens, kept):
+        updates = {
+            name: [LowRank(a.transpose(1, 2), b.view(b.shape), 0.5, nn.Identity(), kept.get(name))]
+            for name, (a, b) in leaves.items()
+        }
+        repeated = [each.repeat(num_tokens // 7 + 1, 1)[:num_tokens] for each in (x, ids, weights)]
+        return compute_experts(experts, *repeated, path="grouped", updates=updates)
+
+    def check(num_tokens=7):
+        with torch.no_grad():
+            given = compute(num_tokens, holder.kept_factors)
+            assert torch.equal(given, compute(num_tokens, {}))
+        return [kept["factors"][1] for kept in holder.kept_factors.values()]
+
+    first = check()
+    assert all(now is before for now, before in zip(check(), first, strict=True))
+    a, b = leaves["down_proj"]
+    with torch.no_grad():
+        b.add_(1)
+    second = check()
+    assert second[0] is first[0] and second[1] is not first[1]
+    leaves["down_proj"][1] = (3 * b).detach().requires_grad_()
+    third = check()
+    assert third[1] is not second[1]
+    leaves["gate_up_proj"][1].data.mul_(2)
+    check(num_tokens=70)
+    a.data.mul_(2)
+    forget_factors(holder)
+    check()
+    compute(7, holder.kept_factors).sum().backward()
+    assert not any(holder.kept_factors.values())

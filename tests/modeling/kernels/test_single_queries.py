@@ -1,4 +1,4 @@
-"""A CPU attends with one token a row in a way of its own: the numbers of `eager`, and only where nobody looks on."""
+"""One token a row attends with packed heads: the numbers of `eager`, whoever looks on."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import llamoe
 from llamoe.modeling.attention.layer import eager_attention_forward
-from llamoe.modeling.kernels.cpu import SHORTCUTS_ARE_ON, attend_to_single_queries
+from llamoe.modeling.kernels import attend_to_single_queries
 
 DECODERS = [case for case in MODELS if case.name in ("LlamoeForCausalLM", "LlamoeDenseForCausalLM")]
 
@@ -31,25 +31,25 @@ def test_single_queries_equal_eager(heads, groups, dtype, masked):
     assert output.shape == (3, 1, heads, 20) and max_abs(output, expected) < tolerance
 
 
-@pytest.mark.skipif(not SHORTCUTS_ARE_ON, reason="LLAMOE_CPU_SHORTCUTS=0: the short way is never taken")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", DECODERS, ids=lambda case: case.name)
-def test_single_queries_go_the_short_way_only_where_nobody_looks_on(case, dtype, monkeypatch):
+def test_single_tokens_pack_their_heads_unless_somebody_replaces_sdpa(case, dtype, monkeypatch):
     seen = []
 
     def record(query, *args):
         seen.append(tuple(query.shape))
         return attend_to_single_queries(query, *args)
 
-    monkeypatch.setattr(llamoe.modeling.attention.forms, "attend_to_single_queries", record)
+    monkeypatch.setattr(llamoe.modeling.attention.by_sdpa, "attend_to_single_queries", record)
     model = case.make().to(dtype)
     layers = model.config.num_hidden_layers
-    model(torch.tensor([[5]]))  # with gradients
+    expected = model(torch.tensor([[5, 6], [6, 5]])).logits
+    assert not seen
+    model(torch.tensor([[5]])).logits.sum().backward()
+    assert len(seen) == layers
     with torch.no_grad():
-        expected = model(torch.tensor([[5, 6], [6, 5]])).logits
-        assert not seen
         model(torch.tensor([[5], [6]]))
-        assert len(seen) == layers
+        assert len(seen) == 2 * layers
 
         def attend(*args, **kwargs):
             seen.clear()

@@ -1,0 +1,56 @@
+"""Attention of one query a row, on every device: each key is read once.
+
+torch's own way copies the cached keys for each query head that shares them, wherever there is a mask or a compiler, or
+takes a slow kernel.
+
+Shapes: B batch, H query heads, G key/value heads, K keys, D head_dim.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .tracing import is_exported
+
+
+def are_single_queries(
+    query: torch.Tensor, attention_mask: Any, dropout: float = 0.0, cache: Any = None, **_
+) -> bool:
+    """Whether `attend_to_single_queries` computes what transformers' function does of these arguments."""
+    # Not where a program serves all numbers of queries.
+    return (
+        not is_exported()
+        and query.shape[2] == 1
+        and not dropout
+        and cache is None
+        and (
+            attention_mask is None
+            or (isinstance(attention_mask, torch.Tensor) and attention_mask.shape[1:3] == (1, 1))
+        )
+    )
+
+
+def attend_to_single_queries(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    """Attention for one query a row that reads each key once: heads that share keys become queries of one head.
+
+    Args:
+        query: `[B, H, 1, D]`.
+        key: `[B, G, K, D]`, of G key/value heads.
+        value: likewise.
+        attention_mask: None or `[B, 1, 1, K]`.
+        scaling: factor of the scores.
+
+    Returns:
+        `[B, 1, H, D]`.
+    """
+    batch_size, num_heads, _, head_dim = query.shape
+    packed = query.reshape(batch_size, key.shape[1], -1, head_dim)
+    output = nn.functional.scaled_dot_product_attention(packed, key, value, attention_mask, scale=scaling)
+    return output.reshape(batch_size, 1, num_heads, head_dim)

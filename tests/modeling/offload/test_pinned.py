@@ -1,0 +1,110 @@
+"""Memory and streams beside an accelerator, with stand-ins for CUDA's runtime and torch's streams that note calls."""
+
+import logging
+
+import pytest
+import torch
+
+from llamoe.modeling.offload import accelerator, memory
+
+
+class Runtime:
+    """Of CUDA's runtime what pins memory."""
+
+    def __init__(self, error=0):
+        self.error, self.pinned, self.most = error, {}, 0
+
+    def cudaHostRegister(self, address, size, flags):
+        if not self.error:
+            self.pinned[address] = size
+            self.most = max(self.most, sum(self.pinned.values()))
+        return self.error
+
+    def cudaHostUnregister(self, address):
+        # Before the system has the pages again.
+        assert any(f"{address:x}-" in line for line in open("/proc/self/maps"))
+        del self.pinned[address]
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    found = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 5_000, 2_600_001, 33_000_001])
+def test_no_more_is_pinned_than_was_asked(runtime, size):
+    """Torch's own pinned memory would be 64 MiB where 33 MB are asked."""
+    given = memory.pinned(size)
+    assert given.shape == (size,) and given.dtype == torch.uint8 and given.data_ptr() % 4096 == 0
+    assert runtime.pinned == {given.data_ptr(): size}
+    given.fill_(7)
+    part = given[size // 2 :].view(-1)
+    del given
+    assert runtime.pinned and int(part[-1]) == 7
+    del part
+    assert not runtime.pinned
+
+
+def test_slots_beside_an_accelerator_are_pinned(runtime):
+    """Each matrix begins at a block, with room for the rest of its blocks in a file."""
+    size = 3_000_001
+    slots = memory.slots_of(5, size, torch.device("cpu"), is_pinned=True)
+    assert len(slots) == 5 and all(each.data_ptr() % memory.BLOCK == 0 for each in slots)
+    assert 5 * size < runtime.most <= 1.1 * 5 * size
+    del slots
+    assert not runtime.pinned
+
+
+def test_torchs_pinned_memory_is_taken_where_cuda_refuses(runtime, monkeypatch, caplog):
+    runtime.error, asked, empty = 2, [], torch.empty
+    monkeypatch.setattr(memory.torch, "empty", lambda *size, **more: asked.append(more) or empty(*size))
+    monkeypatch.setattr(logging.getLogger("llamoe"), "propagate", True)
+    with caplog.at_level(logging.WARNING, "llamoe"):
+        assert len(memory.pinned(5_000)) == 5_000
+    assert asked == [{"dtype": torch.uint8, "pin_memory": True}]
+    assert "refuses to pin 5000 bytes (error 2 " in caplog.text
+
+
+def test_a_copy_waits_for_what_made_the_slots_and_keeps_them(monkeypatch):
+    """Else the first copy could be overwritten, and memory that is let go be given away while a copy writes to it."""
+    notes = []
+
+    class Stream:
+        def __init__(self, device=None):
+            self.stream_id = len(notes)
+
+        def wait_stream(self, other):
+            notes.append(("waits for", other))
+
+        def record_event(self):
+            return "event"
+
+        def wait_event(self, event):
+            notes.append(("waits for", event))
+
+        def __enter__(self):
+            notes.append("copies")
+
+        def __exit__(self, *_):
+            pass
+
+    class Slots(torch.Tensor):
+        def record_stream(self, stream):
+            notes.append(("is kept for", stream))
+
+    monkeypatch.setattr(accelerator.torch, "Stream", Stream)
+    current = Stream()
+    monkeypatch.setattr(accelerator.torch.accelerator, "current_stream", lambda device: current)
+    slots = torch.zeros(2, 7).as_subclass(Slots)
+    copies = accelerator.Copies(torch.device("cuda", 0), [slots])
+    source = torch.arange(7.0)
+    copies.start([(torch.Tensor(slots)[0], source)], 0)
+    assert notes == [("waits for", current), ("is kept for", copies._stream), "copies"]
+    copies.leave(0)
+    copies.start([(torch.Tensor(slots)[0], source)], 0)
+    assert notes[3:] == [("waits for", "event"), "copies"]
