@@ -17,12 +17,14 @@ class Card(NamedTuple):
         capability: compute capability.
         gigabytes: memory, of 1e9 bytes.
         bandwidth: of the memory, in terabytes (1e12 bytes) a second.
+        processors: multiprocessors.
     """
 
     name: str
     capability: tuple[int, int]
     gigabytes: float
     bandwidth: float
+    processors: int
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether the card multiplies a dtype in hardware."""
@@ -78,13 +80,13 @@ class Card(NamedTuple):
 CARDS = {
     card.name: card
     for card in (
-        Card("T4", (7, 5), 16, 0.320),
-        Card("A100", (8, 0), 80, 2.039),
-        Card("RTX 3090", (8, 6), 24, 0.936),
-        Card("RTX 4090", (8, 9), 24, 1.008),
-        Card("H100", (9, 0), 80, 3.35),
-        Card("H200", (9, 0), 141, 4.8),
-        Card("RTX 5090", (12, 0), 32, 1.792),
+        Card("T4", (7, 5), 16, 0.320, 40),
+        Card("A100", (8, 0), 80, 2.039, 108),
+        Card("RTX 3090", (8, 6), 24, 0.936, 82),
+        Card("RTX 4090", (8, 9), 24, 1.008, 128),
+        Card("H100", (9, 0), 80, 3.35, 132),
+        Card("H200", (9, 0), 141, 4.8, 132),
+        Card("RTX 5090", (12, 0), 32, 1.792, 170),
     )
 }
 

@@ -149,7 +149,8 @@ class Recorder(TorchDispatchMode):
                 # The groups' ends become pointers first.
                 self.counts.launch(name, 2)
             return
-        self.counts.launch(name)
+        # Two products, and the sum of the second one's splits.
+        self.counts.launch(name, 3 if name == "llamoe::few_rows_experts" else 1)
         self.counts.moved += self._bytes(func, args, given, made)
 
     def _bytes(self, func: Any, args: Any, given: list, made: list) -> float:
@@ -235,17 +236,37 @@ class Recorder(TorchDispatchMode):
 
         loops = func is torch.ops.llamoe.grouped_product.default
         with self:
-            return (grouped_product.product_operator if loops else grouped_product.device_operator)._init_fn(*args)
+            return (grouped_product.product_operator if loops else grouped_product.device_operator)._init_fn(
+                *args
+            )
 
     def multiply_packed(
-        self, x: torch.Tensor, matrix: Any, groups: Any = None, num_experts: int = 1, transposed: bool = False, **_: Any
+        self,
+        x: torch.Tensor,
+        matrix: Any,
+        groups: Any = None,
+        num_experts: int = 1,
+        by_id: bool = False,
+        transposed: bool = False,
+        tile_rows: int | None = None,
     ) -> torch.Tensor:
-        """`kernels.packed_product`: each hit expert is read once, and the sums of few rows are split."""
-        share = min(1.0, len(x) / num_experts)
+        """`kernels.packed_product`: each hit expert is read once for each tile of rows; split sums are added after."""
+        from llamoe.modeling.kernels import packed_rows
+
+        by, columns = 0 if groups is None else 2 if by_id else 1, matrix.sizes[1 if transposed else 0]
+        rows = tile_rows or packed_rows.rows_of_tile(len(x), num_experts, by)
+        tile = packed_rows.tile_of(matrix, x.itemsize, transposed, rows)
+        row_tiles = (
+            len(x) if by == 2 else -(-len(x) // tile.rows) + (min(len(x), num_experts) - 1 if by else 0)
+        )
+        programs = row_tiles * -(-columns // tile.columns)
+        split = packed_rows._split_size(x.shape[1], programs, tile, x.device) < x.shape[1]
+        hit = min(num_experts, len(x)) if by else 1
+        reads = max(hit, row_tiles) / num_experts if by == 1 else hit / num_experts * -(-len(x) // tile.rows)
         read = [matrix.codes, matrix.scales, matrix.nested]
-        self.counts.moved += share * sum(each.nbytes for each in read if each is not None) + x.nbytes
-        self.counts.launch("packed_product", 2)
-        return x.new_empty(len(x), matrix.sizes[1 if transposed else 0])
+        self.counts.moved += reads * sum(each.nbytes for each in read if each is not None) + x.nbytes
+        self.counts.launch("llamoe:packed_product", 2 if split else 1)
+        return x.new_empty(len(x), columns)
 
     # Memory.
 
@@ -345,8 +366,12 @@ def pretend(card: Card) -> Iterator[Recorder]:
         _everywhere(stack, "is_readable", tracing, lambda x: not is_recorded(x) and x.is_cpu)
         _everywhere(stack, "is_fake_tensor", "transformers.utils.import_utils", lambda x: False)
         _everywhere(stack, "kernel_is_right", "llamoe.modeling.kernels.few_rows_check", lambda *_, **__: True)
-        _everywhere(stack, "kernels_are_right", "llamoe.modeling.moe.dispatch", lambda *_, **__: True)
+        _everywhere(stack, "kernels_are_right", "llamoe.modeling.formats.gpu_kernels", lambda *_, **__: True)
         _everywhere(stack, "packed_product", "llamoe.modeling.kernels.packed_rows", recorder.multiply_packed)
+        _everywhere(
+            stack, "_multiprocessors", "llamoe.modeling.kernels.packed_rows", lambda _: card.processors
+        )
+        _everywhere(stack, "has_gpu", "llamoe.modeling.kernels.packed_rows", lambda: True)
         for name, answer in {
             "get_device_capability": card.capability,
             "is_current_stream_capturing": False,

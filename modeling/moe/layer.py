@@ -91,7 +91,10 @@ class Router(nn.Module):
         return logits_TE, scores_TK.to(logits_TE.dtype) if self.scales_input else scores_TK, indices_TK
 
     def choose(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scores `[T, K]` (float32) of the chosen experts and their indices `[T, K]`, best first."""
+        """The scores `[T, K]` of the chosen experts and their indices `[T, K]`, best first.
+
+        Scores are float32, or already rounded to the dtype of the logits, where that is what they are used in.
+        """
         values_TE = logits_TE.float().softmax(-1) if self.chooses_by_softmax else logits_TE
         if self.balancing_bias is None:
             kept_TK, indices_TK = values_TE.topk(self.top_k, dim=-1)
@@ -99,6 +102,10 @@ class Router(nn.Module):
             biased_TE = logits_TE.float() + self.balancing_bias.to(logits_TE.device)
             indices_TK = biased_TE.topk(self.top_k, dim=-1).indices
             kept_TK = values_TE.gather(1, indices_TK)
+        if self.scales_input and not self.takes_softmax and not self.normalizes and kept_TK.is_cuda:
+            if kept_TK.dtype.itemsize == 2:
+                # A GPU computes it in float32, and rounds once, by one launch instead of three.
+                return kept_TK.sigmoid(), indices_TK
         scores_TK = kept_TK.float()
         if not self.chooses_by_softmax:
             scores_TK = scores_TK.softmax(-1) if self.takes_softmax else scores_TK.sigmoid()
@@ -193,4 +200,5 @@ def _experts_of_scaled(
     indices_N1 = indices_TK.reshape(-1, 1)
     # The experts' outputs are not scaled any more.
     weights_N1 = torch.ones_like(indices_N1, dtype=scaled_NH.dtype)
-    return experts(scaled_NH, indices_N1, weights_N1).unflatten(0, indices_TK.shape).sum(1)
+    y_NH = experts(scaled_NH, indices_N1, weights_N1)
+    return y_NH if indices_TK.shape[1] == 1 else y_NH.unflatten(0, indices_TK.shape).sum(1)
