@@ -2,6 +2,8 @@
 
     python -m benchmarks.cpu                       # mini shapes, one thread; also `make bench`
     python -m benchmarks.cpu --cases llama.cpp     # beside llama.cpp, where that is installed
+    python -m benchmarks.cpu --hold avx2 --cases few-bits   # as a processor without AVX-512
+    python -m benchmarks.bars cpu                  # the targets, and an exit status
     python -m benchmarks.gpu --output folder       # Scout- and Maverick-shaped layers in bfloat16
     python -m benchmarks.readme                    # the README's and docs/performance.md's figures, from the results
     python -m benchmarks.conversion                # conversions beside a plain copy
@@ -9,12 +11,12 @@
     python -m benchmarks.offload_large           # a mixture that is larger than its memory
     python -m benchmarks.qlora                     # adapters of a Scout in 4 bits, on a CUDA device
 
-Reading order: bars (targets for the figures), hardware (machine, versions, measured rates), memory and clocks (what
-is measured), harness (how a case runs), shapes and roofline (sizes, and the least that a case must read and compute),
-routing (inputs for chosen experts), shared_weights (models of both libraries on the same parameters), then the cases:
-block, models, small_modules; in processes of their own loading, and offload on a large_mixture; with models in
-folders saved_models, gguf_files (and its script gguf_converter) and few_bits; report, plot and readme write the
-results, command_line reads the options, cpu and gpu are the commands.
+Reading order: bars (targets for the figures), held (a machine as a lesser one), hardware (machine, versions, measured
+rates), memory and clocks (what is measured), harness (how a case runs), shapes and roofline (sizes, and the least
+that a case must read and compute), routing (inputs for chosen experts), shared_weights (models of both libraries on
+the same parameters), then the cases: block, models, small_modules; in processes of their own loading, and offload on
+a large_mixture; with models in folders saved_models, gguf_files (and its script gguf_converter), few_bits and
+mixtral; report, plot and readme write the results, command_line reads the options, cpu and gpu are the commands.
 """
 
 import os

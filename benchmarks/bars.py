@@ -1,11 +1,20 @@
-"""Targets for the figures, and whether they are reached. These are no tests, since a busy machine would fail them."""
+"""Targets for the figures, and whether they are reached. These are no tests, since a busy machine would fail them.
 
+python -m benchmarks.bars cpu      # a row a target; exit status 1 if one that was measured is missed
+python -m benchmarks.bars cpu_avx2 --about "in int4"
+"""
+
+import argparse
+import itertools
+import json
 import math
 import operator
 import statistics
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from . import AGAIN, OURS, REFERENCE, is_of
 from .clocks import WallClock
@@ -134,6 +143,21 @@ class Results:
                 found.append(statistics.median(one / two for one, two in zip(*rows, strict=True)))
         return max(found, default=None)
 
+    def gain(self, ours: str, other: str, **facts) -> float | None:
+        """What two threads gain one contestant, over what they gain another; fastest rounds, the least of the cases."""
+        found = []
+        for case in self.find("llama.cpp-threads", phase="threads", **facts):
+            names = (ours, f"{ours}, 2 threads", other, f"{other}, 2 threads")
+            rows = [case["contestants"].get(name, {}).get("seconds") for name in names]
+            if all(rows):
+                one, two, its_one, its_two = map(min, rows)
+                found.append(one / two / (its_one / its_two))
+        return least(found)
+
+    def share_of_reading(self) -> float | None:
+        """A plain read's time of the bytes that a token of the large mixture reads, over the token's."""
+        return least(best(case, "ratio", OURS) for case in self.find("large"))
+
     def seconds_a_billion(self, name: str) -> float | None:
         """A contestant's seconds for a billion weights, the largest over the cases that quantize."""
         rows = [
@@ -231,38 +255,81 @@ def _never_slower(what: str, groups: str | tuple[str, ...]) -> Bar:
     return replace(at_least(what, 1.0, Results.ratio, groups), allowance=lambda r: r.noise(groups))
 
 
-def _of_models() -> list[Bar]:
-    """Our time for a token over llama.cpp's, 16 bit against 32, two threads against one; prefill in few bits."""
+@dataclass(frozen=True)
+class Limits:
+    """How much longer than llama.cpp's ours may take in the same type: a token of each of `MODELS`, and a prefill."""
+
+    dense: float
+    mixture: float
+    prefill: float
+
+
+OVER_LLAMA_CPP = {
+    "cpu": {
+        "float32": Limits(1.0, 1.15, 1.0),
+        "bfloat16": Limits(1.05, 1.2, 1.15),
+        "int8": Limits(1.1, 1.25, 1.15),
+        "int4": Limits(1.15, 1.35, 1.15),
+    },
+    "cpu_avx2": {
+        "float32": Limits(1.1, 1.25, 1.0),
+        "bfloat16": Limits(1.15, 1.35, 1.15),
+        "int8": Limits(1.2, 1.4, 1.15),
+        "int4": Limits(1.25, 1.5, 1.15),
+    },
+}
+"""By kind of machine: one with AVX-512 and instructions for bfloat16, and one that is held to AVX2."""
+
+
+def _of_models(kind: str) -> list[Bar]:
+    """Our time over llama.cpp's, stock's time over ours, what two threads gain, and a step of adapters in few bits."""
     bars = []
-
-    def add(
-        bar: Callable[..., Bar], text: str, limit: float, ours: str, other: str, groups="llama.cpp", **facts
-    ):
-        bars.append(
-            bar(text, limit, Results.over, ours=f"{OURS}, {ours}", other=other, groups=groups, **facts)
-        )
-
-    for ours, theirs, *limits in (
-        ("float32", "f32", 1.2, 1.3),
-        ("int8", "q8_0", 1.5, 1.8),
-        ("int4", "q4_0", 1.4, 1.7),
-    ):
-        for model, limit in zip(MODELS, limits, strict=True):
-            text = f"a token, {model} in {ours}, time over llama.cpp's {theirs}"
-            add(at_most, text, limit, ours, f"llama.cpp, {theirs}", phase="decode", model=model)
-    for model in MODELS:
-        text = f"a token, {model}, float32 over bfloat16"
-        add(at_least, text, 1 - NOISE, "float32", f"{OURS}, bfloat16", phase="decode", model=model)
-    for ours in ("int8", "int4"):
+    for ours, limits in OVER_LLAMA_CPP[kind].items():
+        theirs = f"llama.cpp, {PEERS_IN_LLAMA_CPP[ours]}"
+        both = {"ours": f"{OURS}, {ours}", "other": theirs}
         for model in MODELS:
-            text = f"a token, {model} in {ours}, wall time of one thread over two"
-            add(at_least, text, 1.6, ours, f"{OURS}, {ours}, 2 threads", phase="threads", model=model)
-    for model, limit in zip(MODELS, (1.4, 2.2), strict=True):
-        text = f"prefill of 512 tokens, {model} in int4 over bfloat16"
-        add(at_most, text, limit, "int4", f"{OURS}, bfloat16", "few-bits", phase="prefill", model=model)
+            text, facts = (
+                f"a token, {model} in {ours}, time over {theirs}",
+                {"phase": "decode", "model": model},
+            )
+            bars.append(
+                at_most(text, getattr(limits, model), Results.over, groups="llama.cpp-token", **both, **facts)
+            )
+        for model, tokens in itertools.product(MODELS, (128, 512)):
+            text = f"prefill of {tokens} tokens, {model} in {ours}, time over {theirs}"
+            facts = {"phase": "prefill", "model": model, "tokens": tokens}
+            bars.append(
+                at_most(text, limits.prefill, Results.over, groups="llama.cpp-prefill", **both, **facts)
+            )
+    for (ours, stock), model in itertools.product(
+        {"float32": REFERENCE, "bfloat16": f"{REFERENCE}, bfloat16"}.items(), MODELS
+    ):
+        text, facts = f"a token, {model} in {ours}, time over stock's", {"phase": "decode", "model": model}
+        bars.append(
+            at_most(
+                text,
+                1 + NOISE,
+                Results.over,
+                ours=f"{OURS}, {ours}",
+                other=stock,
+                groups="llama.cpp-token",
+                **facts,
+            )
+        )
+    for ours, model in itertools.product(("int8", "int4"), MODELS):
+        text = f"a token, {model} in {ours}, what two threads gain over llama.cpp's gain"
+        names = f"{OURS}, {ours}", f"llama.cpp, {PEERS_IN_LLAMA_CPP[ours]}"
+        bars.append(at_least(text, 0.9, Results.gain, *names, model=model))
+    text = "a step of adapters of 256 tokens, mixture in int4 over float32"
+    both = {"ours": f"{OURS}, int4", "other": f"{OURS}, float32", "groups": "few-bits", "phase": "training"}
+    bars.append(at_most(text, 1.5, Results.over, **both))
+    text = "a token of Mixtral's layers in int4, share of the memory's reading speed"
+    bars.append(at_least(text, 0.6, Results.share_of_reading, unit=""))
     return bars
 
 
+PEERS_IN_LLAMA_CPP = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0", "int4": "q4_0"}
+"""llama.cpp's type beside ours."""
 MODELS = ("dense", "mixture")
 LOADING = ("loading", "loading-many")
 BLOCKS = ("block-16", "block-128")
@@ -300,7 +367,7 @@ CPU = [
         at_least("`from_pretrained` alone, speed", 1.0, Results.returned),
         allowance=lambda r: r.noise(LOADING, "returned_ratio"),
     ),
-    *_of_models(),
+    *_of_models("cpu"),
     at_most("quantizing a billion weights to int4", 20, Results.seconds_a_billion, f"{OURS}, int4", unit=" s"),
     at_most(
         "quantizing a billion weights to int4 without search", 8, Results.seconds_a_billion,
@@ -349,15 +416,39 @@ GPU = [
     at_least("training step, Scout-shaped", 4, Results.ratio, "training-scout"),
     _never_slower("dense LLaMA, slowest case", "dense"),
 ]
-BARS = {"cpu": CPU, "gpu": GPU}
+BARS = {"cpu": CPU, "cpu_avx2": _of_models("cpu_avx2"), "gpu": GPU}
+
+
+def judged(results: dict, name: str) -> list[tuple[str, str, str, bool | None]]:
+    """Of each target what `Bar.judged` says."""
+    found = Results(results)
+    return [bar.judged(found) for bar in BARS[name]]
 
 
 def table(results: dict, name: str) -> list[str]:
     """The targets as rows of Markdown."""
-    found = Results(results)
     lines = ["| | wanted | measured | reached |", "|---|---|---|---|"]
-    for bar in BARS[name]:
-        text, limit, measured, is_reached = bar.judged(found)
+    for text, limit, measured, is_reached in judged(results, name):
         verdict = "" if is_reached is None else "yes" if is_reached else "**no**"
         lines.append(f"| {text} | {limit} | {measured} | {verdict} |")
     return lines
+
+
+def main() -> int:
+    """Print the targets as tab-separated rows."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bars", description=__doc__)
+    parser.add_argument("name", choices=BARS, help="whose targets")
+    parser.add_argument(
+        "--results", type=Path, default=Path(__file__).parent / "results", help="folder of results"
+    )
+    parser.add_argument("--about", default="", help="only targets whose description has these words")
+    options = parser.parse_args()
+    results = json.loads((options.results / f"{options.name}.json").read_text())
+    rows = [row for row in judged(results, options.name) if options.about in row[0]]
+    for *words, is_reached in rows:
+        print({True: "reached", False: "missed", None: "unknown"}[is_reached], *words, sep="\t")
+    return int(any(is_reached is False for *_, is_reached in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

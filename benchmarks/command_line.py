@@ -35,8 +35,8 @@ def parser(
         f"python -m benchmarks.{name}", description=description, formatter_class=form
     )
     made.add_argument(
-        "--cases", nargs="+", choices=list(groups), default=by_default, metavar="GROUP",
-        help=f"groups to run, by default all of these: {', '.join(by_default)}{asked_for}",
+        "--cases", nargs="+", choices=sorted({*groups, *map(family, groups)}), default=by_default, metavar="GROUP",
+        help=f"groups to run, or what several begin with; by default all of these: {', '.join(by_default)}{asked_for}",
     )  # fmt: skip
     made.add_argument("--seconds", type=float, default=seconds, help="how long a case is measured, at least")
     made.add_argument(
@@ -51,9 +51,17 @@ def parser(
     return made
 
 
-def options(made: argparse.ArgumentParser, name: str) -> tuple[argparse.Namespace, Budget]:
+def family(group: str) -> str:
+    """What the names of a group and of those like it begin with."""
+    return group.partition("-")[0]
+
+
+def options(
+    made: argparse.ArgumentParser, name: str, groups: Collection[str]
+) -> tuple[argparse.Namespace, Budget]:
     """Parse the command line; refuse impossible options before anything is measured."""
     given = made.parse_args()
+    given.cases = [group for group in groups if {group, family(group)} & {*given.cases}]
     if not (math.isfinite(given.seconds) and given.seconds >= 0):
         made.error(f"--seconds must be a number of at least 0, and is {given.seconds}")
     if given.rounds is not None and given.rounds < 1:

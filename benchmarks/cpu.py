@@ -4,9 +4,12 @@
     python -m benchmarks.cpu --cases block-16 dense
     LLAMA_CPP_CONVERTER=llama.cpp/convert_hf_to_gguf.py python -m benchmarks.cpu --cases llama.cpp
 
-The group llama.cpp runs only when it is named. It needs llama-cpp-python, the converter of llama.cpp's sources, about
-four minutes, and 4 GB in the folder for temporary files. Its case of two threads needs two processors that nobody else
-uses.
+    python -m benchmarks.cpu --hold avx2 --cases few-bits
+
+The groups of llama.cpp run only when they are named; `--cases llama.cpp` names all of them. They need llama-cpp-python,
+the converter of llama.cpp's sources, ten minutes, and 4 GB in the folder for temporary files, or in the one that
+`LLAMOE_BENCH_FILES` names, where they stay. The cases of two threads need two processors that nobody else uses.
+`--hold` shows a processor with fewer instructions (`benchmarks/held.py`); its results stand in files of their own.
 """
 
 import sys
@@ -18,7 +21,9 @@ from . import (
     block,
     command_line,
     few_bits,
+    held,
     loading,
+    mixtral,
     models,
     offload,
     saved_models,
@@ -38,7 +43,7 @@ COPIES = 4
 # Experts of 6.3 MB, 2.4 GB of them.
 ON_DISK = LargeMixture(hidden=1024, expert=1024, layers=6, experts=64)
 SAVED = (saved_models.DENSE, saved_models.MIXTURE)
-BY_NAME = ("llama.cpp",)
+BY_NAME = ("llama.cpp-token", "llama.cpp-prefill", "llama.cpp-threads")
 """Groups that run only when they are named: they need what this repository does not install."""
 
 GROUPS: dict[str, Group] = {
@@ -65,7 +70,11 @@ GROUPS: dict[str, Group] = {
     "vision": partial(small_modules.vision, SETTING, hidden=512, layers=4, heads=8, output=512, tiles=(1, 2)),
     "parts": partial(small_modules.small, SETTING, MINI, 1024),
     "few-bits": partial(few_bits.few_bits, SAVED, 512),
-    "llama.cpp": partial(few_bits.beside_llama_cpp, SAVED),
+    "llama.cpp-token": partial(few_bits.beside_llama_cpp, SAVED, "decode"),
+    "llama.cpp-prefill": partial(few_bits.beside_llama_cpp, SAVED, "prefill"),
+    # After all others: idle threads wait actively for a moment, which counts as processor time.
+    "llama.cpp-threads": partial(few_bits.beside_llama_cpp, SAVED, "threads"),
+    "large": partial(mixtral.mixtral, SETTING, 4),
     "offload": partial(offload.offload, ON_DISK),
     "loading": partial(loading.loading, SETTING, MINI, LAYERS, "100MB"),
     "loading-many": partial(loading.loading, SETTING, MANY_SMALL, 12, "100KB", dense=True),
@@ -74,12 +83,15 @@ GROUPS: dict[str, Group] = {
 
 def main() -> int:
     """Run the groups named on the command line."""
-    options, budget = command_line.options(
-        command_line.parser("cpu", GROUPS, __doc__, by_name=BY_NAME), "cpu"
-    )
+    made = command_line.parser("cpu", GROUPS, __doc__, by_name=BY_NAME)
+    made.add_argument("--hold", choices=list(held.VARIABLES), help="use these instructions and no later ones")
+    options, budget = command_line.options(made, "cpu", GROUPS)
+    if options.hold:
+        held.hold(options.hold, "benchmarks.cpu")
+    name = "_".join(filter(None, ("cpu", options.hold)))
     torch.set_num_threads(1)
     return command_line.run(
-        "cpu", GROUPS, options.cases, ProcessorClock(), SETTING.dtype, options.output, budget
+        name, GROUPS, options.cases, ProcessorClock(), SETTING.dtype, options.output, budget
     )
 
 

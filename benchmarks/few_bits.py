@@ -1,23 +1,29 @@
-"""Cases of our models in 32 and 16 bit, int8 and int4 on a CPU: a token, a prefill, and how long quantizing takes.
+"""Cases of our models in 32 and 16 bit, int8 and int4 on a CPU: a token, a prefill, adapters, quantizing.
 
-Beside llama.cpp, which has the same random weights, they decode in turns with its types of the same sizes. Each decoder
-begins with the same token and yields as many as it is asked for, one pass of one token each.
+Beside llama.cpp, which has the same random weights, they decode and prefill in turns with its types of the same sizes.
+Each decoder begins with the same token and yields as many as it is asked for, one pass of one token each.
 """
 
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from peft import get_peft_model
 from transformers import PreTrainedModel
 
+import llamoe
+
 from . import OURS, REFERENCE
+from .bars import PEERS_IN_LLAMA_CPP
 from .clocks import Clock, WallClock
-from .gguf_files import TYPES, find_converter, make_files, silence
+from .gguf_files import find_converter, make_files, silence
 from .harness import IN_BFLOAT16, SURE_ROUNDS, Case, Cases, Contestant, tolerance_of
 from .saved_models import FLOAT32, SavedModel, load_ours, nbytes
 
@@ -26,17 +32,21 @@ FIRST = 20
 """The first token."""
 NEW = 64
 """Tokens of a run."""
-CONTEXT = 256
+CONTEXT = 1024
 """Tokens for which llama.cpp has room."""
+PREFILLS = (128, 512)
+"""Tokens of a prefill beside llama.cpp."""
+TRAINED = 256
+"""Tokens of a step of training."""
+KEPT = "LLAMOE_BENCH_FILES"
+"""Names the folder where models and llama.cpp's files stay; without it they are made each time."""
 PROBE = list(range(FIRST, FIRST + 8))
 """Tokens of the pass whose logits are compared in float32."""
-PRECISIONS = ("float32", "bfloat16", "int8", "int4")
-PEERS = dict(zip(PRECISIONS, TYPES, strict=True))
-"""llama.cpp's type beside ours."""
+PRECISIONS = tuple(PEERS_IN_LLAMA_CPP)
 QUANTIZED = ("int8", "int4")
 SIXTEEN_BITS = f"{OURS}, bfloat16"
 THREADS = 2
-MOST_OTHER_LOAD = 0.7
+MOST_OTHER_LOAD = 0.3
 """Other processes that run on average, beyond the processors that are left, while two threads are measured."""
 
 
@@ -60,7 +70,10 @@ class Generate:
 
 
 class LlamaCpp:
-    """A GGUF file in llama.cpp, as `Generate`. Its threads belong to this process."""
+    """A GGUF file in llama.cpp, as `Generate`. Its threads belong to this process.
+
+    All runs in one thread of its own: llama.cpp sets the registers of AMX up once a thread, and oneDNN releases them.
+    """
 
     def __init__(self, path: Path, threads: int = 1):
         import llama_cpp
@@ -69,13 +82,26 @@ class LlamaCpp:
         # A float32 model keeps its cache in float32, as ours does; others keep llama.cpp's float16.
         kind = llama_cpp.GGML_TYPE_F32 if path.stem.endswith("f32") else llama_cpp.GGML_TYPE_F16
         options = dict(
-            n_ctx=CONTEXT, n_batch=64, n_threads=threads, n_threads_batch=threads, type_k=kind, type_v=kind
+            n_ctx=CONTEXT,
+            n_batch=max(PREFILLS),
+            n_threads=threads,
+            n_threads_batch=threads,
+            type_k=kind,
+            type_v=kind,
         )
         self.model = llama_cpp.Llama(str(path), logits_all=True, verbose=False, **options)
         self.nbytes = path.stat().st_size
+        self._thread = ThreadPoolExecutor(1)
 
     def decode(self, new: int) -> list[int]:
         """So many tokens after `FIRST`."""
+        return self._thread.submit(self._decode, new).result()
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """Logits `[tokens, vocabulary]` of one pass over some tokens."""
+        return self._thread.submit(self._logits, ids).result()
+
+    def _decode(self, new: int) -> list[int]:
         self.model.reset()
         tokens = [FIRST]
         for _ in range(new):
@@ -83,8 +109,7 @@ class LlamaCpp:
             tokens.append(int(self.model.scores[self.model.n_tokens - 1].argmax()))
         return tokens[1:]
 
-    def logits(self, ids: list[int]) -> torch.Tensor:
-        """Logits `[tokens, vocabulary]` of one pass over some tokens."""
+    def _logits(self, ids: list[int]) -> torch.Tensor:
         self.model.reset()
         self.model.eval(ids)
         return torch.tensor(self.model.scores[: len(ids)])
@@ -101,6 +126,37 @@ def on_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def case_of(
+    name: str,
+    makers: Mapping[str, Callable[[], Any]],
+    layers: int,
+    run: Callable[[str, Any], Any],
+    compared: list[int],
+    **options: Any,
+) -> Case:
+    """A case of decoders, which are made when they are first used: one that fails is a contestant that fails.
+
+    Args:
+        name: of the case.
+        makers: make the decoders.
+        layers: of the model.
+        run: takes a contestant's name and its decoder.
+        compared: tokens of the pass whose logits are compared in float32.
+        options: of the case.
+    """
+
+    def contestant(who: str, make: Callable[[], Any]) -> Contestant:
+        decoder = cache(make)
+        is_compared = who.endswith((REFERENCE, "float32", "f32"))
+        outputs = (lambda _: [decoder().logits(compared)]) if is_compared else None
+        # torch's counter does not see llama.cpp.
+        return Contestant(lambda: run(who, decoder()), outputs, 1, has_own_pool=who.startswith(LLAMA_CPP))
+
+    contestants = {who: contestant(who, make) for who, make in makers.items()}
+    tolerance = tolerance_of(FLOAT32.dtype, layers)
+    return Case(name, contestants, None, tolerance, least=SURE_ROUNDS, **options)
+
+
 def decode_case(
     name: str,
     makers: Mapping[str, Callable[[], Any]],
@@ -109,42 +165,24 @@ def decode_case(
     reference: str = REFERENCE,
     **facts,
 ) -> Case:
-    """A case of decoders that begin with the same token; times are of one token, outputs in float32 are compared.
+    """A case of decoders that begin with the same token; times are of one token.
 
-    Decoders are made when they are first used, so that one that fails is a contestant that fails. The facts tell how
-    many first tokens are those of the contestant that ran first, and the bytes of the weights (of llama.cpp, of the
-    file); both are filled while the case runs.
+    The facts tell how many first tokens are those of the contestant that ran first, and the bytes of the weights (of
+    llama.cpp, of the file); both are filled while the case runs.
     """
     first_tokens: dict[str, int] = {}
     nbytes_of: dict[str, int] = {}
     expected: list[int] = []
 
-    def contestant(who: str, make: Callable[[], Any]) -> Contestant:
-        decoder = cache(make)
+    def run(who: str, decoder: Any) -> None:
+        tokens = decoder.decode(NEW)
+        nbytes_of[who] = decoder.nbytes
+        expected.extend([] if expected else tokens)
+        pairs = enumerate(zip(tokens, expected, strict=True))
+        first_tokens[who] = next((i for i, (one, other) in pairs if one != other), len(tokens))
 
-        def run() -> None:
-            tokens = decoder().decode(NEW)
-            nbytes_of[who] = decoder().nbytes
-            expected.extend([] if expected else tokens)
-            pairs = enumerate(zip(tokens, expected, strict=True))
-            first_tokens[who] = next((i for i, (one, other) in pairs if one != other), len(tokens))
-
-        is_compared = who.endswith((REFERENCE, "float32", "f32"))
-        outputs = (lambda _: [decoder().logits(PROBE)]) if is_compared else None
-        # torch's counter does not see llama.cpp.
-        return Contestant(run, outputs, warm_up=1, has_own_pool=who.startswith(LLAMA_CPP))
-
-    return Case(
-        name=name,
-        contestants={who: contestant(who, make) for who, make in makers.items()},
-        work=None,
-        tolerance=tolerance_of(FLOAT32.dtype, layers),
-        facts={"tokens": 1, "first_tokens": first_tokens, "nbytes_of": nbytes_of, "new": NEW, **facts},
-        least=SURE_ROUNDS,
-        parts=NEW,
-        clock=clock,
-        reference=reference,
-    )
+    facts = {"tokens": 1, "first_tokens": first_tokens, "nbytes_of": nbytes_of, "new": NEW, **facts}
+    return case_of(name, makers, layers, run, PROBE, facts=facts, parts=NEW, clock=clock, reference=reference)
 
 
 def ours(model: SavedModel, folder: Path, precision: str, threads: int = 1) -> Callable[[], Generate]:
@@ -152,23 +190,34 @@ def ours(model: SavedModel, folder: Path, precision: str, threads: int = 1) -> C
     return lambda: Generate(load_ours(model, folder, precision), threads)
 
 
+@contextmanager
+def _saved(models: tuple[SavedModel, ...]) -> Iterator[list[Path]]:
+    """The models' folders, in the folder that stays or in a temporary one."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = [Path(os.environ.get(KEPT) or temporary) / model.name for model in models]
+        for model, folder in zip(models, folders, strict=True):
+            # Written last.
+            if not (folder / "tokenizer_config.json").exists():
+                model.save(folder)
+        yield folders
+
+
 def few_bits(models: tuple[SavedModel, ...], tokens: int) -> Cases:
-    """Decode and prefill with each model, then quantize the last one.
+    """Decode and prefill with each model, then quantize the last one, and train adapters of it.
 
     Args:
         models: models to measure.
         tokens: tokens of the prefill.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folders = [Path(name) / model.name for model in models]
+    with _saved(models) as folders:
         for model, folder in zip(models, folders, strict=True):
-            model.save(folder)
             makers = {f"{OURS}, {precision}": ours(model, folder, precision) for precision in PRECISIONS}
             facts = dict(phase="decode", model=model.name)
             yield decode_case(f"{model.name}, a token", makers, model.layers, reference=SIXTEEN_BITS, **facts)
         for model, folder in zip(models, folders, strict=True):
             yield _prefill(model, folder, tokens)
         yield _quantizing(models[-1], folders[-1])
+        yield _training(models[-1], folders[-1])
 
 
 def _prefill(model: SavedModel, folder: Path, tokens: int) -> Case:
@@ -180,6 +229,22 @@ def _prefill(model: SavedModel, folder: Path, tokens: int) -> Case:
 
     runs = {f"{OURS}, {precision}": prefill(precision) for precision in PRECISIONS}
     return _case(f"{model.name}, prefill, T = {tokens}", runs, "prefill", model, tokens=tokens)
+
+
+def _training(model: SavedModel, folder: Path) -> Case:
+    """A step of adapters on attention and experts, beside weights of each precision."""
+    ids = FLOAT32.tokens(1, TRAINED, model.config().vocab_size)
+
+    def step(precision: str) -> Callable[[], None]:
+        def make() -> Any:
+            loaded = load_ours(model, folder, precision)
+            return get_peft_model(loaded, llamoe.lora_config(loaded)).train()
+
+        adapted = cache(make)
+        return lambda: adapted()(input_ids=ids, labels=ids).loss.backward()
+
+    runs = {f"{OURS}, {precision}": step(precision) for precision in PRECISIONS}
+    return _case(f"{model.name}, a step of adapters, T = {TRAINED}", runs, "training", model, tokens=TRAINED)
 
 
 def _quantizing(model: SavedModel, folder: Path) -> Case:
@@ -198,28 +263,46 @@ def _case(name: str, runs: dict[str, Callable[[], object]], phase: str, model: S
     return Case(name, contestants, None, IN_BFLOAT16, facts, reference=SIXTEEN_BITS)
 
 
-def beside_llama_cpp(models: tuple[SavedModel, ...]) -> Cases:
-    """Decode with each model on one thread, then on two in few bits, beside llama.cpp.
+def beside_llama_cpp(models: tuple[SavedModel, ...], phase: str) -> Cases:
+    """Decode or prefill with each model on one thread, or decode on two in few bits, beside llama.cpp.
 
     Raises:
         LeftOut: llama-cpp-python or llama.cpp's converter is missing.
     """
     converter = find_converter()
-    with tempfile.TemporaryDirectory() as name:
-        folders = [Path(name) / model.name for model in models]
-        files = []
-        for model, folder in zip(models, folders, strict=True):
-            model.save(folder)
-            files.append(make_files(converter, folder, Path(name)))
+    with _saved(models) as folders:
+        files = [make_files(converter, folder) for folder in folders]
         for model, folder, its in zip(models, folders, files, strict=True):
-            stock = partial(model.stock.from_pretrained, folder, dtype="float32")
-            makers: dict[str, Callable[[], Any]] = {REFERENCE: lambda stock=stock: Generate(stock().eval())}
+            if phase == "threads":
+                yield two_threads(model, folder, its)
+                continue
+            makers: dict[str, Callable[[], Any]] = {
+                name: partial(_stock, model, folder, dtype)
+                for name, dtype in ((REFERENCE, "float32"), (f"{REFERENCE}, bfloat16", "bfloat16"))
+                # Torch's products of 16 bits in scalar loops take minutes.
+                if phase == "decode" or dtype == "float32"
+            }
             makers |= {f"{OURS}, {precision}": ours(model, folder, precision) for precision in PRECISIONS}
             makers |= {f"{LLAMA_CPP}, {kind}": partial(LlamaCpp, path) for kind, path in its.items()}
-            yield decode_case(model.name, makers, model.layers, phase="decode", model=model.name)
-        # After all others: idle threads wait actively for a moment, which counts as processor time.
-        for model, folder, its in zip(models, folders, files, strict=True):
-            yield two_threads(model, folder, its)
+            if phase == "decode":
+                yield decode_case(model.name, makers, model.layers, phase=phase, model=model.name)
+                continue
+            for tokens in PREFILLS:
+                ids = FLOAT32.tokens(1, tokens, model.config().vocab_size)[0].tolist()
+                facts = dict(phase=phase, model=model.name, tokens=tokens)
+                name = f"{model.name}, prefill, T = {tokens}"
+                yield case_of(
+                    name,
+                    makers,
+                    model.layers,
+                    lambda who, decoder, ids=ids: decoder.logits(ids),
+                    ids,
+                    facts=facts,
+                )
+
+
+def _stock(model: SavedModel, folder: Path, dtype: str) -> Generate:
+    return Generate(model.stock.from_pretrained(folder, dtype=dtype).eval())
 
 
 def two_threads(model: SavedModel, folder: Path, files: Mapping[str, Path]) -> Case:
@@ -228,8 +311,8 @@ def two_threads(model: SavedModel, folder: Path, files: Mapping[str, Path]) -> C
     for precision in QUANTIZED:
         for threads, on in ((1, ""), (THREADS, f", {THREADS} threads")):
             makers[f"{OURS}, {precision}{on}"] = ours(model, folder, precision, threads)
-            makers[f"{LLAMA_CPP}, {PEERS[precision]}{on}"] = partial(
-                LlamaCpp, files[PEERS[precision]], threads
+            makers[f"{LLAMA_CPP}, {PEERS_IN_LLAMA_CPP[precision]}{on}"] = partial(
+                LlamaCpp, files[PEERS_IN_LLAMA_CPP[precision]], threads
             )
     facts = dict(phase="threads", model=model.name)
     case = decode_case(f"{model.name}, wall time", makers, model.layers, clock=WallClock(), **facts)
@@ -240,10 +323,10 @@ def two_threads(model: SavedModel, folder: Path, files: Mapping[str, Path]) -> C
 
 def _why_not_two_threads() -> str | None:
     """Two threads that wait for each other measure other load, if there is any, and not the model."""
-    processors, load = os.cpu_count() or 1, os.getloadavg()[0]
+    processors = os.cpu_count() or 1
     if processors < THREADS:
         return "the machine has one processor"
-    # This process is one of the load.
-    if load - 1 > processors - THREADS + MOST_OTHER_LOAD:
+    load = processors * (1 - psutil.cpu_times_percent(interval=1.0).idle / 100)
+    if load > processors - THREADS + MOST_OTHER_LOAD:
         return f"other load: {load:.1f} on {processors} processors"
     return None

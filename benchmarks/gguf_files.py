@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from .harness import LeftOut
+from .held import beyond
 
 VARIABLE = "LLAMA_CPP_CONVERTER"
 CONVERTED = ("f32", "bf16", "q8_0")
@@ -37,7 +38,7 @@ def find_converter() -> Path:
     """The path of llama.cpp's converter.
 
     Raises:
-        LeftOut: it or llama-cpp-python is missing.
+        LeftOut: it or llama-cpp-python is missing, or this process is held to less than llama.cpp was built for.
     """
     if importlib.util.find_spec("llama_cpp") is None:
         raise LeftOut("llama-cpp-python is not installed")
@@ -46,16 +47,21 @@ def find_converter() -> Path:
         raise LeftOut(f"{VARIABLE} is not set to the path of llama.cpp's convert_hf_to_gguf.py")
     if not Path(named).is_file():
         raise LeftOut(f"{VARIABLE}={named} is not a file: it must be llama.cpp's convert_hf_to_gguf.py")
+    import llama_cpp
+
+    if words := beyond(llama_cpp.llama_print_system_info().decode()):
+        raise LeftOut(
+            f"llama.cpp was built with {', '.join(words)}: benchmarks/held.py says how to build another"
+        )
     return Path(named).absolute()
 
 
-def make_files(converter: Path, model: Path, folder: Path) -> dict[str, Path]:
-    """Convert a saved model into a file of each type.
+def make_files(converter: Path, model: Path) -> dict[str, Path]:
+    """Convert a saved model into a file of each type beside its folder, unless they are there.
 
     Args:
         converter: path of llama.cpp's converter.
         model: folder of the saved model.
-        folder: where the files go.
 
     Returns:
         the files, by type.
@@ -63,14 +69,20 @@ def make_files(converter: Path, model: Path, folder: Path) -> dict[str, Path]:
     Raises:
         LeftOut: llama.cpp cannot convert it.
     """
-    files = {kind: folder / f"{model.name}-{kind}.gguf" for kind in TYPES}
-    for kind in CONVERTED:
-        words = [CHILD, str(converter), str(model), "--outfile", str(files[kind]), "--outtype", kind]
-        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
-        if done.returncode:
-            lines = done.stderr.strip().splitlines()
-            raise LeftOut(f"llama.cpp's converter failed: {lines[-1] if lines else done.returncode}")
-    _quantize(files["f32"], files["q4_0"])
+    files = {kind: model.with_name(f"{model.name}-{kind}.gguf") for kind in TYPES}
+    for kind, path in files.items():
+        if path.exists():
+            continue
+        unfinished = path.with_suffix(".new")
+        if kind in CONVERTED:
+            words = [CHILD, str(converter), str(model), "--outfile", str(unfinished), "--outtype", kind]
+            done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+            if done.returncode:
+                lines = done.stderr.strip().splitlines()
+                raise LeftOut(f"llama.cpp's converter failed: {lines[-1] if lines else done.returncode}")
+        else:
+            _quantize(files["f32"], unfinished)
+        unfinished.replace(path)
     return files
 
 

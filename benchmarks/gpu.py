@@ -62,7 +62,8 @@ GROUPS: dict[str, Group] = {
 
 def main() -> int:
     """Run the groups named on the command line."""
-    options, budget = command_line.options(command_line.parser("gpu", GROUPS, __doc__, seconds=0.5), "gpu")
+    made = command_line.parser("gpu", GROUPS, __doc__, seconds=0.5)
+    options, budget = command_line.options(made, "gpu", GROUPS)
     if not torch.cuda.is_available():
         print(
             "benchmarks.gpu needs a CUDA device, and torch finds none; `python -m benchmarks.cpu` needs none.",

@@ -15,6 +15,7 @@ import torch
 import llamoe
 
 from .clocks import Clock
+from .held import is_held
 
 PACKAGES = {name: name for name in ("transformers", "triton", "safetensors")} | {
     "llama_cpp_python": "llama_cpp"
@@ -68,6 +69,16 @@ def measure_rates(clock: Clock, dtype: torch.dtype, rounds: int = 7, side: int =
     return Rates(2 * source.nbytes / copied, 2 * side**3 / multiplied)
 
 
+def told_instructions() -> str:
+    """The vectors that torch and our kernels use here, and whether the processor has more."""
+    can = torch.cpu.get_capabilities()
+    more = ["bfloat16"] * bool(can.get("avx512_bf16")) + ["AMX"] * bool(can.get("amx_bf16"))
+    told = torch.backends.cpu.get_cpu_capability()
+    if kind := is_held():
+        return f"{told}, held to {kind}"
+    return f"{told} with {' and '.join(more)}" if more else told
+
+
 def describe(device: torch.device) -> dict:
     """Machine, versions and date for the results."""
     words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
@@ -82,6 +93,7 @@ def describe(device: torch.device) -> dict:
         "processor": next(names, platform.processor() or platform.machine()),
         "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "instructions": told_instructions(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         # torch's own version names the kind of build.

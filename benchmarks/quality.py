@@ -1,6 +1,7 @@
 """What few bits cost the small model: its answers, and how well it foretells the expected ones; and its experts' hits.
 
-    python -m benchmarks.quality        # writes results/quality.json and the table of docs/quantization.md
+    python -m benchmarks.quality        # writes results/quality.json and a table of docs/quantization.md
+    python -m benchmarks.quality rows   # rows in 8 bits: results/quality_rows.json and the table after it
     python -m benchmarks.quality hits   # the table and the figure of docs/expert_hit_rates.md
 
 Every variant, llamoe's formats and those of bitsandbytes beside 16 bit, gets the same questions in the same batches,
@@ -15,9 +16,10 @@ import logging
 import math
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import (
@@ -29,6 +31,8 @@ from transformers import (
 )
 
 import llamoe
+from llamoe.modeling.formats import Int4, Int8
+from llamoe.modeling.kernels import cpp_kernels, float32_blocks, rows_in_bytes
 from llamoe.modeling.offload import ExpertsStatistics
 from llamoe.modeling.quantization.plain_experts import stored_bytes
 
@@ -46,6 +50,11 @@ HITS_COUNT = 480
 BARS = {"int8": 0.2, "int4": 2.0}
 """Points of accuracy that llamoe's formats may cost."""
 BASE = "16 bit"
+ROWS = {"rows in 16 bit": "float", "rows in 8 bits": "int8"}
+GROUP = 32
+"""Inputs that share a scale where the kernels quantize rows."""
+OUTLIERS = (1, 10, 100)
+"""What an input in each group of a scale is multiplied by where products are compared."""
 # What llamoe's formats leave in 16 bit, for bitsandbytes to leave, too.
 _KEPT = ["lm_head", "vision_model", "multi_modal_projector"]
 
@@ -60,12 +69,27 @@ def variants() -> dict[str, dict[str, Any]]:
     }.items():
         ways = {"": {}, ", experts in 16 bit": {"experts": False}, ", without search": {"search": False}}
         for suffix, more in ways.items():
-            found[name + suffix] = {"quantization_config": llamoe.QuantizationConfig(**fields, **more)}
+            config = llamoe.QuantizationConfig(**fields, **more, activations="float")
+            found[name + suffix] = {"quantization_config": config}
     nf4 = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     for name, fields in {"bitsandbytes 8 bit": {"load_in_8bit": True}, "bitsandbytes nf4": nf4}.items():
         for suffix, skipped in {"": _KEPT, ", experts in 16 bit": [*_KEPT, "experts"]}.items():
             config = BitsAndBytesConfig(**fields, llm_int8_skip_modules=skipped)
             found[name + suffix] = {"quantization_config": config}
+    return found
+
+
+def variants_of_rows() -> dict[str, dict[str, Any]]:
+    """The same for rows in 8 bits, which the kernels of a CPU multiply by packed weights, and rows as they are."""
+    found: dict[str, dict[str, Any]] = {BASE: {}}
+    for name, fields in {
+        "int8": ("int8",),
+        "int4, groups of 32": ("int4", 32),
+        "int4, groups of 64": ("int4", 64),
+    }.items():
+        for rows, activations in ROWS.items():
+            config = llamoe.QuantizationConfig(*fields, activations=activations)
+            found[f"{name}, {rows}"] = {"quantization_config": config}
     return found
 
 
@@ -224,11 +248,11 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def few_bits(count: int = COUNT, results: Path = RESULTS / "quality.json") -> str:
-    """Ask all variants and write the results; their table."""
+def ask_all(wanted: dict[str, dict[str, Any]], count: int, results: Path, **more: Any) -> str:
+    """Ask some variants and write the results; their table."""
     # It says for every layer of every batch in which dtype it multiplies.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    exam, wanted = Examination(FOLDER, count), variants()
+    exam = Examination(FOLDER, count)
     base, rows = exam.ask(wanted[BASE]), []
     for name, arguments in wanted.items():
         rows.append(asdict(compare(exam, name, base if name == BASE else exam.ask(arguments), base)))
@@ -239,10 +263,72 @@ def few_bits(count: int = COUNT, results: Path = RESULTS / "quality.json") -> st
         "tokens": int(exam.tokens.sum()),
         "versions": versions,
         "rows": rows,
+        **more,
     }
     results.write_text(json.dumps(content, indent=1) + "\n")
     print("\n".join(missed(rows)))
     return table(rows)
+
+
+def few_bits(count: int = COUNT, results: Path = RESULTS / "quality.json") -> str:
+    """What the weights' formats cost."""
+    return ask_all(variants(), count, results)
+
+
+def few_bits_of_rows(count: int = COUNT, results: Path = RESULTS / "quality_rows.json") -> str:
+    """What rows in 8 bits cost beside them, in answers and in products.
+
+    Raises:
+        RuntimeError: no kernel multiplies rows in 8 bits here.
+    """
+    if absence := cpp_kernels.why_no_cpp_kernels():
+        raise RuntimeError(f"rows in 8 bits need llamoe's C++ kernels: {absence[0]}")
+    # With AMX, many rows are multiplied as they are.
+    with mock.patch.object(float32_blocks, "_HAS_AMX", False):
+        if rows_in_bytes() < sys.maxsize:
+            raise RuntimeError(f"only {rows_in_bytes()} rows would be in 8 bits")
+        products = errors_of_products()
+        text = ask_all(variants_of_rows(), count, results, products=products)
+    return f"{text}\n\n{table_of_products(products)}"
+
+
+def errors_of_products(num_out: int = 512, num_in: int = 2048, num_rows: int = 64) -> list[dict[str, Any]]:
+    """Relative errors of products by the kernels: root mean squares, over those of the exact products.
+
+    Rows and weights are normal numbers. Of the inputs that share a scale one is multiplied by a factor, as a few
+    channels of trained models are large.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(size, num_in, generator=generator) for size in (num_out, num_rows))
+    found = []
+    for factor in OUTLIERS:
+        rows = x.clone()
+        rows[:, ::GROUP] *= factor
+        rows = rows.bfloat16()
+        exact = rows.double() @ weight.double().T
+        for name, form in {"int8": Int8(), "int4, groups of 32": Int4(32)}.items():
+            parts, sizes = form.quantize(weight), (num_out, num_in)
+            meant = rows.double() @ form.matrix(parts, sizes, torch.float32).double().T
+            given = replace(form, in_bytes=True).multiply(rows, parts, sizes).double()
+            errors = {"weights": meant - exact, "rows": given - meant, "both": given - exact}
+            row = {
+                part: (error.square().mean() / exact.square().mean()).sqrt().item()
+                for part, error in errors.items()
+            }
+            found.append({"name": name, "factor": factor, **row})
+    return found
+
+
+def table_of_products(rows: list[dict[str, Any]]) -> str:
+    """The Markdown table of products' errors."""
+    lines = [
+        "| a product | an input in 32 times | error of the weights | of rows in 8 bits | of both |",
+        "|:--|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        errors = " | ".join(f"{row[part]:.2%}" for part in ("weights", "rows", "both"))
+        lines.append(f"| {row['name']} | {row['factor']} | {errors} |")
+    return "\n".join(lines)
 
 
 @torch.no_grad()
@@ -325,10 +411,14 @@ def draw_hits(shares: list[float], lines: dict[str, list[float]], path: Path) ->
         pyplot.close(figure)
 
 
+MEASURED = {
+    "": (few_bits, "quality", "docs/quantization.md"),
+    "rows": (few_bits_of_rows, "quality of rows", "docs/quantization.md"),
+    "hits": (hits, "hit rates", "docs/expert_hit_rates.md"),
+}
+
 if __name__ == "__main__":
-    measured, what, name = few_bits, "quality", "docs/quantization.md"
-    if sys.argv[1:] == ["hits"]:
-        measured, what, name = hits, "hit rates", "docs/expert_hit_rates.md"
+    measured, what, name = MEASURED["".join(sys.argv[1:])]
     text = measured()
     print(text)
     (ROOT / name).write_text(replaced((ROOT / name).read_text(), text, what, name))

@@ -5,13 +5,14 @@ python -m benchmarks.readme --check    # exit status 1 if the pages do not match
 """
 
 import argparse
+import itertools
 import json
 import sys
 import textwrap
 from pathlib import Path
 
 from . import OURS, REFERENCE, cpu, gpu, is_of, report
-from .bars import BARS, PEERS, Results, ratio_of_fastest
+from .bars import BARS, MODELS, PEERS, PEERS_IN_LLAMA_CPP, Results, ratio_of_fastest
 from .few_bits import LLAMA_CPP
 from .report import ROOT, replaced
 
@@ -21,12 +22,13 @@ COPIES = "an expert's for each token"
 GROUPS = {"cpu": cpu.GROUPS, "gpu": gpu.GROUPS}
 
 
-def summary(of_cpu: dict | None, of_gpu: dict | None) -> str:
+def summary(of_cpu: dict | None, of_gpu: dict | None, held: dict | None = None) -> str:
     """The README's sentence on speed, how much longer stock takes; and its table of few bits.
 
     Args:
         of_cpu: results of `benchmarks.cpu`, or None.
         of_gpu: results of `benchmarks.gpu`, or None; no figure is taken from them.
+        held: results of `benchmarks.cpu --hold avx2`, or None.
     """
     found = Results(of_cpu or {})
     ratios = [
@@ -41,7 +43,7 @@ def summary(of_cpu: dict | None, of_gpu: dict | None) -> str:
     else:
         said = "No figures of a CPU are committed."
     bullet = textwrap.fill(f"- **Less work.** {said}", 118, subsequent_indent="  ")
-    rows = few_bits_rows(found)
+    rows = few_bits_rows(of_cpu, held)
     if not rows:
         return bullet
     few = textwrap.fill(
@@ -50,12 +52,13 @@ def summary(of_cpu: dict | None, of_gpu: dict | None) -> str:
     return "\n\n".join((bullet, few, "\n".join(rows)))
 
 
-def section(of_cpu: dict | None, of_gpu: dict | None) -> str:
+def section(of_cpu: dict | None, of_gpu: dict | None, held: dict | None = None) -> str:
     """The figures of docs/performance.md.
 
     Args:
         of_cpu: results of `benchmarks.cpu`, or None.
         of_gpu: results of `benchmarks.gpu`, or None.
+        held: results of `benchmarks.cpu --hold avx2`, or None.
     """
     paragraphs = []
     missing = []
@@ -63,6 +66,8 @@ def section(of_cpu: dict | None, of_gpu: dict | None) -> str:
         if results:
             paragraphs += _measured(results, name)
             missing += _left_out(results, name)
+        if name == "cpu" and (rows := few_bits_rows(of_cpu, held)):
+            paragraphs += [FEW_BITS, "\n".join(rows), OVER_OTHERS, "\n".join(_over_llama_cpp(of_cpu, held))]
     if not of_cpu:
         missing.append("No figures of a CPU are committed.")
     if not of_gpu:
@@ -75,10 +80,7 @@ def section(of_cpu: dict | None, of_gpu: dict | None) -> str:
 def _measured(results: dict, name: str) -> list[str]:
     about = results["runs"][0]
     if name == "cpu":
-        where = (
-            f"Processor time of one thread of a CPU ({about['processor']}), in float32, with a hidden size of 512 and "
-            "experts of 1,024"
-        )
+        where = "Processor time of one thread of a CPU, in float32, with a hidden size of 512 and experts of 1,024"
     else:
         where = (
             f"Time between CUDA events on one {about['device']}, in bfloat16, with layers of Scout's and Maverick's "
@@ -86,7 +88,10 @@ def _measured(results: dict, name: str) -> list[str]:
         )
     versions = about["versions"]
     found = Results(results)
-    commands = "\n".join(dict.fromkeys(f"- `{run['command']}`" for run in results["runs"]))
+    # A group that ran later may have run on another machine.
+    commands = "\n".join(
+        dict.fromkeys(f"- `{run['command']}`, {run['processor']}, {run['date']}" for run in results["runs"])
+    )
     rows = [
         f"| tokens | {' | '.join(f'{count:,}' for count in TOKENS[name])} |",
         "|---" * (len(TOKENS[name]) + 1) + "|",
@@ -97,9 +102,10 @@ def _measured(results: dict, name: str) -> list[str]:
             rows.append(f"| {title} | " + " | ".join(cells) + " |")
     figures = ["| | measured | noise |", "|---|---|---|"]
     for bar in BARS[name]:
+        if "llama.cpp" in bar.text:
+            continue
         noise = f"± {bar.allowance(found):.2g}" if bar.allowance else ""
         figures.append(f"| {bar.text} | {bar.measured(found)} | {noise} |")
-    few_bits = few_bits_rows(found)
     return [
         f"{where}. The other side is transformers {versions['transformers']} with torch {versions['torch']}, on the "
         f"same weights; the outputs are compared. Every case stands in [the results]"
@@ -110,39 +116,87 @@ def _measured(results: dict, name: str) -> list[str]:
         "More ratios of stock's time over ours, for LoRA of ours over theirs, and of memory. Noise is how far stock "
         "differs from itself when it is measured twice:",
         "\n".join(figures),
-        *([FEW_BITS, "\n".join(few_bits)] if few_bits else []),
     ]
 
 
 FEW_BITS_SAID = (
-    "Experts and linear layers in 8 or 4 bits, read at the speed of the memory. Bytes of the weights and milliseconds "
-    "a token on one CPU core, beside llama.cpp's bf16, q8_0 and q4_0, of models of 114 million (dense) and 197 million "
-    "parameters (mixture):"
+    "Experts and linear layers in 8 or 4 bits, read at the speed of the memory. Bytes of the weights, and on one CPU "
+    "core milliseconds a token / milliseconds for a prompt of 512 tokens, beside llama.cpp's bf16, q8_0 and q4_0, of "
+    "models of 114 million (dense) and 197 million parameters (mixture):"
 )
 FEW_BITS = (
-    "MB of the weights, and milliseconds for a token of one row by `generate`, on models of 114 million (dense) and "
-    "197 million parameters (mixture); llama.cpp's types are bf16, q8_0 and q4_0:"
+    "MB of the weights, and on one thread milliseconds for a token of one row by `generate` / milliseconds for a "
+    "prefill of 512 tokens, on models of 114 million (dense) and 197 million parameters (mixture); llama.cpp's types "
+    "are bf16, q8_0 and q4_0:"
 )
-WIDTHS = {"16 bit": ("bfloat16", "bf16"), "int8": ("int8", "q8_0"), "int4": ("int4", "q4_0")}
+OVER_OTHERS = (
+    "Our time over llama.cpp's in the same type, in brackets what is wanted at most; and what a second thread gains us "
+    "over what it gains llama.cpp, in brackets the least that is wanted:"
+)
+WIDTHS = {"16 bit": "bfloat16", "int8": "int8", "int4": "int4"}
+MACHINES = {"cpu": "{processor}, {instructions}", "cpu_avx2": "the same, held to AVX2"}
+NOT_MEASURED = (
+    "| ***a processor that has AVX2 and no more*** | not measured | | |",
+    "| ***ARM, with NEON*** | not measured: right numbers under emulation | | |",
+)
 
 
-def few_bits_rows(found: Results) -> list[str]:
-    """Bytes and milliseconds a token as rows of Markdown, beside llama.cpp where that was measured."""
-    cases = found.find("llama.cpp", phase="decode") or found.find("few-bits", phase="decode")
+def few_bits_rows(of_cpu: dict | None, held: dict | None = None) -> list[str]:
+    """Bytes, milliseconds a token and for a prompt as rows of Markdown, beside llama.cpp where that was measured."""
     rows = []
-    for case in cases:
-        for position, who in enumerate((OURS, LLAMA_CPP)):
-            cells = [_bytes_and_time(case, f"{who}, {names[position]}") for names in WIDTHS.values()]
-            if any(cell != "—" for cell in cells):
-                rows.append(f"| {case['model']}, {who} | " + " | ".join(cells) + " |")
-    return [f"| | {' | '.join(WIDTHS)} |", "|---" * (len(WIDTHS) + 1) + "|", *rows] if rows else []
+    for name, results in (("cpu", of_cpu), ("cpu_avx2", held)):
+        found = Results(results or {})
+        cases = found.find("llama.cpp-token", phase="decode") or found.find("few-bits", phase="decode")
+        if cases:
+            rows.append(f"| ***{_machine(name, results, cases[0])}*** | | | |")
+        for case in cases:
+            model = {"phase": "prefill", "model": case["model"], "tokens": 512}
+            prefill = [*found.find("llama.cpp-prefill", **model), *found.find("few-bits", **model)]
+            for who in (OURS, LLAMA_CPP):
+                names = [
+                    f"{who}, {PEERS_IN_LLAMA_CPP[ours] if who == LLAMA_CPP else ours}"
+                    for ours in WIDTHS.values()
+                ]
+                cells = [_bytes_and_time(case, prefill[:1], each) for each in names]
+                if any(cell != "—" for cell in cells):
+                    rows.append(f"| {case['model']}, {who} | " + " | ".join(cells) + " |")
+    return (
+        [f"| | {' | '.join(WIDTHS)} |", "|---" * (len(WIDTHS) + 1) + "|", *rows, *NOT_MEASURED]
+        if rows
+        else []
+    )
 
 
-def _bytes_and_time(case: dict, name: str) -> str:
+def _machine(name: str, results: dict | None, case: dict) -> str:
+    about = {"instructions": "", **((results or {}).get("runs") or [{}])[case.get("run", 0)]}
+    return MACHINES[name].format_map({"processor": "a CPU", **about}).rstrip(", ")
+
+
+def _bytes_and_time(case: dict, prefill: list[dict], name: str) -> str:
     seconds, nbytes = case["contestants"].get(name, {}).get("median"), case["nbytes_of"].get(name)
     if not seconds or not nbytes:
         return "—"
-    return f"{nbytes / 1e6:.0f} MB, {report.milliseconds(seconds)} ms"
+    many = next((each["contestants"].get(name, {}).get("median") for each in prefill), None)
+    return f"{nbytes / 1e6:.0f} MB, {report.milliseconds(seconds)} / {report.milliseconds(many) if many else '—'} ms"
+
+
+def _over_llama_cpp(of_cpu: dict | None, held: dict | None) -> list[str]:
+    """The targets beside llama.cpp, a row for each machine, model and type."""
+    lines = ["| | a token | prefill of 128 | prefill of 512 | a second thread |", "|---" * 5 + "|"]
+    for name, results in (("cpu", of_cpu), ("cpu_avx2", held)):
+        bars = {bar.text: bar for bar in BARS[name]}
+        found = Results(results or {})
+        for model, (ours, theirs) in itertools.product(MODELS, PEERS_IN_LLAMA_CPP.items()):
+            over = f"{model} in {ours}, time over llama.cpp, {theirs}"
+            wanted = [f"a token, {over}", *(f"prefill of {count} tokens, {over}" for count in (128, 512))]
+            wanted.append(f"a token, {model} in {ours}, what two threads gain over llama.cpp's gain")
+            cells = [
+                f"{bars[text].measured(found)} ({bars[text].limit:g})" if text in bars else ""
+                for text in wanted
+            ]
+            kind = "AVX-512" if name == "cpu" else "AVX2, held"
+            lines.append(f"| {kind}: {model}, {ours} | {' | '.join(cells)} |")
+    return lines
 
 
 _BLOCK = ("decode", "prefill")
@@ -213,7 +267,7 @@ def main() -> int:
     options = parser.parse_args()
     results = [
         json.loads(path.read_text()) if (path := options.results / f"{name}.json").exists() else None
-        for name in ("cpu", "gpu")
+        for name in ("cpu", "gpu", "cpu_avx2")
     ]
     pages = {name: (options.root / name).read_text() for name in PAGES}
     try:

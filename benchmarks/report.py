@@ -9,7 +9,11 @@ from . import AGAIN, REFERENCE, bars
 
 ROOT = Path(__file__).parents[1]
 
-TITLES = {"cpu": "Speed on a CPU", "gpu": "Speed on a GPU"}
+TITLES = {
+    "cpu": "Speed on a CPU",
+    "cpu_avx2": "Speed on a CPU that is held to AVX2",
+    "gpu": "Speed on a GPU",
+}
 GROUPS = {
     "block": "Mixture block, forward",
     "training": "Mixture block, forward and backward",
@@ -21,8 +25,9 @@ GROUPS = {
     "mixtral": "Mixtral's block, 8 experts, 2 chosen",
     "vision": "Vision tower",
     "parts": "Small parts",
-    "few": "Quantization: a token, prefill, quantizing",
-    "llama.cpp": "Decoding one row beside llama.cpp",
+    "few": "Quantization: a token, prefill, quantizing, adapters",
+    "llama.cpp": "One row beside llama.cpp: a token, prefill, two threads",
+    "large": "Layers of a published size in int4",
     "offload": "Experts on disk: a token, and reading all",
     "loading": "`from_pretrained`",
 }
@@ -45,14 +50,18 @@ NOTES = {
     "parts": "`nn.LayerNorm` computes another function and is not compared.",
     "few": "Our models with 114 million (dense) and 197 million parameters (mixture). Ratios are the time in bfloat16 "
     "over the contestant's. Quantizing is `from_pretrained` of a folder in float32 that the page cache holds. MB of "
-    "weights are those of all parameters and buffers.",
+    "weights are those of all parameters and buffers. Adapters are `lora_config`'s, beside weights in each "
+    "precision; a step is a forward and a backward pass.",
     "llama.cpp": "The same models, one row, greedily, by `generate`; times are of one token, the mean of the first "
-    "16. Two threads are measured in wall time, and not at all where other load would decide. `stock` is "
-    "transformers in float32. llama.cpp's files are those that its converter makes, and its quantizer for q4_0: there "
+    "64. A prefill yields the logits of all tokens. Two threads are measured in wall time, and not at all where other "
+    "load would decide. `stock` is transformers in float32. llama.cpp's "
+    "files are those that its converter makes, and its quantizer for q4_0: there "
     "all matrices have that type, but the head has q6_K; the head is below 1 % of the weights. "
     "Logits are compared in float32. After a contestant's name stand the MB of its weights, and how many of its first "
     "tokens are those of the first contestant: with random weights rounding soon leads to another token. Of llama.cpp "
     "peak memory is not seen.",
+    "large": "Four of Mixtral 8x7B's layers, with embedding and head, from random codes and scales. Ratios are the "
+    "time of a plain read of as many bytes as a token's weights have, over the token's.",
     "offload": "A mixture of 6 layers with 64 experts of 6.3 MB, one of them for a token, in bfloat16; "
     "which one is drawn. "
     "One row, a token a pass, after 96 tokens that fill the memory. Wall time, of each token the fastest of the "
@@ -77,6 +86,9 @@ HOW = {
     "layers a layer's weights have left the caches: of repeated runs they would not, which flatters whoever reads "
     "little. Up to 16 tokens go through equal blocks in turn for the same reason; one token is measured on a single "
     "block besides, again and again. Peak memory is what torch's allocator gives out above weights and inputs.",
+    "cpu_avx2": "A processor with AVX-512, held to AVX2 without AVX-VNNI: torch, oneDNN and MKL by their variables, "
+    "llamoe's kernels and llama.cpp by what they were compiled for (`benchmarks/held.py`). Its caches and memory stay "
+    "what they are. One thread; processor time.",
     "gpu": "Time between CUDA events around runs that follow one another; peak memory is that of torch's allocator, "
     "above weights and inputs. Runs from CUDA graphs have their memory in the graph's pool, where it is not seen.",
 }
@@ -109,6 +121,8 @@ def merge(results: dict, new: dict, order: Sequence[str]) -> dict:
 
 def write(results: dict, folder: Path, name: str) -> None:
     """Write the figure, where matplotlib is installed, and the page."""
+    if name == "cpu_avx2":
+        return write_page(results, folder, name)
     try:
         from .plot import draw
     except ModuleNotFoundError as error:
@@ -259,6 +273,7 @@ def about_line(about: dict) -> str:
     where = (
         about.get("device") or f"{about['processor']}, {about['threads']} of {about['processors']} processors"
     )
+    where += f", {about['instructions']}" if "instructions" in about else ""
     versions = ", ".join(f"{name} {found}" for name, found in about["versions"].items())
     at = f" at {about['commit']}" if about.get("commit") else ""
     return (

@@ -9,6 +9,7 @@ import torch
 from support.paths import EXAMPLES
 
 from benchmarks import quality
+from llamoe.modeling.kernels import cpp_kernels
 
 FOLDER = EXAMPLES / "llamoe-tiny"
 
@@ -74,6 +75,20 @@ def test_variants_are_compared_question_by_question(exam):
         0,
         0,
     )
+
+
+@pytest.mark.skipif(cpp_kernels.library() is None, reason="needs the compiled kernels of a CPU")
+def test_errors_of_rows_in_8_bits_are_those_of_rounding(monkeypatch):
+    """A step is a 127th of the largest of 32 numbers, and the error of rounding has a twelfth of its square."""
+    monkeypatch.setattr(quality.float32_blocks, "_HAS_AMX", False)
+    rows = {(row["name"], row["factor"]): row for row in quality.errors_of_products(64, 256, 48)}
+    for name in ("int8", "int4, groups of 32"):
+        # Largest of 32 normal numbers: about 2.1 deviations in mean, 4.5 in mean square.
+        assert rows[name, 1]["rows"] == pytest.approx((4.5 / 12) ** 0.5 / 127, rel=0.3)
+        # Of one large number in 32 the step is a 127th, and the other 31 are rounded to it.
+        assert rows[name, 100]["rows"] == pytest.approx((32 / 12 * 2 / 3.14) ** 0.5 / 127, rel=0.5)
+        assert rows[name, 1]["rows"] < rows[name, 1]["both"]
+    assert rows["int8", 1]["weights"] < 0.2 * rows["int4, groups of 32", 1]["weights"]
 
 
 def test_a_missed_bar_is_told():
