@@ -16,37 +16,52 @@ GROUP_SIZES = (32, 64, 128, 256)
 """Sizes of a group that torch's 4-bit kernel knows."""
 
 
+class _Default(str):
+    """A default, which differs from the same text that was given."""
+
+
 class QuantizationConfig(QuantizationConfigMixin):
     """Routed experts and linear layers of the decoder in 4 or 8 bits, for `from_pretrained(quantization_config=…)`.
 
     Embeddings, output head, norms, routers, vision tower and projector stay in 16 bit. Products are computed in
     bfloat16: a model of another dtype is cast, which a warning says.
 
+    For a folder that is quantized already it may choose `activations` alone; what else is given must be the folder's.
+
     Attributes:
-        weights: "int4" (a scale and a zero point for each group of inputs) or "int8" (a scale for each output).
+        weights: "int4" (a scale and a zero point for each group of inputs; the default) or "int8" (a scale for each
+            output).
         group_size: for int4: inputs that share a scale; 32, 64, 128 or 256. None for int8.
         experts: whether routed experts are quantized.
         linears: whether linear layers are quantized.
         search: whether scales are chosen that minimise the squared error; without, they span the largest weights. Only
             quantizing knows it, not a stored folder.
-        activations: what llamoe's kernels for CPUs do to rows: "int8" quantizes them to 8 bits, with a scale for each
-            32 inputs, which is up to twice as fast; "float" leaves them as they are, and so does training.
+        activations: what llamoe's kernels for CPUs do to rows: "int8" (the default) quantizes them to 8 bits, with a
+            scale for each 32 inputs, which is up to twice as fast; "float" leaves them as they are, as training does.
         modules_to_not_convert: names of more modules that stay in 16 bit, or the ends of their names, or None.
         format_version: version of the layout in files.
     """
 
+    # No field of the dict: names of what was given, since defaults ask for nothing of a folder.
+    __slots__ = ("given",)
+
     def __init__(
         self,
-        weights: str = "int4",
+        weights: str = _Default(WEIGHTS[0]),
         group_size: int | None = None,
         experts: bool = True,
         linears: bool = True,
         search: bool = True,
         modules_to_not_convert: list[str] | None = None,
         format_version: int = FORMAT_VERSION,
-        activations: str = ACTIVATIONS[0],
+        activations: str = _Default(ACTIVATIONS[0]),
         **kwargs: Any,
     ):
+        chosen = dict(weights=weights, group_size=group_size, activations=activations)
+        self.given = {n for n, value in chosen.items() if value is not None and type(value) is not _Default}
+        weights, activations = (
+            str(each) if type(each) is _Default else each for each in (weights, activations)
+        )
         # transformers' own methods are an enumeration, others are texts.
         self.quant_method: Any = METHOD
         self.weights = weights

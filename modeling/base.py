@@ -29,12 +29,12 @@ from .quantization import (
     QuantizedExperts,
     QuantizedLinear,
     check_found,
-    check_request,
     dtype_to_quantize,
     naming_plain_layers,
     packed_experts,
     saving_dequantized,
     shapes_in_files,
+    take_activations,
     unpack_routers,
     warn_of_plain_experts,
 )
@@ -221,10 +221,11 @@ class LlamoePreTrainedModel(
             kwargs["config"] = config = cls.resolve_config(config)
         elif name_or_path is not None and not kwargs.get("gguf_file"):
             config = cls._config_if_quantized(config or name_or_path, kwargs)
+        activations = take_activations(getattr(config, "quantization_config", None), kwargs)
         cls._check_quantization(config, kwargs.get("quantization_config"))
         request, kwargs = take_request(kwargs)
         with checkpoints.loading() as state:
-            state.offload = request
+            state.offload, state.activations = request, activations
             if name_or_path is not None and os.path.isdir(name_or_path):
                 quantization = getattr(config, "quantization_config", None)
                 quantized = bool(kwargs.get("quantization_config") or quantization)
@@ -304,7 +305,6 @@ class LlamoePreTrainedModel(
         quantization = requested or stored
         if not isinstance(config, PreTrainedConfig) or quantization is None:
             return
-        check_request(stored, requested)
         if not getattr(config.get_text_config(), "moe_layers", None):
             return
         if not isinstance(quantization, dict):

@@ -32,6 +32,8 @@ class _Loading:
     tensors: int | None = None
     # Which experts are not to be loaded (`offload.OffloadRequest`).
     offload: Any = None
+    # What a folder of packed weights is to do to rows; None for what its config says.
+    activations: str | None = None
 
 
 _current: ContextVar[_Loading | None] = ContextVar("llamoe_loading", default=None)

@@ -21,6 +21,7 @@ from ...configuration import LlamoeVisionConfig
 from ...configuration.errors import ConfigurationError
 from ...configuration.quantization import METHOD, QuantizationConfig
 from .._private_api import forget_conversions
+from ..checkpoints import current_loading
 from ..formats import BLOCK, Format, format_of, torchs_block
 from ..kernels import why_no_cpp_kernels
 from ..moe import STACKS, Experts
@@ -34,6 +35,9 @@ logger = logging.getLogger("llamoe")
 _saves_dequantized: ContextVar[bool] = ContextVar("llamoe_saves_dequantized", default=False)
 
 
+_OF_MODULES = ("experts", "linears", "modules_to_not_convert")
+
+
 def format_for(config: QuantizationConfig) -> Format:
     """The format that a config asks for."""
     form: Any = format_of(
@@ -43,30 +47,37 @@ def format_for(config: QuantizationConfig) -> Format:
     return replace(form, **{name: value for name, value in chosen.items() if hasattr(form, name)})
 
 
-def check_request(stored: Any, requested: Any) -> None:
-    """Compare the config that a user asks for with that of a folder whose weights are packed already.
+def take_activations(stored: Any, options: dict[str, Any]) -> str | None:
+    """The `activations` that a user chooses for a folder whose weights are packed already; None for the folder's own.
 
-    transformers takes the folder's, and warns of that.
+    transformers takes the folder's config for all else, and warns of that: a request for nothing else is taken out of
+    the options.
 
     Args:
-        stored: a config or its dict, or None.
-        requested: likewise.
+        stored: the folder's config or its dict, or None.
+        options: of `from_pretrained`.
 
     Raises:
-        ConfigurationError: both are of llamoe's formats, and they differ in what is stored.
+        ConfigurationError: both configs are of llamoe's formats, and they differ in what is stored.
     """
+    requested: Any = options.get("quantization_config")
     both = [
         each if isinstance(each, dict) or each is None else each.to_dict() for each in (stored, requested)
     ]
     if any(each is None or each.get("quant_method") != METHOD for each in both):
-        return
+        return None
     holds, asked = (QuantizationConfig(**each) for each in both)
+    given = asked.given if isinstance(requested, dict) else requested.given
     for field in ("weights", "group_size"):
-        if getattr(holds, field) != getattr(asked, field):
+        if field in given and getattr(holds, field) != getattr(asked, field):
             raise ConfigurationError(
                 f"quantization_config asks for {field}={getattr(asked, field)!r}, but this folder is stored with "
-                f"{field}={getattr(holds, field)!r}: leave it out, or quantize the 16-bit checkpoint."
+                f"{field}={getattr(holds, field)!r}: leave it out, or quantize the 16-bit checkpoint. Only "
+                "activations can be chosen for a folder that is quantized already."
             )
+    if all(getattr(holds, name) == getattr(asked, name) for name in _OF_MODULES):
+        del options["quantization_config"]
+    return asked.activations if "activations" in given else None
 
 
 class LlamoeQuantizer(HfQuantizer):
@@ -108,7 +119,10 @@ class LlamoeQuantizer(HfQuantizer):
         return torch.bfloat16
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        config, form = self.quantization_config, format_for(self.quantization_config)
+        config = self.quantization_config
+        if self.pre_quantized and (activations := current_loading().activations):
+            config.activations = activations
+        form = format_for(config)
         kept = self.get_modules_to_not_convert(
             model, list(config.modules_to_not_convert or ()), add_default_skips=True
         )

@@ -129,6 +129,34 @@ def test_packed_folders_are_not_packed_again(weights, asked):
     assert torch.equal(logits(model), logits(packed("dense", weights)))
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_packed_folders_are_told_what_to_do_to_rows(weights, recwarn):
+    """Whatever they are stored as: the rest of the request says nothing, and nothing is warned of."""
+    fields = dict(group_size=64) if weights == "int4" else {}
+    path = save(load(folder("mixtral"), weights, **fields))
+    expected = {
+        chosen: load(folder("mixtral"), weights, activations=chosen, **fields) for chosen in ("int8", "float")
+    }
+    recwarn.clear()
+    for before in ("int8", "float"):
+        for chosen in ("float", "int8"):
+            asked = llamoe.QuantizationConfig(activations=chosen)
+            model = AutoModelForCausalLM.from_pretrained(path, quantization_config=asked)
+            formats = {module.format for module in model.modules() if getattr(module, "is_packed", False)}
+            assert {form.in_bytes for form in formats} == {chosen == "int8"}, before
+            assert torch.equal(logits(model), logits(expected[chosen]))
+            assert model.config.quantization_config.activations == chosen
+        # What a folder says holds where nobody says another thing.
+        path = save(load(folder("mixtral"), weights, activations="float", **fields))
+        model = AutoModelForCausalLM.from_pretrained(
+            path, quantization_config=llamoe.QuantizationConfig(weights)
+        )
+        assert torch.equal(logits(model), logits(expected["float"]))
+    assert not [each for each in recwarn if "quantization_config" in str(each.message)]
+    with pytest.raises(ConfigurationError, match="activations='int4'"):
+        load(path, weights, activations="int4")
+
+
 def at(key, function):
     def change(tensors):
         tensors[key] = function(tensors[key])
