@@ -72,14 +72,17 @@ void quantize(const float* x, int64_t rows, int64_t inputs, int64_t bits, ByteRo
         numbers = some;
       }
       const float scale = found.scales[r * found.parts + p] = quantize_part(numbers, bytes);
-      int32_t sums[kPart / 4] = {};
-      for (int i = 0; i < kPart; i++) sums[i / 4] += bytes[i];
-      for (int q = 0; q < kPart / 4; q++) {
-        found.sums[r * found.parts + p] += (float)sums[q];
-        if (bits == 8) {
-          found.quad_scales[r * found.quads + p * kPart / 4 + q] = scale;
-          if (kPlus128) found.starts[r * found.quads + p * kPart / 4 + q] = -128 * sums[q];
-        }
+      // Of each four bytes, which lie in one integer.
+      using Quads = VectorOf<int32_t, kPart / 4>::type;
+      const Quads fours = load<Quads>(bytes);
+      const Quads sums = (fours << 24 >> 24) + (fours << 16 >> 24) + (fours << 8 >> 24) + (fours >> 24);
+      int32_t whole = 0;
+      for (int q = 0; q < kPart / 4; q++) whole += sums[q];
+      found.sums[r * found.parts + p] = (float)whole;
+      if (bits == 8) {
+        const int64_t quad = r * found.quads + p * kPart / 4;
+        std::fill_n(&found.quad_scales[quad], kPart / 4, scale);
+        if (kPlus128) store(&found.starts[quad], -128 * sums);
       }
     }
 }

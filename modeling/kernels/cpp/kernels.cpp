@@ -39,6 +39,8 @@
 
 #include "few_bits.h"
 
+#include "int4_rows.h"
+
 #include "attention.h"
 
 namespace {
@@ -133,7 +135,14 @@ void multiply_some(const Rows& x, const Matrix& matrix, int64_t start, int64_t c
   if (matrix.bits == 4) {
     const uint8_t* codes = (const uint8_t*)matrix.codes + start * matrix.inputs / 2;
     const uint32_t* scales = (const uint32_t*)matrix.scales + start;
-    if (matrix.in_bytes)
+    const auto multiply = [&](auto kernel) {
+      kernel(x.bytes, codes, scales, matrix.stride, matrix.inputs, matrix.group, y);
+    };
+    if (matrix.in_bytes && x.count == 1)
+      multiply(int4_rows<1>);
+    else if (matrix.in_bytes && x.count == 2 && kLanes == 16)
+      multiply(int4_rows<2>);
+    else if (matrix.in_bytes)
       int4_block(x.bytes, x.count, codes, scales, matrix.stride, matrix.inputs, matrix.group, y);
     else
       int4_block(x.floats, x.count, codes, scales, matrix.stride, matrix.inputs, matrix.group, y);

@@ -1,0 +1,63 @@
+// The fewest rows times 64 outputs of 4 bits: codes go from memory to products without a stop between.
+
+namespace {
+
+// Of one vector of outputs, in the order of split codes, what scales and values of code 8 are read from.
+inline Words words_of(const uint32_t* scales, int v) {
+  constexpr int kPieces = kLanes / 4;
+  if constexpr (kPieces == 1 || output_of(1) == 4) {
+    return load<Words>(scales + output_of(v * kPieces));
+  } else {
+    using Four = VectorOf<uint32_t, 4>::type;
+    const Four one = load<Four>(scales + output_of(v * kPieces)), other = load<Four>(scales + output_of(v * kPieces + 1));
+    Words both;
+    for (int i = 0; i < 4; i++) {
+      both[i] = one[i];
+      both[4 + i] = other[i];
+    }
+    return both;
+  }
+}
+
+// R rows times 64 outputs, `[R, 64]`.
+template <int R>
+void int4_rows(const ByteRows& x, const uint8_t* codes, const uint32_t* scales, int64_t scale_stride, int64_t inputs,
+               int64_t group, float* y) {
+  Floats total[R][kVectors] = {};
+  for (int64_t p = 0; p < inputs / kPart; p++) {
+    CodeSums sum[R][kVectors] = {};
+    for (int q = 0; q < kPart / 4; q++) {
+      const uint8_t* four = codes + (p * kPart + 4 * q) * (kBlock / 2);
+      __builtin_prefetch(four + kAhead);
+      __builtin_prefetch(four + 64 + kAhead);
+      Bytes split[kVectors];
+      split_codes(four, split);
+      for (int r = 0; r < R; r++) {
+        int32_t some;
+        std::memcpy(&some, &x.bytes[r * x.padded + p * kPart + 4 * q], 4);
+        const Bytes row = (Bytes)(Ints{} + some);
+        for (int v = 0; v < kVectors; v++) sum[r][v] = add_codes(sum[r][v], split[v], row);
+      }
+    }
+    const uint32_t* its = scales + p * kPart / group * scale_stride;
+    // Scales of a group lie far from those of the next one; after the last group come those of the next outputs.
+    const int64_t next = p + kAhead / 1024;
+    const uint32_t* then = next * kPart < inputs ? scales + next * kPart / group * scale_stride
+                                                 : scales + kBlock + (next * kPart - inputs) / group * scale_stride;
+    for (int i = 0; i < 4; i++) __builtin_prefetch((const char*)then + 64 * i);
+    for (int v = 0; v < kVectors; v++) {
+      const Words both = words_of(its, v);
+      const Floats scale = (Floats)(both << 16), of_8 = (Floats)(both & 0xffff0000);
+      for (int r = 0; r < R; r++) {
+        const float factor = x.scales[r * x.parts + p], bytes = x.sums[r * x.parts + p];
+        const Ints products = whole(sum[r][v]) - 8 * (int32_t)bytes;
+        total[r][v] += to_floats(products) * factor * scale + of_8 * (factor * bytes);
+      }
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int p = 0; p < 16; p++)
+      std::memcpy(y + r * kBlock + output_of(p), (const char*)total[r] + 16 * p, 16);
+}
+
+}  // namespace
