@@ -4,8 +4,11 @@ Codes are unpacked in registers and multiplied there: of a matrix, only its byte
 of rows. Launches and grids depend on shapes alone, so that a CUDA graph may hold them.
 
 **Few rows** are bound by memory. Up to `TRITON_UNSORTED_MAX_ROWS` rows come in any order with the number of each
-row's expert, and every hit expert is read once. A multiprocessor of an H100 gets 15 bytes a clock: 30 weights of 4
-bits, for which it may issue 128 / 30 = 4 instructions each; a 4090 gets 3 bytes, and has time for 20.
+row's expert, and every hit expert is read once. A multiprocessor issues 128 lanes a clock, and gets these bytes of
+memory: 15 on an H100, 13 on an A100, 7 on a 3090, 4 on a 5090, 3 on a 4090. For a weight of 4 bits that leaves time for
+4, 5, 10, 15 and 20 instructions. int4 takes 3.5 (counted in what the assembler makes for sm_90), int8 4.6 of twice as
+many. bitsandbytes' 4 bits take 10.5, since each code is looked up: the memory's speed on consumers' cards, four tenths
+of it on an H100.
 
 **Many rows** are sorted, and bound by tensor cores. A tile of 128 rows unpacks its weights for itself, at about 5
 instructions a weight: 5 / 128 = 0.04 clocks. The product itself takes 128 / 4096 = 0.03 clocks on an H100, 0.12 on an
@@ -31,8 +34,8 @@ from .limits import TRITON_MAX_ROWS_A_MATRIX, TRITON_UNSORTED_MAX_ROWS
 TILES = (16, 32, 64, 128)
 # The loop that sums the splits is unrolled.
 _MAX_SPLITS = 16
-# Programs that a multiprocessor shall have at least, to hide the memory's latency.
-_PROGRAMS = 4
+# Programs, and their warps, that a multiprocessor shall have at least, to hide the memory's latency.
+_PROGRAMS, _WARPS = 4, 8
 _ONE, _ENDS, _IDS = 0, 1, 2
 _KINDS = {"int4": 4, "table": 5, "dense": 16}
 
@@ -251,13 +254,17 @@ def tile_of(matrix: GpuMatrix, itemsize: int, transposed: bool, rows: int) -> Ti
         # A step, or a tile of a transposed product, has inputs of one group.
         if transposed:
             columns, depth = min(matrix.group, 64), 64
+        elif is_large:
+            depth = min(matrix.group, 64)
         else:
-            depth = min(matrix.group, 64 if is_large else 128)
+            # Eight sums of 16 columns are as many as one warp computes without another doing the same; with 32 rows
+            # their registers suffice for half of it.
+            columns, depth = (128, 64) if rows <= 16 else (64, 64)
     elif matrix.kind == "table":
         if transposed:
             columns = min(matrix.group, columns)
         else:
-            depth = min(matrix.group, depth)
+            columns, depth = (128 if rows <= 16 and itemsize == 2 else columns), min(matrix.group, depth)
     else:
         num_out, num_in = matrix.sizes
         if not is_large:
@@ -267,7 +274,8 @@ def tile_of(matrix: GpuMatrix, itemsize: int, transposed: bool, rows: int) -> Ti
         depth = min(depth, _power_of_two(num_out if transposed else num_in))
     if itemsize == 4 and not (matrix.kind == "int4" and transposed):
         depth = min(depth, 32)
-    return Tile(rows, columns, depth, 3 if is_large else 4, 8 if rows >= 128 else 4)
+    warps = 8 if rows >= 128 else 1 if matrix.kind == "int4" and not transposed and not is_large else 4
+    return Tile(rows, columns, depth, 4 if warps == 4 else 3, warps)
 
 
 def _split_size(terms: int, programs: int, tile: Tile, device: torch.device) -> int:
@@ -275,7 +283,7 @@ def _split_size(terms: int, programs: int, tile: Tile, device: torch.device) -> 
     steps = -(-terms // tile.depth)
     splits = 1
     if tile.rows <= 32:
-        wanted = _PROGRAMS * _multiprocessors(device)
+        wanted = max(_PROGRAMS, _WARPS // tile.warps) * _multiprocessors(device)
         while splits < _MAX_SPLITS and 2 * splits * programs <= wanted and steps >= 8 * splits:
             splits *= 2
     return tile.depth * -(-steps // splits)

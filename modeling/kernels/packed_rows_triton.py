@@ -3,7 +3,8 @@
 One program computes a tile of rows and outputs of one expert. It finds both on the device: the host knows shapes alone.
 Codes of 4 bits come two to a byte, so a loaded tile is two tiles of weights. Which weights share a byte decides how:
 
-* int4, `x W^T`: two outputs of one input, which are two sums. `x W` for gradients: two terms of one sum.
+* int4, `x W^T`: two outputs of one input, which are two sums. `x W` for gradients: two terms of one sum. For few rows
+  words of eight are loaded, which are eight sums.
 * bitsandbytes' 4 bits: two inputs of one output, so the other way round.
 
 Weights are rounded to the rows' dtype, as where a matrix is unpacked first, and sums are float32.
@@ -14,11 +15,18 @@ Shapes: N rows, E experts, O outputs, I inputs, C terms of a sum (I, or O if tra
 import triton
 import triton.language as tl
 
-from .few_rows_triton import _dot, _round
+from .few_rows_triton import _INTERPRETED, _dot, _round
 
 # Kinds of matrices, and what says which rows are whose.
 INT4, TABLE, DENSE = tl.constexpr(4), tl.constexpr(5), tl.constexpr(16)
 ONE, ENDS, IDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+# (128 + code) - 136 of byte 0 … 3 of two words, times a scale, plus an offset.
+_PAIRS = (
+    "{{ .reg .b32 t, a, b; mov.b32 a, 0x3F803F80; mov.b32 b, 0xC308C308; prmt.b32 t, $1, $2, 0x0{1}0{0}; "
+    "lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 t, t, a, b; fma.rn.bf16x2 $0, t, $3, $4; }}"
+)
+_BYTES_0, _BYTES_1, _BYTES_2, _BYTES_3 = (tl.constexpr(_PAIRS.format(byte, byte + 4)) for byte in range(4))
 
 # As in `few_rows_triton`: one kernel serves all numbers of rows that share its constants.
 _COUNTS = ("num_rows", "num_experts", "num_elements")
@@ -61,13 +69,55 @@ def _rows_of_program(
 
 
 @triton.jit
-def _int4_weights(codes, words, dtype: tl.constexpr):
-    """`(code - 8) * scale + offset`; a word has the bits of both, in bfloat16."""
+def _store(out_ptr, rows, row_exists, columns, exists, num_columns, values):
+    ptrs = out_ptr + rows[:, None].to(tl.int64) * num_columns + columns[None, :]
+    values = _round(values, out_ptr.dtype.element_ty)
+    tl.store(ptrs, values, mask=row_exists[:, None] & exists[None, :])
+
+
+@triton.jit
+def _int4_weights(shifted, words, dtype: tl.constexpr):
+    """`(code - 8) * scale + offset`, of 128 + code; a word has the bits of scale and offset, in bfloat16."""
     scale = (words << 16).to(tl.float32, bitcast=True)
     offset = (words & -65536).to(tl.float32, bitcast=True) - 136.0 * scale
-    # 128 + code by its bits: cheaper than a conversion, and as exact.
-    shifted = ((codes.to(tl.int32) << 16) | 0x43000000).to(tl.float32, bitcast=True)
     return _round(shifted * scale + offset, dtype)
+
+
+@triton.jit
+def _shifted(codes):
+    """128 + code by its bits: cheaper than a conversion, and as exact."""
+    return ((codes.to(tl.int32) << 16) | 0x43000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _int4_weights_of_byte(codes, BYTE: tl.constexpr, words, dtype: tl.constexpr):
+    """`_int4_weights` of the low four bits of a byte of each of `codes`: the same numbers in half the instructions.
+
+    Two weights share a register. The bytes of both, 128 + code by its bits in bfloat16, code - 8, and one rounded
+    multiplication and addition.
+    """
+    if _INTERPRETED or dtype != tl.bfloat16:
+        return _int4_weights(_shifted((codes >> (8 * BYTE)) & 15), words, dtype)
+    scale = (words & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    offset = (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    codes, scale, offset = (
+        tl.broadcast(codes, scale)[0],
+        tl.broadcast(scale, codes)[0],
+        tl.broadcast(offset, codes)[0],
+    )
+    if BYTE == 0:
+        return _pairs(codes, scale, offset, _BYTES_0)
+    elif BYTE == 1:
+        return _pairs(codes, scale, offset, _BYTES_1)
+    elif BYTE == 2:
+        return _pairs(codes, scale, offset, _BYTES_2)
+    else:
+        return _pairs(codes, scale, offset, _BYTES_3)
+
+
+@triton.jit
+def _pairs(codes, scale, offset, ASM: tl.constexpr):
+    return tl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [codes, scale, offset], tl.bfloat16, True, 2)
 
 
 @triton.jit
@@ -121,11 +171,101 @@ def _int4(
         words = words_ptr + tl.cast(begin // GROUP - first // GROUP, tl.int64) * num_out + output
         words_low = tl.load(words, mask=exists, other=0)
         words_high = tl.load(words + beside, mask=exists, other=0)
-        low = _dot(x, _int4_weights(codes & 15, words_low[None, :], dtype), low)
-        high = _dot(x, _int4_weights(codes >> 4, words_high[None, :], dtype), high)
+        low = _dot(x, _int4_weights(_shifted(codes & 15), words_low[None, :], dtype), low)
+        high = _dot(x, _int4_weights(_shifted(codes >> 4), words_high[None, :], dtype), high)
         x_ptrs += DEPTH
         codes_ptrs += DEPTH * pitch[None, :]
     return low, high, output, output + beside, exists
+
+
+@triton.jit
+def _int4_words(
+    x_ptrs,
+    codes_ptr,  # of the expert
+    words_ptr,  # likewise
+    out_ptr,
+    rows,
+    row_exists,
+    column_block,
+    first,
+    last,
+    num_out,
+    num_in,
+    padded_in,
+    M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """Write the sums for few rows. Codes are loaded as words of eight, which are eight sums: loads are few and wide."""
+    dtype: tl.constexpr = x_ptrs.dtype.element_ty
+    WORDS: tl.constexpr = COLUMNS // 8
+    STEP: tl.constexpr = DEPTH if DEPTH < GROUP else GROUP
+    word = tl.arange(0, WORDS)
+    block = column_block * (COLUMNS // 64) + word // 8
+    output, apart, beside, pitch = block * 64 + word % 8 * 4, 1, 32, tl.full((WORDS,), 8, tl.int32)
+    exists = output < num_out
+    if REST > 0:
+        is_rest = block == num_out // 64
+        output = tl.where(is_rest, block * 64 + word % 8 * 8, output)
+        apart = tl.where(is_rest, 2, 1)
+        beside = tl.where(is_rest, 1, 32)
+        pitch = tl.where(is_rest, REST // 8, 8)
+        exists = output < num_out
+    deep = tl.arange(0, STEP)
+    codes_ptrs = (
+        codes_ptr.to(tl.pointer_type(tl.int32))
+        + block.to(tl.int64)[None, :] * (padded_in * 8)
+        + (word % 8)[None, :]
+        + (first + deep)[:, None] * pitch[None, :]
+    )
+    words_ptr += tl.cast(first // GROUP, tl.int64) * num_out + output
+    sum0 = tl.zeros((M, WORDS), tl.float32)
+    sum1 = tl.zeros((M, WORDS), tl.float32)
+    sum2 = tl.zeros((M, WORDS), tl.float32)
+    sum3 = tl.zeros((M, WORDS), tl.float32)
+    sum4 = tl.zeros((M, WORDS), tl.float32)
+    sum5 = tl.zeros((M, WORDS), tl.float32)
+    sum6 = tl.zeros((M, WORDS), tl.float32)
+    sum7 = tl.zeros((M, WORDS), tl.float32)
+    for begin in tl.range(first, last, DEPTH, num_stages=STAGES):
+        for part in tl.static_range(0, DEPTH, STEP):
+            is_in = begin + part < last
+            x = tl.load(
+                x_ptrs + part, mask=row_exists[:, None] & (deep < num_in - begin - part)[None, :], other=0.0
+            )
+            codes = tl.load(codes_ptrs + part * pitch[None, :], mask=exists[None, :] & is_in, other=0)
+            high = codes >> 4
+            here = words_ptr + ((begin + part) // GROUP - first // GROUP) * num_out
+            mask = exists & is_in
+            scales0 = tl.load(here, mask=mask, other=0)[None, :]
+            scales1 = tl.load(here + beside, mask=mask, other=0)[None, :]
+            scales2 = tl.load(here + apart, mask=mask, other=0)[None, :]
+            scales3 = tl.load(here + apart + beside, mask=mask, other=0)[None, :]
+            scales4 = tl.load(here + 2 * apart, mask=mask, other=0)[None, :]
+            scales5 = tl.load(here + 2 * apart + beside, mask=mask, other=0)[None, :]
+            scales6 = tl.load(here + 3 * apart, mask=mask, other=0)[None, :]
+            scales7 = tl.load(here + 3 * apart + beside, mask=mask, other=0)[None, :]
+            sum0 = _dot(x, _int4_weights_of_byte(codes, 0, scales0, dtype), sum0)
+            sum1 = _dot(x, _int4_weights_of_byte(high, 0, scales1, dtype), sum1)
+            sum2 = _dot(x, _int4_weights_of_byte(codes, 1, scales2, dtype), sum2)
+            sum3 = _dot(x, _int4_weights_of_byte(high, 1, scales3, dtype), sum3)
+            sum4 = _dot(x, _int4_weights_of_byte(codes, 2, scales4, dtype), sum4)
+            sum5 = _dot(x, _int4_weights_of_byte(high, 2, scales5, dtype), sum5)
+            sum6 = _dot(x, _int4_weights_of_byte(codes, 3, scales6, dtype), sum6)
+            sum7 = _dot(x, _int4_weights_of_byte(high, 3, scales7, dtype), sum7)
+        x_ptrs += DEPTH
+        codes_ptrs += DEPTH * pitch[None, :]
+    _store(out_ptr, rows, row_exists, output, exists, num_out, sum0)
+    _store(out_ptr, rows, row_exists, output + beside, exists, num_out, sum1)
+    _store(out_ptr, rows, row_exists, output + apart, exists, num_out, sum2)
+    _store(out_ptr, rows, row_exists, output + apart + beside, exists, num_out, sum3)
+    _store(out_ptr, rows, row_exists, output + 2 * apart, exists, num_out, sum4)
+    _store(out_ptr, rows, row_exists, output + 2 * apart + beside, exists, num_out, sum5)
+    _store(out_ptr, rows, row_exists, output + 3 * apart, exists, num_out, sum6)
+    _store(out_ptr, rows, row_exists, output + 3 * apart + beside, exists, num_out, sum7)
 
 
 @triton.jit
@@ -172,8 +312,8 @@ def _int4_transposed(
         x_high = tl.load(x_ptrs + (output + beside)[None, :], mask=x_mask, other=0.0)
         words_low = tl.load(words_ptr + output, mask=has_output, other=0)
         words_high = tl.load(words_ptr + output + beside, mask=has_output, other=0)
-        total = _dot(x_low, _int4_weights(codes & 15, words_low[:, None], dtype), total)
-        total = _dot(x_high, _int4_weights(codes >> 4, words_high[:, None], dtype), total)
+        total = _dot(x_low, _int4_weights(_shifted(codes & 15), words_low[:, None], dtype), total)
+        total = _dot(x_high, _int4_weights(_shifted(codes >> 4), words_high[:, None], dtype), total)
     return total, columns, exists
 
 
@@ -381,13 +521,6 @@ def _dense(
     return total, columns, exists
 
 
-@triton.jit
-def _store(out_ptr, rows, row_exists, columns, exists, num_columns, values):
-    ptrs = out_ptr + rows[:, None].to(tl.int64) * num_columns + columns[None, :]
-    values = _round(values, out_ptr.dtype.element_ty)
-    tl.store(ptrs, values, mask=row_exists[:, None] & exists[None, :])
-
-
 @triton.jit(do_not_specialize=_COUNTS)
 def product_kernel(
     x_ptr,  # [N, C], contiguous
@@ -444,6 +577,12 @@ def product_kernel(
                     padded_in, M, COLUMNS, STAGES, GROUP, REST,
                 )  # fmt: skip
                 _store(out_ptr, rows, row_exists, columns, exists, num_columns, sums)
+            elif M <= 32:
+                _int4_words(
+                    x_ptr + rows[:, None].to(tl.int64) * num_terms + first + tl.arange(0, min(DEPTH, GROUP))[None, :],
+                    codes_ptr, scales_ptr, out_ptr, rows, row_exists, column_block, first, last, num_out, num_in,
+                    padded_in, M, COLUMNS, DEPTH, STAGES, GROUP, REST,
+                )  # fmt: skip
             else:
                 sums, more, columns, more_columns, exists = _int4(
                     x_ptrs, codes_ptr, scales_ptr, row_exists, column_block, first, last, num_out, num_in,

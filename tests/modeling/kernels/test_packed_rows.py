@@ -95,17 +95,20 @@ def check(monkeypatch, folder, capability, form, rows, transposed):
     assert usage["STACK"] == 0
     assert compiled.metadata.shared <= SHARED[capability] * 1024
     if rows <= 32:
-        assert 128 * usage["REG"] * 3 <= 65536
+        assert 32 * tile_of(matrix_of(form), 2, transposed, rows).warps * usage["REG"] * 3 <= 65536
         assert 3 * (compiled.metadata.shared + 1024) <= SHARED[capability] * 1024
     ptx = compiled.asm["ptx"]
     assert re.search(r"mma\.sync|wgmma|tcgen05", ptx)
     # Codes are copied 8 or 16 bytes at a time, ahead of their use.
     assert re.search(r"cp\.async\.\w+\.shared\.global[^;]*?, (0x8|0x10)\b", ptx)
+    if form.key.startswith("int4") and rows <= 32 and not transposed:
+        # Two weights in two multiplications and additions.
+        assert "fma.rn.bf16x2" in ptx and "cvt.rn.bf16x2" not in ptx
 
 
 @pytest.mark.parametrize("capability", SHARED)
 def test_int4_compiles_for_few_rows(monkeypatch, tmp_path, capability):
-    check(monkeypatch, tmp_path, capability, FORMATS["int4"], 16, False)
+    check(monkeypatch, tmp_path, capability, FORMATS["int4, 128"], 16, False)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +125,53 @@ def test_everything_compiles_everywhere(monkeypatch, tmp_path, name, capability)
     for rows in TILES:
         for transposed in (False, True):
             check(monkeypatch, tmp_path, capability, FORMATS[name], rows, transposed)
+
+
+def test_the_assembler_lines_mean_what_the_interpreter_computes():
+    """The interpreter knows no assembler: its lines are computed here, for some words and both signs."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    assert triton
+    from llamoe.modeling.kernels import packed_rows_triton
+
+    def halves(bits):
+        """The two bfloat16 numbers of a register, in float64."""
+        both = torch.tensor([bits & 0xFFFF, bits >> 16], dtype=torch.int32)
+        return (both << 16).view(torch.float32).double()
+
+    words = [0x12345678, 0x9ABCDEF0, 0x0F1E2D3C, 0xFFFFFFFF, 0x88008877]
+    scale, offset = torch.tensor([0.0123, -3.4]).to(BF16), torch.tensor([-0.2, 11.0]).to(BF16)
+    for byte in range(4):
+        lines = getattr(packed_rows_triton, f"_BYTES_{byte}").value
+        for pair in zip(words, words[1:], strict=False):
+            found = run_lines(lines, pair, scale.double(), offset.double(), halves)
+            codes = torch.tensor([(word >> 8 * byte & 15) - 8 for word in pair]).double()
+            assert torch.equal(found, (codes * scale.double() + offset.double()).to(BF16).double())
+
+
+def run_lines(lines, words, scale, offset, halves):
+    """What the four instructions of `_PAIRS` give, by their definitions in NVIDIA's PTX manual."""
+    known = {"$1": words[0], "$2": words[1], "$3": scale, "$4": offset}
+    for line in lines.strip("{} ").split(";"):
+        name, *given = re.split(r"[ ,]+", line.strip())
+        if name in ("", ".reg"):
+            continue
+        target, *values = given
+        values = [known[each] if each in known else int(each, 16) for each in values]
+        if name == "mov.b32":
+            [known[target]] = values
+        elif name == "prmt.b32":
+            eight = (values[1] << 32 | values[0]).to_bytes(8, "little")
+            picked = [eight[values[2] >> 4 * place & 7] for place in range(4)]
+            known[target] = int.from_bytes(picked, "little")
+        elif name == "lop3.b32":
+            a, b, c, table = values
+            assert table == (0xF0 & 0xCC) | 0xAA
+            known[target] = a & b | c
+        else:
+            assert name == "fma.rn.bf16x2"
+            a, b, c = (each if isinstance(each, torch.Tensor) else halves(each) for each in values)
+            known[target] = (a * b + c).to(BF16).double()
+    return known["$0"]
 
 
 @pytest.mark.parametrize(("num_rows", "rows"), [(1, 16), (17, 32), (33, 64), (65, 128), (500, 128)])
