@@ -163,7 +163,7 @@ def find_difference(
             if not form.is_packed and num_experts:
                 # An adapter's new factor is all zeros, and with those anything would be right.
                 generator = torch.Generator(device).manual_seed(2)
-                parts = [torch.randn(parts[0].shape, device=device, generator=generator).to(parts[0].dtype)]
+                parts = [torch.randn(parts[0].shape, device=device, generator=generator).to(dtype)]
             matrix = form.for_gpu_kernel(parts, sizes)
             assert matrix is not None
             for rows, tile, by_id in _launches(num_experts, transposed):

@@ -142,6 +142,7 @@ def _kernel_serves(experts: Any, updates: Updates, needs_gradient: bool, may_che
     if not getattr(experts, "is_packed", False):
         return kernel_is_right(*_input_first(experts), may_check=may_check)
     stacks = [experts.stack(name) for name in STACKS]
+    updates = in_dtype(updates, compute_dtype(experts))
     stacks += [stack for each in updates.values() for update in each for stack in update.stacks()]
     directions = (False, True) if needs_gradient else (False,)
     for stack in stacks:
@@ -163,6 +164,8 @@ def _products_by_kernel(
     experts: Any, x_TH: torch.Tensor, top_k_index: torch.Tensor, updates: Updates, needs_gradient: bool
 ) -> torch.Tensor:
     """`[N, H]`: the outputs of all choices, by kernels that find the experts' rows on the device."""
+    # Products in float32 have no instructions of their own; gradients are in the factors' dtype all the same.
+    updates = in_dtype(updates, x_TH.dtype)
     if top_k_index.numel() > TRITON_UNSORTED_MAX_ROWS or needs_gradient:
         return _products_of_sorted(experts, x_TH, top_k_index, multiply_on_device, updates)
     # Same layout as in the check: kernels are compiled for the dtype of the ids.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..formats import plain_format
 from ..kernels import PEFT_ORDER_MAX_ROWS, TRITON_MAX_ROWS, is_recorded, multiply_rows
 from .grouped_product import Stack, plain_stack
 
@@ -40,8 +41,11 @@ class LowRank:
         return replace(self, scale=self.scale.index_select(0, tokens_N))
 
     def stacks(self) -> tuple[Stack, Stack]:
-        """Both factors, in the order of their products."""
-        return plain_stack(self.a_EIr), plain_stack(self.b_OrE.permute(2, 1, 0))
+        """Stacks of the factors' sizes, in the order of their products and with the format of these."""
+        stacks = plain_stack(self.a_EIr), plain_stack(self.b_OrE.permute(2, 1, 0))
+        for stack in stacks:
+            stack.form = plain_format(self.dtype or self.a_EIr.dtype, stack.form.is_input_first)
+        return stacks
 
     def add(self, y_NO: torch.Tensor, x_NI: torch.Tensor, groups: Any, multiply: Callable) -> torch.Tensor:
         """`y_NO` with this update, in the dtype of `y_NO`.

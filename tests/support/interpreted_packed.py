@@ -280,7 +280,7 @@ def test_experts_are_computed_without_the_host(weights, family, top_k, on_a_gpu,
 
 
 def low_rank(num_out, num_in, dtype):
-    """A factor pair as peft has it, in float32 and in another dtype."""
+    """A pair of factors as peft has it."""
     a, b = torch.randn(3, num_in, 4) / num_in**0.5, torch.randn(num_out, 4, 3) / 2
     return LowRank(*(each.to(dtype).requires_grad_() for each in (a, b)), 0.5, torch.nn.Identity())
 
