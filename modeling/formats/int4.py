@@ -119,6 +119,13 @@ class Int4(Format):
             unpack(packed[some], scales[:, some], out_PO[:, some])
         return out_PO
 
+    def _unpacked(self, parts: Parts, rows: torch.Tensor) -> torch.Tensor:
+        """The matrix `[P, O]` in the dtype of the rows, by the kernel where there is one: torch's calls take 16 x."""
+        packed, scales = parts
+        out_PO = rows.new_empty(packed.shape[1] * 2, len(packed))
+        is_written = cpp_unpack(Matrix(4, self.group_size, packed, scales), out_PO)
+        return out_PO if is_written else self._input_first(parts, rows.dtype)
+
     def _pieces(self, packed: torch.Tensor) -> Iterator[slice]:
         """Outputs to be unpacked together: on a GPU, where calls cost more than memory, all."""
         most = BLOCK_WEIGHTS if packed.is_cpu else packed.numel() * 2
@@ -145,9 +152,7 @@ class Int4(Format):
         if packed.is_cpu and len(x_NI) <= INT4_TORCH_MAX_ROWS.get(torchs_block() or 0, 0):
             return self._multiply_by_torch(x_NI.contiguous(), packed, scales)
         if not needs_float32(x_NI):
-            weight_PO = x_NI.new_empty(packed.shape[1] * 2, len(packed))
-            is_written = cpp_unpack(Matrix(4, self.group_size, packed, scales), weight_PO)
-            return x_NI @ (weight_PO if is_written else self._input_first(parts, x_NI.dtype))
+            return x_NI @ self._unpacked(parts, x_NI)
         y_NO = x_NI.new_empty(len(x_NI), len(packed), dtype=torch.float32)
         for some, weight_PO in self._in_float32(parts):
             torch.mm(x_NI.float(), weight_PO, out=y_NO[:, some])
@@ -186,7 +191,7 @@ class Int4(Format):
         if (y_NI := product_by_gpu_kernel(self, x_NO, parts, sizes, transposed=True)) is not None:
             return y_NI
         if not needs_float32(x_NO):
-            return (x_NO @ self._input_first(parts, x_NO.dtype).T)[:, : sizes[1]]
+            return (x_NO @ self._unpacked(parts, x_NO).T)[:, : sizes[1]]
         y_NP = x_NO.new_zeros(len(x_NO), parts[0].shape[1] * 2, dtype=torch.float32)
         for some, weight_PO in self._in_float32(parts):
             y_NP.addmm_(x_NO[:, some].float(), weight_PO.T)
