@@ -67,6 +67,19 @@ def inspect(
         str | None,
         typer.Option(help='For --plan: kept free of each device, such as "2GB". The default is 4GB.'),
     ] = None,
+    train: Annotated[
+        bool,
+        typer.Option(
+            "--train", help="For --plan: a step of training LoRA adapters, with --context tokens in a row."
+        ),
+    ] = False,
+    rank: Annotated[int | None, typer.Option(help="For --train: of the adapters. The default is 8.")] = None,
+    adapt_experts: Annotated[
+        bool | None,
+        typer.Option(
+            "--experts/--no-experts", help="For --train: whether routed experts have adapters, too."
+        ),
+    ] = None,
     save: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="For --plan: write the arguments of from_pretrained as JSON."),
@@ -89,6 +102,10 @@ def inspect(
 
         llamoe inspect llama-4-scout --plan --gpus 1 --ram 64GB --quantization int4
 
+    With --train it is said what a step of training adapters takes, and room is left for it.
+
+        llamoe inspect mixtral-int4 --plan --train --gpus 0 --ram 16GB --rank 8
+
     With --save the plan is written, too, and from_pretrained(folder, **json.load(open("plan.json"))) loads so.
 
         llamoe inspect llama-4-scout --plan --gpus 4 --save plan.json
@@ -101,6 +118,7 @@ def inspect(
     conversion = load_conversion(*[Path(path)] if os.sep in path else [], is_silent=as_json or quiet)
     machine = {"gpus": gpus, "gpu_memory": gpu_memory, "ram": ram, "bits": bits}
     machine |= {"quantization": quantization, "prefill": prefill, "headroom": headroom}
+    machine |= {"train": train, "rank": rank, "adapt_experts": adapt_experts}
     found = conversion.inspect(path, context=context, batch=batch, reader=reader, plan=plan, **machine)
     if save:
         save.write_text(json.dumps(found.placement.arguments(), indent=1) + "\n", encoding="utf-8")

@@ -2,26 +2,32 @@
 
 Reading order: source (what is planned), units (the parts that are placed whole, and their bytes), bandwidths (of
 this machine, or assumed), filling (devices are filled in order), speed (seconds of a token), table (a plan as text),
-traffic (what processes send each other), nodes (a model on several machines), one_machine (on one; the entrance).
+training (what a step with adapters takes), traffic (what processes send each other), nodes (a model on several
+machines), one_machine (on one; the entrance).
 """
 
 from .bandwidths import Bandwidths, measure_bandwidths
 from .nodes import NodesPlan
 from .one_machine import PlacementPlan, plan_placement
 from .source import Source
-from .table import lines_of_devices, lines_of_experts, note_of_bits, rows_of_speed
+from .table import lines_of_devices, lines_of_experts, note_of_bits, rows_of_speed, rows_of_training
+from .training import DEFAULT_TOKENS, TrainingPlan, measure_rates
 from .units import weight_bytes
 
 __all__ = [
+    "DEFAULT_TOKENS",
     "Bandwidths",
     "NodesPlan",
     "PlacementPlan",
     "Source",
+    "TrainingPlan",
     "lines_of_devices",
     "lines_of_experts",
     "measure_bandwidths",
+    "measure_rates",
     "note_of_bits",
     "plan_placement",
     "rows_of_speed",
+    "rows_of_training",
     "weight_bytes",
 ]

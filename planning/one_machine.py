@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..configuration import LlamoeVisionConfig, QuantizationConfig, cache_bytes, cache_tokens
@@ -18,6 +18,7 @@ from .nodes import NodesPlan, plan_nodes
 from .source import Source, read_source
 from .speed import bytes_of_step, seconds_of_step
 from .table import lines_of
+from .training import DEFAULT_TOKENS, TrainingPlan, training_sizes, with_seconds
 from .units import Sizes, sizes_of
 
 _MOST_GPUS = 1024
@@ -51,6 +52,7 @@ class PlacementPlan:
         bandwidths: that these follow from.
         notes: what else to know, in sentences.
         dtype: for `from_pretrained`, where `bits` was 16 or 32; None: that of the files.
+        training: what a step of training adapters takes; None unless it was planned. The room is without it.
     """
 
     device_map: dict[str, Any]
@@ -74,6 +76,7 @@ class PlacementPlan:
     bandwidths: Bandwidths
     notes: list[str]
     dtype: str | None = None
+    training: TrainingPlan | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of `from_pretrained`: device_map, and where the plan has them experts_memory and dtype."""
@@ -125,6 +128,8 @@ def plan_placement(
     bandwidths: Bandwidths | Mapping[str, float | str] | None = None,
     nodes: int = 1,
     training: bool = False,
+    adapters: int | None = None,
+    adapt_experts: bool = True,
 ) -> PlacementPlan | NodesPlan:
     """Plan on which device each part of a model goes, before a weight is read or downloaded.
 
@@ -153,6 +158,10 @@ def plan_placement(
             widths and experts inside of a node, and stages of layers between nodes if it fits into none.
         training: plan FSDP2 instead: weights, gradients and AdamW's averages are shared inside of each node if they fit
             there, else by all.
+        adapters: rank of LoRA adapters that are trained: memory for a step is kept free, and the plan's `training` says
+            what takes it. `context` are then the tokens of a row, 1024 by default, `batch` the rows of a step, and
+            there is no cache.
+        adapt_experts: whether routed experts have adapters, too.
 
     Returns:
         a `PlacementPlan`; a `NodesPlan` for several nodes or for training.
@@ -165,11 +174,24 @@ def plan_placement(
     room = _room(gpus, gpu_memory, ram, bytes_of("headroom", headroom))
     count_of("batch", batch)
     count_of("nodes", nodes)
-    for name, given in (("disk", disk), ("training", training)):
+    for name, given in (("disk", disk), ("training", training), ("adapt_experts", adapt_experts)):
         if not isinstance(given, bool):
             raise ValueError(f"{name}={given!r}: give True or False.")
+    if not isinstance(bandwidths, Bandwidths):
+        bandwidths = _bandwidths(bandwidths)
+    step = None
+    if adapters is not None:
+        if nodes > 1 or training:
+            raise ValueError(f"adapters={adapters}: is planned on one machine; leave nodes and training out.")
+        context = DEFAULT_TOKENS if context is None else count_of("context", context)
+        step = training_sizes(
+            source.model, sizes, count_of("adapters", adapters), adapt_experts, context, batch
+        )
+        room = _room_beside(room, step.memory)
     cached, token = [], None
-    if isinstance(config, LlamoeVisionConfig):
+    if step is not None:
+        prefill = None
+    elif isinstance(config, LlamoeVisionConfig):
         context = prefill = None
     else:
         if context is None:
@@ -181,8 +203,6 @@ def plan_placement(
         token = text.num_key_value_heads, text.head_dim, sizes.element_size
         per_layer = cache_bytes(config, context, batch, sizes.element_size, prefill)
         sizes = sizes.with_cache(per_layer)
-    if not isinstance(bandwidths, Bandwidths):
-        bandwidths = _bandwidths(bandwidths)
     if nodes > 1 or training:
         own = {size for device, size in room.items() if device != "cpu"}
         if len(own) != 1:
@@ -195,7 +215,28 @@ def plan_placement(
     if choice is None:
         raise ValueError(_no_place(sizes, room, disk, context, batch))
     cache = dict(context=context, prefill=prefill, batch=batch, cached=cached, cached_token=token)
-    return _finish(sizes, room, choice, bandwidths, cache, bits, as_quantization(quantization))
+    plan = _finish(sizes, room, choice, bandwidths, cache, bits, as_quantization(quantization))
+    if step is None:
+        return plan
+    if bandwidths.products is not None:
+        place = "disk" if plan.experts.get("disk") else "cpu"
+        offloaded = 0 if plan.experts_memory is None else plan.experts[place]
+        rate = float(bandwidths.drive if place == "disk" else bandwidths.link)
+        step = with_seconds(step, config, sizes, offloaded, plan.hit_share, rate, bandwidths)
+    # No token is generated.
+    return replace(plan, training=step, context=context, tokens_per_second=None)
+
+
+def _room_beside(room: dict[Any, int], training: int) -> dict[Any, int]:
+    """The room of the devices that compute, without what training takes."""
+    gpus = [device for device in room if device != "cpu"] or ["cpu"]
+    left = {device: size - training if device in gpus else size for device, size in room.items()}
+    if min(left[device] for device in gpus) <= 0:
+        raise ValueError(
+            f"a step of training takes {training / GB:.2f} GB beside the weights, and device {gpus[0]} has "
+            f"{room[gpus[0]] / GB:.2f} GB: take a lower rank, fewer tokens (context) or rows (batch), or more memory."
+        )
+    return left
 
 
 def _bandwidths(given: Any) -> Bandwidths:

@@ -39,6 +39,7 @@ def lines_of(plan: Any) -> list[str]:
     lines += lines_of_devices(plan)
     experts, speed = lines_of_experts(plan), rows_of_speed(plan)
     lines += ["", *experts] if experts else []
+    speed += rows_of_training(plan)
     width = max((len(label) for label, _ in speed), default=0)
     return lines + (["", *(f"{label:<{width}}  {text}" for label, text in speed)] if speed else [])
 
@@ -59,7 +60,9 @@ def rows_of_speed(plan: Any) -> list[tuple[str, str]]:
     if plan.tokens_per_second is None:
         return []
     rows = [(what, f"{1000 * seconds:.2f} ms") for what, seconds in plan.seconds.items()]
-    rates = ", ".join(f"{name} {rate / GB:.4g}" for name, rate in vars(plan.bandwidths).items())
+    rates = ", ".join(
+        f"{name} {rate / GB:.4g}" for name, rate in vars(plan.bandwidths).items() if "products" not in name
+    )
     return [
         *rows,
         (
@@ -67,6 +70,48 @@ def rows_of_speed(plan: Any) -> list[tuple[str, str]]:
             f"{plan.tokens_per_second:.3g} by reading alone, if all experts are chosen equally often (GB/s: {rates})",
         ),
     ]
+
+
+def rows_of_training(plan: Any) -> list[tuple[str, str]]:
+    """What a step of training adapters takes, where the plan is of one."""
+    step = plan.training
+    if step is None:
+        return []
+
+    def size(number: float) -> str:
+        return f"{number / GB:.2f} GB"
+
+    what = "attention, feed-forwards and routed experts" if step.experts else "attention and feed-forwards"
+    rows = [
+        ("adapters", f"rank {step.rank} on {what}: {step.trained:,} numbers, {size(step.adapters)}"),
+        ("their gradients", size(step.gradients)),
+        ("AdamW", f'{size(step.optimizer)}, or {size(step.optimizer_in_8_bits)} with optim="adamw_bnb_8bit"'),
+        (
+            "activations",
+            f"{size(step.activations)} of {step.batch:,} rows of {step.tokens:,} tokens with gradient checkpointing, "
+            f"{size(step.activations_without_checkpointing)} without",
+        ),
+        (
+            "loss",
+            f"{size(step.loss)} with skip_logits, {size(step.loss_with_logits)} without, activations among it",
+        ),
+    ]
+    if step.unpacked:
+        rows.append(("a packed matrix", f"{size(step.unpacked)} while it is multiplied"))
+    rows.append(
+        (
+            "training takes",
+            f"{size(step.memory)} beside weights and experts_memory, which the plan keeps free",
+        )
+    )
+    if step.expert_bytes:
+        rows.append(("experts of a step", f"{size(step.expert_bytes)} are read, forwards and backwards"))
+    for cause, seconds in (step.seconds or {}).items():
+        rows.append((cause, f"{seconds:.2f} s"))
+    if step.step_seconds is not None:
+        count = step.tokens * step.batch
+        rows.append(("a step", f"{step.step_seconds:.3g} s, {count / step.step_seconds:.3g} tokens a second"))
+    return rows
 
 
 def lines_of_experts(plan: Any) -> list[str]:

@@ -8,19 +8,25 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from ...configuration import LlamoeVisionConfig, QuantizationConfig, cache_bytes, count_parameters
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.memory import default_context
+from ...configuration.quantization import as_quantization
 from ...configuration.sizes import count_of
 from ...modeling.checkpoints import in_units, sum_by_part
 from ...planning import (
+    DEFAULT_TOKENS,
     PlacementPlan,
     Source,
     lines_of_devices,
     lines_of_experts,
+    measure_rates,
     note_of_bits,
     plan_placement,
     rows_of_speed,
+    rows_of_training,
     weight_bytes,
 )
 from ..checkpoint import Checkpoint, expected_shapes, tied_head
@@ -137,7 +143,7 @@ class Inspection:
         if self.placement is not None:
             table = lines_of_devices(self.placement, "holds (GB)") + lines_of_experts(self.placement)
             rows = [("", line) for line in table]
-            rows += rows_of_speed(self.placement)
+            rows += rows_of_speed(self.placement) + rows_of_training(self.placement)
             rows += [("from_pretrained", _arguments(self.placement))]
             sections.append(("plan", rows))
         if self.gguf is not None:
@@ -165,6 +171,9 @@ def inspect(
     quantization: str | None = None,
     prefill: int | None = None,
     headroom: str | None = None,
+    train: bool = False,
+    rank: int | None = None,
+    adapt_experts: bool | None = None,
 ) -> Inspection:
     """Inspect a checkpoint by its headers: what it is and how much memory it needs.
 
@@ -183,6 +192,11 @@ def inspect(
         quantization: for the plan: "int8", "int4", or "int4:128" with the size of its groups.
         prefill: for the plan: tokens of the prompt in one pass; by default all.
         headroom: for the plan: of each device, kept free for what a pass computes with; by default 4GB.
+        train: for the plan: one of a step of training LoRA adapters, with room for it. `context` are the tokens of a
+            row then, 1024 by default. Without accelerators it is measured, in a few seconds, how fast this machine
+            multiplies and, where there are files, reads them: the plan says the seconds of a step.
+        rank: for training: of the adapters; by default 8.
+        adapt_experts: for training: whether routed experts have adapters; by default they have.
 
     Returns:
         The findings. A checkpoint with missing or damaged files is described as far as possible; `problems` names
@@ -206,6 +220,13 @@ def inspect(
         raise ValueError(
             f"{', '.join(machine)}: for a plan, which was not asked for: give plan (--plan), too."
         )
+    if not (plan and train) and (train or rank is not None or adapt_experts is not None):
+        raise ValueError(
+            "train, rank, adapt_experts: for a plan of training: give plan and train (--plan --train), too."
+        )
+    if train:
+        context = DEFAULT_TOKENS if context is None else context
+        machine |= {"adapters": 8 if rank is None else rank, "adapt_experts": adapt_experts is not False}
     found, problems = open_partly(path)
     config, tensors, in_files = found.config, found.tensors, found.stored or found.tensors
     tied = {} if config is None else tied_head(config)
@@ -233,6 +254,10 @@ def inspect(
     if plan:
         if source is None:
             raise ValueError(f"{found.path}: has no configuration, by which a placement could be planned.")
+        if train and not (torch.accelerator.device_count() if gpus is None else gpus):
+            given = as_quantization(quantization)
+            folder = found.path if found.path.is_dir() else None
+            machine["bandwidths"] = measure_rates(source, folder, context * batch, given)
         placement = plan_placement(source, context=context, batch=batch, **machine)
     gguf, gguf_notes = answer_for_gguf(found) if reader == "gguf" else (None, [])
     files = {file.name: file.stat().st_size for file in found.sources}

@@ -6,6 +6,7 @@ and router_lora (how they adapt), packed_weights (what peft may do beside them),
 """
 
 from .adapted_parts import lora_config
+from .fitting import skeleton_with
 from .loading import LoadsAdapters
 from .peft_registration import register_with_peft
 from .row_names import names_of_tiles, repeat_names

@@ -11,4 +11,4 @@ from .experts import QuantizedExperts
 from .linear import QuantizedLinear
 from .loading import check_found, dtype_to_quantize, shapes_in_files
 from .plain_experts import warn_of_plain_experts
-from .quantizer import LlamoeQuantizer, register_quantizers, saving_dequantized, take_activations
+from .quantizer import LlamoeQuantizer, format_for, register_quantizers, saving_dequantized, take_activations

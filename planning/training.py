@@ -1,0 +1,245 @@
+"""Memory and time of training LoRA adapters on one machine: what a step holds beside the weights, and its seconds.
+
+Counted is a step of `llamoe.lora_config` under a Trainer: adapters, their gradients and AdamW's averages in float32,
+frozen weights as they are stored, activations in 16 bits. What autograd keeps of a layer follows from the formulas of
+the layers: inputs of adapted matrices (in float32, as the factors are), of norms and of activations, and what attention
+keeps. Tests count the same in real models.
+
+Shapes: H hidden, I inner size, K experts of a token, E experts, r rank, A and G channels of queries and of keys.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..configuration import QuantizationConfig
+from ..configuration.base import LlamoeBaseConfig
+from ..configuration.quantization import METHOD
+from ..modeling.adapters import lora_config, skeleton_with
+from ..modeling.loss import PIECE_LOGITS
+from ..modeling.quantization import format_for
+from .bandwidths import Bandwidths, measure_bandwidths, measure_products
+from .source import Source
+from .speed import distinct_experts
+from .units import Sizes
+
+# Bytes of a number of adapters and norms, and of an activation.
+_FLOAT, _HALF = 4, 2
+# Tensors of a logit's size that are held at once: by pieces in float32; plain also the logits and their gradient.
+_LOSS_BYTES, _PLAIN_LOSS_BYTES = 4 * _FLOAT, 2 * _HALF + 2 * _FLOAT
+DEFAULT_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What a step of training adapters takes. Sizes are bytes.
+
+    Attributes:
+        rank: of the adapters.
+        experts: whether routed experts have some.
+        tokens, batch: of a row, and rows of a step.
+        trained: numbers that are trained.
+        adapters, gradients: of these numbers, in float32.
+        optimizer: AdamW's averages, in float32; `optimizer_in_8_bits` with bitsandbytes' `AdamW8bit`.
+        activations: kept for the backward pass with gradient checkpointing: each layer's input, and one layer's own.
+        activations_without_checkpointing: all layers' own.
+        loss: with `skip_logits`; `loss_with_logits` without.
+        unpacked: one matrix of packed weights in 16 bits, while it is multiplied.
+        expert_bytes: bytes of routed experts that are read from the drive or from RAM in a step.
+        seconds: of a step, by cause, with gradient checkpointing; what is read while products run counts as far as it
+            takes longer than they do.
+    """
+
+    rank: int
+    experts: bool
+    tokens: int
+    batch: int
+    trained: int
+    adapters: int
+    gradients: int
+    optimizer: int
+    optimizer_in_8_bits: int
+    activations: int
+    activations_without_checkpointing: int
+    loss: int
+    loss_with_logits: int
+    unpacked: int
+    expert_bytes: int = 0
+    seconds: dict[str, float] | None = None
+
+    @property
+    def memory(self) -> int:
+        """Bytes beside weights and the memory for experts: with checkpointing, AdamW in float32, and without logits."""
+        held = self.adapters + self.gradients + self.optimizer + self.unpacked
+        # The loss is done when the layers' own activations are made again.
+        return held + max(self.activations, self.loss)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of a step."""
+        return None if self.seconds is None else sum(self.seconds.values())
+
+
+def training_sizes(
+    model: Any, sizes: Sizes, rank: int, experts: bool, tokens: int, batch: int
+) -> TrainingPlan:
+    """What a step holds.
+
+    Args:
+        model: without weights; it is not changed.
+        sizes: of it.
+        rank: of the adapters.
+        experts: whether routed experts get some.
+        tokens, batch: of a row, and rows.
+
+    Raises:
+        ValueError: a rank below 1, or a model without a head.
+    """
+    if model.get_output_embeddings() is None:
+        raise ValueError(
+            f"{type(model).__name__} has no language model head: adapters are planned for models with one."
+        )
+    adapted = skeleton_with(model, lora_config(model, experts=experts, r=rank), "planned")
+    trained = sum(
+        tensor.numel() for name, tensor in adapted.named_parameters() if ".lora_" in name or "lora_" in name
+    )
+    config, count = model.config.get_text_config(), tokens * batch
+    layers = [
+        _kept_by_layer(config, index, count, rank, experts) for index in range(config.num_hidden_layers)
+    ]
+    border = count * config.hidden_size * _HALF
+    # The last norm keeps its input in float32, and the head's is kept beside.
+    last = count * config.hidden_size * (_FLOAT + _HALF)
+    logits = count * config.vocab_size
+    is_packed = sizes.is_packed or sizes.form.startswith(("int", "bitsandbytes"))
+    return TrainingPlan(
+        rank=rank,
+        experts=experts and any(unit.experts for unit in sizes.units),
+        tokens=tokens,
+        batch=batch,
+        trained=trained,
+        adapters=_FLOAT * trained,
+        gradients=_FLOAT * trained,
+        optimizer=2 * _FLOAT * trained,
+        optimizer_in_8_bits=2 * trained,
+        # Gradients of a layer are as large as half of what it keeps.
+        activations=len(layers) * border + last + max(layers) * 3 // 2,
+        activations_without_checkpointing=sum(layers) + last + max(layers) // 2,
+        loss=_LOSS_BYTES * min(logits, PIECE_LOGITS) + len(layers) * border + last,
+        loss_with_logits=_PLAIN_LOSS_BYTES * logits + len(layers) * border + last,
+        unpacked=_HALF * _largest_matrix(config) if is_packed else 0,
+    )
+
+
+def with_seconds(
+    plan: TrainingPlan,
+    config: LlamoeBaseConfig,
+    sizes: Sizes,
+    offloaded: int,
+    hit_share: float,
+    read_rate: float,
+    bandwidths: Bandwidths,
+) -> TrainingPlan:
+    """The plan with the time of a step.
+
+    Args:
+        plan: of `training_sizes`.
+        config: of the model.
+        sizes: of it.
+        offloaded: bytes of routed experts that are not where they are computed.
+        hit_share: share of these that are held there.
+        read_rate: bytes a second at which the others come.
+        bandwidths: with `products`.
+    """
+    text, count = config.get_text_config(), plan.tokens * plan.batch
+    experts = others = 0.0
+    for index in range(text.num_hidden_layers):
+        ours, theirs = _products_of_layer(text, index, plan.tokens)
+        others, experts = others + ours, experts + theirs
+    # Forward, the same again before the backward pass, and gradients of rows; the head with its pieces likewise.
+    others += text.vocab_size * text.hidden_size
+    rate = bandwidths.products
+    assert rate is not None
+    seconds = {
+        "products of experts": 6 * count * experts / (bandwidths.expert_products or rate),
+        "other products": 6 * count * others / rate,
+    }
+    expert_bytes = 0
+    if offloaded:
+        # A layer's experts are read forwards and, in the other order, backwards. What was used last is there each time.
+        chosen = text.num_experts_per_tok / text.num_local_experts
+        share = (
+            distinct_experts(text.num_local_experts, text.num_experts_per_tok, count) / text.num_local_experts
+        )
+        expert_bytes = round(2 * offloaded * max(chosen, share) * (1 - hit_share))
+        waited = expert_bytes / read_rate - seconds["products of experts"]
+        if waited > 0:
+            seconds["waiting for experts"] = waited
+    return TrainingPlan(**{**vars(plan), "expert_bytes": expert_bytes, "seconds": seconds})
+
+
+def measure_rates(
+    source: Source, folder: Path | None, tokens: int, quantization: QuantizationConfig | None
+) -> Bandwidths:
+    """Measure what a step of so many tokens is bound by on this machine's CPU, in a few seconds.
+
+    Args:
+        source: of the model.
+        folder: where its files are, by which the drive is measured; None: the drive's rate is assumed.
+        tokens: of all rows of a step.
+        quantization: of the weights, if they are to be in llamoe's formats.
+    """
+    config = source.config.get_text_config()
+    if quantization is None and source.method == METHOD:
+        quantization = QuantizationConfig(**dict(source.quantization or {}))
+    form = None if quantization is None else format_for(quantization)
+    found = replace(measure_bandwidths(folder), products=measure_products(min(tokens, 4096), form))
+    if not getattr(config, "moe_layers", None):
+        return found
+    rows = -(-tokens * config.num_experts_per_tok // config.num_local_experts)
+    return replace(found, expert_products=measure_products(min(rows, 4096), form))
+
+
+def _kept_by_layer(config: Any, index: int, count: int, rank: int, experts: bool) -> int:
+    """Bytes that autograd keeps of a layer of this index for so many tokens."""
+    plan, hidden, inner = (
+        config.layer_plan(index),
+        config.hidden_size,
+        config.layer_plan(index).intermediate_size,
+    )
+    queries, keys = (
+        heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)
+    )
+    norms = 2 * _FLOAT * hidden
+    attention = _FLOAT * (3 * hidden + queries) + _HALF * 2 * (queries + keys)
+    dense = 2 * _FLOAT * hidden + (3 * _HALF + _FLOAT) * inner
+    if not plan.is_moe:
+        return count * (norms + attention + dense)
+    a_row = 3 * _HALF * inner + _HALF * hidden + (_FLOAT * (hidden + inner) if experts else 0)
+    shared = dense if getattr(config, "use_shared_expert", False) else 0
+    factors = _FLOAT * config.num_local_experts * rank * (2 * inner + hidden) if experts else 0
+    return count * (norms + attention + shared + config.num_experts_per_tok * a_row) + factors
+
+
+def _products_of_layer(config: Any, index: int, tokens: int) -> tuple[float, float]:
+    """Multiplications of a token in a layer: all but those with routed experts, and those."""
+    plan, hidden = config.layer_plan(index), config.hidden_size
+    queries, keys = (
+        heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)
+    )
+    # Scores and values of half of the tokens on average.
+    ours = 2 * hidden * (queries + keys) + queries * tokens
+    dense = 3 * hidden * plan.intermediate_size
+    if not plan.is_moe:
+        return ours + dense, 0.0
+    ours += dense * getattr(config, "use_shared_expert", False)
+    return ours, dense * config.num_experts_per_tok
+
+
+def _largest_matrix(config: Any) -> int:
+    """Numbers of the largest matrix that is unpacked whole: an expert's gate and up, or a projection."""
+    inner = max(
+        (2 if plan.is_moe else 1) * plan.intermediate_size
+        for plan in map(config.layer_plan, range(config.num_hidden_layers))
+    )
+    return config.hidden_size * max(inner, config.num_attention_heads * config.head_dim)

@@ -1,0 +1,130 @@
+"""A step of training adapters: its bytes are those of real models, its seconds the arithmetic's."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from peft import get_peft_model
+from support.models import MODELS
+
+import llamoe
+from llamoe.conversion import inspect
+from llamoe.planning.training import _kept_by_layer
+
+CASES = {case.name: case for case in MODELS}
+HEADS = {
+    "dense": CASES["LlamoeDenseForCausalLM"],
+    "mixtral": CASES["LlamoeMixtralForCausalLM"],
+    "llama4": CASES["LlamoeForCausalLM"],
+    "multimodal": CASES["LlamoeForConditionalGeneration"],
+}
+TOKENS = 48
+# Of layers whose own tensors outweigh what a pass has once.
+WIDE = dict(hidden_size=192, intermediate_size=320, head_dim=32)
+
+
+def kept(model, tokens, checkpointing):
+    """Bytes of what autograd keeps of a pass, but weights and adapters."""
+    adapted = get_peft_model(model, llamoe.lora_config(model, r=3)).train()
+    if checkpointing:
+        adapted.gradient_checkpointing_enable({"use_reentrant": False})
+        adapted.enable_input_require_grads()
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*adapted.parameters(), *adapted.buffers()]}
+    seen = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            # Held, so that no other tensor gets its address.
+            seen[storage.data_ptr()] = tensor
+        return tensor
+
+    ids = torch.randint(3, 90, (1, tokens))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        adapted(input_ids=ids, labels=ids, use_cache=False, skip_logits=True)
+    return sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
+
+
+@pytest.mark.parametrize("name", ["dense", "mixtral", "llama4"])
+def test_activations_are_those_of_a_real_pass(name):
+    """Of two layers more, in bfloat16; masks and indices are left out, and a tenth is what they may take."""
+    make = HEADS[name].make
+    small, large = (make(**WIDE, num_hidden_layers=count).to(torch.bfloat16) for count in (2, 6))
+    config = large.config
+    for checkpointing in (False, True):
+        measured = kept(large, TOKENS, checkpointing) - kept(small, TOKENS, checkpointing)
+        planned = [
+            TOKENS * config.hidden_size * 2
+            if checkpointing
+            else _kept_by_layer(config, index, TOKENS, 3, True)
+            for index in range(2, 6)
+        ]
+        assert measured == pytest.approx(sum(planned), rel=0.1)
+        small, large = (make(**WIDE, num_hidden_layers=count).to(torch.bfloat16) for count in (2, 6))
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_adapters_and_their_states_are_counted(name):
+    model = HEADS[name].make()
+    for experts in (True, False) if name != "dense" else (True,):
+        adapted = get_peft_model(HEADS[name].make(), llamoe.lora_config(model, r=5, experts=experts))
+        trained = sum(each.numel() for each in adapted.parameters() if each.requires_grad)
+        options = dict(gpus=0, ram="8GB", adapters=5, adapt_experts=experts, context=TOKENS)
+        step = llamoe.plan_placement(model.config, **options).training
+        assert step.trained == trained
+        assert step.adapters == step.gradients == 4 * trained and step.optimizer == 8 * trained
+        assert step.experts == (experts and name != "dense") and step.seconds is None
+
+
+def test_room_for_a_step_is_kept():
+    """Memory for experts is less by what the step takes; a plan says of it all, and where the seconds come from."""
+    options = dict(gpus=0, ram="20GB", headroom="1GB", quantization="int4:128")
+    rates = dict(products=1e11, expert_products=2e10, drive="1GB")
+    alone = llamoe.plan_placement("mixtral-8x7b", context=1, **options)
+    plan = llamoe.plan_placement("mixtral-8x7b", adapters=8, context=512, bandwidths=rates, **options)
+    step = plan.training
+    assert plan.experts_memory == alone.experts_memory + sum(alone.cache.values()) - step.memory
+    # 32 layers of 8 experts, of which 512 tokens leave out none; forwards and backwards, without what is held.
+    assert step.expert_bytes == pytest.approx(2 * plan.experts["disk"] * (1 - plan.hit_share), rel=1e-6)
+    # 6 operations a weight and token: forwards, again and backwards, one of two operations each.
+    experts = 6 * 512 * 32 * 2 * 3 * 4096 * 14336
+    assert step.seconds["products of experts"] == pytest.approx(experts / 2e10)
+    # They take longer than the drive.
+    assert "waiting for experts" not in step.seconds
+    quick = llamoe.plan_placement(
+        "mixtral-8x7b", adapters=8, context=8, bandwidths={**rates, "expert_products": None}, **options
+    ).training
+    assert quick.seconds["waiting for experts"] == pytest.approx(
+        quick.expert_bytes / 1e9 - quick.seconds["products of experts"]
+    )
+    assert json.loads(json.dumps(dataclasses.asdict(plan)["training"]))["rank"] == 8
+    text = str(plan)
+    assert "rank 8 on attention, feed-forwards and routed experts: 111,673,344 numbers" in text
+    assert "with skip_logits" in text and plan.tokens_per_second is None
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"adapters": 0}, "adapters=0"),
+        ({"adapters": 4, "training": True, "gpus": 1}, "leave nodes and training out"),
+        ({"adapters": 4, "adapt_experts": 1}, "adapt_experts=1"),
+        ({"adapters": 4, "context": 10**7, "ram": "20GB"}, "a step of training takes .* GB"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        llamoe.plan_placement("mistral-7b-v0.1", **{"gpus": 0, "ram": "64GB", **options})
+    with pytest.raises(ValueError, match="give plan and train"):
+        inspect("mistral-7b-v0.1", plan=True, rank=4)
+
+
+def test_inspect_measures_this_machine(monkeypatch):
+    found = inspect(
+        "mixtral-8x7b", plan=True, train=True, gpus=0, ram="20GB", headroom="1GB", quantization="int4", rank=4
+    )
+    step = found.placement.training
+    assert (step.rank, step.tokens) == (4, 1024) and step.step_seconds > 0
+    rows = dict(row for title, rows in found.sections() if title == "plan" for row in rows)
+    assert rows["a step"].endswith("tokens a second")
