@@ -4,12 +4,16 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support import programs
 
-from benchmarks import OURS, bars, command_line, offload, processes
+import llamoe
+from benchmarks import OURS, bars, command_line, offload, processes, published_sizes
 from benchmarks.clocks import ProcessorClock
+from benchmarks.hardware import describe
 from benchmarks.harness import Budget
 from benchmarks.large_mixtures import LargeMixture, passes_of, simulate_lru
+from llamoe.conversion import quantize
 
 TINY = LargeMixture(hidden=64, expert=48, layers=3, experts=7, vocabulary=101)
 
@@ -83,3 +87,49 @@ def test_experts_on_disk_from_the_cases_to_the_reports(tmp_path, monkeypatch):
     assert len(judged) == 7
     assert all(number is not None for number in judged.values())
     assert "% hits, " in (tmp_path / "cpu.md").read_text()
+
+
+PUBLISHED = dict(
+    vocab_size=301, hidden_size=128, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, head_dim=32,
+    num_key_value_heads=2,
+)  # fmt: skip
+
+
+def test_a_published_size_is_written_as_quantize_does(tmp_path):
+    """Names, shapes, dtypes and small files; the numbers are drawn, and of the deviation of fresh weights."""
+    config = llamoe.preset("mixtral-8x7b", **PUBLISHED)
+    published_sizes.write(config, tmp_path / "drawn", "int4:64")
+    llamoe.LlamoeMixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    quantize(tmp_path / "plain", tmp_path / "made", to="int4", group_size=64, search=False)
+    drawn, made = (load_file(tmp_path / name / "model.safetensors") for name in ("drawn", "made"))
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in drawn.items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in made.items()
+    }
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("drawn", "made")]
+    for each in configs:
+        each["quantization_config"].pop("search", None)
+    assert configs[0] == configs[1]
+    model = llamoe.LlamoeMixtralForCausalLM.from_pretrained(tmp_path / "drawn")
+    weight = model.model.layers[1].mlp.experts.dequantized_weight("gate_up_proj", torch.float32)
+    assert weight.std().item() == pytest.approx(published_sizes.STD, rel=0.05) and abs(weight.mean()) < 1e-3
+    assert not torch.equal(weight[0], weight[1])
+
+
+def test_a_published_size_runs_as_a_user_runs_it(tmp_path, monkeypatch):
+    programs.in_place_of_subprocess(monkeypatch, processes)
+    rates = llamoe.Bandwidths(products=1e10, expert_products=1e9)
+    monkeypatch.setattr(published_sizes, "measure_rates", lambda *_: rates)
+    monkeypatch.setattr(llamoe, "measure_bandwidths", lambda *_: rates)
+    config = llamoe.preset("mixtral-8x7b", **PUBLISHED)
+    # Memory for two fifths of the experts; so small ones come through the page cache.
+    given = dict(ram="3.9MB", headroom="0GB", tokens=5, prompt=23, row=11, steps=2)
+    written, found = published_sizes.measure(config, "int4:64", tmp_path, **given)
+    assert list(tmp_path.iterdir()) == []
+    assert 0 < found["experts_memory"] < found["offloaded"] < written["bytes"]
+    assert found["decode"]["missed_bytes"] > 0 and found["reloaded_is_equal"]
+    first, second = (step["loss"] for step in found["steps"])
+    assert second < first
+    judged = published_sizes.judge(found)
+    assert set(judged) == set(published_sizes.TARGETS) and judged["load_seconds"][1]
+    about = {**describe(torch.device("cpu")), "command": "c"}
+    assert "| logits then | equal |" in published_sizes.page(about, "small", "int4", written, found)

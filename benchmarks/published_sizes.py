@@ -1,0 +1,466 @@
+"""A model of a published size on this machine, as a user would run it: what the plan says, and what it then is.
+
+    python -m benchmarks.published_sizes                      # Mixtral 8x7B in int4: 25 GB of disk, 12 GB of memory
+    python -m benchmarks.published_sizes --preset llama-4-scout --ram 20GB
+
+Nothing is downloaded. The folder is written by `llamoe quantize`'s own code, so that names, shapes, files and headers
+are its; the numbers are drawn: codes are pieces of one random block, each matrix at an offset of its own. It is removed
+afterwards. Then one process does what a user does: plan, load, a prompt and new tokens, a long prompt, steps of LoRA
+with routed experts, save, load again. Routing is what random weights make of it, close to even.
+
+Bytes are those that the kernel read for the process (`/proc/self/io`); the peak is the process's, mapped pages among
+it. "While misses are read" is the time in which a thread waits for the drive.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from peft import PeftModel, get_peft_model
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+import llamoe
+from llamoe.configuration.base import LlamoeBaseConfig
+from llamoe.configuration.quantization import as_quantization
+from llamoe.configuration.sizes import bytes_of
+from llamoe.conversion.checkpoint import Checkpoint, expected_shapes
+from llamoe.conversion.hf import save_hf
+from llamoe.conversion.io import LazyTensor, WriteOptions
+from llamoe.modeling.formats import Int4, Int8
+from llamoe.modeling.offload import reading
+from llamoe.modeling.registration import model_class
+from llamoe.planning import Source, measure_rates
+
+from .command_line import RESULTS
+from .hardware import describe
+from .processes import bytes_read, forget, in_process, status
+
+NEW_TOKENS, SHORT, LONG, STEPS, ROW, RANK = 16, 16, 256, 3, 32, 8
+STD = 0.02
+# Figure to the least and the most that is wanted; None for no bound.
+TARGETS: dict[str, tuple[float | None, float | None]] = {
+    "load_seconds": (None, 20.0),
+    "bytes_over_missed": (None, 1.02),
+    "share_of_drive": (0.85, None),
+    "peak_over_budget_gb": (None, 1.0),
+    "tokens_over_forecast": (0.8, 1.25),
+}
+
+
+class Drawn(LazyTensor):
+    """A weight in bfloat16: of norms ones, of others drawn. What is packed is not asked for its numbers, and blank."""
+
+    def __init__(
+        self, name: str, shape: tuple[int, ...], generator: torch.Generator, blanks: dict[Any, torch.Tensor]
+    ):
+        super().__init__(shape, torch.bfloat16, name)
+        self._generator, self._blanks = generator, blanks
+
+    def _read(self, start: int, stop: int) -> torch.Tensor:
+        shape = self._piece_shape(start, stop)
+        if len(shape) == 3:
+            if shape not in self._blanks:
+                self._blanks[shape] = torch.zeros(shape, dtype=self.dtype)
+            return self._blanks[shape]
+        if "norm" in self.origin:
+            return torch.ones(shape, dtype=self.dtype)
+        return torch.randn(shape, generator=self._generator).mul_(STD).to(self.dtype)
+
+
+class Draws:
+    """Parts of packed matrices, whose codes are pieces of one random block."""
+
+    def __init__(self, generator: torch.Generator, size: int = 1 << 26):
+        self.block = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+        self.lock, self.begin = threading.Lock(), 0
+
+    def quantize(self, form: Any, weight_OI: torch.Tensor) -> list[torch.Tensor]:
+        """In place of `form.quantize`: a matrix whose numbers have the deviation of fresh weights."""
+        (shape, dtype), (scales_shape, scales_dtype) = form.parts(tuple(weight_OI.shape))
+        codes = torch.empty(shape, dtype=dtype)
+        scales = torch.empty(scales_shape, dtype=scales_dtype)
+        with self.lock:
+            begin = self.begin
+            # A prime, so that no two matrices begin alike.
+            self.begin = (begin + 15_485_863) % len(self.block)
+        flat, at = codes.view(-1).view(torch.uint8), 0
+        while at < len(flat):
+            piece = self.block[begin : begin + len(flat) - at]
+            flat[at : at + len(piece)] = piece
+            at, begin = at + len(piece), 0
+        if isinstance(form, Int4):
+            # Codes from 0 to 15 are about 7.5 on average, and 8 means the offset.
+            scales[..., 0], scales[..., 1] = STD / 4.61, STD / 9.22
+        else:
+            scales.fill_(STD / 73.9)
+        return [codes, scales]
+
+
+def write(config: LlamoeBaseConfig, target: Path, weights: str, seed: int = 0) -> dict[str, Any]:
+    """Write a packed folder of this shape, as `llamoe quantize` would; bytes, seconds and files.
+
+    Args:
+        config: of the model.
+        target: an empty folder, or none yet.
+        weights: format, as "int4:128".
+        seed: of all draws.
+    """
+    generator, blanks = torch.Generator().manual_seed(seed), {}
+    tensors = {name: Drawn(name, shape, generator, blanks) for name, shape in expected_shapes(config).items()}
+    draws = Draws(generator)
+
+    def quantize(form: Any, weight_OI: torch.Tensor) -> list[torch.Tensor]:
+        return draws.quantize(form, weight_OI)
+
+    source = Checkpoint(Path("<drawn>"), "hf", config, tensors)
+    with mock.patch.object(Int4, "quantize", quantize), mock.patch.object(Int8, "quantize", quantize):
+        options = WriteOptions("llamoe", None, "5GB")
+        report = save_hf(source, target, options, quantization=as_quantization(weights))
+    return {"bytes": report.bytes, "seconds": report.seconds, "files": len(report.files)}
+
+
+class Waiting:
+    """Time in which at least one thread waits for the drive."""
+
+    def __init__(self):
+        self.lock, self.running, self.since, self.seconds = threading.Lock(), 0, 0.0, 0.0
+        fill = reading._File.fill
+
+        def watched(file, *args):
+            with self.lock:
+                if not self.running:
+                    self.since = time.perf_counter()
+                self.running += 1
+            try:
+                return fill(file, *args)
+            finally:
+                with self.lock:
+                    self.running -= 1
+                    if not self.running:
+                        self.seconds += time.perf_counter() - self.since
+
+        reading._File.fill = watched  # type: ignore[method-assign]
+
+
+class Tokens(BaseStreamer):
+    """Notes time, bytes and misses when each new token is there."""
+
+    def __init__(self, model: Any, waiting: Waiting):
+        self.model, self.waiting, self.rows = model, waiting, []
+
+    def put(self, value: Any) -> None:
+        """Called with the prompt, then with each token."""
+        self.rows.append(now(self.model, self.waiting))
+
+    def end(self) -> None:
+        """Called at the end."""
+
+
+def now(model: Any, waiting: Waiting) -> dict[str, float]:
+    """Seconds, bytes that were read, bytes of missed experts, and seconds of reading, until now."""
+    found = model.experts_statistics()
+    missed = sum(counts.misses for counts in found.values())
+    asked = sum(counts.hits + counts.misses for counts in found.values())
+    return {
+        "seconds": time.perf_counter(),
+        "read": bytes_read(),
+        "missed": missed,
+        "asked": asked,
+        "reading": waiting.seconds,
+    }
+
+
+def between(first: dict[str, float], last: dict[str, float], expert_bytes: int) -> dict[str, float]:
+    """What happened between two moments."""
+    found = {name: last[name] - first[name] for name in first}
+    missed = found["missed"] * expert_bytes
+    return {
+        "seconds": found["seconds"],
+        "read_bytes": found["read"],
+        "missed_bytes": missed,
+        "hit_rate": 1 - found["missed"] / found["asked"] if found["asked"] else None,
+        "read_over_missed": found["read"] / missed if missed else None,
+        "reading_seconds": found["reading"],
+        "reading_rate": found["read"] / found["reading"] if found["reading"] else None,
+    }
+
+
+def read_config(folder: str) -> Any:
+    """The configuration in a folder."""
+    return llamoe.from_stock(json.loads((Path(folder) / "config.json").read_text()))
+
+
+def rates(folder: str, tokens: int) -> dict[str, Any]:
+    """What the plan is told of this machine, in a process of its own: measuring takes memory. The drive three times."""
+    config = read_config(folder)
+    found = measure_rates(Source(config, config.quantization_config), Path(folder), tokens, None)
+    drive = [found.drive, *(llamoe.measure_bandwidths(folder).drive for _ in range(2))]
+    return {**vars(found), "drive": statistics.median(map(float, drive))}
+
+
+def run(
+    folder: str,
+    ram: str,
+    headroom: str,
+    tokens: int,
+    prompt: int,
+    row: int,
+    steps: int,
+    given: dict[str, float],
+) -> dict[str, Any]:
+    """What a user does, in this process: plan, load, generate, read a prompt, train, save, load again."""
+    found: dict[str, Any] = {"budget": bytes_of("ram", ram), "headroom": bytes_of("headroom", headroom)}
+    config, options = read_config(folder), dict(gpus=0, ram=ram, headroom=headroom)
+    rates = llamoe.Bandwidths(**given)
+    plan: Any = llamoe.plan_placement(folder, context=row, adapters=RANK, bandwidths=rates, **options)
+    found |= {"rates": given, "training": vars(plan.training), "held_share": plan.hit_share}
+    found |= {"experts_memory": plan.experts_memory, "offloaded": plan.experts.get("disk", 0)}
+    found["forecast"] = {
+        "tokens_per_second": 1 / sum(plan.seconds.values()),
+        "step_seconds": plan.training.step_seconds,
+        "hit_rate": plan.hit_share,
+    }
+    text = config.get_text_config()
+    expert_bytes = found["offloaded"] // max(1, text.num_local_experts * len(text.moe_layers))
+
+    waiting, started = Waiting(), status("VmRSS")
+
+    def load() -> Any:
+        return model_class(config).from_pretrained(folder, dtype="auto", **plan.arguments()).eval()
+
+    begun = time.perf_counter()
+    model = load()
+    found |= {
+        "load_seconds": time.perf_counter() - begun,
+        "load_peak": status("VmHWM"),
+        "started_with": started,
+    }
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, config.get_text_config().vocab_size, (1, max(prompt, SHORT)), generator=generator)
+
+    streamer = Tokens(model, waiting)
+    begin = now(model, waiting)
+    model.generate(
+        ids[:, :SHORT], attention_mask=torch.ones_like(ids[:, :SHORT]), max_new_tokens=tokens + 1, do_sample=False,
+        eos_token_id=None, pad_token_id=0, streamer=streamer,
+    )  # fmt: skip
+    # The first is the prompt itself, the second the token that its pass gives.
+    found["first"] = between(begin, streamer.rows[1], expert_bytes)
+    found["decode"] = between(streamer.rows[1], streamer.rows[-1], expert_bytes)
+    found["decode"]["tokens_per_second"] = tokens / found["decode"]["seconds"]
+    found["decode_peak"] = status("VmHWM")
+
+    begin = now(model, waiting)
+    with torch.no_grad():
+        model(ids[:, :prompt], logits_to_keep=1, use_cache=False)
+    found["prompt"] = between(begin, now(model, waiting), expert_bytes)
+    found["prompt"]["tokens"] = prompt
+    found["prompt_peak"] = status("VmHWM")
+
+    torch.manual_seed(0)
+    adapters, found["experts_are_trained"] = lora(model)
+    adapters.train()
+    adapters.gradient_checkpointing_enable({"use_reentrant": False})
+    adapters.enable_input_require_grads()
+    optimizer = torch.optim.AdamW([each for each in adapters.parameters() if each.requires_grad], lr=1e-3)
+    found["steps"] = []
+    for _ in range(steps):
+        begin = now(model, waiting)
+        loss = adapters(input_ids=ids[:, :row], labels=ids[:, :row], use_cache=False, skip_logits=True).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        found["steps"].append({**between(begin, now(model, waiting), expert_bytes), "loss": loss.item()})
+    found["peak"] = status("VmHWM")
+
+    adapters.eval()
+    with torch.no_grad():
+        expected = adapters(ids[:, :SHORT], use_cache=False).logits
+    with tempfile.TemporaryDirectory() as saved:
+        adapters.save_pretrained(saved)
+        found["adapter_bytes"] = sum(path.stat().st_size for path in Path(saved).iterdir())
+        model.close()
+        del adapters, optimizer, model, loss
+        gc.collect()
+        begun = time.perf_counter()
+        again = PeftModel.from_pretrained(load(), saved).eval()
+        found["reload_seconds"] = time.perf_counter() - begun
+        with torch.no_grad():
+            given = again(ids[:, :SHORT], use_cache=False).logits
+    found["reloaded_is_equal"] = bool(torch.equal(given, expected))
+    return found
+
+
+def lora(model: PreTrainedModel) -> tuple[Any, bool]:
+    """The model with adapters, on routed experts where they can have some; and whether they have."""
+    try:
+        return get_peft_model(model, llamoe.lora_config(model, r=RANK)), True
+    except ValueError:
+        return get_peft_model(model, llamoe.lora_config(model, r=RANK, experts=False)), False
+
+
+def judge(found: dict[str, Any]) -> dict[str, tuple[float, bool]]:
+    """Each target's figure, and whether it is met."""
+    drive, decode = found["rates"]["drive"], found["decode"]
+    figures = {
+        "load_seconds": found["load_seconds"],
+        "bytes_over_missed": decode["read_over_missed"],
+        "share_of_drive": decode["reading_rate"] and decode["reading_rate"] / drive,
+        "peak_over_budget_gb": (found["peak"] - found["budget"]) / 1e9,
+        "tokens_over_forecast": decode["tokens_per_second"] / found["forecast"]["tokens_per_second"],
+    }
+    judged = {}
+    for name, figure in figures.items():
+        least, most = TARGETS[name]
+        # Where all experts fit, nothing is read.
+        met = figure is None or ((least is None or figure >= least) and (most is None or figure <= most))
+        judged[name] = (figure, met)
+    return judged
+
+
+def page(
+    about: dict[str, Any], name: str, weights: str, written: dict[str, Any], found: dict[str, Any]
+) -> str:
+    """The results as a Markdown page."""
+    drive, decode, first, prompt = found["rates"]["drive"], found["decode"], found["first"], found["prompt"]
+    steps, forecast, training = found["steps"], found["forecast"], found["training"]
+    rate, over = decode["reading_rate"] or 0.0, decode["read_over_missed"] or 0.0
+    seconds, read = (statistics.median(each[what] for each in steps) for what in ("seconds", "read_bytes"))
+    peaks = ", ".join(_gb(found[each]) for each in ("load_peak", "decode_peak", "prompt_peak", "peak"))
+    what = "routed experts too" if found["experts_are_trained"] else "without routed experts"
+    rows = [
+        ("written", f"{_gb(written['bytes'])} in {written['seconds']:.0f} s", ""),
+        ("memory, of it kept free", f"{_gb(found['budget'])}, {_gb(found['headroom'])}", ""),
+        (
+            "experts on disk, memory for them",
+            f"{_gb(found['offloaded'])}, {_gb(found['experts_memory'])}",
+            "",
+        ),
+        ("loading", f"{found['load_seconds']:.1f} s", ""),
+        (f"prompt of {SHORT}, a token", f"{first['seconds']:.1f} s, {_gb(first['read_bytes'])} read", ""),
+        ("tokens a second", f"{decode['tokens_per_second']:.3f}", f"{forecast['tokens_per_second']:.3f}"),
+        ("hits among experts", _percent(decode["hit_rate"]), _percent(forecast["hit_rate"])),
+        ("bytes read over bytes of missed experts", f"{over:.3f}", ""),
+        (
+            "rate while misses are read",
+            f"{rate / 1e9:.3f} GB/s, {_percent(rate / drive)}",
+            f"{drive / 1e9:.3f} GB/s",
+        ),
+        (
+            f"prompt of {prompt['tokens']} tokens",
+            f"{prompt['seconds']:.1f} s, {_gb(prompt['read_bytes'])} read",
+            "",
+        ),
+        (
+            f"a step of LoRA, rank {training['rank']}, {training['tokens']} tokens, {what}",
+            f"{seconds:.1f} s, {_gb(read)} read",
+            f"{forecast['step_seconds']:.1f} s, {_gb(training['expert_bytes'])}",
+        ),
+        ("losses of the steps", ", ".join(f"{each['loss']:.3f}" for each in steps), ""),
+        ("peak after loading, tokens, prompt, training", peaks, _gb(found["budget"])),
+        (
+            "adapter, loading it and the model",
+            f"{_gb(found['adapter_bytes'])}, {found['reload_seconds']:.1f} s",
+            "",
+        ),
+        ("logits then", "equal" if found["reloaded_is_equal"] else "DIFFERENT", ""),
+    ]
+    judged = []
+    for target, (figure, met) in judge(found).items():
+        both = zip(("least", "most"), TARGETS[target], strict=True)
+        bounds = ", ".join(f"at {word} {bound:g}" for word, bound in both if bound is not None)
+        given = "nothing was read" if figure is None else f"{figure:.3f}"
+        judged.append(f"- {target.replace('_', ' ')}: {given}, {bounds}: {'met' if met else 'MISSED'}")
+    versions = ", ".join(f"{package} {number}" for package, number in about["versions"].items())
+    lines = [
+        f"# {name} in {weights}, on one machine",
+        "",
+        "Shape, names and files are the published model's as `llamoe quantize` writes them; the numbers are drawn, so "
+        "that routing is close to even, and nothing is said of answers.",
+        "",
+        "| | measured | the plan |",
+        "|---|---|---|",
+        *(f"| {what} | {figure} | {planned} |" for what, figure, planned in rows),
+        "",
+        "Targets:",
+        "",
+        *judged,
+        "",
+        f"`{about['command']}`: {about['date']} at {about['commit']}, {about['processor']}, {about['threads']} of "
+        f"{about['processors']} processors, which other work shared, {about['system']}, Python {about['python']}, "
+        f"{versions}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _gb(size: float | None) -> str:
+    return "—" if size is None else f"{size / 1e9:.2f} GB"
+
+
+def _percent(share: float | None) -> str:
+    return "—" if share is None else f"{share:.0%}"
+
+
+def measure(
+    config: LlamoeBaseConfig, weights: str, place: Path, **given: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write a folder in `place`, run in a new process, and remove the folder; what both gave."""
+    with tempfile.TemporaryDirectory(dir=place) as name:
+        written = write(config, Path(name) / "model", weights)
+        folder = str(Path(name) / "model")
+        forget(Path(folder))
+        found = in_process("published_sizes", "rates", folder=folder, tokens=given["row"])
+        if "skipped" not in found:
+            found = in_process("published_sizes", "run", folder=folder, given=found, **given)
+    if "skipped" in found:
+        raise RuntimeError(found["skipped"])
+    return written, found
+
+
+def main() -> int:
+    """Measure a preset, and write what it gave."""
+    made = argparse.ArgumentParser(
+        "python -m benchmarks.published_sizes", description=__doc__.partition("\n")[0]
+    )
+    made.add_argument("--preset", default="mixtral-8x7b")
+    made.add_argument("--weights", default="int4:128", help="default: %(default)s")
+    made.add_argument("--ram", default="12GB", help="memory for all of it; default: %(default)s")
+    made.add_argument(
+        "--headroom", default="1GB", help="of it, what the plan keeps free; default: %(default)s"
+    )
+    made.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the drive is")
+    options = made.parse_args()
+    given = dict(
+        ram=options.ram, headroom=options.headroom, tokens=NEW_TOKENS, prompt=LONG, row=ROW, steps=STEPS
+    )
+    written, found = measure(llamoe.preset(options.preset), options.weights, options.folder, **given)
+    words = ["python -m benchmarks.published_sizes", *sys.argv[1:]]
+    about = {**describe(torch.device("cpu")), "command": " ".join(words)}
+    results = {
+        "about": about,
+        "preset": options.preset,
+        "weights": options.weights,
+        "written": written,
+        "found": found,
+    }
+    name = f"{options.preset}-{options.weights.replace(':', '-')}"
+    (RESULTS / f"published_sizes_{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    text = page(about, options.preset, options.weights, written, found)
+    (RESULTS / f"published_sizes_{name}.md").write_text(text)
+    print(text)
+    return sum(not met for _, met in judge(found).values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
