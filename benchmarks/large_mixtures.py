@@ -4,10 +4,10 @@ Weights are random. Routing then says nothing of trained models, so it is drawn:
 """
 
 import json
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,6 +15,8 @@ from torch import nn
 
 import llamoe
 from llamoe.modeling.moe import Router
+from llamoe.modeling.offload import LeastOftenUsed
+from llamoe.modeling.offload.matrix_cache import MatrixCache, Policy
 
 Expert = tuple[int, int]
 """A mixture layer and an expert."""
@@ -128,27 +130,35 @@ def draw_routing(model: nn.Module, law: str, seed: int = 1) -> None:
             router.forward = forward
 
 
-def simulate_lru(passes: Iterable[Iterable[Expert]], slots: int) -> list[tuple[int, int]]:
-    """Hits and misses of each pass, where the expert that was used last the longest ago makes room.
+class _Arrived:
+    """What stands for a matrix that is there (`Entry.arrival`)."""
+
+    def done(self) -> bool:
+        return True
+
+    def failed(self) -> bool:
+        return False
+
+
+def simulate(
+    passes: Iterable[Collection[Expert]], slots: int, policy: Callable[[], Policy] = LeastOftenUsed
+) -> list[tuple[int, int]]:
+    """Hits and misses of each pass, by the store's own table of slots, without matrices.
 
     Args:
         passes: what each asks for, in its order.
         slots: number of experts that have room.
+        policy: makes what says which expert makes room.
     """
-    held: OrderedDict[Expert, None] = OrderedDict()
-    found = []
+    cache, found = MatrixCache(slots, policy()), []
     for asked in passes:
-        hits = misses = 0
+        misses = 0
         for expert in asked:
-            if expert in held:
-                hits += 1
-            else:
+            if cache.get(expert) is None:
+                entry: Any = cache.put(expert)
+                entry.arrival = _Arrived()
                 misses += 1
-                if len(held) == slots:
-                    held.popitem(last=False)
-            held[expert] = None
-            held.move_to_end(expert)
-        found.append((hits, misses))
+        found.append((len(asked) - misses, misses))
     return found
 
 

@@ -24,13 +24,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 import llamoe
 from llamoe.modeling.moe import Experts
-from llamoe.modeling.offload import ExpertsMemory, ExpertsStatistics
+from llamoe.modeling.offload import ExpertsMemory, ExpertsStatistics, LeastOftenUsed, LeastRecentlyUsed
 from llamoe.modeling.offload.memory import pages
 
 from . import OURS
 from .clocks import WallClock
 from .harness import IN_BFLOAT16, ROUNDS, Cases, beyond, difference, summarize
-from .large_mixtures import LargeMixture, draw_routing, passes_of, simulate_lru
+from .large_mixtures import LargeMixture, draw_routing, passes_of, simulate
 from .processes import Watch, bytes_read, forget, in_process, status
 
 RESIDENT = "in memory"
@@ -94,9 +94,13 @@ def _tokens(mixture: LargeMixture, law: str, share: float, given: dict, rounds: 
     ours = rows[OURS]
     if expected and "seconds" in ours:
         passes = [[(layer, expert) for layer, expert in asked] for asked in expected["passes"]]
-        counts = simulate_lru(passes, room // mixture.expert_bytes)[given["warm"] :]
-        hits, misses = (sum(count[index] for count in counts) for index in (0, 1))
-        facts["simulated_hit_rate"] = hits / (hits + misses)
+        for fact, policy in (
+            ("simulated_hit_rate", LeastOftenUsed),
+            ("hit_rate_of_lru", LeastRecentlyUsed),
+        ):
+            counts = simulate(passes, room // mixture.expert_bytes, policy)[given["warm"] :]
+            hits, misses = (sum(count[index] for count in counts) for index in (0, 1))
+            facts[fact] = hits / (hits + misses)
         facts["hit_rate_error"] = abs(ours["hit_rate"] - facts["simulated_hit_rate"])
     if "seconds" in ours:
         facts["megabytes_beyond"] = (ours["peak_bytes"] - room - mixture.expert_bytes) / 1e6
@@ -149,7 +153,7 @@ def _finished(name: str, rows: dict[str, dict], failures: list[str], reference: 
 class Advised:
     """Experts that stay mapped as `from_pretrained` left them: the kernel is told which come, and which go.
 
-    The rule is that of the store; what goes leaves the page cache, too.
+    What was used last the longest ago goes, and leaves the page cache, too.
     """
 
     WILLNEED, PAGEOUT = mmap.MADV_WILLNEED, 21

@@ -23,20 +23,19 @@ from unittest import mock
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForImageTextToText,
     AutoProcessor,
     BitsAndBytesConfig,
-    LogitsProcessorList,
 )
 
 import llamoe
 from llamoe.modeling.formats import Int4, Int8
 from llamoe.modeling.kernels import cpp_kernels, float32_blocks, rows_in_bytes
-from llamoe.modeling.offload import ExpertsStatistics
+from llamoe.modeling.offload import LeastOftenUsed, LeastRecentlyUsed
 from llamoe.modeling.quantization.plain_experts import stored_bytes
 
 from .command_line import RESULTS
+from .large_mixtures import Expert, passes_of, simulate
 from .report import ROOT, replaced
 
 sys.path.append(str(ROOT / "examples/tiny"))
@@ -332,65 +331,65 @@ def table_of_products(rows: list[dict[str, Any]]) -> str:
 
 
 @torch.no_grad()
-def count_hits(model: Any, processor: Any, cases: list[Case]) -> tuple[list[ExpertsStatistics], Counter]:
-    """Ask one question after the other; the counts of prompts and of answers' tokens, and these tokens' experts."""
-    counts, used = [ExpertsStatistics(), ExpertsStatistics()], Counter()
-
-    def count(index: int) -> None:
-        counts[index] += sum(model.experts_statistics(reset=True).values(), ExpertsStatistics())
-
+def trace_answers(model: Any, processor: Any, cases: list[Case]) -> tuple[list[list[Expert]], list[bool]]:
+    """Ask one question after the other; what each pass asks of a store, and whether it is a prompt's."""
+    passes, of_prompts = [], []
     for case in cases:
         (inputs,) = prompts(model, processor, [case.picture], [case.question])
-        length = inputs["input_ids"].shape[1]
-
-        def after_pass(ids: torch.Tensor, scores: torch.Tensor, length=length) -> torch.Tensor:
-            # The first token is chosen after the pass of the prompt.
-            if ids.shape[1] == length:
-                count(0)
-            return scores
-
         with llamoe.trace_experts(model) as trace:
-            model.generate(**inputs, logits_processor=LogitsProcessorList([after_pass]))
-        count(1)
-        for layer, experts in enumerate(trace.experts()[:, length:, 0].tolist()):
-            used.update((layer, expert) for expert in experts)
-    return counts, used
+            model.generate(**inputs)
+        length = inputs["input_ids"].shape[1]
+        prompt, answer = trace.experts().tensor_split([length], dim=1)
+        passes += [sorted({expert for token in passes_of(prompt) for expert in token}), *passes_of(answer)]
+        of_prompts += [True, *[False] * answer.shape[1]]
+    return passes, of_prompts
 
 
 def hits(count: int = HITS_COUNT, figure: Path = ROOT / "docs/expert_hit_rates.svg") -> str:
     """Hit rates with room for one expert, for two, and so on, as a table; and as a figure."""
     torch.set_num_threads(1)
     processor = AutoProcessor.from_pretrained(FOLDER)
-    cases, text = draw_cases(count, "trained"), AutoConfig.from_pretrained(FOLDER).text_config
+    cases = draw_cases(count, "trained")
+    model = llamoe.LlamoeForConditionalGeneration.from_pretrained(FOLDER, dtype=torch.bfloat16).eval()
+    text = model.config.text_config
     total = len(text.moe_layers) * text.num_local_experts
-    nbytes = 3 * text.hidden_size * text.intermediate_size * torch.bfloat16.itemsize
+    passes, of_prompts = trace_answers(model, processor, cases)
+    used = Counter(
+        expert
+        for asked, is_prompt in zip(passes, of_prompts, strict=True)
+        if not is_prompt
+        for expert in asked
+    )
     lines: dict[str, list[float]] = {
         "tokens of answers": [],
+        "the same, least recently used goes": [],
         "prompts": [],
         "most used ones, for answers": [],
     }
-    asked: set[tuple[int, int]] = set()
+    asked = Counter(dict.fromkeys((False, True), 0))
+    for each, is_prompt in zip(passes, of_prompts, strict=True):
+        asked[is_prompt] += len(each)
     for room in range(1, total + 1):
-        model = llamoe.LlamoeForConditionalGeneration.from_pretrained(
-            FOLDER, dtype=torch.bfloat16, device_map={"experts": "disk"}, experts_memory=room * nbytes
-        ).eval()
-        (prompt, answer), used = count_hits(model, processor, cases)
-        model.close()
+        rates = {}
+        for policy in (LeastOftenUsed, LeastRecentlyUsed):
+            found = Counter()
+            for (pass_hits, _), is_prompt in zip(simulate(passes, room, policy), of_prompts, strict=True):
+                found[is_prompt] += pass_hits
+            rates[policy] = [found[is_prompt] / asked[is_prompt] for is_prompt in (False, True)]
         kept = sum(number for _, number in used.most_common(room)) / used.total()
-        for values, value in zip(lines.values(), (answer.hit_rate, prompt.hit_rate, kept), strict=True):
+        (often, of_prompt), (recent, _) = rates[LeastOftenUsed], rates[LeastRecentlyUsed]
+        for values, value in zip(lines.values(), (often, recent, of_prompt, kept), strict=True):
             values.append(value)
-        asked.add((answer.hits + answer.misses, prompt.hits + prompt.misses))
-    # Whatever has room, the same experts are asked for.
-    ((of_answers, of_prompts),) = asked
     draw_hits([room / total for room in range(1, total + 1)], lines, figure)
     rows = [
         f"| {room} of {total} | " + " | ".join(f"{value:.1%}" for value in (*values, room / total)) + " |"
         for room, values in enumerate(zip(*lines.values(), strict=True), start=1)
     ]
-    head = "| room for | answers | prompts | the most used ones, for answers | even choices |\n|---|---|---|---|---|"
-    said = (
-        f"{count} questions; {of_answers:,} choices for tokens of answers, {of_prompts:,} experts of prompts."
+    head = (
+        "| room for | answers | answers, by least recently used | prompts | the most used ones, for answers | "
+        "even choices |\n|---|---|---|---|---|---|"
     )
+    said = f"{count} questions; {asked[False]:,} choices for tokens of answers, {asked[True]:,} experts of prompts."
     return "\n".join([said, "", head, *rows])
 
 

@@ -12,8 +12,9 @@ from benchmarks import OURS, bars, command_line, offload, processes, published_s
 from benchmarks.clocks import ProcessorClock
 from benchmarks.hardware import describe
 from benchmarks.harness import Budget
-from benchmarks.large_mixtures import LargeMixture, passes_of, simulate_lru
+from benchmarks.large_mixtures import LargeMixture, passes_of, simulate
 from llamoe.conversion import quantize
+from llamoe.modeling.offload import LeastRecentlyUsed
 
 TINY = LargeMixture(hidden=64, expert=48, layers=3, experts=7, vocabulary=101)
 
@@ -28,8 +29,8 @@ def folder(tmp_path_factory):
 def test_the_expert_used_longest_ago_makes_room():
     a, b, c = (0, 0), (0, 1), (1, 0)
     # a and b come; a is used again, so b makes room for c; then b is missed and takes a's place.
-    assert simulate_lru([[a, b], [a, c], [b], [c, a]], 2) == [(0, 2), (1, 1), (0, 1), (1, 1)]
-    assert simulate_lru([[a, b], [a, b]], 1) == [(0, 2), (0, 2)]
+    assert simulate([[a, b], [a, c], [b], [c, a]], 2, LeastRecentlyUsed) == [(0, 2), (1, 1), (0, 1), (1, 1)]
+    assert simulate([[a, b], [a, b]], 1, LeastRecentlyUsed) == [(0, 2), (0, 2)]
 
 
 def test_passes_ask_for_each_expert_once():
@@ -46,7 +47,7 @@ def test_hits_are_simulated_and_logits_equal(folder, law):
         for who in offload.CONTESTANTS
     }
     details = {who: row["details"] for who, row in found.items()}
-    counts = simulate_lru(details[offload.RESIDENT]["passes"], slots)[5:]
+    counts = simulate(details[offload.RESIDENT]["passes"], slots)[5:]
     hits, misses = (sum(count[index] for count in counts) for index in (0, 1))
     assert 0 < hits and 0 < misses
     for who in (OURS, offload.CACHED, offload.MAPPED):

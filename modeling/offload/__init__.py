@@ -10,6 +10,6 @@ stack), training (what accelerate and peft must know of them), loading (from a d
 from .budget import ExpertsMemory
 from .experts import OffloadedExperts
 from .loading import OffloadMixin, attach_stores, replace_with_offloaded, take_request
-from .matrix_cache import LeastRecentlyUsed
+from .matrix_cache import LeastOftenUsed, LeastRecentlyUsed
 from .statistics import ExpertsStatistics
 from .training import freeze_for_training, let_accelerate_train, showing_devices_of_rows

@@ -1,4 +1,4 @@
-"""How much memory holds recently used experts, how experts get there, and for how many of each kind there is room."""
+"""How much memory holds experts, which of them stay there, and for how many of each kind there is room."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 
 from ...configuration.sizes import bytes_of
 from ..moe import Experts
-from .matrix_cache import LeastRecentlyUsed, Policy
+from .matrix_cache import LeastOftenUsed, Policy
 
 # Of the memory that is available when a model is loaded, the share that experts may take where nobody names a size.
 _SHARE_OF_AVAILABLE = 0.5
@@ -23,7 +23,8 @@ class ExpertsMemory:
         size: bytes, or a text like "8GB" or "8GiB": memory for recently used experts. Of experts on disk it is RAM, of
             experts in RAM memory of the accelerator. None: half of what is available, at most all of these experts.
         policy: a class or function without arguments that makes the object which says what matrix is evicted
-            (`matrix_cache.Policy`); called twice for each size of expert: gate and up are one matrix, down is another.
+            (`matrix_cache.Policy`), such as `LeastOftenUsed` or `LeastRecentlyUsed`; called twice for each size of
+            expert: gate and up are one matrix, down is another.
         readers: threads that read from files.
         direct: whether files are read past the system's page cache; None: for matrices from 1 MiB, where the file
             system can.
@@ -32,7 +33,7 @@ class ExpertsMemory:
     """
 
     size: int | str | None = None
-    policy: Callable[[], Policy] = LeastRecentlyUsed
+    policy: Callable[[], Policy] = LeastOftenUsed
     readers: int = 8
     direct: bool | None = None
     misses: Literal["auto", "compute", "bring"] = "auto"

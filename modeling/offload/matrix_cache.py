@@ -3,6 +3,7 @@
 A matrix is *pinned* while somebody multiplies by it, and is not evicted then, nor while it is on its way.
 """
 
+import math
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
@@ -45,6 +46,84 @@ class LeastRecentlyUsed:
     def victim(self, can_go: Callable[[Hashable], bool]) -> Hashable | None:
         """See `Policy`."""
         return next((key for key in self._keys if can_go(key)), None)
+
+
+@dataclass
+class _Use:
+    """How often a matrix was used, and when last.
+
+    Attributes:
+        count: uses until `time`, each halved with the time since.
+        time: number of uses of all matrices before it.
+        visit: of its layer.
+    """
+
+    count: float = 0.0
+    time: int = 0
+    visit: int = 0
+
+
+class LeastOftenUsed:
+    """Evicts the matrix that is used least often, where a use counts half after a while.
+
+    That while is four uses of each matrix that was ever asked for; those that were evicted are remembered. Routers
+    prefer some experts for long and some for a text, and choose some again for the next token. So two kinds of
+    matrices stay in spite of their numbers:
+
+    * those of the pass before, where they need at most half of the slots;
+    * those that the layer has asked for which computes now, as long as there are others: where there is room for what
+      it needs, its pass back, or what checkpointing computes again, finds all of them. If there is not, the least
+      recently used one goes.
+    """
+
+    def __init__(self):
+        self._uses: dict[Hashable, _Use] = {}
+        # Those in the cache, the last one used last.
+        self._held: OrderedDict[Hashable, _Use] = OrderedDict()
+        self._time = self._visit = 0
+        self._first_layer: Hashable = None
+        self._layer: Hashable = None
+        # Uses by the pass before, and when this one began.
+        self._pass_uses, self._pass_begin = 0, 0
+
+    def touch(self, key: Any) -> None:
+        """See `Policy`."""
+        layer = key[0]
+        if layer != self._layer:
+            self._visit += 1
+            if self._first_layer in (None, layer):
+                self._first_layer = layer
+                self._pass_uses, self._pass_begin = self._time - self._pass_begin, self._time
+            self._layer = layer
+        use = self._uses.setdefault(key, _Use())
+        # Asked for ahead, and when it is needed.
+        if use.visit != self._visit:
+            self._time += 1
+            use.count = use.count * 2 ** ((use.time - self._time) / self._half_life) + 1
+            use.time, use.visit = self._time, self._visit
+        self._held[key] = use
+        self._held.move_to_end(key)
+
+    @property
+    def _half_life(self) -> int:
+        return 4 * len(self._uses)
+
+    def forget(self, key: Hashable) -> None:
+        """See `Policy`."""
+        self._held.pop(key, None)
+
+    def victim(self, can_go: Callable[[Hashable], bool]) -> Hashable | None:
+        """See `Policy`."""
+        kept = self._pass_uses if 2 * self._pass_uses <= len(self._held) else 0
+        found, least = None, math.inf
+        for key, use in self._held.items():
+            if use.visit == self._visit or self._time - use.time < kept:
+                continue
+            # In the order of the counts now, whenever that is.
+            rank = math.log2(use.count) + use.time / self._half_life
+            if rank < least and can_go(key):
+                found, least = key, rank
+        return next((key for key in self._held if can_go(key)), None) if found is None else found
 
 
 @dataclass(eq=False)

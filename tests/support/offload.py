@@ -9,7 +9,7 @@ from transformers import BitsAndBytesConfig
 
 import llamoe
 from llamoe.modeling.moe import Experts
-from llamoe.modeling.offload import ExpertsStatistics, OffloadedExperts
+from llamoe.modeling.offload import ExpertsMemory, ExpertsStatistics, LeastOftenUsed, OffloadedExperts
 
 TEXT = {
     "vocab_size": 199, "hidden_size": 64, "intermediate_size": 48, "intermediate_size_mlp": 96, "num_hidden_layers": 3,
@@ -87,11 +87,12 @@ def counts(model) -> ExpertsStatistics:
     return sum(model.experts_statistics().values(), ExpertsStatistics())
 
 
-def load_both(folder, experts: int = 3, cls=None, **kwargs):
+def load_both(folder, experts: int = 3, cls=None, policy=LeastOftenUsed, **kwargs):
     """The model of a folder in memory, and with room for so many experts, which are on disk."""
     cls, kwargs = cls or llamoe_class(folder), {"dtype": "auto", **kwargs}
     resident = cls.from_pretrained(folder, **kwargs).eval()
-    offloaded = cls.from_pretrained(folder, experts_memory=experts * expert_bytes(resident), **kwargs).eval()
+    memory = ExpertsMemory(experts * expert_bytes(resident), policy=policy)
+    offloaded = cls.from_pretrained(folder, experts_memory=memory, **kwargs).eval()
     assert any(isinstance(module, OffloadedExperts) for module in offloaded.modules())
     return resident, offloaded
 

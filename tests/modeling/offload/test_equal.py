@@ -16,7 +16,7 @@ from support.offload import (
 )
 
 import llamoe
-from llamoe.modeling.offload import ExpertsMemory
+from llamoe.modeling.offload import ExpertsMemory, LeastRecentlyUsed
 
 # A place, whether rows are on a device that stands in for an accelerator, and what becomes of a miss.
 STORES = (
@@ -143,7 +143,7 @@ def test_maps_name_some_layers(device_map, folders, ids):
 
 @pytest.mark.parametrize("slots", [2, 5, 9])
 def test_hits_are_those_of_a_simulated_cache(slots, folders, ids):
-    resident, offloaded = load_both(folders["text"], slots)
+    resident, offloaded = load_both(folders["text"], slots, policy=LeastRecentlyUsed)
     with llamoe.trace_experts(offloaded) as trace:
         offloaded.generate(ids[:1], max_new_tokens=25, do_sample=False, eos_token_id=-1)
     hits, misses = simulate_lru((key for keys in asked_in(trace) for key in keys), slots)
