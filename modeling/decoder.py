@@ -198,7 +198,7 @@ class DecoderModel(LlamoePreTrainedModel):
             rotary_positions = without_padding_positions(position_ids, attention_mask, inputs.query_offset)
         hidden_states = inputs_embeds
         cos, sin = self.rotary_emb(hidden_states, rotary_positions)
-        few_rows = begin_few_rows(hidden_states, kwargs)
+        few_rows = begin_few_rows(hidden_states, kwargs, (self.layers, self.norm))
         position_embeddings = cos, sin
         if few_rows is None or not few_rows.is_one_token:
             position_embeddings = rotary_tables(cos, sin, self.rotary_emb.interleave)

@@ -7,7 +7,8 @@ their roundings.
 
 What the kernels need to know of a module is worked out once (`_recall`), and again whenever its class, its hooks, its
 `forward`, or the address, dtype or shape of its tensors have changed. So hooks, adapters, casts and moves between two
-passes are seen. A layer that is adapted or watched is called as a module, and those beside it are not.
+passes are seen. A layer that is adapted or watched is called as a module, and those beside it are not. Where nothing
+watches any layer, nothing can change during a pass: then all of them are looked at once, when it begins (`_state_of`).
 
 A `forward` whose formula is known here says which one it is, by `computes`. One that took its place, in the class or in
 a subclass, is called.
@@ -87,9 +88,20 @@ class _MixtureHalf(NamedTuple):
     """Router and experts, where the whole is one call."""
 
 
-# What is known of a module, with the signature that it was known for. No tensor is kept: weights that were replaced are
-# freed.
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], Any]] = weakref.WeakKeyDictionary()
+class _State:
+    """All modules of a decoder as they were in one pass, and in those that followed without a change."""
+
+    def __init__(self, signature: list[Any]):
+        self.signature = signature
+
+
+# What is known of a module, the signature that it was known for, and its decoder's state at that time, if it had one.
+# No tensor is kept: weights that were replaced are freed.
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], Any, _State | None]] = (
+    weakref.WeakKeyDictionary()
+)
+# By the first module.
+_STATES: weakref.WeakKeyDictionary[nn.Module, _State] = weakref.WeakKeyDictionary()
 
 
 def computes(formula: str) -> Callable[[Callable], Callable]:
@@ -102,16 +114,47 @@ def computes(formula: str) -> Callable[[Callable], Callable]:
     return mark
 
 
-def begin_few_rows(x: torch.Tensor, options: Mapping[str, Any]) -> "FewRows | None":
+def begin_few_rows(
+    x: torch.Tensor, options: Mapping[str, Any], modules: Sequence[nn.Module] = ()
+) -> "FewRows | None":
     """What computes a pass of few rows; None where the modules do.
 
     Args:
         x: `[B, T, H]`, what the first layer is given.
         options: arguments of the attention implementation.
+        modules: with all that they contain, what the pass computes with, so that it need not be looked at one by one.
     """
     if can_use_shortcut(x) and 0 < x.numel() <= CPP_PACKED_MAX_ROWS * x.shape[-1]:
-        return FewRows(x, options)
+        return FewRows(x, options, _state_of(modules))
     return None
+
+
+def _state_of(modules: Sequence[nn.Module]) -> _State | None:
+    """The state of modules and their children; None where something watches one of them."""
+    signature: list[Any] = []
+    remaining = list(modules)
+    for module in remaining:
+        own = module.__dict__
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+            return None
+        signature.append(type(module))
+        if own["_parameters"]:
+            _sign_tensors(own["_parameters"], signature)
+        if own["_buffers"]:
+            _sign_tensors(own["_buffers"], signature)
+        remaining += filter(None, own["_modules"].values())
+    state = _STATES.get(modules[0]) if modules else None
+    if modules and (state is None or state.signature != signature):
+        state = _STATES[modules[0]] = _State(signature)
+    return state
+
+
+def _sign_tensors(tensors: Mapping[str, torch.Tensor | None], signature: list[Any]) -> None:
+    for tensor in tensors.values():
+        if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+            signature += (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.is_contiguous())
+        else:
+            signature.append(type(tensor))
 
 
 def apply_head(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +166,11 @@ def apply_head(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
 class FewRows:
     """A pass of few rows."""
 
-    def __init__(self, x: torch.Tensor, options: Mapping[str, Any]):
+    def __init__(self, x: torch.Tensor, options: Mapping[str, Any], state: _State | None = None):
+        self.state = state
+        # Asked of a configuration once a pass: its attributes are slow.
+        self.config: Any = None
+        self.is_sdpa = self.is_llamoe = False
         self.dtype, self.shape, self.size, self.options = x.dtype, x.shape, x.shape[-1], options
         num_rows = x.numel() // self.size
         self.takes_plain, self.takes_packed = (
@@ -200,7 +247,7 @@ class FewRows:
             or output is None
             or attention.training
             or (qk_norm is not None and _formula_of(qk_norm) != "l2_norm")
-            or ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation) is not sdpa_attention_forward
+            or not self._ask(config).is_sdpa
             or (attention.use_rope and not _are_angles(*angles, head_dim=head_dim))
         ):
             return None
@@ -254,7 +301,12 @@ class FewRows:
         if known is None:
             return None
         is_trained = module.training or router.training
-        if known.whole is not None and known.norm is not None and not is_trained and _is_plain_way(experts):
+        if (
+            known.whole is not None
+            and known.norm is not None
+            and not is_trained
+            and self._is_plain_way(experts)
+        ):
             return normalized_mixture(x, known.norm, norm.eps, known.whole)
         if shared is not None and _formula(shared) == "feed_forward":
             shared = partial(self._feed_forward, shared)
@@ -316,6 +368,18 @@ class FewRows:
             y = self._multiply((down,), known.output, act_fn(gated) * upped)[0]
         return y if norm is None else x + y
 
+    def _ask(self, config: Any) -> "FewRows":
+        """This pass, which then knows the implementations of attention and experts that a configuration names."""
+        if config is not self.config:
+            attend = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
+            self.config, self.is_sdpa = config, attend is sdpa_attention_forward
+            self.is_llamoe = getattr(config, "_experts_implementation", None) in (None, "llamoe")
+        return self
+
+    def _is_plain_way(self, experts: Any) -> bool:
+        """Whether llamoe computes experts, and nothing adds to them or watches them."""
+        return not experts.updates and self._ask(experts.config).is_llamoe and not has_hooks(experts)
+
     def _takes(self, x: torch.Tensor) -> bool:
         """Whether `x` is what the pass began with, as it is unless a module of another kind has returned it."""
         return x.shape == self.shape and self._is_readable(x)
@@ -347,6 +411,14 @@ class FewRows:
 
         None where the first one must be called, because something watches it.
         """
+        known = _KNOWN.get(watched[0])
+        if (
+            self.state is not None
+            and known is not None
+            and known[2] is self.state
+            and known[0][0] == self.key
+        ):
+            return known[1]
         signature: list[Any] = [self.key]
         for each in watched:
             signature += (
@@ -355,16 +427,14 @@ class FewRows:
                 not each._forward_hooks,
                 not each._forward_pre_hooks,
             )
-            for tensor in (*each._parameters.values(), *each._buffers.values()):
-                if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-                    signature += (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.is_contiguous())
-                else:
-                    signature.append(type(tensor))
-        known = _KNOWN.get(watched[0])
-        if known is None or known[0] != signature:
-            known = signature, None if has_hooks(watched[0]) else work_out()
-            _KNOWN[watched[0]] = known
-        return known[1]
+            _sign_tensors(each._parameters, signature)
+            _sign_tensors(each._buffers, signature)
+        if known is not None and known[0] == signature:
+            found = known[1]
+        else:
+            found = None if has_hooks(watched[0]) else work_out()
+        _KNOWN[watched[0]] = signature, found, self.state
+        return found
 
     def _linears(self, *linears: nn.Module) -> _Linears:
         matrices = [self._matrix(linear) for linear in linears]
@@ -406,7 +476,7 @@ class FewRows:
         """`experts(x_TH, indices_TK, weights_TK)`."""
         y_NH = None
         takes_llamoe_paths = getattr(type(experts), "takes_llamoe_paths", False)
-        if takes_llamoe_paths and _is_plain_way(experts) and (self.takes_plain or experts.is_packed):
+        if takes_llamoe_paths and self._is_plain_way(experts) and (self.takes_plain or experts.is_packed):
             y_NH = _multiply_by_experts(experts, x_TH, indices_TK)
         if y_NH is None:
             return experts(x_TH, indices_TK, weights_TK)
@@ -438,15 +508,6 @@ def _routing(router: Any, matrix: Matrix) -> Routing | None:
     names = "takes_softmax", "chooses_by_softmax", "normalizes", "scales_input"
     return prepare_routing(
         matrix, router.top_k, bias_E, **{name: bool(getattr(router, name)) for name in names}
-    )
-
-
-def _is_plain_way(experts: Any) -> bool:
-    """Whether llamoe computes experts, and nothing adds to them or watches them."""
-    return (
-        not experts.updates
-        and experts.config._experts_implementation in (None, "llamoe")
-        and not has_hooks(experts)
     )
 
 

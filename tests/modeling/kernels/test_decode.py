@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import llamoe
-from llamoe.modeling.kernels import SHORTCUTS_ARE_ON, FewRows, cpp_kernels
+from llamoe.modeling.kernels import SHORTCUTS_ARE_ON, FewRows, cpp_kernels, decode
 
 pytestmark = pytest.mark.skipif(
     cpp_kernels.library() is None or not SHORTCUTS_ARE_ON,
@@ -292,6 +292,36 @@ CHANGES = {
     "adapter": adapted,
     "casts": lambda model: model.bfloat16().float(),
 }
+
+
+def test_all_layers_are_looked_at_once(monkeypatch):
+    """When a pass begins; one by one only after a change, or where something watches one of them."""
+    model, tokens, looks = dense(), ids(12), []
+    steps(model, tokens)
+    monkeypatch.setattr(
+        decode, "has_hooks", lambda module, real=decode.has_hooks: looks.append(module) or real(module)
+    )
+    steps(model, tokens)
+    assert looks == []
+    model.model.layers[1].mlp.up_proj.weight.data = model.model.layers[1].mlp.up_proj.weight.data.clone()
+    steps(model, tokens)
+    changed = model.model.layers[1]
+    assert looks and set(looks) <= {changed.mlp, changed.post_attention_layernorm}
+
+
+def test_what_changes_during_a_pass_is_seen(monkeypatch):
+    """A hook of a layer may change those after it."""
+    model, tokens = dense(), ids(8)
+    before = steps(model, tokens)
+
+    def flip(*_):
+        weight = model.model.layers[1].mlp.up_proj.weight
+        weight.data = weight.data.flip(0).contiguous()
+
+    model.model.layers[0].register_forward_hook(flip)
+    # Four passes: after them the weight is as it was.
+    found = steps(model, tokens)
+    assert max_abs(found, by_modules(model, monkeypatch, tokens)) < 2e-5 and max_abs(found, before) > 1e-4
 
 
 @pytest.mark.parametrize("change", CHANGES)
