@@ -193,7 +193,12 @@ def measure_rates(
     if quantization is None and source.method == METHOD:
         quantization = QuantizationConfig(**dict(source.quantization or {}))
     form = None if quantization is None else format_for(quantization)
-    found = replace(measure_bandwidths(folder), products=measure_products(min(tokens, 4096), form))
+    try:
+        rates = measure_bandwidths(folder)
+    except ValueError:
+        # Files that are too small to measure a drive by are too small for its rate to matter.
+        rates = measure_bandwidths()
+    found = replace(rates, products=measure_products(min(tokens, 4096), form))
     if not getattr(config, "moe_layers", None):
         return found
     rows = -(-tokens * config.num_experts_per_tok // config.num_local_experts)
