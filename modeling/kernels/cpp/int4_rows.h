@@ -60,4 +60,47 @@ void int4_rows(const ByteRows& x, const uint8_t* codes, const uint32_t* scales, 
       std::memcpy(y + r * kBlock + output_of(p), (const char*)total[r] + 16 * p, 16);
 }
 
+// The same of float32 rows: codes are multiplied as they are, and scales come to the sums of a part.
+template <int R>
+void int4_rows(const float* x, const uint8_t* codes, const uint32_t* scales, int64_t scale_stride, int64_t inputs,
+               int64_t group, float* y) {
+  // Sums that do not wait for each other; outputs of the low four bits come before those of the high ones.
+  constexpr int kChains = R == 1 ? 2 : 1, kHigh = kVectors / 2;
+  Floats total[R][kVectors] = {};
+  for (int64_t p = 0; p < inputs / kPart; p++) {
+    const uint8_t* its = codes + p * kPart * (kBlock / 2);
+    for (int i = 0; i < kPart * kBlock / 2; i += 64) __builtin_prefetch(its + i + kAhead);
+    const uint32_t* part_scales = scales + p * kPart / group * scale_stride;
+    float of_part[R];
+    for (int r = 0; r < R; r++) {
+      Floats sum = {};
+      for (int k = 0; k < kPart; k += kLanes) sum += load<Floats>(x + r * inputs + p * kPart + k);
+      of_part[r] = sum_of(sum);
+    }
+    for (int v = 0; v < kHigh; v++) {
+      Floats sum[R][kChains][2] = {};
+      for (int k = 0; k < kPart; k += kChains)
+        for (int c = 0; c < kChains; c++) {
+          const Ints both = widen(load<Quarters>(its + (k + c) * (kBlock / 2) + v * kLanes));
+          const Floats low = to_floats(both & 15), high = to_floats(both >> 4 & 15);
+          for (int r = 0; r < R; r++) {
+            const float number = x[r * inputs + p * kPart + k + c];
+            sum[r][c][0] += low * number;
+            sum[r][c][1] += high * number;
+          }
+        }
+      for (int half = 0; half < 2; half++) {
+        const int place = v + half * kHigh;
+        const Words both = load<Words>(part_scales + place * kLanes);
+        const Floats scale = (Floats)(both << 16), of_0 = (Floats)(both & 0xffff0000) - 8.f * scale;
+        for (int r = 0; r < R; r++) {
+          const Floats products = kChains == 2 ? sum[r][0][half] + sum[r][kChains - 1][half] : sum[r][0][half];
+          total[r][place] += products * scale + of_0 * of_part[r];
+        }
+      }
+    }
+  }
+  std::memcpy(y, total, sizeof(total));
+}
+
 }  // namespace

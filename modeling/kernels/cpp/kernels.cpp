@@ -135,17 +135,20 @@ void multiply_some(const Rows& x, const Matrix& matrix, int64_t start, int64_t c
   if (matrix.bits == 4) {
     const uint8_t* codes = (const uint8_t*)matrix.codes + start * matrix.inputs / 2;
     const uint32_t* scales = (const uint32_t*)matrix.scales + start;
-    const auto multiply = [&](auto kernel) {
-      kernel(x.bytes, codes, scales, matrix.stride, matrix.inputs, matrix.group, y);
-    };
-    if (matrix.in_bytes && x.count == 1)
-      multiply(int4_rows<1>);
-    else if (matrix.in_bytes && x.count == 2 && kLanes == 16)
-      multiply(int4_rows<2>);
-    else if (matrix.in_bytes)
-      int4_block(x.bytes, x.count, codes, scales, matrix.stride, matrix.inputs, matrix.group, y);
-    else
-      int4_block(x.floats, x.count, codes, scales, matrix.stride, matrix.inputs, matrix.group, y);
+    const int64_t inputs = matrix.inputs, group = matrix.group;
+    if (matrix.in_bytes && x.count == 1) {
+      int4_rows<1>(x.bytes, codes, scales, matrix.stride, inputs, group, y);
+    } else if (matrix.in_bytes && x.count == 2 && kLanes == 16) {
+      int4_rows<2>(x.bytes, codes, scales, matrix.stride, inputs, group, y);
+    } else if (matrix.in_bytes) {
+      int4_block(x.bytes, x.count, codes, scales, matrix.stride, inputs, group, y);
+    } else if (x.count > 4) {
+      int4_block(x.floats, x.count, codes, scales, matrix.stride, inputs, group, y);
+    } else {
+#define CALL(R) int4_rows<R>(x.floats + r * inputs, codes, scales, matrix.stride, inputs, group, y + r * kBlock)
+      FOR_ROWS(x.count, r, CALL)
+#undef CALL
+    }
     return;
   }
   if (matrix.in_bytes && x.count >= kManyRows && count == kBlock) {
