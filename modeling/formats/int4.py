@@ -17,6 +17,7 @@ from ..kernels import (
     Matrix,
     cpp_products,
     cpp_unpack,
+    dtype_of_blocks,
     needs_float32,
     rows_in_bytes,
 )
@@ -61,7 +62,7 @@ class Int4(Format):
 
     @property
     def kernel_max_rows(self) -> int:
-        return rows_in_bytes() if self.in_bytes else FEW_BITS_FLOAT_MAX_ROWS
+        return rows_in_bytes(4) if self.in_bytes else FEW_BITS_FLOAT_MAX_ROWS
 
     @property
     def key(self) -> str:
@@ -151,11 +152,12 @@ class Int4(Format):
                 return y_NO
         if packed.is_cpu and len(x_NI) <= INT4_TORCH_MAX_ROWS.get(torchs_block() or 0, 0):
             return self._multiply_by_torch(x_NI.contiguous(), packed, scales)
-        if not needs_float32(x_NI):
+        if not packed.is_cpu:
             return x_NI @ self._unpacked(parts, x_NI)
-        y_NO = x_NI.new_empty(len(x_NI), len(packed), dtype=torch.float32)
-        for some, weight_PO in self._in_float32(parts):
-            torch.mm(x_NI.float(), weight_PO, out=y_NO[:, some])
+        x = x_NI.to(dtype_of_blocks(x_NI))
+        y_NO = x.new_empty(len(x), len(packed))
+        for some, weight_PO in self._blocks(parts, x.dtype):
+            torch.mm(x, weight_PO, out=y_NO[:, some])
         return y_NO.to(x_NI.dtype)
 
     def _multiply_by_torch(
@@ -175,14 +177,18 @@ class Int4(Format):
                 found.append(torch.mm(x_NP.float(), rest_PO).to(x_NP.dtype))
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
-    def _in_float32(self, parts: Parts) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Some outputs after the other, and their columns `[P, …]` of the matrix, valid until the next ones."""
+    def _blocks(self, parts: Parts, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Some outputs after the other, and their columns `[P, …]` of the matrix, valid until the next ones.
+
+        They share their memory: mapping as much as a whole matrix takes longer than unpacking it.
+        """
         packed, scales = parts
-        memory = torch.empty(0)
+        num_in = packed.shape[1] * 2
+        memory = torch.empty(0, dtype=dtype)
         for some in self._pieces(packed):
-            size = packed.shape[1] * 2 * (some.stop - some.start)
-            memory = memory if memory.numel() >= size else torch.empty(size)
-            weight_PO = memory[:size].view(packed.shape[1] * 2, -1)
+            size = num_in * (some.stop - some.start)
+            memory = memory if memory.numel() >= size else torch.empty(size, dtype=dtype)
+            weight_PO = memory[:size].view(num_in, -1)
             if not cpp_unpack(Matrix(4, self.group_size, packed[some], scales[:, some]), weight_PO):
                 unpack(packed[some], scales[:, some], weight_PO)
             yield some, weight_PO
@@ -193,7 +199,7 @@ class Int4(Format):
         if not needs_float32(x_NO):
             return (x_NO @ self._unpacked(parts, x_NO).T)[:, : sizes[1]]
         y_NP = x_NO.new_zeros(len(x_NO), parts[0].shape[1] * 2, dtype=torch.float32)
-        for some, weight_PO in self._in_float32(parts):
+        for some, weight_PO in self._blocks(parts, torch.float32):
             y_NP.addmm_(x_NO[:, some].float(), weight_PO.T)
         return y_NP[:, : sizes[1]].to(x_NO.dtype)
 

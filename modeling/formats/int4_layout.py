@@ -62,28 +62,29 @@ def unpack(packed: torch.Tensor, scales: torch.Tensor, out_IO: torch.Tensor) -> 
         bytes_ = packed.view(num_in, -1)
         low, high = out_IO.unflatten(1, (-1, 2)).unbind(2)
     else:
-        bytes_ = packed.view(-1, num_in, BLOCK // 2).transpose(0, 1).contiguous()
+        # The bytes of an input and block are as large as two complex numbers, and copied as such.
+        pairs = _in_pairs(packed).view(-1, num_in, 2).transpose(0, 1).contiguous()
+        bytes_ = pairs.view(torch.uint8).view(num_in, -1, BLOCK // 2)
         low, high = out_IO.unflatten(1, (-1, 2, BLOCK // 2)).unbind(2)
-    # Signed bytes are cast faster.
-    low.copy_((bytes_ & 15).view(torch.int8))
-    high.copy_((bytes_ >> 4).view(torch.int8))
-    scale_GO, offset_GO = (
-        each.to(out_IO.dtype, memory_format=torch.contiguous_format) for each in scales.unbind(2)
-    )
-    if out_IO.dtype == torch.float32:
-        offset_GO = offset_GO - 8 * scale_GO
-    else:
-        out_IO.sub_(8)
+    # Bytes are subtracted from, and cast where they are signed, faster than numbers of more bits.
+    low.copy_((bytes_ & 15).view(torch.int8).sub_(8))
+    high.copy_((bytes_ >> 4).view(torch.int8).sub_(8))
+    # `to` leaves strides of a tensor that has the dtype already, and strided scales take three times as long.
+    scale_GO, offset_GO = (each.to(out_IO.dtype).contiguous() for each in scales.unbind(2))
     codes_GgO = out_IO.unflatten(0, (len(scales), -1))
     torch.addcmul(offset_GO[:, None], codes_GgO, scale_GO[:, None], out=codes_GgO)
+
+
+def _in_pairs(packed: torch.Tensor) -> torch.Tensor:
+    """The bytes, 16 as one complex number; copied where they do not begin at a multiple of 16."""
+    is_odd = packed.data_ptr() % 16 or packed.storage_offset() % 16
+    return (packed.clone() if is_odd else packed).view(-1).view(torch.complex128)
 
 
 def in_blocks_of_32(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of whole blocks as torch packs them for AVX2: half as many outputs a block, in another order."""
     # Half a block of an input is as large as one complex number, and copied as such.
-    if packed.data_ptr() % 16 or packed.storage_offset() % 16:
-        packed = packed.clone()
-    halves = packed.view(-1, packed.shape[1] * 2, BLOCK // 2).view(torch.complex128)
+    halves = _in_pairs(packed).view(-1, packed.shape[1] * 2, 2)
     scales_of_halves = scales.unflatten(1, (-1, 2, 2, BLOCK // 4)).transpose(2, 3).flatten(1, 4)
     return halves.transpose(1, 2).contiguous().view(torch.uint8).view(packed.shape), scales_of_halves
 

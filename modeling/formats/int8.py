@@ -12,8 +12,9 @@ from ..kernels import (
     INT8_TORCH_MAX_ROWS,
     GpuMatrix,
     Matrix,
-    blocks_in_float32,
+    blocks_in,
     cpp_products,
+    dtype_of_blocks,
     needs_float32,
     rows_in_bytes,
 )
@@ -43,7 +44,7 @@ class Int8(Format):
 
     @property
     def kernel_max_rows(self) -> int:
-        return rows_in_bytes() if self.in_bytes else FEW_BITS_FLOAT_MAX_ROWS
+        return rows_in_bytes(8) if self.in_bytes else FEW_BITS_FLOAT_MAX_ROWS
 
     @property
     def key(self) -> str:
@@ -96,11 +97,12 @@ class Int8(Format):
             if x_NI.data_ptr() % self.alignment:
                 x_NI = x_NI.clone()
             return torch.ops.aten._weight_int8pack_mm(x_NI, codes, scales)
-        if not needs_float32(x_NI):
+        if not codes.is_cpu:
             return (x_NI @ codes.to(x_NI.dtype).T).mul_(scales)
-        y_NO = x_NI.new_empty(len(x_NI), len(codes), dtype=torch.float32)
-        for some, weight_OI in blocks_in_float32(codes):
-            torch.mm(x_NI.float(), weight_OI.T, out=y_NO[:, some])
+        x = x_NI.to(dtype_of_blocks(x_NI))
+        y_NO = x.new_empty(len(x), len(codes))
+        for some, weight_OI in blocks_in(codes, x.dtype):
+            torch.mm(x, weight_OI.T, out=y_NO[:, some])
         return y_NO.mul_(scales).to(x_NI.dtype)
 
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
@@ -110,7 +112,7 @@ class Int8(Format):
         if not needs_float32(x_NO):
             return (x_NO * scales) @ codes.to(x_NO.dtype)
         x, y_NI = x_NO.float() * scales, x_NO.new_zeros(len(x_NO), sizes[1], dtype=torch.float32)
-        for some, weight_OI in blocks_in_float32(codes):
+        for some, weight_OI in blocks_in(codes, torch.float32):
             y_NI.addmm_(x[:, some], weight_OI)
         return y_NI.to(x_NO.dtype)
 

@@ -25,7 +25,8 @@ from .few_rows import few_rows_experts, few_rows_fits, few_rows_limit
 from .few_rows_check import difference, find_difference, kernel_is_right
 from .float32_blocks import (
     BLOCK_WEIGHTS,
-    blocks_in_float32,
+    blocks_in,
+    dtype_of_blocks,
     in_float32,
     needs_float32,
     plain_max_rows,

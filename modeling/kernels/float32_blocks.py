@@ -53,9 +53,9 @@ def rows_of_torch(dtype: torch.dtype) -> int | None:
 _HAS_AMX = has_mkldnn_products(torch.bfloat16) and bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
-def rows_in_bytes() -> int:
-    """Up to how many rows the kernels of 4 and 8 bits, which quantize them, are faster than unpacking once."""
-    return FEW_BITS_AMX_MAX_ROWS if _HAS_AMX else sys.maxsize
+def rows_in_bytes(bits: int) -> int:
+    """Up to how many rows the kernels of so many bits, which quantize them, are faster than unpacking once."""
+    return FEW_BITS_AMX_MAX_ROWS[bits] if _HAS_AMX else sys.maxsize
 
 
 def plain_max_rows(dtype: torch.dtype) -> int:
@@ -82,13 +82,18 @@ def in_float32(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | No
     x = x_NI.float()
     if is_input_first:
         y = x.new_zeros(len(x), len(weight_OI))
-        for some, block_IO in blocks_in_float32(weight_OI.T):
+        for some, block_IO in blocks_in(weight_OI.T, torch.float32):
             y.addmm_(x[:, some], block_IO)
     else:
         y = x.new_empty(len(x), len(weight_OI))
-        for some, block_OI in blocks_in_float32(weight_OI):
+        for some, block_OI in blocks_in(weight_OI, torch.float32):
             torch.mm(x, block_OI.T, out=y[:, some])
     return y.to(x_NI.dtype)
+
+
+def dtype_of_blocks(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which a matrix that is yet to be unpacked is multiplied fastest by these rows of 16 bits or more."""
+    return torch.float32 if needs_float32(x) else x.dtype
 
 
 def needs_float32(x: torch.Tensor) -> bool:
@@ -96,10 +101,13 @@ def needs_float32(x: torch.Tensor) -> bool:
     return x.is_cpu and rows_of_torch(x.dtype) is not None
 
 
-def blocks_in_float32(matrix_OI: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Some rows after the other, and these in float32, valid until the next ones."""
+def blocks_in(matrix_OI: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Some rows after the other, and these in another dtype, valid until the next ones.
+
+    They share their memory: mapping as much as a whole matrix takes longer than the cast.
+    """
     step = max(BLOCK_WEIGHTS // max(matrix_OI.shape[1], 1), 1)
-    block = matrix_OI.new_empty(min(step, len(matrix_OI)), matrix_OI.shape[1], dtype=torch.float32)
+    block = matrix_OI.new_empty(min(step, len(matrix_OI)), matrix_OI.shape[1], dtype=dtype)
     for start in range(0, len(matrix_OI), step):
         some = slice(start, min(start + step, len(matrix_OI)))
         yield some, block[: some.stop - start].copy_(matrix_OI[some])

@@ -99,8 +99,7 @@ class LlamoeQuantizer(HfQuantizer):
             cost = (
                 "weights are unpacked for each product"
                 if torchs_block() is None
-                else "a token takes up to 1.9 times as long as in bfloat16 and 1.3 times as long as in float32, "
-                "a prompt 1.3 times"
+                else "a token takes about as long as in bfloat16, a prompt up to 1.4 times as long"
             )
             why, remedy = why_no_cpp_kernels() or ("", "")
             _say_once(
