@@ -33,7 +33,7 @@ NOT_IN_WHEEL := test_benchmarks.py test_benchmarks_gpu.py test_benchmarks_offloa
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo chat train-tiny test test-tools test-lowest fuzz kill lint format installed-names types docs wheel bench clean
+.PHONY: help demo chat train-tiny test test-tools test-lowest fuzz kill lint format installed-names types docs wheel gpu bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -103,6 +103,9 @@ wheel: $(VENV)/.installed-test ## build the source archive and the wheel in dist
 	@rm -rf build dist
 	$(BIN) -m build --no-isolation --outdir dist . > $(VENV)/build.log || { cat $(VENV)/build.log; exit 1; }
 	@ls dist
+
+gpu: $(VENV)/.installed-bench ## prove on a CUDA device what the pages say of GPUs
+	HF_HUB_OFFLINE=1 $(BIN) -m benchmarks.prove_gpu $(ARGS)
 
 bench: $(VENV)/.installed-bench ## measure speed and memory against transformers on this CPU, in half an hour
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN) -m benchmarks.cpu $(ARGS)

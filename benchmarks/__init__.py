@@ -5,6 +5,8 @@
     python -m benchmarks.cpu --hold avx2 --cases few-bits   # as a processor without AVX-512
     python -m benchmarks.bars cpu                  # the targets, and an exit status
     python -m benchmarks.gpu --output folder       # Scout- and Maverick-shaped layers in bfloat16
+    python -m benchmarks.prove_gpu                 # whether a card does what the pages say, with exit status
+    python -m benchmarks.gpu_budgets               # what a card is asked, counted without one (fake_cards, fake_models)
     python -m benchmarks.readme                    # the README's and docs/performance.md's figures, from the results
     python -m benchmarks.conversion                # conversions beside a plain copy
     python -m benchmarks.quality                   # what few bits cost the small model's answers
@@ -12,11 +14,12 @@
     python -m benchmarks.qlora                     # adapters of a Scout in 4 bits, on a CUDA device
 
 Reading order: bars (targets for the figures), held (a machine as a lesser one), hardware (machine, versions, measured
-rates), memory and clocks (what is measured), harness (how a case runs), shapes and roofline (sizes, and the least
-that a case must read and compute), routing (inputs for chosen experts), shared_weights (models of both libraries on
-the same parameters), then the cases: block, models, small_modules; in processes of their own loading, and offload on
-a large_mixture; with models in folders saved_models, gguf_files (and its script gguf_converter), few_bits and
-mixtral; report, plot and readme write the results, command_line reads the options, cpu and gpu are the commands.
+rates), memory and clocks (what is measured), harness (how a case runs), shapes and roofline (sizes, and the least that
+a case must read and compute), routing (inputs for chosen experts), shared_weights (models of both libraries on the same
+parameters), then the cases: block, models, small_modules; in processes of their own loading, and offload on a
+large_mixture; with models in folders saved_models, gguf_files (and its script gguf_converter), few_bits and mixtral;
+report, plot and readme write the results, command_line reads the options, cpu and gpu are the commands. Of GPUs that
+are not there cards, fake_cards, fake_models and gpu_budgets know; prove_gpu asks those that are.
 """
 
 import os

@@ -288,11 +288,14 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def counting(self) -> Iterator[Counts]:
         """Counts of what happens inside, the peak beside what was held before."""
-        self.counts, before = Counts(peak=self.live), self.live
+        counts, before = Counts(peak=self.live), self.live
+        self.counts = counts
         try:
-            yield self.counts
+            yield counts
         finally:
-            self.counts.peak -= before
+            counts.peak -= before
+            # What follows belongs to nobody.
+            self.counts = Counts()
 
     # torch's attention.
 

@@ -66,23 +66,27 @@ def parse() -> argparse.Namespace:
 
 
 def build(setting: Setting, layers: int, weights: str, tiny: bool) -> PreTrainedModel:
-    """A model of packed random weights; at no time does it hold a stack of experts in 16 bits."""
+    """A model of random weights: "nf4", "int4", "int8", or "bf16". Packed ones are never whole in 16 bits."""
     text = {**(TINY if tiny else {}), "num_hidden_layers": layers}
     with torch.device("meta"):
         model = llamoe.LlamoeForCausalLM(llamoe.preset("llama-4-scout", text_config=text).text_config)
+    quantizer: Any = None
     if weights == "nf4":
         fields = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
         config: Any = BitsAndBytesConfig(**fields, bnb_4bit_compute_dtype=setting.dtype)
-        quantizer: Any = BitsAndBytes4BitQuantizer(config, pre_quantized=False)
-    else:
-        quantizer = LlamoeQuantizer(llamoe.QuantizationConfig(weights="int4"), pre_quantized=False)
+        quantizer = BitsAndBytes4BitQuantizer(config, pre_quantized=False)
+    elif weights != "bf16":
+        quantizer = LlamoeQuantizer(llamoe.QuantizationConfig(weights=weights), pre_quantized=False)
     # Experts are packed in the dtype of the model's weights.
-    quantizer.preprocess_model(model.to(setting.dtype), device_map=None)
+    model.to(setting.dtype)
+    if quantizer is not None:
+        quantizer.preprocess_model(model, device_map=None)
     made: dict[Any, list[torch.Tensor]] = {}
     for module in model.modules():
         _fill(module, setting, made)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    quantizer.postprocess_model(model)
+    if quantizer is not None:
+        quantizer.postprocess_model(model)
     return model
 
 

@@ -1,10 +1,12 @@
 """What whole models ask of a GPU, counted on cards that are not there, and the program that proves a real one."""
 
+import json
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks import fake_models
+from benchmarks import fake_models, gpu_budgets, prove_gpu
 from benchmarks.cards import CARDS
 from benchmarks.fake_cards import pretend
 
@@ -50,8 +52,9 @@ def test_the_recorder_counts_what_torch_launches(card):
     assert counts.peak == 4000 and recorder.live == held
 
 
-@pytest.mark.parametrize("name", ["A100", "H100", "RTX 5090"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "name"), [*zip(FAMILIES, ("A100", "RTX 5090", "H100", "A100"), strict=True)]
+)
 def test_a_decode_step_asks_the_host_nothing(card, family, name):
     """With nothing but tokens; with mask and positions, as transformers' users give them, it waits once for both."""
     recorder = card(name)
@@ -97,8 +100,9 @@ def test_generate_waits_at_most_once_a_token(card):
 def test_no_card_multiplies_scores_out(card, name, dtype, kernel):
     """Shared keys in float32, and on cards before Ampere; a prompt, one behind cached tokens, and a token."""
     recorder = card(name)
-    model = fake_models.build("llama4", dtype=dtype)
-    scores = 40 * 8192 * 8192 * dtype.itemsize
+    # Layers with chunks are in the committed file.
+    model = fake_models.build("dense", dtype=dtype)
+    scores = 64 * 8192 * 8192 * dtype.itemsize
     for behind in (0, 16384):
         counts = fake_models.prefill(recorder, model, 8192, behind)
         assert set(counts.kernels) == {kernel}
@@ -114,3 +118,73 @@ def test_a_prompt_behind_cached_tokens_is_one_call_a_layer(card):
     assert behind.kernels == {"flash": 2}
     layer = 2 * 8 * 128 * 2 * (4096 + 32768)  # keys and values of a layer
     assert behind.peak < first.peak + 4 * layer
+
+
+def test_the_proof_runs_on_a_cpu_with_small_sizes(tmp_path, capsys, monkeypatch):
+    """Each of its ten steps; results are written, and a check that fails decides of the exit status."""
+    assert prove_gpu.main(["--small", "--output", str(tmp_path)]) == 0, capsys.readouterr().out[-3000:]
+    found = json.loads((tmp_path / "prove_gpu.json").read_text())
+    steps = {check["step"] for check in found["checks"]}
+    assert steps == set(prove_gpu.STEPS) and len(steps) == 10
+    judged = {check["step"] for check in found["checks"] if check["passed"] is not None}
+    assert judged == set(prove_gpu.STEPS) - {"facts", "speed", "cards"}
+    assert all(check["limit"] for check in found["checks"] if check["passed"] is not None)
+    page = (tmp_path / "prove_gpu.md").read_text()
+    assert page.count("\n| ") == len(found["checks"]) + 1 and "**failed**" not in page
+
+    def fail(proof):
+        proof.judge("a number", 3.0, most=2.0)
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setitem(prove_gpu.STEPS, "speed", fail)
+    assert prove_gpu.main(["--small", "--steps", "speed", "facts", "--output", str(tmp_path)]) == 1
+    page = (tmp_path / "prove_gpu.md").read_text()
+    assert (
+        page.count("**failed**") == 2
+        and "RuntimeError: no such kernel" in page
+        and "| facts | date |" in page
+    )
+    if not torch.cuda.is_available():
+        assert prove_gpu.main([]) == 2 and "needs a CUDA device" in capsys.readouterr().err
+
+
+def test_counted_numbers_are_within_their_limits(capsys, monkeypatch):
+    """The committed file, the page, and some cases counted anew."""
+    results = json.loads(gpu_budgets.RESULTS.read_text())
+    assert gpu_budgets.exceeded(results) == []
+    monkeypatch.setattr("sys.argv", ["gpu_budgets", "--check"])
+    assert gpu_budgets.main() == 0, capsys.readouterr().err
+    assert len(results["decode"]) == len(list(gpu_budgets.decode_cases()))
+    some = [
+        ("A100", "mixtral", "bf16", True),
+        ("RTX 5090", "llama4-pictures", "int4", False),
+        ("H100", "dense", "nf4", False),
+        ("A100", "llama4", "int8", True),
+    ]
+    for row in results["decode"]:
+        asked = (row["card"], row["family"], row["weights"], row["lora"])
+        if asked in some and (row["attention"], row["cache"]) == ("sdpa", "dynamic"):
+            some.remove(asked)
+            assert gpu_budgets.decode({key: row[key] for key in row if key in gpu_budgets.KEYS}) == row
+    assert not some
+    wrong = dict(results["decode"][0], waits=2, bytes_a_weight=9.0, attention_kernels=["math"])
+    assert len(gpu_budgets.exceeded({"decode": [wrong], "prefill": [], "compiled": []})) == 3
+
+
+@pytest.mark.parametrize(
+    "card", [CARDS[name] for name in ("T4", *gpu_budgets.DECODE_CARDS)], ids=lambda card: card.name
+)
+def test_expectations_of_a_card_are_what_the_library_does(card):
+    """The table of cards is written by hand; what it says of kernels is what models on such a card take."""
+    expected = card.expects()
+    dtype = torch.bfloat16 if expected["dtype"] == "bfloat16" else torch.float16
+    with pretend(card) as recorder:
+        model = fake_models.build("llama4", dtype=dtype)
+        step = fake_models.decode_step(recorder, model)["counts"]
+        prompt = fake_models.prefill(recorder, model, 300)
+    kernel = "flash" if expected["attention"] == "flash" else "efficient"
+    assert set(step.kernels) == set(prompt.kernels) == {kernel}
+    has_kernel = "kernels" in expected["few rows of experts"]
+    assert (step.operators["llamoe::few_rows_experts"] > 0) == has_kernel
+    waits = any("grouped product" in each or "tolist" in each for each in prompt.reasons)
+    assert waits == ("on the device" not in expected["many rows of experts"])

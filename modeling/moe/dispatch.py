@@ -115,7 +115,7 @@ def compute_experts(
 
     x_TH = hidden_states.to(dtype)
     host_counts = path == "loop" and not (needs_gradient or is_traced)
-    if path == "kernel" and getattr(experts, "is_packed", False):
+    if path == "kernel" and (is_adapted or getattr(experts, "is_packed", False)):
         y_NH = _products_by_kernel(experts, x_TH, top_k_index, updates, needs_gradient)
     elif path == "kernel":
         # Same layout as in the check: kernels are compiled for strides and for the dtype of the ids.
@@ -139,7 +139,7 @@ def compute_experts(
 
 def _kernel_serves(experts: Any, updates: Updates, needs_gradient: bool, may_check: bool) -> bool:
     """Whether the kernels are right for these experts, and for the adapters that they are multiplied with."""
-    if not getattr(experts, "is_packed", False):
+    if not getattr(experts, "is_packed", False) and len(updates) == 0:
         return kernel_is_right(*_input_first(experts), may_check=may_check)
     stacks = [experts.stack(name) for name in STACKS]
     updates = in_dtype(updates, compute_dtype(experts))
@@ -321,16 +321,18 @@ def why_not(
     hidden_size, intermediate_size = experts.hidden_and_intermediate_size
     if reason := experts.refusal(_name(path)):
         return reason
-    if path == "kernel" and getattr(experts, "is_packed", False):
+    is_packed = getattr(experts, "is_packed", False)
+    if path == "kernel" and needs_gradient and not is_packed:
+        return "the kernel has no gradient."
+    if path == "kernel" and (is_packed or is_adapted):
         if not may_have_gpu_kernel(experts.device):
-            return f"the kernel for packed experts is for CUDA devices ({experts.device} here)."
+            kind = "packed experts is" if is_packed else "experts knows no adapter: those with adapters are"
+            return f"the kernel for {kind} for CUDA devices ({experts.device} here)."
         for name in STACKS:
             if reason := why_no_kernel(experts.formats[name], experts.sizes_of(name), dtype, experts.device):
                 return f"the kernel does not take these experts. {reason}"
         return None
     if path == "kernel":
-        if needs_gradient or is_adapted:
-            return f"the kernel {'has no gradient' if needs_gradient else 'knows no adapter'}."
         fits = few_rows_fits(
             num_rows, hidden_size, intermediate_size, dtype, weight.device, experts.hidden_act
         )

@@ -1,0 +1,655 @@
+"""Proves on a GPU, in ten steps that are meant to take ten minutes of an H100, that what llamoe says of GPUs holds.
+
+    make gpu                                  # or python -m benchmarks.prove_gpu
+    python -m benchmarks.prove_gpu --steps parity formats
+    python -m benchmarks.prove_gpu --small    # the same steps on a CPU, with small sizes: proves this program
+
+Each step compares with something else: the CPU in float32, the plain formula, weights that were unpacked first, a model
+whose experts are not offloaded, a limit. Times and bandwidths are told; where the limit is one that was reasoned
+(`gpu_budgets`, `cards`), what exceeds it fails. The exit status is 0 where nothing failed, 1 where something did, 2
+without a CUDA device. Results go to results/prove_gpu.json and .md, with date, card and versions.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import llamoe
+from llamoe.modeling.moe.dispatch import compute_experts
+
+from . import gpu_budgets, qlora
+from .cards import card_named
+from .clocks import DeviceClock, ProcessorClock
+from .hardware import describe, measure_rates
+from .memory import peak_of
+from .report import ROOT
+from .shapes import Setting
+
+RESULTS = ROOT / "benchmarks/results"
+SMALL = dict(
+    hidden_size=128, intermediate_size=192, num_attention_heads=8, num_key_value_heads=2, head_dim=32
+)
+SMALL |= dict(vocab_size=503, num_hidden_layers=4, max_position_embeddings=512, pad_token_id=0)
+MIXTURE = dict(num_local_experts=5, intermediate_size_mlp=320, attention_chunk_size=32, floor_scale=8)
+VISION = dict(
+    hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512, image_size=56
+)
+VISION |= dict(patch_size=14, projector_input_dim=64, projector_output_dim=64, vision_output_dim=64)
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
+"""Largest difference of the median token's logits from the CPU's in float32, in standard deviations of logits."""
+_LAYER, _EMBEDDINGS = 4.5e9, 4.2e9
+"""Bytes of a layer of Scout's shape in 16 bits, and of its embeddings and head."""
+LEAST_BANDWIDTH = 0.5
+"""Share of the measured bandwidth at which few rows shall read their experts."""
+MOST_TIME = 2.0
+"""Times the time of 16 bits that a step of few bits may take."""
+MOST_PINNED = 1.1
+
+
+@dataclass
+class Check:
+    """Something that was found out; `passed` is None where there is no limit."""
+
+    step: str
+    what: str
+    value: Any
+    limit: str = ""
+    passed: bool | None = None
+
+
+@dataclass
+class Proof:
+    """The device, the sizes, and what was found out."""
+
+    device: torch.device
+    small: bool
+    folder: Path
+    checks: list[Check] = field(default_factory=list)
+    step: str = ""
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether there is a card."""
+        return self.device.type == "cuda"
+
+    def say(self, what: str, value: Any) -> None:
+        """Note something without a limit."""
+        self.checks.append(Check(self.step, what, value))
+
+    def judge(self, what: str, value: float, most: float | None = None, least: float | None = None) -> None:
+        """Note a number, which must be within its limit."""
+        passed = (most is None or value <= most) and (least is None or value >= least)
+        limit = f"at most {most:g}" if most is not None else f"at least {least:g}"
+        self.checks.append(Check(self.step, what, value, limit, passed))
+
+    def seconds(self, run: Callable[[], Any], repeats: int = 5) -> float:
+        """The least time of a run, of several; on a card by replays of a CUDA graph where one can be made."""
+        run()
+        clock = DeviceClock(self.device) if self.is_cuda else ProcessorClock(1 << 20)
+        if self.is_cuda:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                run()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run()
+            run = graph.replay
+        return min(clock.sample(run, repeats) for _ in range(3))
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether the device multiplies bfloat16; packed weights of llamoe's own are multiplied in nothing else."""
+        return not self.is_cuda or torch.cuda.get_device_capability(self.device) >= (8, 0)
+
+    def setting(self) -> Setting:
+        """Where models are built, and in which 16 bits."""
+        return Setting(self.device, torch.bfloat16 if self.has_bfloat16 else torch.float16)
+
+    def layers(self, wanted: int) -> int:
+        """Up to so many layers of Scout's shape in 16 bits, as many as leave half of the card for the rest."""
+        if self.small:
+            return wanted
+        room = torch.cuda.get_device_properties(self.device).total_memory / 2 - _EMBEDDINGS
+        return max(1, min(wanted, int(room / _LAYER)))
+
+
+def configs() -> dict[str, tuple[type, Any]]:
+    """Class and configuration of a small model of each family."""
+    text = {**SMALL, **MIXTURE}
+    multimodal = llamoe.LlamoeConfig(
+        text_config={**text, "num_experts_per_tok": 1},
+        vision_config=VISION,
+        image_token_index=501,
+        boi_token_index=499,
+        eoi_token_index=500,
+    )
+    mixtral = {**SMALL, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24}
+    return {
+        "dense": (llamoe.LlamoeDenseForCausalLM, llamoe.LlamoeDenseConfig(**SMALL)),
+        "mixtral": (llamoe.LlamoeMixtralForCausalLM, llamoe.LlamoeMixtralConfig(**mixtral)),
+        "llama4": (llamoe.LlamoeForCausalLM, llamoe.LlamoeTextConfig(**text)),
+        "llama4-pictures": (llamoe.LlamoeForConditionalGeneration, multimodal),
+    }
+
+
+def small_model(family: str) -> Any:
+    """A small model on the CPU, whose weights are drawn so that logits have a deviation of about one."""
+    model_class, config = configs()[family]
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1:
+                inputs = (
+                    weight.shape[-2] if ".experts." in name and "mixtral" not in family else weight.shape[-1]
+                )
+                weight.normal_(std=1.0 if "embed_tokens" in name else inputs**-0.5)
+            elif not name.endswith("bias"):
+                weight.normal_(1.0, 0.1)
+    return model
+
+
+def inputs_of(family: str, length: int = 45) -> dict[str, torch.Tensor]:
+    """Two rows, the second with left padding; with a picture in the first."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 490, (2, length), generator=generator)
+    mask = torch.ones_like(ids)
+    ids[1, :7], mask[1, :7] = 0, 0
+    found = {"input_ids": ids, "attention_mask": mask}
+    if family == "llama4-pictures":
+        ids[0, 2:6] = 501
+        found["pixel_values"] = torch.randn(1, 3, 56, 56, generator=generator)
+    return found
+
+
+def facts(proof: Proof) -> None:
+    """What is here, and what is expected of it."""
+    for name, value in describe(proof.device).items():
+        proof.say(name, value)
+    if not proof.is_cuda:
+        return
+    capability = torch.cuda.get_device_capability(proof.device)
+    card = card_named(torch.cuda.get_device_name(proof.device), capability)
+    proof.say("compute capability", ".".join(map(str, capability)))
+    proof.say("card in the table", None if card is None else card.name)
+    for what, expected in ({} if card is None else card.expects()).items():
+        proof.say(f"expected, {what}", expected)
+    if card is not None:
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        proof.judge("bfloat16 as expected", int(has_bfloat16 == card.takes(torch.bfloat16)), least=1)
+
+
+def formats_here(proof: Proof) -> tuple[str, ...]:
+    """Formats that run on the device: "bf16" is the 16 bits that it multiplies."""
+    if not proof.has_bfloat16:
+        return ("bf16", "nf4")
+    return ("bf16", "int8", "int4", "nf4") if proof.is_cuda else ("bf16", "int8", "int4")
+
+
+@torch.no_grad()
+def kernels(proof: Proof) -> None:
+    """Few and many rows of a Scout-shaped mixture layer: beside the plain loop in float32, and the memory's speed."""
+    clock = DeviceClock(proof.device) if proof.is_cuda else ProcessorClock(1 << 20)
+    rates = measure_rates(
+        clock, torch.bfloat16, rounds=3, **({} if proof.is_cuda else dict(side=64, nbytes=1 << 20))
+    )
+    proof.say("GB a second of a copy", round(rates.bytes_per_second / 1e9))
+    for weights in formats_here(proof):
+        model = qlora.build(proof.setting(), 1, weights, proof.small)
+        experts: Any = model.model.layers[0].feed_forward.experts
+        hidden, _ = experts.hidden_and_intermediate_size
+        plain: Any = experts.dequantized(torch.float32) if weights != "bf16" else _cast(experts)
+        for rows in (1, 7, 64) if proof.small else (1, 8, 64, 512):
+            x = proof.setting().randn(rows, hidden)
+            ids = (torch.arange(rows, device=proof.device) * 3 % experts.num_experts)[:, None]
+            ones = torch.ones(rows, 1, device=proof.device, dtype=x.dtype)
+            run = partial(compute_experts, experts, x, ids, ones)
+            expected = plain.loop_over_experts(x.float(), ids, ones.float())
+            error = ((run() - expected).abs().max() / expected.abs().max()).item()
+            # Rows, products and results are rounded to 8 bits, as in 16-bit models.
+            proof.judge(f"{weights}, {rows} rows: largest error", error, most=0.03)
+            if proof.is_cuda and rows <= 64:
+                read = min(1, ids.unique().numel() / experts.num_experts) * _nbytes(experts)
+                share = read / proof.seconds(run) / rates.bytes_per_second
+                least = LEAST_BANDWIDTH if rows == 1 else 0.0
+                proof.judge(f"{weights}, {rows} rows: share of the bandwidth", share, least=least)
+        del model, experts, plain
+        _free(proof)
+
+
+def _cast(experts: Any) -> Any:
+    import copy
+
+    return copy.deepcopy(experts).float()
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _free(proof: Proof) -> None:
+    gc.collect()
+    if proof.is_cuda:
+        torch.cuda.empty_cache()
+
+
+def parity(proof: Proof) -> None:
+    """Logits and gradients of all families beside the CPU in float32."""
+    for family in configs():
+        inputs = inputs_of(family)
+        labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+        reference = small_model(family)
+        expected = reference(**inputs, labels=labels)
+        expected.loss.backward()
+        real = inputs["attention_mask"].bool()
+        wanted = expected.logits.detach()[real]
+        for dtype, tolerance in TOLERANCES.items():
+            if dtype == torch.bfloat16 and not proof.has_bfloat16:
+                continue
+            model = small_model(family).to(proof.device, dtype)
+            moved = {
+                name: each.to(proof.device, dtype if each.is_floating_point() else None)
+                for name, each in inputs.items()
+            }
+            given = model(**moved, labels=labels.to(proof.device))
+            given.loss.backward()
+            logits = given.logits.detach().float().cpu()[real]
+            error = ((logits - wanted).abs().amax(-1).median() / wanted.std()).item()
+            name = f"{family}, {str(dtype).removeprefix('torch.')}"
+            proof.judge(f"{name}: logits of the median token", error, most=tolerance)
+            pairs = zip(reference.parameters(), model.parameters(), strict=True)
+            apart = max(_apart(b.grad.float().cpu(), a.grad) for a, b in pairs if a.grad is not None)
+            if dtype == torch.float32:
+                proof.judge(f"{name}: gradients", apart, most=tolerance)
+            else:
+                # A token that rounding sends to another expert changes whole gradients.
+                proof.say(f"{name}: gradients", apart)
+
+
+def _apart(given: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((given - expected).norm() / expected.norm().clamp(min=1e-12)).item()
+
+
+def adapted(model: Any) -> Any:
+    """A model with LoRA whose second factors are not zero."""
+    from peft import get_peft_model
+
+    torch.manual_seed(2)
+    with_lora = get_peft_model(model, llamoe.lora_config(model, r=8))
+    with torch.no_grad():
+        for name, weight in with_lora.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.02)
+    return with_lora.eval()
+
+
+def generates(proof: Proof) -> None:
+    """The same tokens with a cache that grows and with one of fixed length, which transformers compiles on a card."""
+    for family in ("mixtral", "llama4"):
+        for lora in (False, True):
+            model = small_model(family)
+            model = (adapted(model) if lora else model).to(proof.device)
+            inputs = {name: each[:1].to(proof.device) for name, each in inputs_of(family).items()}
+            options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+            tokens = [
+                model.generate(**inputs, **options, cache_implementation=cache) for cache in (None, "static")
+            ]
+            same = int((tokens[0] == tokens[1]).sum())
+            what = f"{family}{', LoRA' if lora else ''}: equal tokens of both caches"
+            proof.judge(what, same, least=tokens[0].numel())
+
+
+def saved(proof: Proof, family: str) -> Path:
+    """A folder with a small model."""
+    folder = proof.folder / family
+    if not folder.exists():
+        small_model(family).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def formats(proof: Proof) -> None:
+    """Few bits: each packed layer beside its weights unpacked, and the time of a step beside 16 bits."""
+    for weights in formats_here(proof)[1:]:
+        config: Any = (
+            llamoe.QuantizationConfig(weights=weights) if weights != "nf4" else _nf4(proof.setting().dtype)
+        )
+        model = llamoe.LlamoeForCausalLM.from_pretrained(
+            saved(proof, "llama4"),
+            dtype=proof.setting().dtype,
+            quantization_config=config,
+            device_map={"": proof.device},
+        )
+        worst, count = 0.0, 0
+        for module in model.modules():
+            packed: Any = module
+            if not getattr(module, "is_packed", False) or isinstance(
+                getattr(module, "experts", None), nn.Module
+            ):
+                continue
+            plain = packed.dequantized(torch.float32)
+            if hasattr(packed, "in_features"):
+                x = proof.setting().randn(5, packed.in_features)
+                given, expected = packed(x), plain(x.float())
+            else:
+                x = proof.setting().randn(5, packed.hidden_and_intermediate_size[0])
+                ids = (torch.arange(5, device=proof.device) % packed.num_experts)[:, None]
+                ones = torch.ones(5, 1, device=proof.device, dtype=x.dtype)
+                given, expected = packed(x, ids, ones), plain.loop_over_experts(x.float(), ids, ones.float())
+            count += 1
+            worst = max(worst, ((given - expected).abs().max() / expected.abs().max()).item())
+        proof.judge(f"{weights}: packed layers", count, least=1)
+        proof.judge(f"{weights}: largest error of a layer", worst, most=0.03)
+    if not proof.is_cuda:
+        return
+    times = {}
+    for weights in formats_here(proof):
+        model = qlora.build(proof.setting(), proof.layers(4), weights, proof.small)
+        times[weights] = _step_seconds(proof, model)
+        del model
+        _free(proof)
+        proof.judge(
+            f"{weights}: time of a step over 16 bits'", times[weights] / times["bf16"], most=MOST_TIME
+        )
+
+
+def _nf4(dtype: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+
+
+def _step_seconds(proof: Proof, model: Any) -> float:
+    """Seconds of an eager decode step of one row."""
+    clock = DeviceClock(proof.device) if proof.is_cuda else ProcessorClock(1 << 20)
+    ids = proof.setting().tokens(1, 16, model.config.vocab_size)
+    cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+    step = partial(model, ids[:, :1], past_key_values=cache)
+    step()
+    return min(clock.sample(step, 5) for _ in range(3))
+
+
+@torch.no_grad()
+def offload(proof: Proof) -> None:
+    """Experts in RAM and on disk beside resident ones: random passes, bit by bit; pinned bytes; an end meanwhile."""
+    from llamoe.modeling.offload import memory
+
+    folder, passes = saved(proof, "llama4"), 20 if proof.small else 200
+    resident = llamoe.LlamoeForCausalLM.from_pretrained(folder, device_map={"": proof.device}).eval()
+    generator = torch.Generator().manual_seed(3)
+    asked = [0]
+    original = memory.pinned
+
+    def pinned(size: int) -> torch.Tensor:
+        asked[0] += size
+        return original(size)
+
+    for place in ("cpu", "disk") if proof.is_cuda else ("disk",):
+        kept = llamoe.ExpertsMemory(size="600KB", misses="bring")
+        memory.pinned = pinned
+        before = _pinned_bytes()
+        try:
+            model = llamoe.LlamoeForCausalLM.from_pretrained(
+                folder, device_map={"": proof.device, "experts": place}, experts_memory=kept
+            ).eval()
+        finally:
+            memory.pinned = original
+        if proof.is_cuda and place == "cpu" and (used := _pinned_bytes() - before) > 0:
+            stacks = sum(_nbytes(each) for each in resident.modules() if hasattr(each, "takes_llamoe_paths"))
+            proof.judge("experts in RAM: locked bytes over theirs", used / stacks, most=MOST_PINNED)
+        different = 0
+        for _ in range(passes):
+            length = int(torch.randint(1, 9, (), generator=generator))
+            ids = torch.randint(3, 490, (2, length), generator=generator).to(proof.device)
+            different += not torch.equal(model(ids).logits, resident(ids).logits)
+        proof.judge(f"experts on {place}: passes of {passes} that differ", different, most=0)
+        model(ids)
+        # While copies may be on their way; what takes their memory must not be written to.
+        del model
+        gc.collect()
+        fresh = torch.zeros(1 << 20, device=proof.device)
+        proof.judge(f"experts on {place}: bytes written after the end", int(fresh.count_nonzero()), most=0)
+
+
+def _pinned_bytes() -> int:
+    """Bytes of this process that are locked in memory, by Linux's count; 0 where it does not tell."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("VmPin"))
+
+
+def trains(proof: Proof) -> None:
+    """LoRA on attention and experts, of plain and of packed weights: the loss falls, and every factor has gradients."""
+    for weights in formats_here(proof)[::2]:
+        model = adapted(qlora.build(proof.setting(), 2, weights, tiny=True)).train()
+        factors = [weight for weight in model.parameters() if weight.requires_grad]
+        optimizer = torch.optim.AdamW(factors, lr=3e-3)
+        ids = proof.setting().tokens(2, 33, model.get_base_model().config.vocab_size)
+        losses = []
+        for _ in range(8):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            without = sum(factor.grad is None or not bool(factor.grad.any()) for factor in factors)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        proof.judge(f"{weights}: loss after 8 steps over the first", losses[-1] / losses[0], most=0.9)
+        proof.judge(f"{weights}: factors without a gradient", without, most=0)
+
+
+@torch.no_grad()
+def budgets(proof: Proof) -> None:
+    """Launches, waits, attention's kernels and peaks of memory: a card's own beside those that were counted without."""
+    if not proof.is_cuda:
+        row = gpu_budgets.decode(
+            dict(card="H100", family="llama4", weights="bf16", attention="sdpa", cache="dynamic", lora=False)
+        )
+        proof.judge("launches a layer", row["launches_a_layer"], most=gpu_budgets.LAUNCHES)
+        proof.judge("waits a step", row["waits"], most=gpu_budgets.WAITS)
+        return
+    layers = proof.layers(4)
+    model = qlora.build(proof.setting(), layers, "bf16", proof.small)
+    ids = proof.setting().tokens(1, 64, model.config.vocab_size)
+    cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+    step = partial(model, ids[:, :1], past_key_values=cache)
+    step()
+    proof.judge("waits a step", _waits(step), most=gpu_budgets.WAITS)
+    launches, names = _launches(step)
+    proof.judge(
+        "launches a layer, embedding and head among them", launches / layers, most=gpu_budgets.LAUNCHES + 5
+    )
+    lengths = gpu_budgets.LENGTHS
+    peaks = []
+    for length in lengths:
+        tokens = proof.setting().tokens(1, length, model.config.vocab_size)
+        run = partial(model, tokens, use_cache=True, logits_to_keep=1)
+        peaks.append(peak_of(run, proof.device)[1])
+        names |= _launches(run)[1]
+    proof.judge("peak of a long prompt over a short one's", peaks[1] / peaks[0], most=4 * gpu_budgets.GROWTH)
+    counted = json.loads(gpu_budgets.RESULTS.read_text())["prefill"]
+    row = next(row for row in counted if row["family"] == "llama4" and row["dtype"] == "bfloat16")
+    if layers == row["layers"]:
+        proof.judge("peak of a prompt over what was counted", peaks[0] / row["peak"][0], most=1.25)
+    proof.judge("attention multiplied out", sum("attention_math" in name for name in names), most=0)
+    labels = proof.setting().tokens(1, lengths[0], model.config.vocab_size)
+    peak = peak_of(lambda: model(labels, labels=labels, use_cache=False).loss, proof.device)[1]
+    proof.judge(f"GB of a loss over {lengths[0]} tokens", peak / 1e9, most=6.0)
+
+
+def _waits(run: Callable[[], Any]) -> int:
+    """How often CUDA waits for the device, as torch reports it."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(each.message) for each in found)
+
+
+def _launches(run: Callable[[], Any]) -> tuple[int, set[str]]:
+    """Kernels that were launched, and the names of torch's operators."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        run()
+        torch.cuda.synchronize()
+    events = recorded.key_averages()
+    return sum(event.count for event in events if "LaunchKernel" in event.key), {
+        event.key for event in events
+    }
+
+
+def speed(proof: Proof) -> None:
+    """Tokens a second of a few layers, and the share of the bandwidth at which their weights are read; told alone."""
+    clock = DeviceClock(proof.device) if proof.is_cuda else ProcessorClock(1 << 20)
+    rates = measure_rates(
+        clock, torch.bfloat16, rounds=3, **({} if proof.is_cuda else dict(side=64, nbytes=1 << 20))
+    )
+    layers = 2 if proof.small else proof.layers(8)
+    for weights in formats_here(proof):
+        with torch.no_grad():
+            model = qlora.build(proof.setting(), layers, weights, proof.small)
+            seconds = _step_seconds(proof, model)
+        experts = [each for each in model.modules() if hasattr(each, "takes_llamoe_paths")]
+        idle = sum(_nbytes(each) * (1 - 1 / each.num_experts) for each in experts)
+        read = _nbytes(model) - _nbytes(model.get_input_embeddings()) - idle
+        proof.say(f"{weights}: milliseconds a token and layer", round(1e3 * seconds / layers, 3))
+        proof.say(f"{weights}: share of the bandwidth", round(read / seconds / rates.bytes_per_second, 3))
+        del model, experts
+        _free(proof)
+
+
+@torch.no_grad()
+def cards_together(proof: Proof) -> None:
+    """Two cards: `device_map="auto"`, beside one card. Expert parallelism and FSDP2 are not proved here."""
+    count = torch.cuda.device_count() if proof.is_cuda else 0
+    proof.say("cards", count)
+    if count < 2:
+        return
+    folder = saved(proof, "llama4")
+    inputs = {name: each.to(proof.device) for name, each in inputs_of("llama4").items()}
+    one = llamoe.LlamoeForCausalLM.from_pretrained(folder, device_map={"": proof.device}).eval()
+    some = _nbytes(one) // 2 + (1 << 20)
+    two = llamoe.LlamoeForCausalLM.from_pretrained(
+        folder, device_map="auto", max_memory={0: some, 1: 8 * some}
+    ).eval()
+    places = {str(weight.device) for weight in two.parameters()}
+    proof.judge("cards that have weights", len(places), least=2)
+    error = (one(**inputs).logits - two(**inputs).logits.to(proof.device)).abs().max().item()
+    proof.judge("largest difference from one card", error, most=1e-4)
+
+
+STEPS: dict[str, Callable[[Proof], None]] = {
+    "facts": facts,
+    "kernels": kernels,
+    "parity": parity,
+    "generate": generates,
+    "formats": formats,
+    "offload": offload,
+    "adapters": trains,
+    "budgets": budgets,
+    "speed": speed,
+    "cards": cards_together,
+}
+
+
+def prove(proof: Proof, steps: list[str]) -> dict[str, Any]:
+    """Run steps; one that raises has failed, and the others go on."""
+    seconds = {}
+    for name in steps:
+        proof.step, begun = name, time.perf_counter()
+        try:
+            STEPS[name](proof)
+        except Exception as error:
+            traceback.print_exc()
+            first = str(error).splitlines()[0] if str(error) else ""
+            proof.checks.append(Check(name, "ended", f"{type(error).__name__}: {first}"[:300], "", False))
+        seconds[name] = round(time.perf_counter() - begun, 1)
+        for check in proof.checks:
+            if check.step == name:
+                print(_line(check), flush=True)
+        _free(proof)
+    return {
+        "machine": describe(proof.device),
+        "sizes": "small" if proof.small else "whole",
+        "seconds": seconds,
+        "checks": [asdict(check) for check in proof.checks],
+    }
+
+
+def _line(check: Check) -> str:
+    verdict = {True: "ok", False: "FAILED", None: ""}[check.passed]
+    value = f"{check.value:.4g}" if isinstance(check.value, float) else check.value
+    return " · ".join(filter(None, (check.step, check.what, str(value), check.limit, verdict)))
+
+
+def page(results: dict[str, Any]) -> str:
+    """Results as Markdown, of which the README can quote a line."""
+    checks = [Check(**each) for each in results["checks"]]
+    judged = [check for check in checks if check.passed is not None]
+    failed = [check for check in judged if not check.passed]
+    where = results["machine"].get("device") or results["machine"].get("processor") or "this machine"
+    lines = [
+        "# What was proved",
+        "",
+        f"{len(judged) - len(failed)} of {len(judged)} checks passed in {sum(results['seconds'].values()):.0f} seconds "
+        f"on {where}, {results['machine'].get('date', '')}, with {results['sizes']} sizes. Written by "
+        "`python -m benchmarks.prove_gpu`.",
+        "",
+        "| step | what | value | limit | |",
+        "|---|---|---|---|---|",
+    ]
+    for check in checks:
+        value = f"{check.value:.4g}" if isinstance(check.value, float) else check.value
+        verdict = {True: "ok", False: "**failed**", None: ""}[check.passed]
+        cells = (check.step, check.what, value, check.limit, verdict)
+        lines.append(
+            "| " + " | ".join(str(cell).replace("|", "/").replace("\n", " ") for cell in cells) + " |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prove, and write what was found."""
+    parser = argparse.ArgumentParser("python -m benchmarks.prove_gpu", description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--small", action="store_true", help="small sizes on the CPU: proves this program, and no card"
+    )
+    parser.add_argument("--steps", nargs="+", choices=list(STEPS), default=list(STEPS))
+    parser.add_argument("--output", type=Path, help="folder of the results; with --small none by default")
+    options = parser.parse_args(arguments)
+    if not options.small and not torch.cuda.is_available():
+        print("This needs a CUDA device, and torch finds none; --small needs none.", file=sys.stderr)
+        return 2
+    device = torch.device("cpu") if options.small else torch.device("cuda", 0)
+    with tempfile.TemporaryDirectory() as folder:
+        results = prove(Proof(device, options.small, Path(folder)), options.steps)
+    output = options.output or (None if options.small else RESULTS)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "prove_gpu.json").write_text(json.dumps(results, indent=1, default=str) + "\n")
+        (output / "prove_gpu.md").write_text(page(results))
+    return int(any(check["passed"] is False for check in results["checks"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
