@@ -142,6 +142,11 @@ class ParamWrapper(layer.ParamWrapper):
         finally:
             self.base_layer.updates = None
 
+    def active_updates(self) -> Updates:
+        """What the active adapters add to the stack, by its name; nothing if they are off or merged."""
+        found = [] if self.disable_adapters or self.merged else self._active(None, 1)
+        return {self.parameter_name: found} if found else {}
+
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
         """What merging adds to the stack: to that part of it which this process holds."""
         from torch.distributed.tensor import distribute_tensor

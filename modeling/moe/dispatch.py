@@ -268,6 +268,10 @@ def check_kernels(model: torch.nn.Module) -> None:
 
     Where nothing is left to check, this only visits each module.
     """
+    updates: dict[int, dict[str, Any]] = {}
+    for module in model.modules():
+        if (active := getattr(module, "active_updates", None)) is not None:
+            updates.setdefault(id(module.get_base_layer()), {}).update(active())
     for module in model.modules():
         if getattr(module, "takes_llamoe_paths", False) and _chosen_by_rows(module):
             weight: Any = module.down_proj
@@ -276,7 +280,8 @@ def check_kernels(model: torch.nn.Module) -> None:
                 type(weight) is torch.nn.Parameter
                 and choose_path(module, 1, compute_dtype(module), False) == "kernel"
             ):
-                _kernel_serves(module, module.updates or {}, needs_gradient=False, may_check=True)
+                of_module = updates.get(id(module), {})
+                _kernel_serves(module, of_module, needs_gradient=False, may_check=True)
         elif isinstance(module, torch.nn.Linear) and hasattr(module, "format"):
             check_one(module.format, module.parts(), (module.out_features, module.in_features))
 

@@ -44,7 +44,8 @@ class LowRank:
         """Stacks of the factors' sizes, in the order of their products and with the format of these."""
         stacks = plain_stack(self.a_EIr), plain_stack(self.b_OrE.permute(2, 1, 0))
         for stack in stacks:
-            stack.form = plain_format(self.dtype or self.a_EIr.dtype, stack.form.is_input_first)
+            form: Any = stack.form
+            stack.form = plain_format(self.dtype or self.a_EIr.dtype, form.is_input_first)
         return stacks
 
     def add(self, y_NO: torch.Tensor, x_NI: torch.Tensor, groups: Any, multiply: Callable) -> torch.Tensor:

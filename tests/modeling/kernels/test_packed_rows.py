@@ -3,17 +3,22 @@
 Their numbers are proven by `interpreted_packed`, which `test_under_the_interpreter` starts.
 """
 
+import contextlib
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from support.few_bits import packed
 
-from llamoe.modeling.formats import Bnb4BitNested, Int4, Int8, Plain
+from llamoe.modeling.formats import Bnb4BitNested, Int4, Int8, Plain, gpu_kernels
 from llamoe.modeling.formats.format import chunk_of
 from llamoe.modeling.kernels import packed_rows
-from llamoe.modeling.kernels.packed_rows import TILES, GpuMatrix, constants, rows_of_tile, tile_of
+from llamoe.modeling.kernels.packed_rows import GpuMatrix, constants, rows_of_tile, tile_of
+from llamoe.modeling.moe import dispatch
+from llamoe.modeling.moe import experts as moe_experts
 
 BF16 = torch.bfloat16
 # Scout's down projection, and the bytes of shared memory that a program may have, by capability.
@@ -122,9 +127,8 @@ def test_other_formats_compile(monkeypatch, tmp_path, name, rows, transposed):
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize("name", FORMATS)
 def test_everything_compiles_everywhere(monkeypatch, tmp_path, name, capability):
-    for rows in TILES:
-        for transposed in (False, True):
-            check(monkeypatch, tmp_path, capability, FORMATS[name], rows, transposed)
+    for rows, transposed in ((16, False), (32, False), (64, False), (128, False), (16, True), (128, True)):
+        check(monkeypatch, tmp_path, capability, FORMATS[name], rows, transposed)
 
 
 def test_the_assembler_lines_mean_what_the_interpreter_computes():
@@ -179,6 +183,39 @@ def test_tiles_hold_all_rows_of_a_matrix(num_rows, rows):
     assert rows_of_tile(num_rows, 1, packed_rows._ONE) == rows
     # Twice the average of 16 experts.
     assert rows_of_tile(8 * num_rows, 16, packed_rows._ENDS) == rows
+
+
+def test_everything_that_a_step_multiplies_is_checked_before_it(monkeypatch):
+    """Layers, experts and the factors of active adapters, so that `generate` may compile what follows."""
+    seen = []
+
+    def record(form, parts, sizes, dtype, num_experts, directions, may_check):
+        assert may_check and tuple(directions) == (False,) and dtype == BF16
+        seen.append((form.key, sizes, num_experts))
+        return True
+
+    for module in (dispatch, gpu_kernels):
+        monkeypatch.setattr(module, "kernels_are_right", record)
+        monkeypatch.setattr(module, "may_have_gpu_kernel", lambda device: True)
+        monkeypatch.setattr(module, "why_no_kernel", lambda *_: None)
+    monkeypatch.setattr(dispatch, "_is_on_host", lambda weight: False)
+    monkeypatch.setattr(moe_experts, "has_gpu", lambda: True)
+    targets = [f"feed_forward.experts.{name}_proj" for name in ("gate_up", "down")]
+    model = get_peft_model(
+        packed("text", "int4"), LoraConfig(r=4, target_modules=[], target_parameters=targets)
+    )
+    for is_adapted in (True, False):
+        seen.clear()
+        with contextlib.nullcontext() if is_adapted else model.disable_adapter():
+            dispatch.check_kernels(model.get_base_model())
+        # q, k, v and o; the mixture's two stacks and its shared expert.
+        assert {sizes for key, sizes, count in seen if count == 0} >= {(192, 128), (48, 128), (128, 192)}
+        assert {sizes for key, sizes, count in seen if key == "int4:32" and count == 5} == {
+            (128, 128),
+            (128, 64),
+        }
+        factors = {sizes for key, sizes, count in seen if key.startswith("plain:bfloat16") and count == 5}
+        assert factors == ({(4, 128), (128, 4), (4, 64)} if is_adapted else set())
 
 
 def test_a_matrix_is_quantized_at_once_on_a_gpu():
