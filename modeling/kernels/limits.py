@@ -50,7 +50,7 @@ rows than a tile of the kernels has. No card was timed."""
 TRITON_UNSORTED_MAX_ROWS = 32
 """Rows of all experts that the Triton kernels for packed matrices take unsorted, in one tile; above, that computes too
 much, and a sort is cheap beside the products."""
-TRITON_MAX_ROWS_A_MATRIX = {8: 2048, 9: 1024, 10: 512, 12: 2048}
+TRITON_MAX_ROWS_A_MATRIX = {8: 1024, 9: 512, 10: 256, 12: 1024}
 """Rows of a matrix, for experts on average, that the Triton kernels multiply by packed weights, by the major compute
 capability; above, unpacking the matrix into memory once is cheaper (the arithmetic is in `packed_rows`). A100, and the
 cards of 8.6 and 8.9 with slower memory, share a number. No card was timed."""

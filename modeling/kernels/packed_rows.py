@@ -7,15 +7,15 @@ of rows. Launches and grids depend on shapes alone, so that a CUDA graph may hol
 row's expert, and every hit expert is read once. A multiprocessor issues 128 lanes a clock, and gets these bytes of
 memory: 15 on an H100, 13 on an A100, 7 on a 3090, 4 on a 5090, 3 on a 4090. For a weight of 4 bits that leaves time for
 4, 5, 10, 15 and 20 instructions. int4 takes 3.5 (counted in what the assembler makes for sm_90), int8 4.6 of twice as
-many. bitsandbytes' 4 bits take 10.5, since each code is looked up: the memory's speed on consumers' cards, four tenths
-of it on an H100.
+many. bitsandbytes' 4 bits take 8.6, since each code is looked up: the memory's speed on consumers' cards, half of it
+on an H100.
 
-**Many rows** are sorted, and bound by tensor cores. A tile of 128 rows unpacks its weights for itself, at about 5
-instructions a weight: 5 / 128 = 0.04 clocks. The product itself takes 128 / 4096 = 0.03 clocks on an H100, 0.12 on an
-A100, 0.5 on a 4090. Unpacking a matrix once into memory, for torch's product, writes and reads 4.5 bytes a weight: 0.3
-clocks on an H100, 1.4 on a 4090, and the host must know the numbers of rows. Tiles win up to 0.3 / 0.04 * 128, about a
-thousand rows an expert, on cards with much memory bandwidth for their clock, and several thousand on others:
-`TRITON_MAX_ROWS_A_MATRIX`.
+**Many rows** are sorted, and bound by tensor cores. A tile of 128 rows unpacks its weights for itself, which with
+everything else takes 16 (sm_90) to 23 (sm_80) instructions a weight of int4: 0.12 to 0.18 clocks, where the product
+alone takes 0.03 on an H100, 0.12 on an A100 and 0.5 on a 3090 or 4090. Unpacking a matrix once into memory, for torch's
+product, writes and reads 4.5 bytes a weight: 0.3 clocks on an H100 and an A100, 0.7 on a 3090, 1.4 on a 4090, and for
+experts the host must know the numbers of rows. That pays from 430 rows an expert on an H100, 800 on an A100, and more
+where tensor cores are the bound anyway: `TRITON_MAX_ROWS_A_MATRIX`.
 
 No card was timed.
 
@@ -255,7 +255,8 @@ def tile_of(matrix: GpuMatrix, itemsize: int, transposed: bool, rows: int) -> Ti
         if transposed:
             columns, depth = min(matrix.group, 64), 64
         elif is_large:
-            depth = min(matrix.group, 64)
+            # More would not fit into registers.
+            depth = min(matrix.group, 32 if rows >= 128 else 64)
         else:
             # Eight sums of 16 columns are as many as one warp computes without another doing the same; with 32 rows
             # their registers suffice for half of it.

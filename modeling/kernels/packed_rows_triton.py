@@ -84,9 +84,9 @@ def _int4_weights(shifted, words, dtype: tl.constexpr):
 
 
 @triton.jit
-def _shifted(codes):
-    """128 + code by its bits: cheaper than a conversion, and as exact."""
-    return ((codes.to(tl.int32) << 16) | 0x43000000).to(tl.float32, bitcast=True)
+def _shifted(codes, bits):
+    """128 + code, by the bits of 128: cheaper than a conversion, and as exact."""
+    return ((codes.to(tl.int32) << 16) | bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def _int4_weights_of_byte(codes, BYTE: tl.constexpr, words, dtype: tl.constexpr)
     multiplication and addition.
     """
     if _INTERPRETED or dtype != tl.bfloat16:
-        return _int4_weights(_shifted((codes >> (8 * BYTE)) & 15), words, dtype)
+        return _int4_weights(_shifted((codes >> (8 * BYTE)) & 15, 0x43000000), words, dtype)
     scale = (words & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
     offset = (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     codes, scale, offset = (
@@ -164,6 +164,9 @@ def _int4(
     low = tl.zeros((M, COLUMNS // 2), tl.float32)
     high = tl.zeros((M, COLUMNS // 2), tl.float32)
     for begin in tl.range(first, last, DEPTH, num_stages=STAGES):
+        # The warps of a tile share weights only if these lie in shared memory. Triton puts them there if the bits are
+        # not constant; otherwise each warp would unpack all of them.
+        bits = tl.where(begin >= 0, 0x43000000, 0)
         # Groups are whole, padded where the inputs are not.
         x = tl.load(x_ptrs, mask=row_exists[:, None] & (deep < num_in - begin)[None, :], other=0.0)
         codes = tl.load(codes_ptrs, mask=exists[None, :], other=0)
@@ -171,8 +174,8 @@ def _int4(
         words = words_ptr + tl.cast(begin // GROUP - first // GROUP, tl.int64) * num_out + output
         words_low = tl.load(words, mask=exists, other=0)
         words_high = tl.load(words + beside, mask=exists, other=0)
-        low = _dot(x, _int4_weights(_shifted(codes & 15), words_low[None, :], dtype), low)
-        high = _dot(x, _int4_weights(_shifted(codes >> 4), words_high[None, :], dtype), high)
+        low = _dot(x, _int4_weights(_shifted(codes & 15, bits), words_low[None, :], dtype), low)
+        high = _dot(x, _int4_weights(_shifted(codes >> 4, bits), words_high[None, :], dtype), high)
         x_ptrs += DEPTH
         codes_ptrs += DEPTH * pitch[None, :]
     return low, high, output, output + beside, exists
@@ -297,6 +300,7 @@ def _int4_transposed(
     words_ptr += tl.cast(column_block * COLUMNS // GROUP, tl.int64) * num_out
     total = tl.zeros((M, COLUMNS), tl.float32)
     for begin in tl.range(first, last, 64, num_stages=STAGES):
+        bits = tl.where(begin >= 0, 0x43000000, 0)
         output, pitch, beside, has_output = begin + byte, 32, 32, begin + byte < num_out
         if REST > 0:
             is_rest = begin == num_out - REST
@@ -312,8 +316,8 @@ def _int4_transposed(
         x_high = tl.load(x_ptrs + (output + beside)[None, :], mask=x_mask, other=0.0)
         words_low = tl.load(words_ptr + output, mask=has_output, other=0)
         words_high = tl.load(words_ptr + output + beside, mask=has_output, other=0)
-        total = _dot(x_low, _int4_weights(_shifted(codes & 15), words_low[:, None], dtype), total)
-        total = _dot(x_high, _int4_weights(_shifted(codes >> 4), words_high[:, None], dtype), total)
+        total = _dot(x_low, _int4_weights(_shifted(codes & 15, bits), words_low[:, None], dtype), total)
+        total = _dot(x_high, _int4_weights(_shifted(codes >> 4, bits), words_high[:, None], dtype), total)
     return total, columns, exists
 
 
@@ -349,6 +353,13 @@ def _absmax(
 
 
 @triton.jit
+def _look_up(table, codes):
+    """The numbers that codes mean, of a table `[16]` that threads hold: Triton exchanges them between these."""
+    flat = tl.gather(table, tl.reshape(codes, (codes.shape[0] * codes.shape[1],)), 0)
+    return tl.reshape(flat, codes.shape)
+
+
+@triton.jit
 def _table(
     x_ptr,
     rows,
@@ -381,6 +392,7 @@ def _table(
     x_ptrs = x_ptr + rows[:, None].to(tl.int64) * num_in + first + 2 * pair[None, :]
     codes_ptrs = codes_ptr + columns[None, :].to(tl.int64) * (num_in // 2) + first // 2 + pair[:, None]
     total = tl.zeros((M, COLUMNS), tl.float32)
+    table = tl.load(table_ptr + tl.arange(0, 16))
     for begin in tl.range(first, last, DEPTH, num_stages=STAGES):
         # Rows of a matrix are whole blocks, of which a step takes one or a part.
         mask = row_exists[:, None] & (pair < (num_in - begin) // 2)[None, :]
@@ -401,8 +413,8 @@ def _table(
             MATRICES,
             NESTED,
         )[None, :]
-        first_weights = _round(tl.load(table_ptr + (codes >> 4)) * scale, dtype)
-        second_weights = _round(tl.load(table_ptr + (codes & 15)) * scale, dtype)
+        first_weights = _round(_look_up(table, codes >> 4) * scale, dtype)
+        second_weights = _round(_look_up(table, codes & 15) * scale, dtype)
         total = _dot(x_first, first_weights, total)
         total = _dot(x_second, second_weights, total)
         x_ptrs += DEPTH
@@ -443,6 +455,7 @@ def _table_transposed(
     codes_ptrs = codes_ptr + (first + deep)[:, None].to(tl.int64) * (num_in // 2) + pair[None, :]
     first_total = tl.zeros((M, COLUMNS // 2), tl.float32)
     second_total = tl.zeros((M, COLUMNS // 2), tl.float32)
+    table = tl.load(table_ptr + tl.arange(0, 16))
     for begin in tl.range(first, last, DEPTH, num_stages=STAGES):
         has_output = deep < num_out - begin
         x = tl.load(x_ptrs, mask=row_exists[:, None] & has_output[None, :], other=0.0)
@@ -461,8 +474,8 @@ def _table_transposed(
             MATRICES,
             NESTED,
         )[:, None]
-        first_weights = _round(tl.load(table_ptr + (codes >> 4)) * scale, dtype)
-        second_weights = _round(tl.load(table_ptr + (codes & 15)) * scale, dtype)
+        first_weights = _round(_look_up(table, codes >> 4) * scale, dtype)
+        second_weights = _round(_look_up(table, codes & 15) * scale, dtype)
         first_total = _dot(x, first_weights, first_total)
         second_total = _dot(x, second_weights, second_total)
         x_ptrs += DEPTH

@@ -381,15 +381,15 @@ def test_linear_layers(on_a_gpu, monkeypatch):
 # A line of the kernels' source, what stands there instead, and whether that is wrong for gradients alone.
 SPOILT = {
     "code 15": (
-        "_shifted((codes >> (8 * BYTE)) & 15)",
-        "_shifted(tl.minimum((codes >> (8 * BYTE)) & 15, 14))",
+        "_shifted((codes >> (8 * BYTE)) & 15,",
+        "_shifted(tl.minimum((codes >> (8 * BYTE)) & 15, 14),",
         False,
     ),
     "the last expert": ("far = expert.to(tl.int64)", "far = tl.minimum(expert, 1).to(tl.int64)", False),
     "rows behind a tile": ("is_mine = group == expert", "is_mine = group == tl.minimum(expert, 1)", False),
     "high codes of gradients": (
-        "_shifted(codes >> 4), words_high[:, None]",
-        "_shifted(codes & 15), words_high[:, None]",
+        "_shifted(codes >> 4, bits), words_high[:, None]",
+        "_shifted(codes & 15, bits), words_high[:, None]",
         True,
     ),
     "does not compile": ("place = tl.program_id(0)", 'tl.static_assert(M == 0, "no"); place = 0', False),

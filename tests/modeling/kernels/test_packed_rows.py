@@ -224,7 +224,7 @@ def test_a_matrix_is_quantized_at_once_on_a_gpu():
 
 
 @pytest.mark.parametrize(
-    ("capability", "rows"), [((8, 9), 2048), ((9, 0), 1024), ((10, 0), 512), ((11, 0), 512)]
+    ("capability", "rows"), [((8, 9), 1024), ((9, 0), 512), ((10, 0), 256), ((11, 0), 256)]
 )
 def test_rows_of_a_matrix_that_kernels_take(monkeypatch, capability, rows):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
