@@ -12,11 +12,11 @@ import mmap
 import os
 import tempfile
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 from accelerate import dispatch_model
@@ -153,14 +153,15 @@ def _finished(name: str, rows: dict[str, dict], failures: list[str], reference: 
 class Advised:
     """Experts that stay mapped as `from_pretrained` left them: the kernel is told which come, and which go.
 
-    What was used last the longest ago goes, and leaves the page cache, too.
+    The rule is that of the store; what goes leaves the page cache, too.
     """
 
     WILLNEED, PAGEOUT = mmap.MADV_WILLNEED, 21
 
     def __init__(self, model: PreTrainedModel, budget: int):
         self._libc = ctypes.CDLL(None, use_errno=True)
-        self._held: OrderedDict[tuple[int, int], list[torch.Tensor]] = OrderedDict()
+        self._held: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._policy = LeastOftenUsed()
         self.hits = self.misses = 0
         layers = [module for module in model.modules() if isinstance(module, Experts)]
         for layer, experts in enumerate(layers):
@@ -175,12 +176,15 @@ class Advised:
             key = layer, expert
             if key in self._held:
                 self.hits += 1
-                self._held.move_to_end(key)
+                self._policy.touch(key)
                 continue
             self.misses += 1
             if len(self._held) == self._room:
-                self._advise(self._held.popitem(last=False)[1], self.PAGEOUT)
+                victim: Any = self._policy.victim(self._held.__contains__)
+                self._policy.forget(victim)
+                self._advise(self._held.pop(victim), self.PAGEOUT)
             self._held[key] = [stack[expert] for stack in stacks]
+            self._policy.touch(key)
             self._advise(self._held[key], self.WILLNEED)
 
     def _advise(self, matrices: list[torch.Tensor], advice: int) -> None:

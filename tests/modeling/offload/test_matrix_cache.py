@@ -60,11 +60,12 @@ def test_frequent_experts_stay(law, shape, stays, slots, more):
 
 
 def test_a_prompt_does_not_push_out_what_answers_use():
-    answer = [[("a", 0), ("b", 3)]] * 9
-    prompt = [[(layer, expert) for layer in "ab" for expert in range(8)]]
-    counts = simulate([*answer, *prompt, *answer], 8, LeastOftenUsed)
-    assert counts[len(answer) + 1] == (2, 0)
-    assert simulate([*answer, *prompt, *answer], 8, LeastRecentlyUsed)[len(answer) + 1] == (0, 2)
+    answer = [[("a", 0), ("b", 3), ("c", 5), ("d", 2)]] * 9
+    prompt = [[(layer, expert) for layer in "abcd" for expert in range(8)]]
+    passes = [*answer, *prompt, *answer]
+    # Half of what the prompt asks for has room.
+    assert simulate(passes, 16, LeastOftenUsed)[len(answer) + 1] == (4, 0)
+    assert simulate(passes, 16, LeastRecentlyUsed)[len(answer) + 1] == (2, 2)
 
 
 @pytest.mark.parametrize("layers", [2, 3])
