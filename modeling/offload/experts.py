@@ -212,7 +212,9 @@ class OffloadedStack(Stack):
         hit = _by_expert((group for group in groups if group[0] < self.num_experts), transposed)
         # The stack that multiplies the results, in a forward pass or back.
         later = STACKS[not transposed] if self.name == STACKS[transposed] else None
-        with closing(self.experts.store.walk(self.experts.name, self.name, hit, later)) as found:
+        with closing(
+            self.experts.store.walk(self.experts.name, self.name, hit, later, goes_back=transposed)
+        ) as found:
             yield from zip(found, hit.values(), strict=True)
 
     def matrices(self) -> "OffloadedStack":

@@ -27,6 +27,8 @@ class Policy(Protocol):
     def victim(self, can_go: Callable[[Hashable], bool]) -> Hashable | None:
         """The key of the matrix to evict, for which `can_go` is true; None if there is none."""
 
+    # A policy may have a method `go_back(self)`, which is called when a layer's pass back begins.
+
 
 class LeastRecentlyUsed:
     """Evicts the matrix whose last use is the longest ago."""
@@ -53,8 +55,8 @@ class _Use:
     """How often a matrix was used, and when last.
 
     Attributes:
-        count: uses until `time`, each halved with the time since.
-        time: number of uses of all matrices before it.
+        count: visits until `time`, each halved with the time since.
+        time: of the last use; one passes with each use of any matrix.
         visit: of its layer.
     """
 
@@ -71,9 +73,11 @@ class LeastOftenUsed:
     matrices stay in spite of their numbers:
 
     * those of the pass before, where they need at most half of the slots;
-    * those that the layer has asked for which computes now, as long as there are others: where there is room for what
-      it needs, its pass back, or what checkpointing computes again, finds all of them. If there is not, the least
+    * those that the layer has asked for which computes now, as long as there are others. If there are none, the least
       recently used one goes.
+
+    While passes go back, too, which ask in the reverse order, the least recently used matrix is the one that is needed
+    last, and goes.
     """
 
     def __init__(self):
@@ -83,8 +87,9 @@ class LeastOftenUsed:
         self._time = self._visit = 0
         self._first_layer: Hashable = None
         self._layer: Hashable = None
-        # Uses by the pass before, and when this one began.
-        self._pass_uses, self._pass_begin = 0, 0
+        # When the pass before began, when this one did, and how many matrices each has used.
+        self._begins, self._used = (0, 0), [0, 0]
+        self._trains = self._went_back = False
 
     def touch(self, key: Any) -> None:
         """See `Policy`."""
@@ -93,16 +98,25 @@ class LeastOftenUsed:
             self._visit += 1
             if self._first_layer in (None, layer):
                 self._first_layer = layer
-                self._pass_uses, self._pass_begin = self._time - self._pass_begin, self._time
+                self._begins = self._begins[1], self._time
+                self._used = [self._used[1], 0]
+                self._trains, self._went_back = self._went_back, False
             self._layer = layer
         use = self._uses.setdefault(key, _Use())
-        # Asked for ahead, and when it is needed.
+        self._time += 1
+        use.count *= 2 ** ((use.time - self._time) / self._half_life)
+        use.time = self._time
+        # A matrix may be asked for ahead, and when it is needed.
         if use.visit != self._visit:
-            self._time += 1
-            use.count = use.count * 2 ** ((use.time - self._time) / self._half_life) + 1
-            use.time, use.visit = self._time, self._visit
+            use.visit = self._visit
+            use.count += 1
+            self._used[1] += 1
         self._held[key] = use
         self._held.move_to_end(key)
+
+    def go_back(self) -> None:
+        """See `Policy`."""
+        self._trains = self._went_back = True
 
     @property
     def _half_life(self) -> int:
@@ -114,9 +128,11 @@ class LeastOftenUsed:
 
     def victim(self, can_go: Callable[[Hashable], bool]) -> Hashable | None:
         """See `Policy`."""
-        kept = self._pass_uses if 2 * self._pass_uses <= len(self._held) else 0
+        before, begin = self._begins
+        # As long as the pass before was: this one may be a prompt.
+        kept = begin - before if 2 * self._used[0] <= len(self._held) else 0
         found, least = None, math.inf
-        for key, use in self._held.items():
+        for key, use in () if self._trains else self._held.items():
             if use.visit == self._visit or self._time - use.time < kept:
                 continue
             # In the order of the counts now, whenever that is.
@@ -170,6 +186,11 @@ class MatrixCache:
     def __contains__(self, key: Hashable) -> bool:
         """Whether a matrix is there, or on its way."""
         return key in self._entries
+
+    def go_back(self) -> None:
+        """Let the policy know that a layer's pass back begins."""
+        if hasattr(self._policy, "go_back"):
+            self._policy.go_back()
 
     def pins(self) -> Pins:
         """A place for a user's pins."""

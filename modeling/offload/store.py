@@ -150,6 +150,7 @@ class Store:
         hit: Mapping[int, Ranges],
         later: str | None = None,
         may_compute: bool = True,
+        goes_back: bool = False,
     ) -> Iterator[Parts]:
         """For each hit expert the parts of its matrix, which stay until the next is asked for.
 
@@ -159,6 +160,7 @@ class Store:
             hit: experts, and their groups of rows.
             later: the stack of which these experts' matrices are needed next: they come behind those of this stack.
             may_compute: whether the matrix may be in RAM where the rows are on an accelerator.
+            goes_back: whether it is a backward pass.
         """
         if not self.close.alive:
             raise closed(f"expert {next(iter(hit), 0)} of {layer}")
@@ -167,6 +169,9 @@ class Store:
             self.reader.restart()
             self._begin()
         slots, counter = self.slots[layer, stack], self.statistics[layer]
+        if goes_back:
+            with self._lock:
+                slots.cache.go_back()
         # At most as many as there are slots: more would evict the first ones before they are used.
         ahead = list(hit)[: slots.count] if later and self.place == "disk" else []
         if later and ahead:

@@ -69,7 +69,7 @@ def test_a_prompt_does_not_push_out_what_answers_use():
 
 
 @pytest.mark.parametrize("layers", [2, 3])
-def test_a_pass_back_finds_all_of_its_layer(layers):
+def test_a_layer_finds_all_that_it_has_just_used(layers):
     """Whatever other layers have used more often."""
     used = [[(layer, expert) for expert in range(5)] * 9 for layer in range(layers)]
     new = [(layers - 1, expert) for expert in range(5, 10)]

@@ -115,10 +115,11 @@ def test_each_expert_is_read_once_a_pass(room, policy, checkpointing, folders, i
         model.gradient_checkpointing_enable()
     adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=3)).train()
     model.experts_statistics(reset=True)
-    before = file_bytes()
     with llamoe.trace_experts(model) as trace:
-        for _ in range(2):
-            adapted(input_ids=ids, labels=ids).loss.backward()
+        adapted(input_ids=ids, labels=ids).loss.backward()
+        # Libraries read files of their own in a first step.
+        before = file_bytes() - counts(model).bytes_read
+        adapted(input_ids=ids, labels=ids).loss.backward()
     in_all, found = file_bytes() - before, counts(model)
     order, backward = [], 0
     for forward in asked_in(trace)[:2]:
@@ -128,9 +129,7 @@ def test_each_expert_is_read_once_a_pass(room, policy, checkpointing, folders, i
             order += (experts if checkpointing else []) + experts[::-1]
             backward += len(experts)
     hits, misses = simulate_lru(order, room)
-    assert found.hits + found.misses == hits + misses
-    assert found.misses == misses if policy is LeastRecentlyUsed else found.misses <= misses
-    misses = found.misses
+    assert (found.hits, found.misses) == (hits, misses)
     assert found.bytes_read == misses * expert_bytes(resident)
     # With what Python reads beside, as the size of this text.
     assert found.bytes_read <= in_all < found.bytes_read + 10_000
