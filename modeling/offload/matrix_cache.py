@@ -55,9 +55,9 @@ class _Use:
     """How often a matrix was used, and when last.
 
     Attributes:
-        count: visits until `time`, each halved with the time since.
-        time: of the last use; one passes with each use of any matrix.
-        visit: of its layer.
+        count: visits in which it was used until `time`, each halved with the time since.
+        time: of the last such visit; one passes with each use of any matrix.
+        visit: the number of that visit to its layer.
     """
 
     count: float = 0.0
@@ -87,8 +87,8 @@ class LeastOftenUsed:
         self._time = self._visit = 0
         self._first_layer: Hashable = None
         self._layer: Hashable = None
-        # When the pass before began, when this one did, and how many matrices each has used.
-        self._begins, self._used = (0, 0), [0, 0]
+        # Uses by the pass before, and when this one began.
+        self._pass_uses, self._pass_begin = 0, 0
         self._trains = self._went_back = False
 
     def touch(self, key: Any) -> None:
@@ -98,19 +98,15 @@ class LeastOftenUsed:
             self._visit += 1
             if self._first_layer in (None, layer):
                 self._first_layer = layer
-                self._begins = self._begins[1], self._time
-                self._used = [self._used[1], 0]
+                self._pass_uses, self._pass_begin = self._time - self._pass_begin, self._time
                 self._trains, self._went_back = self._went_back, False
             self._layer = layer
         use = self._uses.setdefault(key, _Use())
-        self._time += 1
-        use.count *= 2 ** ((use.time - self._time) / self._half_life)
-        use.time = self._time
-        # A matrix may be asked for ahead, and when it is needed.
+        # A matrix may be asked for ahead, and when it is needed: those of both stacks count alike.
         if use.visit != self._visit:
-            use.visit = self._visit
-            use.count += 1
-            self._used[1] += 1
+            self._time += 1
+            use.count = use.count * 2 ** ((use.time - self._time) / self._half_life) + 1
+            use.time, use.visit = self._time, self._visit
         self._held[key] = use
         self._held.move_to_end(key)
 
@@ -128,9 +124,8 @@ class LeastOftenUsed:
 
     def victim(self, can_go: Callable[[Hashable], bool]) -> Hashable | None:
         """See `Policy`."""
-        before, begin = self._begins
-        # As long as the pass before was: this one may be a prompt.
-        kept = begin - before if 2 * self._used[0] <= len(self._held) else 0
+        # As many as the pass before used: this one may be a prompt.
+        kept = self._pass_uses if 2 * self._pass_uses <= len(self._held) else 0
         found, least = None, math.inf
         for key, use in () if self._trains else self._held.items():
             if use.visit == self._visit or self._time - use.time < kept:
@@ -189,8 +184,8 @@ class MatrixCache:
 
     def go_back(self) -> None:
         """Let the policy know that a layer's pass back begins."""
-        if hasattr(self._policy, "go_back"):
-            self._policy.go_back()
+        if (go_back := getattr(self._policy, "go_back", None)) is not None:
+            go_back()
 
     def pins(self) -> Pins:
         """A place for a user's pins."""
