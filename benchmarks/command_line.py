@@ -96,6 +96,12 @@ def command(name: str, words: list[str]) -> str:
     return " ".join(["python", "-m", f"benchmarks.{name}", *kept])
 
 
+def _write(results: dict, path: Path) -> None:
+    unfinished = path.with_suffix(".json.new")
+    unfinished.write_text(json.dumps(results, indent=1) + "\n")
+    unfinished.replace(path)
+
+
 def run(
     name: str,
     groups: Mapping[str, Group],
@@ -142,6 +148,11 @@ def run(
             for result in run_group(groups[group], clock, measured, budget):
                 rows.append({"group": group, **result})
                 print(report.case_line(rows[-1]), flush=True)
+                # A run that is ended keeps what it has measured.
+                results = report.merge(
+                    results, {"about": about, "group": group, "results": rows}, list(groups)
+                )
+                _write(results, path)
         except LeftOut as reason:
             # The file keeps what it has of the group.
             print(f"{group} is left out: {reason}.", flush=True)
@@ -156,9 +167,7 @@ def run(
         seconds, worked = time.perf_counter() - begun, time.process_time() - worked
         print(f"({group}: {seconds:.0f} s, {worked:.0f} s of processor time)", flush=True)
         results = report.merge(results, {"about": about, "group": group, "results": rows}, list(groups))
-        unfinished = path.with_suffix(".json.new")
-        unfinished.write_text(json.dumps(results, indent=1) + "\n")
-        unfinished.replace(path)
+        _write(results, path)
         report.write_page(results, output, name)
     if results["cases"]:
         report.write(results, output, name)

@@ -25,12 +25,13 @@ from .bars import PEERS_IN_LLAMA_CPP
 from .clocks import Clock, WallClock
 from .gguf_files import find_converter, make_files, silence
 from .harness import IN_BFLOAT16, SURE_ROUNDS, Case, Cases, Contestant, tolerance_of
+from .held import is_held
 from .saved_models import FLOAT32, SavedModel, load_ours, nbytes
 
 LLAMA_CPP = "llama.cpp"
 FIRST = 20
 """The first token."""
-NEW = 64
+NEW = 24
 """Tokens of a run."""
 CONTEXT = 1024
 """Tokens for which llama.cpp has room."""
@@ -280,7 +281,7 @@ def beside_llama_cpp(models: tuple[SavedModel, ...], phase: str) -> Cases:
                 name: partial(_stock, model, folder, dtype)
                 for name, dtype in ((REFERENCE, "float32"), (f"{REFERENCE}, bfloat16", "bfloat16"))
                 # Torch's products of 16 bits in scalar loops take minutes.
-                if phase == "decode" or dtype == "float32"
+                if dtype == "float32" or (phase == "decode" and not is_held())
             }
             makers |= {f"{OURS}, {precision}": ours(model, folder, precision) for precision in PRECISIONS}
             makers |= {f"{LLAMA_CPP}, {kind}": partial(LlamaCpp, path) for kind, path in its.items()}
