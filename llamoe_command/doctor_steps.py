@@ -24,12 +24,17 @@ from transformers.utils import (
 )
 
 import llamoe
-from llamoe.modeling.formats import torchs_block
+from llamoe.modeling.formats import Int4, torchs_block
 from llamoe.modeling.kernels import (
     SHORTCUTS_ARE_ON,
+    cpp_instructions,
     few_rows_limit,
     find_difference,
+    max_rows_of_matrix,
+    plain_max_rows,
+    rows_of_torch,
     why_no_cpp_kernels,
+    why_no_gpu_kernel,
 )
 from llamoe.modeling.moe import IMPLEMENTATION, choose_path, why_not
 
@@ -47,6 +52,8 @@ _FLASH = {
 }
 _TORCH_PRODUCTS = "torch's products"
 _CPP = "llamoe's C++ kernels"
+_WITHOUT_CPP = "without them a token takes about twice as long, and a prompt in int4, too"
+"""Of models of 114 million parameters on one thread, with AVX-512 and held to AVX2: 1.5 to 2.5 times."""
 # Experts on which `--try` checks the kernel: of the sizes of a small mixture, 100 MB.
 _CHECKED = {"hidden_size": 1024, "intermediate_size": 2048, "num_local_experts": 8}
 
@@ -134,7 +141,7 @@ def find_steps(try_kernel: bool = False) -> list[Step]:
     found: list[Step] = []
     for device in devices():
         name, is_cpu = str(device), device.type == "cpu"
-        found += [*([_few_rows_on_cpu()] if is_cpu else []), *_few_bits(name, is_cpu)]
+        found += [*([_few_rows_on_cpu(), *_many_rows_on_cpu()] if is_cpu else []), *_few_bits(device)]
         try:
             found += _steps_of_models(device, try_kernel)
         except (ValueError, RuntimeError) as error:
@@ -215,9 +222,33 @@ def _few_rows_on_cpu() -> Step:
     if not SHORTCUTS_ARE_ON:
         why = "LLAMOE_CPU_SHORTCUTS=0 turns llamoe's off"
         return Step("cpu", step, _TORCH_PRODUCTS, why, "unset LLAMOE_CPU_SHORTCUTS")
-    if (absence := why_no_cpp_kernels()) is not None:
+    if (absence := _why_no_cpp()) is not None:
         return Step("cpu", step, _TORCH_PRODUCTS, *absence)
-    return Step("cpu", step, f"{_CPP}, which are compiled and have passed their test")
+    most = " and ".join(
+        f"{plain_max_rows(dtype)} in {_name(dtype)}" for dtype in (torch.float32, torch.bfloat16)
+    )
+    return Step("cpu", step, f"{_CPP} for {cpp_instructions()}, compiled and tested here; up to {most}")
+
+
+def _why_no_cpp() -> tuple[str, str] | None:
+    """Why there are no compiled kernels, with what that costs, and what would help."""
+    absence = why_no_cpp_kernels()
+    return absence and (f"{absence[0]}; {_WITHOUT_CPP}", absence[1])
+
+
+def _many_rows_on_cpu() -> Iterator[Step]:
+    """The same with more rows: a prompt, and training, which keeps the same products."""
+    yield Step("cpu", "prompts and training, float32", _TORCH_PRODUCTS)
+    for dtype in (torch.bfloat16, torch.float16):
+        served_by, why = _TORCH_PRODUCTS, ""
+        if rows_of_torch(dtype) is not None and SHORTCUTS_ARE_ON:
+            served_by = f"weights cast to float32 by blocks, then {_TORCH_PRODUCTS}"
+            why = f"this processor has no instructions for {_name(dtype)}"
+        yield Step("cpu", f"prompts and training, {_name(dtype)}", served_by, why)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _paths(models: dict[str, dict[torch.dtype, Any]], rows: int, needs_gradient: bool) -> str:
@@ -227,7 +258,7 @@ def _paths(models: dict[str, dict[torch.dtype, Any]], rows: int, needs_gradient:
         for dtype, model in by_dtype.items():
             path = choose_path(_experts(model), rows, dtype, needs_gradient)
             named = found.setdefault(_PATHS[path], {})
-            named.setdefault(family, []).append(str(dtype).removeprefix("torch."))
+            named.setdefault(family, []).append(_name(dtype))
     if len(found) == 1:
         return next(iter(found))
     told = {
@@ -257,17 +288,36 @@ def _kernel_for_few_rows(device: torch.device, model: Any, try_kernel: bool) -> 
     return Step(name, step, "wrong, not used", failure, advice)
 
 
-def _few_bits(name: str, is_cpu: bool) -> Iterator[Step]:
+def _few_bits(device: torch.device) -> Iterator[Step]:
     unpacked = f"unpacked for each product, then {_TORCH_PRODUCTS}"
-    if not is_cpu:
-        yield Step(name, "int4 and int8", unpacked)
-    elif (absence := why_no_cpp_kernels()) is None:
-        yield Step(name, "int4 and int8", _CPP)
+    name = str(device)
+    if device.type != "cpu":
+        yield _few_bits_on_gpu(device, unpacked)
+    elif (absence := _why_no_cpp()) is None:
+        for step, form in (
+            ("int4 and int8", Int4(32, in_bytes=True)),
+            ('int4 and int8, activations="float"', Int4(32)),
+        ):
+            most = form.kernel_max_rows
+            rows = "any number of rows" if most >= _MANY else f"up to {most} rows; more: {unpacked}"
+            yield Step(name, step, f"{_CPP}, {'rows in 8 bits, ' * form.in_bytes}{rows}")
+        yield Step(name, "training beside int4 and int8", unpacked)
     else:
         yield Step(name, "int4", "torch's kernel" if torchs_block() else unpacked, *absence)
         yield Step(name, "int8", "torch's kernel", *absence)
     served_by = "bitsandbytes" if is_bitsandbytes_available() else "nothing: it is not installed"
     yield Step(name, "bitsandbytes' 4 and 8 bits", served_by)
+
+
+def _few_bits_on_gpu(device: torch.device, unpacked: str) -> Step:
+    if reason := why_no_gpu_kernel(device):
+        return Step(str(device), "int4 and int8", unpacked, reason)
+    most = max_rows_of_matrix(device)
+    return Step(
+        str(device),
+        "int4 and int8",
+        f"llamoe's Triton kernels, up to {most} rows of a matrix; more: {unpacked}",
+    )
 
 
 def advice_on_steps(steps: list[Step]) -> list[str]:

@@ -9,7 +9,7 @@ matrices on a GPU). Files named `…_triton` import Triton, which is not install
 the others import it only when a kernel is about to run.
 """
 
-from .cpp_kernels import Matrix, cpp_products, cpp_unpack, plain_matrix, why_no_cpp_kernels
+from .cpp_kernels import Matrix, cpp_instructions, cpp_products, cpp_unpack, plain_matrix, why_no_cpp_kernels
 from .cpp_layer import Stacks, cpp_feed_forward, has_feed_forward
 from .cpu import (
     SHORTCUTS_ARE_ON,

@@ -14,6 +14,7 @@ Shapes: N rows, I inputs, O outputs, H hidden size, F intermediate size.
 """
 
 import ctypes
+import errno
 import logging
 import os
 import platform
@@ -52,6 +53,8 @@ _CPP_RUNTIME = ["-Wl,--no-as-needed", "-lstdc++"] if sys.platform == "linux" els
 BLOCK = 64
 BITS = {torch.bfloat16: 16, torch.float32: 32}
 
+# A folder cannot be made or written, or its drive is full.
+_NOT_KEPT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR}
 # The compiled kernels: False before the first use, None where there are none.
 _library: Any = False
 # Why there are none, and what would help.
@@ -121,6 +124,12 @@ def why_no_cpp_kernels() -> tuple[str, str] | None:
     return None if library() is not None else _why_none
 
 
+def cpp_instructions() -> str | None:
+    """The instructions that the compiled kernels use, in words; None where there are none."""
+    found = library()
+    return None if found is None else found.instructions().decode()
+
+
 def _compile() -> Any:
     global _why_none
     if os.environ.get("LLAMOE_CPP_KERNELS", "1") == "0":
@@ -139,6 +148,8 @@ def _compile() -> Any:
     except Exception as error:
         # Compilers fail in many ways, and torch's kernels do the same.
         remedy = "install a C++ compiler, such as g++, or name one in CXX"
+        if isinstance(error, OSError) and error.errno in _NOT_KEPT:
+            remedy = "name a folder in TORCHINDUCTOR_CACHE_DIR where torch can keep files"
         _why_none = (" ".join(str(error).split()), remedy)
         _reasons.append(str(error))
         return None
@@ -170,6 +181,7 @@ def compiled(flags: Sequence[str]) -> Any:
     for name, types in _ARGUMENTS.items():
         getattr(found, name).argtypes = types
         getattr(found, name).restype = None
+    found.instructions.restype = ctypes.c_char_p
     return found
 
 

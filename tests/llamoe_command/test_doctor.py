@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from support import programs
 
-from llamoe.modeling.kernels import why_no_cpp_kernels
+from llamoe.modeling.kernels import cpp_instructions, plain_max_rows, rows_of_torch, why_no_cpp_kernels
 from llamoe_command.cli import main
 from llamoe_command.doctor_packages import EXTRAS
 
@@ -106,7 +106,18 @@ def test_the_text_has_every_section():
 
 @has_kernels
 def test_compiled_kernels_serve_where_they_can(content):
-    assert "C++ kernels" in served(content, "products of few rows")["served_by"]
+    few_rows = served(content, "products of few rows")["served_by"]
+    assert f"C++ kernels for {cpp_instructions()}" in few_rows
+    # What the kernels were compiled to is what this processor has, unless torch is held to less.
+    wanted = {"AVX512": ("AVX-512", "AVX2"), "AVX2": ("AVX2",)}.get(
+        torch.backends.cpu.get_cpu_capability(), ("NEON",)
+    )
+    assert cpp_instructions().startswith(wanted)
+    assert f"up to {plain_max_rows(torch.float32)} in float32" in few_rows
+    assert served(content, "prompts and training, float32")["served_by"] == "torch's products"
+    is_cast = rows_of_torch(torch.bfloat16) is not None
+    assert ("float32 by blocks" in served(content, "prompts and training, bfloat16")["served_by"]) == is_cast
+    assert served(content, "training beside int4 and int8")["served_by"].startswith("unpacked")
     assert "C++ kernels" in served(content, "int4 and int8")["served_by"]
     assert not [line for line in content["advice"] if " on cpu" in line]
 
@@ -126,6 +137,7 @@ def test_a_variable_changes_what_serves_and_is_named(name, value, step, served_b
     found = served(content, step)
     assert found["served_by"] == served_by
     assert name in found["why"]
+    assert ("twice as long" in found["why"]) == (name == "LLAMOE_CPP_KERNELS")
     assert content["environment"][name] == value
     assert [line for line in content["advice"] if step in line.partition(":")[0] and f"unset {name}" in line]
 

@@ -217,6 +217,24 @@ void multiply(const void* all_x, int64_t rows, const Matrix* matrices, int64_t c
 
 extern "C" {
 
+// The instructions that the products here were compiled to.
+const char* instructions() {
+#if defined(__AVX512VNNI__)
+  return "AVX-512 with VNNI";
+#elif defined(__AVX2__) && defined(__AVXVNNI__)
+  return "AVX2 with AVX-VNNI";
+#elif defined(__AVX2__)
+  return "AVX2";
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return "NEON with dot products";
+#elif defined(__ARM_NEON)
+  return "NEON";
+#else
+  return "vectors of four numbers";
+#endif
+}
+
+
 // x / sqrt(mean(x ** 2) + eps), rounded, times a weight, if there is one.
 void rms_norm(int64_t bits, const void* x, const void* weight, void* y, int64_t rows, int64_t size, float eps) {
   (bits == 32 ? normalize<Single> : normalize<Brain>)(x, weight, y, rows, size, eps);

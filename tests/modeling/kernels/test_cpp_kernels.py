@@ -1,5 +1,6 @@
 """The compiled kernels for a CPU: packed weights against the numbers that they mean, others against plain products."""
 
+import ctypes
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 
 from llamoe import LlamoeTextConfig
 from llamoe.modeling import kernels
+from llamoe.modeling._private_api import compile_cpp
 from llamoe.modeling.formats import Int4, Int8, int4
 from llamoe.modeling.kernels import cpp_kernels, cpp_layer, decode
 from llamoe.modeling.layers import FeedForward, RMSNorm
@@ -151,6 +153,52 @@ def test_without_kernels_torch_computes(is_off, first_use, tmp_path, monkeypatch
             assert error(y, x.float() @ Int4(32).matrix(parts, (128, 64), torch.float32).T) < 0.01
         assert cpp_kernels.library() is None
     assert caplog.text.count("were not compiled") == (not is_off)
+
+
+def products_without_kernels():
+    """Errors of products with packed weights, for few rows and many."""
+    parts = Int4(32).quantize(torch.randn(128, 64))
+    expected = Int4(32).matrix(parts, (128, 64), torch.float32).T
+    rows = [torch.randn(num_rows, 64).bfloat16() for num_rows in (1, 3, 100)]
+    return [error(Int4(32, in_bytes=True).multiply(x, parts, (128, 64)), x.float() @ expected) for x in rows]
+
+
+def test_kernels_with_a_wrong_number_are_not_used(first_use, monkeypatch, caplog):
+    """One number of one product has the other sign: the check at the first use tells, once."""
+    right = cpp_kernels.compiled(cpp_kernels.flags_of_processor())
+
+    class Wrong:
+        def products(self, x, y, *others):
+            right.products(x, y, *others)
+            number = ctypes.c_uint16.from_address(y)
+            number.value ^= 0x8000
+
+    monkeypatch.setattr(cpp_kernels, "compiled", lambda flags: Wrong())
+    assert max(products_without_kernels()) < 0.01
+    assert cpp_kernels.why_no_cpp_kernels()[0] == "their results are wrong on this machine"
+    assert caplog.text.count("their results are wrong on this machine") == 1
+
+
+def test_a_folder_that_cannot_be_written_is_told(first_use, tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file/below"))
+    assert max(products_without_kernels()) < 0.01
+    why, remedy = cpp_kernels.why_no_cpp_kernels()
+    assert str(tmp_path / "file") in why and "TORCHINDUCTOR_CACHE_DIR" in remedy
+    assert caplog.text.count("were not compiled") == 1
+
+
+def test_another_processor_finds_kernels_of_its_own(tmp_path, monkeypatch):
+    """The same folder, as of a cluster's machines: what one compiled another does not load."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def file_here():
+        return compile_cpp('extern "C" int f() { return 7; }', cpp_kernels.flags_of_processor())._name
+
+    here, can = file_here(), torch.cpu.get_capabilities()
+    assert file_here() == here
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {**can, "a_later_instruction": True})
+    assert file_here() != here
 
 
 # Of the largest number, by dtype: sums are float32, in another order; bfloat16 rounds once.
