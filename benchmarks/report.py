@@ -55,7 +55,7 @@ NOTES = {
     "llama.cpp": "The same models, one row, greedily, by `generate`; times are of one token, the mean of the first "
     "24. A prefill yields the logits of all tokens. Two threads are measured in wall time, and not at all where other "
     "load would decide. `stock` is transformers in float32. llama.cpp's "
-    "files are those that its converter makes, and its quantizer for q4_0: there "
+    "files are those that its converter makes, and its quantizer for q4_0 (with AMX: `benchmarks/held.py`): there "
     "all matrices have that type, but the head has q6_K; the head is below 1 % of the weights. "
     "Logits are compared in float32. After a contestant's name stand the MB of its weights, and how many of its first "
     "tokens are those of the first contestant: with random weights rounding soon leads to another token. Of llama.cpp "
