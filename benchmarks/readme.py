@@ -102,7 +102,7 @@ def _measured(results: dict, name: str) -> list[str]:
             rows.append(f"| {title} | " + " | ".join(cells) + " |")
     figures = ["| | measured | noise |", "|---|---|---|"]
     for bar in BARS[name]:
-        if "llama.cpp" in bar.text:
+        if bar.text not in DECISIVE.get(name, [bar.text]):
             continue
         noise = f"± {bar.allowance(found):.2g}" if bar.allowance else ""
         figures.append(f"| {bar.text} | {bar.measured(found)} | {noise} |")
@@ -113,11 +113,28 @@ def _measured(results: dict, name: str) -> list[str]:
         commands,
         "Stock's time over ours, each in its fastest mode. T tokens are one row's, B tokens are one of each row:",
         "\n".join(rows),
-        "More ratios of stock's time over ours, for LoRA of ours over theirs, and of memory. Noise is how far stock "
-        "differs from itself when it is measured twice:",
+        "Ten more that decide something: stock's time over ours, for LoRA and offloading ours over theirs, and "
+        "memory. Noise is how far stock differs from itself when it is measured twice. All others stand in "
+        f"[the results](../benchmarks/results/{name}.md#what-is-wanted):",
         "\n".join(figures),
     ]
 
+
+DECISIVE = {
+    "cpu": (
+        "whole decoder, prefill, T = 1024",
+        "whole decoder, decode, B = 1",
+        "training step, 128 experts, T = 256",
+        "LoRA on 128 experts, T = 512, step over peft's",
+        "LoRA on 128 experts, T = 512, peak memory over peft's",
+        "dense LLaMA, slowest case",
+        "Mixtral's block, slowest case",
+        "loading, peak memory over the checkpoint's bytes",
+        "quantizing a billion weights to int4",
+        "experts on disk, a token, time over accelerate's offload",
+    )
+}
+"""Texts of the targets that docs/performance.md shows; of a machine that is not named all."""
 
 PROMPT = 128
 """Tokens of the prompt in the tables."""
