@@ -297,7 +297,7 @@ class FewRows:
             whole = None if routing is None else self._whole_mixture(routing, matrix, experts, shared)
             return _MixtureHalf(self._norm(norm, inputs), routing, whole)
 
-        known = self._recall(watched, work_out)
+        known = self._recall(watched, work_out, _rule_of(router))
         if known is None:
             return None
         is_trained = module.training or router.training
@@ -406,20 +406,15 @@ class FewRows:
     def _normalize(self, norm: Any, address: int | None, x: torch.Tensor) -> torch.Tensor:
         return norm(x) if address is None else rms_norm(x, address, norm.eps)
 
-    def _recall(self, watched: Sequence[Any], work_out: Callable[[], Any]) -> Any:
+    def _recall(self, watched: Sequence[Any], work_out: Callable[[], Any], rule: tuple = ()) -> Any:
         """What `work_out` returns of the first module; worked out again if anything of the watched ones has changed.
 
         None where the first one must be called, because something watches it.
         """
-        known = _KNOWN.get(watched[0])
-        if (
-            self.state is not None
-            and known is not None
-            and known[2] is self.state
-            and known[0][0] == self.key
-        ):
+        key, known = (*self.key, *rule), _KNOWN.get(watched[0])
+        if self.state is not None and known is not None and known[2] is self.state and known[0][0] == key:
             return known[1]
-        signature: list[Any] = [self.key]
+        signature: list[Any] = [key]
         for each in watched:
             signature += (
                 type(each),
@@ -486,6 +481,7 @@ class FewRows:
 
 
 _NONE = _Linears(None, [])
+_SWITCHES = ("takes_softmax", "chooses_by_softmax", "normalizes", "scales_input")
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
@@ -505,10 +501,13 @@ def _routing(router: Any, matrix: Matrix) -> Routing | None:
         bias_E.is_cpu and bias_E.dtype == torch.float32 and bias_E.is_contiguous()
     ):
         return None
-    names = "takes_softmax", "chooses_by_softmax", "normalizes", "scales_input"
-    return prepare_routing(
-        matrix, router.top_k, bias_E, **{name: bool(getattr(router, name)) for name in names}
-    )
+    top_k, *switches = _rule_of(router)
+    return prepare_routing(matrix, top_k, bias_E, **dict(zip(_SWITCHES, map(bool, switches), strict=True)))
+
+
+def _rule_of(router: Any) -> tuple:
+    """What of a router's rule stands in its attributes, which can be set between two passes."""
+    return tuple(getattr(router, name, None) for name in ("top_k", *_SWITCHES))
 
 
 def _multiply_by_experts(experts: Any, x_TH: torch.Tensor, indices_TK: torch.Tensor) -> torch.Tensor | None:

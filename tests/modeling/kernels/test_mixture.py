@@ -134,6 +134,24 @@ def test_every_rule(scales_input, has_shared, whole):
 
 
 @torch.no_grad()
+def test_a_rule_that_is_changed_between_two_passes_is_seen(whole):
+    """Also by a whole decoder, whose modules are looked at once a pass."""
+    model = draw(llamoe.LlamoeMixtralForCausalLM, llamoe.LlamoeMixtralConfig(**MIXTRAL)).eval()
+    tokens = torch.tensor([[3]])
+    with torch.no_grad():
+        before = [model(tokens).logits for _ in range(2)]
+        router = model.model.layers[0].mlp.gate
+        router.top_k = 1
+        one = model(tokens).logits
+        router.normalizes = False
+        plain = model(tokens).logits
+        expected = model.to(torch.float64)(tokens).logits
+    assert len(whole) == 4 and torch.equal(*before)
+    assert max_abs(one, before[0]) > 1e-3 and max_abs(plain, one) > 1e-3
+    # Sums in float32.
+    assert max_abs(plain, expected) < 1e-5
+
+
 def test_modules_are_called_where_somebody_looks(whole):
     """Or where they are something else."""
     norm, mixture = mixture_of("text")
