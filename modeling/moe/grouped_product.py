@@ -221,7 +221,7 @@ def _define_product(name: str, tags: Sequence[torch.Tag]) -> Any:
         sizes: Sequence[int],
         ends_E: torch.Tensor | None,
         transposed: bool,
-        by_id: bool = False,
+        by_id: bool,
     ) -> torch.Tensor:
         form, stack = format_of(key), None
         # Autocast would cast rows and matrices to its dtype, and back.
@@ -242,7 +242,7 @@ def _define_product(name: str, tags: Sequence[torch.Tag]) -> Any:
             return y.clone(memory_format=torch.contiguous_format) if y._base is not None else y.contiguous()
 
     @operator.register_fake
-    def _(x, parts, source, key, sizes, ends_E, transposed, by_id=False):
+    def _(x, parts, source, key, sizes, ends_E, transposed, by_id):
         return x.new_empty(x.shape[0], sizes[1] if transposed else sizes[0])
 
     def save(ctx, inputs, output):
@@ -286,7 +286,7 @@ def multiply_sorted(
     """`multiply_groups` for autograd and compilers; `ends_E` has the index after each expert's last row, `[E]`."""
     # A tracer has tensors in the place of a weight's sizes.
     key, sizes = _followed(stack.form, x_NI).key, [int(size) for size in stack.sizes]
-    return product_operator(x_NI, list(stack.parts), stack.source, key, sizes, ends_E, transposed)
+    return product_operator(x_NI, list(stack.parts), stack.source, key, sizes, ends_E, transposed, False)
 
 
 def multiply_on_device(
@@ -306,7 +306,7 @@ def multiply_one(form: Format, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -
     """Rows times the transpose of one matrix, which gets no gradient: `[N, O]` in the dtype of the rows."""
     x = form.cast(x_NI)
     if needs_operator(x):
-        y = device_operator(x, list(parts), "", _followed(form, x).key, list(sizes), None, False)
+        y = device_operator(x, list(parts), "", _followed(form, x).key, list(sizes), None, False, False)
     else:
         y = form.multiply(x, parts, sizes)
     return y if x is x_NI else y.to(x_NI.dtype)
