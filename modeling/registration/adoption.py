@@ -77,8 +77,9 @@ def adopt(*model_types: str) -> Adoption:
     force before or another block still needs it.
 
     Args:
-        *model_types: "llama" (LLaMA 1, 2, 3 and all their heads), "mistral", "ministral", and "llama4" (the multimodal
-            model, its text model and its tower; "llama4_text" and "llama4_vision_model" name these alone). None: all.
+        *model_types: "llama" (LLaMA 1, 2, 3 and all their heads), "mistral", "ministral", "mixtral", "llama4" (the
+            multimodal model, its text model and its tower; "llama4_text" and "llama4_vision_model" name these alone).
+            None: all.
 
     Returns:
         a context manager, whose use is optional.
