@@ -28,6 +28,7 @@ _FLOAT, _HALF = 4, 2
 # Tensors of a logit's size that are held at once: by pieces in float32; plain also the logits and their gradient.
 _LOSS_BYTES, _PLAIN_LOSS_BYTES = 4 * _FLOAT, 2 * _HALF + 2 * _FLOAT
 DEFAULT_TOKENS = 1024
+"""Tokens of a row in training, where none are named."""
 
 
 @dataclass(frozen=True)
