@@ -184,7 +184,6 @@ def _with_json(tensor, old: str, new: str) -> torch.Tensor:
             "blocksize 32, but other experts have 64",
         ),
     ],
-    ids=str,
 )  # fmt: skip
 def test_a_damaged_expert_of_bitsandbytes_is_named(kind, change, named, folders, tmp_path, nothing_left):
     for file in folders["mixtral in nf4"].iterdir():
