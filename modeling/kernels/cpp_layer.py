@@ -134,9 +134,11 @@ def _routing(router: Matrix, top_k: int, bias_E: torch.Tensor | None = None, **h
 @lru_cache
 def chooses_as_torch(num_experts: int, top_k: int) -> bool:
     """Whether the kernel takes the same ones of equal logits as `torch.topk`, which promises no order of them."""
-    generator = torch.Generator().manual_seed(0)
-    logits_NE = torch.randint(0, 4, (40, num_experts), generator=generator).float()
-    router = Matrix(32, 0, torch.eye(num_experts), None)
+    generator = torch.Generator("cpu").manual_seed(0)
+    # Whatever dtype and device are the default where this is asked first.
+    given = {"dtype": torch.float32, "device": "cpu"}
+    logits_NE = torch.randint(0, 4, (40, num_experts), generator=generator, **given)
+    router = Matrix(32, 0, torch.eye(num_experts, **given), None)
     routing = _routing(router, top_k)
     with torch.device("cpu"), torch.inference_mode():
         _, _, ids_NK = route(logits_NE, None, 0.0, routing)
