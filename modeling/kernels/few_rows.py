@@ -208,16 +208,17 @@ def run_kernels(
             enable_fp_fusion=True,
         )
         if splits > 1:
-            kernels.sum_splits_kernel[(_ceil_div(out_NH.numel(), 512),)](
-                parts_SNH,
-                out_NH,
-                out_NH.numel(),
-                SPLITS=splits,
-                BLOCK=512,
-                num_warps=4,
-                enable_fp_fusion=True,
-            )
+            sum_splits(parts_SNH, out_NH)
     return out_NH
+
+
+def sum_splits(parts: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the sum of `[S, …]` parts, in float32, into `out`; both are contiguous, on the current device."""
+    from . import few_rows_triton as kernels
+
+    kernels.sum_splits_kernel[(_ceil_div(out.numel(), 512),)](
+        parts, out, out.numel(), SPLITS=len(parts), BLOCK=512, num_warps=4, enable_fp_fusion=True
+    )
 
 
 def constants(

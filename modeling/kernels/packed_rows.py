@@ -136,7 +136,7 @@ def packed_product(
         `[N, O]`, or `[N, I]` if `transposed`; rows without an expert are zero.
     """
     # Imported late: importing Triton takes long, and it is not installed everywhere.
-    from . import few_rows_triton, packed_rows_triton
+    from . import packed_rows_triton
 
     num_rows = len(x_NC)
     num_out, num_in = matrix.sizes
@@ -180,15 +180,7 @@ def packed_product(
             enable_fp_fusion=True,
         )
         if splits > 1:
-            few_rows_triton.sum_splits_kernel[(-(-out_NO.numel() // 512),)](
-                parts_SNO,
-                out_NO,
-                out_NO.numel(),
-                SPLITS=splits,
-                BLOCK=512,
-                num_warps=4,
-                enable_fp_fusion=True,
-            )
+            few_rows.sum_splits(parts_SNO, out_NO)
     return out_NO
 
 
