@@ -1,17 +1,19 @@
-"""A token of Mixtral 8x7B's layers in int4, beside a plain read of as many bytes: few bits at a published size.
+"""A token of Mixtral 8x7B's layers in int4, beside a plain read of as many bytes: quantization at a published size.
 
-Four of its layers, with embedding and head, are 4.1 GB. Codes and scales are drawn, since quantizing would take
-minutes: no number is compared here. Each token meets other experts than the one before, as drawn routers choose them.
+Four of its layers, with embedding and head, are 4.1 GB. Their numbers are drawn (`published_sizes.write`), since
+quantizing would take minutes: none is compared here. Each token meets other experts than the one before.
 """
+
+import tempfile
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
-from transformers.quantizers.auto import AutoHfQuantizer
 
 import llamoe
 from llamoe.configuration import preset
 
-from . import OURS
+from . import OURS, published_sizes
 from .few_bits import Generate
 from .harness import IN_BFLOAT16, Case, Cases, Contestant
 from .shapes import Setting
@@ -21,28 +23,6 @@ NEW = 16
 """Tokens of a run."""
 BUFFER = 2**29
 """Bytes of the buffer that is read: more than caches hold."""
-
-
-def drawn(config: llamoe.LlamoeMixtralConfig, weights: str, setting: Setting) -> PreTrainedModel:
-    """A model whose packed weights, and all others, are random."""
-    config.dtype = torch.bfloat16
-    with torch.device("meta"):
-        model = llamoe.LlamoeMixtralForCausalLM(config).to(torch.bfloat16)
-    quantizer = AutoHfQuantizer.from_config(llamoe.QuantizationConfig(weights), pre_quantized=True)
-    quantizer.preprocess_model(model=model)
-    model.to_empty(device="cpu")
-    # Its buffers are computed, not stored.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    generator = setting.generator()
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            if not tensor.is_floating_point():
-                tensor.random_(generator=generator)
-            elif name.endswith("norm.weight"):
-                tensor.fill_(1.0)
-            else:
-                tensor.normal_(0, 0.005, generator=generator)
-    return model.eval()
 
 
 def bytes_a_token(model: PreTrainedModel) -> int:
@@ -65,7 +45,9 @@ def mixtral(setting: Setting, layers: int, **sizes: int) -> Cases:
         sizes: of the configuration, in place of the published ones.
     """
     config = preset("mixtral-8x7b", num_hidden_layers=layers, **sizes)
-    model = drawn(config, "int4", setting)
+    with tempfile.TemporaryDirectory() as folder:
+        published_sizes.write(config, Path(folder) / "model", "int4", setting.seed)
+        model = llamoe.LlamoeMixtralForCausalLM.from_pretrained(Path(folder) / "model").eval()
     decoder, nbytes = Generate(model), bytes_a_token(model)
     # Two streams are read faster than one.
     halves = torch.ones(2, BUFFER // 8)

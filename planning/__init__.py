@@ -12,7 +12,7 @@ from .one_machine import PlacementPlan, plan_placement
 from .source import Source
 from .table import lines_of_devices, lines_of_experts, note_of_bits, rows_of_speed, rows_of_training
 from .training import DEFAULT_TOKENS, TrainingPlan, measure_rates
-from .units import weight_bytes
+from .units import packed_bytes, weight_bytes
 
 __all__ = [
     "DEFAULT_TOKENS",
@@ -26,6 +26,7 @@ __all__ = [
     "measure_bandwidths",
     "measure_rates",
     "note_of_bits",
+    "packed_bytes",
     "plan_placement",
     "rows_of_speed",
     "rows_of_training",

@@ -189,22 +189,31 @@ def weight_bytes(model: Any, bits: int) -> dict[str, int]:
     return found
 
 
-def packed_bytes(config: LlamoeBaseConfig, quantization: QuantizationConfig) -> dict[str, int]:
-    """Name to bytes of each weight of a model in llamoe's formats, what stays in 16 bit among them.
+def packed_bytes(
+    config: LlamoeBaseConfig, quantization: QuantizationConfig, are_stored: bool = False
+) -> dict[str, int]:
+    """Name to bytes of each weight of a model in llamoe's formats, what stays in 16 bit among them; tied ones once.
+
+    Args:
+        config: of the model.
+        quantization: how weights are stored.
+        are_stored: whether they are so in a folder, or shall be, which decides on what a refusal advises.
 
     Raises:
         ValueError: the format cannot store one of them, or there is none.
     """
     model: Any = empty_model(config)
-    LlamoeQuantizer(quantization, pre_quantized=False).preprocess_model(model)
+    LlamoeQuantizer(quantization, pre_quantized=are_stored).preprocess_model(model)
     packed = {
         name
         for name, module in model.named_modules()
         if isinstance(module, (QuantizedExperts, QuantizedLinear))
     }
+    named = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
     return {
         name: tensor.numel() * (tensor.element_size() if name.rpartition(".")[0] in packed else 2)
-        for name, tensor in model.state_dict().items()
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if named[id(tensor)] == name
     }
 
 

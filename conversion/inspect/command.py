@@ -24,13 +24,14 @@ from ...planning import (
     lines_of_experts,
     measure_rates,
     note_of_bits,
+    packed_bytes,
     plan_placement,
     rows_of_speed,
     rows_of_training,
     weight_bytes,
 )
 from ..checkpoint import Checkpoint, expected_shapes, tied_head
-from ..hf import in_words, packed_weights
+from ..hf import in_words
 from ..open import family_of
 from .describe import dtypes_of, guess, layers_of, mismatches_of, presets_like, sizes_of
 from .gguf import answer_for_gguf
@@ -314,12 +315,11 @@ def _source(found: Checkpoint) -> Source:
 
 def _needs(found: Checkpoint, source: Source, cached: int) -> dict[str, Need]:
     """Memory that a model takes in bfloat16, int8 and int4; of packed weights in their format alone."""
-    plain = weight_bytes(source.model, 16)
     if found.quantization is not None:
-        packed = packed_weights(found.config, found.quantization, are_stored=True)
-        weights = sum(packed[key].nbytes if key in packed else size for key, size in plain.items())
+        weights = sum(packed_bytes(found.config, found.quantization, are_stored=True).values())
         return {found.quantization.weights: Need(weights, cached)}
-    sizes = {"bfloat16": plain} | {name: weight_bytes(source.model, bits) for name, bits in _FEW_BITS.items()}
+    sizes = {"bfloat16": weight_bytes(source.model, 16)}
+    sizes |= {name: weight_bytes(source.model, bits) for name, bits in _FEW_BITS.items()}
     return {name: Need(sum(each.values()), cached) for name, each in sizes.items()}
 
 
