@@ -7,9 +7,12 @@ model's choices are recorded. The reference follows them, and rounding must expl
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 import torch
 
+from llamoe.modeling.kernels import cpp_layer, decode
 from llamoe.modeling.moe.layer import Router
 
 from .reference import Blur, Decoder, Result
@@ -55,20 +58,32 @@ class Tally:
 
 
 class RouterLog:
-    """Records the experts that routers choose, in order of the calls. A hook would make models take another path."""
+    """Records the experts that mixtures choose, in order of the calls.
+
+    A mixture takes the path that it takes without a record: what chooses is wrapped, and seems to be what it was.
+    """
 
     def __init__(self):
         self.calls: list[torch.Tensor] = []
         self.is_on = False
-        plain = Router.forward
+        self._wrap(Router, "forward", lambda result, *_: result[2])
+        self._wrap(decode, "route", lambda result, *_: result[2])
+        # The compiled kernel of a whole mixture keeps its choice to itself, and makes it as `route` does.
+        route = cpp_layer.route
+        self._wrap(decode, "normalized_mixture", lambda _, *args: route(*args[:3], args[3].routing)[2])
 
-        def forward(router, *args, **kwargs):
-            result = plain(router, *args, **kwargs)
+    def _wrap(self, owner: Any, name: str, choice: Callable[..., torch.Tensor]) -> None:
+        plain = getattr(owner, name)
+
+        # Also its attributes, by which the fast way of few rows knows a formula.
+        @wraps(plain)
+        def record(*args, **kwargs):
+            result = plain(*args, **kwargs)
             if self.is_on and not torch.compiler.is_compiling():
-                self.calls.append(result[2].detach().clone())
+                self.calls.append(choice(result, *args).detach().clone())
             return result
 
-        Router.forward = forward
+        setattr(owner, name, record)
 
     @contextmanager
     def recording(self) -> Iterator[list[torch.Tensor]]:

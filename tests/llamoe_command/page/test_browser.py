@@ -253,8 +253,8 @@ def test_a_hundred_questions_are_answered_or_refused_in_a_sentence(browser, endl
     from gradio_client import Client
 
     def ask(index):
-        # A conversation of its own each.
-        client = Client(endless.address, verbose=False)
+        # A conversation of its own each; a hundred that begin at once wait for each other.
+        client = Client(endless.address, verbose=False, httpx_kwargs={"timeout": 120})
         return str(client.predict(f"Question {index}", 30, 0.0, api_name="/chat"))
 
     with ThreadPoolExecutor(100) as people:
