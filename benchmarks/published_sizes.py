@@ -46,6 +46,8 @@ from .hardware import describe
 from .processes import bytes_read, forget, in_process, status
 
 NEW_TOKENS, SHORT, LONG, STEPS, ROW, RANK = 16, 16, 256, 3, 32, 8
+# Seconds after which a drive has forgotten what it has just taken, and reads as fast as on another day.
+SETTLING = 30
 STD = 0.02
 # Figure to the least and the most that is wanted; None for no bound.
 TARGETS: dict[str, tuple[float | None, float | None]] = {
@@ -416,10 +418,12 @@ def measure(
     config: LlamoeBaseConfig, weights: str, place: Path, **given: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Write a folder in `place`, run in a new process, and remove the folder; what both gave."""
+    place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place) as name:
         written = write(config, Path(name) / "model", weights)
         folder = str(Path(name) / "model")
         forget(Path(folder))
+        time.sleep(SETTLING)
         found = in_process("published_sizes", "rates", folder=folder, tokens=given["row"])
         if "skipped" not in found:
             found = in_process("published_sizes", "run", folder=folder, given=found, **given)
