@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -292,8 +293,12 @@ def run(
         adapters.save_pretrained(saved)
         found["adapter_bytes"] = sum(path.stat().st_size for path in Path(saved).iterdir())
         model.close()
-        del adapters, optimizer, model, loss
+        kept = weakref.ref(model)
+        # What watched the tokens knows the model, too.
+        del adapters, optimizer, model, loss, streamer
         gc.collect()
+        if kept() is not None:
+            raise RuntimeError("the model is still referred to, and two do not fit")
         begun = time.perf_counter()
         again = PeftModel.from_pretrained(load(), saved).eval()
         found["reload_seconds"] = time.perf_counter() - begun
