@@ -10,8 +10,9 @@ was learnt in its weights. The same command goes on after a stop.
 
 from pathlib import Path
 
-from finetune_lora import count_right, load, read, train
+from finetune_lora import load, train
 from peft import get_peft_model
+from questions import count_right, read
 from transformers import set_seed
 
 import llamoe

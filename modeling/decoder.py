@@ -49,7 +49,7 @@ from .input_checks import (
     embed,
     leave_out_attentions,
 )
-from .kernels import FewRows, apply_head, begin_few_rows
+from .kernels import FewRows, apply_head, begin_few_rows, computes
 from .layers import FeedForward, RMSNorm, RotaryEmbedding, rotary_tables
 from .loss import loss_without_logits, must_skip_logits
 from .moe import MixtureOfExperts, Router, RouterLossMixin, expert_load
@@ -76,6 +76,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     @takes_cache
+    @computes("layer", "training", "_compiled_call_impl")
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -206,11 +207,18 @@ class DecoderModel(LlamoePreTrainedModel):
         # placeholders. `generate(assistant_early_exit=...)` drafts with fewer layers, and lowers their number in the
         # config meanwhile.
         attention_types = self.attention_types[: self.config.num_hidden_layers]
-        for layer, attention_type in zip(self.layers, attention_types, strict=False):
+        for index, (layer, attention_type) in enumerate(zip(self.layers, attention_types, strict=False)):
+            mask = mask_mapping[attention_type]
+            if few_rows is not None:
+                context = position_embeddings, mask, position_ids, past_key_values
+                fast = few_rows.layer(index, layer, hidden_states, *context)
+                if fast is not None:
+                    hidden_states = fast
+                    continue
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
-                attention_mask=mask_mapping[attention_type],
+                attention_mask=mask,
                 position_ids=position_ids,
                 few_rows=few_rows,
                 # By this name transformers takes it away under gradient checkpointing.

@@ -90,7 +90,15 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query_size, hidden_size, bias=bias)
         self.qk_norm = L2Norm(config.rms_norm_eps) if plan.use_qk_norm else None
 
-    @computes("attention")
+    @computes(
+        "attention",
+        "head_dim",
+        "scaling",
+        "use_rope",
+        "rope_interleave",
+        "use_temperature_tuning",
+        "training",
+    )
     def forward(
         self,
         hidden_states: torch.Tensor,

@@ -39,9 +39,8 @@ _ARGUMENTS = {
     "products": [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _INT],
     "unpack": [_POINTER, _SIZE, _POINTER, _SIZE, _INT],
     "feed_forward": [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _INT],
-    "project": [*_ROWS, _POINTER, _INT, _SIZE, _POINTER, _POINTER, _INT, _FLOAT, _FLOAT],
-    "attend_and_project": [_SIZE, _POINTER, *([_POINTER, _SIZE, _SIZE] * 2), *[_SIZE] * 3, _FLOAT]
-    + [_POINTER, _INT, _POINTER, _POINTER],
+    "project": [*[_POINTER] * 4, _FLOAT, _POINTER, _INT],
+    "finish": [*[_POINTER] * 3, *([_POINTER, _SIZE, _SIZE] * 2), _SIZE, _POINTER, _POINTER, _INT],
     "normalized_feed_forward": [*_ROWS, _SIZE, _POINTER, _SIZE, _INT],
     "rms_norm": [_SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _FLOAT],
     "route": [*_ROWS, _SIZE, *[_POINTER] * 4, _INT],

@@ -219,64 +219,126 @@ def normalized_mixture(x: torch.Tensor, norm: int, eps: float, mixture: Mixture)
     return y
 
 
-def project(
-    x: torch.Tensor,
+class _FirstHalf(ctypes.Structure):
+    _fields_ = (
+        *(("bits", ctypes.c_int64), ("norm", ctypes.c_void_p), ("inputs", ctypes.c_void_p)),
+        *(("output", ctypes.c_void_p), ("head_dim", ctypes.c_int64), ("is_interleaved", ctypes.c_int64)),
+        *((name, ctypes.c_float) for name in ("eps", "qk_eps", "scaling")),
+    )
+
+
+class _SecondHalf(ctypes.Structure):
+    _fields_ = (
+        *(("norm", ctypes.c_void_p), ("matrices", ctypes.c_void_p), ("count", ctypes.c_int64)),
+        *(("strides", ctypes.c_void_p), ("how", ctypes.c_void_p), ("eps", ctypes.c_float)),
+    )
+
+
+class FirstHalf(NamedTuple):
+    """Norm and attention by their addresses, which are right as long as the tensors are there."""
+
+    sizes: list[int]
+    """Queries, keys and values of a token, in channels."""
+    head_dim: int
+    placed: Any
+    kept: Any
+    """What `placed` has addresses of."""
+
+
+class SecondHalf(NamedTuple):
+    """Norm and feed-forward or mixture, likewise."""
+
+    placed: Any
+    kept: Any
+
+
+def prepare_first_half(
+    dtype: torch.dtype,
     norm: int,
     eps: float,
-    products: Products,
+    inputs: Products,
+    output: Products,
     head_dim: int,
-    angles: tuple[torch.Tensor, ...],
+    scaling: float,
     is_interleaved: bool,
     qk_eps: float,
-    query_scale: float,
-) -> torch.Tensor:
-    """Queries, keys and values of one token, `[outputs]` side by side.
+) -> FirstHalf | None:
+    """What computes norm and attention of one token; None where the sizes do not fit.
 
     Args:
-        x: of one token, `[..., H]` on the CPU.
+        dtype: of rows and cache.
         norm: of the RMSNorm before, as in `rms_norm`.
         eps: its eps.
-        products: those of queries, keys and values, for rows of the dtype of `x`.
+        inputs: those of queries, keys and values, for rows of this dtype.
+        output: that of the output projection.
         head_dim: channels of a head.
-        angles: cosines and sines `[head_dim / 2]` float32, by which queries and keys are rotated; or nothing.
+        scaling: factor of the scores.
         is_interleaved: whether the channels of a rotated pair stand side by side, or half a head apart.
-        qk_eps: eps of the norm of each of their heads after that; negative for none.
+        qk_eps: eps of the norm of each head of queries and keys after rotation; negative for none.
+    """
+    queries, keys, values = inputs.sizes
+    heads, key_heads = queries // head_dim, keys // head_dim
+    if (
+        queries % head_dim
+        or keys % head_dim
+        or keys != values
+        or not key_heads
+        or heads % key_heads
+        or (output.inputs, output.sizes) != (queries, [inputs.inputs])
+    ):
+        return None
+    addresses = map(ctypes.addressof, (inputs.placed, output.placed))
+    placed = _FirstHalf(BITS[dtype], norm, *addresses, head_dim, is_interleaved, eps, qk_eps, scaling)
+    return FirstHalf(inputs.sizes, head_dim, placed, (inputs, output))
+
+
+def prepare_second_half(norm: int, eps: float, whole: Swiglu | Mixture) -> SecondHalf:
+    """What computes the other half after `finish`; `norm` as in `rms_norm`."""
+    choice = (whole.strides, whole.routing.how) if isinstance(whole, Mixture) else ()
+    matrices, *others = map(ctypes.addressof, (whole.placed, *choice))
+    return SecondHalf(_SecondHalf(norm, matrices, len(whole.placed), *(others or (None, None)), eps), whole)
+
+
+def project(
+    x: torch.Tensor, half: FirstHalf, angles: tuple[torch.Tensor, ...], query_scale: float
+) -> torch.Tensor:
+    """Queries, keys and values of one token, `[channels]` side by side.
+
+    Args:
+        x: of one token, contiguous, `[..., H]` on the CPU.
+        half: the norm before and the projections.
+        angles: cosines and sines `[head_dim / 2]` float32, by which queries and keys are rotated; or nothing.
         query_scale: what queries are multiplied by at last.
     """
-    y = x.new_empty(sum(products.sizes))
-    row = BITS[x.dtype], x.data_ptr(), norm, eps, y.data_ptr(), products.placed, torch.get_num_threads()
-    tables = [angle.data_ptr() for angle in angles] or [None, None]
-    products.library.project(*row, head_dim, *tables, is_interleaved, qk_eps, query_scale)
+    y = x.new_empty(sum(half.sizes))
+    tables = [angle.data_ptr() for angle in angles] or (None, None)
+    placed, threads = ctypes.byref(half.placed), torch.get_num_threads()
+    library().project(placed, x.data_ptr(), *tables, query_scale, y.data_ptr(), threads)
     return y
 
 
-def attend(
+def finish(
+    x: torch.Tensor,
+    half: FirstHalf,
+    second: SecondHalf | None,
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scaling: float,
-    products: Products,
-    residual: torch.Tensor,
-) -> torch.Tensor | None:
-    """`residual + output(attention)` for one token that sees all keys; None where the sizes do not fit.
+) -> torch.Tensor:
+    """`y = x + output(attention)` for one token that sees all keys; the second half of `y`, if it is given.
 
     Args:
-        queries: begins with `[heads * head_dim]` numbers.
+        x: what `project` was given.
+        half: attention.
+        second: the norm after it, and what follows.
+        queries: what `project` returned.
         keys: `[1, key heads, K, head_dim]` in the same dtype, with channels side by side.
         values: likewise.
-        scaling: factor of the scores.
-        products: that of the output projection.
-        residual: contiguous.
     """
-    _, key_heads, count, head_dim = keys.shape
-    found, inputs, sizes, placed = products
-    heads, rest = divmod(inputs, head_dim)
-    if rest or heads % key_heads or keys.shape != values.shape or sizes[0] != residual.shape[-1]:
-        return None
-    y = torch.empty_like(residual)
+    y = torch.empty_like(x)
     cached = [(each.data_ptr(), each.stride(1), each.stride(2)) for each in (keys, values)]
-    found.attend_and_project(
-        BITS[residual.dtype], queries.data_ptr(), *cached[0], *cached[1], count, key_heads, head_dim, scaling,
-        placed, torch.get_num_threads(), residual.data_ptr(), y.data_ptr(),
+    library().finish(
+        ctypes.byref(half.placed), None if second is None else ctypes.byref(second.placed), queries.data_ptr(),
+        *cached[0], *cached[1], keys.shape[2], x.data_ptr(), y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return y

@@ -30,14 +30,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cpp_kernels import BITS, Matrix, Products, library, multiply, plain_matrix, prepare
 from .cpp_layer import (
+    FirstHalf,
     Mixture,
     Routing,
+    SecondHalf,
     Swiglu,
-    attend,
+    finish,
     normalized_mixture,
     normalized_swiglu,
+    prepare_first_half,
     prepare_mixture,
     prepare_routing,
+    prepare_second_half,
     prepare_swiglu,
     project,
     rms_norm,
@@ -73,6 +77,8 @@ class _Half(NamedTuple):
     inputs: _Linears
     """Of attention queries, keys and values, of a feed-forward gate and up, of a mixture the router."""
     output: _Linears
+    one_token: FirstHalf | None = None
+    """Of attention, where one token takes two calls."""
     whole: Swiglu | None = None
     """The matrices of a feed-forward, where it is one call."""
 
@@ -88,11 +94,22 @@ class _MixtureHalf(NamedTuple):
     """Router and experts, where the whole is one call."""
 
 
+class _Layer(NamedTuple):
+    """What is known of a whole layer."""
+
+    first: FirstHalf
+    second: SecondHalf | None
+    """None where its modules must be asked."""
+    has_experts: bool
+
+
 class _State:
     """All modules of a decoder as they were in one pass, and in those that followed without a change."""
 
     def __init__(self, signature: list[Any]):
         self.signature = signature
+        # For each kind of pass what is known of each layer.
+        self.layers: dict[Any, dict[int, _Layer | None]] = {}
 
 
 # What is known of a module, the signature that it was known for, and its decoder's state at that time, if it had one.
@@ -104,11 +121,11 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], Any, _State | None
 _STATES: weakref.WeakKeyDictionary[nn.Module, _State] = weakref.WeakKeyDictionary()
 
 
-def computes(formula: str) -> Callable[[Callable], Callable]:
-    """A decorator of a `forward`, which says what it computes."""
+def computes(formula: str, *reads: str) -> Callable[[Callable], Callable]:
+    """A decorator of a `forward`, which says what it computes, and by which attributes beside modules and tensors."""
 
     def mark(forward: Callable) -> Callable:
-        vars(forward)["formula"] = formula
+        vars(forward).update(formula=formula, reads=reads)
         return forward
 
     return mark
@@ -132,17 +149,24 @@ def begin_few_rows(
 def _state_of(modules: Sequence[nn.Module]) -> _State | None:
     """The state of modules and their children; None where something watches one of them."""
     signature: list[Any] = []
-    remaining = list(modules)
+    remaining, classes = list(modules), dict[type, tuple[Any, tuple[str, ...]]]()
     for module in remaining:
-        own = module.__dict__
+        own, kind = module.__dict__, type(module)
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
             return None
-        signature.append(type(module))
+        if kind not in classes:
+            forward = kind.__dict__.get("forward")
+            classes[kind] = forward, _reads(forward)
+        reads = classes[kind][1]
+        signature.append(kind)
+        if reads:
+            signature += map(own.get, reads)
         if own["_parameters"]:
             _sign_tensors(own["_parameters"], signature)
         if own["_buffers"]:
             _sign_tensors(own["_buffers"], signature)
         remaining += filter(None, own["_modules"].values())
+    signature += classes.values()
     state = _STATES.get(modules[0]) if modules else None
     if modules and (state is None or state.signature != signature):
         state = _STATES[modules[0]] = _State(signature)
@@ -179,6 +203,7 @@ class FewRows:
         )
         self.has_kernels = x.dtype in BITS and library() is not None
         self.key = self.dtype, self.size, self.takes_plain, self.takes_packed, self.has_kernels
+        self.layers = {} if state is None else state.layers.setdefault(self.key, {})
         asks = any(option is not None and option is not False for option in options.values())
         # Whether attention of one token may be two calls, which take angles instead of rotary tables.
         self.is_one_token = num_rows == 1 and self.has_kernels and not asks
@@ -194,6 +219,63 @@ class FewRows:
         known = self._recall([linear], lambda: self._linears(linear))
         return linear(x) if known is None else self._multiply((linear,), known, x)[0]
 
+    def layer(
+        self,
+        index: int,
+        layer: Any,
+        x: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, ...],
+        attention_mask: Any,
+        position_ids: torch.Tensor,
+        cache: Any,
+    ) -> torch.Tensor | None:
+        """A whole layer of one token, where nothing sees it but the cache; None where it must be called.
+
+        Args:
+            index: of the layer, in what the pass began with.
+            layer: the layer.
+            x: its input.
+            position_embeddings: as in `Attention.forward`, like the others.
+            attention_mask: likewise.
+            position_ids: likewise.
+            cache: likewise.
+        """
+        if self.state is None or not self._sees_all_keys(x, attention_mask, cache) or not self._takes(x):
+            return None
+        if index not in self.layers:
+            self.layers[index] = self._whole_layer(layer)
+        known, attention = self.layers[index], layer._modules["self_attn"]
+        if known is None or not self._ask(attention.config).is_sdpa:
+            return None
+        second = known.second if self.is_llamoe or not known.has_experts else None
+        context = position_embeddings, position_ids, cache
+        found = self._attend_one_token(known.first, second, attention, x, *context)
+        if found is None:
+            return None
+        y, is_whole = found
+        if is_whole:
+            return y
+        norm, module = layer.post_attention_layernorm, layer._modules[layer.feed_forward_name]
+        fast = self.feed_forward(norm, module, y)
+        return y + module(norm(y)) if fast is None else fast
+
+    def _whole_layer(self, layer: Any) -> _Layer | None:
+        """What is known of a layer that nothing watches; None where it must be called."""
+        norm, attention = layer.input_layernorm, layer.self_attn
+        is_plain = _formula(layer) == "layer" and not layer.training and layer._compiled_call_impl is None
+        half = self._attention(norm, attention) if is_plain and _formula(attention) == "attention" else None
+        if half is None or half.one_token is None:
+            return None
+        norm, module = layer.post_attention_layernorm, getattr(layer, layer.feed_forward_name)
+        known, formula = None, _formula(module)
+        if formula == "feed_forward":
+            known = self._feed_forward_half(module, norm)
+        elif formula == "mixture" and not _is_trained(module) and self._is_plain_way(module.experts):
+            known = self._mixture_half(norm, module)
+        is_whole = known is not None and known.whole is not None and known.norm is not None
+        second = prepare_second_half(known.norm, norm.eps, known.whole) if is_whole else None
+        return _Layer(half.one_token, second, formula == "mixture")
+
     def attend(
         self,
         norm: Any,
@@ -207,72 +289,75 @@ class FewRows:
         """`x + attention(norm(x))`, arguments as in `Attention.forward`; None where the modules must be called."""
         if _formula(attention) != "attention" or not self._takes(x):
             return None
-        q_proj, k_proj, v_proj, o_proj = (attention._modules[f"{name}_proj"] for name in "qkvo")
-        watched = [attention, norm, q_proj, k_proj, v_proj, o_proj]
-
-        def work_out() -> _Half:
-            inputs = self._linears(q_proj, k_proj, v_proj)
-            return _Half(self._norm(norm, inputs), inputs, self._linears(o_proj))
-
-        known = self._recall(watched, work_out)
+        known = self._attention(norm, attention)
         context = position_embeddings, attention_mask, position_ids, cache
         if known is None:
             return x + attention(self.normalize(norm, x), *context, **self.options)[0]
-        if self.is_one_token and attention_mask is None and cache is not None:
-            y = self._attend_one_token(norm, attention, x, known, position_embeddings, position_ids, cache)
-            if y is not None:
-                return y
+        if (
+            known.one_token is not None
+            and self._sees_all_keys(x, attention_mask, cache)
+            and self._ask(attention.config).is_sdpa
+        ):
+            found = self._attend_one_token(
+                known.one_token, None, attention, x, position_embeddings, position_ids, cache
+            )
+            if found is not None:
+                return found[0]
         rows = self._normalize(norm, known.norm, x)
-        projected = self._multiply((q_proj, k_proj, v_proj), known.inputs, rows)
+        linears = [attention._modules[f"{name}_proj"] for name in "qkvo"]
+        projected = self._multiply(linears[:3], known.inputs, rows)
         attended, _ = attention.attend(projected, *context, **self.options)
-        return x + self._multiply((o_proj,), known.output, attended)[0]
+        return x + self._multiply(linears[3:], known.output, attended)[0]
+
+    def _attention(self, norm: Any, attention: Any) -> _Half | None:
+        """What is known of attention and the norm before."""
+        linears, qk_norm = [attention._modules[f"{name}_proj"] for name in "qkvo"], attention.qk_norm
+
+        def work_out() -> _Half:
+            inputs, output = self._linears(*linears[:3]), self._linears(linears[3])
+            address, together = self._norm(norm, inputs), (inputs.together, output.together)
+            one_token = None
+            if (
+                address is not None
+                and None not in together
+                and together[0].inputs == self.size
+                and not attention.training
+                and (qk_norm is None or _formula_of(qk_norm) == "l2_norm")
+            ):
+                qk_eps = -1.0 if qk_norm is None else qk_norm.eps
+                how = attention.head_dim, attention.scaling, attention.rope_interleave, qk_eps
+                one_token = prepare_first_half(self.dtype, address, norm.eps, *together, *how)
+            return _Half(address, inputs, output, one_token)
+
+        return self._recall([attention, norm, *linears, *([] if qk_norm is None else [qk_norm])], work_out)
+
+    def _sees_all_keys(self, x: torch.Tensor, attention_mask: Any, cache: Any) -> bool:
+        """Whether `x` is one token, which sees all that the cache returns."""
+        return self.is_one_token and attention_mask is None and cache is not None and x.is_contiguous()
 
     def _attend_one_token(
         self,
-        norm: Any,
+        first: FirstHalf,
+        second: SecondHalf | None,
         attention: Any,
         x: torch.Tensor,
-        known: _Half,
         angles: tuple[torch.Tensor, ...],
         position_ids: torch.Tensor,
         cache: Any,
-    ) -> torch.Tensor | None:
-        """The same for one token that sees all cached ones, in two calls around the update of the cache."""
-        config, head_dim, qk_norm = attention.config, attention.head_dim, attention.qk_norm
-        inputs, output = known.inputs.together, known.output.together
-        if (
-            known.norm is None
-            or not x.is_contiguous()
-            or inputs is None
-            or output is None
-            or attention.training
-            or (qk_norm is not None and _formula_of(qk_norm) != "l2_norm")
-            or not self._ask(config).is_sdpa
-            or (attention.use_rope and not _are_angles(*angles, head_dim=head_dim))
-        ):
+    ) -> tuple[torch.Tensor, bool] | None:
+        """A first half in two calls around the update of the cache; and whether the second half came with it."""
+        if attention.use_rope and not _are_angles(*angles, head_dim=first.head_dim):
             return None
-        projected = project(
-            x,
-            known.norm,
-            norm.eps,
-            inputs,
-            head_dim,
-            angles if attention.use_rope else (),
-            attention.rope_interleave,
-            -1.0 if qk_norm is None else qk_norm.eps,
-            _temperature(config, position_ids) if attention.use_temperature_tuning else 1.0,
-        )
-        query, key, value = projected.split_with_sizes(inputs.sizes)
-        key, value = key.view(1, -1, 1, head_dim), value.view(1, -1, 1, head_dim)
-        key, value = cache.update(key, value, attention.layer_idx)
-        if _is_one_row(key, x) and _is_one_row(value, x):
-            y = attend(query, key, value, attention.scaling, output, x)
-            if y is not None:
-                return y
-        attended = attend_to_single_queries(
-            query.view(1, -1, 1, head_dim), key, value, None, attention.scaling
-        )
-        return x + self._multiply((attention.o_proj,), known.output, attended.reshape(1, 1, -1))[0]
+        tuned = attention.use_temperature_tuning
+        scale = _temperature(attention.config, position_ids) if tuned else 1.0
+        projected = project(x, first, angles if attention.use_rope else (), scale)
+        query, key, value = projected.split_with_sizes(first.sizes)
+        shape = 1, -1, 1, first.head_dim
+        key, value = cache.update(key.view(shape), value.view(shape), attention.layer_idx)
+        if key.shape == value.shape and _fits(key, x, first) and _fits(value, x, first):
+            return finish(x, first, second, query, key, value), second is not None
+        attended = attend_to_single_queries(query.view(shape), key, value, None, attention.scaling)
+        return x + self.head(attention.o_proj, attended.reshape(1, 1, -1)), False
 
     def feed_forward(self, norm: Any, module: Any, x: torch.Tensor) -> torch.Tensor | None:
         """`x + module(norm(x))` of a feed-forward or a mixture; None where the modules must be called."""
@@ -285,6 +370,26 @@ class FewRows:
 
     def _mixture(self, norm: Any, module: Any, x: torch.Tensor) -> torch.Tensor | None:
         """`x + module(norm(x))` of a mixture; None where both must be called."""
+        known = self._mixture_half(norm, module)
+        if known is None:
+            return None
+        router, shared, experts = getattr(module, module.router_name), module.shared_expert, module.experts
+        is_trained, is_whole = _is_trained(module), known.whole is not None and known.norm is not None
+        if is_whole and not is_trained and self._is_plain_way(experts):
+            return normalized_mixture(x, known.norm, norm.eps, known.whole)
+        if shared is not None and _formula(shared) == "feed_forward":
+            shared = partial(self._feed_forward, shared)
+        compute = partial(self._compute_experts, experts)
+        if known.routing is None or is_trained:
+            return x + module.mix(self._normalize(norm, known.norm, x), router, compute, shared)
+        rows = x if known.norm is not None else norm(x)
+        if not self._is_readable(rows) or rows.shape != x.shape:
+            return x + module.mix(rows, router, compute, shared)
+        rows, *chosen = route(rows, known.norm, 0.0 if known.norm is None else norm.eps, known.routing)
+        return x + module.mix(rows, lambda _: (None, *chosen), compute, shared)
+
+    def _mixture_half(self, norm: Any, module: Any) -> _MixtureHalf | None:
+        """What is known of a mixture and the norm before."""
         router, shared, experts = getattr(module, module.router_name), module.shared_expert, module.experts
         watched = [module, norm, router, experts, *experts._modules.values()]
         if shared is not None:
@@ -297,27 +402,7 @@ class FewRows:
             whole = None if routing is None else self._whole_mixture(routing, matrix, experts, shared)
             return _MixtureHalf(self._norm(norm, inputs), routing, whole)
 
-        known = self._recall(watched, work_out, _rule_of(router))
-        if known is None:
-            return None
-        is_trained = module.training or router.training
-        if (
-            known.whole is not None
-            and known.norm is not None
-            and not is_trained
-            and self._is_plain_way(experts)
-        ):
-            return normalized_mixture(x, known.norm, norm.eps, known.whole)
-        if shared is not None and _formula(shared) == "feed_forward":
-            shared = partial(self._feed_forward, shared)
-        compute = partial(self._compute_experts, experts)
-        if known.routing is None or is_trained:
-            return x + module.mix(self._normalize(norm, known.norm, x), router, compute, shared)
-        rows = x if known.norm is not None else norm(x)
-        if not self._is_readable(rows) or rows.shape != x.shape:
-            return x + module.mix(rows, router, compute, shared)
-        rows, *chosen = route(rows, known.norm, 0.0 if known.norm is None else norm.eps, known.routing)
-        return x + module.mix(rows, lambda _: (None, *chosen), compute, shared)
+        return self._recall(watched, work_out)
 
     def _whole_mixture(self, routing: Routing, router: Matrix, experts: Any, shared: Any) -> Mixture | None:
         """The experts of a mixture, where one call computes it."""
@@ -342,20 +427,7 @@ class FewRows:
 
     def _feed_forward(self, module: Any, x: torch.Tensor, norm: Any = None) -> torch.Tensor | None:
         """`module(x)`, or `x + module(norm(x))`; None where both must be called."""
-        gate, up, down, act_fn = (
-            module._modules[name] for name in ("gate_proj", "up_proj", "down_proj", "act_fn")
-        )
-
-        def work_out() -> _Half:
-            matrices = [self._matrix(linear) for linear in (gate, up, down)]
-            is_known = self.has_kernels and is_silu(act_fn) and None not in matrices
-            whole = prepare_swiglu(*matrices) if is_known else None
-            fits = whole is not None and whole.inputs == whole.outputs == self.size
-            inputs = self._linears(gate, up)
-            address = None if norm is None else self._norm(norm, inputs)
-            return _Half(address, inputs, self._linears(down), whole if fits else None)
-
-        known = self._recall([module, gate, up, down, act_fn] + ([] if norm is None else [norm]), work_out)
+        known = self._feed_forward_half(module, norm)
         if known is None:
             return module(x) if norm is None else None
         if known.whole is not None and known.norm is not None:
@@ -364,9 +436,25 @@ class FewRows:
         if known.whole is not None and self._is_readable(rows) and rows.shape == x.shape:
             y = swiglu(rows, known.whole).view(x.shape)
         else:
+            gate, up, down, act_fn = _parts_of_feed_forward(module)
             gated, upped = self._multiply((gate, up), known.inputs, rows)
             y = self._multiply((down,), known.output, act_fn(gated) * upped)[0]
         return y if norm is None else x + y
+
+    def _feed_forward_half(self, module: Any, norm: Any) -> _Half | None:
+        """What is known of a feed-forward, and of the norm before, if it is given."""
+        *linears, act_fn = _parts_of_feed_forward(module)
+
+        def work_out() -> _Half:
+            matrices = [self._matrix(linear) for linear in linears]
+            is_known = self.has_kernels and is_silu(act_fn) and None not in matrices
+            whole = prepare_swiglu(*matrices) if is_known else None
+            fits = whole is not None and whole.inputs == whole.outputs == self.size
+            inputs = self._linears(*linears[:2])
+            address = None if norm is None else self._norm(norm, inputs)
+            return _Half(address, inputs, self._linears(linears[2]), whole=whole if fits else None)
+
+        return self._recall([module, *linears, act_fn, *([] if norm is None else [norm])], work_out)
 
     def _ask(self, config: Any) -> "FewRows":
         """This pass, which then knows the implementations of attention and experts that a configuration names."""
@@ -406,22 +494,24 @@ class FewRows:
     def _normalize(self, norm: Any, address: int | None, x: torch.Tensor) -> torch.Tensor:
         return norm(x) if address is None else rms_norm(x, address, norm.eps)
 
-    def _recall(self, watched: Sequence[Any], work_out: Callable[[], Any], rule: tuple = ()) -> Any:
+    def _recall(self, watched: Sequence[Any], work_out: Callable[[], Any]) -> Any:
         """What `work_out` returns of the first module; worked out again if anything of the watched ones has changed.
 
         None where the first one must be called, because something watches it.
         """
-        key, known = (*self.key, *rule), _KNOWN.get(watched[0])
-        if self.state is not None and known is not None and known[2] is self.state and known[0][0] == key:
+        known = _KNOWN.get(watched[0])
+        if (
+            self.state is not None
+            and known is not None
+            and known[2] is self.state
+            and known[0][0] == self.key
+        ):
             return known[1]
-        signature: list[Any] = [key]
+        signature: list[Any] = [self.key]
         for each in watched:
-            signature += (
-                type(each),
-                "forward" in each.__dict__,
-                not each._forward_hooks,
-                not each._forward_pre_hooks,
-            )
+            own, forward = each.__dict__, type(each).__dict__.get("forward")
+            signature += (type(each), forward, "forward" in own, not each._forward_hooks)
+            signature += (not each._forward_pre_hooks, *map(own.get, _reads(forward)))
             _sign_tensors(each._parameters, signature)
             _sign_tensors(each._buffers, signature)
         if known is not None and known[0] == signature:
@@ -501,13 +591,22 @@ def _routing(router: Any, matrix: Matrix) -> Routing | None:
         bias_E.is_cpu and bias_E.dtype == torch.float32 and bias_E.is_contiguous()
     ):
         return None
-    top_k, *switches = _rule_of(router)
-    return prepare_routing(matrix, top_k, bias_E, **dict(zip(_SWITCHES, map(bool, switches), strict=True)))
+    switches = {name: bool(getattr(router, name)) for name in _SWITCHES}
+    return prepare_routing(matrix, router.top_k, bias_E, **switches)
 
 
-def _rule_of(router: Any) -> tuple:
-    """What of a router's rule stands in its attributes, which can be set between two passes."""
-    return tuple(getattr(router, name, None) for name in ("top_k", *_SWITCHES))
+def _reads(forward: Any) -> tuple[str, ...]:
+    """The attributes by which a `forward` computes its formula: they can be set between two passes."""
+    return getattr(forward, "reads", ())
+
+
+def _is_trained(mixture: Any) -> bool:
+    """Whether the choice of experts may have noise."""
+    return mixture.training or getattr(mixture, mixture.router_name).training
+
+
+def _parts_of_feed_forward(module: nn.Module) -> list[Any]:
+    return [module._modules[name] for name in ("gate_proj", "up_proj", "down_proj", "act_fn")]
 
 
 def _multiply_by_experts(experts: Any, x_TH: torch.Tensor, indices_TK: torch.Tensor) -> torch.Tensor | None:
@@ -536,14 +635,15 @@ def _are_angles(cosines: torch.Tensor, *others: torch.Tensor, head_dim: int) -> 
     )
 
 
-def _is_one_row(keys: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether a cache gave an ordinary tensor of one row."""
+def _fits(keys: torch.Tensor, x: torch.Tensor, half: FirstHalf) -> bool:
+    """Whether a cache gave an ordinary tensor of one row and these heads."""
     return (
         type(keys) is torch.Tensor
         and keys.dtype == x.dtype
         and keys.is_cpu
         and keys.stride(3) == 1
-        and keys.shape[0] == 1
+        and keys.shape[:2] == (1, half.sizes[1] // half.head_dim)
+        and keys.shape[3] == half.head_dim
     )
 
 

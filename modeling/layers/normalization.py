@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size))
 
-    @computes("rms_norm")
+    @computes("rms_norm", "eps")
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalize `[..., D]`; the dtype is kept unless the weight's is wider."""
         if hidden_states.dtype == self.weight.dtype == torch.float32:
@@ -59,7 +59,7 @@ class L2Norm(nn.Module):
         super().__init__()
         self.eps = eps
 
-    @computes("l2_norm")
+    @computes("l2_norm", "eps")
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize `[..., D]`; the dtype is kept."""
         return rms_normalize(x, self.eps)

@@ -60,7 +60,9 @@ class Router(nn.Module):
             bias_E = torch.zeros(config.num_local_experts, dtype=torch.float32)
         self.register_buffer("balancing_bias", bias_E)
 
-    @computes("router")
+    @computes(
+        "router", "top_k", "takes_softmax", "chooses_by_softmax", "normalizes", "scales_input", "training"
+    )
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -152,7 +154,7 @@ class MixtureOfExperts(nn.Module):
                 config.hidden_size, config.intermediate_size, config.hidden_act, bias=config.mlp_bias
             )
 
-    @computes("mixture")
+    @computes("mixture", "training")
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `[..., H]` to the same shape."""
         return self.mix(hidden_states, getattr(self, self.router_name), self.experts, self.shared_expert)

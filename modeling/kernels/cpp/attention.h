@@ -5,8 +5,9 @@ namespace {
 // Rotates each head's pairs of channels by angles, of which cosines and sines are given. Channel j is
 // paired with the next one if pairs are interleaved, otherwise with that half a head further.
 template <class T>
-void rotate(typename T::Number* x, int64_t heads, int64_t head_dim, const float* cosines, const float* sines,
+void rotate(void* all_x, int64_t heads, int64_t head_dim, const float* cosines, const float* sines,
             bool is_interleaved) {
+  auto* x = (typename T::Number*)all_x;
   const int64_t pairs = head_dim / 2, step = is_interleaved ? 2 : 1, distance = is_interleaved ? 1 : pairs;
   for (int64_t h = 0; h < heads; h++, x += head_dim)
     for (int64_t j = 0; j < pairs; j++) {

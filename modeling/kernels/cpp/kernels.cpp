@@ -273,36 +273,6 @@ void feed_forward(const void* x, void* y, int64_t rows, const Matrix* matrices, 
   multiply(hidden.data(), rows, &down, 1, y, threads);
 }
 
-// A decoder layer's first half for one token, up to the cache: norm, the three projections, rotation if there are tables,
-// norm of queries and keys if its eps is not negative, and the queries' scale. `y` gets queries, keys and values side by side.
-void project(int64_t bits, const void* x, const void* norm, float eps, void* y, const Matrix* matrices, int threads,
-             int64_t head_dim, const float* cosines, const float* sines, int is_interleaved, float qk_eps,
-             float query_scale) {
-  const bool is_single = bits == 32;
-  std::vector<char> normalized(matrices[0].inputs * bytes_of(bits));
-  rms_norm(bits, x, norm, normalized.data(), 1, matrices[0].inputs, eps);
-  multiply(normalized.data(), 1, matrices, 3, y, threads);
-  const int64_t heads = (matrices[0].outputs + matrices[1].outputs) / head_dim;
-  if (cosines && is_single) rotate<Single>((float*)y, heads, head_dim, cosines, sines, is_interleaved);
-  if (cosines && !is_single) rotate<Brain>((uint16_t*)y, heads, head_dim, cosines, sines, is_interleaved);
-  if (qk_eps >= 0) rms_norm(bits, y, nullptr, y, heads, head_dim, qk_eps);
-  if (query_scale != 1) (is_single ? scale_row<Single> : scale_row<Brain>)(y, query_scale, matrices[0].outputs);
-}
-
-// The rest of the half: attention over what the cache returned, the output projection, and the residual sum.
-void attend_and_project(int64_t bits, const void* query, const void* keys, int64_t key_head_stride, int64_t key_stride,
-                        const void* values, int64_t value_head_stride, int64_t value_stride, int64_t count,
-                        int64_t key_heads, int64_t head_dim, float scaling, const Matrix* output, int threads,
-                        const void* residual, void* y) {
-  const Cached all_keys = {(const char*)keys, key_head_stride, key_stride, count};
-  const Cached all_values = {(const char*)values, value_head_stride, value_stride, count};
-  std::vector<char> attended(output->inputs * bytes_of(bits));
-  (bits == 32 ? attend<Single> : attend<Brain>)(query, all_keys, all_values, output->inputs / head_dim, key_heads,
-                                                head_dim, scaling, attended.data(), threads);
-  multiply(attended.data(), 1, output, 1, y, threads);
-  (bits == 32 ? add_rows<Single> : add_rows<Brain>)(residual, y, y, output->outputs);
-}
-
 // A dense layer's second half: norm, feed-forward and the residual sum.
 void normalized_feed_forward(int64_t bits, const void* x, const void* norm, float eps, void* y, int64_t rows,
                              const Matrix* matrices, int64_t count, int threads) {
@@ -315,3 +285,5 @@ void normalized_feed_forward(int64_t bits, const void* x, const void* norm, floa
 }
 
 #include "mixture.h"
+
+#include "layer.h"

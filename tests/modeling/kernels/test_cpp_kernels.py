@@ -331,14 +331,19 @@ def test_sizes_that_do_not_fit_have_no_kernel():
     assert few._norm(RMSNorm(96)) is not None
     assert few._norm(RMSNorm(80)) is None and few._norm(nn.RMSNorm(96)) is None
     assert cpp_kernels.prepare([of(96, 96), of(48, 80), of(48, 96)]) is None
-    queries, keys = torch.randn(96), torch.randn(1, 2, 5, 24)
-    for values, heads, output in (
-        (keys[:, :, :4], keys, of(96, 96)),
-        (keys, torch.randn(1, 3, 5, 24), of(96, 96)),
-        (keys, keys, of(80, 96)),
-        (keys, keys, of(96, 100)),
+    for sizes, output, head_dim, fits in (
+        ((96, 48, 48), (96, 96), 24, True),
+        ((96, 48, 24), (96, 96), 24, False),
+        ((96, 72, 72), (96, 96), 24, False),
+        ((96, 48, 48), (96, 96), 36, False),
+        ((96, 48, 48), (80, 96), 24, False),
+        ((96, 48, 48), (96, 100), 24, False),
     ):
-        assert cpp_layer.attend(queries, heads, values, 1.0, cpp_kernels.prepare([output]), x[:1]) is None
+        inputs = cpp_kernels.prepare([of(size, 96) for size in sizes])
+        found = cpp_layer.prepare_first_half(
+            torch.float32, 0, 1e-5, inputs, cpp_kernels.prepare([of(*output)]), head_dim, 1.0, False, -1.0
+        )
+        assert (found is not None) == fits
     with torch.no_grad(), pytest.raises(RuntimeError):
         kernels.multiply_rows(x, torch.randn(8, 80))
 

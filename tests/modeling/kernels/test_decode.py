@@ -110,6 +110,22 @@ def test_steps_are_those_of_the_modules(case, dtype, taken, monkeypatch):
         assert errors.median() < 0.03
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_a_whole_layer_has_the_bits_of_its_halves(case, dtype, monkeypatch):
+    model, wholes = CASES[case]().to(dtype), []
+
+    def count(*args, original=decode.finish):
+        wholes.append(args[2] is not None)
+        return original(*args)
+
+    monkeypatch.setattr(decode, "finish", count)
+    found = steps(model)
+    assert wholes and all(wholes)
+    monkeypatch.setattr(FewRows, "layer", lambda *_: None)
+    assert torch.equal(steps(model), found) and not all(wholes)
+
+
 @pytest.mark.parametrize(
     ("case", "weights"), [("dense", "int8"), ("llama 4", "int4"), ("mixtral", "int4"), ("mixtral", "int8")]
 )
@@ -289,6 +305,9 @@ CHANGES = {
     "norm's weight": lambda model: other_weight(model, "input_layernorm"),
     "weight in place": lambda model: model.model.layers[0].self_attn.k_proj.weight.data.neg_(),
     "eps": lambda model: setattr(model.model.layers[0].input_layernorm, "eps", 3.0),
+    "second eps": lambda model: setattr(model.model.layers[1].post_attention_layernorm, "eps", 3.0),
+    "scaling": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.7),
+    "rotated pairs": lambda model: setattr(model.model.layers[1].self_attn, "rope_interleave", True),
     "adapter": adapted,
     "casts": lambda model: model.bfloat16().float(),
 }

@@ -1,0 +1,65 @@
+"""A folder of questions and answers, about pictures or not: batches for training, and how many a model answers.
+
+`data.jsonl` in the folder has an example in each line, {"image": "cat.png", "question": "...", "answer": "..."},
+without "image" where there is no picture. The last tenth is held out.
+"""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import llamoe
+
+
+def read(folder: Path) -> tuple[list[dict], list[dict]]:
+    """The examples that are learnt, and those that are held out."""
+    lines = (folder / "data.jsonl").read_text().rstrip("\n").split("\n")
+    examples = [{**example, "folder": folder} for example in map(json.loads, lines)]
+    return examples[: -max(1, len(examples) // 10)], examples[-max(1, len(examples) // 10) :]
+
+
+def encode(processor: Any, examples: list[dict], answers: list[str], padding_side: str = "right") -> Any:
+    """Tokens and pixels of the questions in the model's own chat template, with answers behind them."""
+    # LLaMA 1 and 2 have no token for padding, which is masked out.
+    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    texts, pictures = [], []
+    for example, answer in zip(examples, answers, strict=True):
+        content: Any = example["question"]
+        pictures.append(
+            [llamoe.read_picture(example["folder"] / example["image"])] if "image" in example else []
+        )
+        if pictures[-1]:
+            content = [{"type": "image"}, {"type": "text", "text": content}]
+        chat = [{"role": "user", "content": content}]
+        texts.append(processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) + answer)
+    # The template has written the first token already.
+    options = dict(padding=True, padding_side=padding_side, add_special_tokens=False, return_tensors="pt")
+    return processor(text=texts, **options, **({"images": pictures} if any(pictures) else {}))
+
+
+def collate(processor: Any, examples: list[dict]) -> dict[str, torch.Tensor]:
+    """A batch in which only answers and their end carry a loss."""
+    end = getattr(processor, "tokenizer", processor).eos_token
+    batch = encode(processor, examples, [example["answer"] + end for example in examples])
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    for row, example in zip(labels, examples, strict=True):
+        row[: encode(processor, [example], [""])["input_ids"].shape[1]] = -100
+    return {**batch, "labels": labels}
+
+
+@torch.inference_mode()
+def count_right(model: Any, processor: Any, examples: list[dict]) -> str:
+    """For each "kind" of question the share of answers that are given word by word."""
+    right = defaultdict(list)
+    for start in range(0, len(examples), 32):
+        batch = examples[start : start + 32]
+        inputs = encode(processor, batch, [""] * len(batch), "left").to(model.device)
+        ids = model.eval().generate(**inputs, max_new_tokens=64, do_sample=False)
+        texts = processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        for example, text in zip(batch, texts, strict=True):
+            right[example.get("kind", "answers")].append(text.strip() == example["answer"].strip())
+    return ", ".join(f"{sum(each) / len(each):.1%} of {len(each)} {kind}" for kind, each in right.items())

@@ -1,0 +1,63 @@
+// A decoder layer of one token in two calls, between which the cache takes its key and value.
+
+namespace {
+
+// Norm, the projections to queries, keys and values, rotation, norm of queries and keys if its eps is not negative; then
+// attention, and the output projection.
+struct FirstHalf {
+  int64_t bits;
+  const void* norm;
+  const Matrix *inputs, *output;
+  int64_t head_dim, is_interleaved;
+  float eps, qk_eps, scaling;
+};
+
+// Norm, and a feed-forward; or a mixture, if it is said how experts are chosen.
+struct SecondHalf {
+  const void* norm;
+  const Matrix* matrices;
+  int64_t count;
+  const Strides* strides;
+  const Routing* how;
+  float eps;
+};
+
+}  // namespace
+
+extern "C" {
+
+// What comes before the cache. `y` gets queries, keys and values side by side; without tables nothing is rotated.
+void project(const FirstHalf* half, const void* x, const float* cosines, const float* sines, float query_scale, void* y,
+             int threads) {
+  const bool is_single = half->bits == 32;
+  const Matrix* inputs = half->inputs;
+  const int64_t heads = (inputs[0].outputs + inputs[1].outputs) / half->head_dim;
+  std::vector<char> normalized(inputs[0].inputs * bytes_of(half->bits));
+  rms_norm(half->bits, x, half->norm, normalized.data(), 1, inputs[0].inputs, half->eps);
+  multiply(normalized.data(), 1, inputs, 3, y, threads);
+  if (cosines) (is_single ? rotate<Single> : rotate<Brain>)(y, heads, half->head_dim, cosines, sines, half->is_interleaved);
+  if (half->qk_eps >= 0) rms_norm(half->bits, y, nullptr, y, heads, half->head_dim, half->qk_eps);
+  if (query_scale != 1) (is_single ? scale_row<Single> : scale_row<Brain>)(y, query_scale, inputs[0].outputs);
+}
+
+// The rest: attention over what the cache returned, and the residual sum; and the second half, if it is given.
+void finish(const FirstHalf* half, const SecondHalf* second, const void* query, const void* keys, int64_t key_head_stride,
+            int64_t key_stride, const void* values, int64_t value_head_stride, int64_t value_stride, int64_t count,
+            const void* residual, void* y, int threads) {
+  const int64_t bits = half->bits, head_dim = half->head_dim, size = half->output->outputs;
+  const Cached all_keys = {(const char*)keys, key_head_stride, key_stride, count};
+  const Cached all_values = {(const char*)values, value_head_stride, value_stride, count};
+  std::vector<char> attended(half->output->inputs * bytes_of(bits)), between(second ? size * bytes_of(bits) : 0);
+  (bits == 32 ? attend<Single> : attend<Brain>)(query, all_keys, all_values, half->output->inputs / head_dim,
+                                                half->inputs[1].outputs / head_dim, head_dim, half->scaling,
+                                                attended.data(), threads);
+  void* sum = second ? between.data() : y;
+  multiply(attended.data(), 1, half->output, 1, sum, threads);
+  (bits == 32 ? add_rows<Single> : add_rows<Brain>)(residual, sum, sum, size);
+  if (second && second->how)
+    mixture(bits, sum, second->norm, second->eps, y, 1, second->matrices, second->count, second->strides, second->how,
+            threads);
+  else if (second)
+    normalized_feed_forward(bits, sum, second->norm, second->eps, y, 1, second->matrices, second->count, threads);
+}
+}
