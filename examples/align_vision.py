@@ -12,7 +12,7 @@ from pathlib import Path
 
 from finetune_lora import load, train
 from peft import get_peft_model
-from questions import count_right, read
+from question_folder import count_right, read
 from transformers import set_seed
 
 import llamoe

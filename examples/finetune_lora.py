@@ -3,7 +3,7 @@
     python examples/finetune_lora.py
     accelerate launch --num_processes 2 examples/finetune_lora.py      # on several devices
 
-`questions.py` says what is in the folder. The same command goes on after a stop.
+`question_folder.py` says what is in the folder. The same command goes on after a stop.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 from peft import get_peft_model
-from questions import collate, count_right, read
+from question_folder import collate, count_right, read
 
 import llamoe
 

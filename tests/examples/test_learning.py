@@ -46,13 +46,13 @@ def test_an_adapter_is_learnt_from_a_folder(tmp_path, monkeypatch, capsys):
 
 def test_only_answers_carry_a_loss(tmp_path):
     import finetune_lora
-    import questions
+    import question_folder
 
     model, processor = finetune_lora.load(str(TINY))
     data = write_data(tmp_path / "data")
-    learnt, held_out = questions.read(data)
+    learnt, held_out = question_folder.read(data)
     assert (len(learnt), len(held_out)) == (36, 4)
-    batch = questions.collate(processor, [learnt[0], learnt[3]])
+    batch = question_folder.collate(processor, [learnt[0], learnt[3]])
     answers = [
         processor.decode(row[labels != -100])
         for row, labels in zip(batch["input_ids"], batch["labels"], strict=True)

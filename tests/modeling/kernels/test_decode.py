@@ -287,6 +287,11 @@ def replaced_forward(model):
     module.forward = lambda x, forward=module.forward: -forward(x)
 
 
+def with_other_pairs(model):
+    for module in (model.model.rotary_emb, *(layer.self_attn for layer in model.model.layers)):
+        setattr(module, "interleave" if module is model.model.rotary_emb else "rope_interleave", True)
+
+
 CHANGES = {
     "hook on a linear layer": lambda model: doubled(model, "mlp.down_proj"),
     "hook on a norm": lambda model: doubled(model, "post_attention_layernorm"),
@@ -307,7 +312,7 @@ CHANGES = {
     "eps": lambda model: setattr(model.model.layers[0].input_layernorm, "eps", 3.0),
     "second eps": lambda model: setattr(model.model.layers[1].post_attention_layernorm, "eps", 3.0),
     "scaling": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.7),
-    "rotated pairs": lambda model: setattr(model.model.layers[1].self_attn, "rope_interleave", True),
+    "rotated pairs": with_other_pairs,
     "adapter": adapted,
     "casts": lambda model: model.bfloat16().float(),
 }
