@@ -105,6 +105,7 @@ STAND_INS = {
     "llama-2-7b-hf": write_llama,
     "mistral-7b-v0.3": write_mistral,
     "mixtral-8x7b": write_mixtral,
+    "scout": lambda folder: shutil.copytree(ROOT / "examples/llamoe-tiny", folder),
     "metaclip-l14": write_metaclip,
 }
 
