@@ -5,7 +5,6 @@ time of change: what is read is never half of one version and half of another.
 """
 
 import os
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -23,7 +22,10 @@ _THREADS = "llamoe-experts"
 
 
 class _File:
-    """An open file, and what it was when it was opened."""
+    """An open file, and what it was when it was opened. The last one that refers to it closes it."""
+
+    file = -1
+    direct: int | None = None
 
     def __init__(self, path: str, is_direct: bool):
         self.path = path
@@ -80,9 +82,13 @@ class _File:
 
     def close(self) -> None:
         """Close the file."""
-        for descriptor in (self.file, self.direct):
-            if descriptor is not None:
+        descriptors = self.file, self.direct
+        self.file, self.direct = -1, None
+        for descriptor in descriptors:
+            if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
+
+    __del__ = close
 
 
 class Reader:
@@ -182,11 +188,9 @@ class Reader:
             self._buffers.memory = buffer = pages(max(size, _REQUEST_BYTES + 2 * BLOCK))
         return buffer[:size]
 
-    def end_threads(self) -> None:
+    def end_threads(self, is_waiting: bool = True) -> None:
         """End the threads; nothing can be read any more."""
-        # Python waits for threads at its own end, where the last reference may be dropped by one of them.
-        is_own = threading.current_thread().name.startswith(_THREADS)
-        self._pool.shutdown(wait=not is_own and not sys.is_finalizing(), cancel_futures=True)
+        self._pool.shutdown(wait=is_waiting, cancel_futures=True)
 
     def close(self) -> None:
         """End the threads and close the files."""
@@ -195,6 +199,15 @@ class Reader:
         files, self.files = self.files, {}
         for file in files.values():
             file.close()
+
+    def drop(self) -> None:
+        """The same where nobody can ask any more, without waiting for anything; a thread that still reads closes last.
+
+        The garbage collector may call it in any thread, also in one that begins, and holds Python's own locks.
+        """
+        self.is_closed = True
+        self.end_threads(is_waiting=False)
+        self.files = {}
 
 
 def _requests(piece: Piece, target: torch.Tensor, blocks: torch.Tensor | None) -> Iterator[tuple]:

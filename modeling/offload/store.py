@@ -87,8 +87,8 @@ class Store:
         self.is_remote = device.type != "cpu" if is_remote is None else is_remote
         self.layers, self.stored = layers, stored
         self.reader = Reader(memory.readers, memory.direct)
-        # Called too when nothing refers to the model any more: no thread and no file outlives it.
-        self.close = weakref.finalize(self, self.reader.close)
+        # When nothing refers to the model any more: no thread and no file outlives it.
+        self._end = weakref.finalize(self, self.reader.drop)
         self.slots: dict[tuple[str, str], _Slots] = {}
         self._in_ram: dict[tuple[str, str], list[torch.Tensor]] = {}
         try:
@@ -104,6 +104,11 @@ class Store:
         except BaseException:
             self.close()
             raise
+
+    def close(self) -> None:
+        """End the threads and close the files; nothing can be read any more."""
+        if self._end.detach():
+            self.reader.close()
 
     def _read_all(self) -> None:
         # Counted by nobody: this is loading.
@@ -162,7 +167,7 @@ class Store:
             may_compute: whether the matrix may be in RAM where the rows are on an accelerator.
             goes_back: whether it is a backward pass.
         """
-        if not self.close.alive:
+        if not self._end.alive:
             raise closed(f"expert {next(iter(hit), 0)} of {layer}")
         if self._process != os.getpid():
             # A forked process has the files, but neither the threads nor what they were reading.
@@ -291,7 +296,7 @@ class Store:
         layer, expert = entry.key
         counter = self.statistics[layer]
         if slots.copies:
-            if not self.close.alive:
+            if not self._end.alive:
                 raise closed(f"expert {expert} of {layer}")
             # On an accelerator a resident model has memory of its own, at any address.
             entry.parts = slots.parts(entry.slot, {})
