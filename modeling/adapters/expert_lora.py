@@ -10,6 +10,7 @@ Shapes: E experts, r rank, I columns in, O columns out, N rows (tokens, each as 
 """
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,11 +46,13 @@ class ParamWrapper(layer.ParamWrapper):
                 "LoRA's target_modules names the experts' module, which is not a linear layer. Name its stacks in "
                 'target_parameters: ["experts.gate_up_proj", "experts.down_proj"].'
             )
-        if config.use_dora:
-            raise ValueError(
-                f"LoraConfig(use_dora={config.use_dora!r}): peft has no DoRA for stacks of experts, and "
-                f"target_parameters names {parameter_name}. Set use_dora=False, or leave the stacks out."
-            )
+        for field in dataclasses.fields(config):
+            variant = getattr(config, field.name)
+            if field.metadata.get("is_lora_variant") and variant:
+                raise ValueError(
+                    f"LoraConfig({field.name}={variant!r}): peft has no such LoRA for stacks of experts, and "
+                    f"target_parameters names {parameter_name}. Leave {field.name} out, or the stacks."
+                )
         super().__init__(base_layer, adapter_name, parameter_name, config=_without_dropout(config), **kwargs)
         # By adapter; see `moe.low_rank`.
         self.kept_factors: dict[str, dict[str, Any]] = {}

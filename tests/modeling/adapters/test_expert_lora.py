@@ -249,6 +249,12 @@ def test_weighted_sums(kind):
             lambda: get_peft_model(TEXT.make(), LoraConfig(target_parameters=STACKS, use_dora=True)),
             "use_dora=True",
         ),
+        (
+            lambda: get_peft_model(
+                TEXT.make(), LoraConfig(target_parameters=STACKS, alora_invocation_tokens=[1, 2])
+            ),
+            "Leave alora_invocation_tokens out",
+        ),
         (lambda: llamoe.lora_config(TEXT.make(), r=0), "r .*not 0"),
         (lambda: llamoe.lora_config(TEXT.make(), r=2.5), "not 2.5"),
         (lambda: llamoe.lora_config(TEXT.make(), dropout=1.0), "not 1.0"),
@@ -258,6 +264,7 @@ def test_weighted_sums(kind):
         "svd",
         "the module of experts",
         "dora",
+        "activated by tokens",
         "rank 0",
         "half a rank",
         "dropout of all",
