@@ -229,10 +229,10 @@ class FewRows:
         position_ids: torch.Tensor,
         cache: Any,
     ) -> torch.Tensor | None:
-        """A whole layer of one token, where nothing sees it but the cache; None where it must be called.
+        """`layer(x)` of one token by two kernel calls; None where the layer must be called as a module.
 
         Args:
-            index: of the layer, in what the pass began with.
+            index: the layer's position in the decoder.
             layer: the layer.
             x: its input.
             position_embeddings: as in `Attention.forward`, like the others.
@@ -332,7 +332,7 @@ class FewRows:
         return self._recall([attention, norm, *linears, *([] if qk_norm is None else [qk_norm])], work_out)
 
     def _sees_all_keys(self, x: torch.Tensor, attention_mask: Any, cache: Any) -> bool:
-        """Whether `x` is one token, which sees all that the cache returns."""
+        """Whether `x` is one token that attends to all cached keys, without a mask."""
         return self.is_one_token and attention_mask is None and cache is not None and x.is_contiguous()
 
     def _attend_one_token(
@@ -345,7 +345,10 @@ class FewRows:
         position_ids: torch.Tensor,
         cache: Any,
     ) -> tuple[torch.Tensor, bool] | None:
-        """A first half in two calls around the update of the cache; and whether the second half came with it."""
+        """`x + attention(norm(x))` of one token, and False; or the output of the whole layer, and True.
+
+        None, before the cache was updated, if `angles` are not what the kernel takes.
+        """
         if attention.use_rope and not _are_angles(*angles, head_dim=first.head_dim):
             return None
         tuned = attention.use_temperature_tuning

@@ -22,7 +22,7 @@ _THREADS = "llamoe-experts"
 
 
 class _File:
-    """An open file, and what it was when it was opened. The last one that refers to it closes it."""
+    """An open file, and what it was when it was opened. It is closed when nothing refers to it any more."""
 
     file = -1
     direct: int | None = None
@@ -201,9 +201,9 @@ class Reader:
             file.close()
 
     def drop(self) -> None:
-        """The same where nobody can ask any more, without waiting for anything; a thread that still reads closes last.
+        """End the threads without waiting for them; a file is closed when the last thread that reads it has ended.
 
-        The garbage collector may call it in any thread, also in one that begins, and holds Python's own locks.
+        For the garbage collector. It may run in a thread that is just starting, which holds locks that `join` needs.
         """
         self.is_closed = True
         self.end_threads(is_waiting=False)
