@@ -16,12 +16,12 @@ from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 
 from ...configuration.checks import listed
-from ..checkpoints import current_loading, device_of, forget_pages, is_mapped, names_in_model
+from ..checkpoints import current_loading, device_of, names_in_model
 from ..moe import Experts
 from .budget import ExpertsMemory, bytes_of_expert, default_size, divide
 from .experts import OffloadedExperts
-from .memory import ALIGNMENT
 from .pieces import find_pieces
+from .resident import own_other_weights
 from .statistics import ExpertsStatistics
 from .store import Store
 from .training import offloaded_in, showing_devices_of_rows
@@ -216,35 +216,12 @@ def attach_stores(model: nn.Module) -> None:
         for store in stores:
             store.close()
         raise
-    _own_other_weights(model)
+    own_other_weights(model, memory.readers, memory.direct)
     model.hf_device_map = {**device_map, **{experts.name: experts.place for experts in waiting}}
 
 
 def _nbytes(experts: OffloadedExperts) -> int:
     return bytes_of_expert(experts.shapes) * experts.num_experts
-
-
-def _own_other_weights(model: nn.Module) -> None:
-    """Copy the other weights on the CPU out of the files that they are maps of.
-
-    A file that is cut would end the process, and one that is rewritten would change the model, before an expert that is
-    needed can say so. This memory counts as the rest of the model's anyway.
-    """
-    for module in model.modules():
-        if isinstance(module, OffloadedExperts):
-            continue
-        for tensor in [*module._parameters.values(), *module._buffers.values()]:
-            if tensor is not None and is_mapped(tensor.data):
-                mapped = tensor.data
-                # Of the same alignment: products may differ with it in their last bits.
-                memory = torch.empty(mapped.nbytes + ALIGNMENT, dtype=torch.uint8)
-                first = (mapped.data_ptr() - memory.data_ptr()) % ALIGNMENT
-                if first % mapped.itemsize:
-                    tensor.data = mapped.clone()
-                else:
-                    own = memory[first : first + mapped.nbytes].view(mapped.dtype)
-                    tensor.data = own.view(mapped.shape).copy_(mapped)
-                forget_pages(mapped)
 
 
 class OffloadMixin(nn.Module):
