@@ -37,6 +37,13 @@ def chat(
             help="Leave a mixture's experts on disk, with so much memory for recent ones: 8GB.",
         ),
     ] = None,
+    experts_usage: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="<file>",
+            help="Count in this file how often experts on disk are used; those used most are there at the next start.",
+        ),
+    ] = None,
     adapter: Annotated[
         Path | None,
         typer.Option(
@@ -73,6 +80,10 @@ def chat(
         raise ValueError(
             f"{folder} is not a model folder: it has no config.json. `llamoe convert` makes one of other formats."
         )
+    if experts_usage is not None and experts_memory is None:
+        raise ValueError("--experts-usage counts experts on disk: give --experts-memory, too.")
+    if experts_usage is not None and not experts_usage.parent.is_dir():
+        raise ValueError(f"--experts-usage: {experts_usage.parent} is not a folder.")
     if missing := [name for name in ("gradio", "matplotlib") if find_spec(name) is None]:
         raise ValueError(f"the page needs {' and '.join(missing)}: pip install 'llamoe[page]'")
     free_port = find_port(host, port)
@@ -83,6 +94,7 @@ def chat(
         dtype=dtype,
         device_map=device_map,
         experts_memory=experts_memory,
+        experts_usage=experts_usage,
         adapter=adapter,
         pictures=pictures,
         open_browser=open_browser,

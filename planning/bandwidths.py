@@ -3,6 +3,7 @@
 import math
 import mmap
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -14,7 +15,7 @@ import torch
 from ..configuration.sizes import bytes_of
 from ..modeling.formats import Format
 from ..modeling.kernels import needs_float32
-from ..modeling.offload.memory import open_direct
+from ..modeling.offload.memory import open_direct, pages
 
 _PIECE = 8 << 20
 _READERS = 8
@@ -134,9 +135,13 @@ def _drive(folder: Path, most_bytes: int) -> float:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
+        memory = threading.local()
+
         def read(bounds: tuple[int, int]) -> int:
-            with mmap.mmap(-1, _PIECE) as memory, memoryview(memory) as view:
-                return os.preadv(file, [view[: bounds[1] - bounds[0]]], bounds[0])
+            # As memory for offloaded experts: a new page for each read would take as long as the drive.
+            if not hasattr(memory, "piece"):
+                memory.piece = pages(_PIECE)
+            return os.preadv(file, [memory.piece[: bounds[1] - bounds[0]]], bounds[0])
 
         edges = [*range(0, size, _PIECE), size]
         with ThreadPoolExecutor(_READERS) as pool:

@@ -92,7 +92,7 @@ class ChatModel:
         folder: Path,
         dtype: str = "auto",
         device_map: str = "auto",
-        experts_memory: str | None = None,
+        experts_memory: str | llamoe.ExpertsMemory | None = None,
         adapter: Path | None = None,
     ):
         """Load a folder, and an adapter for it; stock folders get llamoe's models.

@@ -32,6 +32,7 @@ def serve(
     dtype: str = "auto",
     device_map: str = "auto",
     experts_memory: str | None = None,
+    experts_usage: Path | None = None,
     adapter: Path | None = None,
     pictures: Sequence[Path] = (),
     open_browser: bool = True,
@@ -43,6 +44,8 @@ def serve(
         host: address to listen on.
         port: a free one.
         dtype, device_map, experts_memory: as in `from_pretrained`.
+        experts_usage: file with the uses of experts on disk, from which the model starts if it is there, and which is
+            written at the end.
         adapter: folder of an adapter, which the page lets one switch on and off.
         pictures: to click on.
         open_browser: whether to open the page, where there is a display.
@@ -53,7 +56,11 @@ def serve(
     """
     for path in pictures:
         llamoe.read_picture(path)
-    chat = ChatModel(folder, dtype, device_map, experts_memory, adapter)
+    memory = None
+    if experts_memory is not None:
+        there = experts_usage if experts_usage is not None and experts_usage.exists() else None
+        memory = llamoe.ExpertsMemory(experts_memory, usage=there)
+    chat = ChatModel(folder, dtype, device_map, memory, adapter)
     if pictures and not chat.sees_pictures:
         raise ValueError(f"{folder} has no vision tower, so its page takes no --picture.")
     page = make_page(chat, pictures)
@@ -88,3 +95,5 @@ def serve(
         page.block_thread()
     finally:
         page.close(verbose=False)
+        if experts_usage is not None:
+            chat.model.save_experts_usage(experts_usage)

@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import sys
+from typing import NamedTuple
 
 import torch
 
@@ -31,24 +32,40 @@ def forget_pages(tensor: torch.Tensor) -> None:
     assert storage.data_ptr() <= first <= last <= storage.data_ptr() + storage.nbytes()
     start, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
     # Memory that is not backed by a file would lose its content.
-    if start < end and _is_in_mapped_file(start, end):
+    if start < end and _file_at(start, end) is not None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
 
 
-def is_mapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in a mapped safetensors file; False on other systems than Linux."""
+class MappedFile(NamedTuple):
+    """The file that memory is a map of.
+
+    Attributes:
+        path: as the system knows it.
+        begin: the first byte's number in the file.
+        inode: of the file, which may have another path by now.
+    """
+
+    path: str
+    begin: int
+    inode: int
+
+
+def mapped_file(tensor: torch.Tensor) -> MappedFile | None:
+    """The safetensors file that a tensor is a map of; None for other tensors, and on other systems than Linux."""
     if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.nbytes:
-        return False
-    return _is_in_mapped_file(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+        return None
+    return _file_at(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
 
 
-def _is_in_mapped_file(start: int, end: int) -> bool:
+def _file_at(start: int, end: int) -> MappedFile | None:
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            low, high = (int(part, 16) for part in line.split(" ", 1)[0].split("-"))
+            addresses, _, offset, _, inode, *path = line.rstrip("\n").split(maxsplit=5)
+            low, high = (int(part, 16) for part in addresses.split("-"))
             if low <= start and end <= high:
-                return line.rstrip().endswith(".safetensors")
-    return False
+                is_file = bool(path) and path[0].endswith(".safetensors")
+                return MappedFile(path[0], int(offset, 16) + start - low, int(inode)) if is_file else None
+    return None
 
 
 def return_freed_memory() -> None:

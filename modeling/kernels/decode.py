@@ -28,6 +28,7 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .cache_room import append
 from .cpp_kernels import BITS, Matrix, Products, library, multiply, plain_matrix, prepare
 from .cpp_layer import (
     FirstHalf,
@@ -356,7 +357,7 @@ class FewRows:
         projected = project(x, first, angles if attention.use_rope else (), scale)
         query, key, value = projected.split_with_sizes(first.sizes)
         shape = 1, -1, 1, first.head_dim
-        key, value = cache.update(key.view(shape), value.view(shape), attention.layer_idx)
+        key, value = append(cache, attention.layer_idx, key.view(shape), value.view(shape))
         if key.shape == value.shape and _fits(key, x, first) and _fits(value, x, first):
             return finish(x, first, second, query, key, value), second is not None
         attended = attend_to_single_queries(query.view(shape), key, value, None, attention.scaling)

@@ -16,15 +16,16 @@ from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 
 from ...configuration.checks import listed
-from ..checkpoints import current_loading, device_of, forget_pages, is_mapped, names_in_model
+from ..checkpoints import current_loading, device_of, names_in_model
 from ..moe import Experts
 from .budget import ExpertsMemory, bytes_of_expert, default_size, divide
 from .experts import OffloadedExperts
-from .memory import ALIGNMENT
 from .pieces import find_pieces
+from .resident import own_other_weights
 from .statistics import ExpertsStatistics
 from .store import Store
 from .training import offloaded_in, showing_devices_of_rows
+from .usage import read_usage, write_usage
 
 ALL = "experts"
 """In a device map: the routed experts of all layers."""
@@ -38,11 +39,13 @@ class OffloadRequest:
         places: names of experts, or `ALL`, to devices.
         memory: for recently used experts.
         is_explicit: whether the caller named a memory.
+        usage: what `memory.usage` says, once the layers are known.
     """
 
     places: dict[str, Any]
     memory: ExpertsMemory
     is_explicit: bool
+    usage: dict[str, list[int]] | None = None
 
 
 def take_request(kwargs: dict[str, Any]) -> tuple[OffloadRequest | None, dict[str, Any]]:
@@ -174,6 +177,8 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
         model.set_submodule(name, OffloadedExperts(taken[name], name, place, stored[name]))
         ignored.add(re.escape(name[name.find("layers.") :]) + r"\.")
     model._keys_to_ignore_on_load_unexpected = ignored
+    if request.memory.usage is not None:
+        request.usage = read_usage(request.memory.usage, taken)
     for place in set(chosen.values()):
         if request.memory.size is not None:
             divide({name: taken[name] for name in chosen if chosen[name] == place}, request.memory.size)
@@ -187,7 +192,8 @@ def attach_stores(model: nn.Module) -> None:
     if not waiting:
         return
     device_map = getattr(model, "hf_device_map", None) or {"": "cpu"}
-    memory = current_loading().offload.memory
+    request: Any = current_loading().offload
+    memory = request.memory
     in_ram = default_size(torch.device("cpu")) if memory.size is None else memory.size
     on_disk = sum(_nbytes(experts) for experts in waiting if experts.place == "disk")
     groups: dict[tuple[str, torch.device], list[OffloadedExperts]] = {}
@@ -202,42 +208,20 @@ def attach_stores(model: nn.Module) -> None:
                 own = replace(memory, size=in_ram * sum(map(_nbytes, group)) // on_disk)
             layers = {experts.name: experts.shapes for experts in group}
             stored = {experts.name: experts.stored for experts in group}
-            stores.append(Store(layers, stored, place, device, own))
+            usage = None if request.usage is None else {name: request.usage[name] for name in layers}
+            stores.append(Store(layers, stored, place, device, own, usage=usage))
             for experts in group:
                 experts.connect(stores[-1])
     except BaseException:
         for store in stores:
             store.close()
         raise
-    _own_other_weights(model)
+    own_other_weights(model, memory.readers, memory.direct)
     model.hf_device_map = {**device_map, **{experts.name: experts.place for experts in waiting}}
 
 
 def _nbytes(experts: OffloadedExperts) -> int:
     return bytes_of_expert(experts.shapes) * experts.num_experts
-
-
-def _own_other_weights(model: nn.Module) -> None:
-    """Copy the other weights on the CPU out of the files that they are maps of.
-
-    A file that is cut would end the process, and one that is rewritten would change the model, before an expert that is
-    needed can say so. This memory counts as the rest of the model's anyway.
-    """
-    for module in model.modules():
-        if isinstance(module, OffloadedExperts):
-            continue
-        for tensor in [*module._parameters.values(), *module._buffers.values()]:
-            if tensor is not None and is_mapped(tensor.data):
-                mapped = tensor.data
-                # Of the same alignment: products may differ with it in their last bits.
-                memory = torch.empty(mapped.nbytes + ALIGNMENT, dtype=torch.uint8)
-                first = (mapped.data_ptr() - memory.data_ptr()) % ALIGNMENT
-                if first % mapped.itemsize:
-                    tensor.data = mapped.clone()
-                else:
-                    own = memory[first : first + mapped.nbytes].view(mapped.dtype)
-                    tensor.data = own.view(mapped.shape).copy_(mapped)
-                forget_pages(mapped)
 
 
 class OffloadMixin(nn.Module):
@@ -268,6 +252,27 @@ class OffloadMixin(nn.Module):
             for store in self._stores()
             for layer, counter in store.statistics.items()
         }
+
+    def save_experts_usage(self, path: str | os.PathLike) -> None:
+        """Write how often each offloaded expert was used, which `ExpertsMemory(usage=path)` takes at the next start.
+
+        Counted is each pass that asked for an expert, backward passes left out, and half of what the file counted that
+        this model was loaded with.
+
+        Args:
+            path: of a JSON file; one that is there is replaced.
+
+        Raises:
+            OSError: the file cannot be written.
+            ValueError: no experts are on disk or in RAM.
+        """
+        uses = {layer: counts for store in self._stores() for layer, counts in store.uses.items()}
+        if not uses:
+            raise ValueError(
+                "save_experts_usage: no experts of this model are on disk or in RAM. Load it with "
+                'device_map={"experts": "disk"}.'
+            )
+        write_usage(path, uses)
 
     def check_saving(self) -> None:
         """Raise a `ValueError` for offloaded experts that no file has as whole stacks: they cannot be written."""

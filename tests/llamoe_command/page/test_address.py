@@ -120,3 +120,8 @@ def test_a_folder_or_picture_that_does_not_fit_ends_the_command_with_a_sentence(
     llama = chat_folders.write_llama(tmp_path / "llama")
     status, told = chat(capsys, llama, "--picture", EXAMPLES / "pictures" / "two_shapes.png")
     assert status == 2 and "has no vision tower, so its page takes no --picture" in told
+    status, told = chat(capsys, llama, "--experts-usage", tmp_path / "usage.json")
+    assert status == 2 and "--experts-usage counts experts on disk: give --experts-memory, too." in told
+    words = "--experts-memory", "1MB", "--experts-usage", tmp_path / "none" / "usage.json"
+    status, told = chat(capsys, llama, *words)
+    assert status == 2 and f"--experts-usage: {tmp_path / 'none'} is not a folder." in told

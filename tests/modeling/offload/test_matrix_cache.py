@@ -1,6 +1,7 @@
 """Which matrix makes room: what is used least often, and what a pass and a layer need stays."""
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -83,3 +84,39 @@ def test_what_was_used_long_ago_goes():
         [*often, *[[("a", 1), ("b", 1)], [("a", 2), ("b", 2)]] * 30, [("a", 0)]], 4, LeastOftenUsed
     )
     assert counts[-1] == (0, 1)
+
+
+# Hits of 16 tokens: 0.44 and 0.50, 0.64 and 0.73, 0.23 and 0.34, 0.38 and 0.63.
+@pytest.mark.parametrize(
+    ("law", "shape", "slots", "more"),
+    [
+        (1.2, (32, 8, 2), 64, 0.05),
+        (1.2, (32, 8, 2), 128, 0.07),
+        (0.6, (24, 16, 1), 96, 0.08),
+        (0.6, (24, 16, 1), 192, 0.2),
+    ],
+)
+def test_a_start_with_the_experts_used_most_finds_more(law, shape, slots, more):
+    passes = passes_by(law, *shape)[:200]
+    earlier, now = passes[:120], passes[120:136]
+    counts = Counter(key for asked in earlier for key in asked)
+    hot = [key for key, _ in counts.most_common(slots)][::-1]
+    cold, warm = (
+        sum(hits for hits, _ in simulate(its, slots)[-len(now) :]) / sum(map(len, now))
+        for its in (now, [hot, *now])
+    )
+    assert warm >= cold + more
+
+
+@pytest.mark.parametrize(
+    ("law", "shape", "slots"), [(1.2, (32, 8, 2), 128), (0.6, (24, 16, 1), 96), (0.0, (24, 16, 1), 192)]
+)
+@pytest.mark.parametrize("stays", [0.0, 0.5])
+def test_what_the_token_before_chose_is_still_there(stays, law, shape, slots):
+    """Where room is for two tokens at least: reading it ahead of its layer would find nothing to do."""
+    passes = passes_by(law, *shape, stays)
+    for before, asked in zip(passes[:250:5], passes[1:251:5], strict=True):
+        number = passes.index(asked)
+        repeated = [key for key in asked if key in before]
+        *_, (hits, misses) = simulate([*passes[max(0, number - 40) : number], repeated], slots)
+        assert (hits, misses) == (len(repeated), 0)
