@@ -1,4 +1,4 @@
-"""The one door to faster decoding on a CPU: decoder layers of few rows by compiled kernels.
+"""The one door to faster decoding on a CPU: decides whether a pass of few rows goes through compiled kernels.
 
 A decode step is bound by reading weights, which torch reads at half to three quarters of the memory's speed, and in
 small models by the calls between products. `begin_few_rows` decides once a pass whether the fast way serves. What it
