@@ -43,7 +43,7 @@ COPIES = 4
 # Experts of 6.3 MB, 2.4 GB of them.
 ON_DISK = LargeMixture(hidden=1024, expert=1024, layers=6, experts=64)
 SAVED = (saved_models.DENSE, saved_models.MIXTURE)
-BY_NAME = ("llama.cpp-token", "llama.cpp-prefill", "llama.cpp-threads")
+BY_NAME = ("llama.cpp-token", "llama.cpp-context", "llama.cpp-prefill", "llama.cpp-threads")
 """Groups that run only when they are named: they need what this repository does not install."""
 
 GROUPS: dict[str, Group] = {
@@ -71,6 +71,7 @@ GROUPS: dict[str, Group] = {
     "parts": partial(small_modules.small, SETTING, MINI, 1024),
     "few-bits": partial(few_bits.few_bits, SAVED, 512),
     "llama.cpp-token": partial(few_bits.beside_llama_cpp, SAVED, "decode"),
+    "llama.cpp-context": partial(few_bits.beside_llama_cpp, SAVED, "context"),
     "llama.cpp-prefill": partial(few_bits.beside_llama_cpp, SAVED, "prefill"),
     # After all others: idle threads wait actively for a moment, which counts as processor time.
     "llama.cpp-threads": partial(few_bits.beside_llama_cpp, SAVED, "threads"),

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 from peft import get_peft_model
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import llamoe
 
@@ -33,7 +33,9 @@ FIRST = 20
 """The first token."""
 NEW = 24
 """Tokens of a run."""
-CONTEXT = 1024
+CACHED = 2000
+"""Tokens of a long context, beside which a token is decoded."""
+CONTEXT = 2048
 """Tokens for which llama.cpp has room."""
 PREFILLS = (128, 512)
 """Tokens of a prefill beside llama.cpp."""
@@ -57,6 +59,7 @@ class Generate:
     def __init__(self, model: PreTrainedModel, threads: int = 1):
         self.model, self.threads = model, threads
         self.nbytes = nbytes(model)
+        self._cache: DynamicCache | None = None
 
     def decode(self, new: int) -> list[int]:
         """So many tokens after `FIRST`."""
@@ -68,6 +71,16 @@ class Generate:
     def logits(self, ids: list[int]) -> torch.Tensor:
         """Logits `[tokens, vocabulary]` of one pass over some tokens."""
         return self.model(torch.tensor([ids]), use_cache=False).logits[0]
+
+    @torch.no_grad()
+    def go_on(self, ids: list[int], new: int) -> None:
+        """`FIRST` so many times, behind tokens that are read when they are first given."""
+        if self._cache is None:
+            self._cache = DynamicCache(config=self.model.config)
+            self.model(torch.tensor([ids]), past_key_values=self._cache, logits_to_keep=1)
+        for _ in range(new):
+            self.model(torch.tensor([[FIRST]]), past_key_values=self._cache)
+        self._cache.crop(-new)
 
 
 class LlamaCpp:
@@ -101,6 +114,20 @@ class LlamaCpp:
     def logits(self, ids: list[int]) -> torch.Tensor:
         """Logits `[tokens, vocabulary]` of one pass over some tokens."""
         return self._thread.submit(self._logits, ids).result()
+
+    def go_on(self, ids: list[int], new: int) -> None:
+        """As `Generate.go_on`."""
+        self._thread.submit(self._go_on, ids, new).result()
+
+    def _go_on(self, ids: list[int], new: int) -> None:
+        if self.model.n_tokens < len(ids):
+            self.model.reset()
+            for begin in range(0, len(ids), max(PREFILLS)):
+                self.model.eval(ids[begin : begin + max(PREFILLS)])
+        # What was computed behind them is forgotten.
+        self.model.n_tokens = len(ids)
+        for _ in range(new):
+            self.model.eval([FIRST])
 
     def _decode(self, new: int) -> list[int]:
         self.model.reset()
@@ -265,7 +292,7 @@ def _case(name: str, runs: dict[str, Callable[[], object]], phase: str, model: S
 
 
 def beside_llama_cpp(models: tuple[SavedModel, ...], phase: str) -> Cases:
-    """Decode or prefill with each model on one thread, or decode on two in few bits, beside llama.cpp.
+    """Decode, from the first token or in a long context, or prefill on one thread, or decode on two, beside llama.cpp.
 
     Raises:
         LeftOut: llama-cpp-python or llama.cpp's converter is missing.
@@ -281,10 +308,22 @@ def beside_llama_cpp(models: tuple[SavedModel, ...], phase: str) -> Cases:
                 name: partial(_stock, model, folder, dtype)
                 for name, dtype in ((REFERENCE, "float32"), (f"{REFERENCE}, bfloat16", "bfloat16"))
                 # Torch's products of 16 bits in scalar loops take minutes.
-                if dtype == "float32" or (phase == "decode" and not is_held())
+                if dtype == "float32" or (phase != "prefill" and not is_held())
             }
             makers |= {f"{OURS}, {precision}": ours(model, folder, precision) for precision in PRECISIONS}
             makers |= {f"{LLAMA_CPP}, {kind}": partial(LlamaCpp, path) for kind, path in its.items()}
+            if phase == "context":
+                ids = FLOAT32.tokens(1, CACHED, model.config().vocab_size)[0].tolist()
+                yield case_of(
+                    f"{model.name}, a token behind {CACHED}",
+                    makers,
+                    model.layers,
+                    lambda who, decoder, ids=ids: decoder.go_on(ids, NEW),
+                    PROBE,
+                    facts=dict(phase=phase, model=model.name, tokens=1, cached=CACHED),
+                    parts=NEW,
+                )
+                continue
             if phase == "decode":
                 yield decode_case(model.name, makers, model.layers, phase=phase, model=model.name)
                 continue

@@ -26,7 +26,7 @@ GROUPS = {
     "vision": "Vision tower",
     "parts": "Small parts",
     "few": "Quantization: a token, prefill, quantizing, adapters",
-    "llama.cpp": "One row beside llama.cpp: a token, prefill, two threads",
+    "llama.cpp": "One row beside llama.cpp: a token, also in a long context, prefill, two threads",
     "large": "Layers of a published size in int4",
     "offload": "Experts on disk: a token, and reading all",
     "loading": "`from_pretrained`",
@@ -53,7 +53,8 @@ NOTES = {
     "weights are those of all parameters and buffers. Adapters are `lora_config`'s, beside weights in each "
     "precision; a step is a forward and a backward pass.",
     "llama.cpp": "The same models, one row, greedily, by `generate`; times are of one token, the mean of the first "
-    "24. A prefill yields the logits of all tokens. Two threads are measured in wall time, and not at all where other "
+    "24. In a long context the cache holds 2,000 tokens before them. A prefill yields the logits of all tokens. Two "
+    "threads are measured in wall time, and not at all where other "
     "load would decide. `stock` is transformers in float32. llama.cpp's "
     "files are those that its converter makes, and its quantizer for q4_0 (with AMX: `benchmarks/held.py`): there "
     "all matrices have that type, but the head has q6_K; the head is below 1 % of the weights. "

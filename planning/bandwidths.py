@@ -19,6 +19,7 @@ from ..modeling.offload.memory import open_direct, pages
 
 _PIECE = 8 << 20
 _READERS = 8
+_MORE_THAN_A_CACHE = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,27 @@ def measure_products(rows: int, form: Format | None = None) -> float:
     with torch.inference_mode():
         best = min(_seconds(step) for _ in range(3))
     return 3 * 2 * rows * size * size / best
+
+
+def measure_reading(form: Format) -> float:
+    """Bytes of weights a second that this CPU multiplies by one row, as generating a token does.
+
+    Args:
+        form: how the matrices are stored, which are more than a cache holds.
+    """
+    size = 4096
+    parts = [torch.zeros(shape, dtype=dtype) for shape, dtype in form.parts((size, size))]
+    nbytes = sum(part.nbytes for part in parts)
+    # Numbers of their own, not pages of the system that are all the same.
+    matrices = [[part.clone().fill_(1) for part in parts] for _ in range(-(-_MORE_THAN_A_CACHE // nbytes))]
+    x = torch.ones(1, size, dtype=form.compute_dtype)
+
+    def token() -> None:
+        for matrix in matrices:
+            form.multiply(x, matrix, (size, size))
+
+    with torch.inference_mode():
+        return len(matrices) * nbytes / min(_seconds(token) for _ in range(4))
 
 
 def _ram() -> float:

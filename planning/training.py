@@ -12,13 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..configuration import QuantizationConfig
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.quantization import METHOD
 from ..modeling.adapters import lora_config, skeleton_with
+from ..modeling.formats import plain_format
 from ..modeling.loss import PIECE_LOGITS
 from ..modeling.quantization import format_for
-from .bandwidths import Bandwidths, measure_bandwidths, measure_products
+from .bandwidths import Bandwidths, measure_bandwidths, measure_products, measure_reading
 from .source import Source
 from .speed import distinct_experts
 from .units import Sizes
@@ -182,7 +185,7 @@ def with_seconds(
 def measure_rates(
     source: Source, folder: Path | None, tokens: int, quantization: QuantizationConfig | None
 ) -> Bandwidths:
-    """Measure what a step of so many tokens is bound by on this machine's CPU, in a few seconds.
+    """Measure what a step of so many tokens, and generating one, are bound by on this machine's CPU, in a few seconds.
 
     Args:
         source: of the model.
@@ -199,7 +202,8 @@ def measure_rates(
     except ValueError:
         # Files that are too small to measure a drive by are too small for its rate to matter.
         rates = measure_bandwidths()
-    found = replace(rates, products=measure_products(min(tokens, 4096), form))
+    reading = measure_reading(plain_format(torch.bfloat16, is_input_first=False) if form is None else form)
+    found = replace(rates, ram=reading, products=measure_products(min(tokens, 4096), form))
     if not getattr(config, "moe_layers", None):
         return found
     rows = -(-tokens * config.num_experts_per_tok // config.num_local_experts)

@@ -1,4 +1,4 @@
-"""The content of `params.json`, and of `llamoe.json` for what has no key there.
+"""How `params.json` is read and written, whoever it is of, and `llamoe.json` for what has no key there.
 
 `params.json` has the keys that its owner's code reads, which may refuse others. A new one is read again as that code
 reads it. A field that would then differ and changes what the model computes is refused by name. Fields that do not

@@ -1,4 +1,4 @@
-"""Whether two checkpoints compute the same function, from their tensors, configurations and outputs.
+"""Whether two checkpoints compute the same function: compares tensors, configurations, and logits of random tokens.
 
 Both are read as stock keys, whatever their format, and run by this package's own model classes in float32. So the
 comparison shows differences between the two files. An error that our reader makes on both sides alike does not show;

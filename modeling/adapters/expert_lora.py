@@ -1,4 +1,4 @@
-"""LoRA on the experts' stacks inside their grouped product.
+"""peft's layer for LoRA on the experts' stacks, and what it refuses; the arithmetic is that of `moe.low_rank`.
 
 peft's own wrapper of a parameter forms W + BA for every expert in every pass: 4 GB a layer for Scout. Here a row is
 multiplied by its expert's thin matrices, beside the stack. Everything else stays peft's: parameters, their names and

@@ -1,4 +1,4 @@
-"""A real mask, which transformers' mask interface makes from the function `Rule.sees`.
+"""A real mask, which transformers' mask interface makes from what `visibility` says: the function `Rule.sees`.
 
 Shapes: B batch, Q query tokens, K key tokens (cached and new).
 """

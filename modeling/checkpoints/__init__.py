@@ -39,7 +39,7 @@ from .expert_index import (
     suffixes_in_files,
 )
 from .load_weights import make_weights
-from .mapped_memory import MappedFile, forget_pages, mapped_file, return_freed_memory
+from .mapped_memory import MappedFile, MappedFiles, forget_pages, return_freed_memory
 from .other_loaders import replace_loaders, replace_trainers_loader
 from .parts import in_units, part_of, sum_by_part
 from .pickles import Named

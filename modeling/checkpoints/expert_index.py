@@ -1,4 +1,4 @@
-"""Where a checkpoint has which expert's numbers: one index, whatever way its files store them.
+"""Where a checkpoint has which expert's numbers, bitsandbytes' too: one index, however its files store them.
 
 Files have a layer's experts as two stacks, or each expert's gate, up and down as linear layers, `[out, in]`:
 

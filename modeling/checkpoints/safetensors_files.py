@@ -1,4 +1,4 @@
-"""Where a safetensors file has its tensors, which the library does not tell; it checks the header before.
+"""Where a safetensors file has its tensors; its header is checked, also for a key that is there twice.
 
 The format: 8 bytes, little endian, the length of a JSON header; the header, name to dtype, shape and byte offsets;
 then the bytes of all tensors without gaps (https://github.com/huggingface/safetensors).

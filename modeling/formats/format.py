@@ -1,4 +1,4 @@
-"""What the numbers of a matrix are: what it is stored as, how rows are multiplied by it, and what it means.
+"""What the numbers of a matrix are: the questions that each format answers, and `MAKERS`, the table of all formats.
 
 A format works on one matrix `[O, I]` of a linear layer or of one expert. It is stored as one or several tensors, its
 parts. A stack of experts has the same parts with an axis for experts in front. A format knows no modules.

@@ -62,7 +62,7 @@ class Int4(Format):
 
     @property
     def kernel_max_rows(self) -> int:
-        return rows_in_bytes(4) if self.in_bytes else FEW_BITS_FLOAT_MAX_ROWS
+        return rows_in_bytes() if self.in_bytes else FEW_BITS_FLOAT_MAX_ROWS
 
     @property
     def key(self) -> str:

@@ -3,7 +3,9 @@
 Reading order: limits (how many rows are few), tracing (whether a compiler or tracer records the pass), waiting (what a
 user waits for), cpp_kernels (products of few rows on a CPU), cpp_layer (the rest of a layer), float32_blocks (16 bits
 on a CPU without instructions for them), single_queries (attention of one token a row), cpu (the guard of CPU shortcuts,
-and those for any number of rows), decode (the one door to decoding on a CPU), few_rows_triton, few_rows (a GPU kernel
+and those for any number of rows), known_modules (what is remembered of modules), few_rows_pass (products of one pass),
+second_half (a layer's feed-forward or mixture), cache_room (a token behind a cache), decode (the one door to decoding
+on a CPU), few_rows_triton, few_rows (a GPU kernel
 for few rows of experts), few_rows_check (whether it is right on this device), packed_rows_triton, packed_rows (packed
 matrices on a GPU). Files named `…_triton` import Triton, which is not installed everywhere and takes long to import;
 the others import it only when a kernel is about to run.
@@ -20,7 +22,7 @@ from .cpu import (
     multiply_rows,
     widened,
 )
-from .decode import FewRows, apply_head, begin_few_rows, computes
+from .decode import FewRows, apply_head, begin_few_rows
 from .few_rows import few_rows_experts, few_rows_fits, few_rows_limit
 from .few_rows_check import difference, find_difference, kernel_is_right
 from .float32_blocks import (
@@ -33,6 +35,7 @@ from .float32_blocks import (
     rows_in_bytes,
     rows_of_torch,
 )
+from .known_modules import computes
 from .limits import (
     CPU_LOOP_MAX_ROWS_PER_EXPERT,
     CPU_UNSORTED_MAX_ROWS,

@@ -53,9 +53,9 @@ def rows_of_torch(dtype: torch.dtype) -> int | None:
 _HAS_AMX = has_mkldnn_products(torch.bfloat16) and bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
-def rows_in_bytes(bits: int) -> int:
-    """Up to how many rows the kernels of so many bits, which quantize them, are faster than unpacking once."""
-    return FEW_BITS_AMX_MAX_ROWS[bits] if _HAS_AMX else sys.maxsize
+def rows_in_bytes() -> int:
+    """Up to how many rows the kernels of 4 and 8 bits, which quantize them, are faster than unpacking once."""
+    return FEW_BITS_AMX_MAX_ROWS if _HAS_AMX else sys.maxsize
 
 
 def plain_max_rows(dtype: torch.dtype) -> int:

@@ -25,9 +25,9 @@ IMITATED_MAX_ROWS = 8
 # Packed matrices on a CPU (`formats`). A kernel unpacks for each few rows; above, unpacking once is faster.
 FEW_BITS_FLOAT_MAX_ROWS = 16
 """Our kernels of 4 and 8 bits whose rows stay float."""
-FEW_BITS_AMX_MAX_ROWS = {4: 128, 8: 64}
-"""Our kernels of 4 and 8 bits whose rows become bytes, where torch multiplies bfloat16 by AMX, by the bits; elsewhere
-they serve any number of rows."""
+FEW_BITS_AMX_MAX_ROWS = 128
+"""Our kernels of 4 and 8 bits whose rows become bytes, where torch multiplies bfloat16 by AMX; elsewhere they serve any
+number of rows."""
 INT4_TORCH_MAX_ROWS = {64: 48, 32: 48}
 """Torch's kernel of 4 bits, by the outputs of the blocks that it reads."""
 INT8_TORCH_MAX_ROWS = 12

@@ -1,4 +1,4 @@
-"""Watching routers while they train, and balancing them without a loss.
+"""Watching routers while they train, and balancing them without a loss, by a bias of each expert that moves.
 
 A loss that asks for balance also pulls at everything else. Instead `router_balancing="bias"` gives every expert a bias
 that counts where experts are chosen and nowhere else; after each step of the optimizer experts with too many tokens

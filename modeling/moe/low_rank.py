@@ -1,4 +1,4 @@
-"""What adapters add to the experts' products: `y += scale * (dropout(x) A_e) B_e`, a pair of thin matrices an expert.
+"""The arithmetic of LoRA on experts: `y += scale * (dropout(x) A_e) B_e`, a pair of thin matrices an expert.
 
 The pair is multiplied as the experts' own stacks are, with the same rows and groups. Nothing touches a stack, which may
 be frozen, packed or offloaded. Sorted rows need the second factor in another order, a copy of all experts'. Decoding

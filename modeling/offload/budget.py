@@ -1,4 +1,4 @@
-"""How much memory holds experts, which of them stay there, and for how many of each kind there is room."""
+"""How much memory holds experts, and for how many of each kind there is room; what `ExpertsMemory` takes."""
 
 import os
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""From a device map that names experts to a model whose experts are offloaded.
+"""From `device_map={"experts": "disk"}` to a model whose experts are offloaded.
 
 transformers and accelerate know modules and devices. So `take_request` takes the names of experts out of the map, and
 the request stands in `checkpoints.loading` while the model loads. Its experts have no weights then, and no one reads

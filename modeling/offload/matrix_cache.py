@@ -1,4 +1,4 @@
-"""Which matrix is in which slot: a table with a replaceable eviction policy, for one thread at a time.
+"""Which expert's matrix is in which slot, and which one makes room: a table with a policy, for one thread at a time.
 
 A matrix is *pinned* while somebody multiplies by it, and is not evicted then, nor while it is on its way.
 """

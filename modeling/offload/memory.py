@@ -101,11 +101,11 @@ def pages(size: int) -> memoryview:
     if size < _HUGE_PAGE:
         return memoryview(mmap.mmap(-1, max(size, 1), **_PRIVATE))
     memory = mmap.mmap(-1, size + _HUGE_PAGE, **_PRIVATE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # There are kernels without them.
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
     first = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % _HUGE_PAGE
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # There are kernels without them. The rest of the last one would be memory that nobody asked for.
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE, first, size // _HUGE_PAGE * _HUGE_PAGE)
     return memoryview(memory)[first : first + size]
 
 

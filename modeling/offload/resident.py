@@ -9,11 +9,11 @@ from contextlib import closing
 import torch
 from torch import nn
 
-from ..checkpoints import MappedFile, forget_pages, mapped_file
+from ..checkpoints import MappedFiles, forget_pages
 from .experts import OffloadedExperts
 from .memory import ALIGNMENT, BLOCK, LEAST_BYTES_OF_DIRECT, pages
 from .pieces import Piece
-from .reading import Reader, Reading
+from .reading import Reader
 from .statistics import Counter
 
 
@@ -28,7 +28,6 @@ def own_other_weights(model: nn.Module, threads: int, direct: bool | None) -> No
     Raises:
         CheckpointError: a file cannot be read.
     """
-    coming: list[tuple[torch.Tensor, torch.Tensor, Reading]] = []
     tensors = {
         id(tensor): tensor
         for module in model.modules()
@@ -36,32 +35,36 @@ def own_other_weights(model: nn.Module, threads: int, direct: bool | None) -> No
         for tensor in [*module._parameters.values(), *module._buffers.values()]
         if tensor is not None
     }
+    maps = MappedFiles()
+    large: list[tuple[torch.Tensor, Piece, torch.Tensor]] = []
     with closing(Reader(threads, direct)) as reader:
         for tensor in tensors.values():
-            file = mapped_file(tensor.data)
-            started = None if file is None else _start(reader, tensor.data, file)
-            if started is not None:
-                coming.append((tensor, *started))
-            elif file is not None:
+            mapped = tensor.data
+            file = maps.file_of(mapped)
+            if file is None:
+                continue
+            is_large = mapped.nbytes >= LEAST_BYTES_OF_DIRECT and mapped.is_contiguous()
+            if is_large and reader.open_file(file.path, file.inode):
+                piece = Piece(file.path, file.begin, tuple(mapped.shape), mapped.dtype, 0, None, True)
+                large.append((tensor, piece, _blocks_around(piece)))
+            else:
                 _copy(tensor)
-        for tensor, own, reading in coming:
+                forget_pages(mapped, maps)
+        # When all memory is there: threads that write to new pages hold up whoever asks for more.
+        readings = []
+        for tensor, piece, blocks in large:
+            around = piece.begin % BLOCK
+            own = blocks[around : around + piece.nbytes].view(piece.dtype).view(piece.shape)
+            readings.append((tensor, own, reader.start([(piece, own, blocks)], "a weight", Counter())))
+        for tensor, own, reading in readings:
             reading.result()
             tensor.data = own
 
 
-def _start(reader: Reader, mapped: torch.Tensor, file: MappedFile) -> tuple[torch.Tensor, Reading] | None:
-    """Begin to read a large tensor; what it will be, and what says when it is. None where it must be copied."""
-    if mapped.nbytes < LEAST_BYTES_OF_DIRECT or not mapped.is_contiguous():
-        return None
-    if not reader.open_file(file.path, file.inode):
-        return None
-    # As far from the beginning of a block as in the file: blocks go straight to it, and products keep their last bits.
-    around = file.begin % BLOCK
-    size = -(-(around + mapped.nbytes) // BLOCK) * BLOCK
-    blocks = torch.frombuffer(pages(size), dtype=torch.uint8, count=size)
-    own = blocks[around : around + mapped.nbytes].view(mapped.dtype).view(mapped.shape)
-    piece = Piece(file.path, file.begin, tuple(mapped.shape), mapped.dtype, 0, None, True)
-    return own, reader.start([(piece, own, blocks)], "a weight", Counter())
+def _blocks_around(piece: Piece) -> torch.Tensor:
+    """Memory for the whole blocks of the file that hold a piece: products keep their last bits where it lies so."""
+    size = -(-(piece.begin % BLOCK + piece.nbytes) // BLOCK) * BLOCK
+    return torch.frombuffer(pages(size), dtype=torch.uint8, count=size)
 
 
 def _copy(tensor: torch.Tensor) -> None:
@@ -74,4 +77,3 @@ def _copy(tensor: torch.Tensor) -> None:
     else:
         own = memory[first : first + mapped.nbytes].view(mapped.dtype)
         tensor.data = own.view(mapped.shape).copy_(mapped)
-    forget_pages(mapped)

@@ -1,4 +1,4 @@
-"""transformers' `Llama4ImageProcessor` for pictures in whatever form: all are read as `read_picture` reads files.
+"""transformers' `Llama4ImageProcessor`, which cuts tiles, for pictures in whatever form `read_picture` reads.
 
 Tiles, resizing and normalization are stock's. Stock divides any numbers by 255, blends transparent objects, but not
 files, into white, and does not turn photos that Pillow has opened.

@@ -1,4 +1,4 @@
-"""Files in which bitsandbytes has quantized the experts: the names of an expert's tensors, and what they must be.
+"""Names and checks of the tensors in which bitsandbytes stores an expert; where they lie says the expert index.
 
 The tensors are those of `BitsAndBytesExperts.unfused`.
 """

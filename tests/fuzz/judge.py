@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from llamoe.modeling.kernels import cpp_layer, decode
+from llamoe.modeling.kernels import cpp_layer, second_half
 from llamoe.modeling.moe.layer import Router
 
 from .reference import Blur, Decoder, Result
@@ -67,10 +67,10 @@ class RouterLog:
         self.calls: list[torch.Tensor] = []
         self.is_on = False
         self._wrap(Router, "forward", lambda result, *_: result[2])
-        self._wrap(decode, "route", lambda result, *_: result[2])
+        self._wrap(second_half, "route", lambda result, *_: result[2])
         # The compiled kernel of a whole mixture keeps its choice to itself, and makes it as `route` does.
         route = cpp_layer.route
-        self._wrap(decode, "normalized_mixture", lambda _, *args: route(*args[:3], args[3].routing)[2])
+        self._wrap(second_half, "normalized_mixture", lambda _, *args: route(*args[:3], args[3].routing)[2])
 
     def _wrap(self, owner: Any, name: str, choice: Callable[..., torch.Tensor]) -> None:
         plain = getattr(owner, name)

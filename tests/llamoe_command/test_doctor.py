@@ -137,7 +137,7 @@ def test_a_variable_changes_what_serves_and_is_named(name, value, step, served_b
     found = served(content, step)
     assert found["served_by"] == served_by
     assert name in found["why"]
-    assert ("twice as long" in found["why"]) == (name == "LLAMOE_CPP_KERNELS")
+    assert ("two to three times as long" in found["why"]) == (name == "LLAMOE_CPP_KERNELS")
     assert content["environment"][name] == value
     assert [line for line in content["advice"] if step in line.partition(":")[0] and f"unset {name}" in line]
 

@@ -11,7 +11,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import llamoe
-from llamoe.modeling.kernels import SHORTCUTS_ARE_ON, FewRows, cpp_kernels, decode
+from llamoe.modeling.kernels import (
+    SHORTCUTS_ARE_ON,
+    FewRows,
+    cpp_kernels,
+    decode,
+    few_rows_pass,
+    known_modules,
+    second_half,
+)
 
 pytestmark = pytest.mark.skipif(
     cpp_kernels.library() is None or not SHORTCUTS_ARE_ON,
@@ -322,9 +330,9 @@ def test_all_layers_are_looked_at_once(monkeypatch):
     """When a pass begins; one by one only after a change, or where something watches one of them."""
     model, tokens, looks = dense(), ids(12), []
     steps(model, tokens)
-    monkeypatch.setattr(
-        decode, "has_hooks", lambda module, real=decode.has_hooks: looks.append(module) or real(module)
-    )
+    for file in (known_modules, few_rows_pass, second_half):
+        real = file.has_hooks
+        monkeypatch.setattr(file, "has_hooks", lambda module, real=real: looks.append(module) or real(module))
     steps(model, tokens)
     assert looks == []
     model.model.layers[1].mlp.up_proj.weight.data = model.model.layers[1].mlp.up_proj.weight.data.clone()

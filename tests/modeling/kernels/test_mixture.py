@@ -10,7 +10,14 @@ from torch import nn
 
 import llamoe
 from llamoe.modeling.formats import plain
-from llamoe.modeling.kernels import SHORTCUTS_ARE_ON, cpp_kernels, cpp_layer, decode
+from llamoe.modeling.kernels import (
+    SHORTCUTS_ARE_ON,
+    cpp_kernels,
+    cpp_layer,
+    few_rows_pass,
+    known_modules,
+    second_half,
+)
 from llamoe.modeling.moe import Experts, Router
 
 pytestmark = pytest.mark.skipif(
@@ -38,11 +45,11 @@ def whole(monkeypatch):
     """What the mixtures that were computed in one call returned."""
     found = []
 
-    def notice(*args, original=decode.normalized_mixture):
+    def notice(*args, original=second_half.normalized_mixture):
         found.append(original(*args))
         return found[-1]
 
-    monkeypatch.setattr(decode, "normalized_mixture", notice)
+    monkeypatch.setattr(second_half, "normalized_mixture", notice)
     return found
 
 
@@ -61,7 +68,7 @@ def mixture_of(family, dtype=torch.float32, **fields):
 
 
 def compute(norm, mixture, x):
-    return decode.FewRows(x, {}).feed_forward(norm, mixture, x)
+    return second_half.SecondHalves(x, {}).feed_forward(norm, mixture, x)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: "-".join(map(str, rule.values())))
@@ -83,7 +90,7 @@ def test_the_choice_is_that_of_the_router(rule, has_bias):
             router.balancing_bias.copy_(torch.randint(-1, 2, (num_experts,)).float())
         matrix = cpp_kernels.plain_matrix(router.weight)
         x = torch.randint(-2, 3, (17, 48)).to(dtype)
-        rows, scores, ids = cpp_layer.route(x, None, 0.0, decode._routing(router, matrix))
+        rows, scores, ids = cpp_layer.route(x, None, 0.0, second_half._routing(router, matrix))
         with torch.no_grad():
             _, expected, expected_ids = router(x)
         assert rows is x and torch.equal(ids, expected_ids)
@@ -102,14 +109,14 @@ def test_the_choice_is_that_of_the_router(rule, has_bias):
 def test_the_numbers_are_those_of_the_modules(family, dtype, num_rows, whole, monkeypatch):
     norm, mixture = mixture_of(family, dtype)
     x = torch.randn(num_rows, 1, HIDDEN).to(norm.weight.dtype)
-    for module in (decode, plain):
+    for module in (few_rows_pass, plain):
         # Where torch has AMX it multiplies as many in bfloat16.
         monkeypatch.setattr(module, "plain_max_rows", lambda _: 16)
     found = compute(norm, mixture, x)
     assert len(whole) == 1
     with monkeypatch.context() as patched:
         patched.setattr(Experts, "for_kernel", lambda _: None)
-        decode._KNOWN.clear()
+        known_modules._KNOWN.clear()
         # As of experts that are offloaded: the same bits.
         is_equal = torch.equal(compute(norm, mixture, x), found)
         assert is_equal and len(whole) == 1

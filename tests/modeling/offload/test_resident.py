@@ -8,7 +8,7 @@ import torch
 from support.offload import load_both, text_model
 
 import llamoe
-from llamoe.modeling.checkpoints import mapped_file
+from llamoe.modeling.checkpoints import MappedFiles
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="files are mapped and found again on Linux alone"
@@ -31,7 +31,7 @@ def check_own(model, resident):
         if ".experts." in name:
             continue
         assert torch.equal(found[name], expected), name
-        assert mapped_file(found[name].data) is None, name
+        assert MappedFiles().file_of(found[name].data) is None, name
         # Products may differ in their last bits with another alignment.
         assert found[name].data_ptr() % 64 == expected.data_ptr() % 64, name
         large += expected.nbytes > 1 << 20
@@ -53,7 +53,7 @@ def test_tied_weights_stay_tied(tmp_path, ids):
     text_model(**SIZES | {"tie_word_embeddings": True}).save_pretrained(tmp_path)
     _, model = load_both(tmp_path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert mapped_file(model.lm_head.weight.data) is None
+    assert MappedFiles().file_of(model.lm_head.weight.data) is None
 
 
 def test_a_file_that_another_one_has_replaced_is_copied_from_its_map(folder, tmp_path, monkeypatch):

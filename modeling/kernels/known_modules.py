@@ -1,0 +1,128 @@
+"""What is known of modules for passes of few rows, as long as nothing of them has changed.
+
+What kernels need to know of a module is worked out once (`recall`), and again whenever its class, its hooks, its
+`forward`, or the address, dtype or shape of its tensors have changed. So hooks, adapters, casts and moves between two
+passes are seen. Where nothing watches any module of a decoder, nothing can change during a pass: then all of them are
+looked at once, when it begins (`state_of`).
+
+A `forward` whose formula is known says which one it is, by `computes`. One that took its place, in the class or in
+a subclass, is called.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .cpu import has_hooks
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+class State:
+    """All modules of a decoder as they were in one pass, and in those that followed without a change."""
+
+    def __init__(self, signature: list[Any]):
+        self.signature = signature
+        # For each kind of pass what is known of each layer.
+        self.layers: dict[Any, dict[int, Any]] = {}
+
+
+# What is known of a module, the signature that it was known for, and its decoder's state at that time, if it had one.
+# No tensor is kept: weights that were replaced are freed.
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], Any, State | None]] = (
+    weakref.WeakKeyDictionary()
+)
+# By the first module.
+_STATES: weakref.WeakKeyDictionary[nn.Module, State] = weakref.WeakKeyDictionary()
+
+
+def computes(formula: str, *reads: str) -> Callable[[Callable], Callable]:
+    """A decorator of a `forward`, which says what it computes, and by which attributes beside modules and tensors."""
+
+    def mark(forward: Callable) -> Callable:
+        vars(forward).update(formula=formula, reads=reads)
+        return forward
+
+    return mark
+
+
+def unwatched_formula(module: nn.Module) -> str | None:
+    """As `formula_of`; None also where something watches the module."""
+    return None if has_hooks(module) else formula_of(module)
+
+
+def formula_of(module: nn.Module) -> str | None:
+    """The formula that a module's class computes; None if it is not known."""
+    return getattr(type(module).__dict__.get("forward"), "formula", None)
+
+
+def state_of(modules: Sequence[nn.Module]) -> State | None:
+    """The state of modules and their children; None where something watches one of them."""
+    signature: list[Any] = []
+    remaining, classes = list(modules), dict[type, tuple[Any, tuple[str, ...]]]()
+    for module in remaining:
+        own, kind = module.__dict__, type(module)
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+            return None
+        if kind not in classes:
+            forward = kind.__dict__.get("forward")
+            classes[kind] = forward, _reads(forward)
+        reads = classes[kind][1]
+        signature.append(kind)
+        if reads:
+            signature += map(own.get, reads)
+        if own["_parameters"]:
+            _sign_tensors(own["_parameters"], signature)
+        if own["_buffers"]:
+            _sign_tensors(own["_buffers"], signature)
+        remaining += filter(None, own["_modules"].values())
+    signature += classes.values()
+    state = _STATES.get(modules[0]) if modules else None
+    if modules and (state is None or state.signature != signature):
+        state = _STATES[modules[0]] = State(signature)
+    return state
+
+
+def recall(key: Any, state: State | None, watched: Sequence[Any], work_out: Callable[[], Any]) -> Any:
+    """What `work_out` returns of the first module; worked out again if anything of the watched ones has changed.
+
+    None where the first one must be called, because something watches it.
+
+    Args:
+        key: of the kind of pass.
+        state: of all modules of the decoder, if they were looked at once.
+        watched: modules.
+        work_out: what is to be known of the first one.
+    """
+    known = _KNOWN.get(watched[0])
+    if state is not None and known is not None and known[2] is state and known[0][0] == key:
+        return known[1]
+    signature: list[Any] = [key]
+    for each in watched:
+        own, forward = each.__dict__, type(each).__dict__.get("forward")
+        signature += (type(each), forward, "forward" in own, not each._forward_hooks)
+        signature += (not each._forward_pre_hooks, *map(own.get, _reads(forward)))
+        _sign_tensors(each._parameters, signature)
+        _sign_tensors(each._buffers, signature)
+    if known is not None and known[0] == signature:
+        found = known[1]
+    else:
+        found = None if has_hooks(watched[0]) else work_out()
+    _KNOWN[watched[0]] = signature, found, state
+    return found
+
+
+def _sign_tensors(tensors: Mapping[str, torch.Tensor | None], signature: list[Any]) -> None:
+    for tensor in tensors.values():
+        if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+            signature += (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.is_contiguous())
+        else:
+            signature.append(type(tensor))
+
+
+def _reads(forward: Any) -> tuple[str, ...]:
+    """The attributes by which a `forward` computes its formula: they can be set between two passes."""
+    return getattr(forward, "reads", ())
