@@ -52,7 +52,9 @@ _FLASH = {
 }
 _TORCH_PRODUCTS = "torch's products"
 _CPP = "llamoe's C++ kernels"
-_WITHOUT_CPP = "without them a token in few bits takes two to three times as long, in int4 without AVX-512 six times"
+_WITHOUT_CPP = (
+    "without them a token in few bits takes two to three times as long, in int4 without AVX-512 six times"
+)
 """Of models of 114 and 197 million parameters on one thread: 2.2 to 3.3 times with AVX-512; 2.6 and 3.1 times in int8,
 5.6 and 6.2 times in int4 held to AVX2. In 16 bits 1.7 and 2.2 times with AVX-512."""
 # Experts on which `--try` checks the kernel: of the sizes of a small mixture, 100 MB.

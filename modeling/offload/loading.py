@@ -212,11 +212,11 @@ def attach_stores(model: nn.Module) -> None:
             stores.append(Store(layers, stored, place, device, own, usage=usage))
             for experts in group:
                 experts.connect(stores[-1])
+        own_other_weights(model, memory.readers, memory.direct)
     except BaseException:
         for store in stores:
             store.close()
         raise
-    own_other_weights(model, memory.readers, memory.direct)
     model.hf_device_map = {**device_map, **{experts.name: experts.place for experts in waiting}}
 
 

@@ -1,7 +1,8 @@
 """The weights beside offloaded experts: read into memory of their own, out of the files that they are maps of.
 
 A file that is cut would end the process, and one that is rewritten would change the model, before an expert that is
-needed can say so. Reading past the page cache, with several threads, takes half of the time of touching mapped pages.
+needed can say so. Several threads read past the page cache, which costs less than touching mapped pages, and leaves the
+cache to others.
 """
 
 from contextlib import closing

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 
 import pytest
 import torch
@@ -74,3 +75,13 @@ def test_a_file_that_another_one_has_replaced_is_copied_from_its_map(folder, tmp
     monkeypatch.setattr(loading, "own_other_weights", replace_first)
     model = llamoe.LlamoeForCausalLM.from_pretrained(other, dtype="auto", experts_memory="1MB")
     check_own(model, load_both(folder)[0])
+
+
+def test_a_file_that_cannot_be_read_ends_the_loading_and_leaves_no_thread(folder, monkeypatch):
+    def fail(file, memory, begin, needed, what):
+        raise llamoe.CheckpointError(f"{file.path}: {what} cannot be read")
+
+    monkeypatch.setattr(llamoe.modeling.offload.reading._File, "fill", fail)
+    with pytest.raises(llamoe.CheckpointError, match="a weight cannot be read"):
+        llamoe.LlamoeForCausalLM.from_pretrained(folder, dtype="auto", experts_memory="1MB")
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("llamoe-experts")]
