@@ -27,6 +27,8 @@ BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 NESTED_BLOCKSIZE = 256
 # bitsandbytes' kernel for CPUs takes 24 bytes for each number that it quantizes. Whole blocks of all sizes.
 _NUMBERS_AT_ONCE = 1 << 16
+# Rows in 8 bits that become float32 at once.
+_ROWS_AT_ONCE = 1024
 # Addresses from which CUDA kernels load several codes at once.
 _ALIGNMENT = 16
 _INT8 = Int8()
@@ -62,9 +64,13 @@ class BitsAndBytesFormat(Format):
         return [torch.stack(each) for each in zip(*found, strict=True)]
 
     def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-        return _joined(
-            [self.one_matrix(one, self.of_one(sizes), dtype) for one in zip(*parts, strict=True)], 0
-        )
+        if self.matrices == 1:
+            return self.one_matrix([part[0] for part in parts], sizes, dtype)
+        whole = torch.empty(sizes, dtype=dtype, device=parts[0].device)
+        for rows, one in zip(whole.chunk(self.matrices), zip(*parts, strict=True), strict=True):
+            # One after the other: joined afterwards, all of them would be there twice.
+            rows.copy_(self.one_matrix(one, self.of_one(sizes), dtype))
+        return whole
 
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         return _joined(
@@ -244,9 +250,12 @@ class Bnb8Bit(BitsAndBytesFormat):
         return [_joined(list(parts), 0) for parts in zip(*found, strict=True)]
 
     def one_matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-        codes, scb = parts
-        # In bitsandbytes' own order.
-        return (codes * scb[:, None]).mul_(_PER_CODE).to(dtype)
+        whole = torch.empty(sizes, dtype=dtype, device=parts[0].device)
+        pieces = (each.split(_ROWS_AT_ONCE) for each in (whole, *parts))
+        for rows, codes, scb in zip(*pieces, strict=True):
+            # In bitsandbytes' own order.
+            rows.copy_((codes * scb[:, None]).mul_(_PER_CODE))
+        return whole
 
     def for_gpu_kernel(self, parts: Parts, sizes: Sizes) -> GpuMatrix | None:
         # Matrices that lie upon each other are one with more outputs.

@@ -256,8 +256,8 @@ class OffloadMixin(nn.Module):
     def save_experts_usage(self, path: str | os.PathLike) -> None:
         """Write how often each offloaded expert was used, which `ExpertsMemory(usage=path)` takes at the next start.
 
-        Counted is each pass that asked for an expert, backward passes left out, and half of what the file counted that
-        this model was loaded with.
+        Counted is each pass that asked for an expert, also one that checkpointing repeats, backward passes left out,
+        and half of what the file counted that this model was loaded with.
 
         Args:
             path: of a JSON file; one that is there is replaced.

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...configuration.errors import CheckpointError
+from ...configuration.json_files import read_json
 from ..moe import Experts
 
 _KEY = "experts_usage"
@@ -19,11 +21,11 @@ def read_usage(path: str | os.PathLike, layers: Mapping[str, Experts]) -> dict[s
     """
     advice = "Give what model.save_experts_usage(path) wrote for this model."
     try:
-        layers_there = json.loads(Path(path).read_bytes())[_KEY]
+        layers_there = read_json(path)[_KEY]
         uses = {name: list(layers_there[_in_decoder(name)]) for name in layers}
-    except OSError as error:
-        raise ValueError(f"ExpertsMemory(usage={str(path)!r}): {error.strerror}. {advice}") from error
-    except (ValueError, LookupError, TypeError) as error:
+    except CheckpointError as error:
+        raise ValueError(f"ExpertsMemory(usage=…): {error} {advice}") from error
+    except (LookupError, TypeError) as error:
         raise ValueError(
             f"ExpertsMemory(usage={str(path)!r}): it does not count the experts of {', '.join(layers)}. {advice}"
         ) from error

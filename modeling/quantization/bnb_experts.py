@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import load_state_dict
 
 from ..checkpoints import WEIGHT, Stored, headers_of, names_in_model, return_freed_memory, tensors_of
 from ..formats import BitsAndBytesFormat, Bnb4Bit
@@ -136,28 +137,36 @@ def unpack_routers(
 
     Args:
         model: with packed experts; of other models nothing changes.
-        state_dict: all tensors of the checkpoint.
+        state_dict: all tensors of the checkpoint; None: they are in the files.
         files: those that it was read from, if any.
         load_config: transformers' record of the loading.
     """
-    experts = next(iter(packed_experts(model).values()), None)
-    if experts is None or state_dict is None:
+    # Offloaded experts have others that know their shapes.
+    modules = (getattr(module, "shapes", module) for module in model.modules())
+    experts = next((module for module in modules if isinstance(module, BitsAndBytesExperts)), None)
+    if experts is None:
         return state_dict
     names = names_in_model(model, load_config.weight_mapping)
     routers: dict[str, dict[str, Stored]] = {}
-    for stored in headers_of(files) if files else tensors_of(state_dict):
+    for stored in headers_of(files) if files else tensors_of(state_dict or {}):
         if parsed := parse_router(names(stored.name)[0]):
-            routers.setdefault(parsed[0], {})[parsed[1]] = stored._replace(content=state_dict[stored.name])
-    form, result = experts.formats["down_proj"], dict(state_dict)
-    sizes = experts.num_experts, experts.sizes["down_proj"][0]
-    for kinds in routers.values():
-        weight = kinds.get(WEIGHT)
-        if weight is not None and (len(kinds) > 1 or not weight.content.is_floating_point()):
-            for each in kinds.values():
-                del result[each.name]
-            parts = read_matrix(form, kinds, sizes)
-            result[weight.name] = form.one_matrix(parts, sizes, experts.weight_dtype)
-    return result
+            routers.setdefault(parsed[0], {})[parsed[1]] = stored
+    packed = [
+        kinds
+        for kinds in routers.values()
+        if WEIGHT in kinds and (len(kinds) > 1 or kinds[WEIGHT].dtype in ("U8", "I8"))
+    ]
+    if not packed:
+        return state_dict
+    content = dict(state_dict or {})
+    for file in files if state_dict is None else ():
+        content |= load_state_dict(file, disable_mmap=load_config.disable_mmap)
+    form, sizes = experts.formats["down_proj"], (experts.num_experts, experts.sizes["down_proj"][0])
+    for kinds in packed:
+        opened = {kind: each._replace(content=content.pop(each.name)) for kind, each in kinds.items()}
+        parts = read_matrix(form, opened, sizes)
+        content[kinds[WEIGHT].name] = form.one_matrix(parts, sizes, experts.weight_dtype)
+    return content
 
 
 def _of_its_own(tensor: torch.Tensor) -> torch.Tensor:

@@ -89,12 +89,13 @@ def test_a_file_that_does_not_fit_is_refused_before_weights_are_read(
     layer = "layers.1.feed_forward.experts"
     bad = {
         "No such file": None,
-        "does not count the experts of": "no json",
+        "is not a valid JSON file": "no json",
+        "is not a valid JSON file .*": "[" * 99_999 + "]" * 99_999,
         "does not count the experts of model.layers.1": {"experts_usage": {layer: content[layer]}},
         "6 experts of .*, which has 7": {"experts_usage": {**content, layer: content[layer][1:]}},
         "-1 uses of": {"experts_usage": {**content, layer: [-1, *content[layer][1:]]}},
         "'2' uses of": {"experts_usage": {**content, layer: ["2", *content[layer][1:]]}},
-        "does not count": [content],
+        "should hold a JSON object, not list": [content],
     }
     monkeypatch.setattr(llamoe.modeling.offload.store.Reader, "open", None)
     for number, (message, given) in enumerate(bad.items()):

@@ -162,6 +162,9 @@ def test_folders_that_others_have_quantized(family, method, tmp_path):
     assert torch.equal(logits(model), logits(own))
     model.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(FAMILIES[family][0].from_pretrained(tmp_path / "again")), logits(own))
+    # Also where experts stay in the files.
+    offloaded = load(tmp_path / "published", family, experts_memory="200KB")
+    assert offloaded.experts_statistics() and torch.equal(logits(offloaded), logits(own))
 
 
 @pytest.mark.parametrize(
