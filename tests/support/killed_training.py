@@ -17,13 +17,13 @@ RUN = {
 }  # fmt: skip
 
 
-def trainer_of(model, folder, callback=None) -> Trainer:
+def trainer_of(model, folder, callback=None, rank=3, **options) -> Trainer:
     torch.manual_seed(3)
     rows = torch.randint(3, 199, (8, 23), generator=torch.Generator().manual_seed(5))
     data = [{"input_ids": row, "labels": row} for row in rows]
-    adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=3, dropout=0.1))
+    adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=rank, dropout=0.1))
     callbacks = [] if callback is None else [callback]
-    arguments = TrainingArguments(str(folder), **RUN)
+    arguments = TrainingArguments(str(folder), **RUN | options)
     return Trainer(adapted, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+from contextlib import closing, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -28,6 +29,7 @@ from transformers import AutoModelForImageTextToText, Trainer
 
 import llamoe
 from llamoe.modeling.offload import ExpertsMemory, LeastOftenUsed, LeastRecentlyUsed, loading
+from llamoe.modeling.offload.store import Store
 
 # What a LoraConfig can ask of stacks, in turns.
 CONFIGS = (
@@ -264,3 +266,58 @@ def test_sharing_is_refused_when_a_model_is_loaded(name, folders, monkeypatch):
     monkeypatch.setattr(loading, name, lambda: True)
     with pytest.raises(ValueError, match="for one process, and (ZeRO-3|FSDP) is on"):
         load_both(folders["text"], 2)
+
+
+def test_the_next_expert_is_read_while_the_last_multiplies(folders, ids, monkeypatch):
+    """In passes forwards and back: when a matrix is given out, the reading of the next one has begun."""
+    _, model = load_both(folders["mixtral"], 3)
+    events, start, walk = [], Store._start, Store.walk
+
+    def notice_reading(store, slots, entry):
+        events.append(("read", entry.key[0], slots.stack, entry.key[1]))
+        return start(store, slots, entry)
+
+    def notice_matrices(store, layer, stack, hit, *args, **options):
+        with closing(walk(store, layer, stack, hit, *args, **options)) as found:
+            for number, (expert, parts) in enumerate(zip(hit, found, strict=True)):
+                events.append(("given", layer, stack, expert, [*hit][number + 1 : number + 2]))
+                yield parts
+
+    monkeypatch.setattr(Store, "_start", notice_reading)
+    monkeypatch.setattr(Store, "walk", notice_matrices)
+    adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=3)).train()
+    adapted(input_ids=ids, labels=ids).loss.backward()
+    ahead = {True: 0, False: 0}
+    for at, (what, layer, stack, expert, *following) in enumerate(events):
+        for later in following[0] if what == "given" else ():
+            read = ("read", layer, stack, later)
+            # What is not read afterwards was there already, and has been read before.
+            assert read in events[:at] and read not in events[at : at + 1]
+            ahead[later > expert] += 1
+    assert min(ahead.values()) > 8
+
+
+def test_averages_of_8_bits_serve_adapters_of_offloaded_experts(folders, tmp_path):
+    found = []
+    for model in load_both(folders["int4"], 2):
+        trainer = trainer_of(model, tmp_path, rank=8, optim="adamw_bnb_8bit")
+        trainer.train()
+        averages = {state["state1"].dtype for state in trainer.optimizer.optimizer.state.values()}
+        # Tensors of fewer than 4,096 numbers keep float32.
+        assert torch.uint8 in averages
+        found.append(result_of(trainer))
+    assert found[0][0] == found[1][0] and same_bits(found[0][1], found[1][1])
+
+
+def test_activations_may_be_kept_elsewhere(folders, ids):
+    """As beside a GPU, in RAM: `save_on_cpu` packs what autograd keeps."""
+    found = []
+    for keeping in (nullcontext, torch.autograd.graph.save_on_cpu):
+        _, model = load_both(folders["mixtral"], 2)
+        torch.manual_seed(3)
+        adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=3)).train()
+        with keeping():
+            loss = adapted(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found.append({name: p.grad for name, p in adapted.named_parameters() if p.grad is not None})
+    assert found[0] and same_bits(*found)
