@@ -5,9 +5,12 @@ one of peft's, which it gets as `original`. All were seen in peft 0.21.2.
 """
 
 import functools
+import inspect
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from torch import nn
 
 from ...configuration import LlamoeConfig, LlamoeMixtralConfig, LlamoeVisionConfig
 from ...configuration.quantization import METHOD
+from ..checkpoints import saving_adapter
 from ..moe import Experts, Router
 from ..offload import freeze_for_training, showing_devices_of_rows
 from . import expert_lora, router_lora
@@ -197,6 +201,25 @@ def load_adapter(original: Callable, self: Any, model_id: Any, *args, **kwargs) 
     """Check the files before layers are made for them."""
     with _reading(self, model_id, **kwargs):
         return original(self, model_id, *args, **kwargs)
+
+
+@instead_of(PeftModel, "save_pretrained")
+def save_pretrained(original: Callable, self: Any, save_directory: Any, *args, **kwargs) -> Any:
+    """Give files their names when all are written: a full disk leaves no half of an adapter."""
+    given = inspect.signature(original).bind(self, save_directory, *args, **kwargs).arguments
+    # Each adapter but the default one has a folder of its own.
+    names = [name for name in given.get("selected_adapters") or self.peft_config if name != "default"]
+    target = Path(save_directory)
+    is_plain = given.get("path_initial_model_for_weight_conversion") is None and not any(
+        (target / name).exists() for name in names
+    )
+    if not (_is_ours(self) and given.get("is_main_process", True) and is_plain) or target.is_file():
+        return original(self, save_directory, *args, **kwargs)
+    with saving_adapter(target) as folder:
+        # peft adds to the text that is there.
+        if (card := target / "README.md").is_file():
+            shutil.copy(card, folder)
+        return original(self, str(folder), *args, **kwargs)
 
 
 @instead_of(hotswap, "hotswap_adapter_from_state_dict")

@@ -44,7 +44,7 @@ from .other_loaders import replace_loaders, replace_trainers_loader
 from .parts import in_units, part_of, sum_by_part
 from .pickles import Named
 from .safetensors_files import DTYPE_NAMES, DTYPES, WEIGHT_DTYPES, TensorHeader
-from .saving import AtomicSaveMixin
+from .saving import AtomicSaveMixin, saving_adapter
 from .state_dicts import TakesStateDicts
 from .stored import Stored, check_fit, headers_of, tensors_of
 from .torch_files import read_records, read_torch

@@ -29,6 +29,7 @@ from typing import Any, ClassVar
 
 import torch
 from filelock import Timeout
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from ...configuration.hub import MODULE_NAME, is_our_module
@@ -190,6 +191,30 @@ def _saving(
         _current.reset(token)
     # transformers waits for the writing process too, but before the files are in their place.
     meet_after_saving(ranks)
+
+
+@contextmanager
+def saving_adapter(target: str | os.PathLike) -> Iterator[Path]:
+    """Context with an empty folder, whose files are in `target` afterwards: all of them, or after an error none.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    save = _Save(target, None)
+    try:
+        yield save.new
+        save.publish()
+    except BaseException as error:
+        save.discard()
+        # Trainer makes it before, and would take an empty one for its newest checkpoint.
+        with suppress(OSError):
+            save.target.rmdir()
+        if isinstance(error, OSError | SafetensorError):
+            raise OSError(
+                f"{target}: the adapter cannot be written ({error}). What was there is unchanged: make room, and save "
+                "it again."
+            ) from error
+        raise
 
 
 def _without_wrappers(model: PreTrainedModel) -> dict[str, Any] | None:
