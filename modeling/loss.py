@@ -54,8 +54,11 @@ def must_skip_logits(
     if wanted is None:
         skips = (by_config == "always" or (bool(by_config) and is_training)) and labels is not None
         skips = skips and is_usual and keeps_all
-        if skips:
-            _say_that_logits_are_none(is_training)
+        if skips and not is_training and not is_torchdynamo_compiling():
+            logger.warning_once(
+                "config.skip_logits = 'always': evaluation with labels computes the loss alone, too, and output.logits "
+                "is None. For compute_metrics, or whatever else reads logits, set it to True, which means training."
+            )
         return skips
     if not wanted:
         return False
@@ -74,24 +77,7 @@ def must_skip_logits(
             f"skip_logits=True together with logits_to_keep = {logits_to_keep} asks for logits and for none: give one "
             "of them."
         )
-    _say_that_logits_are_none(is_training=True)
     return True
-
-
-def _say_that_logits_are_none(is_training: bool) -> None:
-    """Once: whoever reads them then would look for another reason."""
-    if is_torchdynamo_compiling():
-        return
-    if is_training:
-        logger.warning_once(
-            "skip_logits: the loss is computed by pieces of the tokens, and output.logits is None. Give "
-            "skip_logits=False to a pass whose logits are read."
-        )
-    else:
-        logger.warning_once(
-            "config.skip_logits = 'always': evaluation with labels computes the loss alone, too, and output.logits "
-            "is None. For compute_metrics, or whatever else reads logits, set it to True, which means training."
-        )
 
 
 def loss_without_logits(
