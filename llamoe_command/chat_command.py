@@ -72,6 +72,10 @@ def chat(
     for path in [folder, *pictures, *([adapter] if adapter else [])]:
         if not path.exists():
             raise ValueError(f"{path}: no such file or folder.")
+    if adapter is not None and not (adapter / "adapter_config.json").is_file():
+        raise ValueError(
+            f"--adapter {adapter}: give the folder of an adapter; there is no adapter_config.json in it."
+        )
     if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
         raise ValueError(
             f"{folder} is an adapter, not a model: give the folder of its model, and --adapter {folder}."

@@ -266,6 +266,8 @@ def _room(gpus: Any, gpu_memory: Any, ram: Any, headroom: int) -> dict[Any, int]
     memory = here["cpu"] if ram is None else bytes_of("ram", ram)
     for device, size in enumerate(own) if own else [("cpu", memory)]:
         if size <= headroom:
+            if size < 1e6:
+                raise ValueError(f'{size} bytes of memory for device {device}: write sizes as "{size}GB".')
             raise ValueError(
                 f"device {device} of {size / GB:g} GB has no room beside headroom={headroom / GB:g} GB, which is kept "
                 "free for what a pass computes with: give more memory, or a smaller headroom."

@@ -117,6 +117,12 @@ def test_troubleshooting_quotes_what_is_said():
     # Sentences as they are said: pieces of text joined, values left out.
     said = "\n".join(re.sub(r'"\s*\n\s*f?"', "", file.read_text()) for file in files)
     said = re.sub(r"\{[^{}\n]*\}|%s", "…", said)
+    # What stock's class says of an argument of ours.
+    with pytest.raises(TypeError) as error:
+        transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(num_hidden_layers=0), experts_memory="16GB"
+        )
+    said += str(error.value)
     quotes = re.findall(r"^> (.*)$", read("docs/troubleshooting.md"), re.MULTILINE)
     assert len(quotes) > 20
     assert [q for q in quotes if any(part.strip() not in said for part in q.split("…"))] == []

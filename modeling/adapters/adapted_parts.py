@@ -47,7 +47,8 @@ def lora_config(
             layers or modules (`layers_to_transform`, `exclude_modules`, `rank_pattern`, ...) mean experts, too.
 
     Raises:
-        ValueError: a rank below 1, a dropout outside of 0 to 1, or one for the router; a part that the model lacks.
+        ValueError: a rank below 1, a dropout outside of 0 to 1, or one for the router; a part that the model lacks; or
+            experts of a class that is not llamoe's, which would stay as they are.
     """
     from peft import LoraConfig
 
@@ -57,6 +58,11 @@ def lora_config(
         raise ValueError(f"lora_config: dropout is at least 0 and less than 1, not {dropout!r}.")
     if router and dropout:
         raise ValueError("lora_config: peft has no dropout for the router's weight: choose dropout=0.0.")
+    if experts and type(model).__module__.startswith("transformers.models.") and _has_stacks(model):
+        raise ValueError(
+            f"lora_config: {type(model).__name__} is transformers' own class, whose experts this config would leave as "
+            "they are. Call llamoe.adopt() before from_pretrained, or give experts=False."
+        )
     has_router = any(isinstance(module, Router) for module in model.modules())
     for part, is_asked, is_there in (
         ("router", router, has_router),
@@ -100,6 +106,12 @@ def lora_config(
         # The tower's layers have the same numbers, and names in part.
         options["exclude_modules"] = _with_tower(excluded)
     return LoraConfig(r=r, lora_dropout=dropout, **(chosen | options))
+
+
+def _has_stacks(model: nn.Module) -> bool:
+    return any(
+        name.endswith(tuple(f"experts.{stack}" for stack in _STACKS)) for name, _ in model.named_parameters()
+    )
 
 
 def _with_tower(excluded: str | list[str] | None) -> str:
