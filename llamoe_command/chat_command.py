@@ -1,14 +1,17 @@
 """The command that opens a page to talk with a model."""
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from .app import app, load
 from .options import Quiet
 from .page.address import find_port
+
+_PLANNED = {"device_map", "experts_memory", "dtype"}
 
 
 @app.command()
@@ -35,6 +38,13 @@ def chat(
         typer.Option(
             metavar="<size>",
             help="Leave a mixture's experts on disk, with so much memory for recent ones: 8GB.",
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="<file>",
+            help="Place the model as `llamoe inspect FOLDER --plan --save FILE` has planned it.",
         ),
     ] = None,
     experts_usage: Annotated[
@@ -84,6 +94,12 @@ def chat(
         raise ValueError(
             f"{folder} is not a model folder: it has no config.json. `llamoe convert` makes one of other formats."
         )
+    placement: dict[str, Any] = {"device_map": device_map, "experts_memory": experts_memory, "dtype": dtype}
+    if plan is not None:
+        if device_map != "auto" or experts_memory is not None:
+            raise ValueError("--plan places the model: leave --device-map and --experts-memory out.")
+        placement |= _read_plan(plan)
+        experts_memory = placement["experts_memory"]
     if experts_usage is not None and experts_memory is None:
         raise ValueError("--experts-usage counts experts on disk: give --experts-memory, too.")
     if experts_usage is not None and not experts_usage.parent.is_dir():
@@ -95,11 +111,27 @@ def chat(
         folder,
         host,
         free_port,
-        dtype=dtype,
-        device_map=device_map,
-        experts_memory=experts_memory,
+        **placement,
         experts_usage=experts_usage,
         adapter=adapter,
         pictures=pictures,
         open_browser=open_browser,
     )
+
+
+def _read_plan(path: Path) -> dict[str, Any]:
+    """The arguments of `from_pretrained` in a file.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    advice = "Give what `llamoe inspect FOLDER --plan --save FILE` wrote."
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"--plan {path}: {error.strerror}. {advice}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--plan {path}: is no JSON. {advice}") from error
+    if not isinstance(found, dict) or "device_map" not in found or not found.keys() <= _PLANNED:
+        raise ValueError(f"--plan {path}: is no plan of where a model goes. {advice}")
+    return found

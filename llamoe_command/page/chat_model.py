@@ -91,8 +91,8 @@ class ChatModel:
         self,
         folder: Path,
         dtype: str = "auto",
-        device_map: str = "auto",
-        experts_memory: str | llamoe.ExpertsMemory | None = None,
+        device_map: str | dict[str, Any] = "auto",
+        experts_memory: str | int | llamoe.ExpertsMemory | None = None,
         adapter: Path | None = None,
     ):
         """Load a folder, and an adapter for it; stock folders get llamoe's models.

@@ -5,6 +5,7 @@ import sys
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # The page's library would tell its makers of every start, and ask for newer versions of itself.
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
@@ -30,8 +31,8 @@ def serve(
     port: int,
     *,
     dtype: str = "auto",
-    device_map: str = "auto",
-    experts_memory: str | None = None,
+    device_map: str | dict[str, Any] = "auto",
+    experts_memory: str | int | None = None,
     experts_usage: Path | None = None,
     adapter: Path | None = None,
     pictures: Sequence[Path] = (),

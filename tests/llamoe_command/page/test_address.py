@@ -120,6 +120,13 @@ def test_a_folder_or_picture_that_does_not_fit_ends_the_command_with_a_sentence(
     llama = chat_folders.write_llama(tmp_path / "llama")
     status, told = chat(capsys, llama, "--picture", EXAMPLES / "pictures" / "two_shapes.png")
     assert status == 2 and "has no vision tower, so its page takes no --picture" in told
+    plan = tmp_path / "plan.json"
+    for content in ("[", "{}", '{"device_map": {"": "cpu"}, "weights": 1}'):
+        plan.write_text(content)
+        status, told = chat(capsys, llama, "--plan", plan)
+        assert status == 2 and "Give what `llamoe inspect FOLDER --plan --save FILE` wrote." in told
+    status, told = chat(capsys, llama, "--plan", plan, "--experts-memory", "1MB")
+    assert status == 2 and "leave --device-map and --experts-memory out" in told
     status, told = chat(capsys, llama, "--experts-usage", tmp_path / "usage.json")
     assert status == 2 and "--experts-usage counts experts on disk: give --experts-memory, too." in told
     words = "--experts-memory", "1MB", "--experts-usage", tmp_path / "none" / "usage.json"

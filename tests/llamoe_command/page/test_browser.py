@@ -288,7 +288,8 @@ def test_ctrl_c_ends_it(tmp_path, host):
     if host == "::1" and not has_ipv6():
         pytest.skip("this machine has no IPv6")
     folder, usage = chat_folders.write_mixtral(tmp_path / "mixtral"), tmp_path / "usage.json"
-    server = PageServer(folder, "--host", host, "--experts-memory", "1MB", "--experts-usage", usage)
+    (tmp_path / "plan.json").write_text('{"device_map": {"experts": "disk"}, "experts_memory": 1000000}')
+    server = PageServer(folder, "--host", host, "--plan", tmp_path / "plan.json", "--experts-usage", usage)
     with socket.create_connection((host, int(server.address.rpartition(":")[2]))):
         pass
     server.process.send_signal(signal.SIGINT)

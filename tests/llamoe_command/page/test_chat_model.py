@@ -195,7 +195,7 @@ def test_a_stopped_answer_has_its_experts_too(tiny):
 
 def test_an_outcome_says_how_fast_it_was_and_what_was_in_memory(tmp_path):
     folder = chat_folders.write_mixtral(tmp_path / "mixtral")
-    chat = ChatModel(folder, experts_memory="1MB")
+    chat = ChatModel(folder, "auto", {"": "cpu", "experts": "disk"}, 1_000_000)
     outcome = list(chat.answer([{"role": "user", "content": "Hello there"}], 6, 0))[-1][1]
     assert outcome.misses > 0
     said = r"6 tokens, the first after [\d.]+ s, then [\d.e+]+ a second, "
