@@ -200,7 +200,8 @@ def section(results: dict[str, Any]) -> str:
     lines += [
         "",
         "Prompts: the most memory beside the weights, in GB, of models with so many layers, and the kernel that "
-        f"torch's attention takes. The last column is one of {LENGTHS[0]} tokens behind {LENGTHS[1]} cached ones:",
+        f"torch's attention takes. The last column is one of {LENGTHS[0]} tokens behind {LENGTHS[1]} cached ones. A "
+        "picture's 144 tokens come on top:",
         "",
         f"| | layers | card like | dtype | kernel | {LENGTHS[0]} tokens | {LENGTHS[1]} tokens | behind cached ones |",
         "|---|---|---|---|---|---|---|---|",

@@ -86,6 +86,20 @@ def test_generate_waits_at_most_once_a_token(card):
     assert steps == [1, 1, 1, 1] and not any("modeling" in each for each in counts.reasons[-4:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_prompts_with_pictures_go_through_the_tower(card, dtype):
+    """In a prompt and behind cached tokens; else the rows of pictures would be those of text."""
+    recorder = card("H100")
+    model, seen = fake_models.build("llama4-pictures", dtype=dtype), []
+    model.vision_model.register_forward_hook(lambda tower, given, found: seen.append(found[0].shape))
+    with_picture = fake_models.prefill(recorder, model, 300)
+    assert len(seen) == 1
+    fake_models.prefill(recorder, model, 300, behind=200)
+    assert len(seen) == 3
+    text = fake_models.prefill(recorder, fake_models.build("llama4", dtype=dtype), 300)
+    assert with_picture.launches > text.launches + 20
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "kernel"),
     [
