@@ -1,6 +1,7 @@
 """What whole models ask of a GPU, counted on cards that are not there, and the program that proves a real one."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,6 +161,37 @@ def test_the_proof_runs_on_a_cpu_with_small_sizes(tmp_path, capsys, monkeypatch)
     )
     if not torch.cuda.is_available():
         assert prove_gpu.main([]) == 2 and "needs a CUDA device" in capsys.readouterr().err
+
+
+def test_budgets_of_the_proof_hold_on_a_card_that_is_not_there(card, monkeypatch, tmp_path):
+    """The step's own body for cards, which no CPU takes, with the recorder in the place of CUDA's counters."""
+    recorder = card("H100")
+
+    def count(run):
+        with recorder.counting() as counts:
+            run()
+        return counts
+
+    def launches(run):
+        counts = count(run)
+        return counts.launches, {f"attention_{kernel}" for kernel in counts.kernels}
+
+    monkeypatch.setattr(prove_gpu, "peak_of", lambda run, device: (None, count(run).peak))
+    monkeypatch.setattr(prove_gpu, "_waits", lambda run: count(run).waits)
+    monkeypatch.setattr(prove_gpu, "_launches", launches)
+    monkeypatch.setattr(prove_gpu.qlora, "build", lambda *_: fake_models.build("llama4"))
+    ids = torch.arange(1 << 16, device="cuda")[None]
+    monkeypatch.setattr(prove_gpu.Setting, "tokens", lambda self, batch, length, vocabulary: ids[:, :length])
+    memory = SimpleNamespace(total_memory=80e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    proof = prove_gpu.Proof(torch.device("cuda", 0), False, tmp_path, step="budgets")
+    prove_gpu.budgets(proof)
+    assert [check for check in proof.checks if check.passed is not True] == []
+    found = {check.what: check.value for check in proof.checks}
+    assert found["peak of a prompt over what was counted"] == pytest.approx(1, abs=1e-3)
+    assert found["attention multiplied out"] == found["waits a step"] == 0
+    # The limit is not far above what is counted.
+    assert prove_gpu.MOST_OF_LOSS < 1.3 * found["GB of a loss over 8192 tokens"]
 
 
 def test_counted_numbers_are_within_their_limits(capsys, monkeypatch):
