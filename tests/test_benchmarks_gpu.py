@@ -215,6 +215,44 @@ def test_counted_numbers_are_within_their_limits(capsys, monkeypatch):
     assert not some
     wrong = dict(results["decode"][0], waits=2, bytes_a_weight=9.0, attention_kernels=["math"])
     assert len(gpu_budgets.exceeded({"decode": [wrong], "prefill": [], "compiled": []})) == 3
+    # A fixed cache takes no more bytes either.
+    fixed = next(row for row in results["decode"] if row["cache"] == "static")
+    wrong = dict(fixed, bytes_a_weight=9.0)
+    assert len(gpu_budgets.exceeded({"decode": [wrong], "prefill": [], "compiled": []})) == 1
+
+
+@pytest.mark.parametrize("place", range(len(list(gpu_budgets.prefill_cases()))))
+def test_memory_of_prompts_is_within_absolute_limits(place):
+    """A tenth more of any peak is too much, also where all of a row grows alike."""
+    row = json.loads(gpu_budgets.RESULTS.read_text())["prefill"][place]
+    for more in (
+        dict(peak_behind=2.2 * row["peak"][0]),
+        dict(peak=[1.1 * peak for peak in row["peak"]]),
+    ):
+        found = gpu_budgets.exceeded({"decode": [], "prefill": [dict(row, **more)], "compiled": []})
+        assert found and all("GB for" in each for each in found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_prompts_and_graphs_are_fresh(family):
+    """All of the committed file, but decode steps."""
+    results = json.loads(gpu_budgets.RESULTS.read_text())
+    rows = [case for case in gpu_budgets.prefill_cases() if case["family"] == family]
+    assert [row for row in results["prefill"] if row["family"] == family] == [
+        gpu_budgets.prefill(row) for row in rows
+    ]
+    compiled = [row for row in results["compiled"] if row["family"] == family]
+    assert compiled == [gpu_budgets.graphs(family) for _ in compiled]
+    assert len(compiled) == (family != "llama4-pictures")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_decode_steps_are_fresh(family):
+    rows = [row for row in json.loads(gpu_budgets.RESULTS.read_text())["decode"] if row["family"] == family]
+    assert len(rows) == 48
+    for row in rows:
+        assert gpu_budgets.decode({key: row[key] for key in row if key in gpu_budgets.KEYS}) == row
 
 
 @pytest.mark.parametrize(
