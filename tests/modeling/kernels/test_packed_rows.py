@@ -4,6 +4,7 @@ Their numbers are proven by `interpreted_packed`, which `test_under_the_interpre
 """
 
 import contextlib
+import functools
 import re
 import subprocess
 from pathlib import Path
@@ -216,6 +217,27 @@ def test_everything_that_a_step_multiplies_is_checked_before_it(monkeypatch):
         }
         factors = {sizes for key, sizes, count in seen if key.startswith("plain:bfloat16") and count == 5}
         assert factors == ({(4, 128), (128, 4), (4, 64)} if is_adapted else set())
+
+
+def test_a_check_without_memory_condemns_no_kernel(monkeypatch):
+    """It is said with the bytes, and tried again when there may be room."""
+    monkeypatch.setattr(gpu_kernels, "_FAILURES", {})
+    form, sizes = Int8(), (96, 64)
+    parts = form.quantize(torch.randn(sizes))
+
+    def product(x, matrix, groups, num_experts, by_id, transposed, tile):
+        if full:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nAnd more lines.")
+        return x @ form.matrix(parts, sizes, BF16).T
+
+    full = True
+    monkeypatch.setattr(gpu_kernels, "packed_product", product)
+    ask = functools.partial(gpu_kernels.kernels_are_right, form, parts, sizes, BF16, 0, (False,), True)
+    with pytest.raises(torch.OutOfMemoryError, match=r"^llamoe: cpu has no room .* 339,968 bytes .*\.$"):
+        ask()
+    assert gpu_kernels._FAILURES == {}
+    full = False
+    assert ask()
 
 
 def test_a_matrix_is_quantized_at_once_on_a_gpu():
