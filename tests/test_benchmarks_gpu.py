@@ -74,17 +74,22 @@ def test_a_decode_step_asks_the_host_nothing(card, family, name):
     assert counts.waits <= 1 and counts.kernels["math"] == 0, counts.reasons
 
 
-def test_generate_waits_at_most_once_a_token(card):
-    """In layers with chunks, too: positions that `generate` counts itself are not read."""
+@pytest.mark.parametrize("padding", [0, 3])
+def test_generate_waits_at_most_once_a_token(card, padding):
+    """In layers with chunks, too: positions that `generate` counts itself are not read. A mask with padding is."""
     recorder = card("H100")
     model, waits = fake_models.build("llama4"), []
     model.register_forward_pre_hook(lambda *_: waits.append(recorder.counts.waits))
     ids = fake_models.prompt(model, 40)["input_ids"]
+    given = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    if padding:
+        given["attention_mask"] = (torch.arange(40, device="cuda")[None] >= padding).long()
     with recorder.counting() as counts:
-        model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+        model.generate(ids, **given)
     steps = [after - before for before, after in zip(waits[1:], waits[2:], strict=False)]
     # transformers asks whether all rows have ended.
-    assert steps == [1, 1, 1, 1] and not any("modeling" in each for each in counts.reasons[-4:])
+    ours = [each for each in counts.reasons[-4 * steps[0] :] if "modeling" in each or "mask_inputs" in each]
+    assert steps == [2 if padding else 1] * 4 and len(ours) == (4 if padding else 0), counts.reasons
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
