@@ -83,7 +83,10 @@ def check(monkeypatch, folder, capability, form, rows, transposed):
         # One program computes while another waits, and in decoding they ask for enough together.
         assert count >= 2, (usage, shared)
         if not transposed:
-            assert count * (tile.stages - 1) * step >= IN_FLIGHT[capability] * 1024, (usage, shared, count)
+            # Looking codes up takes twice the memory's time there (`packed_rows`).
+            share = 0.5 if matrix.kind == "table" and capability in (90, 100) else 1.0
+            needed = share * IN_FLIGHT[capability] * 1024
+            assert count * (tile.stages - 1) * step >= needed, (usage, shared, count)
     ptx = compiled.asm["ptx"]
     assert re.search(r"mma\.sync|wgmma|tcgen05", ptx)
     # Codes are copied 8 or 16 bytes at a time, ahead of their use.
