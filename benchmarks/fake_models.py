@@ -130,6 +130,11 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def takes_pictures(model: Any) -> bool:
+    """Whether a model has a tower for pictures."""
+    return hasattr(model.config, "vision_config")
+
+
 def prompt(model: Any, length: int, pictures: bool = False) -> dict[str, torch.Tensor]:
     """Inputs of one row, with one picture if asked; values are small numbers in turn."""
     ids = torch.arange(length, device="cuda")[None] % 100 + 3
@@ -141,7 +146,8 @@ def prompt(model: Any, length: int, pictures: bool = False) -> dict[str, torch.T
         image = torch.full((1, tokens), config.image_token_index, device="cuda")
         inputs["input_ids"] = torch.cat([ids[:, :2], image, ids[:, 2:]], 1)
         size = vision.image_size
-        inputs["pixel_values"] = torch.empty(1, 3, size, size, dtype=torch.bfloat16, device="cuda")
+        dtype = model.get_input_embeddings().weight.dtype
+        inputs["pixel_values"] = torch.empty(1, 3, size, size, dtype=dtype, device="cuda")
     return inputs
 
 
@@ -181,8 +187,7 @@ def decode_step(
     """
     config = text_config(model)
     recorder.num_experts = getattr(config, "num_local_experts", 0)
-    pictures = hasattr(model.config, "vision_config")
-    given = prompt(model, length, pictures)
+    given = prompt(model, length, takes_pictures(model))
     cache = cache_for(model, kind, given["input_ids"].shape[1] + 24)
     model(**given, past_key_values=cache, logits_to_keep=1)
     layers, inside, begun = layers_of(model), [0.0, 0.0], [0.0, 0.0]
@@ -213,13 +218,13 @@ def decode_step(
 
 @torch.no_grad()
 def prefill(recorder: Recorder, model: Any, length: int, behind: int = 0) -> Counts:
-    """Counts of a prompt, behind some cached tokens."""
+    """Counts of a prompt, behind some cached tokens; each with a picture where the model takes pictures."""
     recorder.num_experts = getattr(text_config(model), "num_local_experts", 0)
-    cache = cache_for(model, "dynamic", 0)
+    cache, pictures = cache_for(model, "dynamic", 0), takes_pictures(model)
     if behind:
-        model(**prompt(model, behind), past_key_values=cache, logits_to_keep=1)
+        model(**prompt(model, behind, pictures), past_key_values=cache, logits_to_keep=1)
     with recorder.counting() as counts:
-        model(**prompt(model, length), past_key_values=cache, logits_to_keep=1)
+        model(**prompt(model, length, pictures), past_key_values=cache, logits_to_keep=1)
     return counts
 
 

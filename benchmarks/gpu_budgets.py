@@ -43,6 +43,9 @@ LORA_BYTES = 1.02
 """Times as many with adapters of rank 8."""
 GROWTH = 1.05
 """Times the ratio of tokens, how much more memory a longer prompt may take: none that grows with their square."""
+PEAKS = {"dense": 2.77, "mixtral": 2.56, "llama4": 1.34, "llama4-pictures": 1.36}
+"""GB beside the weights that a prompt of `LENGTHS[0]` tokens may take in 16 bits, behind cached tokens, too: 1.05 times
+what was counted. In 32 bits twice as many, and for a longer prompt by its tokens."""
 
 
 def decode_cases() -> Iterator[dict[str, Any]]:
@@ -146,9 +149,7 @@ def exceeded(results: dict[str, Any]) -> list[str]:
             if is_so
         )
         most = BYTES[row["weights"]] * (LORA_BYTES if row["lora"] else 1)
-        limits = dict(launches_a_layer=launches, waits=WAITS, results_on_host=0)
-        if row["cache"] == "dynamic":
-            limits["bytes_a_weight"] = most
+        limits = dict(launches_a_layer=launches, waits=WAITS, results_on_host=0, bytes_a_weight=most)
         found += [
             f"{name}: {row[key]} {key}, at most {most}" for key, most in limits.items() if row[key] > most
         ]
@@ -158,6 +159,13 @@ def exceeded(results: dict[str, Any]) -> list[str]:
         name = ", ".join(f"{key} {value}" for key, value in row.items() if key in KEYS)
         if row["peak"][1] > GROWTH * LENGTHS[1] / LENGTHS[0] * row["peak"][0]:
             found.append(f"{name}: memory of a prompt grows faster than its tokens: {row['peak']}")
+        most = PEAKS[row["family"]] * 1e9 * getattr(torch, row["dtype"]).itemsize / 2
+        peaks = (*zip(LENGTHS, row["peak"], strict=True), (LENGTHS[0], row["peak_behind"]))
+        found += [
+            f"{name}: {peak / 1e9:.2f} GB for {length} tokens, at most {most * length / LENGTHS[0] / 1e9:.2f}"
+            for length, peak in peaks
+            if peak > most * length / LENGTHS[0]
+        ]
         if "math" in row["attention_kernels"]:
             found.append(f"{name}: attention's scores are multiplied out")
     for row in results["compiled"]:
@@ -200,7 +208,8 @@ def section(results: dict[str, Any]) -> str:
     lines += [
         "",
         "Prompts: the most memory beside the weights, in GB, of models with so many layers, and the kernel that "
-        f"torch's attention takes. The last column is one of {LENGTHS[0]} tokens behind {LENGTHS[1]} cached ones:",
+        f"torch's attention takes. The last column is one of {LENGTHS[0]} tokens behind {LENGTHS[1]} cached ones. A "
+        "picture's 144 tokens come on top:",
         "",
         f"| | layers | card like | dtype | kernel | {LENGTHS[0]} tokens | {LENGTHS[1]} tokens | behind cached ones |",
         "|---|---|---|---|---|---|---|---|",

@@ -18,7 +18,7 @@ def doctor(
         typer.Option(
             "--try",
             help="Also import every package that is installed, and check the kernel for few rows of experts on each "
-            "GPU, in some tens of seconds.",
+            "GPU, in tens of seconds (estimated).",
         ),
     ] = False,
     as_json: AsJson = False,

@@ -139,7 +139,7 @@ def find_steps(try_kernel: bool = False) -> list[Step]:
     The CPU's kernels are compiled if they were not before, which takes some seconds once.
 
     Args:
-        try_kernel: whether the kernel for few rows is checked on each GPU now, in some tens of seconds.
+        try_kernel: whether the kernel for few rows is checked on each GPU now, in tens of seconds (estimated).
     """
     found: list[Step] = []
     for device in devices():

@@ -1,6 +1,7 @@
 """What whole models ask of a GPU, counted on cards that are not there, and the program that proves a real one."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,17 +74,36 @@ def test_a_decode_step_asks_the_host_nothing(card, family, name):
     assert counts.waits <= 1 and counts.kernels["math"] == 0, counts.reasons
 
 
-def test_generate_waits_at_most_once_a_token(card):
-    """In layers with chunks, too: positions that `generate` counts itself are not read."""
+@pytest.mark.parametrize("padding", [0, 3])
+def test_generate_waits_at_most_once_a_token(card, padding):
+    """In layers with chunks, too: positions that `generate` counts itself are not read. A mask with padding is."""
     recorder = card("H100")
     model, waits = fake_models.build("llama4"), []
     model.register_forward_pre_hook(lambda *_: waits.append(recorder.counts.waits))
     ids = fake_models.prompt(model, 40)["input_ids"]
+    given = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    if padding:
+        given["attention_mask"] = (torch.arange(40, device="cuda")[None] >= padding).long()
     with recorder.counting() as counts:
-        model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+        model.generate(ids, **given)
     steps = [after - before for before, after in zip(waits[1:], waits[2:], strict=False)]
     # transformers asks whether all rows have ended.
-    assert steps == [1, 1, 1, 1] and not any("modeling" in each for each in counts.reasons[-4:])
+    ours = [each for each in counts.reasons[-4 * steps[0] :] if "modeling" in each or "mask_inputs" in each]
+    assert steps == [2 if padding else 1] * 4 and len(ours) == (4 if padding else 0), counts.reasons
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_prompts_with_pictures_go_through_the_tower(card, dtype):
+    """In a prompt and behind cached tokens; else the rows of pictures would be those of text."""
+    recorder = card("H100")
+    model, seen = fake_models.build("llama4-pictures", dtype=dtype), []
+    model.vision_model.register_forward_hook(lambda tower, given, found: seen.append(found[0].shape))
+    with_picture = fake_models.prefill(recorder, model, 300)
+    assert len(seen) == 1
+    fake_models.prefill(recorder, model, 300, behind=200)
+    assert len(seen) == 3
+    text = fake_models.prefill(recorder, fake_models.build("llama4", dtype=dtype), 300)
+    assert with_picture.launches > text.launches + 20
 
 
 @pytest.mark.parametrize(
@@ -148,6 +168,37 @@ def test_the_proof_runs_on_a_cpu_with_small_sizes(tmp_path, capsys, monkeypatch)
         assert prove_gpu.main([]) == 2 and "needs a CUDA device" in capsys.readouterr().err
 
 
+def test_budgets_of_the_proof_hold_on_a_card_that_is_not_there(card, monkeypatch, tmp_path):
+    """The step's own body for cards, which no CPU takes, with the recorder in the place of CUDA's counters."""
+    recorder = card("H100")
+
+    def count(run):
+        with recorder.counting() as counts:
+            run()
+        return counts
+
+    def launches(run):
+        counts = count(run)
+        return counts.launches, {f"attention_{kernel}" for kernel in counts.kernels}
+
+    monkeypatch.setattr(prove_gpu, "peak_of", lambda run, device: (None, count(run).peak))
+    monkeypatch.setattr(prove_gpu, "_waits", lambda run: count(run).waits)
+    monkeypatch.setattr(prove_gpu, "_launches", launches)
+    monkeypatch.setattr(prove_gpu.qlora, "build", lambda *_: fake_models.build("llama4"))
+    ids = torch.arange(1 << 16, device="cuda")[None]
+    monkeypatch.setattr(prove_gpu.Setting, "tokens", lambda self, batch, length, vocabulary: ids[:, :length])
+    memory = SimpleNamespace(total_memory=80e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    proof = prove_gpu.Proof(torch.device("cuda", 0), False, tmp_path, step="budgets")
+    prove_gpu.budgets(proof)
+    assert [check for check in proof.checks if check.passed is not True] == []
+    found = {check.what: check.value for check in proof.checks}
+    assert found["peak of a prompt over what was counted"] == pytest.approx(1, abs=1e-3)
+    assert found["attention multiplied out"] == found["waits a step"] == 0
+    # The limit is not far above what is counted.
+    assert prove_gpu.MOST_OF_LOSS < 1.3 * found["GB of a loss over 8192 tokens"]
+
+
 def test_counted_numbers_are_within_their_limits(capsys, monkeypatch):
     """The committed file, the page, and some cases counted anew."""
     results = json.loads(gpu_budgets.RESULTS.read_text())
@@ -169,6 +220,44 @@ def test_counted_numbers_are_within_their_limits(capsys, monkeypatch):
     assert not some
     wrong = dict(results["decode"][0], waits=2, bytes_a_weight=9.0, attention_kernels=["math"])
     assert len(gpu_budgets.exceeded({"decode": [wrong], "prefill": [], "compiled": []})) == 3
+    # A fixed cache takes no more bytes either.
+    fixed = next(row for row in results["decode"] if row["cache"] == "static")
+    wrong = dict(fixed, bytes_a_weight=9.0)
+    assert len(gpu_budgets.exceeded({"decode": [wrong], "prefill": [], "compiled": []})) == 1
+
+
+@pytest.mark.parametrize("place", range(len(list(gpu_budgets.prefill_cases()))))
+def test_memory_of_prompts_is_within_absolute_limits(place):
+    """A tenth more of any peak is too much, also where all of a row grows alike."""
+    row = json.loads(gpu_budgets.RESULTS.read_text())["prefill"][place]
+    for more in (
+        dict(peak_behind=2.2 * row["peak"][0]),
+        dict(peak=[1.1 * peak for peak in row["peak"]]),
+    ):
+        found = gpu_budgets.exceeded({"decode": [], "prefill": [dict(row, **more)], "compiled": []})
+        assert found and all("GB for" in each for each in found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_prompts_and_graphs_are_fresh(family):
+    """All of the committed file, but decode steps."""
+    results = json.loads(gpu_budgets.RESULTS.read_text())
+    rows = [case for case in gpu_budgets.prefill_cases() if case["family"] == family]
+    assert [row for row in results["prefill"] if row["family"] == family] == [
+        gpu_budgets.prefill(row) for row in rows
+    ]
+    compiled = [row for row in results["compiled"] if row["family"] == family]
+    assert compiled == [gpu_budgets.graphs(family) for _ in compiled]
+    assert len(compiled) == (family != "llama4-pictures")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_decode_steps_are_fresh(family):
+    rows = [row for row in json.loads(gpu_budgets.RESULTS.read_text())["decode"] if row["family"] == family]
+    assert len(rows) == 48
+    for row in rows:
+        assert gpu_budgets.decode({key: row[key] for key in row if key in gpu_budgets.KEYS}) == row
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,9 @@ def find_difference(
 
     Rows are random, the same each time; the caller's random state is kept. They go to a few experts, the first and the
     last among them, and every seventh to none. Arguments as in `kernels_are_right`.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room for the check.
     """
     device = parts[0].device
     rows = 0
@@ -180,6 +183,13 @@ def find_difference(
                     return f"with {rows} rows {wrong}"
             if transposed and not form.is_packed:
                 return _compare_outer(sizes, dtype, num_experts, device)
+    except torch.OutOfMemoryError as error:
+        # It says nothing of the kernel, and later there may be room.
+        size = sizes[0] * sizes[1] * dtype.itemsize + 4 * _COLUMNS * sum(sizes)
+        raise torch.OutOfMemoryError(
+            f"llamoe: {device} has no room to check the kernel for {form.key} before its first use, which takes about "
+            f"{size:,} bytes beside the model for one unpacked matrix of {list(sizes)}: leave more memory free."
+        ) from error
     # Compilers, assemblers and drivers raise errors of their own kinds, and a model must run without them.
     except Exception as error:
         lines = str(error).strip().splitlines()

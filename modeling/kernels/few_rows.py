@@ -2,8 +2,8 @@
 
 Decoding is bound by reading weights. Gathering a copy of the weights for each row reads and writes them again, and a
 loop over the hit experts must first ask the device for them. These kernels find the hit experts on the device.
-Launches and grids depend on shapes only, so that a CUDA graph may hold them. An expert with more than 64 rows is read
-once for every 64 of them.
+Launches and grids depend on shapes only, so that a CUDA graph may hold them. An expert with more than 32 rows is read
+once for every 32 of them.
 
 Shapes: N rows, E experts, H hidden size, I intermediate size, F = 2 I, gate in its first half; S splits.
 """
@@ -25,8 +25,9 @@ _INTERPRETED = _HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 # Rows of a tile for an expert with at most that many rows, which is nearly every expert: the size of one matrix
 # instruction. All totals of rows up to this number share one compiled kernel.
 _SMALL_M = 16
-# Rows of a tile for an expert with more rows; beyond this its weights are read once for each tile.
-_LARGE_M = 64
+# Rows of a tile for an expert with more rows; beyond this its weights are read once for each tile. Sums of 64 rows
+# would not fit into registers: with four warps they spill on all cards, with eight still on those of capability 12.0.
+_LARGE_M = 32
 # The loop that sums the splits is unrolled.
 _MAX_SPLITS = 16
 # The beginning of the load pipeline is unrolled.
@@ -41,6 +42,7 @@ class Tile(NamedTuple):
     depth: int
     """Inner extent of the blocks that are loaded at once."""
     warps: int
+    """For up to `_SMALL_M` rows; twice as many for more (`warps_of`)."""
 
 
 class Plan(NamedTuple):
@@ -181,7 +183,7 @@ def run_kernels(
             *gate_up_EHF.stride(),
             *expert_ids_N.stride(),
             **constants(plan.gate_up, 2, num_rows, element_size, shared_bytes),
-            num_warps=plan.gate_up.warps,
+            num_warps=warps_of(plan.gate_up, num_rows),
             enable_fp_fusion=True,
         )
         blocks = _ceil_div(hidden_size, plan.down.columns)
@@ -204,7 +206,7 @@ def run_kernels(
             *down_EIH.stride(),
             *expert_ids_N.stride(),
             **constants(plan.down, 1, num_rows, element_size, shared_bytes),
-            num_warps=plan.down.warps,
+            num_warps=warps_of(plan.down, num_rows),
             enable_fp_fusion=True,
         )
         if splits > 1:
@@ -248,6 +250,11 @@ def constants(
         LARGE_M=large_m,
         LARGE_STAGES=max(2, min(_MAX_STAGES, blocks[1])),
     )
+
+
+def warps_of(tile: Tile, num_rows: int) -> int:
+    """Warps of a program: twice as many where it may have a large tile, whose sums else spill from registers."""
+    return tile.warps if _padded(num_rows) <= _SMALL_M else 2 * tile.warps
 
 
 def row_counts_of_launches(

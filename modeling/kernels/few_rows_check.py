@@ -4,8 +4,9 @@ A kernel cannot be known to be right on a device on which it never ran. So it is
 experts, with every number of rows at which something else is compiled or launched, and each number is compared. One
 that fails or is wrong is not used for experts of this dtype, size and layout, as long as this process lives.
 
-A check compiles for some tens of seconds and waits for the device, so it cannot run in a compiled graph, a trace, or a
-CUDA graph's capture: there the kernel serves what was checked before. `check_kernels` in `moe.dispatch` does that.
+A check compiles, for tens of seconds by estimate, and waits for the device, so it cannot run in a compiled graph, a
+trace, or a CUDA graph's capture: there the kernel serves what was checked before. `check_kernels` in `moe.dispatch`
+does that.
 
 Shapes: N rows, E experts, H hidden size, I intermediate size, F = 2 I.
 """
@@ -83,6 +84,9 @@ def find_difference(gate_up_EHF: torch.Tensor, down_EIH: torch.Tensor) -> str:
     Ids are spread over all experts, with every seventh row without one, and then all the last expert's.
 
     The experts have 16 or 32 bits and any strides, on a device where `few_rows_fits`.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room for the check.
     """
     device, dtype = down_EIH.device, down_EIH.dtype
     num_experts, intermediate, hidden = down_EIH.shape
@@ -107,6 +111,13 @@ def find_difference(gate_up_EHF: torch.Tensor, down_EIH: torch.Tensor) -> str:
                     given_NH = few_rows_experts(x_NH[:num_rows], gate_up_EHF, down_EIH, ids_N[:num_rows])
                     if wrong := difference(given_NH, y_NH[:num_rows], allowed_NH[:num_rows]):
                         return f"with {num_rows} rows {wrong}"
+    except torch.OutOfMemoryError as error:
+        # It says nothing of the kernel, and later there may be room.
+        size = 4 * _COLUMNS * (hidden + intermediate)
+        raise torch.OutOfMemoryError(
+            f"llamoe: {device} has no room to check the kernel for few rows before its first use, which takes about "
+            f"{size:,} bytes beside the model: leave more memory free."
+        ) from error
     # Compilers, assemblers and drivers raise errors of their own kinds, and a model must run without them.
     except Exception as error:
         lines = str(error).strip().splitlines()

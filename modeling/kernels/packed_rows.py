@@ -17,6 +17,9 @@ product, writes and reads 4.5 bytes a weight: 0.3 clocks on an H100 and an A100,
 experts the host must know the numbers of rows. That pays from 430 rows an expert on an H100, 800 on an A100, and more
 where tensor cores are the bound anyway: `TRITON_MAX_ROWS_A_MATRIX`.
 
+**Rows of float32** are multiplied without tensor cores, and much of what packed weights need then does not fit into
+registers: right, and slow.
+
 No card was timed.
 
 Shapes: N rows, E experts, O outputs, I inputs, C terms of a sum (I, or O if transposed), S splits of the sum.
@@ -99,8 +102,8 @@ def why_no_gpu_kernel(device: torch.device) -> str | None:
     if capability < (8, 0):
         return (
             f"A GPU of compute capability {capability[0]}.{capability[1]} has no kernel for packed experts: they need "
-            "8.0 (Ampere). Each hit matrix is unpacked first; fastest there is bitsandbytes' NF4 with "
-            "bnb_4bit_compute_dtype=torch.float16, since these cards do not multiply bfloat16."
+            "8.0 (Ampere). Each hit matrix is unpacked first, and these cards do not multiply bfloat16: use "
+            "bitsandbytes' NF4 with bnb_4bit_compute_dtype=torch.float16."
         )
     return None if few_rows._HAS_TRITON else "Triton is not installed: pip install triton."
 
@@ -267,7 +270,8 @@ def tile_of(matrix: GpuMatrix, itemsize: int, transposed: bool, rows: int) -> Ti
         depth = min(depth, _power_of_two(num_out if transposed else num_in))
     if itemsize == 4 and not (matrix.kind == "int4" and transposed):
         depth = min(depth, 32)
-    warps = 8 if rows >= 128 else 1 if matrix.kind == "int4" and not transposed and not is_large else 4
+    # With four warps the sums of 64 rows spill from registers on capability 8.0 and 12.0.
+    warps = 8 if is_large else 1 if matrix.kind == "int4" and not transposed and not is_large else 4
     return Tile(rows, columns, depth, 4 if warps == 4 else 3, warps)
 
 

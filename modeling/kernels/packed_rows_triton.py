@@ -96,23 +96,25 @@ def _int4_weights_of_byte(codes, BYTE: tl.constexpr, words, dtype: tl.constexpr)
     Two weights share a register. The bytes of both, 128 + code by its bits in bfloat16, code - 8, and one rounded
     multiplication and addition.
     """
+    # Triton compiles what follows a return, so no branch may end early.
     if _INTERPRETED or dtype != tl.bfloat16:
         return _int4_weights(_shifted((codes >> (8 * BYTE)) & 15, 0x43000000), words, dtype)
-    scale = (words & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    offset = (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    codes, scale, offset = (
-        tl.broadcast(codes, scale)[0],
-        tl.broadcast(scale, codes)[0],
-        tl.broadcast(offset, codes)[0],
-    )
-    if BYTE == 0:
-        return _pairs(codes, scale, offset, _BYTES_0)
-    elif BYTE == 1:
-        return _pairs(codes, scale, offset, _BYTES_1)
-    elif BYTE == 2:
-        return _pairs(codes, scale, offset, _BYTES_2)
     else:
-        return _pairs(codes, scale, offset, _BYTES_3)
+        scale = (words & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        offset = (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        codes, scale, offset = (
+            tl.broadcast(codes, scale)[0],
+            tl.broadcast(scale, codes)[0],
+            tl.broadcast(offset, codes)[0],
+        )
+        if BYTE == 0:
+            return _pairs(codes, scale, offset, _BYTES_0)
+        elif BYTE == 1:
+            return _pairs(codes, scale, offset, _BYTES_1)
+        elif BYTE == 2:
+            return _pairs(codes, scale, offset, _BYTES_2)
+        else:
+            return _pairs(codes, scale, offset, _BYTES_3)
 
 
 @triton.jit

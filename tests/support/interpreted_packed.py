@@ -171,6 +171,51 @@ def test_sorted_rows(name, num_rows):
     check(form, sizes, num_rows, by_id=False, transposed=True, num_experts=4, tile=16)
 
 
+@pytest.mark.parametrize("by_id", [True, False])
+@pytest.mark.parametrize("name", ["int4, 32", "int8", "nested nf4, two matrices", "plain"])
+def test_experts_without_rows_reach_no_result(name, by_id):
+    """Whatever their scales hold."""
+    form, sizes = FORMATS[name]
+    parts, ids = draw_stack(form, sizes, 4), torch.tensor([0, 3, 3, 0, 4, 3])
+    for part in parts:
+        if part.is_floating_point():
+            part[1:3] = float("nan")
+    if not by_id:
+        ids = ids.sort()[0]
+    x = torch.randn(6, sizes[1]).to(form.compute_dtype)
+    groups = ids if by_id else torch.searchsorted(ids, torch.arange(4), right=True, out_int32=True)
+    given = packed_product(x, form.for_gpu_kernel(parts, sizes), groups, 4, by_id)
+    assert (given[ids == 4] == 0).all()
+    for expert in (0, 3):
+        compare(
+            given[ids == expert], x[ids == expert], truth_of(form, [part[expert] for part in parts], sizes).T
+        )
+
+
+@pytest.mark.parametrize("by_id", [True, False])
+def test_one_program_a_tile_reads_an_expert(by_id, monkeypatch):
+    """Of all programs, those that work: one for each hit expert, or for each tile of its rows."""
+    ids, expected = torch.tensor([2, 0, 2, 7, 2, 0, *[2] * 20, 4, -1]), [0, 2, 4]
+    if not by_id:
+        ids, expected = ids[:-1].sort()[0], [0, 2, 2, 4]
+    form, sizes, found = Int8(), (48, 64), []
+    rows_of_program = packed_rows_triton._rows_of_program
+
+    def record(*args):
+        expert, rows, exist = rows_of_program(*args)
+        found.append(int(expert.handle.data.item()))
+        return expert, rows, exist
+
+    monkeypatch.setattr(packed_rows_triton, "_rows_of_program", record)
+    groups = ids if by_id else torch.searchsorted(ids, torch.arange(5), right=True, out_int32=True)
+    matrix = form.for_gpu_kernel(draw_stack(form, sizes, 5), sizes)
+    # All outputs are one tile, and the sum is not split.
+    packed_product(
+        torch.randn(len(ids), 64).to(BF16), matrix, groups, 5, by_id, tile_rows=32 if by_id else 16
+    )
+    assert sorted(expert for expert in found if expert < 5) == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 32, 33, 64, 65, 129, 130])
 @pytest.mark.parametrize("name", FORMATS)

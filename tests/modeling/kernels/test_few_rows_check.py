@@ -47,6 +47,22 @@ def test_every_launch_is_among_those_that_are_checked(sizes, element_size):
         assert launch(before) == launch(behind) or {before, behind} <= set(counts)
 
 
+def test_a_check_without_memory_condemns_no_kernel(monkeypatch):
+    """It is said with the bytes, and tried again when there may be room."""
+    monkeypatch.setattr(few_rows_check, "_FAILURES", {})
+    stacks = torch.randn(3, 40, 48) / 6, torch.randn(3, 24, 40) / 5
+
+    def refuse(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nAnd more lines.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(few_rows_check, "_plain_formula", refuse)
+        with pytest.raises(torch.OutOfMemoryError, match=r"^llamoe: cpu has no room .* 131,072 bytes .*\.$"):
+            few_rows_check.kernel_is_right(*stacks, may_check=True)
+    assert few_rows_check._FAILURES == {}
+    assert few_rows_check.kernel_is_right(*stacks, may_check=True)
+
+
 @pytest.mark.parametrize(("capability", "rows"), [((8, 6), 128), ((9, 0), 64), ((10, 3), 64), ((12, 0), 128)])
 def test_rows_that_the_kernel_is_taken_for(capability, rows, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
