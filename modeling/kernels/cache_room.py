@@ -58,7 +58,7 @@ def _layer(cache: Any, index: int) -> DynamicLayer | None:
     """A layer that grows by concatenation alone, with so many tokens that a copy is felt."""
     if type(cache) is not DynamicCache or cache.offloading or index >= len(cache.layers):
         return None
-    layer = cache.layers[index]
+    layer: Any = cache.layers[index]
     is_plain = type(layer) is DynamicLayer and layer.is_initialized
     return layer if is_plain and layer.get_seq_length() >= _LEAST else None
 
