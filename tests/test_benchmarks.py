@@ -781,4 +781,4 @@ def test_groups_that_are_asked_for_by_name_do_not_run_by_default(tmp_path, monke
     monkeypatch.setattr(sys, "argv", ["cpu", "--cases", "llama.cpp", "vision", "--output", str(tmp_path)])
     given, _ = command_line.options(made, "cpu", cpu.GROUPS)
     assert given.cases == ["vision", *cpu.BY_NAME]
-    assert "bynamealone:llama.cpp-token,llama.cpp-prefill" in "".join(made.format_help().split())
+    assert "bynamealone:llama.cpp-token,llama.cpp-context," in "".join(made.format_help().split())
