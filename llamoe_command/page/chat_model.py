@@ -26,6 +26,7 @@ from llamoe import CheckpointError
 from .expert_record import ExpertRecord, make_record
 
 # Processors read their settings from the first of these files that there is.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
@@ -110,6 +111,11 @@ class ChatModel:
                     f"{folder} has a model that sees pictures, but no processor: neither "
                     f"{' nor '.join(_PROCESSOR_FILES)} is there. Copy it from where the model came from, or let "
                     "`llamoe convert` write the folder."
+                )
+            if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+                raise CheckpointError(
+                    f"{folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there. Copy it from "
+                    "where the model came from."
                 )
             reader, loader = (
                 (AutoProcessor, AutoModelForImageTextToText)

@@ -344,5 +344,8 @@ def test_a_folder_without_what_a_chat_needs_is_refused(tmp_path):
     with pytest.raises(llamoe.CheckpointError, match="sees pictures, but no processor"):
         ChatModel(folder)
     folder = chat_folders.copy_tiny(tmp_path / "mute", "tokenizer*")
+    with pytest.raises(llamoe.CheckpointError, match=r"has no tokenizer: none of tokenizer\.json"):
+        ChatModel(folder)
+    (folder / "tokenizer.json").write_text("{")
     with pytest.raises(llamoe.CheckpointError, match="tokenizer or processor cannot be read"):
         ChatModel(folder)
