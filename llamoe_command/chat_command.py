@@ -131,7 +131,7 @@ def _read_plan(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"--plan {path}: {error.strerror}. {advice}") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"--plan {path}: is no JSON. {advice}") from error
+        raise ValueError(f"--plan {path}: is not a JSON file. {advice}") from error
     if not isinstance(found, dict) or "device_map" not in found or not found.keys() <= _PLANNED:
-        raise ValueError(f"--plan {path}: is no plan of where a model goes. {advice}")
+        raise ValueError(f"--plan {path}: is not a plan of where a model goes. {advice}")
     return found

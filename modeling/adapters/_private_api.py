@@ -205,7 +205,7 @@ def load_adapter(original: Callable, self: Any, model_id: Any, *args, **kwargs) 
 
 @instead_of(PeftModel, "save_pretrained")
 def save_pretrained(original: Callable, self: Any, save_directory: Any, *args, **kwargs) -> Any:
-    """Give files their names when all are written: a full disk leaves no half of an adapter."""
+    """Write an adapter's files to a hidden folder first, so that a full disk leaves no half of an adapter."""
     given = inspect.signature(original).bind(self, save_directory, *args, **kwargs).arguments
     # Each adapter but the default one has a folder of its own.
     names = [name for name in given.get("selected_adapters") or self.peft_config if name != "default"]
@@ -216,7 +216,7 @@ def save_pretrained(original: Callable, self: Any, save_directory: Any, *args, *
     if not (_is_ours(self) and given.get("is_main_process", True) and is_plain) or target.is_file():
         return original(self, save_directory, *args, **kwargs)
     with saving_adapter(target) as folder:
-        # peft adds to the text that is there.
+        # peft reads the model card that is there, and adds to it.
         if (card := target / "README.md").is_file():
             shutil.copy(card, folder)
         return original(self, str(folder), *args, **kwargs)

@@ -14,9 +14,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 _LEAST = 128
-"""Cached tokens from which a copy costs more than the room is worth."""
+"""Caches with fewer tokens are copied for each token, as transformers does: that costs little."""
 _MORE = 8
-"""The room is one part in so many of the tokens that are there, and `_LEAST` tokens at least."""
+"""New memory has room for an eighth more tokens than are there, and for `_LEAST` more at least."""
 
 
 class _Held(NamedTuple):
@@ -38,7 +38,7 @@ def append(
         return cache.update(key, value, layer_index)
     length, held = layer.keys.shape[2], _HELD.get(layer)
     is_ours = held is not None and held.views[0] is layer.keys and held.views[1] is layer.values
-    # Outside of inference mode nothing can be written to what was made inside of it.
+    # A tensor that was made in inference mode cannot be written outside of it.
     if (
         not is_ours
         or length == held.memory[0].shape[2]
@@ -55,7 +55,7 @@ def append(
 
 
 def _layer(cache: Any, index: int) -> DynamicLayer | None:
-    """A layer that grows by concatenation alone, with so many tokens that a copy is felt."""
+    """The cache's layer, if it only ever concatenates and has `_LEAST` tokens; otherwise None."""
     if type(cache) is not DynamicCache or cache.offloading or index >= len(cache.layers):
         return None
     layer: Any = cache.layers[index]

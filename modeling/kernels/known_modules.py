@@ -35,7 +35,7 @@ class State:
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], Any, State | None]] = (
     weakref.WeakKeyDictionary()
 )
-# By the first module.
+# The state of each decoder, by the first of its modules.
 _STATES: weakref.WeakKeyDictionary[nn.Module, State] = weakref.WeakKeyDictionary()
 
 

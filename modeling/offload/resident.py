@@ -19,7 +19,7 @@ from .statistics import Counter
 
 
 def own_other_weights(model: nn.Module, threads: int, direct: bool | None) -> None:
-    """Give weights on the CPU that are maps of files memory of their own; experts that are offloaded stay.
+    """Read weights on the CPU that are maps of files into memory of their own; offloaded experts are left alone.
 
     Args:
         model: with all of its weights.
