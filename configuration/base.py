@@ -191,6 +191,8 @@ class LlamoeBaseConfig(PreTrainedConfig):
                     "has a key that is not a number",
                     "{0: first label, 1: second label, ...}",
                 )
+            if name in ("dtype", "torch_dtype") and isinstance(value, (list, tuple, int, float)):
+                fail(cls, "dtype", value, f"wrong type {type(value).__name__}", "a name, such as 'bfloat16'")
             if name == "feed_forward_name" and value != cls.feed_forward_name:
                 fail(cls, name, value, "belongs to the class", repr(cls.feed_forward_name))
             mutable = isinstance(value, (dict, list))

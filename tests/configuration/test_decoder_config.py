@@ -1,6 +1,7 @@
 """The decoders' configurations: what each layer is, what is derived, what is refused."""
 
 import dataclasses
+import json
 import math
 import re
 
@@ -341,3 +342,14 @@ def test_a_subclass_is_just_as_strict():
         Derived(head_dim=7)
     with pytest.raises(ValueError, match=r"^Derived\.model_type = 'qwen2'"):
         Derived(model_type="qwen2")
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("dtype", [["full_attention"], 3, True])
+def test_a_dtype_is_a_name(name, dtype, tmp_path):
+    message = r"^LlamoeDenseConfig\.dtype = .*: wrong type \w+; valid: a name, such as 'bfloat16'"
+    with pytest.raises(ValueError, match=message):
+        llamoe.LlamoeDenseConfig(**{name: dtype})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llamoe_dense", name: dtype}))
+    with pytest.raises(ValueError, match=message):
+        llamoe.LlamoeDenseConfig.from_pretrained(tmp_path)
