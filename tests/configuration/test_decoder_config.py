@@ -349,7 +349,7 @@ def test_a_subclass_is_just_as_strict():
 def test_a_dtype_is_a_name(name, dtype, tmp_path):
     message = r"^LlamoeDenseConfig\.dtype = .*: wrong type \w+; valid: a name, such as 'bfloat16'"
     with pytest.raises(ValueError, match=message):
-        llamoe.LlamoeDenseConfig(**{name: dtype})
+        LlamoeDenseConfig(**{name: dtype})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llamoe_dense", name: dtype}))
     with pytest.raises(ValueError, match=message):
-        llamoe.LlamoeDenseConfig.from_pretrained(tmp_path)
+        LlamoeDenseConfig.from_pretrained(tmp_path)
