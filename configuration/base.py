@@ -193,6 +193,8 @@ class LlamoeBaseConfig(PreTrainedConfig):
                 )
             if name in ("dtype", "torch_dtype") and isinstance(value, (list, tuple, int, float)):
                 fail(cls, "dtype", value, f"wrong type {type(value).__name__}", "a name, such as 'bfloat16'")
+            if name == "auto_map" and not isinstance(value, (dict, NoneType)):
+                fail(cls, name, value, f"wrong type {type(value).__name__}", "a dictionary of Auto classes")
             if name == "feed_forward_name" and value != cls.feed_forward_name:
                 fail(cls, name, value, "belongs to the class", repr(cls.feed_forward_name))
             mutable = isinstance(value, (dict, list))

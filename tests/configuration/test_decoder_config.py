@@ -353,3 +353,10 @@ def test_a_dtype_is_a_name(name, dtype, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llamoe_dense", name: dtype}))
     with pytest.raises(ValueError, match=message):
         LlamoeDenseConfig.from_pretrained(tmp_path)
+
+
+def test_auto_map_is_a_dictionary(tmp_path):
+    message = r"^LlamoeDenseConfig\.auto_map = \[\[\]\]: wrong type list; valid: a dictionary of Auto classes"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llamoe_dense", "auto_map": [[]]}))
+    with pytest.raises(ValueError, match=message):
+        LlamoeDenseConfig.from_pretrained(tmp_path)
