@@ -38,8 +38,8 @@ FORMATS = {"16 bit": None, "int8": "int8", "int4": "int4"}
 def table(models: Iterable[str] = MODELS) -> list[str]:
     """The table's lines for these presets, each by itself."""
     return [
-        "| model | parameters | 16 bit, int8, int4 (GB) | " + " | ".join(MACHINES) + " |",
-        "|---|--:|--:|" + "---|" * len(MACHINES),
+        "| model | name for `llamoe inspect` | parameters | 16 bit, int8, int4 (GB) | " + " | ".join(MACHINES) + " |",
+        "|---|---|--:|--:|" + "---|" * len(MACHINES),
         *map(row, models),
     ]
 
@@ -50,12 +50,12 @@ def row(name: str) -> str:
     parameters = sum(count for count, _ in plans["int4"].parts.values())
     sizes = ", ".join(f"{sum(plan.weights.values()) / 1e9:.0f}" for plan in plans.values())
     places = [_place(name, machine) for machine in MACHINES.values()]
-    cells = [f"`{MODELS[name]}`", f"{parameters / 1e9:.0f} B", sizes, *places]
+    cells = [f"`{MODELS[name]}`", f"`{name}`", f"{parameters / 1e9:.0f} B", sizes, *places]
     return f"| {' | '.join(cells)} |"
 
 
 def _place(name: str, machine: dict) -> str:
-    """The largest format that fits whole, else where int4 keeps its experts."""
+    """The largest format that fits whole, else where int4 keeps its experts; with the speed where no GPU takes part."""
     for title, form in FORMATS.items():
         try:
             plan = plan_placement(name, quantization=form, **machine)
@@ -63,8 +63,14 @@ def _place(name: str, machine: dict) -> str:
             continue
         offloaded = _offloaded(plan)
         if not offloaded or title == "int4":
-            return title + offloaded
+            return title + offloaded + _speed(plan)
     return "–"
+
+
+def _speed(plan: PlacementPlan) -> str:
+    """Tokens a second by reading alone; "" with a GPU, where nothing was run."""
+    on_cpu = next(iter(plan.room)) == "cpu"
+    return f", ≤ {plan.tokens_per_second:.2g} a second" if on_cpu else ""
 
 
 def _offloaded(plan: PlacementPlan) -> str:

@@ -172,6 +172,7 @@ def _execute(run: dict, writer: int) -> str:
     if "line" in run or "count" in run:
         sys.settrace(watched.trace)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         command = getattr(llamoe.conversion, run["command"])
         command(*run["paths"], progress=watched, **run.get("options", {}))
     except (Exception, KeyboardInterrupt) as error:
@@ -200,6 +201,8 @@ def _serve(connection, warm_up: tuple[dict, ...]) -> None:
         match question:
             case "start", run, until_writing:
                 reader, writer = os.pipe()
+                # An interrupt waits until the run can report it.
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
                 process = os.fork()
                 if process == 0:
                     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -210,6 +213,7 @@ def _serve(connection, warm_up: tuple[dict, ...]) -> None:
                     finally:
                         os.write(writer, b"\n" + said.encode())
                         os._exit(0)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
                 os.close(writer)
                 readers[process] = reader
                 if until_writing:
