@@ -49,6 +49,8 @@ def lines_of_devices(plan: Any, holds: str = "holds") -> list[str]:
     lines = [f"{'device':<8}{'weights':>10}{'cache':>10}{'together':>10}{'room':>10}   {holds}"]
     for device in [*(device for device in plan.room if device != "cpu"), "cpu", "disk"]:
         weights, cache = plan.weights.get(device, 0), plan.cache.get(device, 0)
+        if device == "disk" and not weights:
+            continue
         limit = f"{plan.room[device] / GB:.2f}" if device in plan.room else "-"
         numbers = "".join(f"{size / GB:>10.2f}" for size in (weights, cache, weights + cache))
         lines.append(f"{device!s:<8}{numbers}{limit:>10}   {_holds(plan.device_map, device)}")
@@ -124,7 +126,7 @@ def lines_of_experts(plan: Any) -> list[str]:
         said = "on disk" if place == "disk" else "in RAM"
         rows.append(
             f"{plan.experts[place] / GB:.2f} GB of routed experts are {said}, and "
-            f"experts_memory={plan.experts_memory} bytes of {where} hold {plan.hit_share:.1%} of them; a step reads "
+            f"experts_memory={plan.experts_memory} bytes of {where} hold {plan.hit_share:.1%} of them; a decoding step reads "
             f"{plan.expert_bytes_per_step / GB:.2f} GB of experts in all."
         )
     offloaded = 0 if plan.experts_memory is None else plan.experts.get("disk", plan.experts.get("cpu", 0))

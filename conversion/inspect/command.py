@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import Counter
@@ -76,6 +77,8 @@ class Inspection:
         context, batch: tokens and rows that the cache is computed for; a tower has no context.
         needs: "bfloat16", "int8" and "int4" to the memory that the model takes in it; of packed weights that of the
             stored format alone.
+        packed: "int8" and "int4" to the bytes of the weights as `llamoe quantize` writes them; without a format that
+            cannot store the model, and empty for weights that are packed already.
         dropped: tensors of the source that no model uses, and why.
         problems: what is missing or wrong, in sentences.
         gguf: what llama.cpp would compute otherwise or not load, in sentences; None if nobody asked.
@@ -101,6 +104,7 @@ class Inspection:
     context: int | None
     batch: int
     needs: dict[str, Need]
+    packed: dict[str, int]
     dropped: dict[str, str]
     problems: list[str]
     gguf: list[str] | None
@@ -140,6 +144,9 @@ class Inspection:
                 rows.append(("cache", f"{self.context:,} tokens x {self.batch:,} rows in bfloat16"))
             if not self.quantization:
                 rows.append(("note", note_of_bits(*_FEW_BITS)))
+            if self.packed:
+                sizes = ", ".join(f"{name} {in_units(size)}" for name, size in self.packed.items())
+                rows.append(("packed", f"{sizes}, as llamoe quantize writes them"))
             sections.append(("memory", rows))
         if self.placement is not None:
             table = lines_of_devices(self.placement, "holds (GB)") + lines_of_experts(self.placement)
@@ -233,7 +240,7 @@ def inspect(
     tied = {} if config is None else tied_head(config)
     kept = {key: tensor for key, tensor in tensors.items() if tied.get(key) not in tensors}
     stored = sum(tensor.numel for tensor in kept.values()) if tensors else None
-    parameters, mismatches, needs, source = None, [], {}, None
+    parameters, mismatches, needs, packed, source = None, [], {}, {}, None
     if config is None:
         family, sizes = guess(tensors)
         context = None
@@ -246,6 +253,7 @@ def inspect(
         mismatches = mismatches_of(expected, kept) if tensors and stored != counted.total else []
         source = _source(found)
         needs = _needs(found, source, cached)
+        packed = {} if source.quantization else _packed(config)
     if mismatches:
         problems.append(
             f"the configuration asks for {counted.total:,} numbers, and the files have {stored:,}: "
@@ -283,6 +291,7 @@ def inspect(
         context=context,
         batch=batch,
         needs=needs,
+        packed=packed,
         dropped=dict(found.dropped),
         problems=problems,
         gguf=gguf,
@@ -321,6 +330,16 @@ def _needs(found: Checkpoint, source: Source, cached: int) -> dict[str, Need]:
     sizes = {"bfloat16": weight_bytes(source.model, 16)}
     sizes |= {name: weight_bytes(source.model, bits) for name, bits in _FEW_BITS.items()}
     return {name: Need(sum(each.values()), cached) for name, each in sizes.items()}
+
+
+def _packed(config: LlamoeBaseConfig) -> dict[str, int]:
+    """Bytes of the weights in llamoe's formats that can store them."""
+    sizes = {}
+    for name in _FEW_BITS:
+        # The groups of a format do not divide every size.
+        with contextlib.suppress(ValueError):
+            sizes[name] = sum(packed_bytes(config, QuantizationConfig(name)).values())
+    return sizes
 
 
 def _arguments(plan: PlacementPlan) -> str:

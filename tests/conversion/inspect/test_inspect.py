@@ -114,8 +114,9 @@ def test_a_checkpoint_of_400_billion_is_described_by_few_calls(tmp_path, no_read
     shards = write_headers(tmp_path / "maverick", split_shapes(shapes_of(config)), config, 50)
     assert 45 <= shards <= 55
     calls, found = calls_of(lambda: inspect(tmp_path / "maverick"))
-    # 1.4 million, where each of 10,229 tensors has a header; 1.0 million for the layers alone.
-    assert calls < 1_800_000
+    # 1.4 million, where each of 10,229 tensors has a header, and 0.8 million for the models of packed bytes; of the first
+    # 1.0 million for the layers alone.
+    assert calls < 2_600_000
     assert found.family.startswith("Llama 4 multimodal") and found.presets == ["llama-4-maverick"]
     assert found.stored == found.parameters["total"] == 401_583_781_376
     assert found.parameters["active"] == count_parameters(config).active
@@ -349,6 +350,24 @@ def test_rows_for_people_name_what_matters(saved):
         labels = [label for label, _ in sections["memory"]]
         assert labels[:3] == ["bfloat16", "int8", "int4"] and not any("experts" in label for label in labels)
         assert "routed experts, as bitsandbytes stores them" in dict(sections["memory"])["note"]
+
+
+SIZES_OF_GROUPS = {"hidden_size": 96, "intermediate_size": 160, "intermediate_size_mlp": 224, "head_dim": 32}
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_packed_bytes_are_those_that_quantize_writes(weights, tmp_path):
+    draw(Llama4ForCausalLM, text_config(**SIZES_OF_GROUPS)).to(torch.bfloat16).save_pretrained(tmp_path / "hf")
+    found = inspect(tmp_path / "hf")
+    quantize(tmp_path / "hf", tmp_path / "packed", to=weights)
+    written = inspect(tmp_path / "packed")
+    assert found.packed[weights] == written.needs[weights].weights and not written.packed
+    told = dict(dict(found.sections())["memory"])["packed"]
+    assert told.startswith("int8 ") and told.endswith(" as llamoe quantize writes them")
+
+
+def test_a_format_that_cannot_store_a_model_has_no_packed_bytes(saved):
+    assert inspect(saved("multimodal")[0]).packed == {}
 
 
 def test_a_missing_shard_is_reported_with_what_it_held(saved, tmp_path):
