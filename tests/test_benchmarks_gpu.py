@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from benchmarks import fake_models, gpu_budgets, prove_gpu
 from benchmarks.cards import CARDS
 from benchmarks.fake_cards import pretend
+from llamoe.modeling.moe import dispatch
 
 FAMILIES = tuple(fake_models.FAMILIES)
 
@@ -72,6 +73,22 @@ def test_a_decode_step_asks_the_host_nothing(card, family, name):
     }
     counts = fake_models.decode_step(recorder, model, **given)["counts"]
     assert counts.waits <= 1 and counts.kernels["math"] == 0, counts.reasons
+
+
+@pytest.mark.parametrize(("name", "holds"), [("A100", False), ("RTX 5090", False), ("H100", True)])
+@pytest.mark.parametrize("family", ["mixtral", "llama4"])
+def test_a_capture_before_the_check_is_refused_where_experts_ask_the_host(card, family, name, holds, monkeypatch):
+    """Torch's grouped product takes the kernel's place; on cards where it asks the host, no graph can hold it."""
+    recorder = card(name)
+    model = fake_models.build(family)
+    assert fake_models.decode_step(recorder, model)["counts"].waits == 0
+    monkeypatch.setattr(dispatch, "kernel_is_right", lambda *_, **__: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    if holds:
+        assert fake_models.decode_step(recorder, model)["counts"].waits == 0
+    else:
+        with pytest.raises(RuntimeError, match="a CUDA graph is being captured.* One pass of few tokens"):
+            fake_models.decode_step(recorder, model)
 
 
 @pytest.mark.parametrize("padding", [0, 3])

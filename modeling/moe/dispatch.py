@@ -86,6 +86,7 @@ def compute_experts(
 
     Raises:
         ValueError: experts of another library, or a forced path that does not support these inputs.
+        RuntimeError: a CUDA graph is being captured, and the path asks the host for the number of rows.
     """
     if not getattr(experts, "takes_llamoe_paths", False):
         raise ValueError(
@@ -113,6 +114,8 @@ def compute_experts(
     elif reason := why_not(path, experts, num_rows, dtype, needs_gradient, is_adapted):
         raise ValueError(f'experts_implementation="{_name(path)}": {reason} Choose "{IMPLEMENTATION}".')
 
+    if path != "kernel" and hidden_states.is_cuda:
+        _refuse_capture(path, dtype, hidden_states.device)
     x_TH = hidden_states.to(dtype)
     host_counts = path == "loop" and not (needs_gradient or is_traced)
     if path == "kernel" and (is_adapted or getattr(experts, "is_packed", False)):
@@ -135,6 +138,18 @@ def compute_experts(
     num_tokens, top_k = top_k_index.shape
     y_TH = y_NH if top_k == 1 else y_NH.unflatten(0, (num_tokens, top_k)).sum(1)
     return y_TH.to(hidden_states.dtype)
+
+
+def _refuse_capture(path: Path, dtype: torch.dtype, device: torch.device) -> None:
+    """Say it in a sentence where CUDA would end the capture of a graph with an error of its own."""
+    if torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
+        return
+    if path == "loop" or dtype != torch.bfloat16 or grouped_mm_waits(device):
+        raise RuntimeError(
+            f"a CUDA graph is being captured, and on {device} these experts in {dtype} ask the host how many rows each "
+            "has, which a graph cannot hold. One pass of few tokens without gradients before the capture has a kernel "
+            "checked that asks nothing; or capture nothing."
+        )
 
 
 def _kernel_serves(experts: Any, updates: Updates, needs_gradient: bool, may_check: bool) -> bool:
