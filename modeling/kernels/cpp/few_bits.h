@@ -190,28 +190,34 @@ void int4_block(const float* x, int64_t rows, const uint8_t* codes, const uint32
   }
 }
 
-// R rows, from row r, times C outputs of 8 bits.
-template <int R, int C>
-void int8_outputs(const ByteRows& x, int64_t r, const int8_t* codes, int64_t inputs, float* y, int64_t y_stride) {
-  Floats sum[R][C] = {};
-  for (int64_t k = 0; k < inputs; k += kStep) {
-    for (int c = 0; c < C; c++) {
-      // Several short streams are too many for the processor to foresee.
-      __builtin_prefetch(codes + (c + C) * inputs + k);
-      Bytes weights = {};
-      if (inputs - k >= kStep)
-        weights = load<Bytes>(codes + c * inputs + k);
-      else
-        std::memcpy(&weights, codes + c * inputs + k, inputs - k);
-      for (int i = 0; i < R; i++) {
-        const int64_t quad = (r + i) * x.quads + k / 4;
-        const Ints products = add_bytes(load<Ints>(&x.starts[quad]), weights, load<Bytes>(&x.bytes[(r + i) * x.padded + k]));
-        sum[i][c] += to_floats(products) * load<Floats>(&x.quad_scales[quad]);
-      }
+// R rows, from row r, times one output of 8 bits, whose codes are read from beginning to end.
+template <int R>
+void int8_output(const ByteRows& x, int64_t r, const int8_t* codes, int64_t inputs, float* y, int64_t y_stride) {
+  constexpr int kSums = 4 / R;
+  Floats sum[R][kSums] = {};
+  const auto add = [&](int64_t k, Bytes weights, int j) {
+    for (int i = 0; i < R; i++) {
+      const int64_t quad = (r + i) * x.quads + k / 4;
+      const Ints products = add_bytes(load<Ints>(&x.starts[quad]), weights, load<Bytes>(&x.bytes[(r + i) * x.padded + k]));
+      sum[i][j] += to_floats(products) * load<Floats>(&x.quad_scales[quad]);
     }
+  };
+  int64_t k = 0;
+  for (; k + kSums * kStep <= inputs; k += kSums * kStep)
+    for (int j = 0; j < kSums; j++) {
+      if (j * kStep % 64 == 0) __builtin_prefetch(codes + k + j * kStep + kAhead);
+      add(k + j * kStep, load<Bytes>(codes + k + j * kStep), j);
+    }
+  for (; k < inputs; k += kStep) {
+    Bytes weights = {};
+    std::memcpy(&weights, codes + k, std::min<int64_t>(inputs - k, kStep));
+    add(k, weights, 0);
   }
-  for (int i = 0; i < R; i++)
-    for (int c = 0; c < C; c++) y[i * y_stride + c] = sum_of(sum[i][c]);
+  for (int i = 0; i < R; i++) {
+    Floats all = sum[i][0];
+    for (int j = 1; j < kSums; j++) all += sum[i][j];
+    y[i * y_stride] = sum_of(all);
+  }
 }
 
 // Many rows times 64 outputs of 8 bits, whose codes are sorted as those of 4 bits lie.

@@ -40,8 +40,9 @@ void int4_rows(const ByteRows& x, const uint8_t* codes, const uint32_t* scales, 
       }
     }
     const uint32_t* its = scales + p * kPart / group * scale_stride;
-    // Scales of a group lie far from those of the next one; after the last group come those of the next outputs.
-    const int64_t next = p + kAhead / 1024;
+    // Scales of a group lie far from those of the next one, which no processor foresees; after the last group come those of
+    // the next outputs.
+    const int64_t next = p + 4;
     const uint32_t* then = next * kPart < inputs ? scales + next * kPart / group * scale_stride
                                                  : scales + kBlock + (next * kPart - inputs) / group * scale_stride;
     for (int i = 0; i < 4; i++) __builtin_prefetch((const char*)then + 64 * i);

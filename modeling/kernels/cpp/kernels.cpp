@@ -154,19 +154,11 @@ void multiply_some(const Rows& x, const Matrix& matrix, int64_t start, int64_t c
   if (matrix.in_bytes && x.count >= kManyRows && count == kBlock) {
     int8_block(x.bytes, x.count, (const int8_t*)matrix.codes + start * matrix.inputs, matrix.inputs, y);
   } else if (matrix.in_bytes) {
-    for (int64_t c = 0; c < count;) {
+    for (int64_t c = 0; c < count; c++) {
       const int8_t* codes = (const int8_t*)matrix.codes + (start + c) * matrix.inputs;
-      if (count - c >= 4) {
-#define CALL(R) int8_outputs<R, 4>(x.bytes, r, codes, matrix.inputs, y + r * count + c, count)
-        FOR_ROWS(x.count, r, CALL)
+#define CALL(R) int8_output<R>(x.bytes, r, codes, matrix.inputs, y + r * count + c, count)
+      FOR_ROWS(x.count, r, CALL)
 #undef CALL
-        c += 4;
-      } else {
-#define CALL(R) int8_outputs<R, 1>(x.bytes, r, codes, matrix.inputs, y + r * count + c, count)
-        FOR_ROWS(x.count, r, CALL)
-#undef CALL
-        c += 1;
-      }
     }
   } else {
     multiply_numbers<Signed>(x, matrix, start, count, y);

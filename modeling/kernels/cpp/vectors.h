@@ -10,8 +10,16 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 
-// Bytes by which weights are asked for before they are read: processors foresee less, and not beyond a page.
-constexpr int64_t kAhead = 4096;
+// Bytes by which weights are asked for before they are read: Intel's processors foresee less, and not beyond a page. AMD's
+// foresee enough, and what is asked for besides takes the place of it.
+int64_t bytes_ahead() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_is("amd")) return 0;
+#endif
+  return 4096;
+}
+const int64_t kAhead = bytes_ahead();
 
 template <class Number, int count>
 struct VectorOf {
