@@ -26,7 +26,7 @@ from .clocks import Clock, WallClock
 from .gguf_files import find_converter, make_files, silence
 from .harness import IN_BFLOAT16, SURE_ROUNDS, Case, Cases, Contestant, tolerance_of
 from .held import is_held
-from .saved_models import FLOAT32, SavedModel, load_ours, nbytes
+from .saved_models import FLOAT32, SavedModel, load_ours, load_packed, nbytes
 
 LLAMA_CPP = "llama.cpp"
 FIRST = 20
@@ -215,7 +215,7 @@ def decode_case(
 
 def ours(model: SavedModel, folder: Path, precision: str, threads: int = 1) -> Callable[[], Generate]:
     """What makes one of our decoders."""
-    return lambda: Generate(load_ours(model, folder, precision), threads)
+    return lambda: Generate(load_packed(model, folder, precision), threads)
 
 
 @contextmanager
@@ -252,7 +252,7 @@ def _prefill(model: SavedModel, folder: Path, tokens: int) -> Case:
     ids = FLOAT32.tokens(1, tokens, model.config().vocab_size)
 
     def prefill(precision: str) -> Callable[[], torch.Tensor]:
-        loaded = cache(partial(load_ours, model, folder, precision))
+        loaded = cache(partial(load_packed, model, folder, precision))
         return torch.no_grad()(lambda: loaded()(ids, use_cache=False).logits)
 
     runs = {f"{OURS}, {precision}": prefill(precision) for precision in PRECISIONS}

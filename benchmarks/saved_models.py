@@ -122,3 +122,17 @@ def load_ours(model: SavedModel, folder: Path, precision: str, **options) -> Pre
     else:
         loaded = model.ours.from_pretrained(folder, dtype=getattr(torch, precision))
     return loaded.eval()
+
+
+
+def load_packed(model: SavedModel, folder: Path, precision: str) -> PreTrainedModel:
+    """As `load_ours`, from a folder in this precision beside the first one, which is written if it is not there.
+
+    So are models that people have, and llama.cpp's files: mapped, and not made of others while they load.
+    """
+    if precision == "float32":
+        return load_ours(model, folder, precision)
+    own = folder.with_name(f"{folder.name}-{precision}")
+    if not own.exists():
+        load_ours(model, folder, precision).save_pretrained(own)
+    return model.ours.from_pretrained(own, dtype="auto").eval()
