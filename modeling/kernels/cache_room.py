@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 _LEAST = 128
 """Caches with fewer tokens are copied for each token, as transformers does: that costs little."""
@@ -50,17 +50,25 @@ def append(
     for each, new in zip(memory, (key, value), strict=True):
         each[:, :, length] = new[:, :, 0]
     layer.keys, layer.values = (each[:, :, : length + 1] for each in memory)
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length = length + 1
     _HELD[layer] = _Held((layer.keys, layer.values), memory)
     return layer.keys, layer.values
 
 
 def _layer(cache: Any, index: int) -> DynamicLayer | None:
-    """The cache's layer, if it only ever concatenates and has `_LEAST` tokens; otherwise None."""
+    """The cache's layer, if it has `_LEAST` tokens, and one more does no more than to follow them; otherwise None."""
     if type(cache) is not DynamicCache or cache.offloading or index >= len(cache.layers):
         return None
     layer: Any = cache.layers[index]
-    is_plain = type(layer) is DynamicLayer and layer.is_initialized
-    return layer if is_plain and layer.get_seq_length() >= _LEAST else None
+    if not layer.is_initialized or layer.get_seq_length() < _LEAST:
+        return None
+    if type(layer) is DynamicSlidingWindowLayer:
+        length = layer.keys.shape[2]
+        # The last token that a window holds makes it drop the first one.
+        is_plain = not layer.record_past and layer.cumulative_length == length < layer.sliding_window - 1
+        return layer if is_plain else None
+    return layer if type(layer) is DynamicLayer else None
 
 
 def _fits(cached: torch.Tensor, new: torch.Tensor) -> bool:
