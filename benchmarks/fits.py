@@ -38,7 +38,9 @@ FORMATS = {"16 bit": None, "int8": "int8", "int4": "int4"}
 def table(models: Iterable[str] = MODELS) -> list[str]:
     """The table's lines for these presets, each by itself."""
     return [
-        "| model | name for `llamoe inspect` | parameters | 16 bit, int8, int4 (GB) | " + " | ".join(MACHINES) + " |",
+        "| model | name for `llamoe inspect` | parameters | 16 bit, int8, int4 (GB) | "
+        + " | ".join(MACHINES)
+        + " |",
         "|---|---|--:|--:|" + "---|" * len(MACHINES),
         *map(row, models),
     ]

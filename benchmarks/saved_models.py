@@ -124,7 +124,6 @@ def load_ours(model: SavedModel, folder: Path, precision: str, **options) -> Pre
     return loaded.eval()
 
 
-
 def load_packed(model: SavedModel, folder: Path, precision: str) -> PreTrainedModel:
     """As `load_ours`, from a folder in this precision beside the first one, which is written if it is not there.
 

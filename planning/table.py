@@ -126,8 +126,8 @@ def lines_of_experts(plan: Any) -> list[str]:
         said = "on disk" if place == "disk" else "in RAM"
         rows.append(
             f"{plan.experts[place] / GB:.2f} GB of routed experts are {said}, and "
-            f"experts_memory={plan.experts_memory} bytes of {where} hold {plan.hit_share:.1%} of them; a decoding step reads "
-            f"{plan.expert_bytes_per_step / GB:.2f} GB of experts in all."
+            f"experts_memory={plan.experts_memory} bytes of {where} hold {plan.hit_share:.1%} of them; a decoding "
+            f"step reads {plan.expert_bytes_per_step / GB:.2f} GB of experts in all."
         )
     offloaded = 0 if plan.experts_memory is None else plan.experts.get("disk", plan.experts.get("cpu", 0))
     outside = sum(plan.weights.get(place, 0) for place in ("cpu", "disk") if place != main) - offloaded

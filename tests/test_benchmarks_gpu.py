@@ -77,7 +77,9 @@ def test_a_decode_step_asks_the_host_nothing(card, family, name):
 
 @pytest.mark.parametrize(("name", "holds"), [("A100", False), ("RTX 5090", False), ("H100", True)])
 @pytest.mark.parametrize("family", ["mixtral", "llama4"])
-def test_a_capture_before_the_check_is_refused_where_experts_ask_the_host(card, family, name, holds, monkeypatch):
+def test_a_capture_before_the_check_is_refused_where_experts_ask_the_host(
+    card, family, name, holds, monkeypatch
+):
     """Torch's grouped product takes the kernel's place; on cards where it asks the host, no graph can hold it."""
     recorder = card(name)
     model = fake_models.build(family)

@@ -105,7 +105,9 @@ def _read_config(name_or_path: str | os.PathLike, download: Mapping[str, Any]) -
                 raise TypeError(f"{name} = {value!r} is not a {kind.__name__}")
         layers = getattr(config, "layers_to_transform", None)
         if not all(type(layer) is int for layer in (layers if isinstance(layers, list) else [layers or 0])):
-            raise TypeError(f"layers_to_transform = {layers!r} is neither a number of a layer nor a list of them")
+            raise TypeError(
+                f"layers_to_transform = {layers!r} is neither a number of a layer nor a list of them"
+            )
         return config
     # peft does not check the types of fields.
     except Exception as error:

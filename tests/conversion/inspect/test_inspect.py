@@ -114,8 +114,8 @@ def test_a_checkpoint_of_400_billion_is_described_by_few_calls(tmp_path, no_read
     shards = write_headers(tmp_path / "maverick", split_shapes(shapes_of(config)), config, 50)
     assert 45 <= shards <= 55
     calls, found = calls_of(lambda: inspect(tmp_path / "maverick"))
-    # 1.4 million, where each of 10,229 tensors has a header, and 0.8 million for the models of packed bytes; of the first
-    # 1.0 million for the layers alone.
+    # 1.4 million, where each of 10,229 tensors has a header, 1.0 of them for the layers alone; and 0.8 million for the
+    # models of packed bytes.
     assert calls < 2_600_000
     assert found.family.startswith("Llama 4 multimodal") and found.presets == ["llama-4-maverick"]
     assert found.stored == found.parameters["total"] == 401_583_781_376
@@ -357,7 +357,9 @@ SIZES_OF_GROUPS = {"hidden_size": 96, "intermediate_size": 160, "intermediate_si
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_packed_bytes_are_those_that_quantize_writes(weights, tmp_path):
-    draw(Llama4ForCausalLM, text_config(**SIZES_OF_GROUPS)).to(torch.bfloat16).save_pretrained(tmp_path / "hf")
+    draw(Llama4ForCausalLM, text_config(**SIZES_OF_GROUPS)).to(torch.bfloat16).save_pretrained(
+        tmp_path / "hf"
+    )
     found = inspect(tmp_path / "hf")
     quantize(tmp_path / "hf", tmp_path / "packed", to=weights)
     written = inspect(tmp_path / "packed")

@@ -55,7 +55,9 @@ def test_it_holds_what_concatenating_gives(tokens, is_known, draw):
 @pytest.mark.parametrize("window", [12, 20, 200])
 def test_a_window_is_followed_until_it_is_full(window, draw):
     layers = ["sliding_attention", "full_attention"]
-    cache = DynamicCache(config=llamoe.LlamoeDenseConfig(num_hidden_layers=2, sliding_window=window, layer_types=layers))
+    cache = DynamicCache(
+        config=llamoe.LlamoeDenseConfig(num_hidden_layers=2, sliding_window=window, layer_types=layers)
+    )
     in_place = []
 
     def look(number):
