@@ -49,14 +49,17 @@ what was counted. In 32 bits twice as many, and for a longer prompt by its token
 
 
 def decode_cases() -> Iterator[dict[str, Any]]:
-    """All cases of a decode step: each combination on one card, and those that differ by the card on the others."""
-    for family, weights, lora in itertools.product(fake_models.FAMILIES, fake_models.FORMATS, (False, True)):
-        for attention, cache in itertools.product(("sdpa", "eager"), ("dynamic", "static")):
-            cards = DECODE_CARDS if (attention, cache) == ("sdpa", "dynamic") else ("H100",)
-            for card in cards:
-                yield dict(
-                    card=card, family=family, weights=weights, attention=attention, cache=cache, lora=lora
-                )
+    """All cases of a decode step."""
+    what = {
+        "family": fake_models.FAMILIES,
+        "weights": fake_models.FORMATS,
+        "lora": (False, True),
+        "attention": ("sdpa", "eager"),
+        "cache": ("dynamic", "static"),
+        "card": DECODE_CARDS,
+    }
+    for values in itertools.product(*what.values()):
+        yield dict(zip(what, values, strict=True))
 
 
 def decode(case: dict[str, Any]) -> dict[str, Any]:
@@ -80,13 +83,15 @@ def prefill_cases() -> Iterator[dict[str, Any]]:
     """All cases of a prompt; on cards without bfloat16, or in float32, the kernel of attention is another."""
     for family in fake_models.FAMILIES:
         for dtype, card in (("bfloat16", "H100"), ("float32", "A100"), ("float16", "T4")):
-            yield dict(card=card, family=family, dtype=dtype)
+            yield dict(card=card, family=family, dtype=dtype, weights="bf16")
+        for weights in fake_models.FORMATS[1:]:
+            yield dict(card="H100", family=family, dtype="bfloat16", weights=weights)
 
 
 def prefill(case: dict[str, Any]) -> dict[str, Any]:
     """Peaks of memory of prompts of all lengths, and of one behind cached tokens, and attention's kernels."""
     with pretend(CARDS[case["card"]]) as recorder:
-        model = fake_models.build(case["family"], dtype=getattr(torch, case["dtype"]))
+        model = fake_models.build(case["family"], case["weights"], dtype=getattr(torch, case["dtype"]))
         found = [fake_models.prefill(recorder, model, length) for length in LENGTHS]
         behind = fake_models.prefill(recorder, model, LENGTHS[0], LENGTHS[1])
     kernels = set().union(*(each.kernels for each in (*found, behind)))
@@ -104,7 +109,7 @@ def _hopper(*_: Any) -> tuple[int, int]:
     return 9, 0
 
 
-def graphs(family: str) -> dict[str, Any]:
+def graphs(family: str, weights: str = "bf16", lora: bool = False) -> dict[str, Any]:
     """How many graphs a step with a cache of fixed length is, and how many heads of keys its attention is given."""
     from transformers import StaticCache
 
@@ -118,7 +123,8 @@ def graphs(family: str) -> dict[str, Any]:
     config = fake_models.config_of(family, "sdpa")
     with mock.patch.object(torch.cuda, "get_device_capability", _hopper), torch.no_grad():
         with fake_models.plain_fakes():
-            model = fake_models.build(family)
+            model = fake_models.build(family, weights, lora=lora)
+            model = model.get_base_model() if lora else model
             cache = StaticCache(config=config.get_text_config(decoder=True), max_cache_len=512)
             decoder: Any = getattr(model, "language_model", model)
             decoder(torch.ones(1, 8, dtype=torch.long, device="cuda"), past_key_values=cache)
@@ -131,7 +137,8 @@ def graphs(family: str) -> dict[str, Any]:
         (node.args[0].meta["example_value"].shape[1], node.args[1].meta["example_value"].shape[1])
         for node in calls
     }
-    return {"family": family, "graphs": len(made), "heads_of_queries_and_keys": sorted(map(list, heads))}
+    facts = {"family": family, "weights": weights, "lora": lora}
+    return {**facts, "graphs": len(made), "heads_of_queries_and_keys": sorted(map(list, heads))}
 
 
 def exceeded(results: dict[str, Any]) -> list[str]:
@@ -170,7 +177,7 @@ def exceeded(results: dict[str, Any]) -> list[str]:
             found.append(f"{name}: attention's scores are multiplied out")
     for row in results["compiled"]:
         if row["graphs"] != 1 or any(queries != keys for queries, keys in row["heads_of_queries_and_keys"]):
-            found.append(f"{row['family']}: {row}")
+            found.append(f"compiled: {row}")
     return found
 
 
@@ -211,13 +218,14 @@ def section(results: dict[str, Any]) -> str:
         f"torch's attention takes. The last column is one of {LENGTHS[0]} tokens behind {LENGTHS[1]} cached ones. A "
         "picture's 144 tokens come on top:",
         "",
-        f"| | layers | card like | dtype | kernel | {LENGTHS[0]} tokens | {LENGTHS[1]} tokens | behind cached ones |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| | layers | card like | weights | dtype | kernel | {LENGTHS[0]} tokens | {LENGTHS[1]} tokens | behind cached "
+        "ones |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in results["prefill"]:
         peaks = " | ".join(f"{peak / 1e9:.2f}" for peak in (*row["peak"], row["peak_behind"]))
         lines.append(
-            f"| {_NAMES[row['family']]} | {row['layers']} | {row['card']} | {row['dtype']} | "
+            f"| {_NAMES[row['family']]} | {row['layers']} | {row['card']} | {row['weights']} | {row['dtype']} | "
             f"{', '.join(row['attention_kernels'])} | {peaks} |"
         )
     return "\n".join(line if line.startswith("|") else textwrap.fill(line, 120) for line in lines)
@@ -232,8 +240,8 @@ def count() -> dict[str, Any]:
     for case in prefill_cases():
         results["prefill"].append(prefill(case))
         print(results["prefill"][-1], flush=True)
-    for family in ("dense", "mixtral", "llama4"):
-        results["compiled"].append(graphs(family))
+    for case in itertools.product(("dense", "mixtral", "llama4"), fake_models.FORMATS, (False, True)):
+        results["compiled"].append(graphs(*case))
         print(results["compiled"][-1], flush=True)
     return results
 

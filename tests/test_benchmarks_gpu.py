@@ -11,6 +11,7 @@ from benchmarks import fake_models, gpu_budgets, prove_gpu
 from benchmarks.cards import CARDS
 from benchmarks.fake_cards import pretend
 from llamoe.modeling.moe import dispatch
+from llamoe.modeling.quantization import quantizer
 
 FAMILIES = tuple(fake_models.FAMILIES)
 
@@ -91,6 +92,23 @@ def test_a_capture_before_the_check_is_refused_where_experts_ask_the_host(
     else:
         with pytest.raises(RuntimeError, match="a CUDA graph is being captured.* One pass of few tokens"):
             fake_models.decode_step(recorder, model)
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_a_card_without_a_kernel_is_named_when_packed_weights_are_loaded(card, weights, caplog):
+    quantizer._say_once.cache_clear()
+    card("T4")
+    quantizer.warn_without_gpu_kernel(fake_models.build("mixtral", weights))
+    [said] = [record.message for record in caplog.records if record.name == "llamoe"]
+    assert said.startswith("cuda:0: A GPU of compute capability 7.5 has no kernel") and "NF4" in said
+
+
+def test_a_card_with_kernels_is_not_named(card, caplog):
+    quantizer._say_once.cache_clear()
+    card("RTX 3090")
+    quantizer.warn_without_gpu_kernel(fake_models.build("mixtral", "int4"))
+    quantizer.warn_without_gpu_kernel(fake_models.build("mixtral"))
+    assert not [record for record in caplog.records if record.name == "llamoe"]
 
 
 @pytest.mark.parametrize("padding", [0, 3])

@@ -23,7 +23,7 @@ from ...configuration.quantization import METHOD, QuantizationConfig
 from .._private_api import forget_conversions
 from ..checkpoints import current_loading
 from ..formats import BLOCK, Format, format_of, torchs_block
-from ..kernels import why_no_cpp_kernels
+from ..kernels import why_no_cpp_kernels, why_no_gpu_kernel
 from ..moe import STACKS, Experts
 from .experts import QuantizedExperts
 from .linear import QuantizedLinear
@@ -167,6 +167,7 @@ class LlamoeQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         settle_packed(model, self.pre_quantized)
         forget_conversions(model)
+        warn_without_gpu_kernel(model)
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:
         """Inside of `saving_dequantized` the weights that the packed ones mean."""
@@ -240,6 +241,14 @@ def saving_dequantized(is_wanted: bool):
         yield
     finally:
         _saves_dequantized.reset(token)
+
+
+def warn_without_gpu_kernel(model: PreTrainedModel) -> None:
+    """Say once for each GPU with packed weights that has no kernel for them why, and what serves it better."""
+    tensors = (tensor for _, module in packed_modules(model) for tensor in module.parameters())
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        if device.type == "cuda" and (reason := why_no_gpu_kernel(device)):
+            _say_once(f"{device}: {reason}")
 
 
 @lru_cache
