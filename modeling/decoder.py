@@ -207,7 +207,13 @@ class DecoderModel(LlamoePreTrainedModel):
         # placeholders. `generate(assistant_early_exit=...)` drafts with fewer layers, and lowers their number in the
         # config meanwhile.
         attention_types = self.attention_types[: self.config.num_hidden_layers]
-        for index, (layer, attention_type) in enumerate(zip(self.layers, attention_types, strict=False)):
+        layers = list(zip(self.layers, attention_types, strict=False))
+        if few_rows is not None and few_rows.is_one_token:
+            whole = [layer for layer, _ in layers], hidden_states, position_embeddings, mask_mapping.values()
+            fast = few_rows.token(*whole, position_ids, past_key_values)
+            if fast is not None:
+                hidden_states, layers = fast, []
+        for index, (layer, attention_type) in enumerate(layers):
             mask = mask_mapping[attention_type]
             if few_rows is not None:
                 context = position_embeddings, mask, position_ids, past_key_values

@@ -92,6 +92,8 @@ class Attention(nn.Module):
 
     @computes(
         "attention",
+        "config",
+        "layer_idx",
         "head_dim",
         "scaling",
         "use_rope",

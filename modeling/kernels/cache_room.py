@@ -7,82 +7,110 @@ tensors that it was given here last. Whatever else was done to a layer meanwhile
 """
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 _LEAST = 128
-"""Caches with fewer tokens are copied for each token, as transformers does: that costs little."""
+"""Layers with fewer tokens are copied for each token where they are appended to one by one, as transformers does: that
+costs little."""
 _MORE = 8
 """New memory has room for an eighth more tokens than are there, and for `_LEAST` more at least."""
 
 
-class _Held(NamedTuple):
-    """What a layer was given, and the memory that these are views of, `[1, key heads, room, head_dim]`."""
+class Room:
+    """Memory of a layer, of which its keys and values are views, with place for one more token.
 
-    views: tuple[torch.Tensor, torch.Tensor]
-    memory: tuple[torch.Tensor, torch.Tensor]
+    Attributes:
+        memory: keys and values, `[1, key heads, room, head_dim]`.
+        views: what the layer was given last.
+        addresses: of keys and of values, and the numbers between two heads and two tokens.
+    """
+
+    __slots__ = ("addresses", "memory", "views")
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
+        self.memory = _with_room(keys), _with_room(values)
+        self.views = keys, values
+        first, second = self.memory
+        self.addresses = first.data_ptr(), second.data_ptr(), first.stride(1), first.stride(2)
+
+    def advance(self, layer: Any, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's keys and values with the next token, which has been written, after so many."""
+        views = self.memory[0].narrow(2, 0, length + 1), self.memory[1].narrow(2, 0, length + 1)
+        layer.keys, layer.values = views
+        if type(layer) is DynamicSlidingWindowLayer:
+            layer.cumulative_length = length + 1
+        # Last: after an interrupt in between the layer is not what it was given.
+        self.views = views
+        return views
 
 
-_HELD: weakref.WeakKeyDictionary[DynamicLayer, _Held] = weakref.WeakKeyDictionary()
+_ROOMS: weakref.WeakKeyDictionary[DynamicLayer, Room] = weakref.WeakKeyDictionary()
 
 
 def append(
     cache: Any, layer_index: int, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`cache.update(key, value, layer_index)` of one token, `[1, key heads, 1, head_dim]` on the CPU."""
-    layer = _layer(cache, layer_index)
-    if layer is None or not (_fits(layer.keys, key) and _fits(layer.values, value)):
+    found = None
+    if key.shape == value.shape and key.dtype == value.dtype:
+        found = room_for_token(cache, layer_index, key.shape[1], key.shape[3], key.dtype, least=_LEAST)
+    if found is None:
         return cache.update(key, value, layer_index)
-    length, held = layer.keys.shape[2], _HELD.get(layer)
-    is_ours = held is not None and held.views[0] is layer.keys and held.views[1] is layer.values
-    # A tensor that was made in inference mode cannot be written outside of it.
-    if (
-        not is_ours
-        or length == held.memory[0].shape[2]
-        or held.memory[0].is_inference() != key.is_inference()
-    ):
-        memory = _with_room(layer.keys, length), _with_room(layer.values, length)
-    else:
-        memory = held.memory
-    for each, new in zip(memory, (key, value), strict=True):
+    layer, room, length = found
+    for each, new in zip(room.memory, (key, value), strict=True):
         each[:, :, length] = new[:, :, 0]
-    layer.keys, layer.values = (each[:, :, : length + 1] for each in memory)
-    if isinstance(layer, DynamicSlidingWindowLayer):
-        layer.cumulative_length = length + 1
-    _HELD[layer] = _Held((layer.keys, layer.values), memory)
-    return layer.keys, layer.values
+    return room.advance(layer, length)
 
 
-def _layer(cache: Any, index: int) -> DynamicLayer | None:
-    """The cache's layer, if it has `_LEAST` tokens, and one more does no more than to follow them; otherwise None."""
+def room_for_token(
+    cache: Any, index: int, heads: int, size: int, dtype: torch.dtype, least: int = 1
+) -> tuple[DynamicLayer, Room, int] | None:
+    """A cache's layer, its room, and its tokens; None where one more does more than to follow them.
+
+    Args:
+        cache: any cache.
+        index: of its layer.
+        heads: of keys, and of values.
+        size: numbers of a head.
+        dtype: of keys and values, on the CPU.
+        least: tokens that must be there.
+    """
     if type(cache) is not DynamicCache or cache.offloading or index >= len(cache.layers):
         return None
     layer: Any = cache.layers[index]
-    if not layer.is_initialized or layer.get_seq_length() < _LEAST:
+    if not layer.is_initialized or layer.get_seq_length() < least:
         return None
+    keys, values = layer.keys, layer.values
+    length = keys.shape[2]
     if type(layer) is DynamicSlidingWindowLayer:
-        length = layer.keys.shape[2]
         # The last token that a window holds makes it drop the first one.
-        is_plain = not layer.record_past and layer.cumulative_length == length < layer.sliding_window - 1
-        return layer if is_plain else None
-    return layer if type(layer) is DynamicLayer else None
+        if layer.record_past or not layer.cumulative_length == length < layer.sliding_window - 1:
+            return None
+    elif type(layer) is not DynamicLayer:
+        return None
+    room = _ROOMS.get(layer)
+    is_ours = room is not None and room.views[0] is keys and room.views[1] is values
+    if not is_ours and not all(_fits(each, (1, heads, length, size), dtype) for each in (keys, values)):
+        return None
+    # A tensor that was made in inference mode cannot be written outside of it.
+    is_usable = is_ours and room.memory[0].is_inference() == torch.is_inference_mode_enabled()
+    if not is_usable or length == room.memory[0].shape[2]:
+        room = _ROOMS[layer] = Room(keys, values)
+    # The cache of another model, or in another dtype.
+    _, its_heads, _, its_size = room.memory[0].shape
+    return (layer, room, length) if (its_heads, its_size, room.memory[0].dtype) == (heads, size, dtype) else None
 
 
-def _fits(cached: torch.Tensor, new: torch.Tensor) -> bool:
-    return (
-        type(cached) is torch.Tensor
-        and cached.is_cpu
-        and cached.dtype == new.dtype
-        and cached.shape[:2] == new.shape[:2]
-        and cached.shape[3] == new.shape[3]
-    )
+def _fits(cached: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    return type(cached) is torch.Tensor and cached.is_cpu and cached.dtype == dtype and cached.shape == shape
 
 
-def _with_room(cached: torch.Tensor, length: int) -> torch.Tensor:
-    room = length + max(_LEAST, length // _MORE)
-    memory = cached.new_empty(*cached.shape[:2], room, cached.shape[3])
+def _with_room(cached: torch.Tensor) -> torch.Tensor:
+    length = cached.shape[2]
+    memory = cached.new_empty(*cached.shape[:2], length + max(_LEAST, length // _MORE), cached.shape[3])
     memory[:, :, :length] = cached
     return memory

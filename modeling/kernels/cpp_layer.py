@@ -234,6 +234,20 @@ class _SecondHalf(ctypes.Structure):
     )
 
 
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *(("first", ctypes.c_void_p), ("second", ctypes.c_void_p)),
+        *(("is_rotated", ctypes.c_int64), ("is_tuned", ctypes.c_int64)),
+    )
+
+
+class _Room(ctypes.Structure):
+    _fields_ = (
+        *(("keys", ctypes.c_void_p), ("values", ctypes.c_void_p)),
+        *((name, ctypes.c_int64) for name in ("head_stride", "stride", "count")),
+    )
+
+
 class FirstHalf(NamedTuple):
     """Norm and attention by their addresses, which are right as long as the tensors are there."""
 
@@ -340,5 +354,50 @@ def finish(
     library().finish(
         ctypes.byref(half.placed), None if second is None else ctypes.byref(second.placed), queries.data_ptr(),
         *cached[0], *cached[1], keys.shape[2], x.data_ptr(), y.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+class Layers(NamedTuple):
+    """All layers of a decoder by their addresses, which are right as long as the tensors are there."""
+
+    placed: Any
+    rooms: Any
+    kept: Any
+    """What `placed` has addresses of."""
+
+
+def prepare_layers(layers: Sequence[tuple[FirstHalf, SecondHalf, bool, bool]]) -> Layers:
+    """What computes layers one after the other: both halves, whether angles rotate, and whether queries are scaled."""
+    placed = (_Layer * len(layers))()
+    for each, (first, second, is_rotated, is_tuned) in zip(placed, layers, strict=True):
+        each.first, each.second = ctypes.addressof(first.placed), ctypes.addressof(second.placed)
+        each.is_rotated, each.is_tuned = is_rotated, is_tuned
+    return Layers(placed, (_Room * len(layers))(), list(layers))
+
+
+def decode(
+    x: torch.Tensor,
+    layers: Layers,
+    rooms: Sequence[tuple[int, int, int, int, int]],
+    angles: tuple[torch.Tensor, ...],
+    query_scale: float,
+) -> torch.Tensor:
+    """One token through all layers, each of which writes its key and value behind those that are there.
+
+    Args:
+        x: as in `project`.
+        layers: made for rows of this dtype.
+        rooms: of each layer the addresses of keys and values in the same dtype, the numbers between two heads and two
+            tokens, and how many tokens are there; behind them is place for one more.
+        angles: as in `project`, like `query_scale`, for the layers that have them.
+    """
+    y = torch.empty_like(x)
+    for placed, room in zip(layers.rooms, rooms, strict=True):
+        placed.keys, placed.values, placed.head_stride, placed.stride, placed.count = room
+    tables = [angle.data_ptr() for angle in angles] or (None, None)
+    library().decode(
+        layers.placed, len(layers.placed), layers.rooms, x.data_ptr(), *tables, query_scale, y.data_ptr(),
+        torch.get_num_threads(),
     )  # fmt: skip
     return y

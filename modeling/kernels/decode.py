@@ -2,8 +2,8 @@
 
 A decode step is bound by reading weights, which torch reads at half to three quarters of the memory's speed, and in
 small models by the calls between products. `begin_few_rows` decides once a pass whether the fast way serves. What it
-gives computes half a layer each time, or of one token a whole layer, or says None: then the modules are called. The
-numbers are the modules', with their roundings.
+gives computes half a layer each time, or of one token a whole layer or all layers, or says None: then the modules are
+called. The numbers are the modules', with their roundings.
 
 A layer that is adapted or watched is called as a module, and those beside it are not.
 
@@ -11,14 +11,24 @@ Shapes: B batch, T tokens, H hidden size.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from .cache_room import append
-from .cpp_layer import FirstHalf, SecondHalf, finish, prepare_first_half, prepare_second_half, project
+from .cache_room import append, room_for_token
+from .cpp_layer import (
+    FirstHalf,
+    Layers,
+    SecondHalf,
+    decode,
+    finish,
+    prepare_first_half,
+    prepare_layers,
+    prepare_second_half,
+    project,
+)
 from .cpu import apply_linear, can_use_shortcut
 from .few_rows_pass import Linears
 from .known_modules import formula_of, state_of, unwatched_formula
@@ -48,6 +58,19 @@ class _Layer(NamedTuple):
     has_experts: bool
 
 
+class _Decoder(NamedTuple):
+    """What is known of all layers, where one call computes them."""
+
+    layers: Layers
+    config: Any
+    caches: list[tuple[int, int, int]]
+    """Of each layer its place in a cache, the heads of keys, and the numbers of a head."""
+    rotated: int
+    """Numbers of a head in layers that rotate; 0 if none does."""
+    is_tuned: bool
+    has_experts: bool
+
+
 def begin_few_rows(
     x: torch.Tensor, options: Mapping[str, Any], modules: Sequence[nn.Module] = ()
 ) -> "FewRows | None":
@@ -71,6 +94,73 @@ def apply_head(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 class FewRows(SecondHalves):
     """A pass of few rows through a decoder."""
+
+    def token(
+        self,
+        layers: Sequence[Any],
+        x: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, ...],
+        attention_masks: Iterable[Any],
+        position_ids: torch.Tensor,
+        cache: Any,
+    ) -> torch.Tensor | None:
+        """One token through all layers by one kernel call; None, with an unchanged cache, where it takes more.
+
+        Args:
+            layers: the decoder's, in order.
+            x: the first one's input.
+            position_embeddings: as in `Attention.forward`, like the others.
+            attention_masks: of all layers.
+            position_ids: likewise.
+            cache: likewise.
+        """
+        if self.state is None or any(mask is not None for mask in attention_masks):
+            return None
+        if not self._sees_all_keys(x, None, cache) or not self._takes(x):
+            return None
+        key = "all", len(layers)
+        if key not in self.layers:
+            self.layers[key] = self._all_layers(layers)
+        known: _Decoder | None = self.layers[key]
+        if known is None or not self._ask(known.config).is_sdpa or (known.has_experts and not self.is_llamoe):
+            return None
+        if known.rotated and not _are_angles(*position_embeddings, head_dim=known.rotated):
+            return None
+        found = []
+        for index, heads, size in known.caches:
+            room = room_for_token(cache, index, heads, size, x.dtype)
+            if room is None:
+                return None
+            found.append(room)
+        scale = _temperature(known.config, position_ids) if known.is_tuned else 1.0
+        angles = position_embeddings if known.rotated else ()
+        rooms = [(*room.addresses, length) for _, room, length in found]
+        y = decode(x, known.layers, rooms, angles, scale)
+        for layer, room, length in found:
+            room.advance(layer, length)
+        return y
+
+    def _all_layers(self, layers: Sequence[Any]) -> _Decoder | None:
+        """What is known of all layers; None where one of them takes more than a call."""
+        found, caches, attentions = [], [], [layer.self_attn for layer in layers]
+        for layer, attention in zip(layers, attentions, strict=True):
+            known = self._whole_layer(layer)
+            if known is None or known.second is None or attention.config is not attentions[0].config:
+                return None
+            found.append((known, attention.use_rope, attention.use_temperature_tuning))
+            head_dim = known.first.head_dim
+            caches.append((attention.layer_idx, known.first.sizes[1] // head_dim, head_dim))
+        sizes = {size for (_, _, size), attention in zip(caches, attentions, strict=True) if attention.use_rope}
+        if not found or len(sizes) > 1 or len({index for index, _, _ in caches}) < len(caches):
+            return None
+        return _Decoder(
+            prepare_layers([(known.first, known.second, *switches) for known, *switches in found]),
+            attentions[0].config,
+            caches,
+            next(iter(sizes), 0),
+            any(is_tuned for _, _, is_tuned in found),
+            any(known.has_experts for known, *_ in found),
+        )
 
     def layer(
         self,

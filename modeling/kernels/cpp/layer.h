@@ -1,4 +1,4 @@
-// A decoder layer of one token in two calls, between which the cache takes its key and value.
+// A decoder layer of one token in two calls, between which the cache takes its key and value; or all layers in one.
 
 namespace {
 
@@ -20,6 +20,19 @@ struct SecondHalf {
   const Strides* strides;
   const Routing* how;
   float eps;
+};
+
+// A layer, and whether its queries and keys are rotated, and its queries scaled.
+struct Layer {
+  const FirstHalf* first;
+  const SecondHalf* second;
+  int64_t is_rotated, is_tuned;
+};
+
+// What a layer's cache holds, with place behind `count` tokens for one more.
+struct Room {
+  char *keys, *values;
+  int64_t head_stride, stride, count;
 };
 
 }  // namespace
@@ -59,5 +72,30 @@ void finish(const FirstHalf* half, const SecondHalf* second, const void* query, 
             threads);
   else if (second)
     normalized_feed_forward(bits, sum, second->norm, second->eps, y, 1, second->matrices, second->count, threads);
+}
+
+// All layers of a decoder for one token, whose keys and values go behind those that the caches have.
+void decode(const Layer* layers, int64_t count, const Room* rooms, const void* x, const float* cosines, const float* sines,
+            float query_scale, void* y, int threads) {
+  const int64_t bits = layers[0].first->bits, size = bytes_of(bits), width = layers[0].first->inputs[0].inputs * size;
+  std::vector<char> row((const char*)x, (const char*)x + width), projected;
+  for (int64_t i = 0; i < count; i++) {
+    const Layer& layer = layers[i];
+    const Matrix* inputs = layer.first->inputs;
+    const int64_t head = layer.first->head_dim * size, heads = inputs[1].outputs / layer.first->head_dim;
+    projected.resize((inputs[0].outputs + 2 * inputs[1].outputs) * size);
+    project(layer.first, row.data(), layer.is_rotated ? cosines : nullptr, sines, layer.is_tuned ? query_scale : 1.f,
+            projected.data(), threads);
+    const Room& room = rooms[i];
+    const char* key = projected.data() + inputs[0].outputs * size;
+    for (int64_t h = 0; h < heads; h++) {
+      const int64_t place = (h * room.head_stride + room.count * room.stride) * size;
+      std::memcpy(room.keys + place, key + h * head, head);
+      std::memcpy(room.values + place, key + (heads + h) * head, head);
+    }
+    finish(layer.first, layer.second, projected.data(), room.keys, room.head_stride, room.stride, room.values,
+           room.head_stride, room.stride, room.count + 1, row.data(), y, threads);
+    std::memcpy(row.data(), y, width);
+  }
 }
 }

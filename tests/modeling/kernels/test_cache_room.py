@@ -61,8 +61,8 @@ def test_a_window_is_followed_until_it_is_full(window, draw):
     in_place = []
 
     def look(number):
-        held = cache_room._HELD.get(cache.layers[0])
-        in_place.append(held is not None and held.views[0] is cache.layers[0].keys)
+        room = cache_room._ROOMS.get(cache.layers[0])
+        in_place.append(room is not None and room.views[0] is cache.layers[0].keys)
 
     other = appended(cache, draw, 40, change=look)
     assert cache.layers[0].get_mask_sizes(1) == other.layers[0].get_mask_sizes(1)
@@ -74,8 +74,8 @@ def test_a_window_is_followed_until_it_is_full(window, draw):
 def test_memory_is_taken_seldom_and_little_more_than_needed(draw, monkeypatch):
     made, with_room = [], cache_room._with_room
 
-    def count(cached, length):
-        made.append(with_room(cached, length))
+    def count(cached):
+        made.append(with_room(cached))
         return made[-1]
 
     monkeypatch.setattr(cache_room, "_with_room", count)
@@ -180,7 +180,7 @@ def test_a_layer_that_is_gone_leaves_no_memory(draw):
     cache.update(draw(9), draw(9), 0)
     appended(cache, draw, 3, layers=1)
     layer = cache.layers[0]
-    assert layer in cache_room._HELD
-    before = len(cache_room._HELD)
+    assert layer in cache_room._ROOMS
+    before = len(cache_room._ROOMS)
     del cache, layer
-    assert len(cache_room._HELD) == before - 1
+    assert len(cache_room._ROOMS) == before - 1

@@ -69,7 +69,13 @@ def taken(monkeypatch):
         counts[found is not None] += 1
         return found
 
+    def count_all(self, layers, *args, original=FewRows.token):
+        found = original(self, layers, *args)
+        counts[True] += len(layers) if found is not None else 0
+        return found
+
     monkeypatch.setattr(FewRows, "_attend_one_token", count)
+    monkeypatch.setattr(FewRows, "token", count_all)
     return counts
 
 
@@ -120,7 +126,7 @@ def test_steps_are_those_of_the_modules(case, dtype, taken, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
-def test_a_whole_layer_has_the_bits_of_its_halves(case, dtype, monkeypatch):
+def test_all_layers_have_the_bits_of_each_and_each_those_of_its_halves(case, dtype, taken, monkeypatch):
     model, wholes = CASES[case]().to(dtype), []
 
     def count(*args, original=decode.finish):
@@ -129,9 +135,41 @@ def test_a_whole_layer_has_the_bits_of_its_halves(case, dtype, monkeypatch):
 
     monkeypatch.setattr(decode, "finish", count)
     found = steps(model)
-    assert wholes and all(wholes)
+    # A full window drops what came first.
+    assert taken[True] == 10 * model.config.num_hidden_layers and (not wholes or case == "window")
+    monkeypatch.setattr(FewRows, "token", lambda *_: None)
+    assert torch.equal(steps(model), found) and wholes and all(wholes)
     monkeypatch.setattr(FewRows, "layer", lambda *_: None)
     assert torch.equal(steps(model), found) and not all(wholes)
+
+
+@pytest.mark.parametrize("case", ["dense", "llama 4"])
+def test_a_cache_that_grows_in_one_call_is_the_one_that_concatenates(case, monkeypatch):
+    """Over the end of a window of 64, long enough for new memory, and whatever happens to it in between."""
+    model, tokens = CASES[case](), ids(300)
+    changes = {
+        57: lambda cache: cache.crop(-3),
+        150: copy.deepcopy,
+        200: lambda cache: [setattr(layer, "keys", layer.keys.clone()) for layer in cache.layers],
+    }
+
+    @torch.no_grad()
+    def run():
+        found, cache = [], model(tokens[:, :50], use_cache=True).past_key_values
+        for i in range(50, 300):
+            if i in changes:
+                changed = changes[i](cache)
+                cache = changed if isinstance(changed, DynamicCache) else cache
+            found.append(model(tokens[:, i : i + 1], past_key_values=cache).logits)
+        return torch.cat(found, 1), cache
+
+    found, cache = run()
+    monkeypatch.setattr(FewRows, "token", lambda *_: None)
+    expected, concatenated = run()
+    assert torch.equal(found, expected) and cache.get_seq_length() == concatenated.get_seq_length()
+    for layer, its in zip(cache.layers, concatenated.layers, strict=True):
+        assert torch.equal(layer.keys, its.keys) and torch.equal(layer.values, its.values)
+        assert layer.get_mask_sizes(1) == its.get_mask_sizes(1)
 
 
 @pytest.mark.parametrize(
