@@ -209,7 +209,7 @@ def kernels(proof: Proof) -> None:
     """Few and many rows of a Scout-shaped mixture layer: beside the plain loop in float32, and the memory's speed."""
     clock = DeviceClock(proof.device) if proof.is_cuda else ProcessorClock(1 << 20)
     rates = measure_rates(
-        clock, torch.bfloat16, rounds=3, **({} if proof.is_cuda else dict(side=64, nbytes=1 << 20))
+        clock, proof.setting().dtype, rounds=3, **({} if proof.is_cuda else dict(side=64, nbytes=1 << 20))
     )
     proof.say("GB a second of a copy", round(rates.bytes_per_second / 1e9))
     for weights in formats_here(proof):
@@ -229,7 +229,8 @@ def kernels(proof: Proof) -> None:
             if proof.is_cuda and rows <= 64:
                 read = min(1, ids.unique().numel() / experts.num_experts) * _nbytes(experts)
                 share = read / proof.seconds(run) / rates.bytes_per_second
-                least = LEAST_BANDWIDTH if rows == 1 else 0.0
+                # Cards without bfloat16 have no kernel of ours.
+                least = LEAST_BANDWIDTH if rows == 1 and proof.has_bfloat16 else 0.0
                 proof.judge(f"{weights}, {rows} rows: share of the bandwidth", share, least=least)
         del model, experts, plain
         _free(proof)
@@ -529,7 +530,7 @@ def speed(proof: Proof) -> None:
     """Tokens a second of a few layers, and the share of the bandwidth at which their weights are read; told alone."""
     clock = DeviceClock(proof.device) if proof.is_cuda else ProcessorClock(1 << 20)
     rates = measure_rates(
-        clock, torch.bfloat16, rounds=3, **({} if proof.is_cuda else dict(side=64, nbytes=1 << 20))
+        clock, proof.setting().dtype, rounds=3, **({} if proof.is_cuda else dict(side=64, nbytes=1 << 20))
     )
     layers = 2 if proof.small else proof.layers(8)
     for weights in formats_here(proof):
