@@ -204,8 +204,8 @@ def section(results: dict[str, Any]) -> str:
 
     lines = [
         "One token of one row by torch without a compiler, under `sdpa` with a cache that grows, on a card like an "
-        "H100; without and with LoRA of rank 8 on all layers and experts. Launches are those of a layer, and bytes "
-        "those that it moves for each weight that it multiplies:",
+        "H100. Cells give the number without / with LoRA of rank 8 on all layers and experts. Launches are counted for "
+        "one layer, and bytes for each weight that the layer multiplies:",
         "",
         "| | weights | launches | waits of the host | bytes a weight |",
         "|---|---|---|---|---|",
@@ -214,9 +214,9 @@ def section(results: dict[str, Any]) -> str:
         lines.append(f"| {_NAMES[family]} | {weights} | {cells(family, weights, 'H100')} |")
     lines += [
         "",
-        "Prompts: the most memory beside the weights, in GB, of models with so many layers, and the kernel that "
-        f"torch's attention takes. The last column is one of {LENGTHS[0]} tokens behind {LENGTHS[1]} cached ones. A "
-        "picture's 144 tokens come on top:",
+        "Prompts: the peak memory beside the weights, in GB, of models with few layers, and the kernel that torch's "
+        f"attention chooses. In the last column a prompt of {LENGTHS[0]} tokens follows {LENGTHS[1]} cached tokens. A "
+        "picture's 144 tokens are added to a prompt:",
         "",
         f"| | layers | card like | weights | dtype | kernel | {LENGTHS[0]} tokens | {LENGTHS[1]} tokens | behind cached "
         "ones |",

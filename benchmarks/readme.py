@@ -111,10 +111,11 @@ def _measured(results: dict, name: str) -> list[str]:
         f"same weights; the outputs are compared. Every case stands in [the results]"
         f"(../benchmarks/results/{name}.md), which these commands wrote:",
         commands,
-        "Stock's time over ours, each in its fastest mode. T tokens are one row's, B tokens are one of each row:",
+        "Stock's time divided by llamoe's, each in its fastest mode. T tokens are a prompt of one row; B tokens are one token "
+        "in each of B rows:",
         "\n".join(rows),
-        "Ten more that decide something: stock's time over ours, for LoRA and offloading ours over theirs, and "
-        "memory. Noise is how far stock differs from itself when it is measured twice. All others stand in "
+        "Ten more figures: stock's time divided by llamoe's; for LoRA and offloading llamoe's divided by the other's; "
+        "and memory. Noise is how far stock differs from itself when it is measured twice. All other figures are in "
         f"[the results](../benchmarks/results/{name}.md#what-is-wanted):",
         "\n".join(figures),
     ]
@@ -139,24 +140,23 @@ DECISIVE = {
 PROMPT = 128
 """Tokens of the prompt in the tables."""
 FEW_BITS_SAID = (
-    "Experts and linear layers in 8 or 4 bits, read at the speed of the memory. Bytes of the weights, and on one CPU "
-    "core milliseconds a token / milliseconds for a prompt of 128 tokens, beside llama.cpp's bf16, q8_0 and q4_0, of "
-    "models of 114 million (dense) and 197 million parameters (mixture). Other programs ran beside them, which makes "
-    "all slower: compare times within a column:"
+    "Experts and linear layers in 8 or 4 bits, which are read at the speed of the memory. Each cell gives the bytes of "
+    "the weights, and on one CPU core the milliseconds for a token / for a prompt of 128 tokens. The models have 114 "
+    "million (dense) and 197 million parameters (mixture); llama.cpp's types are bf16, q8_0 and q4_0:"
 )
 FEW_BITS = (
-    "MB of the weights, and on one thread milliseconds for a token of one row by `generate` / milliseconds for a "
-    "prefill of 128 tokens, on models of 114 million (dense) and 197 million parameters (mixture); llama.cpp's types "
-    "are bf16, q8_0 and q4_0. Other programs ran beside them, which makes all slower: compare times within a column:"
+    "Each cell gives the bytes of the weights, and on one thread the milliseconds for a token by `generate` / for a "
+    "prompt of 128 tokens. The models have 114 million (dense) and 197 million parameters (mixture); llama.cpp's types "
+    "are bf16, q8_0 and q4_0:"
 )
 OVER_OTHERS = (
-    "Our time over llama.cpp's in the same type, in brackets what is wanted at most; and what a second thread gains us "
-    "over what it gains llama.cpp, in brackets the least that is wanted:"
+    "llamoe's time divided by llama.cpp's in the same type, with the target (a maximum) in brackets. The last column is "
+    "the speedup by a second thread divided by llama.cpp's speedup, with the target (a minimum) in brackets:"
 )
 WIDTHS = {"16 bit": "bfloat16", "int8": "int8", "int4": "int4"}
-MACHINES = {"cpu": "{processor}, {instructions}", "cpu_avx2": "the same, held to AVX2"}
+MACHINES = {"cpu": "{processor}, {instructions}", "cpu_avx2": "the same machine, limited to AVX2"}
 NOT_MEASURED = (
-    "| ***a processor that has AVX2 and no more*** | not measured | | |",
+    "| ***a processor without AVX-512*** | not measured | | |",
     "| ***ARM, with NEON*** | not measured: right numbers under emulation | | |",
 )
 

@@ -493,7 +493,7 @@ def test_few_bits_from_the_cases_to_the_reports(tmp_path, monkeypatch, clock):
     # Of machines that were not measured rows say so.
     rows = readme.few_bits_rows(results, results)
     assert [row.count("MB, ") for row in rows] == [0, 0, 0, 3, 3, 0, 3, 3, 0, 0]
-    assert "held to AVX2" in rows[5] and "NEON" in rows[-1] and "not measured" in rows[-1]
+    assert "limited to AVX2" in rows[5] and "NEON" in rows[-1] and "not measured" in rows[-1]
     assert "| dense, llamoe | " in readme.section(results, None)
     assert f"int4 ({four / 1e6:.0f} MB, " in (tmp_path / "cpu.md").read_text()
 
