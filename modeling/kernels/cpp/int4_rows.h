@@ -40,13 +40,7 @@ void int4_rows(const ByteRows& x, const uint8_t* codes, const uint32_t* scales, 
       }
     }
     const uint32_t* its = scales + p * kPart / group * scale_stride;
-    // Scales of a group lie far from those of the next one, which no processor foresees; after the last group come those of
-    // the next outputs.
-    const int64_t next = p + 4;
-    const uint32_t* then = next * kPart < inputs ? scales + next * kPart / group * scale_stride
-                                                 : scales + kBlock + (next * kPart - inputs) / group * scale_stride;
-    // Of a mapped file they begin anywhere, and lie in five lines of the cache.
-    for (int i = 0; i < 5; i++) __builtin_prefetch((const char*)then + std::min(64 * i, 255));
+    ask_for_scales(scales, scale_stride, p, inputs, group);
     for (int v = 0; v < kVectors; v++) {
       const Words both = words_of(its, v);
       const Floats scale = (Floats)(both << 16), of_8 = (Floats)(both & 0xffff0000);
