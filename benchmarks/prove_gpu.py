@@ -415,7 +415,9 @@ def offload(proof: Proof) -> None:
             memory.pinned = original
         if place == "cpu":
             stacks = sum(_nbytes(each) for each in resident.modules() if hasattr(each, "takes_llamoe_paths"))
-            proof.judge("experts in RAM: bytes asked to be locked over theirs", asked[0] / stacks, most=MOST_PINNED)
+            proof.judge(
+                "experts in RAM: bytes asked to be locked over theirs", asked[0] / stacks, most=MOST_PINNED
+            )
             # Drivers that Linux does not count say nothing.
             if (used := _pinned_bytes() - before) > 0:
                 proof.judge("experts in RAM: locked bytes over theirs", used / stacks, most=MOST_PINNED)

@@ -277,22 +277,34 @@ def test_memory_of_prompts_is_within_absolute_limits(place):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_prompts_and_graphs_are_fresh(family):
-    """All of the committed file, but decode steps."""
+    """Of the committed file those in 16 bits, and graphs of int4 with adapters."""
     results = json.loads(gpu_budgets.RESULTS.read_text())
     rows = [case for case in gpu_budgets.prefill_cases() if case["family"] == family]
-    assert [row for row in results["prefill"] if row["family"] == family] == [
-        gpu_budgets.prefill(row) for row in rows
-    ]
+    ours = [row for row in results["prefill"] if row["family"] == family]
+    assert [{key: row[key] for key in case} for row, case in zip(ours, rows, strict=True)] == rows
+    plain = [row for row in ours if row["weights"] == "bf16"]
+    assert plain == [gpu_budgets.prefill(row) for row in rows if row["weights"] == "bf16"]
     compiled = [row for row in results["compiled"] if row["family"] == family]
-    assert compiled == [gpu_budgets.graphs(family) for _ in compiled]
-    assert len(compiled) == (family != "llama4-pictures")
+    assert len(compiled) == 8 * (family != "llama4-pictures")
+    some = [row for row in compiled if (row["weights"], row["lora"]) in (("bf16", False), ("int4", True))]
+    assert some == [gpu_budgets.graphs(family, row["weights"], row["lora"]) for row in some]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_rows_of_prompts_and_graphs_are_fresh(family):
+    results = json.loads(gpu_budgets.RESULTS.read_text())
+    for row in results["prefill"]:
+        assert row["family"] != family or gpu_budgets.prefill(row) == row
+    for row in results["compiled"]:
+        assert row["family"] != family or gpu_budgets.graphs(family, row["weights"], row["lora"]) == row
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_decode_steps_are_fresh(family):
     rows = [row for row in json.loads(gpu_budgets.RESULTS.read_text())["decode"] if row["family"] == family]
-    assert len(rows) == 48
+    assert len(rows) == 96
     for row in rows:
         assert gpu_budgets.decode({key: row[key] for key in row if key in gpu_budgets.KEYS}) == row
 

@@ -102,7 +102,9 @@ def room_for_token(
         room = _ROOMS[layer] = Room(keys, values)
     # The cache of another model, or in another dtype.
     _, its_heads, _, its_size = room.memory[0].shape
-    return (layer, room, length) if (its_heads, its_size, room.memory[0].dtype) == (heads, size, dtype) else None
+    return (
+        (layer, room, length) if (its_heads, its_size, room.memory[0].dtype) == (heads, size, dtype) else None
+    )
 
 
 def _fits(cached: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:

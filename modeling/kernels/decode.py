@@ -150,7 +150,9 @@ class FewRows(SecondHalves):
             found.append((known, attention.use_rope, attention.use_temperature_tuning))
             head_dim = known.first.head_dim
             caches.append((attention.layer_idx, known.first.sizes[1] // head_dim, head_dim))
-        sizes = {size for (_, _, size), attention in zip(caches, attentions, strict=True) if attention.use_rope}
+        sizes = {
+            size for (_, _, size), attention in zip(caches, attentions, strict=True) if attention.use_rope
+        }
         if not found or len(sizes) > 1 or len({index for index, _, _ in caches}) < len(caches):
             return None
         return _Decoder(

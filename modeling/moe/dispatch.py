@@ -114,7 +114,7 @@ def compute_experts(
     elif reason := why_not(path, experts, num_rows, dtype, needs_gradient, is_adapted):
         raise ValueError(f'experts_implementation="{_name(path)}": {reason} Choose "{IMPLEMENTATION}".')
 
-    if path != "kernel" and hidden_states.is_cuda:
+    if path != "kernel" and hidden_states.is_cuda and not is_traced:
         _refuse_capture(path, dtype, hidden_states.device)
     x_TH = hidden_states.to(dtype)
     host_counts = path == "loop" and not (needs_gradient or is_traced)
@@ -142,7 +142,7 @@ def compute_experts(
 
 def _refuse_capture(path: Path, dtype: torch.dtype, device: torch.device) -> None:
     """Say it in a sentence where CUDA would end the capture of a graph with an error of its own."""
-    if torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
+    if not torch.cuda.is_current_stream_capturing():
         return
     if path == "loop" or dtype != torch.bfloat16 or grouped_mm_waits(device):
         raise RuntimeError(
