@@ -111,8 +111,8 @@ def _measured(results: dict, name: str) -> list[str]:
         f"same weights; the outputs are compared. Every case stands in [the results]"
         f"(../benchmarks/results/{name}.md), which these commands wrote:",
         commands,
-        "Stock's time divided by llamoe's, each in its fastest mode. T tokens are a prompt of one row; B tokens are one token "
-        "in each of B rows:",
+        "Stock's time divided by llamoe's, each in its fastest mode. T tokens are a prompt of one row; B tokens are one "
+        "token in each of B rows:",
         "\n".join(rows),
         "Ten more figures: stock's time divided by llamoe's; for LoRA and offloading llamoe's divided by the other's; "
         "and memory. Noise is how far stock differs from itself when it is measured twice. All other figures are in "
@@ -150,8 +150,8 @@ FEW_BITS = (
     "are bf16, q8_0 and q4_0:"
 )
 OVER_OTHERS = (
-    "llamoe's time divided by llama.cpp's in the same type, with the target (a maximum) in brackets. The last column is "
-    "the speedup by a second thread divided by llama.cpp's speedup, with the target (a minimum) in brackets:"
+    "llamoe's time divided by llama.cpp's in the same type, with the target (a maximum) in brackets. The last column "
+    "is the speedup by a second thread divided by llama.cpp's speedup, with the target (a minimum) in brackets:"
 )
 WIDTHS = {"16 bit": "bfloat16", "int8": "int8", "int4": "int4"}
 MACHINES = {"cpu": "{processor}, {instructions}", "cpu_avx2": "the same machine, limited to AVX2"}
