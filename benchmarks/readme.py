@@ -111,8 +111,8 @@ def _measured(results: dict, name: str) -> list[str]:
         f"same weights; the outputs are compared. Every case stands in [the results]"
         f"(../benchmarks/results/{name}.md), which these commands wrote:",
         commands,
-        "Stock's time divided by llamoe's, each in its fastest mode. T tokens are a prompt of one row; B tokens are one "
-        "token in each of B rows:",
+        "Stock's time divided by llamoe's, each in its fastest mode. T tokens are a prompt of one row; B tokens are "
+        "one token in each of B rows:",
         "\n".join(rows),
         "Ten more figures: stock's time divided by llamoe's; for LoRA and offloading llamoe's divided by the other's; "
         "and memory. Noise is how far stock differs from itself when it is measured twice. All other figures are in "
