@@ -362,7 +362,6 @@ class Layers(NamedTuple):
     """All layers of a decoder by their addresses, which are right as long as the tensors are there."""
 
     placed: Any
-    rooms: Any
     kept: Any
     """What `placed` has addresses of."""
 
@@ -373,7 +372,7 @@ def prepare_layers(layers: Sequence[tuple[FirstHalf, SecondHalf, bool, bool]]) -
     for each, (first, second, is_rotated, is_tuned) in zip(placed, layers, strict=True):
         each.first, each.second = ctypes.addressof(first.placed), ctypes.addressof(second.placed)
         each.is_rotated, each.is_tuned = is_rotated, is_tuned
-    return Layers(placed, (_Room * len(layers))(), list(layers))
+    return Layers(placed, list(layers))
 
 
 def decode(
@@ -393,11 +392,11 @@ def decode(
         angles: as in `project`, like `query_scale`, for the layers that have them.
     """
     y = torch.empty_like(x)
-    for placed, room in zip(layers.rooms, rooms, strict=True):
-        placed.keys, placed.values, placed.head_stride, placed.stride, placed.count = room
+    count = len(layers.placed)
+    # Of this call alone: others may run in other threads.
+    placed_rooms = (_Room * count)(*rooms)
     tables = [angle.data_ptr() for angle in angles] or (None, None)
     library().decode(
-        layers.placed, len(layers.placed), layers.rooms, x.data_ptr(), *tables, query_scale, y.data_ptr(),
-        torch.get_num_threads(),
+        layers.placed, count, placed_rooms, x.data_ptr(), *tables, query_scale, y.data_ptr(), torch.get_num_threads()
     )  # fmt: skip
     return y

@@ -1,6 +1,7 @@
 """A decode step of one row in a few calls: the modules' numbers; modules are called wherever somebody looks."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -201,6 +202,16 @@ def test_threads_change_nothing():
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(*found)
+
+
+def test_threads_that_share_a_model_have_their_own_caches():
+    model, prompts = text(), [ids(20)[:, start:] for start in range(4)]
+    options = dict(max_new_tokens=40, do_sample=False, pad_token_id=0)
+    expected = [model.generate(prompt, **options) for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        for _ in range(3):
+            found = pool.map(lambda prompt: model.generate(prompt, **options), prompts)
+            assert all(map(torch.equal, found, expected))
 
 
 def test_what_is_no_number_stays_so(taken):
