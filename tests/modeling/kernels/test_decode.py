@@ -206,7 +206,7 @@ def test_threads_change_nothing():
 
 def test_threads_that_share_a_model_have_their_own_caches():
     model, prompts = text(), [ids(20)[:, start:] for start in range(4)]
-    options = dict(max_new_tokens=40, do_sample=False, pad_token_id=0)
+    options = dict(max_new_tokens=20, do_sample=False, pad_token_id=0)
     expected = [model.generate(prompt, **options) for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
         for _ in range(3):
