@@ -295,7 +295,12 @@ def test_rows_of_prompts_and_graphs_are_fresh(family):
 def test_all_rows_of_prompts_and_graphs_are_fresh(family):
     results = json.loads(gpu_budgets.RESULTS.read_text())
     for row in results["prefill"]:
-        assert row["family"] != family or gpu_budgets.prefill(row) == row
+        if row["family"] == family:
+            found = gpu_budgets.prefill(row)
+            # bitsandbytes keeps a small table from the first use on.
+            for peak in ("peak", "peak_behind"):
+                assert found.pop(peak) == pytest.approx(row.pop(peak), rel=1e-6)
+            assert found == row
     for row in results["compiled"]:
         assert row["family"] != family or gpu_budgets.graphs(family, row["weights"], row["lora"]) == row
 
