@@ -397,6 +397,10 @@ def test_saved_folders_load_again(how, text_folder, ids, tmp_path):
     model.save_pretrained(tmp_path, **how)
     variant = {"variant": how["variant"]} if "variant" in how else {}
     again = CAUSAL.from_pretrained(tmp_path, **variant).eval()
+    # Where numbers begin in a file decides on last bits of products on some processors.
+    for each in (resident, again):
+        for weight in each.parameters():
+            weight.data = weight.data.clone()
     check_equal(resident, again, ids)
 
 
