@@ -51,6 +51,6 @@ def test_peak_memory(weights, tmp_path):
         result = programs.run(["-c", MEASURE, *arguments], timeout=120)
         assert result.returncode == 0, result.stderr
         peak, final = map(int, result.stdout.split())
-        # One expert in 16 bit, and what loading takes at any size.
-        more = 3e6 + (2 * 3 * 512 * 1024 if what == "quantize" else 0)
+        # One expert in 16 bit, and what loading takes at any size: 3 MB and a little, by how threads meet.
+        more = 3.5e6 + (2 * 3 * 512 * 1024 if what == "quantize" else 0)
         assert final > 27e6 and peak < 1.05 * final + more, (what, peak, final)
