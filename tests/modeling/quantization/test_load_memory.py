@@ -48,9 +48,13 @@ def test_peak_memory(weights, tmp_path):
     filled(model.to_empty(device="cpu")).save_pretrained(tmp_path / "plain")
     for what, folder in (("quantize", "plain"), ("load", "packed")):
         arguments = (tmp_path / folder, what, weights, tmp_path / "packed")
-        result = programs.run(["-c", MEASURE, *arguments], timeout=120)
-        assert result.returncode == 0, result.stderr
-        peak, final = map(int, result.stdout.split())
-        # One expert in 16 bit, and what loading takes at any size: 3 MB and a little, by how threads meet.
-        more = 3.5e6 + (2 * 3 * 512 * 1024 if what == "quantize" else 0)
+        runs = []
+        # Other work on the machine decides which threads' memory meets: the smaller of two peaks is loading's own.
+        for _ in range(2):
+            result = programs.run(["-c", MEASURE, *arguments], timeout=120)
+            assert result.returncode == 0, result.stderr
+            runs.append(tuple(map(int, result.stdout.split())))
+        peak, final = min(runs)
+        # One expert in 16 bit, and what loading takes at any size.
+        more = 3e6 + (2 * 3 * 512 * 1024 if what == "quantize" else 0)
         assert final > 27e6 and peak < 1.05 * final + more, (what, peak, final)
