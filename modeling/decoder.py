@@ -208,9 +208,10 @@ class DecoderModel(LlamoePreTrainedModel):
         # config meanwhile.
         attention_types = self.attention_types[: self.config.num_hidden_layers]
         layers = list(zip(self.layers, attention_types, strict=False))
-        if few_rows is not None and few_rows.is_one_token:
-            whole = [layer for layer, _ in layers], hidden_states, position_embeddings, mask_mapping.values()
-            fast = few_rows.token(*whole, position_ids, past_key_values)
+        if few_rows is not None:
+            only_layers, masks = [layer for layer, _ in layers], mask_mapping.values()
+            context = position_embeddings, masks, position_ids, past_key_values
+            fast = few_rows.token(only_layers, hidden_states, *context)
             if fast is not None:
                 hidden_states, layers = fast, []
         for index, (layer, attention_type) in enumerate(layers):

@@ -14,14 +14,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 _LEAST = 128
-"""Layers with fewer tokens are copied for each token where they are appended to one by one, as transformers does: that
-costs little."""
+"""`append` copies a cache layer with fewer tokens for each new token, as transformers does: that is cheap."""
 _MORE = 8
 """New memory has room for an eighth more tokens than are there, and for `_LEAST` more at least."""
 
 
 class Room:
-    """Memory of a layer, of which its keys and values are views, with place for one more token.
+    """Memory of a cache layer. The layer's keys and values are views of it, with room behind them for more tokens.
 
     Attributes:
         memory: keys and values, `[1, key heads, room, head_dim]`.
@@ -38,12 +37,12 @@ class Room:
         self.addresses = first.data_ptr(), second.data_ptr(), first.stride(1), first.stride(2)
 
     def advance(self, layer: Any, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's keys and values with the next token, which has been written, after so many."""
+        """Lengthen the keys and values by the token that was written behind the first `length`; returns both."""
         views = self.memory[0].narrow(2, 0, length + 1), self.memory[1].narrow(2, 0, length + 1)
         layer.keys, layer.values = views
         if type(layer) is DynamicSlidingWindowLayer:
             layer.cumulative_length = length + 1
-        # Last: after an interrupt in between the layer is not what it was given.
+        # Last, so that after an interrupt the next token copies the layer to new memory.
         self.views = views
         return views
 
@@ -69,7 +68,9 @@ def append(
 def room_for_token(
     cache: Any, index: int, heads: int, size: int, dtype: torch.dtype, least: int = 1
 ) -> tuple[DynamicLayer, Room, int] | None:
-    """A cache's layer, its room, and its tokens; None where one more does more than to follow them.
+    """A cache's layer, memory with room for one more token, and the number of its tokens.
+
+    None if the layer does anything else with a new token than to store it behind the others.
 
     Args:
         cache: any cache.
@@ -87,7 +88,7 @@ def room_for_token(
     keys, values = layer.keys, layer.values
     length = keys.shape[2]
     if type(layer) is DynamicSlidingWindowLayer:
-        # The last token that a window holds makes it drop the first one.
+        # A full window drops its first token for each new one.
         if layer.record_past or not layer.cumulative_length == length < layer.sliding_window - 1:
             return None
     elif type(layer) is not DynamicLayer:
@@ -100,7 +101,7 @@ def room_for_token(
     is_usable = is_ours and room.memory[0].is_inference() == torch.is_inference_mode_enabled()
     if not is_usable or length == room.memory[0].shape[2]:
         room = _ROOMS[layer] = Room(keys, values)
-    # The cache of another model, or in another dtype.
+    # The cache may be of another model, or have another dtype.
     _, its_heads, _, its_size = room.memory[0].shape
     return (
         (layer, room, length) if (its_heads, its_size, room.memory[0].dtype) == (heads, size, dtype) else None

@@ -393,7 +393,7 @@ def decode(
     """
     y = torch.empty_like(x)
     count = len(layers.placed)
-    # Of this call alone: others may run in other threads.
+    # Each call has its own: threads that share a model decode at the same time.
     placed_rooms = (_Room * count)(*rooms)
     tables = [angle.data_ptr() for angle in angles] or (None, None)
     library().decode(

@@ -131,7 +131,7 @@ def route_by_position(monkeypatch) -> None:
             router.balancing_bias = None
 
     monkeypatch.setattr(Router, "choose", choose)
-    # Kernels that know its formula would choose by themselves.
+    # Without this mark the compiled kernels call the router instead of choosing experts themselves.
     monkeypatch.delattr(Router.forward, "formula")
 
 

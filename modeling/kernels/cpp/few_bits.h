@@ -87,13 +87,13 @@ void quantize(const float* x, int64_t rows, int64_t inputs, int64_t bits, ByteRo
     }
 }
 
-// Asks for the scales of 64 outputs that come four parts later. Those of a group lie far from those of the next one, which
-// no processor foresees; after the last group come those of the next outputs.
+// Prefetches the scales that 64 outputs need four parts later. Scales of two groups lie far apart, so that no processor
+// prefetches them by itself. After the last group come the scales of the next 64 outputs.
 __attribute__((always_inline)) inline void ask_for_scales(const uint32_t* scales, int64_t stride, int64_t part, int64_t inputs, int64_t group) {
   const int64_t next = part + 4;
   const uint32_t* its = next * kPart < inputs ? scales + next * kPart / group * stride
                                               : scales + kBlock + (next * kPart - inputs) / group * stride;
-  // Of a mapped file they begin anywhere, and lie in five lines of the cache.
+  // In a mapped file 256 bytes of scales may begin within a cache line, and then lie in five lines.
   for (int i = 0; i < 5; i++) __builtin_prefetch((const char*)its + std::min(64 * i, 255));
 }
 
