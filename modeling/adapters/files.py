@@ -86,6 +86,11 @@ def _check_weights(model: PreTrainedModel, path: str) -> dict[str, TensorHeader]
 
 
 _KINDS = {"rank_pattern": dict, "alpha_pattern": dict, "alora_invocation_tokens": list}
+# What may be one of a type, or a list of them.
+_ONE_OR_MORE = {
+    "layers_to_transform": int,
+    **dict.fromkeys(("exclude_modules", "layers_pattern", "modules_to_save", "target_modules"), str),
+}
 
 
 def _read_config(name_or_path: str | os.PathLike, download: Mapping[str, Any]) -> Any:
@@ -103,11 +108,11 @@ def _read_config(name_or_path: str | os.PathLike, download: Mapping[str, Any]) -
         for name, kind in _KINDS.items():
             if not isinstance(value := getattr(config, name, None), kind | NoneType):
                 raise TypeError(f"{name} = {value!r} is not a {kind.__name__}")
-        layers = getattr(config, "layers_to_transform", None)
-        if not all(type(layer) is int for layer in (layers if isinstance(layers, list) else [layers or 0])):
-            raise TypeError(
-                f"layers_to_transform = {layers!r} is neither a number of a layer nor a list of them"
-            )
+        for name, kind in _ONE_OR_MORE.items():
+            value = getattr(config, name, None)
+            several = value if isinstance(value, list | tuple | set) else () if value is None else (value,)
+            if any(type(each) is not kind for each in several):
+                raise TypeError(f"{name} = {value!r} is neither {kind.__name__} nor a list of them")
         return config
     # peft does not check the types of fields.
     except Exception as error:

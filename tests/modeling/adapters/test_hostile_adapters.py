@@ -128,7 +128,7 @@ def test_hostile_config_of_an_adapter(damage, by, adapter, model_folders, guard,
     [
         {"task_type": [[]]}, {"peft_type": 1}, {"megatron_config": 1}, {"init_lora_weights": 7},
         {"lora_bias": 1}, {"target_parameters": "../x"},
-        {"layers_to_transform": "1"},
+        {"layers_to_transform": "1"}, {"exclude_modules": True}, {"modules_to_save": [["lm_head"]]},
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
