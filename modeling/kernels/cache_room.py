@@ -99,7 +99,7 @@ def room_for_token(
         return None
     # A tensor that was made in inference mode cannot be written outside of it.
     is_usable = is_ours and room.memory[0].is_inference() == torch.is_inference_mode_enabled()
-    if not is_usable or length == room.memory[0].shape[2]:
+    if room is None or not is_usable or length == room.memory[0].shape[2]:
         room = _ROOMS[layer] = Room(keys, values)
     # The cache may be of another model, or have another dtype.
     _, its_heads, _, its_size = room.memory[0].shape
