@@ -7,6 +7,7 @@ request fits into one chunk; longer requests are refused.
 """
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from ._compat import CACHE
 from .adapters import names_of_tiles, repeat_names
 from .attention import rules_of
 from .input_checks import check_tensors
+from .kernels import Tokens
 from .moe import check_kernels, forget_factors
 
 
@@ -36,6 +38,67 @@ def _counted(position_ids: Any) -> Any:
 
 def _are_counted(model_kwargs: dict[str, Any]) -> bool:
     return getattr(model_kwargs.get("position_ids"), "are_counted", False)
+
+
+_GENERATED = {"attention_mask", "position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep"}
+_FOR_FIRST_PASS = {"inputs_embeds", "pixel_values", "mm_encoder_outputs"}
+"""Arguments of a forward pass that `generate` gives itself, and those that later passes do not get."""
+_CALLBACKS = {"logits_processor", "stopping_criteria", "streamer"}
+_SAMPLING = {*_CALLBACKS, "generation_config", "synced_gpus"}
+
+
+def _tokens_of(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Tokens | None:
+    """What decodes the tokens of one row, where each sees all before it, at its own index; otherwise None.
+
+    `kwargs` are those of `GenerationMixin._sample`.
+    """
+    config, mask = kwargs["generation_config"], kwargs.get("attention_mask")
+    positions = kwargs.get("position_ids")
+    decoder = getattr(model, "language_model", model)
+    methods = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
+    if (
+        not kwargs.keys() <= _GENERATED | _FOR_FIRST_PASS | _SAMPLING
+        or len(input_ids) != 1
+        or not (input_ids.is_cpu and kwargs.get("use_cache"))
+        or kwargs.get("synced_gpus")
+        or config.is_assistant
+        or config.prefill_chunk_size is not None
+        or config.output_attentions
+        or config.output_hidden_states
+        or (mask is not None and not (mask.ndim == 2 and bool(mask.all())))
+        or not (positions is None or _are_counted(kwargs))
+        or "tokens" not in inspect.signature(type(model).forward).parameters
+        or any(name in vars(model) or getattr(type(model), name).__module__ != __name__ for name in methods)
+        or model._compiled_call_impl is not None
+        or any(_wants_more(each.config) for each in {model, decoder})
+    ):
+        return None
+    sizes = [rule.local_size for rule in rules_of(decoder.config).values() if rule.is_local]
+    callbacks = [*kwargs["logits_processor"], *kwargs["stopping_criteria"], kwargs.get("streamer")]
+    return Tokens(decoder, min(sizes, default=None), any(map(_is_foreign, callbacks)))
+
+
+def _wants_more(config: Any) -> bool:
+    """Whether each pass returns more than logits."""
+    names = "attentions", "hidden_states", "router_logits", "expert_load"
+    return any(getattr(config, f"output_{name}", False) for name in names)
+
+
+def _is_foreign(callback: Any) -> bool:
+    """Whether code that is not transformers' runs in a part of its loop: a class, or a function in one of its own."""
+    if callback is None:
+        return False
+    is_own = type(callback).__module__.partition(".")[0] == "transformers"
+    return not is_own or any(callable(value) for value in vars(callback).values())
+
+
+def _grow(kwargs: dict[str, Any]) -> None:
+    """Lengthen what a prompt was given to the token after those that its cache has."""
+    count = kwargs[CACHE].get_seq_length() + 1
+    if (mask := kwargs.get("attention_mask")) is not None:
+        kwargs["attention_mask"] = torch.cat([mask, mask.new_ones(1, count - mask.shape[1])], dim=-1)
+    if (positions := kwargs.get("position_ids")) is not None:
+        kwargs["position_ids"] = _counted(torch.arange(count, dtype=positions.dtype)[None])
 
 
 class CheckedGeneration(GenerationMixin):
@@ -66,6 +129,18 @@ class CheckedGeneration(GenerationMixin):
         forget_factors(self)  # pyright: ignore[reportArgumentType]
         return super().generate(inputs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
+    # One row on a CPU: `Tokens` decodes, where it can, and masks and positions grow when they are asked for.
+
+    def _sample(self, input_ids, *args, **kwargs):
+        sample = super()._sample  # pyright: ignore[reportAttributeAccessIssue]
+        tokens = _tokens_of(self, input_ids, kwargs)
+        if tokens is None:
+            return sample(input_ids, *args, **kwargs)
+        try:
+            return sample(input_ids, *args, tokens=tokens, **kwargs)
+        finally:
+            tokens.end()
+
     # Positions that `generate` counts itself are the tokens' indices, where no mask hides a token. A model that is not
     # told them need not read them, which a GPU's host would wait for in each step.
 
@@ -74,6 +149,9 @@ class CheckedGeneration(GenerationMixin):
         return _counted(prepare(*args, **kwargs))
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
+        if "tokens" in model_kwargs:
+            model_kwargs[CACHE] = outputs[CACHE]
+            return model_kwargs
         were_counted = _are_counted(model_kwargs)
         update = super()._update_model_kwargs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         model_kwargs = update(outputs, model_kwargs, *args, **kwargs)
@@ -84,6 +162,11 @@ class CheckedGeneration(GenerationMixin):
     # transformers reads the names of arguments off this method.
     def prepare_inputs_for_generation(self, input_ids, *args, inputs_embeds=None, **kwargs):
         """Inputs of one step of `generate`."""
+        tokens = kwargs.pop("tokens", None)
+        if tokens is not None and not kwargs.get("is_first_iteration"):
+            if tokens.can_go_on(kwargs[CACHE]):
+                return {"input_ids": input_ids[:, -1:], "tokens": tokens}
+            _grow(kwargs)
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         has_fixed_length = getattr(inputs.get(CACHE), "is_compileable", False)

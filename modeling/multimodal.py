@@ -25,7 +25,7 @@ from .base import LlamoePreTrainedModel
 from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
 from .generation import MultimodalGeneration, is_first_pass
 from .input_checks import check_inputs, embed
-from .kernels import apply_linear
+from .kernels import Tokens, apply_linear
 from .vision import LlamoeVisionModel
 
 
@@ -358,13 +358,16 @@ class LlamoeForConditionalGeneration(MultimodalModel, MultimodalGeneration, Gene
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
+        tokens: Tokens | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LlamoeConditionalGenerationOutputWithPast:
         """Predict the next token of every position of texts with images.
 
-        The arguments are those of `MultimodalModel.forward`; `labels`, `logits_to_keep` and, among `kwargs`,
+        The arguments are those of `MultimodalModel.forward`; `labels`, `logits_to_keep`, `tokens` and, among `kwargs`,
         `skip_logits` are as in `CausalLM.forward`.
         """
+        if tokens is not None:
+            return self._output_class(**self.language_model(input_ids, tokens=tokens))
         return super().forward(
             input_ids=input_ids,
             pixel_values=pixel_values,

@@ -375,28 +375,31 @@ def prepare_layers(layers: Sequence[tuple[FirstHalf, SecondHalf, bool, bool]]) -
     return Layers(placed, list(layers))
 
 
+def place_rooms(rooms: Sequence[tuple[int, int, int, int, int]]) -> Any:
+    """Room for tokens in the caches of layers, as `decode` takes it.
+
+    Args:
+        rooms: of each layer the addresses of keys and values, the numbers between two heads and between two tokens, and
+            how many tokens are there; behind them is place for those that will be decoded.
+    """
+    return (_Room * len(rooms))(*rooms)
+
+
 def decode(
-    x: torch.Tensor,
-    layers: Layers,
-    rooms: Sequence[tuple[int, int, int, int, int]],
-    angles: tuple[torch.Tensor, ...],
-    query_scale: float,
+    x: torch.Tensor, layers: Layers, rooms: Any, angles: Sequence[int], query_scale: float
 ) -> torch.Tensor:
     """One token through all layers, each of which writes its key and value behind those that are there.
 
     Args:
         x: as in `project`.
         layers: made for rows of this dtype.
-        rooms: of each layer the addresses of keys and values in the same dtype, the numbers between two heads and two
-            tokens, and how many tokens are there; behind them is place for one more.
-        angles: as in `project`, like `query_scale`, for the layers that have them.
+        rooms: of keys and values in the same dtype, from `place_rooms`. They have a token more afterwards. Threads that
+            share a model need their own.
+        angles: addresses of what `project` is given, like `query_scale`, for the layers that have them.
     """
     y = torch.empty_like(x)
-    count = len(layers.placed)
-    # Each call has its own: threads that share a model decode at the same time.
-    placed_rooms = (_Room * count)(*rooms)
-    tables = [angle.data_ptr() for angle in angles] or (None, None)
+    placed, tables = layers.placed, angles or (None, None)
     library().decode(
-        layers.placed, count, placed_rooms, x.data_ptr(), *tables, query_scale, y.data_ptr(), torch.get_num_threads()
-    )  # fmt: skip
+        placed, len(placed), rooms, x.data_ptr(), *tables, query_scale, y.data_ptr(), torch.get_num_threads()
+    )
     return y

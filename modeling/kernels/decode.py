@@ -24,6 +24,7 @@ from .cpp_layer import (
     SecondHalf,
     decode,
     finish,
+    place_rooms,
     prepare_first_half,
     prepare_layers,
     prepare_second_half,
@@ -118,11 +119,8 @@ class FewRows(SecondHalves):
             return None
         if not self._sees_all_keys(x, None, cache) or not self._takes(x):
             return None
-        key = "all", len(layers)
-        if key not in self.layers:
-            self.layers[key] = self._all_layers(layers)
-        known: _Decoder | None = self.layers[key]
-        if known is None or not self._ask(known.config).is_sdpa or (known.has_experts and not self.is_llamoe):
+        known = self.all_layers(layers)
+        if known is None:
             return None
         if known.rotated and not _are_angles(*position_embeddings, head_dim=known.rotated):
             return None
@@ -132,16 +130,25 @@ class FewRows(SecondHalves):
             if room is None:
                 return None
             found.append(room)
-        scale = _temperature(known.config, position_ids) if known.is_tuned else 1.0
-        angles = position_embeddings if known.rotated else ()
-        rooms = [(*room.addresses, length) for _, room, length in found]
+        scale = temperature_at(known.config, position_ids.item()) if known.is_tuned else 1.0
+        angles = [table.data_ptr() for table in position_embeddings] if known.rotated else []
+        rooms = place_rooms([(*room.addresses, length) for _, room, length in found])
         y = decode(x, known.layers, rooms, angles, scale)
         for layer, room, length in found:
             room.advance(layer, length)
         return y
 
+    def all_layers(self, layers: Sequence[Any]) -> _Decoder | None:
+        """What is known of all layers; None where one token takes more than a call now."""
+        key = "all", len(layers)
+        if key not in self.layers:
+            self.layers[key] = self._all_layers(layers)
+        known: _Decoder | None = self.layers[key]
+        if known is None or not self._ask(known.config).is_sdpa or (known.has_experts and not self.is_llamoe):
+            return None
+        return known
+
     def _all_layers(self, layers: Sequence[Any]) -> _Decoder | None:
-        """What is known of all layers; None where one of them takes more than a call."""
         found, caches, attentions = [], [], [layer.self_attn for layer in layers]
         for layer, attention in zip(layers, attentions, strict=True):
             known = self._whole_layer(layer)
@@ -297,7 +304,7 @@ class FewRows(SecondHalves):
         if attention.use_rope and not _are_angles(*angles, head_dim=first.head_dim):
             return None
         tuned = attention.use_temperature_tuning
-        scale = _temperature(attention.config, position_ids) if tuned else 1.0
+        scale = temperature_at(attention.config, position_ids.item()) if tuned else 1.0
         projected = project(x, first, angles if attention.use_rope else (), scale)
         query, key, value = projected.split_with_sizes(first.sizes)
         shape = 1, -1, 1, first.head_dim
@@ -331,7 +338,7 @@ def _fits(keys: torch.Tensor, x: torch.Tensor, half: FirstHalf) -> bool:
     )
 
 
-def _temperature(config: Any, position_ids: torch.Tensor) -> float:
-    """The factor of the queries, as in `Attention`."""
-    steps = max(math.floor((position_ids.item() + 1) / config.floor_scale), 0)
+def temperature_at(config: Any, position: int | float) -> float:
+    """The factor of a position's queries, as in `Attention`."""
+    steps = max(math.floor((position + 1) / config.floor_scale), 0)
     return math.log1p(steps) * config.attn_scale + 1.0

@@ -29,7 +29,7 @@ struct Layer {
   int64_t is_rotated, is_tuned;
 };
 
-// What a layer's cache holds, with place behind `count` tokens for one more.
+// What a layer's cache holds, with place behind `count` tokens for more.
 struct Room {
   char *keys, *values;
   int64_t head_stride, stride, count;
@@ -74,8 +74,9 @@ void finish(const FirstHalf* half, const SecondHalf* second, const void* query, 
     normalized_feed_forward(bits, sum, second->norm, second->eps, y, 1, second->matrices, second->count, threads);
 }
 
-// All layers of a decoder for one token, whose keys and values go behind those that the caches have.
-void decode(const Layer* layers, int64_t count, const Room* rooms, const void* x, const float* cosines, const float* sines,
+// All layers of a decoder for one token, whose keys and values go behind those that the caches have: they have one more
+// afterwards.
+void decode(const Layer* layers, int64_t count, Room* rooms, const void* x, const float* cosines, const float* sines,
             float query_scale, void* y, int threads) {
   const int64_t bits = layers[0].first->bits, size = bytes_of(bits), width = layers[0].first->inputs[0].inputs * size;
   std::vector<char> row((const char*)x, (const char*)x + width), projected;
@@ -86,7 +87,7 @@ void decode(const Layer* layers, int64_t count, const Room* rooms, const void* x
     projected.resize((inputs[0].outputs + 2 * inputs[1].outputs) * size);
     project(layer.first, row.data(), layer.is_rotated ? cosines : nullptr, sines, layer.is_tuned ? query_scale : 1.f,
             projected.data(), threads);
-    const Room& room = rooms[i];
+    Room& room = rooms[i];
     const char* key = projected.data() + inputs[0].outputs * size;
     for (int64_t h = 0; h < heads; h++) {
       const int64_t place = (h * room.head_stride + room.count * room.stride) * size;
@@ -94,7 +95,7 @@ void decode(const Layer* layers, int64_t count, const Room* rooms, const void* x
       std::memcpy(room.values + place, key + (heads + h) * head, head);
     }
     finish(layer.first, layer.second, projected.data(), room.keys, room.head_stride, room.stride, room.values,
-           room.head_stride, room.stride, room.count + 1, row.data(), y, threads);
+           room.head_stride, room.stride, ++room.count, row.data(), y, threads);
     std::memcpy(row.data(), y, width);
   }
 }
