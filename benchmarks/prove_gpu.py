@@ -13,6 +13,7 @@ without a CUDA device. Results go to results/prove_gpu.json and .md, with date, 
 import argparse
 import gc
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -43,7 +44,7 @@ SMALL = dict(
     hidden_size=128, intermediate_size=192, num_attention_heads=8, num_key_value_heads=2, head_dim=32
 )
 SMALL |= dict(vocab_size=503, num_hidden_layers=4, max_position_embeddings=512, pad_token_id=0)
-MIXTURE = dict(num_local_experts=5, intermediate_size_mlp=320, attention_chunk_size=32, floor_scale=8)
+MIXTURE = dict(num_local_experts=6, intermediate_size_mlp=320, attention_chunk_size=32, floor_scale=8)
 VISION = dict(
     hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512, image_size=56
 )
@@ -550,22 +551,35 @@ def speed(proof: Proof) -> None:
 
 @torch.no_grad()
 def cards_together(proof: Proof) -> None:
-    """Two cards: `device_map="auto"`, beside one card. Expert parallelism and FSDP2 are not proved here."""
+    """Two cards beside one: `device_map="auto"`, and two processes with tensor and expert parallelism and FSDP2."""
     count = torch.cuda.device_count() if proof.is_cuda else 0
     proof.say("cards", count)
-    if count < 2:
+    if proof.is_cuda and count < 2:
         return
     folder = saved(proof, "llama4")
-    inputs = {name: each.to(proof.device) for name, each in inputs_of("llama4").items()}
-    one = llamoe.LlamoeForCausalLM.from_pretrained(folder, device_map={"": proof.device}).eval()
-    some = _nbytes(one) // 2 + (1 << 20)
-    two = llamoe.LlamoeForCausalLM.from_pretrained(
-        folder, device_map="auto", max_memory={0: some, 1: 8 * some}
-    ).eval()
-    places = {str(weight.device) for weight in two.parameters()}
-    proof.judge("cards that have weights", len(places), least=2)
-    error = (one(**inputs).logits - two(**inputs).logits.to(proof.device)).abs().max().item()
-    proof.judge("largest difference from one card", error, most=1e-4)
+    if proof.is_cuda:
+        inputs = {name: each.to(proof.device) for name, each in inputs_of("llama4").items()}
+        one = llamoe.LlamoeForCausalLM.from_pretrained(folder, device_map={"": proof.device}).eval()
+        some = _nbytes(one) // 2 + (1 << 20)
+        two = llamoe.LlamoeForCausalLM.from_pretrained(
+            folder, device_map="auto", max_memory={0: some, 1: 8 * some}
+        ).eval()
+        places = {str(weight.device) for weight in two.parameters()}
+        proof.judge("cards that have weights", len(places), least=2)
+        error = (one(**inputs).logits - two(**inputs).logits.to(proof.device)).abs().max().item()
+        proof.judge("largest difference from one card", error, most=1e-4)
+        del one, two
+        _free(proof)
+    results = proof.folder / "two_cards.json"
+    words = ["-m", "benchmarks.two_cards", str(folder), str(results), *([] if proof.is_cuda else ["--cpu"])]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    if done.returncode:
+        raise RuntimeError(f"two processes: {done.stderr.strip()[-200:]}")
+    for kind, found in json.loads(results.read_text()).items():
+        proof.judge(f"{kind}: largest difference of logits from one process", found["before"], most=1e-4)
+        proof.judge(f"{kind}: the same after a step of training", found["after"], most=1e-3)
+        proof.judge(f"{kind}: share of the weights that a process has", found["kept"], most=0.75)
 
 
 STEPS: dict[str, Callable[[Proof], None]] = {

@@ -9,6 +9,7 @@ import itertools
 import json
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
 from . import OURS, REFERENCE, cpu, gpu, is_of, report
@@ -22,34 +23,67 @@ COPIES = "an expert's for each token"
 GROUPS = {"cpu": cpu.GROUPS, "gpu": gpu.GROUPS}
 
 
-def summary(of_cpu: dict | None, of_gpu: dict | None, held: dict | None = None) -> str:
-    """The README's sentence on speed, how much longer stock takes; and its table of few bits.
+def summary(
+    of_cpu: dict | None,
+    of_gpu: dict | None,
+    held: dict | None = None,
+    others: Mapping[str, dict] | None = None,
+) -> str:
+    """The README's table of what stock does not do, a figure each; and its table of few bits.
 
     Args:
         of_cpu: results of `benchmarks.cpu`, or None.
         of_gpu: results of `benchmarks.gpu`, or None; no figure is taken from them.
         held: results of `benchmarks.cpu --hold avx2`, or None.
+        others: by name the results in `OTHERS` that there are.
     """
-    found = Results(of_cpu or {})
-    ratios = [
-        ("a decoding step of a decoder with 16 experts", found.ratio("decoder", phase="decode", tokens=1)),
-        ("its prefill of 1,024 tokens", found.ratio("decoder", phase="prefill", tokens=1024)),
-        ("a layer of 128 experts", found.ratio("block-128", tokens=1024, routing="uniform")),
+    figures = _figures(Results(of_cpu or {}), others or {})
+    lines = ["| | what it is | one figure |", "|---|---|---|"]
+    lines += [
+        f"| {title} | {said} | {figures.get(title) or 'not measured'} |" for title, said in FEATURES.items()
     ]
-    measured = [f"{ratio:.1f} times as much for {what}" for what, ratio in ratios if ratio is not None]
-    if measured:
-        said = f"Stock needs more time than llamoe on one CPU core: {', '.join(measured)}."
-        said += " [All figures](docs/performance.md)."
-    else:
-        said = "No figures of a CPU are committed."
-    bullet = textwrap.fill(f"- **Less work.** {said}", 118, subsequent_indent="  ")
-    rows = few_bits_rows(of_cpu, held)
-    if not rows:
-        return bullet
-    few = textwrap.fill(
-        f"- **[Quantization](docs/quantization.md).** {FEW_BITS_SAID}", 118, subsequent_indent="  "
+    paragraphs = ["\n".join(lines)]
+    if not of_cpu:
+        paragraphs.append("No figures of a CPU are committed.")
+    if rows := few_bits_rows(of_cpu, held):
+        paragraphs += [textwrap.fill(FEW_BITS_SAID, 118), "\n".join(rows)]
+    return "\n\n".join(paragraphs)
+
+
+def _figures(found: Results, others: Mapping[str, dict]) -> dict[str, str]:
+    """One figure by feature, where it was measured."""
+    less, quantized, offloaded, adapted, converted = FEATURES
+    figures = {}
+    if (ratio := found.ratio("decoder", phase="decode", tokens=1)) is not None:
+        figures[less] = (
+            f"a token of a decoder with 16 experts in {1 / ratio:.2f} of stock's time, on one CPU core"
+        )
+    over = found.over(f"{OURS}, int4", f"{OURS}, bfloat16", groups="few-bits", phase="decode", model="dense")
+    if over is not None:
+        figures[quantized] = (
+            f"a token in int4 in {over:.2f} of the time in 16 bit (114 million parameters, dense)"
+        )
+    if published := others.get(SCOUT):
+        run = published["found"]
+        figures[offloaded] = (
+            f"Scout, 109 billion parameters, within {run['budget'] / 1e9:.0f} GB of RAM: "
+            f"{run['decode']['tokens_per_second']:.2f} tokens a second, from a drive of "
+            f"{run['rates']['drive'] / 1e9:.1f} GB/s"
+        )
+    step, memory = (measure("adapters-128", tokens=512) for measure in (found.ratio, found.memory))
+    if step is not None and memory is not None:
+        figures[adapted] = (
+            f"128 experts: {1 / step:.2f} of the time and {memory:.2f} of the memory of peft's step"
+        )
+    case = next(
+        (each for each in others.get(CONVERSION, {}).get("cases", ()) if "to Meta" in each["case"]), None
     )
-    return "\n\n".join((bullet, few, "\n".join(rows)))
+    if case is not None:
+        figures[converted] = (
+            f"{others[CONVERSION]['bytes'] / 1e9:.1f} GB to Meta's files in {case['seconds']:.1f} s and "
+            f"{case['peak_bytes'] / 1e9:.2f} GB of memory"
+        )
+    return figures
 
 
 def section(of_cpu: dict | None, of_gpu: dict | None, held: dict | None = None) -> str:
@@ -139,10 +173,29 @@ DECISIVE = {
 
 PROMPT = 128
 """Tokens of the prompt in the tables."""
+FEATURES = {
+    "**[Less work](docs/performance.md)**": "the same numbers by fewer and larger products",
+    "**[Quantization](docs/quantization.md)**": "experts and linear layers in 8 or 4 bits, read at the memory's speed",
+    "**[Expert offloading](docs/placement.md#expert-offloading)**": (
+        "routed experts stay on disk or in RAM, and only chosen ones are read; results are bit-identical to those of "
+        "the model in memory"
+    ),
+    "**[LoRA on the experts](docs/training.md#adapters)**": (
+        "without peft's copy of all experts in each step, also on quantized and offloaded experts; router losses and "
+        "balancing"
+    ),
+    "**[Converters both ways](docs/checkpoints.md)**": (
+        "between Meta's, Mistral AI's and Hugging Face's files; `llamoe verify` compares the logits of two checkpoints"
+    ),
+}
+SCOUT, CONVERSION = "published_sizes_llama-4-scout-int4-128", "conversion"
+OTHERS = (SCOUT, CONVERSION)
+"""Files of results of which README has a figure, beside those of `benchmarks.cpu`."""
+
 FEW_BITS_SAID = (
-    "Experts and linear layers in 8 or 4 bits, which are read at the speed of the memory. Each cell gives the bytes of "
-    "the weights, and on one CPU core the milliseconds for a token / for a prompt of 128 tokens. The models have 114 "
-    "million (dense) and 197 million parameters (mixture); llama.cpp's types are bf16, q8_0 and q4_0:"
+    "How fast is it on a CPU? Each cell gives the bytes of the weights, and on one core the milliseconds for a token / "
+    "for a prompt of 128 tokens. The models have 114 million (dense) and 197 million parameters (mixture); llama.cpp's "
+    "types are bf16, q8_0 and q4_0:"
 )
 FEW_BITS = (
     "Each cell gives the bytes of the weights, and on one thread the milliseconds for a token by `generate` / for a "
@@ -279,7 +332,7 @@ def _left_out(results: dict, name: str) -> list[str]:
     return lines + [f"**Failed**: {line}" for line in report.failures(results)]
 
 
-PAGES = {"README.md": summary, "docs/performance.md": section}
+PAGES = ("README.md", "docs/performance.md")
 
 
 def main() -> int:
@@ -291,13 +344,16 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
     options = parser.parse_args()
-    results = [
-        json.loads(path.read_text()) if (path := options.results / f"{name}.json").exists() else None
-        for name in ("cpu", "gpu", "cpu_avx2")
-    ]
+    found = {
+        name: json.loads(path.read_text())
+        for name in ("cpu", "gpu", "cpu_avx2", *OTHERS)
+        if (path := options.results / f"{name}.json").exists()
+    }
+    results = [found.get(name) for name in ("cpu", "gpu", "cpu_avx2")]
     pages = {name: (options.root / name).read_text() for name in PAGES}
     try:
-        wanted = {name: replaced(text, PAGES[name](*results), "speed", name) for name, text in pages.items()}
+        bodies = {"README.md": summary(*results, found), "docs/performance.md": section(*results)}
+        wanted = {name: replaced(text, bodies[name], "speed", name) for name, text in pages.items()}
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

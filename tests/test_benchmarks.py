@@ -731,20 +731,29 @@ def test_stock_is_compiled_where_ours_is(clock):
 
 
 def test_the_summary_has_the_ratios_of_the_results():
-    def case(group, **facts):
-        rows = {REFERENCE: {"ratio": 1.0}, OURS: {"ratio": facts.pop("ratio")}}
+    def case(group, rows, **facts):
         return {"group": group, "case": "", "routing": "uniform", "contestants": rows, **facts}
 
+    def beside_stock(ratio, ours=12, theirs=100):
+        stock = {"ratio": 1.0, "peak_bytes": theirs}
+        return {REFERENCE: stock, OURS: {"ratio": ratio, "peak_bytes": ours}}
+
+    bits = {f"{OURS}, bfloat16": {"seconds": [4.0, 8.0]}, f"{OURS}, int4": {"seconds": [1.0, 2.0]}}
     results = {
         "cases": [
-            case("decoder", phase="decode", tokens=1, ratio=5.04),
-            case("decoder", phase="prefill", tokens=1024, ratio=6.5),
-            case("block-128", tokens=1024, ratio=42.62),
+            case("decoder", beside_stock(5.04), phase="decode", tokens=1),
+            case("few-bits", bits, phase="decode", model="mixture", nbytes_of={}),
+            case("adapters-128", beside_stock(42.62), tokens=512),
         ]
     }
-    text = readme.summary(results, None)
-    assert [float(number) for number in re.findall(r"([\d.]+)\s+times", text)] == [5.0, 6.5, 42.6]
-    assert "prefill" not in readme.summary({"cases": results["cases"][:1]}, None)
+    run = {"budget": 20e9, "decode": {"tokens_per_second": 0.512}, "rates": {"drive": 1.83e9}}
+    converted = {"bytes": 4.25e9, "cases": [{"case": "hf to Meta", "seconds": 4.36, "peak_bytes": 0.244e9}]}
+    others = {readme.SCOUT: {"found": run}, readme.CONVERSION: converted}
+    rows = readme.summary(results, None, None, others).splitlines()[2:7]
+    figures = [re.findall(r"\d+\.\d+", row.strip("| ").rpartition(" | ")[2]) for row in rows]
+    assert figures == [["0.20"], [], ["0.51", "1.8"], ["0.02", "0.12"], ["4.2", "4.4", "0.24"]]
+    assert [row.endswith("| not measured |") for row in rows] == [False, True, False, False, False]
+    assert readme.summary(None, None).count("not measured") == 5
 
 
 def test_threads_are_given_back():
