@@ -41,6 +41,9 @@ from .open_partly import open_partly
 _FEW_BITS = {"int8": 8, "int4": 4}
 _SHOWN = 6
 
+MACHINE = ("gpus", "gpu_memory", "ram", "bits", "quantization", "prefill", "headroom")
+"""Arguments of `plan_placement` that `inspect` takes, too."""
+
 
 @dataclass(frozen=True)
 class Need:
@@ -172,16 +175,10 @@ def inspect(
     batch: int = 1,
     reader: Literal["gguf"] | None = None,
     plan: bool = False,
-    gpus: int | None = None,
-    gpu_memory: str | None = None,
-    ram: str | None = None,
-    bits: int | None = None,
-    quantization: str | None = None,
-    prefill: int | None = None,
-    headroom: str | None = None,
     train: bool = False,
     rank: int | None = None,
     adapt_experts: bool | None = None,
+    **machine: Any,
 ) -> Inspection:
     """Inspect a checkpoint by its headers: what it is and how much memory it needs.
 
@@ -205,6 +202,7 @@ def inspect(
             multiplies and, where there are files, reads them: the plan says the seconds of a step.
         rank: for training: of the adapters; by default 8.
         adapt_experts: for training: whether routed experts have adapters; by default they have.
+        **machine: for the plan: gpus, gpu_memory, ram, bits, quantization, prefill and headroom of `plan_placement`.
 
     Returns:
         The findings. A checkpoint with missing or damaged files is described as far as possible; `problems` names
@@ -214,6 +212,7 @@ def inspect(
         CheckpointError: the path does not exist, or nothing at it can be read.
         ValueError: a context beyond the model's limit, a batch below 1, or an unknown reader; arguments of a plan
             without one, or a plan of a model that has no configuration or no place on such a machine.
+        TypeError: another argument.
     """
     begin = time.perf_counter()
     count_of("batch", batch)
@@ -221,9 +220,9 @@ def inspect(
         count_of("context", context)
     if reader not in (None, "gguf"):
         raise ValueError(f"reader = {reader!r}: valid are 'gguf' and None.")
-    machine = {"gpus": gpus, "gpu_memory": gpu_memory, "ram": ram, "bits": bits}
-    machine |= {"quantization": quantization, "prefill": prefill, "headroom": headroom}
-    machine = {name: value for name, value in machine.items() if value is not None}
+    if unknown := machine.keys() - MACHINE:
+        raise TypeError(f"inspect() got an unexpected keyword argument {min(unknown)!r}")
+    machine = {name: machine[name] for name in MACHINE if machine.get(name) is not None}
     if machine and not plan:
         raise ValueError(
             f"{', '.join(machine)}: for a plan, which was not asked for: give plan (--plan), too."
@@ -263,8 +262,8 @@ def inspect(
     if plan:
         if source is None:
             raise ValueError(f"{found.path}: has no configuration, by which a placement could be planned.")
-        if train and not (torch.accelerator.device_count() if gpus is None else gpus):
-            given = as_quantization(quantization)
+        if train and not machine.get("gpus", torch.accelerator.device_count()):
+            given = as_quantization(machine.get("quantization"))
             folder = found.path if found.path.is_dir() else None
             machine["bandwidths"] = measure_rates(source, folder, context * batch, given)
         placement = plan_placement(source, context=context, batch=batch, **machine)

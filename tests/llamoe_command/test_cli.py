@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import llamoe
 from llamoe import conversion
+from llamoe.conversion.inspect.command import MACHINE
 from llamoe_command import cli
 
 COMMANDS = ("convert", "vision", "upcycle", "gqa", "assemble", "quantize", "inspect", "verify")
@@ -271,6 +272,9 @@ def test_every_option_of_the_function_is_an_option_of_the_command(name):
     """All but those that make no sense in a shell, with the same defaults."""
     function = getattr(conversion, {"vision": "convert_vision", "gqa": "merge_kv_heads"}.get(name, name))
     wanted = dict(signatures.signature(function).parameters)
+    if wanted.pop("machine", None) is not None:
+        of_plan = signatures.signature(llamoe.plan_placement).parameters
+        wanted |= {option: of_plan[option] for option in MACHINE}
     for other in ("progress", "by_layer", "vision"):
         wanted.pop(other, None)
     found = signatures.signature(DECLARED[name]).parameters

@@ -302,6 +302,8 @@ def test_a_machine_without_a_plan_is_refused(saved, tmp_path):
     save_file({"weight": torch.zeros(3)}, tmp_path / "alone.safetensors")
     with pytest.raises(ValueError, match="has no configuration, by which a placement could be planned"):
         inspect(tmp_path / "alone.safetensors", plan=True)
+    with pytest.raises(TypeError, match="inspect.*unexpected keyword argument .gpu."):
+        inspect(folder, plan=True, gpu=1)
 
 
 def test_a_preset_is_known_by_its_sizes():
