@@ -1,41 +1,31 @@
 """Reads Meta's or Mistral AI's tokenizer of any kind, and compares it with the model that it should belong to."""
 
-from pathlib import Path
 from typing import Any
 
 from ...configuration.errors import CheckpointError
-from ...configuration.json_files import reading
 from . import sentencepiece_models, tekken, tiktoken_tables
 from .source_tokenizer import SourceTokenizer
 from .tiktoken_tables import SPECIAL_TOKENS
 
-FAMILIES = ("llama-1", "llama-2", "llama-3", "llama-4", "mistral")
 # The context of LLaMA 1, which alone tells it from Llama 2. LLaMA 1 has no chat models.
 _LLAMA_1_CONTEXT = 2048
 
 
 def check_tokenizer(
-    tokenizer_model: Path | bytes, config: Any = None, *, family: str | None = None, origin: str | None = None
+    content: bytes, config: Any = None, *, family: str | None = None, origin: str = "tokenizer.model"
 ) -> SourceTokenizer:
     """Read a tokenizer.model of either kind or a tekken.json, and refuse one that is damaged or another model's.
 
     Args:
-        tokenizer_model: the file, or its content.
+        content: of the file.
         config: a configuration of llamoe to compare with, or None.
-        family: one of `FAMILIES`. None infers it from the kind of file and the number of tokens, and tells LLaMA 1 from
-            Llama 2 by `max_position_embeddings`.
-        origin: file named in messages where only the content is given.
+        family: "llama-1" to "llama-4" or "mistral". None infers it from the kind of file and the number of tokens, and
+            tells LLaMA 1 from Llama 2 by `max_position_embeddings`.
+        origin: the file, for messages.
 
     Raises:
-        CheckpointError: there is no tokenizer, it is damaged, or its number of tokens is not `config.vocab_size`.
-        ValueError: `family` is not one of `FAMILIES`.
+        CheckpointError: it is damaged, or its number of tokens is not `config.vocab_size`.
     """
-    if family is not None and family not in FAMILIES:
-        raise ValueError(f"family is {family!r}; {', '.join(map(repr, FAMILIES))} or None was expected.")
-    if isinstance(tokenizer_model, bytes):
-        content, origin = tokenizer_model, origin or "tokenizer.model"
-    else:
-        content, origin = _read(tokenizer_model), origin or str(tokenizer_model)
     text = getattr(config, "text_config", config)
     kind = kind_of(content, origin)
     if kind == "tiktoken":
@@ -46,8 +36,6 @@ def check_tokenizer(
         specials = len(tokenizer.special_ids)
         sizes = f"has {specials} special tokens and {tokenizer.size - specials} others"
     else:
-        if family in SPECIAL_TOKENS:
-            raise CheckpointError(f"{origin}: a SentencePiece model; {family} has a tiktoken table of ranks.")
         if family is None:
             context = getattr(text, "max_position_embeddings", None)
             family = "llama-1" if context is not None and context <= _LLAMA_1_CONTEXT else "llama-2"
@@ -63,15 +51,6 @@ def check_tokenizer(
 
 def _rows(text: Any) -> str:
     return f"{type(text).__name__}.vocab_size is {text.vocab_size}"
-
-
-def _read(path: Path) -> bytes:
-    if not Path(path).exists():
-        raise CheckpointError(
-            f"{path}: no such file. It is part of a release from Meta, one level above the weights of LLaMA 1 and 2."
-        )
-    with reading(path):
-        return Path(path).read_bytes()
 
 
 def kind_of(content: bytes, origin: str) -> str:

@@ -8,7 +8,6 @@ steps when it loads and gives other ids.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ...configuration import LlamoeConfig
@@ -23,12 +22,12 @@ from .tokenizer_json import read_part, token_ids
 
 
 def hf_files_from_meta(
-    tokenizer_model: Path | bytes,
+    content: bytes,
     config: Any,
     *,
     instruct: bool | None = None,
     family: str | None = None,
-    origin: str | None = None,
+    origin: str = "tokenizer.model",
 ) -> dict[str, bytes]:
     """All files but weights and config.json that a Hugging Face folder needs, from Meta's or Mistral AI's tokenizer.
 
@@ -38,7 +37,7 @@ def hf_files_from_meta(
     Llama 2 with `instruct=False`) that is the default.
 
     Args:
-        tokenizer_model: the file, or its content: a SentencePiece model, a tiktoken table or a tekken.json.
+        content: of a file: a SentencePiece model, a tiktoken table or a tekken.json.
         config: any but a tower's; a `LlamoeConfig` also gets a processor.
         instruct: whether the model was trained to chat. True writes the chat template, the tokens that end an answer,
             and the sampling settings of Meta's examples (temperature 0.6, top_p 0.9). None, unknown, omits the sampling
@@ -48,7 +47,7 @@ def hf_files_from_meta(
     Raises:
         CheckpointError: as for `check_tokenizer`; or configuration and tokenizer have different image tokens.
     """
-    tokenizer = check_tokenizer(tokenizer_model, config, family=family, origin=origin)
+    tokenizer = check_tokenizer(content, config, family=family, origin=origin)
     text = getattr(config, "text_config", config)
     template = _template(tokenizer, instruct, images=isinstance(config, LlamoeConfig))
     settings = {**tokenizer.settings(), "model_max_length": text.max_position_embeddings}

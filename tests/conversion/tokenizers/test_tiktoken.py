@@ -346,12 +346,10 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("message", DAMAGED)
-def test_damage_is_named(message, family, tmp_path):
-    path = tmp_path / "tokenizer.model"
-    path.write_bytes(DAMAGED[message])
+def test_damage_is_named(message, family):
     with pytest.raises(CheckpointError, match=message) as error:
-        conversion.hf_files_from_meta(path, config_of(family))
-    assert str(path) in str(error.value)
+        conversion.hf_files_from_meta(DAMAGED[message], config_of(family), origin="a/tokenizer.model")
+    assert "a/tokenizer.model" in str(error.value)
 
 
 def test_a_table_cut_short_or_of_another_model_is_refused(family):
