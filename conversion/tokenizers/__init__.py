@@ -10,7 +10,6 @@ from .folder_files import (
     meta_tokenizer_file,
     meta_tokenizer_model,
     mistral_tokenizer_file,
-    multimodal_chat_template,
 )
 from .processors import processor_files, processor_of_layout
 from .tiktoken_tables import looks_like_table

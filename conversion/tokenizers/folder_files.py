@@ -66,11 +66,6 @@ def hf_files_from_meta(
     return files
 
 
-def multimodal_chat_template() -> bytes:
-    """A chat template for assembled models: Llama 4's with pictures, using `MULTIMODAL_TOKENS`."""
-    return chat_templates.llama_4(images=True).encode()
-
-
 def meta_tokenizer_model(companions: Mapping[str, bytes], *, vocab_size: int | None = None) -> bytes | None:
     """Meta's tokenizer.model for the tokenizer of a Hugging Face folder; None where it has none.
 

@@ -11,7 +11,7 @@ from ...configuration.json_files import to_json
 from .check_tokenizer import check_tokenizer
 from .processors import IMAGE_TOKENS
 
-# Tokens that an assembled model needs: for pictures, and the message borders in `multimodal_chat_template`.
+# Tokens that an assembled model needs: for pictures, and the message borders in the chat template `llama_4`.
 MULTIMODAL_TOKENS = ("<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>", *IMAGE_TOKENS)
 
 

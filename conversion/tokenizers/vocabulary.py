@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...configuration.json_files import to_json
-from .folder_files import multimodal_chat_template
+from . import chat_templates
 from .tokenizer_json import MULTIMODAL_TOKENS, extend_tokenizer, fill_vocabulary, read_part, token_ids
 
 _PAD = "<|finetune_right_pad|>"
@@ -90,7 +90,7 @@ def _prompt_files(
     if b"<|image|>" not in template:
         if template:
             notes.append("the decoder's chat template reads no pictures and was replaced")
-        template = multimodal_chat_template()
+        template = chat_templates.llama_4(images=True).encode()
         ends += [ids[token] for token in _ENDS if ids[token] not in ends]
     for name in [*files]:
         if name in _REPLACED or name.startswith("additional_chat_templates/"):

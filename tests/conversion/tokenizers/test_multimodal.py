@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import tokenizers as conversion
+from llamoe.conversion.tokenizers.chat_templates import llama_4 as chat_template
 from llamoe.conversion.tokenizers.processors import IMAGE_TOKENS, processor_files
 
 spm = pytest.importorskip("sentencepiece", reason="SentencePiece models need the extra 'tokenizers'")
@@ -86,7 +87,7 @@ def assembled(model, size, **options):
     files |= processor_files(
         config, tokenizer_files=files, image_mean=CLIP_MEAN, image_std=CLIP_STD, resample=3
     )
-    return files | {"chat_template.jinja": conversion.multimodal_chat_template()}, ids, config
+    return files | {"chat_template.jinja": chat_template(images=True).encode()}, ids, config
 
 
 # More tokens
