@@ -56,7 +56,7 @@ from ..configuration.parameter_count import count_parameters
 from ..configuration.sizes import count_of
 from .checkpoint import Checkpoint, Report
 from .hf import save_hf
-from .io import LazyTensor, Progress, Slot, WriteOptions, compute, join, permute_pairs, stack
+from .io import Computed, LazyTensor, Progress, Slot, WriteOptions, join, permute_pairs, stack
 from .open import family_of, open_source
 
 # Elements that are drawn, or summed, at a time.
@@ -329,12 +329,12 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype, std: float, seed: int, nam
     def draw() -> torch.Tensor:
         return _add_normal(torch.zeros(shape, dtype=dtype), std, seed, name)
 
-    return compute(draw, [], shape, dtype, f"{name} (fresh)")
+    return Computed(draw, [], shape, dtype, f"{name} (fresh)")
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> LazyTensor:
     """View zeros."""
-    return compute(lambda: torch.zeros(shape, dtype=dtype), [], shape, dtype, name)
+    return Computed(lambda: torch.zeros(shape, dtype=dtype), [], shape, dtype, name)
 
 
 class _Noisy:

@@ -23,7 +23,7 @@ from ...configuration.sizes import count_of
 from ...configuration.vision import LlamoeVisionConfig
 from ..checkpoint import Checkpoint, check_model, look_at_checkpoint, take_part
 from ..hf import open_hf, open_shards, read_companions
-from ..io import LazyTensor, Table, from_tensor, open_weights, read_json, read_through, sources_of
+from ..io import InMemory, LazyTensor, Table, open_weights, read_json, read_through, sources_of
 from . import image_processors
 from .image_processors import PROCESSOR
 from .name_tables import CLIP, OPEN_CLIP, OPEN_CLIP_REFUSED
@@ -248,7 +248,7 @@ def _view_tower(model: nn.Module, where: Path) -> dict[str, LazyTensor]:
     state = {f"visual.{name}": tensor for name, tensor in visual.state_dict().items()}
     if any(tensor.is_meta for tensor in state.values()):
         raise CheckpointError(f"{where}: its tensors are on the meta device and hold no numbers.")
-    return {name: from_tensor(tensor.cpu(), f"{where}: {name}") for name, tensor in state.items()}
+    return {name: InMemory(tensor.cpu(), f"{where}: {name}") for name, tensor in state.items()}
 
 
 def _renamed(tensors: Mapping[str, LazyTensor], rename: Callable[[str], str]) -> dict[str, LazyTensor]:

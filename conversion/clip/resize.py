@@ -16,7 +16,7 @@ import torch
 from ...configuration.json_files import to_json
 from ...configuration.sizes import count_of
 from ..checkpoint import Checkpoint
-from ..io import LazyTensor, compute
+from ..io import Computed, LazyTensor
 from . import image_processors
 from .image_processors import PROCESSOR
 
@@ -84,7 +84,7 @@ def _fold_normalization(
         shifted[:-1] += weight.double() @ constant
         return shifted.to(positions.dtype)
 
-    shifted = compute(shift, [positions, weight], positions.shape, positions.dtype, positions.origin)
+    shifted = Computed(shift, [positions, weight], positions.shape, positions.dtype, positions.origin)
     return {**tensors, PATCH_WEIGHT: weight.map(scale), POSITIONS: shifted}
 
 

@@ -9,7 +9,7 @@ from transformers import CLIPVisionConfig
 
 from ...configuration.json_files import to_json
 from ..checkpoint import Checkpoint, main_dtype
-from ..io import LazyTensor, Plan, dtype_name, from_tensor, read_json, split_shards, write_through
+from ..io import InMemory, LazyTensor, Plan, dtype_name, read_json, split_shards, write_through
 from . import image_processors
 from .image_processors import PROCESSOR
 from .name_tables import CLIP, OPEN_CLIP
@@ -71,7 +71,7 @@ def plan_open_clip(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[C
     notes = checkpoint.notes
     if config.projection_dim is None:
         identity = torch.eye(config.hidden_size, dtype=tensors["class_embedding"].dtype)
-        tensors["visual_projection.weight"] = from_tensor(identity, "an identity matrix")
+        tensors["visual_projection.weight"] = InMemory(identity, "an identity matrix")
         notes.append(
             "visual.proj: an identity matrix, as open_clip's towers always project and this one does not"
         )

@@ -23,7 +23,7 @@ from ...modeling.formats import Format
 from ...modeling.quantization import LlamoeQuantizer, QuantizedExperts, QuantizedLinear
 from ...modeling.registration import empty_model
 from ..checkpoint import expected_shapes_of
-from ..io import LazyTensor, check_finite, compute, dtype_name, stack
+from ..io import Computed, LazyTensor, check_finite, dtype_name, stack
 
 # What products of packed weights are computed in, and what the rest of such a model is cast to.
 _DTYPE = torch.bfloat16
@@ -87,9 +87,9 @@ class PackedWeight:
         """View the weight that parts mean."""
         shape = self.sizes[::-1] if self.is_input_first else self.sizes
         if self.num_experts is None:
-            return compute(self._meant, parts, shape, _DTYPE, parts[0].origin)
+            return Computed(self._meant, parts, shape, _DTYPE, parts[0].origin)
         rows = [
-            compute(self._meant, [part.row(number) for part in parts], shape, _DTYPE, parts[0].origin)
+            Computed(self._meant, [part.row(number) for part in parts], shape, _DTYPE, parts[0].origin)
             for number in range(self.num_experts)
         ]
         return stack(rows)

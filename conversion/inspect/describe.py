@@ -19,7 +19,7 @@ from ...configuration import (
 )
 from ...configuration.base import LlamoeBaseConfig
 from ..hf import name_of_one_expert, split_experts
-from ..io import LazyTensor, from_tensor
+from ..io import InMemory, LazyTensor
 from ..verify import compare_configs
 
 OF_CLIP = re.compile(r"(^|\.)visual\.|vision_model\.encoder\.")
@@ -96,7 +96,7 @@ def presets_like(config: LlamoeBaseConfig) -> list[str]:
 
 def split_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Keys and shapes with each stacked expert as linear layers, as `split_experts` makes them."""
-    stacked = {key: from_tensor(torch.empty(shape, device="meta")) for key, shape in shapes.items()}
+    stacked = {key: InMemory(torch.empty(shape, device="meta")) for key, shape in shapes.items()}
     return {key: tensor.shape for key, tensor in split_experts(stacked).items()}
 
 

@@ -116,20 +116,17 @@ class LazyTensor(ABC):
         return self.map(lambda tensor: tensor.transpose(-1, -2), shape)
 
     def map(
-        self,
-        function: Callable[[torch.Tensor], torch.Tensor],
-        shape: Sequence[int] | None = None,
-        dtype: torch.dtype | None = None,
+        self, function: Callable[[torch.Tensor], torch.Tensor], shape: Sequence[int] | None = None
     ) -> "LazyTensor":
-        """View the result of a function, of the same shape and dtype unless others are given.
+        """View the result of a function, of the same dtype, and of the same shape unless another is given.
 
         The function gets one row `[1, ...]` at a time of a tensor of three or more axes, else the whole tensor, and
         must not change it.
         """
-        shape, dtype = self.shape if shape is None else shape, dtype or self.dtype
+        shape = self.shape if shape is None else shape
         if self.ndim > 2:
-            return _MapRows(self, function, shape, dtype)
-        return _Computed(function, [self], shape, dtype, self.origin)
+            return _MapRows(self, function, shape)
+        return Computed(function, [self], shape, self.dtype, self.origin)
 
     def row(self, index: int) -> "LazyTensor":
         """View one index of the first axis, as a tensor without that axis."""
@@ -179,11 +176,6 @@ def blocks(tensor: LazyTensor) -> list[tuple[int, int]]:
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def from_tensor(tensor: torch.Tensor, origin: str = "") -> LazyTensor:
-    """View a tensor that is in memory."""
-    return _Memory(tensor.detach(), origin)
-
-
 def join(parts: Sequence[LazyTensor], dim: int) -> LazyTensor:
     """View tensors joined along an axis, as by `torch.cat`."""
     dim %= parts[0].ndim
@@ -195,17 +187,6 @@ def stack(parts: Sequence[LazyTensor]) -> LazyTensor:
     return _Join([part.view(1, *part.shape) for part in parts], 0)
 
 
-def compute(
-    function: Callable[..., torch.Tensor],
-    inputs: Sequence[LazyTensor],
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    origin: str,
-) -> LazyTensor:
-    """View the result of a function of whole tensors, which it must not change; for matrices and smaller tensors."""
-    return _Computed(function, inputs, shape, dtype, origin)
-
-
 class Slot:
     """Memory for one block, shared by all tensors that remember their latest block here."""
 
@@ -214,10 +195,12 @@ class Slot:
         self.rows: torch.Tensor | None = None
 
 
-class _Memory(LazyTensor):
-    def __init__(self, tensor: torch.Tensor, origin: str):
+class InMemory(LazyTensor):
+    """A tensor that is in memory."""
+
+    def __init__(self, tensor: torch.Tensor, origin: str = ""):
         super().__init__(tensor.shape, tensor.dtype, origin)
-        self.tensor = tensor
+        self.tensor = tensor.detach()
 
     def _read(self, start, stop):
         return self.tensor[start:stop] if self.shape else self.tensor
@@ -371,8 +354,8 @@ class _Cast(_Derived):
 class _MapRows(_Derived):
     """A function of each row of a tensor of three or more axes."""
 
-    def __init__(self, tensor: LazyTensor, function: Callable, shape: Sequence[int], dtype: torch.dtype):
-        super().__init__(tensor, shape, dtype)
+    def __init__(self, tensor: LazyTensor, function: Callable, shape: Sequence[int]):
+        super().__init__(tensor, shape)
         self.function = function
         assert self.shape[:1] == tensor.shape[:1], (tensor, shape)
 
@@ -387,8 +370,17 @@ class _MapRows(_Derived):
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-class _Computed(LazyTensor):
-    def __init__(self, function, inputs, shape, dtype, origin):
+class Computed(LazyTensor):
+    """The result of a function of whole tensors, which it must not change; for matrices and smaller tensors."""
+
+    def __init__(
+        self,
+        function: Callable[..., torch.Tensor],
+        inputs: Sequence[LazyTensor],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        origin: str,
+    ):
         super().__init__(shape, dtype, origin)
         self.function, self.inputs = function, list(inputs)
 

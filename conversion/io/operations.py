@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...configuration.errors import CheckpointError
-from .lazy_tensor import LazyTensor, blocks, compute, join
+from .lazy_tensor import Computed, LazyTensor, blocks, join
 
 
 class Operation:
@@ -165,4 +165,4 @@ def one_of(copies: list[LazyTensor], why: str) -> LazyTensor:
                 raise CheckpointError(problem)
         return expected
 
-    return compute(compare, copies, first.shape, first.dtype, first.origin)
+    return Computed(compare, copies, first.shape, first.dtype, first.origin)

@@ -21,6 +21,7 @@ from ...configuration.errors import CheckpointError
 from ..io import (
     KEEP,
     TRANSPOSED,
+    Computed,
     Drop,
     FusedRows,
     LazyTensor,
@@ -28,7 +29,6 @@ from ..io import (
     Row,
     Table,
     check_alike,
-    compute,
     join,
     permute_pairs,
     split,
@@ -118,7 +118,7 @@ class _ResampledPositions(Operation):
             corners = (padded[1:, 1:] + padded[1:, :-1] + padded[:-1, 1:] + padded[:-1, :-1]) / 4
             return torch.cat([corners.flatten(0, 1).to(positions.dtype), positions[:1]])
 
-        return [compute(resample, [tensor], tensor.shape, tensor.dtype, tensor.origin)]
+        return [Computed(resample, [tensor], tensor.shape, tensor.dtype, tensor.origin)]
 
 
 def _qkv_shares(sizes: Any) -> list[int]:

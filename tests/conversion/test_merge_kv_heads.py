@@ -12,7 +12,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from llamoe.conversion.io.lazy_tensor import from_tensor
+from llamoe.conversion.io.lazy_tensor import InMemory
 from llamoe.conversion.merge_kv_heads import merge_heads, merge_kv_heads
 from llamoe.conversion.open import open_checkpoint
 
@@ -79,7 +79,7 @@ def test_equal_heads_merge_into_the_model_they_were_repeated_from(tmp_path, kind
 def test_the_mean_of_equal_numbers_is_that_number(dtype, times):
     rows = (torch.randn(8, 999) * torch.logspace(-6, 4, 999)).to(dtype)  # 2 heads of 4
     equal = rows.unflatten(0, (2, 4)).repeat_interleave(times, 0).flatten(0, 1)
-    assert torch.equal(merge_heads(from_tensor(equal), 2 * times, 2).read(), rows)
+    assert torch.equal(merge_heads(InMemory(equal), 2 * times, 2).read(), rows)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])

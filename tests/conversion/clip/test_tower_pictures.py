@@ -40,7 +40,7 @@ import llamoe
 from llamoe.configuration.vision import LlamoeVisionConfig
 from llamoe.conversion.clip.resize import resize_positions
 from llamoe.conversion.convert_vision import convert_vision
-from llamoe.conversion.io.lazy_tensor import from_tensor
+from llamoe.conversion.io.lazy_tensor import InMemory
 
 
 def picture() -> Image.Image:
@@ -58,7 +58,7 @@ class TestPictureSize:
         theirs = dict(state)
         resize_pos_embed(theirs, SimpleNamespace(visual=SimpleNamespace(grid_size=(grid, grid))))
         positions = state["visual.positional_embedding"]
-        ours = resize_positions(from_tensor(torch.cat([positions[1:], positions[:1]])), grid).read()
+        ours = resize_positions(InMemory(torch.cat([positions[1:], positions[:1]])), grid).read()
         expected = theirs["visual.positional_embedding"]
         assert expected.shape == (grid**2 + 1, WIDTH)
         difference = max_abs(torch.cat([ours[-1:], ours[:-1]]), expected)
@@ -69,8 +69,8 @@ class TestPictureSize:
 
     def test_bfloat16_is_resized_in_float32(self):
         positions = torch.randn(50, WIDTH).bfloat16()
-        exact = resize_positions(from_tensor(positions.float()), 12).read()
-        assert torch.equal(resize_positions(from_tensor(positions), 12).read(), exact.bfloat16())
+        exact = resize_positions(InMemory(positions.float()), 12).read()
+        assert torch.equal(resize_positions(InMemory(positions), 12).read(), exact.bfloat16())
 
     @pytest.mark.parametrize(("to", "grid"), [("tower", 5), ("open_clip", 10), ("clip", 5), ("tower", 10)])
     def test_features_are_those_of_open_clip(self, tmp_path, to, grid):

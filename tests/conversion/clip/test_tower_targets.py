@@ -58,7 +58,7 @@ from llamoe.configuration.vision import LlamoeVisionConfig
 from llamoe.conversion.checkpoint import expected_shapes
 from llamoe.conversion.clip.name_tables import CLIP, OPEN_CLIP
 from llamoe.conversion.convert_vision import convert_vision, open_tower
-from llamoe.conversion.io.lazy_tensor import from_tensor
+from llamoe.conversion.io.lazy_tensor import InMemory
 from llamoe.conversion.io.name_table import read_through, write_through
 
 # Each class, with each activation in turn.
@@ -318,7 +318,7 @@ class TestPresets:
     def test_every_published_tower_goes_there_and_back(self, name):
         config = preset(name)
         shapes = expected_shapes(config)
-        ours = {key: from_tensor(torch.empty(shape, device="meta")) for key, shape in shapes.items()}
+        ours = {key: InMemory(torch.empty(shape, device="meta")) for key, shape in shapes.items()}
         grid, width = config.grid_size, config.hidden_size
         for table, fused in ((OPEN_CLIP, True), (CLIP, False)):
             (theirs,) = write_through(table, ours, 1, config)

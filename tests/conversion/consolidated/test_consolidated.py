@@ -11,7 +11,7 @@ import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import Checkpoint, convert
 from llamoe.conversion.checkpoint import expected_shapes
-from llamoe.conversion.io import from_tensor
+from llamoe.conversion.io import InMemory
 from llamoe.conversion.meta import open_meta, save_meta
 from llamoe.conversion.meta.params import write_params
 
@@ -101,7 +101,7 @@ def test_the_file_beside_params_json_decides_nothing_that_is_computed(tmp_path):
     )  # fmt: skip
     tensors = {key: torch.zeros(shape) for key, shape in expected_shapes(config).items()}
     checkpoint = Checkpoint(
-        tmp_path, "hf", config, {key: from_tensor(tensor, key) for key, tensor in tensors.items()}
+        tmp_path, "hf", config, {key: InMemory(tensor, key) for key, tensor in tensors.items()}
     )
     save_meta(checkpoint, tmp_path / "meta", shards=2)
     assert open_meta(tmp_path / "meta").config.max_position_embeddings == 4096

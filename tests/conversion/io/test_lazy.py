@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from llamoe.conversion.io.lazy_tensor import Slot, blocks, compute, from_tensor, join, stack
+from llamoe.conversion.io.lazy_tensor import Computed, InMemory, Slot, blocks, join, stack
 
 CUBE = torch.arange(5 * 6 * 8.0).reshape(5, 6, 8)
 MATRIX = torch.arange(6 * 10.0).reshape(6, 10)
 # As one axis a row a number, and every pair of rows is read.
 SMALL = torch.arange(2 * 3 * 5.0).reshape(2, 3, 5)
-cube, matrix = from_tensor(CUBE, "f: cube"), from_tensor(MATRIX, "f: matrix")
-parts = [from_tensor(part) for part in CUBE.split([2, 1, 2])]
+cube, matrix = InMemory(CUBE, "f: cube"), InMemory(MATRIX, "f: matrix")
+parts = [InMemory(part) for part in CUBE.split([2, 1, 2])]
 
 VIEWS = {
     "cast": (cube.cast(torch.bfloat16), CUBE.bfloat16()),
@@ -19,7 +19,7 @@ VIEWS = {
     "rows merged": (cube.view(30, 8), CUBE.view(30, 8)),
     "rows split": (matrix.view(2, 3, 10), MATRIX.view(2, 3, 10)),
     "view across rows": (cube.view(12, 20), CUBE.view(12, 20)),
-    "flat": (from_tensor(SMALL).view(30), SMALL.view(30)),
+    "flat": (InMemory(SMALL).view(30), SMALL.view(30)),
     "transposed": (cube.transpose(), CUBE.transpose(1, 2)),
     "transposed matrix": (matrix.transpose(), MATRIX.t()),
     "joined rows": (join(parts, 0), CUBE),
@@ -28,7 +28,7 @@ VIEWS = {
     "a row": (cube.row(3), CUBE[3]),
     "mapped by rows": (cube.map(lambda x: x[..., :1] * 2, (5, 6, 1)), CUBE[..., :1] * 2),
     "computed": (
-        compute(torch.matmul, [matrix, matrix.transpose()], (6, 6), torch.float32, "product"),
+        Computed(torch.matmul, [matrix, matrix.transpose()], (6, 6), torch.float32, "product"),
         MATRIX @ MATRIX.t(),
     ),
     "remembered": (cube.remember(Slot()).cut(2, 2, 5).transpose(), CUBE[..., 2:5].transpose(1, 2)),
@@ -67,13 +67,13 @@ def test_a_part_of_a_join_and_a_view_back_are_the_tensors_themselves():
 
 
 def test_tensor_without_axes_is_one_block():
-    scalar = from_tensor(torch.tensor(3.0))
+    scalar = InMemory(torch.tensor(3.0))
     assert blocks(scalar) == [(0, 1)]
     assert scalar.read().item() == 3
 
 
 def test_empty_tensor_has_no_block():
-    assert blocks(from_tensor(torch.empty(0, 4))) == []
+    assert blocks(InMemory(torch.empty(0, 4))) == []
 
 
 def test_stacks_are_read_by_row_and_matrices_whole():
@@ -96,7 +96,7 @@ def test_slot_reads_a_block_once_for_all_its_parts():
 
 
 def test_integers_are_not_cast():
-    steps = from_tensor(torch.arange(4))
+    steps = InMemory(torch.arange(4))
     assert steps.cast(torch.float16) is steps
 
 

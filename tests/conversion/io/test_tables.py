@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llamoe.configuration.errors import CheckpointError
-from llamoe.conversion.io.lazy_tensor import from_tensor
+from llamoe.conversion.io.lazy_tensor import InMemory
 from llamoe.conversion.io.name_table import Drop, Row, read_through, write_through
 
 TABLE = [
@@ -25,7 +25,7 @@ WHOLE = {
 
 
 def lazy(tensors, file="f"):
-    return {name: from_tensor(tensor, f"{file}: {name}") for name, tensor in tensors.items()}
+    return {name: InMemory(tensor, f"{file}: {name}") for name, tensor in tensors.items()}
 
 
 def split(files):

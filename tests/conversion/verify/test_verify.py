@@ -27,7 +27,7 @@ from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.convert_vision import convert_vision
 from llamoe.conversion.hf import open_hf, save_hf
 from llamoe.conversion.io import WriteOptions
-from llamoe.conversion.io.lazy_tensor import from_tensor
+from llamoe.conversion.io.lazy_tensor import InMemory
 from llamoe.conversion.meta.folder import save_meta
 from llamoe.conversion.open import open_checkpoint
 from llamoe.conversion.upcycle import upcycle
@@ -86,7 +86,7 @@ def edited(folder: Path, target: Path, change=None, **fields) -> Path:
 def test_a_model_read_one_matrix_at_a_time_computes_what_the_whole_model_does(family, stream):
     # `text` has chunks of 16 tokens, layers without positions and temperatures from 8 on: 53 tokens cross them.
     model = build(family)
-    tensors = {name: from_tensor(value) for name, value in model.state_dict().items()}
+    tensors = {name: InMemory(value) for name, value in model.state_dict().items()}
     weights = run_streamed.Weights(model.config, tensors, torch.device("cpu"))
     inputs, _ = run_streamed.random_inputs((model.config, model.config), 53, 2, seed=1)
     states = {}
@@ -117,7 +117,7 @@ def test_random_inputs_hold_pictures_and_no_image_token_besides():
 
 def test_a_stream_holds_one_matrix_at_a_time_and_only_the_experts_that_are_used():
     model = build("text", num_local_experts=5)
-    tensors = {name: from_tensor(value) for name, value in model.state_dict().items()}
+    tensors = {name: InMemory(value) for name, value in model.state_dict().items()}
     alive, most, rows = weakref.WeakSet(), [], []
 
     class Watched(run_streamed.Weights):
