@@ -58,11 +58,6 @@ class PackedWeight:
         parts = zip(self.form.suffixes, self.form.parts(self.sizes), strict=True)
         return {self.name + suffix: ((*experts, *shape), dtype) for suffix, (shape, dtype) in parts}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all parts."""
-        return (self.num_experts or 1) * self.form.nbytes(self.sizes)
-
     def pack(self, tensor: LazyTensor, ahead: "_ReadAhead") -> dict[str, LazyTensor]:
         """View the parts of a weight, by their keys."""
         experts = range(self.num_experts or 0)
