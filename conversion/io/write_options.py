@@ -6,17 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from ...configuration.sizes import bytes_of
-from .lazy_tensor import LazyTensor
+from .lazy_tensor import LazyTensor, dtype_name
 from .plan import Progress
 
-_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
+_DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
 
 @dataclass(frozen=True)
