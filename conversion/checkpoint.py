@@ -22,9 +22,11 @@ from ..configuration.checks import listed
 from ..configuration.errors import CheckpointError
 from ..modeling.checkpoints import check_whole, find_weights, in_units
 from ..modeling.registration import empty_model
-from .io import FileStamp, LazyTensor, Plan, WriteOptions, look_at, look_at_source, one_of, read_json, write
+from .io import FileStamp, LazyTensor, Plan, WriteOptions, look_at, one_of, read_json, write
 
 _OF_ADAPTER = "adapter_config.json"
+# Endings of the files that a checkpoint is read from; tokenizer.model.v3 has two.
+_READ = {".safetensors", ".bin", ".pth", ".pt", ".json", ".model", ".jinja"}
 
 
 @dataclass
@@ -279,16 +281,23 @@ def tie_heads(config: LlamoeBaseConfig, tensors: dict[str, LazyTensor]) -> dict[
 
 
 def look_at_checkpoint(path: Path) -> dict[Path, FileStamp]:
-    """The looks of a checkpoint's files, before any of them is read.
+    """The looks of a checkpoint's files, before any of them is read; of a single file, of its description, too.
 
     Raises:
         CheckpointError: the path does not exist, is an unfinished target, or holds an adapter.
+        OSError: the folder cannot be read.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder.")
     check_whole(path)
     refuse_adapter(path)
-    return look_at_source(path)
+    if path.is_dir():
+        files = [file for file in path.iterdir() if _READ.intersection(file.suffixes)]
+        # Releases of LLaMA 1 and 2 have it one level above the weights.
+        files.append(path.absolute().parent / "tokenizer.model")
+    else:
+        files = [path, path.with_name("open_clip_config.json")]
+    return {file: look_at(file) for file in files if file.is_file()}
 
 
 def refuse_adapter(path: Path) -> None:

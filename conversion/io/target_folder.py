@@ -14,8 +14,6 @@ from ...modeling.checkpoints import LOCK, UNFINISHED, FolderLock, holder
 TEMPORARY = ".{}.partial"
 # Seconds to wait for a run that is just ending, and how often its folder may vanish meanwhile.
 _PATIENCE, _TRIES = 0.5, 100
-# Endings of the files that a checkpoint is read from; tokenizer.model.v3 has two.
-_READ = {".safetensors", ".bin", ".pth", ".pt", ".json", ".model", ".jinja"}
 
 
 class FileStamp(NamedTuple):
@@ -30,21 +28,6 @@ def look_at(path: Path) -> FileStamp:
     """The current look of a file."""
     status = path.stat()
     return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino)
-
-
-def look_at_source(path: Path) -> dict[Path, FileStamp]:
-    """The looks of a checkpoint's files, before any of them is read; of a single file, of its description, too.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
-    if path.is_dir():
-        files = [file for file in path.iterdir() if _READ.intersection(file.suffixes)]
-        # Releases of LLaMA 1 and 2 have it one level above the weights.
-        files.append(path.absolute().parent / "tokenizer.model")
-    else:
-        files = [path, path.with_name("open_clip_config.json")]
-    return {file: look_at(file) for file in files if file.is_file()}
 
 
 def check_unchanged(looks: Mapping[Path, FileStamp]) -> None:
