@@ -24,6 +24,7 @@ from transformers.utils import (
 )
 
 import llamoe
+from llamoe.modeling.checkpoints import devices_here
 from llamoe.modeling.formats import Int4, torchs_block
 from llamoe.modeling.kernels import (
     SHORTCUTS_ARE_ON,
@@ -80,21 +81,14 @@ class Step:
     advice: str = ""
 
 
-def devices() -> list[torch.device]:
-    """The devices that torch can use here, the CPU first."""
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    count = torch.accelerator.device_count() if kind is not None else 0
-    return [torch.device("cpu"), *(torch.device(kind.type, index) for index in range(count))]
-
-
 def describe_devices() -> dict[str, dict[str, Any]]:
     """Name and sizes of each device; memory in bytes."""
     found: dict[str, dict[str, Any]] = {}
-    for device in devices():
+    for device in devices_here():
         try:
-            found[str(device)] = _describe(device)
+            found[device] = _describe(torch.device(device))
         except RuntimeError as error:
-            found[str(device)] = {"name": f"cannot be used: {' '.join(str(error).split())}"}
+            found[device] = {"name": f"cannot be used: {' '.join(str(error).split())}"}
     return found
 
 
@@ -142,8 +136,8 @@ def find_steps(try_kernel: bool = False) -> list[Step]:
         try_kernel: whether the kernel for few rows is checked on each GPU now, in tens of seconds (estimated).
     """
     found: list[Step] = []
-    for device in devices():
-        name, is_cpu = str(device), device.type == "cpu"
+    for name in devices_here():
+        device, is_cpu = torch.device(name), name == "cpu"
         found += [*([_few_rows_on_cpu(), *_many_rows_on_cpu()] if is_cpu else []), *_few_bits(device)]
         try:
             found += _steps_of_models(device, try_kernel)

@@ -19,6 +19,7 @@ from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import reading
 from ...configuration.sizes import count_of
+from ...modeling.checkpoints import devices_here
 from ..checkpoint import Checkpoint, tied_head
 from ..io import Progress
 from ..open import open_checkpoint
@@ -156,13 +157,9 @@ def _usable(device: str | torch.device) -> torch.device:
         torch.ones(1, device=found).add(1).cpu()
         return found
     except (RuntimeError, AssertionError, TypeError) as error:
-        there = ["cpu"]
-        if torch.accelerator.is_available():
-            kind = torch.accelerator.current_accelerator().type
-            there += [f"{kind}:{index}" for index in range(torch.accelerator.device_count())]
         reason = str(error).partition("\n")[0].rstrip(".")
         raise ValueError(
-            f"device = {str(device)!r}: cannot be used here ({reason}); there is {', '.join(there)}."
+            f"device = {str(device)!r}: cannot be used here ({reason}); there is {', '.join(devices_here())}."
         ) from error
 
 

@@ -25,6 +25,7 @@ from .device_map import (
     check_devices,
     check_on_disk,
     device_of,
+    devices_here,
     owner_of,
     settle_places,
 )

@@ -39,17 +39,17 @@ def check_devices(device_map: Any, max_memory: Any = None, offload_folder: Any =
                     f"device_map: {name!r} is not a module's name, but of type {type(name).__name__}."
                 )
             if not _exists(device):
-                raise ValueError(f"device_map[{name!r}] = {device!r}: {_devices_here()}")
+                raise ValueError(f"device_map[{name!r}] = {device!r}: {_no_such_device()}")
     elif not (device_map is None or device_map in _STRATEGIES or _exists(device_map)):
         raise ValueError(
-            f"device_map = {device_map!r}: {_devices_here()} Give one of them for the whole model, a dict of module "
+            f"device_map = {device_map!r}: {_no_such_device()} Give one of them for the whole model, a dict of module "
             f"names to devices, or a strategy: {_enumerate(_STRATEGIES)}."
         )
     if not isinstance(max_memory, Mapping | None):
         raise ValueError(f'max_memory = {max_memory!r}: give a dict of devices to sizes, {{"cpu": "10GB"}}.')
     for device, size in (max_memory or {}).items():
         if not _exists(device):
-            raise ValueError(f"max_memory[{device!r}]: {_devices_here()}")
+            raise ValueError(f"max_memory[{device!r}]: {_no_such_device()}")
         if not _is_size(size):
             raise ValueError(f'max_memory[{device!r}] = {size!r}: give bytes, from 0, or a text like "10GB".')
     if offload_folder is not None and os.path.isfile(offload_folder):
@@ -85,11 +85,16 @@ def _is_size(size: Any) -> bool:
     return isinstance(size, int) and not isinstance(size, bool) and size >= 0
 
 
-def _devices_here() -> str:
-    names = ["'cpu'", "'disk'"]
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator().type
-        names += [f"{index} ('{kind}:{index}')" for index in range(torch.accelerator.device_count())]
+def devices_here() -> list[str]:
+    """Names of the devices that torch can use on this machine, the CPU first."""
+    if not torch.accelerator.is_available():
+        return ["cpu"]
+    kind = torch.accelerator.current_accelerator().type
+    return ["cpu", *(f"{kind}:{index}" for index in range(torch.accelerator.device_count()))]
+
+
+def _no_such_device() -> str:
+    names = ["'cpu'", "'disk'", *(f"{index} ('{name}')" for index, name in enumerate(devices_here()[1:]))]
     return f"there is no such device. This machine has {', '.join(names)}."
 
 
