@@ -111,7 +111,7 @@ def chat(
         folder,
         host,
         free_port,
-        **placement,
+        placement,
         experts_usage=experts_usage,
         adapter=adapter,
         pictures=pictures,

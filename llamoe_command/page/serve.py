@@ -29,14 +29,12 @@ def serve(
     folder: Path,
     host: str,
     port: int,
+    placement: dict[str, Any],
     *,
-    dtype: str = "auto",
-    device_map: str | dict[str, Any] = "auto",
-    experts_memory: str | int | None = None,
-    experts_usage: Path | None = None,
-    adapter: Path | None = None,
-    pictures: Sequence[Path] = (),
-    open_browser: bool = True,
+    experts_usage: Path | None,
+    adapter: Path | None,
+    pictures: Sequence[Path],
+    open_browser: bool,
 ) -> None:
     """Load a model and show its page until the process is interrupted.
 
@@ -44,7 +42,7 @@ def serve(
         folder: of the model.
         host: address to listen on.
         port: a free one.
-        dtype, device_map, experts_memory: as in `from_pretrained`.
+        placement: dtype, device_map and experts_memory, as in `from_pretrained`.
         experts_usage: file with the uses of experts on disk, from which the model starts if it is there, and which is
             written at the end.
         adapter: folder of an adapter, which the page lets one switch on and off.
@@ -57,11 +55,10 @@ def serve(
     """
     for path in pictures:
         llamoe.read_picture(path)
-    memory = None
-    if experts_memory is not None:
+    if (size := placement["experts_memory"]) is not None:
         there = experts_usage if experts_usage is not None and experts_usage.exists() else None
-        memory = llamoe.ExpertsMemory(experts_memory, usage=there)
-    chat = ChatModel(folder, dtype, device_map, memory, adapter)
+        placement = {**placement, "experts_memory": llamoe.ExpertsMemory(size, usage=there)}
+    chat = ChatModel(folder, **placement, adapter=adapter)
     if pictures and not chat.sees_pictures:
         raise ValueError(f"{folder} has no vision tower, so its page takes no --picture.")
     page = make_page(chat, pictures)
