@@ -22,7 +22,7 @@ import torch
 from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
 from ..configuration.sizes import count_of
 from .checkpoint import Checkpoint, Report, expected_shapes, take_part
-from .clip import CLIP_MEAN, CLIP_STD, PROCESSOR, fold, normalization, open_tower, resize
+from .clip import CLIP_MEAN, CLIP_STD, PROCESSOR, fold, normalization, open_tower, read_processor, resize
 from .hf import save_hf
 from .io import LazyTensor, Progress, WriteOptions, check_apart
 from .open import family_of, open_checkpoint, open_source
@@ -294,9 +294,8 @@ def _lengthen(matrix: LazyTensor, known: int, rows: int) -> LazyTensor:
 
 def _pixels(tower: Checkpoint) -> tuple[list[float], list[float], int, str]:
     """Mean, standard deviation and resampling filter that the tower's pixels need, and a note on their source."""
-    content = tower.companions.get(PROCESSOR)
-    if content is not None:
-        processor = json.loads(content)
+    processor = read_processor(tower)
+    if processor is not None:
         mean, std = normalization(processor, f"{tower.path}: {PROCESSOR}")
         resample = processor.get("resample")
         note = "pixels are normalized as the tower's source says"
