@@ -10,6 +10,7 @@ watched in training, and balanced without a loss), trace (which experts compute 
 from .balancing import RouterWatch, watch_routers
 from .dispatch import check_kernels, choose_path, why_not
 from .experts import IMPLEMENTATION, STACKS, Experts, OutputFirstExperts, implementation_can
+from .grouped_mm_limits import grouped_mm_fits
 from .grouped_product import (
     Group,
     Ranges,

@@ -47,8 +47,8 @@ from ..kernels import (
     max_rows_of_matrix,
     rows_of_torch,
 )
-from .experts import IMPLEMENTATION, IMPLEMENTATIONS, STACKS, Experts
-from .grouped_mm_limits import grouped_mm_takes_dtype, grouped_mm_waits
+from .experts import IMPLEMENTATION, IMPLEMENTATIONS, STACKS
+from .grouped_mm_limits import grouped_mm_fits, grouped_mm_takes_dtype, grouped_mm_waits
 from .grouped_product import (
     LARGE_GRADIENT_BYTES,
     Stack,
@@ -398,7 +398,8 @@ def _grouped_or_eager(
     """The `grouped_mm` of transformers where it supports these sizes and dtypes, else `eager`."""
     dtype = compute_dtype(experts)
     seen = experts if dtype == experts.down_proj.dtype else _ExpertsInDtype(experts, dtype)
-    if Experts.fits_grouped_mm(seen):
+    stacks = seen.gate_up_proj, seen.down_proj
+    if grouped_mm_fits(stacks, stacks[1].device, dtype):
         return grouped_mm_experts_forward(seen, hidden_states, top_k_index, top_k_weights)
     return _eager(experts, hidden_states, top_k_index, top_k_weights)
 

@@ -20,12 +20,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
-from transformers.utils import is_torchdynamo_compiling
 
 from ..formats import Format, Parts, Sizes, plain_format
 from ..kernels import Stacks, apply_gate, cpp_feed_forward, has_gpu, is_silu
 from ..layers import activation
-from .grouped_mm_limits import grouped_mm_takes, grouped_mm_takes_dtype, grouped_mm_waits
+from .grouped_mm_limits import grouped_mm_fits
 from .grouped_product import Group, Ranges, Stack
 from .low_rank import Updates
 from .state_dicts import TakesSingleExperts
@@ -320,18 +319,7 @@ class Experts(TakesSingleExperts):
         if self.storage is not None:
             return False
         weight = self.down_proj
-        device = weight.device if device is None else device
-        dtype = weight.dtype if dtype is None else dtype
-        if not grouped_mm_takes_dtype(dtype, weight, device):
-            return False
-        if is_torchdynamo_compiling() and grouped_mm_waits(device):
-            # A compiler may put the product into a CUDA graph, which cannot wait for the host.
-            return False
-        # Rows and their strides must be multiples of 16 bytes; a cast makes new, contiguous rows.
-        if any(size * dtype.itemsize % 16 for size in weight.shape[1:]):
-            return False
-        stacks = (self.gate_up_proj, weight) if dtype == weight.dtype else ()
-        return all(grouped_mm_takes(stack, device) for stack in stacks)
+        return grouped_mm_fits((self.gate_up_proj, weight), device or weight.device, dtype or weight.dtype)
 
     def extra_repr(self) -> str:
         """Show the sizes in `print(model)`."""

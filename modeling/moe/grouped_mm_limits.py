@@ -3,16 +3,11 @@
 Checked before it is called, since it would raise, or wait for the GPU.
 """
 
+from collections.abc import Sequence
+
 import torch
 from transformers.utils import is_torchdynamo_compiling
 from transformers.utils.import_utils import is_fake_tensor
-
-
-def grouped_mm_exists(device: torch.device) -> bool:
-    """Whether `torch.nn.functional.grouped_mm` has a kernel for a device: the CPU, and CUDA from Ampere on."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type in ("cpu", "meta")
 
 
 def grouped_mm_waits(device: torch.device) -> bool:
@@ -34,7 +29,11 @@ def grouped_mm_takes_dtype(dtype: torch.dtype, given: torch.Tensor, device: torc
         given: rows or stack, which may have a shape only.
         device: of the product.
     """
-    if not grouped_mm_exists(device) or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    # There is a kernel for the CPU, and for CUDA from Ampere on.
+    exists = device.type in ("cpu", "meta") or (
+        device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
+    if not exists or dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
     if device.type == "cpu" and dtype == torch.float16:
         # The CPU multiplies input-first float16 weights in a scalar loop.
@@ -59,3 +58,23 @@ def grouped_mm_takes(weight: torch.Tensor, device: torch.device) -> bool:
     # torch's GPU allocations begin at multiples of 512 bytes. torch 2.11's compiler cannot read the offset.
     offset = 0 if torch.compiler.is_compiling() else weight.storage_offset()
     return len(weight) < 1024 and all(start * weight.itemsize % 16 == 0 for start in (offset, apart))
+
+
+def grouped_mm_fits(stacks: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `grouped_mm` exists on a device and takes weights of these sizes and dtype.
+
+    Args:
+        stacks: `gate_up_proj` and `down_proj` of experts.
+        device: of the product.
+        dtype: of the product.
+    """
+    weight = stacks[1]
+    if not grouped_mm_takes_dtype(dtype, weight, device):
+        return False
+    if is_torchdynamo_compiling() and grouped_mm_waits(device):
+        # A compiler may put the product into a CUDA graph, which cannot wait for the host.
+        return False
+    # Rows and their strides must be multiples of 16 bytes; a cast makes new, contiguous rows.
+    if any(size * dtype.itemsize % 16 for size in weight.shape[1:]):
+        return False
+    return dtype != weight.dtype or all(grouped_mm_takes(stack, device) for stack in stacks)

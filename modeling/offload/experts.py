@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import nn
 
 from ..formats import Format, Parts, Sizes
 from ..kernels import has_feed_forward
-from ..moe import STACKS, Experts, Group, Ranges, Stack, multiply_sorted, register_holder
+from ..moe import STACKS, Experts, Group, Ranges, Stack, grouped_mm_fits, multiply_sorted, register_holder
 from .pieces import StoredLayer
 from .store import Store
 
@@ -179,9 +178,10 @@ class OffloadedExperts(Experts):
 
     def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
         """As `Experts.fits_grouped_mm`."""
-        stacks = {name: self.store.probe(self.name, name)[0][None] for name in STACKS}
-        seen: Any = SimpleNamespace(storage=self.shapes.storage, **stacks)
-        return Experts.fits_grouped_mm(seen, device or self.device, dtype)
+        if self.shapes.storage is not None:
+            return False
+        stacks = [self.store.probe(self.name, name)[0][None] for name in STACKS]
+        return grouped_mm_fits(stacks, device or self.device, dtype or stacks[1].dtype)
 
     def extra_repr(self) -> str:
         """Show the sizes and the place in `print(model)`."""
