@@ -216,7 +216,7 @@ def kernels(proof: Proof) -> None:
     for weights in formats_here(proof):
         model = qlora.build(proof.setting(), 1, weights, proof.small)
         experts: Any = model.model.layers[0].feed_forward.experts
-        hidden, _ = experts.hidden_and_intermediate_size
+        hidden, _ = experts.sizes_of("down_proj")
         plain: Any = experts.dequantized(torch.float32) if weights != "bf16" else _cast(experts)
         for rows in (1, 7, 64) if proof.small else (1, 8, 64, 512):
             x = proof.setting().randn(rows, hidden)
@@ -352,7 +352,7 @@ def formats(proof: Proof) -> None:
                 x = proof.setting().randn(5, packed.in_features)
                 given, expected = packed(x), plain(x.float())
             else:
-                x = proof.setting().randn(5, packed.hidden_and_intermediate_size[0])
+                x = proof.setting().randn(5, packed.sizes_of("down_proj")[0])
                 ids = (torch.arange(5, device=proof.device) % packed.num_experts)[:, None]
                 ones = torch.ones(5, 1, device=proof.device, dtype=x.dtype)
                 given, expected = packed(x, ids, ones), plain.loop_over_experts(x.float(), ids, ones.float())

@@ -180,10 +180,9 @@ def weight_bytes(model: Any, bits: int) -> dict[str, int]:
         is_kept = owner is model.get_output_embeddings() or "patch_embedding" in name
         found[name] = max(2, bits // 8) * tensor.numel()
         if form is not None and _is_expert(name):
-            hidden, inner = owner.hidden_and_intermediate_size
-            is_pair = name.endswith("gate_up_proj")
-            own = replace(form, matrices=2 if is_pair else 1)
-            found[name] = owner.num_experts * own.nbytes((2 * inner, hidden) if is_pair else (hidden, inner))
+            stack = name.rpartition(".")[2]
+            own = replace(form, matrices=2 if stack == "gate_up_proj" else 1)
+            found[name] = owner.num_experts * own.nbytes(owner.sizes_of(stack))
         elif form is not None and isinstance(owner, nn.Linear) and name.endswith("weight") and not is_kept:
             found[name] = form.nbytes(tuple(tensor.shape))
     return found

@@ -338,7 +338,7 @@ def why_not(
 ) -> str | None:
     """Reason why a path cannot be taken; None if it can. Arguments as in `choose_path`."""
     weight = experts.down_proj
-    hidden_size, intermediate_size = experts.hidden_and_intermediate_size
+    hidden_size, intermediate_size = experts.sizes_of("down_proj")
     if reason := experts.refusal(_name(path)):
         return reason
     is_packed = getattr(experts, "is_packed", False)

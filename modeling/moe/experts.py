@@ -198,11 +198,6 @@ class Experts(TakesSingleExperts):
         """Shapes of the stacks of numbers, by their names."""
         return {name: self.stack_shape(name) for name in STACKS}
 
-    @property
-    def hidden_and_intermediate_size(self) -> tuple[int, int]:
-        """H and I."""
-        return self.sizes_of("down_proj")
-
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
@@ -323,7 +318,7 @@ class Experts(TakesSingleExperts):
 
     def extra_repr(self) -> str:
         """Show the sizes in `print(model)`."""
-        hidden_size, intermediate_size = self.hidden_and_intermediate_size
+        hidden_size, intermediate_size = self.sizes_of("down_proj")
         return f"num_experts={self.num_experts}, {hidden_size=}, {intermediate_size=}"
 
 

@@ -495,7 +495,6 @@ def test_what_has_no_kernel_is_said(change, sentence, on_a_gpu, monkeypatch):
             for name in ("is_packed", "formats", "sizes_of", "refusal", "num_experts")
         },
         down_proj=packed.down_proj,
-        hidden_and_intermediate_size=(96, 64),
         device=torch.device("cuda", 0),
         format=packed.format,
         storage=packed.storage,

@@ -145,7 +145,7 @@ def test_rows_and_gradients_decide_on_a_gpu(
         down_proj=weight,
         hidden_act="silu",
         input_first=lambda name: weight,
-        hidden_and_intermediate_size=(64, 48),
+        sizes_of=lambda name: (64, 48),
         stack_shape=lambda name: weight.shape,
         refusal=lambda name: None,
         is_transposed=True,
