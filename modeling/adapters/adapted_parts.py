@@ -11,14 +11,12 @@ from transformers.utils import logging
 
 from ...configuration import LlamoeMixtralConfig
 from ..checkpoints import in_units, part_of
-from ..moe import Experts, Router
+from ..moe import STACKS, Experts, Router
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 logger = logging.get_logger("llamoe")
-
-_STACKS = ("gate_up_proj", "down_proj")
 
 
 def lora_config(
@@ -81,7 +79,7 @@ def lora_config(
         # The same in every layer.
         name = ".".join(name.split(".")[-2:])
         if experts and isinstance(module, Experts):
-            stacks |= {f"{name}.{stack}" for stack in _STACKS}
+            stacks |= {f"{name}.{stack}" for stack in STACKS}
         if router and isinstance(module, Router):
             stacks.add(f"{name}.weight")
     chosen: dict[str, Any] = {"target_modules": "all-linear", "lora_alpha": 2 * r}
@@ -110,7 +108,7 @@ def lora_config(
 
 def _has_stacks(model: nn.Module) -> bool:
     return any(
-        name.endswith(tuple(f"experts.{stack}" for stack in _STACKS)) for name, _ in model.named_parameters()
+        name.endswith(tuple(f"experts.{stack}" for stack in STACKS)) for name, _ in model.named_parameters()
     )
 
 
@@ -125,7 +123,7 @@ def _with_tower(excluded: str | list[str] | None) -> str:
 def refuse_shared_experts(model: PreTrainedModel, parameters: Collection[str]) -> None:
     """Refuse LoRA on experts that processes share in another way than whole experts for one batch (`ValueError`)."""
     shared: Any = getattr(model.config, "distributed_config", None)
-    if shared is None or not any(name.endswith(_STACKS) for name in parameters):
+    if shared is None or not any(name.endswith(STACKS) for name in parameters):
         return
     sizes = {
         name: getattr(shared, name, None) or 1
@@ -146,9 +144,9 @@ def warn_of_frozen_experts(config: Any, model: nn.Module, parameters: Collection
         f"{name}.{stack}".replace(".base_layer", "")
         for name, module in model.named_modules()
         if isinstance(module, Experts)
-        for stack in _STACKS
+        for stack in STACKS
     }
-    saved = tuple(f"{module}.{stack}" for module in config.modules_to_save or () for stack in _STACKS)
+    saved = tuple(f"{module}.{stack}" for module in config.modules_to_save or () for stack in STACKS)
     is_trained = any(stack in parameters or stack.endswith(saved) for stack in stacks)
     if not stacks or config.inference_mode or is_trained:
         return

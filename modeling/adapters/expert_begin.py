@@ -57,6 +57,13 @@ def refuse_beginnings(config: Any, model: nn.Module, parameters: Collection[str]
             )
 
 
+def without_dropout(config: Any) -> Any:
+    """A copy of a `LoraConfig` without the dropout that peft refuses for a stack."""
+    config = copy.copy(config)
+    config.lora_dropout = 0.0
+    return config
+
+
 def begin_by_expert(wrapper: Any, adapter_name: str, config: Any) -> None:
     """Begin a stack's factors as peft begins those of a linear layer with each expert's matrix."""
     method = _method(config)
@@ -78,8 +85,7 @@ def begin_by_expert(wrapper: Any, adapter_name: str, config: Any) -> None:
             f"and r = {rank}."
         )
     is_input_first, stack = wrapper.get_base_layer().is_transposed, wrapper.get_param()
-    of_one = copy.copy(config)
-    of_one.lora_dropout = 0.0
+    of_one = without_dropout(config)
     with torch.no_grad(), gather_params_ctx(stack if method in _CHANGING else []):
         a_ErI, b_OrE = (by_expert(each.data, dim, wrapper.num_experts) for dim, each in enumerate((a, b)))
         # Other methods take the sizes alone, also of packed experts.

@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
-from ..moe import Experts
+from ..moe import STACKS, Experts
 
 logger = logging.getLogger("llamoe")
 
@@ -60,7 +60,7 @@ def refuse_square_stacks(model: nn.Module, parameters: Collection[str]) -> None:
     shapes = {
         key: experts.stack_shape(stack)[1:]
         for name, experts in _input_first_experts(model).items()
-        for stack in ("gate_up_proj", "down_proj")
+        for stack in STACKS
         if (key := f"{name}.{stack}") in parameters
     }
     if shapes and all(size_in == size_out for size_in, size_out in shapes.values()):

@@ -9,7 +9,6 @@ peft is imported here, so this file is imported when somebody uses peft (`peft_r
 Shapes: E experts, r rank, I columns in, O columns out, N rows (tokens, each as often as it has experts).
 """
 
-import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from peft.tuners.lora import layer
 from torch import nn
 
 from ..moe import IMPLEMENTATION, LowRank, Updates, implementation_can
-from .expert_begin import begin_by_expert
+from .expert_begin import begin_by_expert, without_dropout
 from .expert_layout import by_expert
 from .row_names import scales_of_rows
 
@@ -53,7 +52,7 @@ class ParamWrapper(layer.ParamWrapper):
                     f"LoraConfig({field.name}={variant!r}): peft has no such LoRA for stacks of experts, and "
                     f"target_parameters names {parameter_name}. Leave {field.name} out, or the stacks."
                 )
-        super().__init__(base_layer, adapter_name, parameter_name, config=_without_dropout(config), **kwargs)
+        super().__init__(base_layer, adapter_name, parameter_name, config=without_dropout(config), **kwargs)
         # By adapter; see `moe.low_rank`.
         self.kept_factors: dict[str, dict[str, Any]] = {}
         self._set_dropout(adapter_name, config)
@@ -62,7 +61,7 @@ class ParamWrapper(layer.ParamWrapper):
         self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any
     ) -> None:
         """Add an adapter, as peft does, with the dropout and the beginnings that peft refuses."""
-        plain = _without_dropout(config)
+        plain = without_dropout(config)
         if config.init_lora_weights != "gaussian":
             plain.init_lora_weights = True
         super().update_layer(adapter_name, r, lora_alpha, config=plain, **kwargs)
@@ -226,12 +225,6 @@ class ParamWrapper(layer.ParamWrapper):
         b_OrE = self._of_own_experts(by_expert(self.lora_B[name].weight, 1, self.num_experts), 2)
         kept = self.kept_factors.setdefault(name, {})
         return LowRank(a_ErI.transpose(1, 2), b_OrE, scale, self.lora_dropout[name], kept)
-
-
-def _without_dropout(config: LoraConfig) -> LoraConfig:
-    config = copy.copy(config)
-    config.lora_dropout = 0.0
-    return config
 
 
 def _computed_here(experts: Any) -> bool:
