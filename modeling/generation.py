@@ -180,7 +180,7 @@ class CheckedGeneration(GenerationMixin):
         return expand(expand_size, *args, **kwargs)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        if generation_config.cache_implementation == "quantized" and _sees_locally(self.config):
+        if generation_config.cache_implementation == "quantized":
             options = generation_config.cache_config or {}
             generation_config.cache_config = {"config": _fully_attending(self.config), **options}
         prepare = super()._prepare_cache_for_generation  # pyright: ignore[reportAttributeAccessIssue]
@@ -429,12 +429,6 @@ class _WithinOneChunk:
 def _chunk_size(config: PreTrainedConfig) -> int | None:
     rules = rules_of(config.get_text_config(decoder=True)).values()
     return next((rule.chunk_size for rule in rules if rule.chunk_size), None)
-
-
-def _sees_locally(config: PreTrainedConfig) -> bool:
-    """Whether there are layers with chunks or a window."""
-    rules = rules_of(config.get_text_config(decoder=True)).values()
-    return any(rule.is_local for rule in rules)
 
 
 def _fully_attending(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -20,12 +20,6 @@ def parallel_sizes(distributed_config: Any) -> tuple[int, int]:
     return tp_size, size_of(distributed_config, "ep")
 
 
-def is_tensor_parallel_only(distributed_config: Any) -> bool:
-    """Whether a model is sharded by tensor or expert parallelism, without FSDP2."""
-    tp_size, *others = (size_of(distributed_config, name) for name in ("tp", "fsdp", "dp_replicate"))
-    return tp_size > 1 and others == [1, 1]
-
-
 def has_part(module: nn.Module, rule: str) -> bool:
     """Whether a rule of a plan names a module or parameter inside of `module`; `*` stands for a layer's number."""
     if not rule:
@@ -129,7 +123,9 @@ class Distributed(PreTrainedModel):
         # Nothing is sharded, or the shards have been gathered already.
         if not is_sharded(state_dict.values()):
             return state_dict if kwargs.get("save_on_this_rank", True) else {}
-        if distributed_config is None or is_tensor_parallel_only(distributed_config):
+        tp_size, *others = (size_of(distributed_config, name) for name in ("tp", "fsdp", "dp_replicate"))
+        # Tensor or expert parallelism alone.
+        if distributed_config is None or (tp_size > 1 and others == [1, 1]):
             state_dict = joined(state_dict)
         return super().gather_sharded_state_dict_for_save(
             model_to_save, state_dict, distributed_config, **kwargs
