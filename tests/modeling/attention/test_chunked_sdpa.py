@@ -483,7 +483,7 @@ def test_other_implementations_keep_getting_masks(models):
         seen.append(attention_mask)
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
 
-    interface = llamoe.modeling.attention.masks.ALL_MASK_ATTENTION_FUNCTIONS
+    interface = llamoe.modeling.attention.forms.ALL_MASK_ATTENTION_FUNCTIONS
     ALL_ATTENTION_FUNCTIONS["ours_alone"] = attend
     interface.register("ours_alone", interface["sdpa"])
     try:
