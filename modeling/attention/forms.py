@@ -10,7 +10,7 @@ Shapes: B batch, H heads, Q query tokens, K key tokens (cached and new), D head_
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -210,16 +210,11 @@ def _refuse_split_rows(implementation: str) -> None:
     """Refuse local layers if DeepSpeed's sequence parallelism has replaced the attention implementation."""
     attend = ALL_ATTENTION_FUNCTIONS.get(implementation)
     if getattr(attend, "__module__", "").startswith("deepspeed.runtime.sequence_parallel"):
-        fail_split_rows("sequence parallelism, sp_size")
-
-
-def fail_split_rows(how: str) -> NoReturn:
-    """Raise the error for local layers where processes share the tokens of a row."""
-    raise ValueError(
-        f"Processes that share the tokens of a row ({how}) do not see where chunks and windows begin, so layers with "
-        "chunked or sliding attention cannot be shared so. Train without it, or a model whose layers all see the whole "
-        "row (attention_chunk_size=None, sliding_window=None)."
-    )
+        raise ValueError(
+            "Processes that share the tokens of a row (sequence parallelism, sp_size) do not see where chunks and "
+            "windows begin, so layers with chunked or sliding attention cannot be shared so. Train without it, or a "
+            "model whose layers all see the whole row (attention_chunk_size=None, sliding_window=None)."
+        )
 
 
 def attend_in_form(

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .._compat import PAGED_CACHE, fill_paged_cache
 from ..kernels import apply_linear, are_single_queries, computes
 from ..layers import L2Norm, rotary_tables, rotate
-from .forms import attend_in_form, fail_split_rows
+from .forms import attend_in_form
 from .implementation import implementation_on
 
 
@@ -78,7 +78,6 @@ class Attention(nn.Module):
         self.use_rope = plan.use_rope
         self.rope_interleave = config.rope_interleave
         self.use_temperature_tuning = plan.use_temperature_tuning
-        self.is_local = plan.attention_type != "full_attention"
         self.sliding_window = config.sliding_window if plan.attention_type == "sliding_attention" else None
 
         hidden_size, bias = config.hidden_size, config.attention_bias
@@ -178,9 +177,6 @@ class Attention(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         kwargs["dropout"] = self.attention_dropout if self.training else 0.0
         kwargs["scaling"] = self.scaling
-        if kwargs.get("is_causal") and self.is_local:
-            # accelerate asks for it where it takes the masks away; since 1.15 it refuses such models itself.
-            fail_split_rows("context parallelism, cp_size")
         if self.sliding_window is not None:
             # Implementations that take no mask read it.
             kwargs["sliding_window"] = self.sliding_window
