@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .losses import RouterLossMixin, expert_load, moves, router_entropy, token_weights
+from .losses import RouterLossMixin, expert_load, moves, router_entropy, stacked, token_weights
 
 
 class RouterWatch:
@@ -69,9 +69,9 @@ class RouterWatch:
         """Count one pass."""
         load = expert_load(router_logits, self.head.routers(), attention_mask).float()
         entropy_L = router_entropy(router_logits, attention_mask)
-        spread_L = torch.stack(
+        spread_L = stacked(
             [
-                (token_weights(logits, attention_mask) @ logits.float().std(-1, correction=0)).to(load.device)
+                token_weights(logits, attention_mask) @ logits.float().std(-1, correction=0)
                 for logits in router_logits
             ]
         )

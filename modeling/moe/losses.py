@@ -24,6 +24,11 @@ def moves(router: Router) -> bool:
     return router.balancing_bias is not None and router.weight.requires_grad
 
 
+def stacked(of_layers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A tensor of each layer as one, `[layers, ...]`; layers may be on different devices."""
+    return torch.stack([each.to(of_layers[0].device) for each in of_layers])
+
+
 def load_balancing_loss(
     router_logits: Sequence[torch.Tensor],
     routers: Sequence[Router],
@@ -50,11 +55,7 @@ def load_balancing_loss(
         weights_N = token_weights(logits_NE, attention_mask)
         fractions.append(weights_N @ _choices(logits_NE, router))
         probabilities.append(weights_N @ logits_NE.float().softmax(-1))
-    # Layers may be on different devices.
-    fractions_LE, probabilities_LE = (
-        torch.stack([each.to(of_layers[0].device) for each in of_layers])
-        for of_layers in (fractions, probabilities)
-    )
+    fractions_LE, probabilities_LE = stacked(fractions), stacked(probabilities)
     if is_pooled:
         fractions_LE, probabilities_LE = fractions_LE.mean(0), probabilities_LE.mean(0)
     return fractions_LE.shape[-1] * (fractions_LE * probabilities_LE).sum(-1).mean()
@@ -72,12 +73,11 @@ def router_z_loss(
     Returns:
         scalar float32: the mean over tokens and layers.
     """
-    return _mean_over_layers(
-        [
-            token_weights(logits, attention_mask) @ logits.float().logsumexp(-1).square()
-            for logits in router_logits
-        ]
-    )
+    losses = [
+        token_weights(logits, attention_mask) @ logits.float().logsumexp(-1).square()
+        for logits in router_logits
+    ]
+    return stacked(losses).mean()
 
 
 def expert_load(
@@ -99,8 +99,7 @@ def expert_load(
     for logits_NE, router in zip(router_logits, routers, strict=True):
         real_N = token_weights(logits_NE, attention_mask) > 0
         counts.append((_choices(logits_NE, router) * real_N[:, None]).sum(0).long())
-    # Layers may be on different devices.
-    return torch.stack([count.to(counts[0].device) for count in counts])
+    return stacked(counts)
 
 
 def router_entropy(
@@ -114,7 +113,7 @@ def router_entropy(
     for logits_NE in router_logits:
         log_NE = logits_NE.float().log_softmax(-1)
         entropies.append(token_weights(logits_NE, attention_mask) @ -(log_NE.exp() * log_NE).sum(-1))
-    return torch.stack([entropy.to(entropies[0].device) for entropy in entropies])
+    return stacked(entropies)
 
 
 def _choices(logits_NE: torch.Tensor, router: Router) -> torch.Tensor:
@@ -128,12 +127,6 @@ def token_weights(logits_NE: torch.Tensor, attention_mask: torch.Tensor | None) 
         return logits_NE.new_full((num_tokens,), 1.0 / max(num_tokens, 1), dtype=torch.float32)
     weights_N = attention_mask.reshape(-1).to(device=logits_NE.device, dtype=torch.float32)
     return weights_N / weights_N.sum().clamp(min=1.0)
-
-
-def _mean_over_layers(losses: list[torch.Tensor]) -> torch.Tensor:
-    # Layers may be on different devices.
-    device = losses[0].device
-    return torch.stack([loss.to(device) for loss in losses]).mean()
 
 
 class RouterLossMixin(PreTrainedModel):
