@@ -289,7 +289,6 @@ class MultimodalGeneration(ChunkedGeneration):
     """Images in `generate`: with beams, and in the first pass alone."""
 
     # The model has these.
-    vision_model: Any
     _image_places: Callable
     _lengths: Callable
     _tiles_of_rows: Callable
@@ -311,42 +310,27 @@ class MultimodalGeneration(ChunkedGeneration):
         input_ids: torch.LongTensor | None = None,
         **model_kwargs,
     ) -> tuple[torch.LongTensor | None, dict[str, Any]]:
-        """Repeat every row for beams and `num_return_sequences`, and its tiles as a group.
+        """Repeat every row for beams and `num_return_sequences`, and the features of its tiles as a group.
 
-        Tiles are not rows: a row has any number of them. transformers repeats each by itself, and features
-        inside the caller's object.
+        transformers counts a row's tiles by its ids, also where embeddings are given beside them, drops features
+        without a place in silence, and repeats inside the caller's object.
         """
-        pixel_values, encoder_outputs = (
-            model_kwargs.get(name) for name in ("pixel_values", "mm_encoder_outputs")
-        )
-        images = (encoder_outputs or {}).get("image")
-        if expand_size > 1 and (images is not None or pixel_values is not None):
-            # If ids are given too, the first pass takes the embeddings.
-            embeds = model_kwargs.get("inputs_embeds")
-            is_image = self._image_places(input_ids if embeds is None else None, embeds)
-
-            def repeated(tiles: Any) -> list[int]:
-                rows = self._tiles_of_rows(is_image, self._lengths(tiles))
-                return [tile for row in rows for _ in range(expand_size) for tile in row]
-
-            if pixel_values is not None:
-                self.vision_model.check_pixel_values(pixel_values)
-                pixel_values = pixel_values[repeated(pixel_values)]
-            else:
-                features = images.pooler_output
-                order = repeated(features)
-                is_stacked = isinstance(features, torch.Tensor)
-                features = features[order] if is_stacked else [features[tile] for tile in order]
-                images = type(images)(**{**images, "pooler_output": features})
-                encoder_outputs = {**encoder_outputs, "image": images}
-        kept = {"pixel_values": pixel_values, "mm_encoder_outputs": encoder_outputs}
-        kept = {name: value for name, value in kept.items() if name in model_kwargs}
-        others = {name: value for name, value in model_kwargs.items() if name not in kept}
         expand = super()._expand_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
-        input_ids, others = expand(
-            expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **others
-        )
-        return input_ids, {**others, **kept}
+        encoder_outputs = model_kwargs.get("mm_encoder_outputs") or {}
+        images = encoder_outputs.get("image")
+        if expand_size == 1 or images is None:
+            return expand(expand_size, is_encoder_decoder, input_ids, **model_kwargs)
+        # If ids are given too, the first pass takes the embeddings.
+        embeds, features = model_kwargs.get("inputs_embeds"), images.pooler_output
+        is_image = self._image_places(input_ids if embeds is None else None, embeds)
+        rows = self._tiles_of_rows(is_image, self._lengths(features))
+        order = [tile for row in rows for _ in range(expand_size) for tile in row]
+        is_stacked = isinstance(features, torch.Tensor)
+        features = features[order] if is_stacked else [features[tile] for tile in order]
+        images = type(images)(**{**images, "pooler_output": features})
+        del model_kwargs["mm_encoder_outputs"]
+        input_ids, model_kwargs = expand(expand_size, is_encoder_decoder, input_ids, **model_kwargs)
+        return input_ids, {**model_kwargs, "mm_encoder_outputs": {**encoder_outputs, "image": images}}
 
     def _maybe_prepare_encoder_kwargs_for_generation(self, inputs_tensor, model_kwargs, *args, **kwargs):
         """Encode the images before rows are repeated."""
