@@ -13,12 +13,5 @@ from .folder_files import (
 )
 from .processors import processor_files, processor_of_layout
 from .tiktoken_tables import looks_like_table
-from .tokenizer_json import (
-    MULTIMODAL_TOKENS,
-    check_companions,
-    extend_tokenizer,
-    fill_vocabulary,
-    read_part,
-    token_ids,
-)
+from .tokenizer_json import MULTIMODAL_TOKENS, check_companions, extend_tokenizer
 from .vocabulary import Vocabulary, extend_vocabulary

@@ -9,7 +9,6 @@ all).
 """
 
 from .checkpoint_files import (
-    WeightFiles,
     check_complete,
     check_files,
     check_folder,
@@ -40,7 +39,7 @@ from .expert_index import (
     suffixes_in_files,
 )
 from .load_weights import make_weights
-from .mapped_memory import MappedFile, MappedFiles, forget_pages, return_freed_memory
+from .mapped_memory import MappedFiles, forget_pages, return_freed_memory
 from .other_loaders import replace_loaders, replace_trainers_loader
 from .parts import in_units, part_of, sum_by_part
 from .pickles import Named

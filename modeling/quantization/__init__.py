@@ -6,7 +6,7 @@ bnb_quantizers. plain_experts warns of experts that a quantizer has left out. Wh
 """
 
 from .bnb_experts import packed_experts, unpack_routers
-from .bnb_quantizers import QuantizesExperts, naming_plain_layers, register_bitsandbytes
+from .bnb_quantizers import naming_plain_layers, register_bitsandbytes
 from .experts import QuantizedExperts
 from .linear import QuantizedLinear
 from .loading import check_found, dtype_to_quantize, shapes_in_files
