@@ -9,7 +9,7 @@ afterwards. Then one process does what a user does: plan, load, a prompt and new
 with routed experts, save, load again. Routing is what random weights make of it, close to even.
 
 Bytes are those that the kernel read for the process (`/proc/self/io`); the peak is the process's, mapped pages among
-it. "While misses are read" is the time in which a thread waits for the drive. As much memory as resident weights take is
+it. "While misses are read" is the time in which a thread waits for the drive. Memory for the resident weights is
 written to once before they are loaded: a virtual machine may get it from its host only then.
 """
 
