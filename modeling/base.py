@@ -25,15 +25,11 @@ from .moe import IMPLEMENTATION, Experts, Router
 from .offload import OffloadMixin, attach_stores, replace_with_offloaded, take_request
 from .parallel import Distributed
 from .quantization import (
-    LlamoeQuantizer,
     QuantizedExperts,
     QuantizedLinear,
-    check_found,
-    dtype_to_quantize,
     naming_plain_layers,
     packed_experts,
     saving_dequantized,
-    shapes_in_files,
     take_activations,
     unpack_routers,
     warn_of_plain_experts,
@@ -257,25 +253,19 @@ class LlamoePreTrainedModel(
             # An adapter, for a model that is placed already.
             return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         replace_with_offloaded(model, files, load_config)
+        state_dict, fused = checkpoints.make_weights(model, state_dict, files, load_config)
         quantizer = load_config.hf_quantizer
-        is_ours = isinstance(quantizer, LlamoeQuantizer)
-        dtype = dtype_to_quantize(files) if is_ours else None
-        state_dict, fused = checkpoints.make_weights(model, state_dict, files, load_config, dtype)
         if quantizer is not None and quantizer.pre_quantized:
             state_dict = unpack_routers(model, state_dict, files, load_config)
         checkpoints.settle_places(model, load_config, files, fused)
-        if quantizer is None or is_ours:
-            expected = shapes_in_files(model, is_ours and quantizer.pre_quantized)
-            checkpoints.check_fit(
-                files, expected, model._checkpoint_prefixes, load_config.ignore_mismatched_sizes
-            )
+        checkpoints.check_fit(model, files, load_config)
         # Set on this model alone, and only now: transformers reads it for keys that fit nowhere.
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(model._keys_passed_over)
         loading_info, offload_index = load(model, state_dict, checkpoint_files, load_config)
         if fused:
             keep_conversions(model, load_config.weight_mapping, fused)
-        check_found(model, loading_info, load_config.pretrained_model_name_or_path)
+        checkpoints.check_found(model, loading_info, load_config.pretrained_model_name_or_path)
         checkpoints.check_on_disk(load_config.device_map, loading_info.missing_keys, offload_index)
         return loading_info, offload_index
 

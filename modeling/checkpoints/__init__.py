@@ -12,6 +12,7 @@ from .checkpoint_files import (
     check_complete,
     check_files,
     check_folder,
+    check_found,
     check_layers,
     check_place,
     check_shards,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...configuration.base import LlamoeBaseConfig
+from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import LARGE, check_regular, read_json
 from .safetensors_files import TensorHeader, read_safetensors
@@ -285,6 +286,33 @@ def check_folder(
     held = check_files(found.files)
     check_shards(found, held)
     return len(held)
+
+
+def check_found(model: "PreTrainedModel", loading_info: Any, place: Any) -> None:
+    """Check that a checkpoint had all parts of the packed weights, in their shapes; nothing else could fill them.
+
+    Args:
+        model: as transformers has loaded it, before it fills what was missing.
+        loading_info: transformers' record of what was missing, and of what had another shape.
+        place: of the checkpoint, for the message.
+
+    Raises:
+        CheckpointError: a part was missing, or has another shape.
+    """
+    absent = {*loading_info.missing_keys, *(key for key, *_ in loading_info.mismatched_keys)}
+    lost = [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        # What packed modules alone have.
+        if hasattr(module, "part_shapes")
+        for name in module.state_dict()
+        if f"{path}.{name}" in absent
+    ]
+    if lost:
+        raise CheckpointError(
+            f"{place}: {listed(lost, 5)} cannot be filled from the checkpoint, and packed weights do not begin anew. "
+            "Download or copy it again, or load it with the configuration that it was saved with."
+        )
 
 
 def check_complete(model: "PreTrainedModel", missing: Iterable[str], load_config: Any) -> None:

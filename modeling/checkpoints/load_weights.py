@@ -6,7 +6,7 @@ or unpacked, as its module does it) and forgotten. Where processes share a model
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,11 @@ from .expert_index import (
     names_in_model,
 )
 from .mapped_memory import forget_pages, return_freed_memory
-from .safetensors_files import DTYPE_NAMES
+from .safetensors_files import DTYPE_NAMES, DTYPES
 from .stored import Stored, headers_of, tensors_of
+
+# In which weights are quantized as they were stored.
+_FLOATS = {"F32", "F16", "BF16"}
 
 
 def make_weights(
@@ -34,7 +37,6 @@ def make_weights(
     state_dict: Mapping[str, Any] | None,
     files: Sequence[str],
     load_config: Any,
-    dtype: torch.dtype | None = None,
 ) -> tuple[Mapping[str, Any] | None, list[str]]:
     """A state dict that has an empty model's weights as the model holds them.
 
@@ -43,7 +45,6 @@ def make_weights(
         state_dict: the checkpoint, if it is in memory.
         files: of the checkpoint, otherwise.
         load_config: transformers' record of the loading.
-        dtype: in which weights are quantized; default: that in which they are stored.
 
     Returns:
         the checkpoint's other tensors, mapped from the files, and under the model's names the `Part`s that are made; or
@@ -67,6 +68,8 @@ def make_weights(
     if not experts and not linears:
         return state_dict, []
     stored = headers_of(files) if state_dict is None else tensors_of(state_dict)
+    is_as_stored = state_dict is None and getattr(quantizer, "quantizes_as_stored", False)
+    dtype = _dtype_to_quantize(stored) if is_as_stored else None
     index = index_experts(experts, stored, names, is_packed) if experts else {}
     made: dict[str, _Made] = dict(_stacks(experts, index, is_packed, load_config, dtype))
     for tensor in stored if linears else ():
@@ -82,6 +85,18 @@ def make_weights(
         weight.take_from(content)
         parts |= {f"{path.rpartition('.')[0]}.{name}": Part(weight, name) for name in weight.parts}
     return content | parts, [path for path, weight in made.items() if isinstance(weight, _PlainStack)]
+
+
+def _dtype_to_quantize(stored: Iterable[Stored]) -> torch.dtype | None:
+    """The dtype in which weights of these files are quantized; None without plain ones.
+
+    It is theirs: a cast would copy whole stacks, and round weights that are rounded again. Of files with several dtypes
+    weights are read in bfloat16.
+    """
+    found = {tensor.dtype for tensor in stored} & _FLOATS
+    if not found:
+        return None
+    return DTYPES[found.pop()] if len(found) == 1 else torch.bfloat16
 
 
 def _stacks(

@@ -1,14 +1,13 @@
 """Quantized weights: linear layers and routed experts whose matrices are packed.
 
-Reading order: packed (what the modules have in common), experts and linear (the modules), loading (what files must have
-for them), quantizer (what transformers calls). For bitsandbytes: bnb_files (what folders hold), bnb_experts,
-bnb_quantizers. plain_experts warns of experts that a quantizer has left out. What the numbers are is in `formats`.
+Reading order: packed (what the modules have in common), experts and linear (the modules), quantizer (what transformers
+calls). For bitsandbytes: bnb_files (what folders hold), bnb_experts, bnb_quantizers. plain_experts warns of experts
+that a quantizer has left out. What the numbers are is in `formats`.
 """
 
 from .bnb_experts import packed_experts, unpack_routers
 from .bnb_quantizers import naming_plain_layers, register_bitsandbytes
 from .experts import QuantizedExperts
 from .linear import QuantizedLinear
-from .loading import check_found, dtype_to_quantize, shapes_in_files
 from .plain_experts import warn_of_plain_experts
 from .quantizer import LlamoeQuantizer, format_for, register_quantizers, saving_dequantized, take_activations

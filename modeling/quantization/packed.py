@@ -70,6 +70,11 @@ class Packed(nn.Module):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
 
+def packed_modules(model: nn.Module) -> list[tuple[str, Any]]:
+    """The modules with packed weights, by their paths."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, Packed)]
+
+
 def check_finite(scales: torch.Tensor, name: object) -> None:
     """Raise a `CheckpointError` for scales that are NaN or infinite."""
     # The largest and smallest number take no memory of their own, and are NaN if one is.

@@ -21,13 +21,13 @@ from ...configuration import LlamoeVisionConfig
 from ...configuration.errors import ConfigurationError
 from ...configuration.quantization import METHOD, QuantizationConfig
 from .._private_api import forget_conversions
-from ..checkpoints import current_loading
+from ..checkpoints import current_loading, forget_pages
 from ..formats import BLOCK, Format, format_of, torchs_block
 from ..kernels import why_no_cpp_kernels, why_no_gpu_kernel
 from ..moe import STACKS, Experts
 from .experts import QuantizedExperts
 from .linear import QuantizedLinear
-from .loading import packed_modules, settle_packed
+from .packed import check_finite, packed_modules
 
 logger = logging.getLogger("llamoe")
 
@@ -84,6 +84,8 @@ class LlamoeQuantizer(HfQuantizer):
     """Loads, saves and dequantizes models in llamoe's formats."""
 
     quantization_config: QuantizationConfig
+    quantizes_as_stored = True
+    """Tells `checkpoints` that packed modules say what files hold, and weights are quantized in the files' dtype."""
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuse what no packed weight can follow; say once that a CPU has no kernel.
@@ -165,7 +167,7 @@ class LlamoeQuantizer(HfQuantizer):
             model.set_submodule(name, module)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        settle_packed(model, self.pre_quantized)
+        _settle_packed(model, self.pre_quantized)
         forget_conversions(model)
         warn_without_gpu_kernel(model)
 
@@ -214,6 +216,23 @@ def _packed(module: Any, form: Format) -> nn.Module:
         return QuantizedExperts(module, form)
     dtype = torch.bfloat16
     return QuantizedLinear(module.in_features, module.out_features, module.bias is not None, form, dtype)
+
+
+def _settle_packed(model: nn.Module, is_mapped: bool) -> None:
+    """Check the scales of a loaded model, and copy codes that are mapped where its kernels cannot read them.
+
+    Raises:
+        CheckpointError: scales of packed weights are NaN or infinite.
+    """
+    for path, module in packed_modules(model):
+        for name, part in module._buffers.items():
+            if part is not None and part.is_floating_point() and not part.is_meta:
+                check_finite(part, f"{path}.{name}")
+        for parameter in module._parameters.values() if is_mapped else ():
+            is_code = parameter is not None and not parameter.is_floating_point() and parameter.is_cpu
+            if is_code and parameter.data_ptr() % module.format.alignment:
+                mapped, parameter.data = parameter.data, parameter.data.clone()
+                forget_pages(mapped)
 
 
 def _packed_modules(model: PreTrainedModel, asked: str) -> list[tuple[str, Any]]:
