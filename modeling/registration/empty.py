@@ -5,30 +5,16 @@ import copy
 import torch
 from torch import nn
 
-from ...configuration import (
-    LlamoeConfig,
-    LlamoeDenseConfig,
-    LlamoeMixtralConfig,
-    LlamoeTextConfig,
-    LlamoeVisionConfig,
-)
 from ...configuration.base import LlamoeBaseConfig
-from ..decoder import LlamoeDenseForCausalLM, LlamoeForCausalLM, LlamoeMixtralForCausalLM
-from ..multimodal import LlamoeForConditionalGeneration
-from ..vision import LlamoeVisionModel
-
-_CLASSES: dict[type, type[nn.Module]] = {
-    LlamoeConfig: LlamoeForConditionalGeneration,
-    LlamoeTextConfig: LlamoeForCausalLM,
-    LlamoeDenseConfig: LlamoeDenseForCausalLM,
-    LlamoeMixtralConfig: LlamoeMixtralForCausalLM,
-    LlamoeVisionConfig: LlamoeVisionModel,
-}
+from ...configuration.hub import AUTO_CLASSES
+from .auto_classes import MODELS
 
 
 def model_class(config: LlamoeBaseConfig) -> type[nn.Module]:
     """The class that a configuration describes: a model with its language model head, or a tower."""
-    return _CLASSES[type(config)]
+    served = AUTO_CLASSES[config.model_type]
+    names = ("AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel")
+    return MODELS[next(served[name] for name in names if name in served)]
 
 
 def empty_model(config: LlamoeBaseConfig) -> nn.Module:
