@@ -82,6 +82,11 @@ def written_by(converter: Callable[[Any], dict[str, Any]] | None) -> Iterator[No
         _converter.reset(token)
 
 
+def is_saving_stock() -> bool:
+    """Whether a save in transformers' layout is in progress."""
+    return _converter.get() is not None
+
+
 def entries_of_others(auto_map: Mapping[str, Any] | None) -> dict[str, Any]:
     """Entries of an `auto_map` that do not name our module, with or without the `owner/name--` of the Hub."""
     return {name: entry for name, entry in (auto_map or {}).items() if f"{MODULE_NAME}." not in str(entry)}

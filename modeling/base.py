@@ -29,7 +29,6 @@ from .quantization import (
     QuantizedLinear,
     naming_plain_layers,
     packed_experts,
-    saving_dequantized,
     take_activations,
     unpack_routers,
     warn_of_plain_experts,
@@ -384,11 +383,7 @@ class LlamoePreTrainedModel(
             # Packed experts are stored as they are; transformers' rules would take them apart.
             kwargs["save_original_format"] = False
         is_stock = layout == "stock"
-        with (
-            naming_plain_layers(self, is_stock),
-            written_by(to_stock if is_stock else None),
-            saving_dequantized(is_stock),
-        ):
+        with naming_plain_layers(self, is_stock), written_by(to_stock if is_stock else None):
             super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod

@@ -10,4 +10,4 @@ from .bnb_quantizers import naming_plain_layers, register_bitsandbytes
 from .experts import QuantizedExperts
 from .linear import QuantizedLinear
 from .plain_experts import warn_of_plain_experts
-from .quantizer import LlamoeQuantizer, format_for, register_quantizers, saving_dequantized, take_activations
+from .quantizer import LlamoeQuantizer, format_for, register_quantizers, take_activations

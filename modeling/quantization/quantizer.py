@@ -5,8 +5,6 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -19,6 +17,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ...configuration import LlamoeVisionConfig
 from ...configuration.errors import ConfigurationError
+from ...configuration.hub import is_saving_stock
 from ...configuration.quantization import METHOD, QuantizationConfig
 from .._private_api import forget_conversions
 from ..checkpoints import current_loading, forget_pages
@@ -30,10 +29,6 @@ from .linear import QuantizedLinear
 from .packed import check_finite, packed_modules
 
 logger = logging.getLogger("llamoe")
-
-# Whether weights are being saved as what they mean.
-_saves_dequantized: ContextVar[bool] = ContextVar("llamoe_saves_dequantized", default=False)
-
 
 _OF_MODULES = ("experts", "linears", "modules_to_not_convert")
 
@@ -172,8 +167,8 @@ class LlamoeQuantizer(HfQuantizer):
         warn_without_gpu_kernel(model)
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:
-        """Inside of `saving_dequantized` the weights that the packed ones mean."""
-        if not _saves_dequantized.get():
+        """In transformers' layout the weights that the packed ones mean."""
+        if not is_saving_stock():
             return None, {}
         weights = dict(model.state_dict())
         for path, module in _packed_modules(model, 'save_pretrained(layout="stock")'):
@@ -250,16 +245,6 @@ def _without_adapters(module: nn.Module) -> Iterator[nn.Module]:
     yield module
     for child in [module.base_layer] if hasattr(module, "base_layer") else module.children():
         yield from _without_adapters(child)
-
-
-@contextmanager
-def saving_dequantized(is_wanted: bool):
-    """Context in which `save_pretrained` writes the weights that packed ones mean, if that is wanted."""
-    token = _saves_dequantized.set(is_wanted)
-    try:
-        yield
-    finally:
-        _saves_dequantized.reset(token)
 
 
 def warn_without_gpu_kernel(model: PreTrainedModel) -> None:
