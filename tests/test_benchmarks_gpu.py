@@ -1,6 +1,7 @@
 """What whole models ask of a GPU, counted on cards that are not there, and the program that proves a real one."""
 
 import json
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -96,7 +97,7 @@ def test_a_capture_before_the_check_is_refused_where_experts_ask_the_host(
 
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 def test_a_card_without_a_kernel_is_named_when_packed_weights_are_loaded(card, weights, caplog):
-    quantizer._say_once.cache_clear()
+    logging.Logger.warning_once.cache_clear()
     card("T4")
     quantizer.warn_without_gpu_kernel(fake_models.build("mixtral", weights))
     [said] = [record.message for record in caplog.records if record.name == "llamoe"]
@@ -104,7 +105,7 @@ def test_a_card_without_a_kernel_is_named_when_packed_weights_are_loaded(card, w
 
 
 def test_a_card_with_kernels_is_not_named(card, caplog):
-    quantizer._say_once.cache_clear()
+    logging.Logger.warning_once.cache_clear()
     card("RTX 3090")
     quantizer.warn_without_gpu_kernel(fake_models.build("mixtral", "int4"))
     quantizer.warn_without_gpu_kernel(fake_models.build("mixtral"))

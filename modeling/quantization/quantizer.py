@@ -3,10 +3,8 @@
 `QuantizationConfig` and this quantizer are registered with transformers under the method `llamoe`.
 """
 
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils import logging
 
 from ...configuration import LlamoeVisionConfig
 from ...configuration.errors import ConfigurationError
@@ -28,7 +27,7 @@ from .experts import QuantizedExperts
 from .linear import QuantizedLinear
 from .packed import check_finite, packed_modules
 
-logger = logging.getLogger("llamoe")
+logger = logging.get_logger("llamoe")
 
 _OF_MODULES = ("experts", "linears", "modules_to_not_convert")
 
@@ -99,7 +98,7 @@ class LlamoeQuantizer(HfQuantizer):
                 else "a token takes about as long as in bfloat16, a prompt up to 1.4 times as long"
             )
             why, remedy = why_no_cpp_kernels() or ("", "")
-            _say_once(
+            logger.warning_once(
                 f"This CPU has no compiled kernels for int4 ({why}): {cost}. int4 saves memory here, no time."
                 f"{remedy and f' To change that, {remedy}.'}"
             )
@@ -252,12 +251,7 @@ def warn_without_gpu_kernel(model: PreTrainedModel) -> None:
     tensors = (tensor for _, module in packed_modules(model) for tensor in module.parameters())
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         if device.type == "cuda" and (reason := why_no_gpu_kernel(device)):
-            _say_once(f"{device}: {reason}")
-
-
-@lru_cache
-def _say_once(sentence: str) -> None:
-    logger.warning(sentence)
+            logger.warning_once(f"{device}: {reason}")
 
 
 def register_quantizers() -> None:

@@ -112,7 +112,7 @@ def test_a_processor_without_the_kernels(monkeypatch, caplog):
     for module in (int4, quantizer):
         monkeypatch.setattr(module, "torchs_block", lambda: None)
     monkeypatch.setattr(float32_blocks, "rows_of_torch", lambda dtype: 3)
-    quantizer._say_once.cache_clear()
+    logging.Logger.warning_once.cache_clear()
     for weights in ("int4", "int8", "int4"):
         model = AutoModelForCausalLM.from_pretrained(paths[weights])
         for ids, wanted in zip(asked, expected[weights], strict=True):
