@@ -1,4 +1,4 @@
-"""Reads small files: of bounded size, and JSON without ambiguity."""
+"""Reads small files: of bounded size, and JSON without ambiguity; and what tells versions of a file apart."""
 
 import errno
 import json
@@ -7,7 +7,7 @@ import stat
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import CheckpointError
 
@@ -46,6 +46,20 @@ def check_regular(path: str | os.PathLike) -> os.stat_result:
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path}: is a pipe or a device, where the checkpoint should have a file.")
     return status
+
+
+class FileStamp(NamedTuple):
+    """What changes when a file is written or replaced: another one means other content."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+    device: int
+
+
+def stamp_of(status: os.stat_result) -> FileStamp:
+    """The stamp of a file; for a link, of its target."""
+    return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
 
 def read_json(path: str | os.PathLike, most: int = _MOST_BYTES) -> dict[str, Any]:

@@ -20,9 +20,10 @@ from ..configuration import LlamoeConfig, QuantizationConfig
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.checks import listed
 from ..configuration.errors import CheckpointError
+from ..configuration.json_files import FileStamp, stamp_of
 from ..modeling.checkpoints import check_whole, find_weights, in_units
 from ..modeling.registration import empty_model
-from .io import FileStamp, LazyTensor, Plan, WriteOptions, look_at, one_of, read_json, write
+from .io import LazyTensor, Plan, WriteOptions, one_of, read_json, write
 
 _OF_ADAPTER = "adapter_config.json"
 # Endings of the files that a checkpoint is read from; tokenizer.model.v3 has two.
@@ -41,7 +42,7 @@ class Checkpoint:
         dropped: source key to the reason why the tensor is not in `tensors`.
         companions: file name to content of the small files that come along, in Hugging Face's form.
         sources: the weight files; none for a model in memory.
-        looks: size, time and inode of the source's files, noted before any was read.
+        looks: stamps of the source's files, noted before any was read.
         notes: what a user should know about how the source was read.
         quantization: of a folder of packed weights, how they are stored; `tensors` are what they mean.
         stored: of such a folder, key to tensor as the files have them.
@@ -145,8 +146,9 @@ def carry_out(plan: Plan, checkpoint: Checkpoint, target: Path, to: str, options
 
 def identify(checkpoint: Checkpoint) -> list[list[Any]]:
     """Name and look of each of the source's weight files; a changed source cannot resume a conversion."""
-    looks = [(path, checkpoint.looks.get(path) or look_at(path)) for path in checkpoint.sources]
-    return [[str(path.absolute()), *look] for path, look in looks]
+    looks = [(path, checkpoint.looks.get(path) or stamp_of(path.stat())) for path in checkpoint.sources]
+    # Without the device, which may have another number after a restart.
+    return [[str(path.absolute()), *look[:3]] for path, look in looks]
 
 
 def main_dtype(tensors: Mapping[str, LazyTensor]) -> torch.dtype:
@@ -297,7 +299,7 @@ def look_at_checkpoint(path: Path) -> dict[Path, FileStamp]:
         files.append(path.absolute().parent / "tokenizer.model")
     else:
         files = [path, path.with_name("open_clip_config.json")]
-    return {file: look_at(file) for file in files if file.is_file()}
+    return {file: stamp_of(file.stat()) for file in files if file.is_file()}
 
 
 def refuse_adapter(path: Path) -> None:

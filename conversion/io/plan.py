@@ -8,9 +8,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...configuration.json_files import to_json
+from ...configuration.json_files import FileStamp, to_json
 from .lazy_tensor import LazyTensor
-from .target_folder import FileStamp
 
 
 class Progress(Protocol):

@@ -4,11 +4,11 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from filelock import Timeout
 
 from ...configuration.errors import CheckpointError
+from ...configuration.json_files import FileStamp, stamp_of
 from ...modeling.checkpoints import LOCK, UNFINISHED, FolderLock, holder
 
 TEMPORARY = ".{}.partial"
@@ -16,25 +16,11 @@ TEMPORARY = ".{}.partial"
 _PATIENCE, _TRIES = 0.5, 100
 
 
-class FileStamp(NamedTuple):
-    """What changes when a file is written or replaced; for a link, the values of its target."""
-
-    size: int
-    mtime_ns: int
-    inode: int
-
-
-def look_at(path: Path) -> FileStamp:
-    """The current look of a file."""
-    status = path.stat()
-    return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino)
-
-
 def check_unchanged(looks: Mapping[Path, FileStamp]) -> None:
-    """Raise a `CheckpointError` if a file has another size, time or inode than at its opening, or is gone."""
+    """Raise a `CheckpointError` if a file has another size, time, inode or device than at its opening, or is gone."""
     for path, before in looks.items():
         try:
-            now = look_at(path)
+            now = stamp_of(path.stat())
         except OSError as error:
             raise CheckpointError(
                 f"{path}: cannot be read any more ({error.strerror}), though it was when the conversion began."

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
-from ...configuration.json_files import LARGE, check_regular, read_json
+from ...configuration.json_files import LARGE, FileStamp, check_regular, read_json, stamp_of
 from .safetensors_files import TensorHeader, read_safetensors
 from .torch_files import read_torch
 
@@ -27,8 +27,7 @@ _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 class _Loading:
     """What is known while a model is loaded."""
 
-    # By the file's device, inode, size and time: what changes when a file does.
-    headers: dict[tuple[int, int, int, int], dict[str, TensorHeader]] = field(default_factory=dict)
+    headers: dict[FileStamp, dict[str, TensorHeader]] = field(default_factory=dict)
     # Number of tensors in the files; None if unknown.
     tensors: int | None = None
     # Which experts are not to be loaded (`offload.OffloadRequest`).
@@ -76,12 +75,11 @@ def read_header(path: str | os.PathLike, kind: str | None = None) -> dict[str, T
             holds something else than a dictionary of tensors, or wants to run code.
     """
     try:
-        status = check_regular(path)
+        stamp = stamp_of(check_regular(path))
         known = current_loading().headers
-        key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        if key not in known:
-            known[key] = _read_header(path, kind)
-        return known[key]
+        if stamp not in known:
+            known[stamp] = _read_header(path, kind)
+        return known[stamp]
     except CheckpointError:
         raise
     except FileNotFoundError as error:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...configuration.json_files import FileStamp, stamp_of
 from ..checkpoints import (
     DTYPES,
     WEIGHT,
@@ -25,14 +26,6 @@ from ..checkpoints import (
     suffixes_in_files,
 )
 from ..moe import Experts
-
-Identity = tuple[int, int, int, int]
-"""Device, inode, size and time of change of a file: another one means other content."""
-
-
-def identity_of(status: os.stat_result) -> Identity:
-    """What tells one version of a file from another."""
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class Piece(NamedTuple):
@@ -76,7 +69,7 @@ class StoredLayer(NamedTuple):
     pieces: dict[str, list[list[Piece]]]
     numbers: dict[str, list[dict[int, torch.Tensor]]]
     whole: dict[str, tuple[str, str]]
-    files: dict[str, Identity]
+    files: dict[str, FileStamp]
 
 
 def find_pieces(
@@ -92,8 +85,8 @@ def find_pieces(
     Raises:
         CheckpointError: an expert is missing, stored twice, or has another shape or an unknown dtype.
     """
-    identities = {str(file): identity_of(os.stat(file)) for file in files}
-    index = index_experts(layers, headers_of(identities), names, is_packed=True)
+    stamps = {str(file): stamp_of(os.stat(file)) for file in files}
+    index = index_experts(layers, headers_of(stamps), names, is_packed=True)
     result = {}
     for layer, experts in layers.items():
         check_experts(layer, experts, index[layer], is_packed=True)
@@ -106,7 +99,7 @@ def find_pieces(
         pieces, numbers = {}, {}
         for stack, stored in index[layer].items():
             pieces[stack], numbers[stack] = _pieces(experts, stack, stored)
-        result[layer] = StoredLayer(pieces, numbers, whole, identities)
+        result[layer] = StoredLayer(pieces, numbers, whole, stamps)
     return result
 
 

@@ -12,8 +12,9 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 import torch
 
 from ...configuration.errors import CheckpointError
+from ...configuration.json_files import stamp_of
 from .memory import BLOCK, LEAST_BYTES_OF_DIRECT, open_direct, pages
-from .pieces import Piece, StoredLayer, identity_of
+from .pieces import Piece, StoredLayer
 from .statistics import Counter
 
 # Bytes of one request: large enough for a drive's full rate, small enough that several threads share an expert.
@@ -36,7 +37,7 @@ class _File:
                 f"{path}: cannot be opened ({error.strerror}), and experts are read from it. Bring the file back, and "
                 "load the model again."
             ) from error
-        self.identity = identity_of(os.fstat(self.file))
+        self.stamp = stamp_of(os.fstat(self.file))
         if hasattr(os, "posix_fadvise"):
             # What lies around an expert is not needed.
             os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_RANDOM)
@@ -45,16 +46,16 @@ class _File:
     def check(self, what: str) -> None:
         """Raise a `CheckpointError` if the path does not lead to this file as it was."""
         try:
-            now = identity_of(os.stat(self.path))
+            now = stamp_of(os.stat(self.path))
         except OSError as error:
             raise CheckpointError(
                 f"{self.path}: cannot be read any more while {what} is needed ({error.strerror}). Bring the file back, "
                 "and load the model again."
             ) from error
-        if now != self.identity:
+        if now != self.stamp:
             raise CheckpointError(
-                f"{self.path}: has changed since the model was loaded ({self.identity[2]:,} bytes then, {now[2]:,} "
-                f"now), and {what} is needed. Load the model again."
+                f"{self.path}: has changed since the model was loaded ({self.stamp.size:,} bytes then, "
+                f"{now.size:,} now), and {what} is needed. Load the model again."
             )
 
     def fill(self, memory: memoryview, begin: int, needed: int, what: str) -> int:
@@ -112,7 +113,7 @@ class Reader:
             is_direct = max(piece.nbytes for piece in pieces) >= LEAST_BYTES_OF_DIRECT
             for path in {piece.path for piece in pieces} - self.files.keys():
                 file = self.files[path] = _File(path, is_direct if self._direct is None else self._direct)
-                if file.identity != layer.files[path]:
+                if file.stamp != layer.files[path]:
                     raise CheckpointError(
                         f"{path}: has changed while the model was loaded. Load it again when nothing writes to it."
                     )
@@ -124,7 +125,7 @@ class Reader:
                 self.files[path] = _File(path, self._direct is not False)
             except CheckpointError:
                 return False
-        return self.files[path].identity[1] == inode
+        return self.files[path].stamp.inode == inode
 
     def check(self) -> None:
         """Raise a `CheckpointError` if a file is not what it was, or the model is closed."""
