@@ -11,7 +11,8 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
+
+from .json_files import write_whole
 
 HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
@@ -125,14 +126,14 @@ def write_config(config: Any, path: Path, content: Mapping[str, Any], is_ours: b
     converter = _converter.get()
     module = path.with_name(f"{MODULE_NAME}.py")
     if converter is not None:
-        _write(path, as_json(converter(config)))
+        write_whole(path, as_json(converter(config)))
         # Another process may have removed it.
         with suppress(FileNotFoundError):
             if is_our_module(module):
                 module.unlink()
         return
     for name, text in our_files(config, content, is_ours).items():
-        _write(path if name == "config.json" else path.with_name(name), text)
+        write_whole(path if name == "config.json" else path.with_name(name), text)
 
 
 def our_files(config: Any, content: Mapping[str, Any], is_ours: bool) -> dict[str, str]:
@@ -143,27 +144,11 @@ def our_files(config: Any, content: Mapping[str, Any], is_ours: bool) -> dict[st
     return {f"{MODULE_NAME}.py": MODULE, "config.json": as_json(content)}
 
 
-def write_module(folder: Path) -> None:
-    """Write the module into an existing folder."""
-    _write(folder / f"{MODULE_NAME}.py", MODULE)
-
-
 def is_our_module(path: Path) -> bool:
-    """Whether a file was written by `write_module`."""
+    """Whether a file is the module, of whatever release."""
     return path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(_FIRST_LINE)
 
 
 def as_json(content: Mapping[str, Any]) -> str:
     """The text of a config.json."""
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
-
-
-def _write(path: Path, text: str) -> None:
-    # A temporary name of its own, since several processes may save into one folder at once.
-    unfinished = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise

@@ -1,4 +1,4 @@
-"""Reads small files: of bounded size, and JSON without ambiguity; and what tells versions of a file apart."""
+"""Reads small files, of bounded size, and JSON without ambiguity; writes them whole; tells versions of a file apart."""
 
 import errno
 import json
@@ -7,7 +7,9 @@ import stat
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from .errors import CheckpointError
 
@@ -46,6 +48,17 @@ def check_regular(path: str | os.PathLike) -> os.stat_result:
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path}: is a pipe or a device, where the checkpoint should have a file.")
     return status
+
+
+def write_whole(path: str | os.PathLike, text: str) -> None:
+    """Write a small file; it is there whole, or as it was."""
+    # A temporary name of its own, since several processes may write the file at once.
+    unfinished = Path(f"{os.fspath(path)}.{uuid4().hex}.tmp")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 class FileStamp(NamedTuple):

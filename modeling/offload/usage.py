@@ -3,11 +3,10 @@
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ...configuration.errors import CheckpointError
-from ...configuration.json_files import read_json
+from ...configuration.json_files import read_json, write_whole
 from ..moe import Experts
 
 _KEY = "experts_usage"
@@ -47,12 +46,7 @@ def write_usage(path: str | os.PathLike, uses: Mapping[str, list[int]]) -> None:
         OSError: the file cannot be written.
     """
     content: dict[str, Any] = {_KEY: {_in_decoder(name): counts for name, counts in uses.items()}}
-    partial = Path(f"{os.fspath(path)}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(content) + "\n")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, json.dumps(content) + "\n")
 
 
 def _in_decoder(name: str) -> str:

@@ -21,7 +21,8 @@ from transformers.models.llama4.image_processing_llama4 import (
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.processing_utils import MultiModalData
 
-from ...configuration.hub import MODULE_NAME, hub_arguments, write_module
+from ...configuration.hub import MODULE, MODULE_NAME, hub_arguments
+from ...configuration.json_files import write_whole
 from ...serving import told_to_clients
 from .image_processor import LlamoeImageProcessor
 from .pictures import read_pictures_in
@@ -123,7 +124,7 @@ class LlamoeProcessor(Llama4Processor):
         """Save as `ProcessorMixin.save_pretrained`, and in a form that loads without llamoe imported."""
         if self._is_ours() and not os.path.isfile(save_directory):
             os.makedirs(save_directory, exist_ok=True)
-            write_module(Path(save_directory))
+            write_whole(Path(save_directory, f"{MODULE_NAME}.py"), MODULE)
         return super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     def to_dict(self, *args, **kwargs) -> dict[str, Any]:
