@@ -20,14 +20,15 @@ LARGE = 1 << 27
 
 
 @contextmanager
-def reading(name: object) -> Iterator[None]:
-    """Context in which an `OSError` becomes the `CheckpointError` that `name`, a path, cannot be read."""
+def reading(name: object, *others: type[Exception]) -> Iterator[None]:
+    """Context in which an `OSError`, or one of others, becomes a `CheckpointError`: `name`, a path, cannot be read."""
     try:
         yield
     except CheckpointError:
         raise
-    except OSError as error:
-        raise CheckpointError(f"{name}: cannot be read ({error.strerror or error}).") from error
+    except (OSError, *others) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{name}: cannot be read ({reason}).") from error
 
 
 def to_json(content: Any) -> bytes:
@@ -82,17 +83,13 @@ def read_json(path: str | os.PathLike, most: int = _MOST_BYTES) -> dict[str, Any
         CheckpointError: the file is missing, larger than `most`, no JSON, or no object; an object has a name twice,
             of which readers may take either; a number is NaN.
     """
-    try:
+    # A name with a zero byte is a ValueError.
+    with reading(path, ValueError):
         size = check_regular(path).st_size
         if size > most:
             raise CheckpointError(f"{path}: has {size} bytes, where at most {most} were expected.")
         with open(path, "rb") as file:
             raw = file.read(most + 1)
-    except CheckpointError:
-        raise
-    # A name with a zero byte is a ValueError.
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({getattr(error, 'strerror', error)}).") from error
     try:
         content = json.loads(
             raw.decode("utf-8"), object_pairs_hook=without_duplicates, parse_constant=_number

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
-from ...configuration.json_files import LARGE, FileStamp, check_regular, read_json, stamp_of
+from ...configuration.json_files import LARGE, FileStamp, check_regular, read_json, reading, stamp_of
 from .safetensors_files import TensorHeader, read_safetensors
 from .torch_files import read_torch
 
@@ -74,21 +74,18 @@ def read_header(path: str | os.PathLike, kind: str | None = None) -> dict[str, T
         CheckpointError: the file is missing, cut short, or contradicts itself or its size; or it is a pickle that
             holds something else than a dictionary of tensors, or wants to run code.
     """
-    try:
-        stamp = stamp_of(check_regular(path))
-        known = current_loading().headers
-        if stamp not in known:
-            known[stamp] = _read_header(path, kind)
-        return known[stamp]
-    except CheckpointError:
-        raise
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file, though the checkpoint's index names it.") from error
-    except IsADirectoryError as error:
-        raise CheckpointError(f"{path}: is a folder, where the checkpoint should have a file.") from error
     # A name with a zero byte is a ValueError.
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({getattr(error, 'strerror', error)}).") from error
+    with reading(path, ValueError):
+        try:
+            stamp = stamp_of(check_regular(path))
+            known = current_loading().headers
+            if stamp not in known:
+                known[stamp] = _read_header(path, kind)
+            return known[stamp]
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path}: no such file, though the checkpoint's index names it.") from error
+        except IsADirectoryError as error:
+            raise CheckpointError(f"{path}: is a folder, where the checkpoint should have a file.") from error
 
 
 def _read_header(path: str | os.PathLike, kind: str | None) -> dict[str, TensorHeader]:
