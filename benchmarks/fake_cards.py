@@ -95,7 +95,6 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.card, self.counts, self.live = card, Counts(), 0
         self._experts = itertools.count()
-        self.num_experts = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -149,8 +148,7 @@ class Recorder(TorchDispatchMode):
                 # The groups' ends become pointers first.
                 self.counts.launch(name, 2)
             return
-        # Two products, and the sum of the second one's splits.
-        self.counts.launch(name, 3 if name == "llamoe::few_rows_experts" else 1)
+        self.counts.launch(name)
         self.counts.moved += self._bytes(func, args, given, made)
 
     def _bytes(self, func: Any, args: Any, given: list, made: list) -> float:
@@ -158,12 +156,7 @@ class Recorder(TorchDispatchMode):
         if func in _OF_ROWS:
             # It reads what it writes, and no more of a table.
             return 2.0 * written
-        rows = next((len(each) for each in given if each.is_floating_point() and each.ndim == 2), 0)
-        read = 0.0
-        for each in {id(each): each for each in given}.values():
-            is_stack = func.namespace == "llamoe" and each.ndim >= 2 and len(each) == self.num_experts > 1
-            read += each.nbytes * (min(1.0, rows / len(each)) if is_stack else 1.0)
-        return read + written
+        return float(sum(each.nbytes for each in {id(each): each for each in given}.values()) + written)
 
     # Values of integers and flags.
 
@@ -368,7 +361,6 @@ def pretend(card: Card) -> Iterator[Recorder]:
         _everywhere(stack, "is_tracing", tracing, is_recorded)
         _everywhere(stack, "is_readable", tracing, lambda x: not is_recorded(x) and x.is_cpu)
         _everywhere(stack, "is_fake_tensor", "transformers.utils.import_utils", lambda x: False)
-        _everywhere(stack, "kernel_is_right", "llamoe.modeling.kernels.few_rows_check", lambda *_, **__: True)
         _everywhere(stack, "kernels_are_right", "llamoe.modeling.formats.gpu_kernels", lambda *_, **__: True)
         _everywhere(stack, "packed_product", "llamoe.modeling.kernels.packed_rows", recorder.multiply_packed)
         _everywhere(

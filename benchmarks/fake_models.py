@@ -185,8 +185,6 @@ def decode_step(
     Returns:
         `counts` of the step, and of its layers `launches_a_layer` and `bytes_a_weight` (of those that are multiplied).
     """
-    config = text_config(model)
-    recorder.num_experts = getattr(config, "num_local_experts", 0)
     given = prompt(model, length, takes_pictures(model))
     cache = cache_for(model, kind, given["input_ids"].shape[1] + 24)
     model(**given, past_key_values=cache, logits_to_keep=1)
@@ -219,7 +217,6 @@ def decode_step(
 @torch.no_grad()
 def prefill(recorder: Recorder, model: Any, length: int, behind: int = 0) -> Counts:
     """Counts of a prompt, behind some cached tokens; each with a picture where the model takes pictures."""
-    recorder.num_experts = getattr(text_config(model), "num_local_experts", 0)
     cache, pictures = cache_for(model, "dynamic", 0), takes_pictures(model)
     if behind:
         model(**prompt(model, behind, pictures), past_key_values=cache, logits_to_keep=1)

@@ -25,19 +25,18 @@ from transformers.utils import (
 
 import llamoe
 from llamoe.modeling.checkpoints import devices_here
-from llamoe.modeling.formats import Int4, torchs_block
+from llamoe.modeling.formats import Int4, find_difference, torchs_block
 from llamoe.modeling.kernels import (
     SHORTCUTS_ARE_ON,
     cpp_instructions,
     few_rows_limit,
-    find_difference,
     max_rows_of_matrix,
     plain_max_rows,
     rows_of_torch,
     why_no_cpp_kernels,
     why_no_gpu_kernel,
 )
-from llamoe.modeling.moe import IMPLEMENTATION, choose_path, why_not
+from llamoe.modeling.moe import IMPLEMENTATION, STACKS, choose_path, why_not
 
 # Rows of a step of decoding, and of a long prompt or a training step.
 _FEW, _MANY = 1, 4096
@@ -278,11 +277,12 @@ def _kernel_for_few_rows(device: torch.device, model: Any, try_kernel: bool) -> 
             name, step, f"{served_by}; each process checks it before its first use, `--try` checks it now"
         )
     experts = _experts(_tiny("Mixtral", device, torch.bfloat16, **_CHECKED))
-    failure = find_difference(*(experts.input_first(stack) for stack in ("gate_up_proj", "down_proj")))
-    if not failure:
-        return Step(name, step, f"{served_by}; checked, and right here")
-    advice = "torch's grouped product takes its place; report the failure with what doctor prints"
-    return Step(name, step, "wrong, not used", failure, advice)
+    for stack in map(experts.stack, STACKS):
+        form, count = stack.form, stack.num_experts
+        if failure := find_difference(form, stack.parts, stack.sizes, form.compute_dtype, count, False):
+            advice = "torch's grouped product takes its place; report the failure with what doctor prints"
+            return Step(name, step, "wrong, not used", failure, advice)
+    return Step(name, step, f"{served_by}; checked, and right here")
 
 
 def _few_bits(device: torch.device) -> Iterator[Step]:

@@ -86,7 +86,7 @@ def test_a_capture_before_the_check_is_refused_where_experts_ask_the_host(
     recorder = card(name)
     model = fake_models.build(family)
     assert fake_models.decode_step(recorder, model)["counts"].waits == 0
-    monkeypatch.setattr(dispatch, "kernel_is_right", lambda *_, **__: False)
+    monkeypatch.setattr(dispatch, "kernels_are_right", lambda *_, **__: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     if holds:
         assert fake_models.decode_step(recorder, model)["counts"].waits == 0
@@ -329,6 +329,6 @@ def test_expectations_of_a_card_are_what_the_library_does(card):
     kernel = "flash" if expected["attention"] == "flash" else "efficient"
     assert set(step.kernels) == set(prompt.kernels) == {kernel}
     has_kernel = "kernels" in expected["few rows of experts"]
-    assert (step.operators["llamoe::few_rows_experts"] > 0) == has_kernel
+    assert (step.operators["llamoe:packed_product"] > 0) == has_kernel
     waits = any("grouped product" in each or "tolist" in each for each in prompt.reasons)
     assert waits == ("on the device" not in expected["many rows of experts"])

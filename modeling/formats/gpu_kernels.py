@@ -1,8 +1,9 @@
 """Which matrices the Triton kernels multiply: what has none, and a check of the rest before the first use.
 
 A kernel cannot be known to be right on a device on which it never ran. So it is launched there, on the model's own
-matrices, with each tile of rows that it is compiled for, and each number is compared with the matrix unpacked. One that
-fails or is wrong is not used for this format and these sizes as long as this process lives.
+matrices, with every number of rows at which something else is compiled or launched, and with each tile of more rows.
+Each number is compared with the plain product. One that fails or is wrong is not used for this format, these sizes and
+strides as long as this process lives.
 
 A check compiles for some seconds and waits for the device, so it cannot run in a compiled graph, a trace, or a CUDA
 graph's capture: there the kernel serves what was checked before.
@@ -13,16 +14,18 @@ Shapes: N rows, E experts, O outputs, I inputs, C terms of a sum.
 import functools
 import logging
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from ..kernels import (
     TILES,
     TRITON_UNSORTED_MAX_ROWS,
-    difference,
+    GpuMatrix,
     max_rows_of_matrix,
     packed_outer_product,
     packed_product,
+    row_counts_of_launches,
     why_no_gpu_kernel,
 )
 from ..kernels.waiting import log_if_slow
@@ -30,13 +33,36 @@ from .format import Format, Parts, Sizes, format_of
 
 logger = logging.getLogger("llamoe")
 
-# By device, key of the format, dtype of the rows, sizes, experts (0 for one matrix), and whether for gradients: what is
-# wrong with the kernels; empty if nothing is.
-_FAILURES: dict[tuple, str] = {}
 # Experts that get rows in a check.
 _EXPERTS = 4
 # Columns of a weight that are cast to float32 at once.
 _COLUMNS = 512
+
+
+class _Kind(NamedTuple):
+    """What shares a check.
+
+    Attributes:
+        key: of the format.
+        dtype: of the rows.
+        numbers: O, I, E (0 for one matrix), 1 for an adapter's factor, and the strides of the first part.
+        transposed: whether for gradients.
+    """
+
+    device: torch.device
+    key: str
+    dtype: torch.dtype
+    numbers: tuple[int, ...]
+    transposed: bool
+
+    @property
+    def is_of_few_rows(self) -> bool:
+        """Whether for experts of 16 or 32 bits, of which the kernels multiply few rows alone."""
+        return self.key.startswith("plain") and not self.numbers[3]
+
+
+# What is wrong with the kernels; empty if nothing is.
+_FAILURES: dict[_Kind, str] = {}
 
 
 def why_no_kernel(form: Format, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -87,8 +113,9 @@ def kernels_are_right(
     num_experts: int,
     directions: Sequence[bool],
     may_check: bool,
+    is_factor: bool = False,
 ) -> bool:
-    """Whether the kernels give the numbers of the unpacked matrices, for parts like these on their device.
+    """Whether the kernels give the numbers of the plain product, for parts like these on their device.
 
     Args:
         form: for which `why_no_kernel` has no reason.
@@ -97,20 +124,34 @@ def kernels_are_right(
         num_experts: E; 0 for one matrix.
         directions: which products: False for the product, True for the transposed one of gradients.
         may_check: whether kernels may be launched and waited for; otherwise only earlier checks count.
+        is_factor: whether the parts are an adapter's.
     """
     device = parts[0].device
-    if not may_check or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        # Making a text turns sizes that a compiler leaves open into numbers.
-        text = f"{sizes[0]} {sizes[1]} {num_experts} {' '.join(str(int(each)) for each in directions)}"
-        return _is_known(form.key, text, dtype, device)
+    may_check = may_check and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    numbers = (*sizes, num_experts, int(is_factor), *parts[0].stride())
     for transposed in directions:
-        kind = (device, form.key, dtype, *sizes, num_experts, transposed)
+        if not may_check:
+            # Making a text turns sizes that a compiler leaves open into numbers.
+            if not _is_known(form.key, " ".join(f"{each}" for each in numbers), dtype, device, transposed):
+                return False
+            continue
+        kind = _Kind(device, form.key, dtype, numbers, transposed)
         if kind not in _FAILURES:
-            with log_if_slow("llamoe: checking a kernel for packed weights, once in this process"):
-                failure = _FAILURES[kind] = find_difference(
-                    form, parts, sizes, dtype, num_experts, transposed
+            what = "the kernel for few rows" if kind.is_of_few_rows else "a kernel for packed weights"
+            with log_if_slow(f"llamoe: checking {what}, once in this process"):
+                failure = find_difference(form, parts, sizes, dtype, num_experts, transposed, is_factor)
+            _FAILURES[kind] = failure
+            if failure and kind.is_of_few_rows:
+                logger.warning(
+                    "llamoe does not use its kernel for few rows on %s, %s, experts %s: %s. torch's grouped product "
+                    "takes its place, or a loop where that does not fit. LLAMOE_EXPERTS=llamoe_kernel uses the kernel "
+                    "all the same.",
+                    device,
+                    dtype,
+                    [num_experts, *sizes],
+                    failure,
                 )
-            if failure:
+            elif failure:
                 logger.warning(
                     "llamoe does not use its kernel for %s on %s, matrices %s: %s. Each matrix is unpacked in its "
                     "place, which is slower.",
@@ -125,33 +166,39 @@ def kernels_are_right(
 
 
 @torch.compiler.assume_constant_result
-def _is_known(key: str, text: str, dtype: torch.dtype, device: torch.device) -> bool:
-    num_out, num_in, num_experts, *directions = map(int, text.split())
-    for transposed in directions:
-        kind = (device, key, dtype, num_out, num_in, num_experts, bool(transposed))
-        if kind not in _FAILURES:
-            _tell_of_graph(kind)
-        if _FAILURES.get(kind) != "":
-            return False
-    return True
+def _is_known(key: str, text: str, dtype: torch.dtype, device: torch.device, transposed: bool) -> bool:
+    kind = _Kind(device, key, dtype, tuple(map(int, text.split())), transposed)
+    if kind not in _FAILURES:
+        _tell_of_graph(kind)
+    return _FAILURES.get(kind) == ""
 
 
 @functools.cache
-def _tell_of_graph(kind: tuple) -> None:
+def _tell_of_graph(kind: _Kind) -> None:
+    is_of_few_rows = kind.is_of_few_rows
     logger.info(
         "llamoe: a graph is made before the kernel for %s was checked on %s (%s), so it is not used in it. One pass of "
-        "few tokens before compiling or capturing has it checked; for training, one step.",
-        kind[1],
-        kind[0],
-        kind[2],
+        "few tokens %s.",
+        "few rows" if is_of_few_rows else kind.key,
+        kind.device,
+        kind.dtype,
+        "without gradients before compiling or capturing has it checked"
+        if is_of_few_rows
+        else "before compiling or capturing has it checked; for training, one step",
     )
 
 
 @torch.no_grad()
 def find_difference(
-    form: Format, parts: Parts, sizes: Sizes, dtype: torch.dtype, num_experts: int, transposed: bool
+    form: Format,
+    parts: Parts,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    num_experts: int,
+    transposed: bool,
+    is_factor: bool = False,
 ) -> str:
-    """Description of how the kernels differ from the unpacked matrices, or fail; empty if they are right.
+    """Description of how the kernels differ from the plain product, or fail; empty if they are right.
 
     Rows are random, the same each time; the caller's random state is kept. They go to a few experts, the first and the
     last among them, and every seventh to none. Arguments as in `kernels_are_right`.
@@ -163,13 +210,13 @@ def find_difference(
     rows = 0
     try:
         with torch.autocast(device.type, enabled=False):
-            if not form.is_packed and num_experts:
-                # An adapter's new factor is all zeros, and with those anything would be right.
+            if is_factor:
+                # A new one is all zeros, and with those anything would be right.
                 generator = torch.Generator(device).manual_seed(2)
                 parts = [torch.randn(parts[0].shape, device=device, generator=generator).to(dtype)]
             matrix = form.for_gpu_kernel(parts, sizes)
             assert matrix is not None
-            for rows, tile, by_id in _launches(num_experts, transposed):
+            for rows, tile, by_id in _launches(matrix, dtype, device, num_experts, transposed):
                 generator = torch.Generator(device).manual_seed(1)
                 x_NC = torch.randn(rows, sizes[not transposed], device=device, generator=generator).to(dtype)
                 ids_N = _ids(rows, num_experts, device)
@@ -185,10 +232,14 @@ def find_difference(
                 return _compare_outer(sizes, dtype, num_experts, device)
     except torch.OutOfMemoryError as error:
         # It says nothing of the kernel, and later there may be room.
-        size = sizes[0] * sizes[1] * dtype.itemsize + 4 * _COLUMNS * sum(sizes)
+        size, of_matrix = 4 * _COLUMNS * sum(sizes), ""
+        what = form.key if form.is_packed or is_factor else "few rows"
+        if form.is_packed:
+            size += sizes[0] * sizes[1] * dtype.itemsize
+            of_matrix = f" for one unpacked matrix of {list(sizes)}"
         raise torch.OutOfMemoryError(
-            f"llamoe: {device} has no room to check the kernel for {form.key} before its first use, which takes about "
-            f"{size:,} bytes beside the model for one unpacked matrix of {list(sizes)}: leave more memory free."
+            f"llamoe: {device} has no room to check the kernel for {what} before its first use, which takes about "
+            f"{size:,} bytes beside the model{of_matrix}: leave more memory free."
         ) from error
     # Compilers, assemblers and drivers raise errors of their own kinds, and a model must run without them.
     except Exception as error:
@@ -197,10 +248,14 @@ def find_difference(
     return ""
 
 
-def _launches(num_experts: int, transposed: bool) -> Iterable[tuple[int, int | None, bool]]:
+def _launches(
+    matrix: GpuMatrix, dtype: torch.dtype, device: torch.device, num_experts: int, transposed: bool
+) -> Iterable[tuple[int, int | None, bool]]:
     """Rows, rows of a tile, and whether rows are unsorted, of launches that together compile all that ever is."""
     if num_experts and not transposed:
-        yield from ((rows, None, True) for rows in (1, 7, TRITON_UNSORTED_MAX_ROWS - 3))
+        for rows in row_counts_of_launches(matrix, dtype.itemsize, device, num_experts):
+            yield rows, None, rows <= TRITON_UNSORTED_MAX_ROWS
+    # Several tiles of an expert.
     for tile in TILES:
         yield 2 * tile + 5, tile, False
 
@@ -247,7 +302,7 @@ def _compare(
         y_NO[rows] = torch.cat([x @ part.to(wide) for part in some], 1)
         spread_NO = torch.cat([x.square() @ part.to(wide).square() for part in some], 1).sqrt()
         allowed_NO[rows] = step * y_NO[rows].abs() + of_spread * spread_NO
-    return difference(given_NO, y_NO, allowed_NO)
+    return _difference(given_NO, y_NO, allowed_NO)
 
 
 def _compare_outer(sizes: Sizes, dtype: torch.dtype, num_experts: int, device: torch.device) -> str:
@@ -269,5 +324,23 @@ def _compare_outer(sizes: Sizes, dtype: torch.dtype, num_experts: int, device: t
         y_EIO[expert] = x.T @ grad
         spread = (x.square().T @ grad.square()).sqrt()
         allowed_EIO[expert] = step * y_EIO[expert].abs() + 4 * step32 * num_rows**0.5 * spread
-    found = difference(given_EIO.flatten(1), y_EIO.flatten(1), allowed_EIO.flatten(1))
+    found = _difference(given_EIO.flatten(1), y_EIO.flatten(1), allowed_EIO.flatten(1))
     return f"in the gradient of a factor {found}" if found else ""
+
+
+def _difference(given_NO: torch.Tensor, y_NO: torch.Tensor, allowed_NO: torch.Tensor) -> str:
+    """Description of which numbers differ by more than is allowed, with the worst of them; empty if none does."""
+    # Where weights overflow, no result is right or wrong.
+    comparable_NO = y_NO.abs() < torch.finfo(given_NO.dtype).max / 2
+    error_NO = (given_NO.to(y_NO.dtype) - y_NO).abs()
+    wrong_NO = ~(error_NO <= allowed_NO) & comparable_NO
+    if not wrong_NO.any():
+        return ""
+    # A value that is not finite counts as the largest difference.
+    excess_NO = torch.where(wrong_NO, (error_NO - allowed_NO).nan_to_num(torch.inf), -1)
+    row, column = divmod(int(excess_NO.argmax()), y_NO.shape[1])
+    given, right, allowed = (float(t[row, column]) for t in (given_NO, y_NO, allowed_NO))
+    return (
+        f"{int(wrong_NO.sum())} of {y_NO.numel()} numbers are wrong: at worst (row {row}, column {column}) {given:.6g} "
+        f"in place of {right:.6g}, where {allowed:.2g} may be rounding"
+    )

@@ -5,10 +5,9 @@ user waits for), cpp_kernels (products of few rows on a CPU), cpp_layer (the res
 on a CPU without instructions for them), single_queries (attention of one token a row), cpu (the guard of CPU shortcuts,
 and those for any number of rows), known_modules (what is remembered of modules), few_rows_pass (products of one pass),
 second_half (a layer's feed-forward or mixture), cache_room (a token behind a cache), decode (the one door to decoding
-on a CPU), tokens (those of `generate`, one after the other), few_rows_triton, few_rows (a GPU kernel for few rows of
-experts), few_rows_check (whether it is right on this device), packed_rows_triton, packed_rows (packed matrices on a
-GPU). Files named `…_triton` import Triton, which is not installed everywhere and takes long to import;
-the others import it only when a kernel is about to run.
+on a CPU), tokens (those of `generate`, one after the other), packed_rows_triton, packed_rows (packed matrices on a GPU,
+and plain ones for few rows). Files named `…_triton` import Triton, which is not installed everywhere and takes long to
+import; the others import it only when a kernel is about to run.
 """
 
 from .cpp_kernels import Matrix, cpp_instructions, cpp_products, cpp_unpack, plain_matrix, why_no_cpp_kernels
@@ -23,8 +22,6 @@ from .cpu import (
     widened,
 )
 from .decode import FewRows, apply_head, begin_few_rows
-from .few_rows import few_rows_experts, few_rows_fits, few_rows_limit
-from .few_rows_check import difference, find_difference, kernel_is_right
 from .float32_blocks import (
     BLOCK_WEIGHTS,
     blocks_in,
@@ -50,10 +47,12 @@ from .limits import (
 from .packed_rows import (
     TILES,
     GpuMatrix,
+    few_rows_limit,
     has_gpu,
     max_rows_of_matrix,
     packed_outer_product,
     packed_product,
+    row_counts_of_launches,
     why_no_gpu_kernel,
 )
 from .single_queries import are_single_queries, attend_to_single_queries

@@ -44,15 +44,16 @@ CPU_LOOP_MAX_ROWS_PER_EXPERT = 3
 PEFT_ORDER_MAX_ROWS = 16
 """Rows of all experts that the CPU multiplies by adapters in peft's order: copying into the stacks' costs more."""
 
-# Experts on a GPU (`few_rows`).
+# Experts on a GPU (`packed_rows`).
 TRITON_MAX_ROWS = 128
-"""Rows of all experts that the Triton kernels take; above, comparing all rows with each other is no longer cheap."""
+"""Rows of all experts of 16 or 32 bits that the Triton kernels take; above, torch's grouped product, made for many,
+is worth that the host waits for it."""
 TRITON_PREFERRED_MAX_ROWS = {9: 64, 10: 64}
 """Fewer by compute capability, where torch's grouped product does not ask the host, and reads an expert once for more
 rows than a tile of the kernels has. No card was timed."""
 TRITON_UNSORTED_MAX_ROWS = 32
-"""Rows of all experts that the Triton kernels for packed matrices take unsorted, in one tile; above, that computes too
-much, and a sort is cheap beside the products."""
+"""Rows of all experts that the Triton kernels take unsorted, in one tile; above, that computes too much, and a sort is
+cheap beside the products."""
 TRITON_MAX_ROWS_A_MATRIX = {8: 1024, 9: 512, 10: 256, 12: 1024}
 """Rows of a matrix, for experts on average, that the Triton kernels multiply by packed weights, by the major compute
 capability; above, unpacking the matrix into memory once is cheaper (the arithmetic is in `packed_rows`). A100, and the

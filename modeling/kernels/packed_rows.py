@@ -1,7 +1,9 @@
-"""Rows times packed matrices on a GPU: one matrix, or that of each row's expert, which the host need not know.
+"""Rows times matrices on a GPU, packed or plain: one matrix, or that of each row's expert, unknown to the host.
 
 Codes are unpacked in registers and multiplied there: of a matrix, only its bytes in memory are read, once for each tile
-of rows. Launches and grids depend on shapes alone, so that a CUDA graph may hold them.
+of rows. Launches and grids depend on shapes alone, so that a CUDA graph may hold them. Of plain matrices few rows come
+here: torch's grouped product asks the host for the rows of each expert on most cards, and copies of an expert for each
+of its rows are written and read once more.
 
 **Few rows** are bound by memory. Up to `TRITON_UNSORTED_MAX_ROWS` rows come in any order with the number of each
 row's expert, and every hit expert is read once. A multiprocessor issues 128 lanes a clock, and gets these bytes of
@@ -26,12 +28,22 @@ Shapes: N rows, E experts, O outputs, I inputs, C terms of a sum (I, or O if tra
 """
 
 import contextlib
+import importlib.util
+import os
 from typing import Any, NamedTuple
 
 import torch
 
-from . import few_rows
-from .limits import TRITON_MAX_ROWS_A_MATRIX, TRITON_UNSORTED_MAX_ROWS
+from .limits import (
+    TRITON_MAX_ROWS,
+    TRITON_MAX_ROWS_A_MATRIX,
+    TRITON_PREFERRED_MAX_ROWS,
+    TRITON_UNSORTED_MAX_ROWS,
+)
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+# Triton reads this variable when it is imported; its interpreter runs kernels in Python, on the CPU too.
+_INTERPRETED = _HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 # Rows of a tile. Matrix instructions take 16; larger ones unpack a weight for more rows.
 TILES = (16, 32, 64, 128)
@@ -86,6 +98,16 @@ class Tile(NamedTuple):
     warps: int
 
 
+class Launch(NamedTuple):
+    """What the host decides of a product, from shapes alone."""
+
+    tile: Tile
+    row_tiles: int
+    column_tiles: int
+    split_size: int
+    """Terms of one split of the sums."""
+
+
 def has_gpu() -> bool:
     """Whether this machine has a CUDA device."""
     return torch.cuda.is_available()
@@ -94,7 +116,7 @@ def has_gpu() -> bool:
 def why_no_gpu_kernel(device: torch.device) -> str | None:
     """Why no Triton kernel runs on a device, as a sentence; None if one can."""
     if device.type != "cuda":
-        is_interpreted = device.type == "cpu" and few_rows._INTERPRETED
+        is_interpreted = device.type == "cpu" and _INTERPRETED
         return None if is_interpreted else f"Triton's kernels are for CUDA devices, not for {device}."
     if torch.version.hip is not None:
         return "Triton's kernels were written for NVIDIA's GPUs."
@@ -105,13 +127,19 @@ def why_no_gpu_kernel(device: torch.device) -> str | None:
             "8.0 (Ampere). Each hit matrix is unpacked first, and these cards do not multiply bfloat16: use "
             "bitsandbytes' NF4 with bnb_4bit_compute_dtype=torch.float16."
         )
-    return None if few_rows._HAS_TRITON else "Triton is not installed: pip install triton."
+    return None if _HAS_TRITON else "Triton is not installed: pip install triton."
 
 
 def max_rows_of_matrix(device: torch.device) -> int:
     """Up to how many rows of a matrix, on average, its packed weights are multiplied, rather than unpacked once."""
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
     return TRITON_MAX_ROWS_A_MATRIX.get(major, min(TRITON_MAX_ROWS_A_MATRIX.values()))
+
+
+def few_rows_limit(device: torch.device) -> int:
+    """Up to how many rows of all experts plain weights are multiplied here, rather than by torch's products."""
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+    return TRITON_PREFERRED_MAX_ROWS.get(major, TRITON_MAX_ROWS)
 
 
 def packed_product(
@@ -151,13 +179,8 @@ def packed_product(
         return out_NO
     x_NC = x_NC.contiguous()
     by = _ONE if groups is None else _IDS if by_id else _ENDS
-    tile = tile_of(matrix, x_NC.itemsize, transposed, tile_rows or rows_of_tile(num_rows, num_experts, by))
-    row_tiles = {_ONE: -(-num_rows // tile.rows), _IDS: num_rows}.get(
-        by, num_rows // tile.rows + min(num_rows, num_experts + 1)
-    )
-    column_tiles = -(-num_columns // tile.columns)
-    split_size = _split_size(x_NC.shape[1], row_tiles * column_tiles, tile, x_NC.device)
-    splits = -(-x_NC.shape[1] // split_size)
+    launch = launch_of(matrix, num_rows, x_NC.itemsize, x_NC.device, num_experts, by, transposed, tile_rows)
+    tile, splits = launch.tile, -(-x_NC.shape[1] // launch.split_size)
     parts_SNO = out_NO
     if splits > 1:
         parts_SNO = x_NC.new_empty(splits, num_rows, num_columns, dtype=torch.float32)
@@ -165,7 +188,7 @@ def packed_product(
     optional: list[Any] = [matrix.scales, matrix.table, matrix.nested, matrix.offset, matrix.dynamic]
     on_device = torch.cuda.device(x_NC.device) if x_NC.is_cuda else contextlib.nullcontext()
     with on_device:
-        packed_rows_triton.product_kernel[row_tiles, column_tiles, splits](
+        packed_rows_triton.product_kernel[launch.row_tiles, launch.column_tiles, splits](
             x_NC,
             matrix.codes,
             *(unused if each is None else each for each in optional),
@@ -176,14 +199,17 @@ def packed_product(
             num_out,
             num_in,
             -(-num_in // matrix.group) * matrix.group,
-            split_size,
+            launch.split_size,
             *matrix.strides,
             **constants(matrix, tile, by, num_experts, transposed),
             num_warps=tile.warps,
             enable_fp_fusion=True,
         )
         if splits > 1:
-            few_rows.sum_splits(parts_SNO, out_NO)
+            size = out_NO.numel()
+            packed_rows_triton.sum_splits_kernel[(-(-size // 512),)](
+                parts_SNO, out_NO, size, SPLITS=splits, BLOCK=512, num_warps=4, enable_fp_fusion=True
+            )
     return out_NO
 
 
@@ -235,6 +261,52 @@ def constants(
     )
 
 
+def launch_of(
+    matrix: GpuMatrix,
+    num_rows: int,
+    itemsize: int,
+    device: torch.device,
+    num_experts: int = 1,
+    by: int = _ONE,
+    transposed: bool = False,
+    tile_rows: int | None = None,
+) -> Launch:
+    """How a product is launched.
+
+    Args:
+        itemsize: of the rows' numbers, in bytes.
+        by: what says whose rows are which: nothing, as there is one matrix, the experts' ends, or each row's expert.
+        matrix, num_rows, device, num_experts, transposed, tile_rows: as in `packed_product`.
+    """
+    num_out, num_in = matrix.sizes
+    terms, columns = (num_out, num_in) if transposed else (num_in, num_out)
+    tile = tile_of(matrix, itemsize, transposed, tile_rows or rows_of_tile(num_rows, num_experts, by))
+    row_tiles = {_ONE: -(-num_rows // tile.rows), _IDS: num_rows}.get(
+        by, num_rows // tile.rows + min(num_rows, num_experts + 1)
+    )
+    column_tiles = -(-columns // tile.columns)
+    split_size = _split_size(terms, row_tiles * column_tiles, tile, device)
+    return Launch(tile, row_tiles, column_tiles, split_size)
+
+
+def row_counts_of_launches(
+    matrix: GpuMatrix, itemsize: int, device: torch.device, num_experts: int
+) -> list[int]:
+    """Numbers of rows that together launch every kernel which any number up to `TRITON_MAX_ROWS` launches.
+
+    They are the first and last of each range of numbers that shares compiled code and the split of the sums. Arguments
+    as in `launch_of`.
+    """
+
+    def launch(num_rows: int) -> tuple[int, Tile, int]:
+        by = _IDS if num_rows <= TRITON_UNSORTED_MAX_ROWS else _ENDS
+        found = launch_of(matrix, num_rows, itemsize, device, num_experts, by)
+        return by, found.tile, found.split_size
+
+    borders = [n for n in range(2, TRITON_MAX_ROWS + 1) if launch(n) != launch(n - 1)]
+    return sorted({1, *(n - 1 for n in borders), *borders, TRITON_MAX_ROWS})
+
+
 def rows_of_tile(num_rows: int, num_experts: int, by: int) -> int:
     """Rows of a tile: those of one expert, where they are sorted twice the average, since routing is uneven."""
     wanted = num_rows if by != _ENDS else 2 * num_rows // num_experts
@@ -242,7 +314,7 @@ def rows_of_tile(num_rows: int, num_experts: int, by: int) -> int:
 
 
 def tile_of(matrix: GpuMatrix, itemsize: int, transposed: bool, rows: int) -> Tile:
-    """The tile for a number of rows; `itemsize` is that of the rows' numbers, in bytes."""
+    """The tile for a number of rows; `itemsize` as in `launch_of`."""
     is_large = rows >= 64
     columns, depth = (128, 64) if is_large and itemsize == 2 else (64, 64)
     if matrix.kind == "int4":

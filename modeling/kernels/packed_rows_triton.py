@@ -1,4 +1,4 @@
-"""Triton kernels of `packed_rows`: rows times each expert's matrix, which stays packed until it is in registers.
+"""Triton kernels of `packed_rows`: rows times each expert's matrix; a packed one stays so until it is in registers.
 
 One program computes a tile of rows and outputs of one expert. It finds both on the device: the host knows shapes alone.
 Codes of 4 bits come two to a byte, so a loaded tile is two tiles of weights. Which weights share a byte decides how:
@@ -14,8 +14,10 @@ Shapes: N rows, E experts, O outputs, I inputs, C terms of a sum (I, or O if tra
 
 import triton
 import triton.language as tl
+from triton import knobs
 
-from .few_rows_triton import _INTERPRETED, _dot, _round
+# The interpreter keeps bfloat16 as integers: it multiplies those integers, and truncates when converting to bfloat16.
+_INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
 
 # Kinds of matrices, and what says which rows are whose.
 INT4, TABLE, DENSE = tl.constexpr(4), tl.constexpr(5), tl.constexpr(16)
@@ -28,8 +30,27 @@ _PAIRS = (
 )
 _BYTES_0, _BYTES_1, _BYTES_2, _BYTES_3 = (tl.constexpr(_PAIRS.format(byte, byte + 4)) for byte in range(4))
 
-# As in `few_rows_triton`: one kernel serves all numbers of rows that share its constants.
+# Triton must not specialise these arguments for 1 and for multiples of 16: one kernel then serves all numbers of rows
+# that share its constants, so a check of one of them holds for all.
 _COUNTS = ("num_rows", "num_experts", "num_elements")
+
+
+@triton.jit
+def _dot(a, b, total):
+    """Add a product in float32, without TF32."""
+    if _INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def _round(x, dtype: tl.constexpr):
+    """A float32 rounded to another dtype: to nearest, ties to even."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.uint32).to(tl.float32, bitcast=True)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -670,3 +691,14 @@ def outer_kernel(
     ptrs = ptrs + inputs[:, None].to(tl.int64) * num_out + outputs[None, :]
     mask = (inputs < num_in)[:, None] & (outputs < num_out)[None, :]
     tl.store(ptrs, _round(total, out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def sum_splits_kernel(parts_ptr, out_ptr, num_elements, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum the splits `[S, N C]` in their order, and round once."""
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < num_elements
+    total = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts_ptr + split * num_elements + offsets, mask=mask, other=0.0)
+    tl.store(out_ptr + offsets, _round(total, out_ptr.dtype.element_ty), mask=mask)

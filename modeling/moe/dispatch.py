@@ -7,8 +7,8 @@ Three paths have the same result as the loop that defines it (`experts`):
   stacks of experts that see few rows each.
 * `kernel`: few rows on a GPU, without gradients. A kernel finds the hit experts on the device and reads each once:
   nothing waits for the host, and a step fits into a CUDA graph. Before its first use its results are checked on
-  this device (`kernels.few_rows_check`). Packed experts on a GPU take it for all numbers of rows, with gradients and
-  adapters, too (`kernels.packed_rows`, `formats.gpu_kernels`).
+  this device (`formats.gpu_kernels`). Packed experts on a GPU take it for more rows, with gradients and adapters, too
+  (`kernels.packed_rows`).
 * `grouped`: many rows on a GPU, output-first experts of 16 bits on the CPU, and all other training. Sort once, then
   torch's grouped product.
 
@@ -37,13 +37,10 @@ from ..kernels import (
     SHORTCUTS_ARE_ON,
     TRITON_MAX_ROWS,
     TRITON_UNSORTED_MAX_ROWS,
-    few_rows_experts,
-    few_rows_fits,
     few_rows_limit,
     is_exported,
     is_recorded,
     is_transformed,
-    kernel_is_right,
     max_rows_of_matrix,
     rows_of_torch,
 )
@@ -118,12 +115,8 @@ def compute_experts(
         _refuse_capture(path, dtype, hidden_states.device)
     x_TH = hidden_states.to(dtype)
     host_counts = path == "loop" and not (needs_gradient or is_traced)
-    if path == "kernel" and (is_adapted or getattr(experts, "is_packed", False)):
+    if path == "kernel":
         y_NH = _products_by_kernel(experts, x_TH, top_k_index, updates, needs_gradient)
-    elif path == "kernel":
-        # Same layout as in the check: kernels are compiled for strides and for the dtype of the ids.
-        ids_N = top_k_index.reshape(-1).long().contiguous()
-        y_NH = few_rows_experts(_rows_of_choices(x_TH, top_k_index), *_input_first(experts), ids_N)
     elif host_counts and SHORTCUTS_ARE_ON and num_rows <= CPU_UNSORTED_MAX_ROWS:
         ids = top_k_index.reshape(-1).tolist()
         groups = [(expert, row, row + 1) for row, expert in enumerate(ids)]
@@ -154,25 +147,18 @@ def _refuse_capture(path: Path, dtype: torch.dtype, device: torch.device) -> Non
 
 def _kernel_serves(experts: Any, updates: Updates, needs_gradient: bool, may_check: bool) -> bool:
     """Whether the kernels are right for these experts, and for the adapters that they are multiplied with."""
-    if not getattr(experts, "is_packed", False) and len(updates) == 0:
-        return kernel_is_right(*_input_first(experts), may_check=may_check)
-    stacks = [experts.stack(name) for name in STACKS]
+    stacks = [(experts.stack(name), False) for name in STACKS]
     updates = in_dtype(updates, compute_dtype(experts))
-    stacks += [stack for each in updates.values() for update in each for stack in update.stacks()]
+    stacks += [(stack, True) for each in updates.values() for update in each for stack in update.stacks()]
     directions = (False, True) if needs_gradient else (False,)
-    for stack in stacks:
+    for stack, is_factor in stacks:
         form = stack.form.exact
         dtype, count = form.compute_dtype, stack.num_experts
         if why_no_kernel(form, stack.sizes, dtype, experts.device) or not kernels_are_right(
-            form, stack.parts, stack.sizes, dtype, count, directions, may_check
+            form, stack.parts, stack.sizes, dtype, count, directions, may_check, is_factor
         ):
             return False
     return True
-
-
-def _input_first(experts: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both stacks as `[E, in, out]`."""
-    return experts.input_first("gate_up_proj"), experts.input_first("down_proj")
 
 
 def _products_by_kernel(
@@ -341,27 +327,25 @@ def why_not(
     hidden_size, intermediate_size = experts.sizes_of("down_proj")
     if reason := experts.refusal(_name(path)):
         return reason
-    is_packed = getattr(experts, "is_packed", False)
-    if path == "kernel" and needs_gradient and not is_packed:
-        return "the kernel has no gradient."
-    if path == "kernel" and (is_packed or is_adapted):
-        if not may_have_gpu_kernel(experts.device):
+    if path == "kernel":
+        is_packed = getattr(experts, "is_packed", False)
+        is_plain = not (is_packed or is_adapted)
+        if needs_gradient and not is_packed:
+            return "the kernel has no gradient."
+        if not (is_plain or may_have_gpu_kernel(experts.device)):
             kind = "packed experts is" if is_packed else "experts knows no adapter: those with adapters are"
             return f"the kernel for {kind} for CUDA devices ({experts.device} here)."
         for name in STACKS:
-            if reason := why_no_kernel(experts.formats[name], experts.sizes_of(name), dtype, experts.device):
+            reason = why_no_kernel(experts.formats[name], experts.sizes_of(name), dtype, experts.device)
+            if is_plain and (reason or num_rows > TRITON_MAX_ROWS):
+                return (
+                    f"the kernel takes up to {TRITON_MAX_ROWS} rows ({num_rows} here) of 16 or 32 bits in the weights' "
+                    f"dtype ({dtype} for {weight.dtype} here), on a CUDA device from Ampere on ({weight.device} here), "
+                    "where Triton is installed."
+                )
+            if reason:
                 return f"the kernel does not take these experts. {reason}"
         return None
-    if path == "kernel":
-        fits = few_rows_fits(
-            num_rows, hidden_size, intermediate_size, dtype, weight.device, experts.hidden_act
-        )
-        if dtype != weight.dtype or not fits:
-            return (
-                f"the kernel takes up to {TRITON_MAX_ROWS} rows ({num_rows} here) of 16 or 32 bits in the weights' "
-                f"dtype ({dtype} for {weight.dtype} here) with silu ({experts.hidden_act} here), on a CUDA device from "
-                f"Ampere on ({weight.device} here), where Triton is installed."
-            )
     if path == "grouped" and not experts.fits_grouped_mm(dtype=dtype):
         return (
             f"torch's grouped product does not take experts of {hidden_size} x {intermediate_size} in {dtype} on "

@@ -97,7 +97,6 @@ class Experts(TakesSingleExperts):
         # Gate in the first I outputs, up in the last I.
         self.gate_up_proj = self._empty_stack(hidden_size, 2 * intermediate_size)
         self.down_proj = self._empty_stack(intermediate_size, hidden_size)
-        self.hidden_act = config.hidden_act
         self.act_fn = activation(config.hidden_act)
 
     def _empty_stack(self, size_in: int, size_out: int) -> nn.Parameter:
@@ -163,17 +162,6 @@ class Experts(TakesSingleExperts):
         if self._formats is None:
             return [getattr(self, name)]
         return [getattr(self, name + suffix) for suffix in self.format.suffixes]
-
-    def input_first(self, name: str) -> torch.Tensor:
-        """A stack as `[E, in, out]`: itself, or a view.
-
-        Raises:
-            ValueError: there is no such tensor.
-        """
-        if self.storage is not None:
-            raise ValueError(f"{name} is {self.storage}, and is not a stack of numbers in memory.")
-        stack = getattr(self, name)
-        return stack if self.is_transposed else stack.transpose(1, 2)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -298,6 +298,9 @@ def multiply_on_device(
         groups: `ends_E`, or `[N]` integers, the expert of each row; what is outside of `0 … E - 1` stands for none.
         by_id: which of both; only without gradients of weights.
     """
+    if not (torch.is_grad_enabled() or needs_operator(x_NI)):
+        # An operator's call takes longer on the host than the launch of a kernel.
+        return stack.multiply_on_device(x_NI, groups, by_id, transposed=False)
     key, sizes = _followed(stack.form, x_NI).key, [int(size) for size in stack.sizes]
     return device_operator(x_NI, list(stack.parts), "", key, sizes, groups, False, by_id)
 

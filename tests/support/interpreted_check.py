@@ -1,4 +1,5 @@
-"""The check of the kernels for few rows under Triton's interpreter; `test_under_the_interpreter` starts this.
+"""The check of the kernels for few rows of plain experts, in Triton's interpreter; `test_under_the_interpreter` starts
+this.
 
 The kernels run for real, whole or spoilt on purpose: their source with one line changed. `on_a_gpu` has the CPU taken
 for a device that may use kernels.
@@ -8,7 +9,6 @@ import importlib.util
 import logging
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,31 +20,32 @@ from transformers import CompileConfig
 from triton.runtime.errors import OutOfResources
 
 import llamoe
-from llamoe.modeling import kernels
-from llamoe.modeling.kernels import few_rows, few_rows_check, few_rows_triton
-from llamoe.modeling.kernels.few_rows_check import find_difference
-from llamoe.modeling.moe import dispatch
+from llamoe.modeling.formats import gpu_kernels
+from llamoe.modeling.kernels import packed_rows_triton
+from llamoe.modeling.moe import dispatch, grouped_product
 from llamoe.modeling.moe.dispatch import check_kernels
 from llamoe.modeling.moe.experts import Experts
+from llamoe.modeling.moe.grouped_product import plain_stack
 from llamoe_command import doctor_steps
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels would need a GPU"
 
 SIZES = dict(num_local_experts=3, hidden_size=40, intermediate_size=24)
-SOURCE = Path(few_rows_triton.__file__)
+SOURCE = Path(packed_rows_triton.__file__)
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
     """A process that checked nothing yet."""
-    monkeypatch.setattr(few_rows_check, "_FAILURES", {})
-    few_rows_check._tell_of_graph.cache_clear()
+    monkeypatch.setattr(gpu_kernels, "_FAILURES", {})
+    gpu_kernels._tell_of_graph.cache_clear()
 
 
 @pytest.fixture
 def two_counts(monkeypatch):
     """Two numbers of rows instead of all that matter, for the interpreter is slow."""
-    monkeypatch.setattr(few_rows_check, "row_counts_of_launches", lambda *sizes: [1, 17])
+    monkeypatch.setattr(gpu_kernels, "row_counts_of_launches", lambda *sizes: [1, 17])
+    monkeypatch.setattr(gpu_kernels, "TILES", ())
 
 
 @pytest.fixture
@@ -56,15 +57,16 @@ def on_a_gpu(monkeypatch, two_counts):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Numbers of rows for which kernels were launched."""
+    """Numbers of rows for which kernels were launched, for each of two products."""
     counted = []
-    run_kernels = few_rows.run_kernels
+    product = gpu_kernels.packed_product
 
-    def run(x_NH, *args):
-        counted.append(len(x_NH))
-        return run_kernels(x_NH, *args)
+    def run(x_NC, *args):
+        counted.append(len(x_NC))
+        return product(x_NC, *args)
 
-    monkeypatch.setattr(few_rows, "run_kernels", run)
+    for module in (gpu_kernels, grouped_product):
+        monkeypatch.setattr(module, "packed_product", run)
     return counted
 
 
@@ -74,6 +76,18 @@ def stacks(dtype=torch.float32, num_experts=3, hidden=40, intermediate=24):
     gate_up = torch.randn(num_experts, hidden, 2 * intermediate, generator=generator).mul_(2 / hidden**0.5)
     down = torch.randn(num_experts, intermediate, hidden, generator=generator).mul_(intermediate**-0.5)
     return gate_up.to(dtype), down.to(dtype)
+
+
+def find_difference(*weights):
+    """Of the check of each stack the first that is not empty."""
+    for stack in map(plain_stack, weights):
+        form, count = stack.form, stack.num_experts
+        found = gpu_kernels.find_difference(
+            form, stack.parts, stack.sizes, form.compute_dtype, count, transposed=False
+        )
+        if found:
+            return found
+    return ""
 
 
 def make_experts(**sizes):
@@ -101,55 +115,49 @@ def by_hand(experts, x, ids, weights):
 # How kernels are spoilt: a line of their source, and what stands there instead.
 SPOILT = {
     "last column": (
-        "weight = tl.load(weight_ptrs, mask=exists[:, None] & column_exists[None, :]",
-        "weight = tl.load(weight_ptrs, mask=exists[:, None] & (columns < hidden_size - 1)[None, :]",
+        "weight = tl.load(weight_ptrs, mask=has_term[:, None] & exists[None, :], other=0)",
+        "weight = tl.load(weight_ptrs, mask=has_term[:, None] & (columns < num_columns - 1)[None, :], other=0)",
     ),
-    "last inner column": (
-        "exists = tl.arange(0, DEPTH) < end - position",
-        "exists = tl.arange(0, DEPTH) < end - position - 1",
-    ),
-    "one expert": (
-        "expert_ptr = weight_ptr + expert.to(tl.int64) * stride_we",
-        "expert_ptr = weight_ptr + tl.where(expert == 1, 2, expert).to(tl.int64) * stride_we",
-    ),
-    "17 rows of one expert": (
-        "rows, row_exists = _rows_of(expert, ids, start, R, LARGE_M)",
-        "rows, row_exists = _rows_of(expert, ids, start, R, LARGE_M); "
-        "row_exists = row_exists & (tl.arange(0, LARGE_M) < tl.where(count == 17, 16, count))",
+    "last inner column": ("has_term = deep < num_terms - begin", "has_term = deep < num_terms - begin - 1"),
+    "one expert": ("far = expert.to(tl.int64)", "far = tl.where(expert == 1, 2, expert).to(tl.int64)"),
+    "the 17th row": (
+        "exists = (ids == mine) & (rows < num_rows)",
+        "exists = (ids == mine) & (rows < num_rows) & (rows != 16)",
     ),
     "the last row of a second tile": (
-        "for start in range(0, count, LARGE_M):",
-        "for start in range(0, count - 1, LARGE_M):",
+        "return expert, rows, rows < tl.sum(tl.where(is_mine, ends, 0), axis=0)",
+        "return expert, rows, rows < tl.sum(tl.where(is_mine, ends - (ends - starts > M), 0), axis=0)",
     ),
     "rows of no expert": (
-        "zeros = tl.zeros((R, COLUMNS), out_ptr.dtype.element_ty)",
-        "zeros = tl.full((R, COLUMNS), 1e-3, tl.float32)",
+        "zeros = tl.zeros((M, COLUMNS), tl.float32)",
+        "zeros = tl.full((M, COLUMNS), 1e-3, tl.float32)",
     ),
-    "gate and up change places": (
-        "activated = _round(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32)",
-        "gate, up = up, gate; activated = _round(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32)",
+    "inputs change places": (
+        "weight_ptrs += DEPTH * tl.cast(stride_term, tl.int64)",
+        "weight_ptrs += DEPTH * tl.cast(stride_column, tl.int64)",
     ),
-    "not a number": ("1.0 + tl.exp(-gate)", "tl.exp(-gate) * 0.0 + (gate - gate)"),
+    "not a number": (
+        "values = _round(values, out_ptr.dtype.element_ty)",
+        "values = _round(values / (values - values), out_ptr.dtype.element_ty)",
+    ),
     "as with TF32": ("return tl.dot(a, b,", "return tl.dot(a.to(tl.float16).to(tl.float32), b,"),
-    "does not compile": ("number = tl.cumsum(", 'tl.static_assert(R == 0, "no such R"); number = tl.cumsum('),
+    "does not compile": (
+        "place = tl.program_id(0)",
+        'tl.static_assert(M == 0, "no such M"); place = tl.program_id(0)',
+    ),
 }
 
 
 def spoil(monkeypatch, folder, old, new):
     """Put kernels from a changed source in the place of ours."""
     text = SOURCE.read_text()
-    assert old in text
+    assert text.count(old) == 1
     file = folder / "spoilt.py"
     file.write_text(text.replace(old, new))
     spec = importlib.util.spec_from_file_location("spoilt", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    put(monkeypatch, module)
-
-
-def put(monkeypatch, module):
-    monkeypatch.setattr(kernels, "few_rows_triton", module)
-    monkeypatch.setitem(sys.modules, few_rows_triton.__name__, module)
+    monkeypatch.setattr(packed_rows_triton, "product_kernel", module.product_kernel)
 
 
 class OutOfSharedMemory:
@@ -211,7 +219,7 @@ def test_a_check_leaves_random_numbers_alone(two_counts):
 def test_spoilt_kernels_are_found(how, monkeypatch, tmp_path):
     spoil(monkeypatch, tmp_path, *SPOILT[how])
     difference = find_difference(*stacks())
-    expected = ".*no such R" if how == "does not compile" else "numbers are wrong.*may be rounding"
+    expected = ".*no such M" if how == "does not compile" else "numbers are wrong.*may be rounding"
     assert re.search(f"^with \\d+ rows .*{expected}", difference), difference
 
 
@@ -223,7 +231,7 @@ def test_spoilt_kernels_are_found_in_sixteen_bits(how, monkeypatch, tmp_path):
 
 
 def test_too_little_shared_memory_is_a_failure(monkeypatch):
-    monkeypatch.setattr(few_rows_triton, "gate_up_kernel", OutOfSharedMemory())
+    monkeypatch.setattr(packed_rows_triton, "product_kernel", OutOfSharedMemory())
     difference = find_difference(*stacks())
     assert "with 1 rows OutOfResources: out of resource: shared memory" in difference
     assert "232448" in difference and "101376" in difference
@@ -243,7 +251,7 @@ def test_first_use_checks_once(on_a_gpu, launches):
         del launches[:]
         inputs = rows(experts, num_rows, top_k)
         assert max_abs(experts(*inputs), by_hand(experts, *inputs)) < 1e-5
-        assert launches == checked + ([num_rows * top_k] if num_rows * top_k <= 64 else [])
+        assert launches == checked + ([num_rows * top_k] * 2 if num_rows * top_k <= 64 else [])
 
 
 @torch.no_grad()
@@ -260,7 +268,7 @@ def test_a_spoilt_kernel_is_not_used_and_said_once(how, on_a_gpu, caplog, monkey
     caplog.clear()
     experts.config._experts_implementation = "llamoe_kernel"
     if how == "does not compile":
-        with pytest.raises(Exception, match="no such R"):
+        with pytest.raises(Exception, match="no such M"):
             experts(*inputs)
     else:
         assert max_abs(experts(*inputs), by_hand(experts, *inputs)) > 1e-3
@@ -282,7 +290,7 @@ def compiled(experts):
 
 
 def has_kernel(graph):
-    return any("few_rows_experts" in str(target) for target in graph)
+    return any("device_product" in str(target) for target in graph)
 
 
 @torch.no_grad()
@@ -299,11 +307,11 @@ def test_a_compiler_is_told_what_is_known(on_a_gpu, launches, caplog):
     assert record.levelname == "INFO" and "before the kernel for few rows was checked" in record.getMessage()
 
     experts(*inputs)
-    assert launches.pop() == 5
+    assert launches[-2:] == [5, 5]
     call, graphs = compiled(experts)
     del launches[:]
     assert max_abs(call(*inputs), by_hand(experts, *inputs)) < 1e-5
-    assert len(graphs) == 1 and has_kernel(graphs[0]) and launches == [5]
+    assert len(graphs) == 1 and has_kernel(graphs[0]) and launches == [5, 5]
 
 
 @torch.no_grad()
@@ -357,16 +365,30 @@ def test_fake_tensors_are_told_what_is_known(on_a_gpu, launches):
         traced = make_fx(call, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
         assert has_kernel({node.target for node in traced.graph.nodes}) is is_known and launches == []
         assert max_abs(traced(*inputs), by_hand(experts, x, ids, weights)) < 1e-5
-        assert launches == [5] * is_known
+        assert launches == [5, 5] * is_known
 
 
 @torch.no_grad()
 def test_nothing_is_checked_where_nothing_may_be(two_counts, launches):
     """As while a CUDA graph is captured, where only what is known counts."""
-    pair = stacks()
-    assert not few_rows_check.kernel_is_right(*pair, may_check=False) and launches == []
-    assert few_rows_check.kernel_is_right(*pair, may_check=True) and launches
-    assert few_rows_check.kernel_is_right(*pair, may_check=False)
+    experts = make_experts()
+    assert not dispatch._kernel_serves(experts, {}, False, may_check=False) and launches == []
+    assert dispatch._kernel_serves(experts, {}, False, may_check=True) and launches
+    assert dispatch._kernel_serves(experts, {}, False, may_check=False)
+
+
+def test_a_check_holds_for_its_strides(two_counts, launches):
+    """Kernels are compiled for them."""
+    gate_up, _ = stacks()
+    wide = torch.zeros(3, 40, 51)
+    wide[..., :48] = gate_up
+    for weight, launched in ((gate_up, [1, 17]), (wide[..., :48], [1, 17]), (gate_up.clone(), [])):
+        stack = plain_stack(weight)
+        assert gpu_kernels.kernels_are_right(
+            stack.form, stack.parts, stack.sizes, torch.float32, 3, (False,), may_check=True
+        )
+        assert launches == launched
+        del launches[:]
 
 
 def test_generate_checks_before_it_compiles(on_a_gpu, launches):
@@ -386,7 +408,7 @@ def test_generate_checks_before_it_compiles(on_a_gpu, launches):
     torch._dynamo.reset()
     given = model.generate(**inputs, **options, compile_config=compile_config)
     assert len(graphs) == 1 and has_kernel(graphs[0])
-    assert launches[-4:] == [17, 4, 4, 4]
+    assert launches[-7:] == [17, *[4, 4] * 3]
     model.set_experts_implementation("llamoe_loop")
     assert torch.equal(given, model.generate(**inputs, **options, disable_compile=True))
 
@@ -413,6 +435,8 @@ def test_what_doctor_tells_of_the_kernel(monkeypatch, two_counts):
 
     assert told(False).served_by.startswith("up to 128 rows; each process checks it")
     assert told(True).served_by == "up to 128 rows; checked, and right here"
-    monkeypatch.setattr(few_rows, "run_kernels", lambda x, *_: x + 9)
+    monkeypatch.setattr(
+        gpu_kernels, "packed_product", lambda x, matrix, *_: x.new_full((len(x), matrix.sizes[0]), 9)
+    )
     wrong = told(True)
     assert wrong.served_by == "wrong, not used" and "numbers are wrong" in wrong.why

@@ -1,6 +1,7 @@
-"""The Triton kernels, run by Triton's interpreter on the CPU; `test_under_the_interpreter` starts this.
+"""Experts of 16 and 32 bits by the Triton kernels, in Triton's interpreter; `test_under_the_interpreter` starts this.
 
-Triton decides by TRITON_INTERPRET, when it is imported, whether kernels are compiled; hence a process of its own.
+Triton decides by TRITON_INTERPRET, when it is imported, whether kernels are compiled; hence a process of its own. The
+kernels' products alone are in `interpreted_packed`.
 """
 
 import os
@@ -9,24 +10,19 @@ import pytest
 import torch
 from support import triton_interpreter  # noqa: F401
 from support.models import make_asymmetric, stock_mixtral_config, stock_text_config
+from torch import nn
+from torch.nn import functional as F
 from transformers.integrations.moe import batched_mm_experts_forward
 
 import llamoe
-from llamoe.modeling.kernels import few_rows
-from llamoe.modeling.kernels.few_rows import (
-    Plan,
-    Tile,
-    few_rows_experts,
-    few_rows_experts_reference,
-    few_rows_fits,
-    run_kernels,
-)
+from llamoe.modeling.kernels import packed_rows
+from llamoe.modeling.moe import dispatch, grouped_product
+from llamoe.modeling.moe.dispatch import compute_experts
 from llamoe.modeling.moe.experts import Experts, OutputFirstExperts
+from llamoe.modeling.moe.grouped_product import plain_stack
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels would need a GPU"
 
-# Small tiles, so that small sizes have several blocks of columns and several steps of every pipeline.
-SMALL_TILES = Plan(Tile(32, 32, 4), Tile(32, 16, 4), shared_bytes=2**16, programs=2048, concurrent=1)
 # Sums in float32, in another order; of the largest result.
 TOLERANCE = 1e-6
 
@@ -41,6 +37,23 @@ def draw(num_rows, num_experts, hidden_size=52, intermediate_size=36, dtype=torc
     return x.to(dtype), gate_up.to(dtype), down.to(dtype), ids
 
 
+def experts_of(gate_up, down, act="silu"):
+    """Experts that have these weights."""
+    config = llamoe.from_stock(stock_text_config(hidden_act=act))
+    experts = Experts(config)
+    experts.num_experts = len(down)
+    experts.gate_up_proj, experts.down_proj = (
+        nn.Parameter(stack, requires_grad=False) for stack in (gate_up, down)
+    )
+    return experts
+
+
+def by_kernels(x, gate_up, down, ids):
+    """Each row's expert, by kernels that are forced."""
+    ones = torch.ones(len(ids), 1, dtype=x.dtype)
+    return compute_experts(experts_of(gate_up, down), x, ids[:, None], ones, path="kernel")
+
+
 def exact(x, gate_up, down, ids):
     """Row by row, in float64."""
     out = torch.zeros(x.shape, dtype=torch.float64)
@@ -48,6 +61,17 @@ def exact(x, gate_up, down, ids):
         if 0 <= expert < len(down):
             gate, up = (x[row].double() @ gate_up[expert].double()).chunk(2)
             out[row] = (gate / (1 + (-gate).exp()) * up) @ down[expert].double()
+    return out
+
+
+def plain_version(x, gate_up, down, ids):
+    """In the rows' dtype, by PyTorch's own operations."""
+    out = x.new_zeros(x.shape)
+    for expert in ids.unique().tolist():
+        if 0 <= expert < len(down):
+            rows = ids == expert
+            gate, up = (x[rows] @ gate_up[expert]).chunk(2, dim=-1)
+            out[rows] = (F.silu(gate) * up) @ down[expert]
     return out
 
 
@@ -60,7 +84,7 @@ def check(given, x, gate_up, down, ids):
     if x.dtype == torch.float32:
         assert error <= TOLERANCE * truth.abs().max(), (error, truth.abs().max())
         return
-    plain = few_rows_experts_reference(x, gate_up, down, ids)
+    plain = plain_version(x, gate_up, down, ids)
     its_error = (plain - truth).abs().max()
     assert error <= 1.5 * its_error
     # An intermediate value that is rounded the other way moves a result by less than the rounding of the result.
@@ -72,7 +96,7 @@ def check(given, x, gate_up, down, ids):
     ("num_rows", "dtype"),
     [
         *((num_rows, torch.bfloat16) for num_rows in (1, 2, 3, 5, 33)),
-        *((num_rows, torch.float32) for num_rows in (1, 17)),
+        *((num_rows, torch.float32) for num_rows in (1, 17, 128)),
         *((num_rows, torch.float16) for num_rows in (5,)),
     ],
     ids=str,
@@ -80,14 +104,14 @@ def check(given, x, gate_up, down, ids):
 def test_kernels_equal_the_plain_version(num_rows, dtype):
     num_experts = {1: 1, 2: 7, 3: 3}.get(num_rows, 7)
     inputs = draw(num_rows, num_experts, dtype=dtype)
-    check(few_rows_experts(*inputs), *inputs)
+    check(by_kernels(*inputs), *inputs)
 
 
 @pytest.mark.parametrize("num_rows", [3, 20])
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 40), (48, 1), (64, 32), (67, 35)])
 def test_sizes_of_every_kind(num_rows, sizes):
     inputs = draw(num_rows, 2, *sizes)
-    check(few_rows_experts(*inputs), *inputs)
+    check(by_kernels(*inputs), *inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -96,36 +120,32 @@ def test_all_rows_to_one_expert(num_rows, dtype):
     """Tiles of 16 rows, larger ones, and several of these."""
     x, gate_up, down, _ = draw(num_rows, 3, dtype=dtype)
     ids = torch.full((num_rows,), 2)
-    check(run_kernels(x, gate_up, down, ids, SMALL_TILES), x, gate_up, down, ids)
+    check(by_kernels(x, gate_up, down, ids), x, gate_up, down, ids)
 
 
-def test_one_heavy_expert_among_light_ones():
-    x, gate_up, down, ids = draw(50, 7)
-    ids = torch.where(torch.arange(50) % 2 == 0, 4, ids)
-    check(few_rows_experts(x, gate_up, down, ids), x, gate_up, down, ids)
-
-
-@pytest.mark.parametrize("programs", [1, 6])
-def test_a_program_may_take_several_experts(programs):
-    inputs = draw(23, 5)
-    check(run_kernels(*inputs, SMALL_TILES._replace(programs=programs)), *inputs)
+@pytest.mark.parametrize("num_rows", [30, 50])
+def test_one_heavy_expert_among_light_ones(num_rows):
+    x, gate_up, down, ids = draw(num_rows, 7)
+    ids = torch.where(torch.arange(num_rows) % 2 == 0, 4, ids)
+    check(by_kernels(x, gate_up, down, ids), x, gate_up, down, ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 5])
-def test_the_second_product_may_be_split(num_rows, dtype):
-    """Its inner extent of 75 is cut into as many parts as there may be (five), and into two, the last a short one."""
-    x, gate_up, down, ids = draw(num_rows, 2, hidden_size=34, intermediate_size=75, dtype=dtype)
+@pytest.mark.parametrize(("intermediate_size", "splits"), [(300, 2), (1010, 4)])
+def test_the_second_product_may_be_split(num_rows, dtype, intermediate_size, splits):
+    """Into two and more parts, the last a short one."""
+    x, gate_up, down, ids = draw(num_rows, 2, 34, intermediate_size, dtype)
     if num_rows > 1:
         ids[1] = 6
-    for concurrent in (10**6, 2 * 2 * min(num_rows, 2)):
-        check(
-            run_kernels(x, gate_up, down, ids, SMALL_TILES._replace(concurrent=concurrent)),
-            x,
-            gate_up,
-            down,
-            ids,
-        )
+    stack = plain_stack(down)
+    matrix = stack.form.for_gpu_kernel(stack.parts, stack.sizes)
+    launch = packed_rows.launch_of(matrix, num_rows, x.itemsize, x.device, 2, packed_rows._IDS)
+    found = -(-intermediate_size // launch.split_size)
+    assert (
+        found >= (splits if dtype == torch.float32 else splits // 2) and intermediate_size % launch.split_size
+    )
+    check(by_kernels(x, gate_up, down, ids), x, gate_up, down, ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
@@ -137,20 +157,30 @@ def test_rows_of_no_expert_are_zero(dtype):
         ids[6] = 2**32 + 1
     ids = ids.to(dtype)
     x[ids >= 5] = float("nan")
-    given = few_rows_experts(x, gate_up, down, ids)
+    given = by_kernels(x, gate_up, down, ids)
     x[ids >= 5] = 0
     check(given, x, gate_up, down, ids)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2])
+def test_many_rows_of_no_expert_are_zero():
+    """Where they are sorted."""
+    x, gate_up, down, ids = draw(60, 5)
+    ids[::7] = torch.tensor([5, 6, 2**31 - 1, 5, 5, 7, 5, 5, 9])
+    x[ids >= 5] = float("nan")
+    given = by_kernels(x, gate_up, down, ids)
+    x[ids >= 5] = 0
+    check(given, x, gate_up, down, ids)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 40])
 def test_no_expert_at_all(num_rows):
     x, gate_up, down, _ = draw(num_rows, 3)
-    nothing = few_rows_experts(x, gate_up * float("nan"), down, torch.full((num_rows,), 3))
+    nothing = by_kernels(x, gate_up * float("nan"), down, torch.full((num_rows,), 3))
     assert torch.equal(nothing, torch.zeros_like(x))
 
 
 def test_no_row_at_all():
-    assert few_rows_experts(*draw(0, 3)).shape == (0, 52)
+    assert by_kernels(*draw(0, 3)).shape == (0, 52)
 
 
 def test_nothing_but_the_hit_experts_is_read():
@@ -162,7 +192,7 @@ def test_nothing_but_the_hit_experts_is_read():
     storage[:6, :52] = x
     all_ids = torch.full((9,), 3)
     all_ids[:6] = ids
-    given = few_rows_experts(storage[:6, :52], gate_up, down, all_ids[:6])
+    given = by_kernels(storage[:6, :52], gate_up, down, all_ids[:6])
     check(given, x, gate_up[:], down, ids)
 
 
@@ -174,7 +204,7 @@ def test_strides_of_every_kind():
     output_first = down.transpose(1, 2).contiguous().transpose(1, 2)
     spaced_ids = ids.repeat_interleave(2)[::2]
     columns_first = x.T.contiguous().T
-    given = few_rows_experts(columns_first, wide_gate_up[1::2, 3:55, 5:77], output_first, spaced_ids)
+    given = by_kernels(columns_first, wide_gate_up[1::2, 3:55, 5:77], output_first, spaced_ids)
     check(given, x, gate_up, down, ids)
 
 
@@ -184,9 +214,10 @@ def test_rounding_is_where_separate_operations_round():
     gate_up = (torch.randint(-9, 10, (3, 52, 72)) / 64).bfloat16()
     down = torch.eye(36, 52).expand(3, -1, -1).bfloat16()
     ids = torch.randint(3, (40,))
-    plain = few_rows_experts_reference(x, gate_up, down, ids)
+    plain = plain_version(x, gate_up, down, ids)
     assert plain.float().std() > 0.5
-    assert torch.equal(few_rows_experts(x, gate_up, down, ids), plain)
+    for rows in (slice(0, 20), slice(0, 40)):
+        assert torch.equal(by_kernels(x[rows], gate_up, down, ids[rows]), plain[rows])
 
 
 @pytest.mark.parametrize(
@@ -194,21 +225,68 @@ def test_rounding_is_where_separate_operations_round():
     [(Experts, stock_text_config), (OutputFirstExperts, stock_mixtral_config)],
     ids=["input-first", "output-first"],
 )
-def test_kernels_equal_batched_mm_of_transformers(experts_class, stock_config):
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(13, 1), (9, 2), (23, 2)])
+def test_kernels_equal_batched_mm_of_transformers(experts_class, stock_config, num_tokens, top_k):
     config = llamoe.from_stock(stock_config())
     experts = make_asymmetric(experts_class(config))
-    x, ids = torch.randn(13, config.hidden_size), torch.randint(config.num_local_experts, (13,))
+    x = torch.randn(num_tokens, config.hidden_size)
+    ids = torch.randint(config.num_local_experts, (num_tokens, top_k))
+    scores = 0.5 + torch.rand(num_tokens, top_k)
     with torch.no_grad():
-        expected = batched_mm_experts_forward(experts, x, ids[:, None], torch.ones(13, 1))
-        stacks = (experts.input_first(name) for name in ("gate_up_proj", "down_proj"))
-        given = few_rows_experts(x, *stacks, ids)
+        expected = batched_mm_experts_forward(experts, x, ids, scores)
+        given = compute_experts(experts, x, ids, scores, path="kernel")
     assert expected.std() > 0.3
     torch.testing.assert_close(given, expected, rtol=0, atol=3e-6)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("num_rows", [5, 40])
+def test_any_activation_is_served(num_rows):
+    """Which torch computes between the two products."""
+    x, gate_up, down, ids = draw(num_rows, 3)
+    experts, scores = experts_of(gate_up, down, "gelu"), torch.ones(num_rows, 1)
+    given = compute_experts(experts, x, ids[:, None], scores, path="kernel")
+    wide = experts.double().loop_over_experts(x.double(), ids[:, None], scores.double())
+    assert (given - wide).abs().max() <= TOLERANCE * wide.abs().max()
+
+
 def test_the_kernels_are_what_runs_here(monkeypatch):
-    assert few_rows_fits(5, 52, 36, torch.float32, torch.device("cpu"), "silu")
+    x, gate_up, down, ids = draw(5, 3)
+    assert dispatch.why_not("kernel", experts_of(gate_up, down), 5, torch.float32, False) is None
     calls = []
-    monkeypatch.setattr(few_rows, "run_kernels", lambda x, *_: calls.append(1) or torch.zeros_like(x))
-    few_rows_experts(*draw(5, 3))
-    assert calls
+    product = grouped_product.packed_product
+    monkeypatch.setattr(
+        grouped_product, "packed_product", lambda x, *rest: calls.append(len(x)) or product(x, *rest)
+    )
+    given = by_kernels(x, gate_up, down, ids)
+    assert calls == [5, 5]
+    # Where nobody follows, without the detour by an operator.
+    monkeypatch.setattr(grouped_product, "device_operator", None)
+    with torch.no_grad():
+        assert torch.equal(by_kernels(x, gate_up, down, ids), given)
+    assert calls == [5, 5, 5, 5]
+
+
+def test_it_is_an_operator():
+    """Its shapes without its numbers, that nothing is changed or aliased, and all of it within one graph."""
+    x, gate_up, _, ids = draw(5, 3)
+    stack = plain_stack(gate_up)
+    inputs = x, list(stack.parts), "", stack.form.key, list(stack.sizes), ids, False, True
+    checked = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(grouped_product.device_operator, inputs, test_utils=checked)
+
+    def double(x, gate_up, ids):
+        return grouped_product.multiply_on_device(x, plain_stack(gate_up), ids, by_id=True) * 2
+
+    compiled = torch.compile(double, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(x, gate_up, ids), double(x, gate_up, ids))
+
+
+def test_a_gradient_is_refused():
+    x, gate_up, down, ids = draw(5, 3)
+    with pytest.raises(ValueError, match="the kernel has no gradient"):
+        by_kernels(x.requires_grad_(), gate_up, down, ids)
+    stack = plain_stack(gate_up.requires_grad_())
+    with pytest.raises(AssertionError, match="gradients of weights need sorted rows"):
+        grouped_product.multiply_on_device(x, stack, ids, by_id=True).sum().backward()

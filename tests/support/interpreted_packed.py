@@ -1,4 +1,4 @@
-"""The Triton kernels for packed matrices, run by Triton's interpreter; `test_under_the_interpreter` starts this.
+"""The Triton kernels for all formats, run by Triton's interpreter; `test_under_the_interpreter` starts this.
 
 Truth is float64: of our int4 the layout written out here, of bitsandbytes its own dequantization.
 """
@@ -42,6 +42,8 @@ FORMATS = {
     "8 bit, two matrices": (Bnb8Bit(BF16, 2), (90, 51)),
     "plain": (Plain(BF16), (75, 51)),
     "plain, input-first": (Plain(FP32, True), (9, 52)),
+    "plain in float32": (Plain(FP32), (75, 300)),
+    "plain in float16, input-first": (Plain(FP16, True), (131, 67)),
 }
 PACKED = {"int4": Int4(32), "int8": Int8(), "nf4": Bnb4BitNested(BF16, blocksize=32)}
 
@@ -55,12 +57,13 @@ def nothing_known(monkeypatch):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """The CPU as a device that takes kernels; checks try one tile alone, for the interpreter is slow."""
+    """The CPU as a device that takes kernels; checks try a few launches alone, for the interpreter is slow."""
     for module in (gpu_kernels, dispatch):
         monkeypatch.setattr(module, "may_have_gpu_kernel", lambda device: True)
     monkeypatch.setattr(dispatch, "_is_on_host", lambda weight: weight.is_meta)
     monkeypatch.setattr(moe_experts, "has_gpu", lambda: True)
     monkeypatch.setattr(gpu_kernels, "TILES", (16,))
+    monkeypatch.setattr(gpu_kernels, "row_counts_of_launches", lambda *sizes: [1, 7, 29])
 
 
 class _Right(dict):
@@ -261,7 +264,9 @@ def test_factors_are_checked(transposed, on_a_gpu):
     a, b = low_rank(70, 21, BF16).stacks()
     assert (b.sizes, a.sizes) == ((70, 4), (4, 21))
     for stack in (a, b):
-        assert not gpu_kernels.find_difference(stack.form, stack.parts, stack.sizes, BF16, 3, transposed)
+        assert not gpu_kernels.find_difference(
+            stack.form, stack.parts, stack.sizes, BF16, 3, transposed, is_factor=True
+        )
 
 
 def test_gradients_of_factors():
@@ -285,7 +290,7 @@ def make_experts(weights, family="text"):
     else:
         packed = QuantizedExperts(plain, form)
     for name in ("gate_up_proj", "down_proj"):
-        stack = plain.input_first(name).detach().transpose(1, 2)
+        stack = plain.format.matrix(plain.parts(name), plain.sizes_of(name), FP32).detach()
         each = [packed.formats[name].quantize(matrix.contiguous()) for matrix in stack]
         for part, found in zip(packed.parts(name), zip(*each, strict=True), strict=True):
             part.data.copy_(torch.stack(found))
@@ -358,6 +363,28 @@ def test_adapters_train_on_packed_experts(weights, checked, monkeypatch):
         assert distance(given, truth) < 2 * CLOSE
     with torch.no_grad():
         assert distance(compute_experts(packed, x, ids, scores, updates=ours), results[0][0]) < CLOSE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("factor", [1, 0])
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(5, 2), (20, 2), (3, 1)])
+def test_adapters_on_plain_experts(num_tokens, top_k, factor, on_a_gpu, nobody_counts):
+    """Unsorted and sorted, against merged weights in float64; also with a new adapter, whose second factor is zero."""
+    _, plain = make_experts("int4")
+    updates = {"gate_up_proj": [low_rank(128, 96, FP32)], "down_proj": [low_rank(96, 64, FP32)]}
+    x, ids, scores = rows_for(num_tokens, top_k)
+    weights = {name: parameter.clone() for name, parameter in plain.named_parameters()}
+    for name, [update] in updates.items():
+        update.b_OrE.mul_(factor)
+        product = torch.einsum("eir,ore->eio", update.a_EIr.double(), update.b_OrE.double())
+        getattr(plain, name).add_(update.scale * product)
+    expected = plain.loop_over_experts(x.double(), ids, scores.double())
+    plain.load_state_dict(weights)
+    given = compute_experts(plain.float(), x.float(), ids, scores.float(), updates=updates)
+    assert distance(given, expected) < 1e-5
+    # Two stacks, and two factors of each.
+    assert [kind.numbers[3] for kind in gpu_kernels._FAILURES] == [0, 0, 1, 1, 1, 1]
+    assert not any(gpu_kernels._FAILURES.values())
 
 
 def test_a_compiler_sees_one_graph(checked, nobody_counts):
@@ -447,7 +474,7 @@ def test_a_wrong_kernel_is_found_and_not_used(name, on_a_gpu, tmp_path, monkeypa
     text = Path(packed_rows_triton.__file__).read_text()
     assert text.count(old) == 1
     file = tmp_path / "spoilt.py"
-    file.write_text(text.replace(old, new).replace("from .few", "from llamoe.modeling.kernels.few"))
+    file.write_text(text.replace(old, new))
     spec = importlib.util.spec_from_file_location("spoilt", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -468,7 +495,8 @@ def test_a_wrong_kernel_is_found_and_not_used(name, on_a_gpu, tmp_path, monkeypa
 def kernels_of_products_are_right(packed):
     stack = packed.stack("gate_up_proj")
     known = gpu_kernels._FAILURES
-    return known[stack.parts[0].device, stack.form.key, BF16, *stack.sizes, 3, False] == ""
+    numbers = (*stack.sizes, 3, 0, *stack.parts[0].stride())
+    return known[stack.parts[0].device, stack.form.key, BF16, numbers, False] == ""
 
 
 @pytest.mark.parametrize(
@@ -486,7 +514,7 @@ def test_what_has_no_kernel_is_said(change, sentence, on_a_gpu, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(gpu_kernels, "may_have_gpu_kernel", lambda device: device.type == "cuda")
     if not change:
-        monkeypatch.setattr(packed_rows.few_rows, "_HAS_TRITON", False)
+        monkeypatch.setattr(packed_rows, "_HAS_TRITON", False)
     reason = partial(gpu_kernels.why_no_kernel, Int4(32), (64, 32), BF16, torch.device("cuda"))
     assert __import__("re").search(sentence, reason())
     stand_in = SimpleNamespace(

@@ -52,7 +52,6 @@ def interpreted(seed: int) -> str:
         rng.choice(["llama4_text", "mixtral"]),
         dtypes=dtypes,
         experts=["llamoe_kernel"],
-        hidden_act="silu",
     )
     batch = draw_batch(rng, generator, subject.fields["vocab_size"], ["plain", "left", "packed"], 16)
     try:

@@ -44,7 +44,8 @@ def factors(wrapper):
 
 def matrices(experts, name):
     """Each expert's matrix as a linear layer has it, `[E, out, in]`."""
-    return experts.input_first(name).detach().transpose(1, 2).clone()
+    stack = experts.stack(name)
+    return stack.form.matrix(stack.parts, stack.sizes, experts.dtype).detach().clone()
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
-"""The kernels for packed matrices as far as a machine without a GPU can tell: that they compile for each, and how.
+"""The Triton kernels as far as a machine without a GPU can tell: that they compile for each, and how.
 
-Their numbers are proven by `interpreted_packed`, which `test_under_the_interpreter` starts.
+Their numbers are proven by `interpreted_packed` and `interpreted_kernels`, the check before their first use by
+`interpreted_check`; `test_under_the_interpreter` starts these.
 """
 
+import ast
 import contextlib
 import functools
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +16,19 @@ from peft import LoraConfig, get_peft_model
 from support.few_bits import packed
 from support.gpu_compiler import ELEMENTS, SHARED, compile_kernel, programs
 
-from llamoe.modeling.formats import Bnb4BitNested, Int4, Int8, Plain, gpu_kernels
+from llamoe.modeling.formats import Bnb4BitNested, Int4, Int8, Plain, gpu_kernels, plain_format
 from llamoe.modeling.formats.format import chunk_of
 from llamoe.modeling.kernels import packed_rows
-from llamoe.modeling.kernels.packed_rows import GpuMatrix, constants, rows_of_tile, tile_of
+from llamoe.modeling.kernels.limits import TRITON_MAX_ROWS, TRITON_UNSORTED_MAX_ROWS
+from llamoe.modeling.kernels.packed_rows import (
+    GpuMatrix,
+    constants,
+    few_rows_limit,
+    launch_of,
+    row_counts_of_launches,
+    rows_of_tile,
+    tile_of,
+)
 from llamoe.modeling.moe import dispatch
 from llamoe.modeling.moe import experts as moe_experts
 
@@ -32,7 +44,20 @@ FORMATS = {
     "int8": Int8(),
     "nf4": Bnb4BitNested(BF16, matrices=2),
     "plain": Plain(BF16),
+    "plain, input-first": Plain(BF16, True),
 }
+PLAIN = ("plain", "plain, input-first")
+
+
+def test_triton_is_imported_only_when_a_kernel_runs():
+    """At the top of the files that hold kernels, and of these nowhere but inside functions."""
+    folder = Path(packed_rows.__file__).parents[1]
+    for path in folder.rglob("*.py"):
+        if not path.stem.endswith("_triton"):
+            nodes = ast.parse(path.read_text()).body
+            imported = [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+            assert not [line for line in imported if "triton" in line], path
+    assert (folder / "kernels/packed_rows_triton.py").exists()
 
 
 def matrix_of(form, sizes=SIZES):
@@ -48,8 +73,11 @@ def matrix_of(form, sizes=SIZES):
         return form.for_gpu_kernel(parts, sizes)
 
 
-def compile_for(monkeypatch, folder, capability, form, rows, transposed, dtype=BF16):
-    """Compile and assemble the kernel as a launch would; gives Triton's result, and what the assembler says of it."""
+def compile_for(monkeypatch, folder, capability, form, rows, transposed, dtype=BF16, aligned=True):
+    """Compile and assemble the kernel as a launch would; gives Triton's result, and what the assembler says of it.
+
+    Without alignment everything that a launch may find to be one is one, and nothing else a multiple of 16.
+    """
     pytest.importorskip("triton", reason="Triton is not installed")
     from llamoe.modeling.kernels.packed_rows_triton import product_kernel
 
@@ -62,10 +90,10 @@ def compile_for(monkeypatch, folder, capability, form, rows, transposed, dtype=B
         given = getattr(matrix, name)
         pointers[name] = (matrix.codes if given is None else given).dtype
     strides = zip(("stride_expert", "stride_out", "stride_in"), matrix.strides, strict=True)
-    arguments = {name: 1 if stride == 1 else "i32!" for name, stride in strides}
-    arguments |= dict.fromkeys(("num_out", "num_in", "padded_in", "split_size"), "i32!")
+    arguments = {name: 1 if stride == 1 or not aligned else "i32!" for name, stride in strides}
+    arguments |= dict.fromkeys(("num_out", "num_in", "padded_in", "split_size"), "i32!" if aligned else "i64")
     arguments |= dict.fromkeys(("num_rows", "num_experts"), "i32")
-    arguments |= {f"{name}_ptr": f"*{ELEMENTS[kind]}!" for name, kind in pointers.items()}
+    arguments |= {f"{name}_ptr": f"*{ELEMENTS[kind]}{'!' * aligned}" for name, kind in pointers.items()}
     arguments |= constants(matrix, tile, by, 16, transposed)
     return compile_kernel(monkeypatch, folder, capability, product_kernel, arguments, tile.warps)
 
@@ -91,6 +119,10 @@ def check(monkeypatch, folder, capability, form, rows, transposed):
     assert re.search(r"mma\.sync|wgmma|tcgen05", ptx)
     # Codes are copied 8 or 16 bytes at a time, ahead of their use.
     assert re.search(r"cp\.async\.\w+\.shared\.global[^;]*?, (0x8|0x10)\b", ptx)
+    if rows <= 32 and not form.is_packed:
+        # Plain weights and their rows 16 alone.
+        widths = set(re.findall(r"cp\.async\.\w+\.shared\.global[^;]*?, (0x\w+|\d+)", ptx))
+        assert widths == {"0x10"} or widths == {"16"}, widths
     if form.key.startswith("int4") and rows <= 32 and not transposed:
         # Two weights in two multiplications and additions.
         assert "fma.rn.bf16x2" in ptx and "cvt.rn.bf16x2" not in ptx
@@ -99,6 +131,46 @@ def check(monkeypatch, folder, capability, form, rows, transposed):
 @pytest.mark.parametrize("capability", SHARED)
 def test_int4_compiles_for_few_rows(monkeypatch, tmp_path, capability):
     check(monkeypatch, tmp_path, capability, FORMATS["int4, 128"], 16, False)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_experts_compile_for_few_rows(monkeypatch, tmp_path, name, capability):
+    """For a decode step: on tensor cores, with copies of 16 bytes that run ahead, and no register kept in memory."""
+    check(monkeypatch, tmp_path, capability, FORMATS[name], 16, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_experts_compile_in_other_dtypes(monkeypatch, tmp_path, name, dtype, capability):
+    """No register is kept in memory in 16 bits; in float32, which has no tensor cores to wait for, up to ten are."""
+    form = plain_format(dtype, FORMATS[name].is_input_first)
+    for rows in packed_rows.TILES:
+        compiled, usage = compile_for(monkeypatch, tmp_path, capability, form, rows, False, dtype)
+        assert compiled.metadata.shared <= SHARED[capability] * 1024
+        assert usage["STACK"] <= (40 if dtype == torch.float32 else 0), (rows, usage)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "aligned"),
+    [
+        ("plain", torch.float32, True),
+        ("plain, input-first", torch.float16, False),
+        pytest.param("plain, input-first", torch.float32, True, marks=pytest.mark.slow),
+        pytest.param("plain", torch.float16, False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_other_dtypes_and_alignments_compile_for_hopper(monkeypatch, tmp_path, name, dtype, aligned):
+    """In float32 without tensor cores, which would round to TF32; without alignment too."""
+    form = plain_format(dtype, FORMATS[name].is_input_first)
+    compiled, _ = compile_for(monkeypatch, tmp_path, 90, form, 16, False, dtype, aligned)
+    if dtype == torch.float32:
+        assert "mma" not in compiled.asm["ptx"] and "fma.rn.f32" in compiled.asm["ptx"]
+    else:
+        assert "mma.sync" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +204,7 @@ def test_other_dtypes_compile(monkeypatch, tmp_path, name, dtype):
     """For the cards with most and least shared memory: they fit. In float16 up to two registers are kept in memory,
     which int8 needs for 64 rows on 8.0; in float32, as the docstring of `packed_rows` says, any number.
     """
-    form = Plain(dtype) if name == "plain" else FORMATS[name]
+    form = plain_format(dtype, FORMATS[name].is_input_first) if name in PLAIN else FORMATS[name]
     for capability in (80, 120):
         for rows in packed_rows.TILES:
             for transposed in (False, True):
@@ -148,8 +220,7 @@ def test_other_dtypes_compile(monkeypatch, tmp_path, name, dtype):
 def test_what_stands_beside_compiles(monkeypatch, tmp_path, capability):
     """The gradient of adapters' factors, and the sum of splits."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from llamoe.modeling.kernels.few_rows_triton import sum_splits_kernel
-    from llamoe.modeling.kernels.packed_rows_triton import outer_kernel
+    from llamoe.modeling.kernels.packed_rows_triton import outer_kernel, sum_splits_kernel
 
     given = dict(x_ptr="*bf16!", grad_ptr="*bf16!", ends_ptr="*i32!", out_ptr="*bf16!")
     given |= dict(num_in="i32!", num_out="i32!", M=64, ROWS=16, COLUMNS=64, STAGES=3)
@@ -215,12 +286,41 @@ def test_tiles_hold_all_rows_of_a_matrix(num_rows, rows):
     assert rows_of_tile(8 * num_rows, 16, packed_rows._ENDS) == rows
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(16, 5120, 8192), (128, 5120, 8192), (7, 52, 36), (1, 1024, 512), (64, 768, 64)]
+)
+def test_every_launch_is_among_those_that_are_checked(sizes, dtype):
+    """What is compiled, and how sums are split, for all numbers of rows; of the larger and of the smaller product."""
+    num_experts, hidden, intermediate = sizes
+    cpu = torch.device("cpu")
+    for size in ((2 * intermediate, hidden), (hidden, intermediate)):
+        matrix = matrix_of(Plain(dtype, True), size)
+
+        def launch(num_rows, matrix=matrix):
+            by = packed_rows._IDS if num_rows <= TRITON_UNSORTED_MAX_ROWS else packed_rows._ENDS
+            found = launch_of(matrix, num_rows, dtype.itemsize, cpu, num_experts, by)
+            known = constants(matrix, found.tile, by, num_experts, False)
+            return tuple(known.items()), found.tile.warps, found.split_size
+
+        counts = row_counts_of_launches(matrix, dtype.itemsize, cpu, num_experts)
+        assert counts == sorted(set(counts)) and len(counts) < 25
+        assert (counts[0], counts[-1]) == (1, TRITON_MAX_ROWS)
+        assert {launch(n) for n in counts} == {launch(n) for n in range(1, TRITON_MAX_ROWS + 1)}
+        for before, behind in zip(range(1, TRITON_MAX_ROWS), range(2, TRITON_MAX_ROWS + 1), strict=True):
+            assert launch(before) == launch(behind) or {before, behind} <= set(counts)
+        launched = list(gpu_kernels._launches(matrix, dtype, cpu, num_experts, False))
+        assert launched[: len(counts)] == [(n, None, n <= TRITON_UNSORTED_MAX_ROWS) for n in counts]
+        assert [tile for _, tile, _ in launched[len(counts) :]] == list(packed_rows.TILES)
+
+
 def test_everything_that_a_step_multiplies_is_checked_before_it(monkeypatch):
     """Layers, experts and the factors of active adapters, so that `generate` may compile what follows."""
     seen = []
 
-    def record(form, parts, sizes, dtype, num_experts, directions, may_check):
+    def record(form, parts, sizes, dtype, num_experts, directions, may_check, is_factor=False):
         assert may_check and tuple(directions) == (False,) and dtype == BF16
+        assert is_factor == (not form.is_packed)
         seen.append((form.key, sizes, num_experts))
         return True
 
@@ -269,6 +369,32 @@ def test_a_check_without_memory_condemns_no_kernel(monkeypatch):
     assert ask()
 
 
+def test_a_check_of_plain_experts_without_memory_condemns_no_kernel(monkeypatch):
+    """Likewise, with sentences of their own."""
+    monkeypatch.setattr(gpu_kernels, "_FAILURES", {})
+    form, sizes = Plain(torch.float32, True), (48, 40)
+    stack = torch.randn(3, 40, 48) / 6
+
+    def product(x, matrix, groups, num_experts, by_id, transposed, tile):
+        if full:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nAnd more lines.")
+        ids = groups if by_id else torch.searchsorted(groups, torch.arange(len(x)), right=True)
+        weights = torch.cat([stack, torch.zeros(3, 40, 48)])[ids]
+        return (x[:, None] @ weights)[:, 0]
+
+    full = True
+    monkeypatch.setattr(gpu_kernels, "packed_product", product)
+    ask = functools.partial(
+        gpu_kernels.kernels_are_right, form, [stack], sizes, torch.float32, 3, (False,), True
+    )
+    told = r"^llamoe: cpu has no room to check the kernel for few rows .* 180,224 bytes beside the model: leave .*\.$"
+    with pytest.raises(torch.OutOfMemoryError, match=told):
+        ask()
+    assert gpu_kernels._FAILURES == {}
+    full = False
+    assert ask()
+
+
 def test_a_matrix_is_quantized_at_once_on_a_gpu():
     """Of a Scout's largest matrix one piece; on a processor pieces that its cache holds."""
     assert chunk_of(torch.device("cuda")) >= 16384 * 5120 > 100 * chunk_of(torch.device("cpu"))
@@ -280,3 +406,9 @@ def test_a_matrix_is_quantized_at_once_on_a_gpu():
 def test_rows_of_a_matrix_that_kernels_take(monkeypatch, capability, rows):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert packed_rows.max_rows_of_matrix(torch.device("cuda")) == rows
+
+
+@pytest.mark.parametrize(("capability", "rows"), [((8, 6), 128), ((9, 0), 64), ((10, 3), 64), ((12, 0), 128)])
+def test_rows_of_plain_experts_that_kernels_take(capability, rows, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert few_rows_limit(torch.device("cuda", 0)) == rows

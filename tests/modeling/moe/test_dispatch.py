@@ -40,7 +40,8 @@ def make_experts(sizes="odd", dtype=torch.float32, num_experts=5):
 
 def make_rows(experts, num_tokens, top_k, dtype=torch.float32, past_the_end=False):
     generator = torch.Generator().manual_seed(num_tokens)
-    x = torch.randn(num_tokens, experts.input_first("gate_up_proj").shape[1], generator=generator).to(dtype)
+    hidden_size, _ = experts.sizes_of("down_proj")
+    x = torch.randn(num_tokens, hidden_size, generator=generator).to(dtype)
     ids = torch.randint(0, experts.num_experts + 2 * past_the_end, (num_tokens, top_k), generator=generator)
     weights = torch.rand(num_tokens, top_k, generator=generator).to(dtype)
     return x, ids, weights
@@ -135,7 +136,7 @@ def test_rows_and_gradients_decide_on_a_gpu(
     rows, needs_gradient, kernel_fits, grouped_fits, expected, monkeypatch
 ):
     """On a card that takes the kernel for up to 64 rows."""
-    monkeypatch.setattr(dispatch, "few_rows_fits", lambda *_: kernel_fits)
+    monkeypatch.setattr(dispatch, "why_no_kernel", lambda *_: None if kernel_fits else "It does not fit.")
     monkeypatch.setattr(dispatch, "few_rows_limit", lambda device: 64)
     # A processor with instructions for bfloat16.
     monkeypatch.setattr(dispatch, "rows_of_torch", lambda dtype: None)
@@ -143,8 +144,8 @@ def test_rows_and_gradients_decide_on_a_gpu(
     experts = SimpleNamespace(
         gate_up_proj=weight,
         down_proj=weight,
-        hidden_act="silu",
-        input_first=lambda name: weight,
+        device=weight.device,
+        formats=dict.fromkeys(("gate_up_proj", "down_proj")),
         sizes_of=lambda name: (64, 48),
         stack_shape=lambda name: weight.shape,
         refusal=lambda name: None,
@@ -152,7 +153,7 @@ def test_rows_and_gradients_decide_on_a_gpu(
         fits_grouped_mm=lambda dtype: grouped_fits,
     )
     assert choose_path(experts, rows, torch.bfloat16, needs_gradient) == expected
-    weight.device = torch.device("cpu")
+    weight.device = experts.device = torch.device("cpu")
     on_the_cpu = "grouped" if needs_gradient and grouped_fits else "loop"
     assert choose_path(experts, rows, torch.bfloat16, needs_gradient) == on_the_cpu
     weight.shape = (16, 1024, 1024)  # 32 MiB in bfloat16, and three rows for each expert are 48

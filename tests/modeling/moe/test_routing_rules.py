@@ -42,11 +42,11 @@ def make_block(family, **fields):
 def by_hand(block, config, x):
     """In float64, one token and expert at a time."""
     router = getattr(block, config.router_name)
-    gate_up, down = (block.experts.input_first(name).double() for name in ("gate_up_proj", "down_proj"))
+    gate_up, down = (block.experts.stack(name).matrices() for name in ("gate_up_proj", "down_proj"))
 
     def swiglu(row, expert):
-        gate, up = (row @ gate_up[expert]).chunk(2)
-        return (F.silu(gate) * up) @ down[expert]
+        gate, up = (row @ gate_up[expert].double()).chunk(2)
+        return (F.silu(gate) * up) @ down[expert].double()
 
     rows = []
     for row in x.double():

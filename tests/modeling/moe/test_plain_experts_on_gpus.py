@@ -1,0 +1,326 @@
+"""Experts of 16 and 32 bits by the Triton kernels: which are taken, and, on a GPU, that they are right there.
+
+The kernels' numbers are proven by `interpreted_kernels`, which `test_under_the_interpreter` starts. That they run on a
+card, in graphs and without asking the host, is for the tests marked `gpu`.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.models import make_asymmetric, stock_text_config
+from torch import nn
+
+import llamoe
+from llamoe.modeling.formats import gpu_kernels, plain_format
+from llamoe.modeling.kernels import packed_rows
+from llamoe.modeling.kernels.limits import TRITON_MAX_ROWS
+from llamoe.modeling.moe import grouped_mm_limits, grouped_product
+from llamoe.modeling.moe.dispatch import compute_experts, why_not
+from llamoe.modeling.moe.experts import Experts
+
+BF16 = torch.bfloat16
+CUDA = torch.device("cuda", 0)
+
+
+def stand_in(sizes=(64, 96), dtype=BF16, device=CUDA, weight_dtype=None):
+    """What says of itself what experts say that decides of their kernel."""
+    hidden_size, intermediate_size = sizes
+    weight = SimpleNamespace(dtype=weight_dtype or dtype, device=device)
+    return SimpleNamespace(
+        down_proj=weight,
+        device=device,
+        sizes_of=lambda name: (hidden_size, intermediate_size * (1 + (name == "gate_up_proj"))),
+        formats=dict.fromkeys(("gate_up_proj", "down_proj"), plain_format(weight.dtype, True)),
+        refusal=lambda name: None,
+    )
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A card of compute capability 9.0, and Triton."""
+    monkeypatch.setattr(packed_rows, "_HAS_TRITON", True)
+    monkeypatch.setattr(packed_rows, "_INTERPRETED", False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("fits", "num_rows", "change"),
+    [
+        (True, 4, {}),
+        (True, TRITON_MAX_ROWS, {"dtype": torch.float32}),
+        (True, 1, {"sizes": (51, 1), "dtype": torch.float16}),
+        (False, TRITON_MAX_ROWS + 1, {}),
+        (False, 4, {"dtype": torch.float64}),
+        (False, 4, {"weight_dtype": torch.float32}),
+        (False, 4, {"device": torch.device("cpu")}),
+        (False, 4, {"device": torch.device("meta")}),
+    ],
+    ids=str,
+)
+def test_what_fits(hopper, fits, num_rows, change):
+    given = stand_in(**change)
+    reason = why_not("kernel", given, num_rows, change.get("dtype", BF16), needs_gradient=False)
+    if fits:
+        assert reason is None
+    else:
+        assert reason.startswith(
+            f"the kernel takes up to 128 rows ({num_rows} here) of 16 or 32 bits in the weights'"
+        )
+        assert f"on a CUDA device from Ampere on ({given.device} here), where Triton is installed." in reason
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("llamoe.modeling.kernels.packed_rows._HAS_TRITON", False),
+        ("torch.version.hip", "6.4"),
+        ("torch.cuda.get_device_capability", lambda device: (7, 5)),
+    ],
+    ids=["no Triton", "AMD", "an old GPU"],
+)
+def test_where_kernels_cannot_run(hopper, monkeypatch, name, value):
+    monkeypatch.setattr(name, value)
+    assert "from Ampere on (cuda:0 here)" in why_not("kernel", stand_in(), 4, BF16, needs_gradient=False)
+
+
+# On a GPU
+
+SCOUT = dict(hidden_size=5120, intermediate_size=8192, device="cuda", dtype=torch.bfloat16)
+
+
+def draw(num_rows, num_experts, hidden_size, intermediate_size, **where):
+    """Rows and weights, drawn where they are wanted, with results of a deviation of about one half."""
+    x = torch.randn(num_rows, hidden_size, **where)
+    gate_up = torch.randn(num_experts, hidden_size, 2 * intermediate_size, **where).mul_(hidden_size**-0.5)
+    down = torch.randn(num_experts, intermediate_size, hidden_size, **where).mul_(intermediate_size**-0.5)
+    return x, gate_up, down, torch.randint(num_experts, (num_rows,), device=x.device)
+
+
+def experts_of(gate_up, down):
+    """Experts that have these weights."""
+    experts = Experts(llamoe.from_stock(stock_text_config()))
+    experts.num_experts = len(down)
+    experts.gate_up_proj, experts.down_proj = (
+        nn.Parameter(stack, requires_grad=False) for stack in (gate_up, down)
+    )
+    return experts
+
+
+def by_kernels(x, gate_up, down, ids):
+    """Each row's expert, by kernels that are forced."""
+    ones = torch.ones(len(ids), 1, dtype=x.dtype, device=x.device)
+    return compute_experts(experts_of(gate_up, down), x, ids[:, None], ones, path="kernel")
+
+
+def plain_version(x, gate_up, down, ids):
+    """By PyTorch's own operations, in a loop on the host."""
+    ones = torch.ones(len(ids), 1, dtype=x.dtype, device=x.device)
+    return experts_of(gate_up, down).loop_over_experts(x, ids[:, None], ones)
+
+
+def check_on_gpu(given, inputs):
+    """As near to float32 as the plain version is."""
+    x, gate_up, down, ids = inputs
+    truth = plain_version(x.float(), gate_up.float(), down.float(), ids)
+    plain = plain_version(*inputs)
+    errors = [(out.float() - truth).square().mean().sqrt() for out in (given, plain)]
+    assert truth.std() > 0.1
+    assert errors[0] <= 1.2 * errors[1] + 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 16, 33, 64, 128])
+@torch.no_grad()
+def test_kernels_equal_the_plain_version_on_a_gpu(num_rows):
+    inputs = draw(num_rows, 6, **SCOUT)
+    check_on_gpu(by_kernels(*inputs), inputs)
+    inputs[3].fill_(4)
+    check_on_gpu(by_kernels(*inputs), inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 3, 17, 64])
+@torch.no_grad()
+def test_odd_sizes_on_a_gpu(num_rows, dtype):
+    for sizes in ((52, 36), (1, 1), (131, 67), (512, 1024)):
+        x, gate_up, down, ids = draw(num_rows, 7, *sizes, device="cuda", dtype=dtype)
+        gate_up[3] = float("nan")
+        ids[ids == 3] = 7
+        given = by_kernels(x, gate_up, down, ids)
+        plain = plain_version(x, gate_up, down, ids)
+        tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8}[dtype]
+        torch.testing.assert_close(given, plain, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_weights_beyond_two_to_the_31_elements_on_a_gpu():
+    """The last of 32 experts begins at element 2.6e9; what stands before it has no numbers."""
+    x, gate_up, down, _ = draw(3, 3, **SCOUT)
+    many_gate_up = torch.full((32, *gate_up.shape[1:]), float("nan"), device="cuda", dtype=torch.bfloat16)
+    many_down = torch.full((32, *down.shape[1:]), float("nan"), device="cuda", dtype=torch.bfloat16)
+    many_gate_up[31], many_down[31] = gate_up[0], down[0]
+    ids = torch.full((3,), 31, device="cuda")
+    given = by_kernels(x, many_gate_up, many_down, ids)
+    assert torch.equal(given, by_kernels(x, gate_up, down, torch.zeros_like(ids)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [9, 40])
+@torch.no_grad()
+def test_a_cuda_graph_serves_other_ids(num_rows):
+    """Captured once, replayed for rows of other experts, for one expert only, and for none."""
+    x, gate_up, down, ids = draw(num_rows, 6, **SCOUT)
+    by_kernels(x, gate_up, down, ids)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = by_kernels(x, gate_up, down, ids)
+    for new_ids in (torch.randint(6, (num_rows,)), torch.full((num_rows,), 2), torch.full((num_rows,), 6)):
+        ids.copy_(new_ids)
+        x.normal_()
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(captured, by_kernels(x, gate_up, down, ids))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [7, 40])
+@torch.no_grad()
+def test_the_host_waits_for_nothing(num_rows):
+    inputs = draw(num_rows, 6, **SCOUT)
+    by_kernels(*inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        given = by_kernels(*inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    check_on_gpu(given, inputs)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_compiled_into_one_graph_on_a_gpu():
+    """With `reduce-overhead`, which records a CUDA graph, for several inputs and without a recompilation."""
+    x, gate_up, down, ids = draw(5, 6, **SCOUT)
+    experts, ones = experts_of(gate_up, down), torch.ones(5, 1, device="cuda", dtype=torch.bfloat16)
+
+    def scaled(x, ids, scores):
+        return compute_experts(experts, x * scores, ids[:, None], ones, path="kernel") + x
+
+    compiled = torch.compile(scaled, fullgraph=True, mode="reduce-overhead", dynamic=False)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(4):
+            x.normal_()
+            ids.random_(6)
+            scores = torch.rand(5, 1, device="cuda", dtype=torch.bfloat16)
+            given = compiled(x, ids, scores)
+            expected = scaled(x, ids, scores)
+            torch.testing.assert_close(given, expected, rtol=2**-6, atol=2**-6)
+
+
+# On a GPU, with the check before the first use
+
+
+def experts_on_gpu(dtype=torch.bfloat16, **sizes):
+    sizes = dict(num_local_experts=6, hidden_size=1024, intermediate_size=512) | sizes
+    config = llamoe.from_stock(stock_text_config(**sizes))
+    config._experts_implementation = "llamoe"
+    experts = make_asymmetric(Experts(config)).requires_grad_(False)
+    return experts.to("cuda", dtype)
+
+
+def rows_on_gpu(experts, num_rows):
+    x = torch.randn(num_rows, experts.down_proj.shape[2], device="cuda", dtype=experts.down_proj.dtype)
+    ids = torch.randint(experts.num_experts, (num_rows, 1), device="cuda")
+    return x, ids, torch.ones_like(ids, dtype=x.dtype)
+
+
+def assert_near(given, experts, inputs):
+    experts.config._experts_implementation = "llamoe_loop"
+    expected = experts(*inputs).float()
+    experts.config._experts_implementation = "llamoe"
+    assert expected.std() > 0.01
+    assert (given.float() - expected).abs().max() < 4 * torch.finfo(given.dtype).eps * expected.abs().max()
+
+
+@pytest.fixture
+def nothing_known(monkeypatch):
+    monkeypatch.setattr(gpu_kernels, "_FAILURES", {})
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes", [(1024, 512), (72, 51)], ids=str)
+def test_first_use_on_a_gpu(sizes, dtype, nothing_known):
+    """The kernel is checked for both stacks and found right."""
+    experts = experts_on_gpu(dtype, hidden_size=sizes[0], intermediate_size=sizes[1])
+    inputs = rows_on_gpu(experts, 5)
+    assert_near(experts(*inputs), experts, inputs)
+    assert list(gpu_kernels._FAILURES.values()) == ["", ""]
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
+    """Checked before, used within; nothing is checked while it is captured."""
+    experts = experts_on_gpu()
+    inputs = rows_on_gpu(experts, 5)
+    experts(*inputs)
+    torch.cuda.synchronize()
+    launched = []
+    for module in (gpu_kernels, grouped_product):
+        product = module.packed_product
+        monkeypatch.setattr(
+            module, "packed_product", lambda *args, it=product: launched.append(1) or it(*args)
+        )
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = experts(*inputs)
+    assert launched == [1, 1]
+    for tensor, new in zip(inputs, rows_on_gpu(experts, 5), strict=True):
+        tensor.copy_(new)
+    graph.replay()
+    assert_near(captured, experts, inputs)
+
+    gpu_kernels._FAILURES.clear()
+    experts.config._experts_implementation = "llamoe_grouped"
+    experts(*inputs)  # what the capture will take, warmed up
+    experts.config._experts_implementation = "llamoe"
+    if grouped_mm_limits.grouped_mm_waits(experts.down_proj.device):
+        return  # nothing else could be captured there
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        experts(*inputs)
+    assert launched == [1, 1]
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_the_host_waits_for_the_check_only(nothing_known):
+    experts = experts_on_gpu()
+    inputs = rows_on_gpu(experts, 5)
+    experts(*inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        given = experts(*inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_near(given, experts, inputs)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_compiled_with_cuda_graphs_after_the_first_use(nothing_known):
+    experts = experts_on_gpu()
+    inputs = rows_on_gpu(experts, 5)
+    experts(*inputs)
+    call = torch.compile(experts, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        for tensor, new in zip(inputs, rows_on_gpu(experts, 5), strict=True):
+            tensor.copy_(new)
+        assert_near(call(*inputs).clone(), experts, inputs)
