@@ -61,7 +61,7 @@ def test_compilers_get_no_product_that_waits_for_the_host(monkeypatch):
     for capability in ((8, 0), (9, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, it=capability: it)
         fits.append(experts.fits_grouped_mm(gpu))
-        monkeypatch.setattr("llamoe.modeling.moe.experts.is_torchdynamo_compiling", lambda: True)
+        monkeypatch.setattr(grouped_mm_limits, "is_torchdynamo_compiling", lambda: True)
         fits.append(experts.fits_grouped_mm(gpu))
-        monkeypatch.setattr("llamoe.modeling.moe.experts.is_torchdynamo_compiling", lambda: False)
+        monkeypatch.setattr(grouped_mm_limits, "is_torchdynamo_compiling", lambda: False)
     assert fits == [True, False, True, True]
