@@ -239,7 +239,7 @@ def _many_rows_on_cpu() -> Iterator[Step]:
         served_by, why = _TORCH_PRODUCTS, ""
         if rows_of_torch(dtype) is not None and SHORTCUTS_ARE_ON:
             served_by = f"weights cast to float32 by blocks, then {_TORCH_PRODUCTS}"
-            why = f"on this processor torch's products of {_name(dtype)} are slower than float32's"
+            why = f"this processor has no instructions for {_name(dtype)}"
         yield Step("cpu", f"prompts and training, {_name(dtype)}", served_by, why)
 
 

@@ -20,7 +20,6 @@ from .limits import (
     DOT_PRODUCT_MAX_ROWS,
     FEW_BITS_AMX_MAX_ROWS,
     IMITATED_MAX_ROWS,
-    INTEL_WITHOUT_AMX_MAX_ROWS,
 )
 
 BLOCK_WEIGHTS = 1 << 19
@@ -34,11 +33,8 @@ def _rows_of_torch(dtype: torch.dtype) -> int | None:
         return DOT_PRODUCT_MAX_ROWS
     can = torch.cpu.get_capabilities()
     # Processors with AVX-512 for float16 have it for bfloat16, too; oneDNN imitates the latter alone.
-    if dtype != torch.bfloat16 or can.get("avx_ne_convert") or can.get("amx_bf16"):
-        return None
-    if not can.get("avx512_bf16"):
-        return IMITATED_MAX_ROWS
-    return None if "AMD" in can.get("cpu_name", "") else INTEL_WITHOUT_AMX_MAX_ROWS
+    is_imitated = not (can.get("avx512_bf16") or can.get("avx_ne_convert") or can.get("amx_bf16"))
+    return IMITATED_MAX_ROWS if is_imitated and dtype == torch.bfloat16 else None
 
 
 # Asked when this is imported: compilers follow functions, and cannot ask a processor.

@@ -21,9 +21,6 @@ DOT_PRODUCT_MAX_ROWS = 3
 """Torch's product with an output-first matrix, a sum of dot products a row, without instructions for 16 bits."""
 IMITATED_MAX_ROWS = 8
 """The same where oneDNN imitates instructions for bfloat16 with those of AVX-512."""
-INTEL_WITHOUT_AMX_MAX_ROWS = 64
-"""The same on Intel's processors that have the instructions without AMX, as in virtual machines that hide it: with more
-rows oneDNN takes up to 1.6 times as long. AMD's are faster than float32."""
 
 # Packed matrices on a CPU (`formats`). A kernel unpacks for each few rows; above, unpacking once is faster.
 FEW_BITS_FLOAT_MAX_ROWS = 16
