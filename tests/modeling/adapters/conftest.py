@@ -4,7 +4,7 @@ import pytest
 from peft import PeftModel
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def no_pages():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PeftModel, "create_or_update_model_card", lambda *_: None)
