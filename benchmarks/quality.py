@@ -220,7 +220,8 @@ def compare(exam: Examination, name: str, given: Answers, base: Answers) -> Row:
 def table(rows: list[dict[str, Any]]) -> str:
     """The Markdown table of measured rows."""
     lines = [
-        "| | decoder | right answers | change in points | answers of 16 bit | perplexity | its change |",
+        "| | bytes of the decoder | right answers | change in points | same answer as in 16 bit | perplexity "
+        "| change of perplexity |",
         "|:--|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
@@ -321,7 +322,7 @@ def errors_of_products(num_out: int = 512, num_in: int = 2048, num_rows: int = 6
 def table_of_products(rows: list[dict[str, Any]]) -> str:
     """The Markdown table of products' errors."""
     lines = [
-        "| a product | an input in 32 times | error of the weights | of rows in 8 bits | of both |",
+        "| a product in | one input of 32 multiplied by | error from the weights | from rows in 8 bits | from both |",
         "|:--|--:|--:|--:|--:|",
     ]
     for row in rows:
@@ -386,7 +387,7 @@ def hits(count: int = HITS_COUNT, figure: Path = ROOT / "docs/expert_hit_rates.s
         for room, values in enumerate(zip(*lines.values(), strict=True), start=1)
     ]
     head = (
-        "| room for | answers | answers, by least recently used | prompts | the most used ones, for answers | "
+        "| experts in memory | answers | answers, least recently used evicted | prompts | answers, the most used kept | "
         "even choices |\n|---|---|---|---|---|---|"
     )
     said = f"{count} questions; {asked[False]:,} choices for tokens of answers, {asked[True]:,} experts of prompts."
