@@ -214,18 +214,11 @@ class DecoderModel(LlamoePreTrainedModel):
             fast = few_rows.token(only_layers, hidden_states, *context)
             if fast is not None:
                 hidden_states, layers = fast, []
-        for index, (layer, attention_type) in enumerate(layers):
-            mask = mask_mapping[attention_type]
-            if few_rows is not None:
-                context = position_embeddings, mask, position_ids, past_key_values
-                fast = few_rows.layer(index, layer, hidden_states, *context)
-                if fast is not None:
-                    hidden_states = fast
-                    continue
+        for layer, attention_type in layers:
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
-                attention_mask=mask,
+                attention_mask=mask_mapping[attention_type],
                 position_ids=position_ids,
                 few_rows=few_rows,
                 # By this name transformers takes it away under gradient checkpointing.

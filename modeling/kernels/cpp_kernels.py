@@ -40,7 +40,7 @@ _ARGUMENTS = {
     "unpack": [_POINTER, _SIZE, _POINTER, _SIZE, _INT],
     "feed_forward": [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _INT],
     "project": [*[_POINTER] * 4, _FLOAT, _POINTER, _INT],
-    "finish": [*[_POINTER] * 3, *([_POINTER, _SIZE, _SIZE] * 2), _SIZE, _POINTER, _POINTER, _INT],
+    "finish": [_POINTER, _POINTER, *([_POINTER, _SIZE, _SIZE] * 2), _SIZE, _POINTER, _POINTER, _INT],
     "decode": [_POINTER, _SIZE, *[_POINTER] * 4, _FLOAT, _POINTER, _INT],
     "normalized_feed_forward": [*_ROWS, _SIZE, _POINTER, _SIZE, _INT],
     "rms_norm": [_SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _FLOAT],

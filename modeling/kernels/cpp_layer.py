@@ -334,17 +334,15 @@ def project(
 def finish(
     x: torch.Tensor,
     half: FirstHalf,
-    second: SecondHalf | None,
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """`y = x + output(attention)` for one token that sees all keys; the second half of `y`, if it is given.
+    """`x + output(attention)` for one token that sees all keys.
 
     Args:
         x: what `project` was given.
         half: attention.
-        second: the norm after it, and what follows.
         queries: what `project` returned.
         keys: `[1, key heads, K, head_dim]` in the same dtype, with channels side by side.
         values: likewise.
@@ -352,8 +350,8 @@ def finish(
     y = torch.empty_like(x)
     cached = [(each.data_ptr(), each.stride(1), each.stride(2)) for each in (keys, values)]
     library().finish(
-        ctypes.byref(half.placed), None if second is None else ctypes.byref(second.placed), queries.data_ptr(),
-        *cached[0], *cached[1], keys.shape[2], x.data_ptr(), y.data_ptr(), torch.get_num_threads(),
+        ctypes.byref(half.placed), queries.data_ptr(), *cached[0], *cached[1], keys.shape[2], x.data_ptr(),
+        y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return y
 

@@ -2,8 +2,8 @@
 
 A decode step is bound by reading weights, which torch reads at half to three quarters of the memory's speed, and in
 small models by the calls between products. `begin_few_rows` decides once a pass whether the fast way serves. What it
-gives computes half a layer each time, or of one token a whole layer or all layers, or says None: then the modules are
-called. The numbers are the modules', with their roundings.
+gives computes half a layer each time, or all layers for one token, or says None: then the modules are called. The
+numbers are the modules', with their roundings.
 
 A layer that is adapted or watched is called as a module, and those beside it are not.
 
@@ -54,8 +54,7 @@ class _Layer(NamedTuple):
     """What is known of a whole layer."""
 
     first: FirstHalf
-    second: SecondHalf | None
-    """None where its modules must be asked."""
+    second: SecondHalf
     has_experts: bool
 
 
@@ -140,10 +139,9 @@ class FewRows(SecondHalves):
 
     def all_layers(self, layers: Sequence[Any]) -> _Decoder | None:
         """What is known of all layers; None where one token takes more than a call now."""
-        key = "all", len(layers)
-        if key not in self.layers:
-            self.layers[key] = self._all_layers(layers)
-        known: _Decoder | None = self.layers[key]
+        if len(layers) not in self.decoders:
+            self.decoders[len(layers)] = self._all_layers(layers)
+        known: _Decoder | None = self.decoders[len(layers)]
         if known is None or not self._ask(known.config).is_sdpa or (known.has_experts and not self.is_llamoe):
             return None
         return known
@@ -152,7 +150,7 @@ class FewRows(SecondHalves):
         found, caches, attentions = [], [], [layer.self_attn for layer in layers]
         for layer, attention in zip(layers, attentions, strict=True):
             known = self._whole_layer(layer)
-            if known is None or known.second is None or attention.config is not attentions[0].config:
+            if known is None or attention.config is not attentions[0].config:
                 return None
             found.append((known, attention.use_rope, attention.use_temperature_tuning))
             head_dim = known.first.head_dim
@@ -171,48 +169,8 @@ class FewRows(SecondHalves):
             any(known.has_experts for known, *_ in found),
         )
 
-    def layer(
-        self,
-        index: int,
-        layer: Any,
-        x: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, ...],
-        attention_mask: Any,
-        position_ids: torch.Tensor,
-        cache: Any,
-    ) -> torch.Tensor | None:
-        """`layer(x)` of one token by two kernel calls; None where the layer must be called as a module.
-
-        Args:
-            index: the layer's position in the decoder.
-            layer: the layer.
-            x: its input.
-            position_embeddings: as in `Attention.forward`, like the others.
-            attention_mask: likewise.
-            position_ids: likewise.
-            cache: likewise.
-        """
-        if self.state is None or not self._sees_all_keys(x, attention_mask, cache) or not self._takes(x):
-            return None
-        if index not in self.layers:
-            self.layers[index] = self._whole_layer(layer)
-        known, attention = self.layers[index], layer._modules["self_attn"]
-        if known is None or not self._ask(attention.config).is_sdpa:
-            return None
-        second = known.second if self.is_llamoe or not known.has_experts else None
-        context = position_embeddings, position_ids, cache
-        found = self._attend_one_token(known.first, second, attention, x, *context)
-        if found is None:
-            return None
-        y, is_whole = found
-        if is_whole:
-            return y
-        norm, module = layer.post_attention_layernorm, layer._modules[layer.feed_forward_name]
-        fast = self.feed_forward(norm, module, y)
-        return y + module(norm(y)) if fast is None else fast
-
     def _whole_layer(self, layer: Any) -> _Layer | None:
-        """What is known of a layer that nothing watches; None where it must be called."""
+        """What is known of a layer that nothing watches; None where it takes more than two calls, or must be called."""
         norm, attention = layer.input_layernorm, layer.self_attn
         is_plain = formula_of(layer) == "layer" and not layer.training and layer._compiled_call_impl is None
         half = self._attention(norm, attention) if is_plain and formula_of(attention) == "attention" else None
@@ -224,8 +182,9 @@ class FewRows(SecondHalves):
             known = self._feed_forward_half(module, norm)
         elif formula == "mixture" and not may_have_noise(module) and self._is_plain_way(module.experts):
             known = self._mixture_half(norm, module)
-        is_whole = known is not None and known.whole is not None and known.norm is not None
-        second = prepare_second_half(known.norm, norm.eps, known.whole) if is_whole else None
+        if known is None or known.whole is None or known.norm is None:
+            return None
+        second = prepare_second_half(known.norm, norm.eps, known.whole)
         return _Layer(half.one_token, second, formula == "mixture")
 
     def attend(
@@ -251,10 +210,10 @@ class FewRows(SecondHalves):
             and self._ask(attention.config).is_sdpa
         ):
             found = self._attend_one_token(
-                known.one_token, None, attention, x, position_embeddings, position_ids, cache
+                known.one_token, attention, x, position_embeddings, position_ids, cache
             )
             if found is not None:
-                return found[0]
+                return found
         rows = self._normalize(norm, known.norm, x)
         linears = [attention._modules[f"{name}_proj"] for name in "qkvo"]
         projected = self._multiply(linears[:3], known.inputs, rows)
@@ -290,17 +249,13 @@ class FewRows(SecondHalves):
     def _attend_one_token(
         self,
         first: FirstHalf,
-        second: SecondHalf | None,
         attention: Any,
         x: torch.Tensor,
         angles: tuple[torch.Tensor, ...],
         position_ids: torch.Tensor,
         cache: Any,
-    ) -> tuple[torch.Tensor, bool] | None:
-        """`x + attention(norm(x))` of one token, and False; or the output of the whole layer, and True.
-
-        None, before the cache was updated, if `angles` are not what the kernel takes.
-        """
+    ) -> torch.Tensor | None:
+        """`x + attention(norm(x))` of one token; None, before the cache was updated, if no kernel takes `angles`."""
         if attention.use_rope and not _are_angles(*angles, head_dim=first.head_dim):
             return None
         tuned = attention.use_temperature_tuning
@@ -310,9 +265,9 @@ class FewRows(SecondHalves):
         shape = 1, -1, 1, first.head_dim
         key, value = append(cache, attention.layer_idx, key.view(shape), value.view(shape))
         if key.shape == value.shape and _fits(key, x, first) and _fits(value, x, first):
-            return finish(x, first, second, query, key, value), second is not None
+            return finish(x, first, query, key, value)
         attended = attend_to_single_queries(query.view(shape), key, value, None, attention.scaling)
-        return x + self.head(attention.o_proj, attended.reshape(1, 1, -1)), False
+        return x + self.head(attention.o_proj, attended.reshape(1, 1, -1))
 
 
 def _are_angles(cosines: torch.Tensor, *others: torch.Tensor, head_dim: int) -> bool:

@@ -42,7 +42,7 @@ class Pass:
         )
         self.has_kernels = x.dtype in BITS and library() is not None
         self.key = self.dtype, self.size, self.takes_plain, self.takes_packed, self.has_kernels
-        self.layers = {} if state is None else state.layers.setdefault(self.key, {})
+        self.decoders = {} if state is None else state.decoders.setdefault(self.key, {})
         asks = any(option is not None and option is not False for option in options.values())
         # Whether attention of one token may be two calls, which take angles instead of rotary tables.
         self.is_one_token = num_rows == 1 and self.has_kernels and not asks

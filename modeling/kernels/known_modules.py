@@ -26,8 +26,8 @@ class State:
 
     def __init__(self, signature: list[Any]):
         self.signature = signature
-        # For each kind of pass what is known of each layer.
-        self.layers: dict[Any, dict[int, Any]] = {}
+        # For each kind of pass what is known of all layers, by their number.
+        self.decoders: dict[Any, dict[int, Any]] = {}
 
 
 # What is known of a module, the signature that it was known for, and its decoder's state at that time, if it had one.

@@ -1,4 +1,4 @@
-// A decoder layer of one token in two calls, between which the cache takes its key and value; or all layers in one.
+// Attention of one token in two calls, between which the cache takes its key and value; or all layers in one.
 
 namespace {
 
@@ -53,25 +53,19 @@ void project(const FirstHalf* half, const void* x, const float* cosines, const f
   if (query_scale != 1) (is_single ? scale_row<Single> : scale_row<Brain>)(y, query_scale, inputs[0].outputs);
 }
 
-// The rest: attention over what the cache returned, and the residual sum; and the second half, if it is given.
-void finish(const FirstHalf* half, const SecondHalf* second, const void* query, const void* keys, int64_t key_head_stride,
-            int64_t key_stride, const void* values, int64_t value_head_stride, int64_t value_stride, int64_t count,
-            const void* residual, void* y, int threads) {
-  const int64_t bits = half->bits, head_dim = half->head_dim, size = half->output->outputs;
+// The rest: attention over what the cache returned, and the residual sum.
+void finish(const FirstHalf* half, const void* query, const void* keys, int64_t key_head_stride, int64_t key_stride,
+            const void* values, int64_t value_head_stride, int64_t value_stride, int64_t count, const void* residual,
+            void* y, int threads) {
+  const int64_t bits = half->bits, head_dim = half->head_dim;
   const Cached all_keys = {(const char*)keys, key_head_stride, key_stride, count};
   const Cached all_values = {(const char*)values, value_head_stride, value_stride, count};
-  std::vector<char> attended(half->output->inputs * bytes_of(bits)), between(second ? size * bytes_of(bits) : 0);
+  std::vector<char> attended(half->output->inputs * bytes_of(bits));
   (bits == 32 ? attend<Single> : attend<Brain>)(query, all_keys, all_values, half->output->inputs / head_dim,
                                                 half->inputs[1].outputs / head_dim, head_dim, half->scaling,
                                                 attended.data(), threads);
-  void* sum = second ? between.data() : y;
-  multiply(attended.data(), 1, half->output, 1, sum, threads);
-  (bits == 32 ? add_rows<Single> : add_rows<Brain>)(residual, sum, sum, size);
-  if (second && second->how)
-    mixture(bits, sum, second->norm, second->eps, y, 1, second->matrices, second->count, second->strides, second->how,
-            threads);
-  else if (second)
-    normalized_feed_forward(bits, sum, second->norm, second->eps, y, 1, second->matrices, second->count, threads);
+  multiply(attended.data(), 1, half->output, 1, y, threads);
+  (bits == 32 ? add_rows<Single> : add_rows<Brain>)(residual, y, y, half->output->outputs);
 }
 
 // All layers of a decoder for one token, whose keys and values go behind those that the caches have: they have one more
@@ -79,7 +73,7 @@ void finish(const FirstHalf* half, const SecondHalf* second, const void* query, 
 void decode(const Layer* layers, int64_t count, Room* rooms, const void* x, const float* cosines, const float* sines,
             float query_scale, void* y, int threads) {
   const int64_t bits = layers[0].first->bits, size = bytes_of(bits), width = layers[0].first->inputs[0].inputs * size;
-  std::vector<char> row((const char*)x, (const char*)x + width), projected;
+  std::vector<char> row((const char*)x, (const char*)x + width), attended(width), projected;
   for (int64_t i = 0; i < count; i++) {
     const Layer& layer = layers[i];
     const Matrix* inputs = layer.first->inputs;
@@ -94,8 +88,15 @@ void decode(const Layer* layers, int64_t count, Room* rooms, const void* x, cons
       std::memcpy(room.keys + place, key + h * head, head);
       std::memcpy(room.values + place, key + (heads + h) * head, head);
     }
-    finish(layer.first, layer.second, projected.data(), room.keys, room.head_stride, room.stride, room.values,
-           room.head_stride, room.stride, ++room.count, row.data(), y, threads);
+    finish(layer.first, projected.data(), room.keys, room.head_stride, room.stride, room.values, room.head_stride,
+           room.stride, ++room.count, row.data(), attended.data(), threads);
+    const SecondHalf& second = *layer.second;
+    if (second.how)
+      mixture(bits, attended.data(), second.norm, second.eps, y, 1, second.matrices, second.count, second.strides,
+              second.how, threads);
+    else
+      normalized_feed_forward(bits, attended.data(), second.norm, second.eps, y, 1, second.matrices, second.count,
+                              threads);
     std::memcpy(row.data(), y, width);
   }
 }
