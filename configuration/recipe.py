@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 # LLaMA's 7 and 13 billion were trained with the first, 33 and 65 billion with the second.
 _RATES = ((20e9, 3e-4), (float("inf"), 1.5e-4))
+# By its name, and the former one.
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
 
@@ -46,12 +47,10 @@ def llama_recipe(
         "warmup_steps": 2000,
         "bf16": True,
     } | options
-    # transformers 5.23 has a new name for it.
-    names = [name for name in _CHECKPOINTING if name in TrainingArguments.__dataclass_fields__]
-    if not any(name in options for name in names):
-        recipe[names[0]] = True
-        if not any(f"{name}_kwargs" in options for name in names):
-            recipe[f"{names[0]}_kwargs"] = {"use_reentrant": False}
+    if not any(name in options for name in _CHECKPOINTING):
+        recipe["activation_checkpointing"] = True
+        if not any(f"{name}_kwargs" in options for name in _CHECKPOINTING):
+            recipe["activation_checkpointing_kwargs"] = {"use_reentrant": False}
     if "lr_scheduler_type" not in options:
         recipe.setdefault("lr_scheduler_kwargs", {"min_lr_rate": 0.1})
     steps, warm_up = recipe.get("max_steps", -1), recipe["warmup_steps"]
