@@ -14,10 +14,8 @@ _RANGES_OF_4_BITS = (1.0, 0.93, 0.86, 0.79)
 _RANGES_OF_8_BITS = (1.0, 0.97, 0.94)
 
 
-def asymmetric(
-    weights_NG: torch.Tensor, search: bool, dtype: torch.dtype = torch.bfloat16
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes from 0 to 15, `[N, G]` uint8, and scales and offsets, `[N, 1]` in `dtype`.
+def asymmetric(weights_NG: torch.Tensor, search: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes from 0 to 15, `[N, G]` uint8, and scales and offsets, `[N, 1]` bfloat16.
 
     A weight is about `(code - 8) * scale + offset`; the codes are the best for the rounded scales and offsets.
 
@@ -31,8 +29,8 @@ def asymmetric(
     if search:
         scale, offset = _best_line(weights_NG, scale, offset)
     # Groups whose weights are all equal.
-    scale = torch.where(scale > 0, scale, 1.0).to(dtype)
-    offset = offset.to(dtype)
+    scale = torch.where(scale > 0, scale, 1.0).to(torch.bfloat16)
+    offset = offset.to(torch.bfloat16)
     per_scale = scale.float().reciprocal_()
     # (weight - offset) / scale + 8 in one pass.
     codes = torch.addcmul(torch.sub(8, offset.float() * per_scale), weights_NG, per_scale)
@@ -67,10 +65,8 @@ def _best_line(
     return best_scale, best_offset
 
 
-def symmetric(
-    weights_NG: torch.Tensor, search: bool, dtype: torch.dtype = torch.bfloat16
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes from -127 to 127, `[N, G]` int8, and scales, `[N, 1]` in `dtype`; arguments as in `asymmetric`."""
+def symmetric(weights_NG: torch.Tensor, search: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes from -127 to 127, `[N, G]` int8, and scales, `[N, 1]` bfloat16; arguments as in `asymmetric`."""
     largest = weights_NG.abs().amax(1, keepdim=True)
     scale = largest / 127
     if search:
@@ -85,6 +81,6 @@ def symmetric(
             found = torch.where(is_better, product / spread, found)
         scale = found
     # Rows of zeros. What is not a number stays, and is found.
-    scale = torch.where(scale == 0, 1.0, scale).to(dtype)
+    scale = torch.where(scale == 0, 1.0, scale).to(torch.bfloat16)
     codes = torch.mul(weights_NG, scale.float().reciprocal_())
     return codes.round_().clamp_(-127, 127).to(torch.int8), scale
