@@ -48,10 +48,6 @@ class BitsAndBytesFormat(Format):
     compute_dtype: torch.dtype
     matrices: int = 1
 
-    def refusal(self, sizes: Sizes) -> str | None:
-        """None: bitsandbytes stores matrices of all sizes."""
-        return None
-
     def of_one(self, sizes: Sizes) -> Sizes:
         """Sizes of each of the matrices."""
         return sizes[0] // self.matrices, sizes[1]

@@ -57,9 +57,9 @@ class Format(ABC):
         """The format whose products do not round rows: what training takes."""
         return self
 
-    @abstractmethod
     def refusal(self, sizes: Sizes) -> str | None:
         """Why a matrix of these sizes cannot be stored; None if it can."""
+        return None
 
     @abstractmethod
     def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:

@@ -47,9 +47,6 @@ class Plain(Format):
     def alignment(self) -> int:
         return self.compute_dtype.itemsize
 
-    def refusal(self, sizes: Sizes) -> str | None:
-        return None
-
     def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [(sizes[:: -1 if self.is_input_first else 1], self.compute_dtype)]
 

@@ -19,9 +19,6 @@ class OneScale(Format):
     compute_dtype = torch.bfloat16
     key = "one_scale"
 
-    def refusal(self, sizes):
-        return None
-
     def parts(self, sizes):
         return [(sizes, torch.int8), ((1,), torch.bfloat16)]
 
