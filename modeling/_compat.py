@@ -14,6 +14,20 @@ MIN_TRANSFORMERS = (5, 23)
 NEXT_TRANSFORMERS_MAJOR = 6
 
 
+def _find_transformers() -> tuple[str, tuple[int, ...]]:
+    """Version of the installed transformers, also of one that cannot be imported, and its release."""
+    try:
+        import transformers
+
+        found = transformers.__version__
+    except ImportError:
+        try:
+            found = version("transformers")
+        except PackageNotFoundError:
+            found = "(none)"
+    return found, tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
+
+
 def require_supported_transformers() -> None:
     """Refuse an unsupported transformers, before anything of it is used.
 
@@ -21,31 +35,14 @@ def require_supported_transformers() -> None:
         ImportError: transformers is absent, older than 5.23, or 6 or newer.
     """
     wanted = f"transformers>={MIN_TRANSFORMERS[0]}.{MIN_TRANSFORMERS[1]},<{NEXT_TRANSFORMERS_MAJOR}"
-    try:
-        import transformers
-
-        found = transformers.__version__
-    except ImportError:
-        found = _metadata_version("transformers")
-    release = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
+    found, release = _find_transformers()
     if not MIN_TRANSFORMERS <= release < (NEXT_TRANSFORMERS_MAJOR,):
         raise ImportError(
             f'llamoe needs {wanted}, but transformers {found} is installed: pip install "{wanted}".'
         )
 
 
-def _metadata_version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "(none)"
-
-
-def _transformers_release() -> tuple[int, ...]:
-    return tuple(int(part) for part in _metadata_version("transformers").split(".")[:2] if part.isdigit())
-
-
-CACHE = "cache" if _transformers_release() >= (5, 24) else "past_key_values"
+CACHE = "cache" if _find_transformers()[1] >= (5, 24) else "past_key_values"
 """The name by which transformers hands models a KV cache, and takes it from their outputs; 5.24 changed it."""
 
 PAGED_CACHE = "paged_cache" if CACHE == "cache" else "cache"
