@@ -200,14 +200,8 @@ class LlamoePreTrainedModel(
         """
         name_or_path = pretrained_model_name_or_path
         subfolder = kwargs.get("subfolder") or ""
-        device_map, config = kwargs.get("device_map"), kwargs.get("config")
-        # Like every other device's name, it means the whole model.
-        if device_map == "disk":
-            device_map = kwargs["device_map"] = {"": "disk"}
+        config, device_map = kwargs.get("config"), kwargs.get("device_map")
         checkpoints.check_devices(device_map, kwargs.get("max_memory"), kwargs.get("offload_folder"))
-        if isinstance(device_map, dict):
-            # A copy: it is changed in place once the model is known.
-            kwargs["device_map"] = dict(device_map)
         if name_or_path is not None:
             checkpoints.check_whole(name_or_path, subfolder)
             if config is None:
@@ -218,7 +212,7 @@ class LlamoePreTrainedModel(
             config = cls._config_if_quantized(config or name_or_path, kwargs)
         activations = take_activations(getattr(config, "quantization_config", None), kwargs)
         cls._check_quantization(config, kwargs.get("quantization_config"))
-        request, kwargs = take_request(kwargs)
+        request = take_request(kwargs)
         with checkpoints.loading() as state:
             state.offload, state.activations = request, activations
             if name_or_path is not None and os.path.isdir(name_or_path):

@@ -22,6 +22,7 @@ from .checkpoint_files import (
     read_header,
 )
 from .device_map import (
+    STRATEGIES,
     check_devices,
     check_on_disk,
     device_of,

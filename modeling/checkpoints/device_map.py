@@ -18,7 +18,7 @@ from torch import nn
 
 from ...configuration.checks import listed
 
-_STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def check_devices(device_map: Any, max_memory: Any = None, offload_folder: Any = None) -> None:
@@ -40,10 +40,10 @@ def check_devices(device_map: Any, max_memory: Any = None, offload_folder: Any =
                 )
             if not _exists(device):
                 raise ValueError(f"device_map[{name!r}] = {device!r}: {_no_such_device()}")
-    elif not (device_map is None or device_map in _STRATEGIES or _exists(device_map)):
+    elif not (device_map is None or device_map in STRATEGIES or _exists(device_map)):
         raise ValueError(
             f"device_map = {device_map!r}: {_no_such_device()} Give one of them for the whole model, a dict of module "
-            f"names to devices, or a strategy: {_enumerate(_STRATEGIES)}."
+            f"names to devices, or a strategy: {_enumerate(STRATEGIES)}."
         )
     if not isinstance(max_memory, Mapping | None):
         raise ValueError(f'max_memory = {max_memory!r}: give a dict of devices to sizes, {{"cpu": "10GB"}}.')

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 
 from ...configuration.checks import listed
-from ..checkpoints import current_loading, device_of, names_in_model
+from ..checkpoints import STRATEGIES, current_loading, device_of, names_in_model
 from ..moe import Experts
 from .budget import ExpertsMemory, bytes_of_expert, default_size, divide
 from .experts import OffloadedExperts
@@ -48,19 +48,21 @@ class OffloadRequest:
     usage: dict[str, list[int]] | None = None
 
 
-def take_request(kwargs: dict[str, Any]) -> tuple[OffloadRequest | None, dict[str, Any]]:
-    """What the arguments of `from_pretrained` ask for, and the arguments without it: these place no experts.
+def take_request(kwargs: dict[str, Any]) -> OffloadRequest | None:
+    """Take what is asked for out of the arguments of `from_pretrained`: those that are left place no experts.
 
     Raises:
         ValueError: a memory that is none, or that no experts need.
     """
-    kwargs = dict(kwargs)
     memory, device_map = kwargs.pop("experts_memory", None), kwargs.get("device_map")
     is_explicit = memory is not None
     if not isinstance(memory, ExpertsMemory):
         memory = ExpertsMemory(memory)
+    if device_map == "disk":
+        # Like every other device's name, it means the whole model.
+        device_map = {"": "disk"}
     if is_explicit and not isinstance(device_map, Mapping):
-        if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
+        if device_map in STRATEGIES:
             raise ValueError(
                 f"experts_memory={memory.size} beside device_map={device_map!r}, which places whole layers: "
                 'give device_map={"experts": "disk"} or {"": 0, "experts": "cpu"}, or what llamoe.plan_placement plans.'
@@ -74,13 +76,15 @@ def take_request(kwargs: dict[str, Any]) -> tuple[OffloadRequest | None, dict[st
             for name, device in device_map.items()
             if name == ALL or (isinstance(name, str) and name.endswith(f".{ALL}") and _is_place(device))
         }
+        # A copy: it is changed in place once the model is known.
+        kwargs["device_map"] = {name: device for name, device in device_map.items() if name not in places}
     if is_explicit and not any(map(_is_place, places.values())):
         raise ValueError(
             f"experts_memory={memory.size} is for experts on disk or in RAM, but device_map names none: give "
             '{"": "cpu", "experts": "disk"}, or other devices in place of these.'
         )
     if not places:
-        return None, kwargs
+        return None
     if kwargs.get("distributed_config") is not None or kwargs.get("tp_plan") is not None:
         raise ValueError(
             "Experts on disk or in RAM are for one process: leave distributed_config and tp_plan out, or the "
@@ -93,8 +97,8 @@ def take_request(kwargs: dict[str, Any]) -> tuple[OffloadRequest | None, dict[st
             "without it, or leave the experts out of device_map."
         )
     here = torch.accelerator.current_device_index() if torch.accelerator.is_available() else "cpu"
-    rest = {name: device for name, device in device_map.items() if name not in places}
-    return OffloadRequest(places, memory, is_explicit), {**kwargs, "device_map": rest or {"": here}}
+    kwargs["device_map"] = kwargs["device_map"] or {"": here}
+    return OffloadRequest(places, memory, is_explicit)
 
 
 def _is_place(device: Any) -> bool:
