@@ -210,17 +210,17 @@ class LlamoePreTrainedModel(
             kwargs["config"] = config = cls.resolve_config(config)
         elif name_or_path is not None and not kwargs.get("gguf_file"):
             config = cls._config_if_quantized(config or name_or_path, kwargs)
-        activations = take_activations(getattr(config, "quantization_config", None), kwargs)
-        cls._check_quantization(config, kwargs.get("quantization_config"))
+        stored = getattr(config, "quantization_config", None)
+        activations = take_activations(stored, kwargs)
+        quantization = kwargs.get("quantization_config") or stored
+        cls._check_quantization(config, quantization)
         request = take_request(kwargs)
         with checkpoints.loading() as state:
             state.offload, state.activations = request, activations
             if name_or_path is not None and os.path.isdir(name_or_path):
-                quantization = getattr(config, "quantization_config", None)
-                quantized = bool(kwargs.get("quantization_config") or quantization)
                 variant, use_safetensors = kwargs.get("variant"), kwargs.get("use_safetensors")
                 state.tensors = checkpoints.check_folder(
-                    name_or_path, subfolder, variant, use_safetensors, quantized
+                    name_or_path, subfolder, variant, use_safetensors, bool(quantization)
                 )
             result = super().from_pretrained(name_or_path, *model_args, **kwargs)
             model = result[0] if isinstance(result, tuple) else result
@@ -271,21 +271,17 @@ class LlamoePreTrainedModel(
     @classmethod
     def _config_if_quantized(cls, name_or_path: Any, kwargs: dict[str, Any]) -> Any:
         """Config of a model that is quantized or shall be; None for others, whose config is read later."""
-        where = hub_arguments(kwargs)
         try:
-            if kwargs.get("quantization_config") is None:
-                content, _ = cls.config_class.get_config_dict(name_or_path, **where)
-                if content.get("quantization_config") is None:
-                    return None
-            return cls.config_class.from_pretrained(name_or_path, **where)
+            content, _ = cls.config_class.get_config_dict(name_or_path, **hub_arguments(kwargs))
         except OSError:
             # transformers reports what is missing, or follows an adapter to its base model.
             return None
+        if kwargs.get("quantization_config") is None and content.get("quantization_config") is None:
+            return None
+        return cls.config_class.from_dict(content)
 
     @classmethod
-    def _check_quantization(cls, config: Any, requested: Any = None) -> None:
-        stored = getattr(config, "quantization_config", None)
-        quantization = requested or stored
+    def _check_quantization(cls, config: Any, quantization: Any) -> None:
         if not isinstance(config, PreTrainedConfig) or quantization is None:
             return
         if not getattr(config.get_text_config(), "moe_layers", None):
@@ -301,7 +297,8 @@ class LlamoePreTrainedModel(
                 f"{cls.__name__} cannot load this mixture: quantization_config in its config.json has no quant_method. "
                 "Load the unquantized checkpoint."
             )
-        method = _name(method)
+        # Or a member of transformers' `QuantizationMethod`.
+        method = getattr(method, "value", method)
         if not str(method).startswith(_QUANTIZERS_FOR_MIXTURES):
             family = "Mixtral" if config.get_text_config().stock_type() == "mixtral" else "Llama 4"
             where = (
@@ -388,8 +385,3 @@ class LlamoePreTrainedModel(
         """
         if cls.__module__.partition(".")[0] != "llamoe":
             super().register_for_auto_class(auto_class)
-
-
-def _name(method: Any) -> Any:
-    # A member of transformers' `QuantizationMethod`, or the text in a config.json.
-    return getattr(method, "value", method)
