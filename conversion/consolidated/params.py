@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.checks import fail
-from ...configuration.effects import NO_EFFECT, declared_fields, fields_without_effect
 from ...configuration.errors import CheckpointError
+from ..effects import NO_EFFECT, declared_fields, fields_without_effect
 from ..io import read_json
 
 KEPT = "llamoe.json"

@@ -14,8 +14,8 @@ import torch
 
 from ...configuration import LlamoeConfig, LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
-from ...configuration.effects import NO_EFFECT, declared_fields, fields_without_effect
 from ...modeling.layers import RotaryEmbedding
+from ..effects import NO_EFFECT, declared_fields, fields_without_effect
 from ..io import LazyTensor, blocks
 
 # Elements that are compared at a time.

@@ -3,10 +3,10 @@
 import inspect
 from typing import Any, ClassVar, get_origin
 
-from .base import LlamoeBaseConfig
-from .decoder import WindowedConfig
-from .mixture import LlamoeTextConfig
-from .vision import LlamoeVisionConfig
+from ..configuration.base import LlamoeBaseConfig
+from ..configuration.decoder import WindowedConfig
+from ..configuration.mixture import LlamoeTextConfig
+from ..configuration.vision import LlamoeVisionConfig
 
 NO_EFFECT = frozenset(
     "max_position_embeddings initializer_range use_cache pad_token_id bos_token_id eos_token_id pretraining_tp "
