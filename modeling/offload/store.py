@@ -71,7 +71,6 @@ class Store:
         place: "disk" or "cpu".
         device: of the rows.
         memory: what the caller of `from_pretrained` chose.
-        is_remote: whether the rows are computed on an accelerator; None: whether `device` is one.
         usage: name to the uses of the layer's experts in earlier processes. Those used most are there at once.
     """
 
@@ -82,11 +81,10 @@ class Store:
         place: str,
         device: torch.device,
         memory: ExpertsMemory,
-        is_remote: bool | None = None,
         usage: Mapping[str, Sequence[int]] | None = None,
     ):
         self.place, self.device, self.memory = place, device, memory
-        self.is_remote = device.type != "cpu" if is_remote is None else is_remote
+        self.is_remote = device.type != "cpu"
         self.layers, self.stored = layers, stored
         self.reader = Reader(memory.readers, memory.direct)
         # When nothing refers to the model any more: no thread and no file outlives it.

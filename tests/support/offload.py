@@ -123,7 +123,8 @@ def put_in_store(model, place: str, memory, is_remote: bool) -> None:
     from llamoe.modeling.offload.store import Store
 
     (old,) = model._stores()
-    new = Store(old.layers, old.stored, place, torch.device("cpu"), memory, is_remote)
+    new = Store(old.layers, old.stored, place, torch.device("cpu"), memory)
+    new.is_remote = is_remote
     for module in model.modules():
         if isinstance(module, OffloadedExperts):
             module.store, module.place = new, place
