@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from transformers.modeling_utils import load_state_dict
 
 from ...configuration.errors import CheckpointError
 from ..checkpoints import DTYPES, WEIGHT, Stored, expert_of, headers_of
@@ -54,7 +53,7 @@ def first_state(kinds: Mapping[str, Stored]) -> dict[str, Any] | None:
     """Content of a `quant_state` of packed experts; None if they have none."""
     for kind, stored in kinds.items():
         if kind.startswith(STATE):
-            return facts_of(stored._replace(content=load_state_dict(stored.origin)[stored.name]))
+            return facts_of(_opened(stored))
     return None
 
 
@@ -117,25 +116,20 @@ def find_matrix(
         CheckpointError: as `read_matrix`.
     """
     kinds = _PARTS[isinstance(form, Bnb4Bit)]
-    opened = {
-        kind: stored._replace(content=_empty(stored) if kind in kinds else _read(stored))
-        for kind, stored in found.items()
-    }
+    opened = {kind: _opened(stored, is_empty=kind in kinds) for kind, stored in found.items()}
     parts = read_matrix(form, opened, sizes)
     return [found[kinds[place]] if part.is_meta else part for place, part in enumerate(parts)]
 
 
-def _empty(stored: Stored) -> torch.Tensor:
-    return torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta")
-
-
-def _read(stored: Stored) -> torch.Tensor:
-    """A small tensor of a file."""
+def _opened(stored: Stored, is_empty: bool = False) -> Stored:
+    """A small tensor of a file, of which the header is known; or an empty one of its shape and dtype."""
+    if is_empty:
+        return stored._replace(content=torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta"))
     with open(stored.origin, "rb") as file:
         file.seek(stored.content.begin)
         content = file.read(stored.content.nbytes)
     found = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0)
-    return found.view(DTYPES[stored.dtype]).view(stored.shape)
+    return stored._replace(content=found.view(DTYPES[stored.dtype]).view(stored.shape))
 
 
 def _read_8_bits(form: BitsAndBytesFormat, found: Mapping[str, Stored], sizes: Sizes) -> Parts:
