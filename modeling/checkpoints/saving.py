@@ -22,7 +22,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ClassVar
@@ -99,6 +99,16 @@ class _Save:
         self.new.mkdir()
         self.published: set[str] | None = None
 
+    @contextmanager
+    def files(self) -> Iterator[Path]:
+        """Context with an empty folder, whose files are in the target afterwards; after an error none is."""
+        try:
+            yield self.new
+            self.publish()
+        except BaseException:
+            self.discard()
+            raise
+
     def publish(self) -> None:
         """Exchange the older files for the new ones; a second call does nothing."""
         if self.published is not None:
@@ -161,39 +171,6 @@ class _Save:
 
 
 @contextmanager
-def _saving(
-    model: PreTrainedModel,
-    target: str | os.PathLike,
-    variant: str | None,
-    is_main_process: bool,
-    ranks: list[int],
-    is_distributed: bool,
-) -> Iterator[str | os.PathLike]:
-    """Context with the folder that this process writes into; its content is in `target` afterwards.
-
-    `ranks` are the processes that save the model together; if `is_distributed`, each writes a part.
-    """
-    is_writer = model.should_save_on_this_rank(is_main_process)
-    save = _Save(target, variant) if is_writer else None
-    token = _current.set(save)
-    try:
-        folder = target if save is None else save.new
-        if is_distributed and ranks:
-            folder = broadcast(folder)
-        yield folder
-        if save is not None:
-            save.publish()
-    except BaseException:
-        if save is not None:
-            save.discard()
-        raise
-    finally:
-        _current.reset(token)
-    # transformers waits for the writing process too, but before the files are in their place.
-    meet_after_saving(ranks)
-
-
-@contextmanager
 def saving_adapter(target: str | os.PathLike) -> Iterator[Path]:
     """Context with an empty folder, whose files are in `target` afterwards: all of them, or after an error none.
 
@@ -202,10 +179,9 @@ def saving_adapter(target: str | os.PathLike) -> Iterator[Path]:
     """
     save = _Save(target, None)
     try:
-        yield save.new
-        save.publish()
+        with save.files() as new:
+            yield new
     except BaseException as error:
-        save.discard()
         # Trainer makes it before, and would take an empty one for its newest checkpoint.
         with suppress(OSError):
             save.target.rmdir()
@@ -284,21 +260,30 @@ class AtomicSaveMixin(PreTrainedModel):
             max_shard_size = sys.maxsize
         if push_to_hub:
             kwargs.setdefault("repo_id", os.fspath(save_directory).split(os.path.sep)[-1])
-        is_distributed = distributed_checkpoint
-        with _saving(self, save_directory, variant, is_main_process, ranks, is_distributed) as folder:
-            super().save_pretrained(
-                folder,
-                is_main_process=is_main_process,
-                state_dict=state_dict,
-                push_to_hub=push_to_hub,
-                max_shard_size=max_shard_size,
-                variant=variant,
-                token=token,
-                save_peft_format=save_peft_format,
-                save_original_format=save_original_format and self._has_original_format,
-                distributed_checkpoint=distributed_checkpoint,
-                **kwargs,
-            )
+        save = _Save(save_directory, variant) if self.should_save_on_this_rank(is_main_process) else None
+        saving = _current.set(save)
+        try:
+            with nullcontext(save_directory) if save is None else save.files() as folder:
+                # Each of the processes writes a part.
+                if distributed_checkpoint and ranks:
+                    folder = broadcast(folder)
+                super().save_pretrained(
+                    folder,
+                    is_main_process=is_main_process,
+                    state_dict=state_dict,
+                    push_to_hub=push_to_hub,
+                    max_shard_size=max_shard_size,
+                    variant=variant,
+                    token=token,
+                    save_peft_format=save_peft_format,
+                    save_original_format=save_original_format and self._has_original_format,
+                    distributed_checkpoint=distributed_checkpoint,
+                    **kwargs,
+                )
+        finally:
+            _current.reset(saving)
+        # transformers waits for the writing process too, but before the files are in their place.
+        meet_after_saving(ranks)
 
     def _upload_modified_files(self, working_dir, repo_id, files_timestamps, **kwargs):
         # A failed upload does not undo the save.
