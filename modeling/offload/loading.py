@@ -55,29 +55,29 @@ def take_request(kwargs: dict[str, Any]) -> OffloadRequest | None:
         ValueError: a memory that is none, or that no experts need.
     """
     memory, device_map = kwargs.pop("experts_memory", None), kwargs.get("device_map")
-    is_explicit = memory is not None
-    if not isinstance(memory, ExpertsMemory):
-        memory = ExpertsMemory(memory)
     if device_map == "disk":
         # Like every other device's name, it means the whole model.
         device_map = {"": "disk"}
-    if is_explicit and not isinstance(device_map, Mapping):
+    is_explicit = memory is not None
+    if not is_explicit and not isinstance(device_map, Mapping):
+        return None
+    if not isinstance(memory, ExpertsMemory):
+        memory = ExpertsMemory(memory)
+    if not isinstance(device_map, Mapping):
         if device_map in STRATEGIES:
             raise ValueError(
                 f"experts_memory={memory.size} beside device_map={device_map!r}, which places whole layers: "
                 'give device_map={"experts": "disk"} or {"": 0, "experts": "cpu"}, or what llamoe.plan_placement plans.'
             )
         device_map = {ALL: "disk"} if device_map is None else {"": device_map, ALL: "disk"}
-    places = {}
-    if isinstance(device_map, Mapping):
-        # Other devices than these two may stand for all layers, too.
-        places = {
-            name: device
-            for name, device in device_map.items()
-            if name == ALL or (isinstance(name, str) and name.endswith(f".{ALL}") and _is_place(device))
-        }
-        # A copy: it is changed in place once the model is known.
-        kwargs["device_map"] = {name: device for name, device in device_map.items() if name not in places}
+    # Other devices than these two may stand for all layers, too.
+    places = {
+        name: device
+        for name, device in device_map.items()
+        if name == ALL or (name.endswith(f".{ALL}") and _is_place(device))
+    }
+    # A copy: it is changed in place once the model is known.
+    kwargs["device_map"] = {name: device for name, device in device_map.items() if name not in places}
     if is_explicit and not any(map(_is_place, places.values())):
         raise ValueError(
             f"experts_memory={memory.size} is for experts on disk or in RAM, but device_map names none: give "
