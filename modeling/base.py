@@ -30,7 +30,6 @@ from .quantization import (
     naming_plain_layers,
     packed_experts,
     take_activations,
-    unpack_routers,
     warn_of_plain_experts,
 )
 
@@ -247,9 +246,6 @@ class LlamoePreTrainedModel(
             return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         replace_with_offloaded(model, files, load_config)
         state_dict, fused = checkpoints.make_weights(model, state_dict, files, load_config)
-        quantizer = load_config.hf_quantizer
-        if quantizer is not None and quantizer.pre_quantized:
-            state_dict = unpack_routers(model, state_dict, files, load_config)
         checkpoints.settle_places(model, load_config, files, fused)
         checkpoints.check_fit(model, files, load_config)
         # Set on this model alone, and only now: transformers reads it for keys that fit nowhere.

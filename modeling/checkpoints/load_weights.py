@@ -5,8 +5,9 @@ which are made at that moment. Of a stack each expert is read, moved to the devi
 or unpacked, as its module does it) and forgotten. Where processes share a model, the loader asks each for its shard.
 """
 
+import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from .stored import Stored, headers_of, tensors_of
 
 # In which weights are quantized as they were stored.
 _FLOATS = {"F32", "F16", "BF16"}
+# The tensors of a packed router's weight: its name, and what follows it or stands in its place.
+_OF_ROUTER = re.compile(r"(.*\.(?:feed_forward\.router|mlp\.gate)\.)(?:weight(?:\.(.+))?|(SCB|weight_format))")
 
 
 def make_weights(
@@ -58,14 +61,18 @@ def make_weights(
     quantizer = load_config.hf_quantizer
     is_packed = quantizer is not None and quantizer.pre_quantized
     names = names_in_model(model, load_config.weight_mapping)
-    experts, linears = {}, {}
+    experts, linears, as_linears = {}, {}, None
     for name, module in model.named_modules():
         if isinstance(module, Experts):
+            # Offloaded experts have others that know their shapes.
+            shapes = getattr(module, "shapes", module)
+            if is_packed and shapes.is_packed_one_by_one:
+                as_linears = shapes
             if not module.is_offloaded:
                 experts[name] = module
         elif getattr(module, "is_packed", False) and not is_packed:
             linears[f"{name}.weight"] = module
-    if not experts and not linears:
+    if not (experts or linears or as_linears):
         return state_dict, []
     stored = headers_of(files) if state_dict is None else tensors_of(state_dict)
     is_as_stored = state_dict is None and getattr(quantizer, "quantizes_as_stored", False)
@@ -75,6 +82,8 @@ def make_weights(
     for tensor in stored if linears else ():
         if key := next((key for key in names(tensor.name) if key in linears), None):
             made[key] = _Linear(linears[key], tensor, dtype or load_config.dtype)
+    if as_linears is not None:
+        made |= _routers(as_linears, stored, names)
     if not made:
         return state_dict, []
     content = dict(state_dict or {})
@@ -85,6 +94,21 @@ def make_weights(
         weight.take_from(content)
         parts |= {f"{path.rpartition('.')[0]}.{name}": Part(weight, name) for name in weight.parts}
     return content | parts, [path for path, weight in made.items() if isinstance(weight, _PlainStack)]
+
+
+def _routers(
+    experts: Experts, stored: Iterable[Stored], names: Callable[[str], list[str]]
+) -> dict[str, "_Made"]:
+    """The packed weights of routers, by their names in the files: transformers 4 took routers for linear layers."""
+    found: dict[str, dict[str, Stored]] = {}
+    for tensor in stored:
+        if match := _OF_ROUTER.fullmatch(names(tensor.name)[0]):
+            found.setdefault(match[1], {})[match[2] or match[3] or WEIGHT] = tensor
+    return {
+        kinds[WEIGHT].name: _Router(experts, kinds)
+        for kinds in found.values()
+        if WEIGHT in kinds and (len(kinds) > 1 or kinds[WEIGHT].dtype in ("U8", "I8"))
+    }
 
 
 def _dtype_to_quantize(stored: Iterable[Stored]) -> torch.dtype | None:
@@ -202,6 +226,19 @@ class _Linear(_Made):
         parts = self._module.quantize("weight", weight.to(device, self._dtype))
         forget_pages(weight)
         return parts
+
+
+class _Router(_Made):
+    """The weight of a router that is packed as an expert's matrix would be."""
+
+    def __init__(self, experts: Any, kinds: dict[str, Stored]):
+        super().__init__()
+        self._experts, self.stored = experts, [kinds]
+        shape = experts.num_experts, experts.sizes_of("down_proj")[0]
+        self.parts = {"weight": (shape, experts.weight_dtype)}
+
+    def make(self, device: torch.device, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+        return {"weight": self._experts.unpacked_router(self.stored[0]).to(device, dtype)}
 
 
 class _Stack(_Made):

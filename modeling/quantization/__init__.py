@@ -5,7 +5,7 @@ calls). For bitsandbytes: bnb_files (what folders hold), bnb_experts, bnb_quanti
 that a quantizer has left out. What the numbers are is in `formats`.
 """
 
-from .bnb_experts import packed_experts, unpack_routers
+from .bnb_experts import packed_experts
 from .bnb_quantizers import naming_plain_layers, register_bitsandbytes
 from .experts import QuantizedExperts
 from .linear import QuantizedLinear

@@ -6,17 +6,14 @@ An expert N is stored un-fused: `experts.N.gate_proj`, `up_proj` and `down_proj`
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.modeling_utils import load_state_dict
 
-from ..checkpoints import WEIGHT, Stored, headers_of, names_in_model, return_freed_memory, tensors_of
+from ..checkpoints import WEIGHT, Stored, return_freed_memory
 from ..formats import BitsAndBytesFormat, Bnb4Bit
 from ..moe import PARTS_OF_STACKS, STACKS, Experts
-from .bnb_files import find_matrix, parse_router, read_matrix
+from .bnb_files import find_matrix, read_matrix
 from .experts import QuantizedExperts
 from .packed import check_finite
 
@@ -56,6 +53,11 @@ class BitsAndBytesExperts(QuantizedExperts):
                 # What quantizing one needed would lie between the parts otherwise.
                 return_freed_memory()
         return {stack + suffix: whole for suffix, whole in zip(form.suffixes, wholes, strict=True)}
+
+    def unpacked_router(self, kinds: Mapping[str, Stored]) -> torch.Tensor:
+        """The weight `[experts, hidden]` of a router of which a checkpoint has these tensors, by kind."""
+        form, sizes = self.formats["down_proj"], (self.num_experts, self.sizes["down_proj"][0])
+        return form.one_matrix(read_matrix(form, kinds, sizes), sizes, self.weight_dtype)
 
     def matrix_in_files(self, stack: str, kinds: Mapping[str, Stored]) -> list[Stored | torch.Tensor]:
         """For each part of one of an expert's matrices where files have it, or its number, as `find_matrix`."""
@@ -128,45 +130,6 @@ class BitsAndBytesExperts(QuantizedExperts):
 def packed_experts(model: nn.Module) -> dict[str, BitsAndBytesExperts]:
     """A model's experts in bitsandbytes' formats, by their paths."""
     return {name: module for name, module in model.named_modules() if isinstance(module, BitsAndBytesExperts)}
-
-
-def unpack_routers(
-    model: PreTrainedModel, state_dict: Mapping[str, Any] | None, files: Iterable[str], load_config: Any
-) -> Mapping[str, Any] | None:
-    """A state dict with routers' weights unpacked: transformers 4 took routers for linear layers.
-
-    Args:
-        model: with packed experts; of other models nothing changes.
-        state_dict: all tensors of the checkpoint; None: they are in the files.
-        files: those that it was read from, if any.
-        load_config: transformers' record of the loading.
-    """
-    # Offloaded experts have others that know their shapes.
-    modules = (getattr(module, "shapes", module) for module in model.modules())
-    experts = next((module for module in modules if isinstance(module, BitsAndBytesExperts)), None)
-    if experts is None:
-        return state_dict
-    names = names_in_model(model, load_config.weight_mapping)
-    routers: dict[str, dict[str, Stored]] = {}
-    for stored in headers_of(files) if files else tensors_of(state_dict or {}):
-        if parsed := parse_router(names(stored.name)[0]):
-            routers.setdefault(parsed[0], {})[parsed[1]] = stored
-    packed = [
-        kinds
-        for kinds in routers.values()
-        if WEIGHT in kinds and (len(kinds) > 1 or kinds[WEIGHT].dtype in ("U8", "I8"))
-    ]
-    if not packed:
-        return state_dict
-    content = dict(state_dict or {})
-    for file in files if state_dict is None else ():
-        content |= load_state_dict(file, disable_mmap=load_config.disable_mmap)
-    form, sizes = experts.formats["down_proj"], (experts.num_experts, experts.sizes["down_proj"][0])
-    for kinds in packed:
-        opened = {kind: each._replace(content=content.pop(each.name)) for kind, each in kinds.items()}
-        parts = read_matrix(form, opened, sizes)
-        content[kinds[WEIGHT].name] = form.one_matrix(parts, sizes, experts.weight_dtype)
-    return content
 
 
 def _of_its_own(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,15 +19,7 @@ from .packed import check_finite
 _DAMAGED = "The checkpoint is damaged: download it again, or quantize the original one."
 _QUANTIZE = "Quantize the original checkpoint again."
 STATE = "quant_state.bitsandbytes__"
-# The router's weight in files of releases that took it for a linear layer; and what is beside it.
-_ROUTER = re.compile(r"(.*\.(?:feed_forward\.router|mlp\.gate)\.)(?:weight(?:\.(.+))?|(SCB|weight_format))")
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.\w+\.experts\b")
-
-
-def parse_router(name: str) -> tuple[str, str] | None:
-    """Name of a router's weight, and kind of the tensor, as in `ExpertName`."""
-    match = _ROUTER.fullmatch(name)
-    return match and (f"{match[1]}weight", match[2] or match[3] or WEIGHT)
 
 
 def layer_of(path: str) -> str | None:
