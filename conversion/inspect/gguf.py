@@ -39,7 +39,8 @@ def answer_for_gguf(found: Checkpoint) -> tuple[list[str], list[str]]:
     is_stock = raw.get("model_type") not in (None, config.model_type)
     # `llamoe convert` writes a causal language model.
     problems = gguf_problems(config, None if is_stock else model_class(config).__name__)
-    if not is_stock or _has_split_experts(found):
+    are_split = any(".feed_forward.experts.0." in tensor.origin for tensor in found.tensors.values())
+    if not is_stock or are_split:
         notes.append(
             "llama.cpp's converter reads stock's layout alone: run `llamoe convert PATH FOLDER --layout stock` and "
             "give it that folder."
@@ -49,7 +50,3 @@ def answer_for_gguf(found: Checkpoint) -> tuple[list[str], list[str]]:
             "llama.cpp's converter needs the tokenizer's files in the folder: save the tokenizer there, too."
         )
     return problems, notes
-
-
-def _has_split_experts(found: Checkpoint) -> bool:
-    return any(".feed_forward.experts.0." in tensor.origin for tensor in found.tensors.values())

@@ -4,7 +4,7 @@ Shapes: O outputs, I inputs, N rows.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
@@ -99,10 +99,6 @@ class Plain(Format):
 
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         return self.multiply(x_NO, [parts[0].T], sizes)
-
-    def with_grouped_mm(self) -> "Plain":
-        """The same, multiplied by torch's grouped product."""
-        return replace(self, by_grouped_mm=True)
 
 
 _PLAIN = {

@@ -9,6 +9,7 @@ Shapes: N rows, E experts, S slots, I columns in, O columns out.
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -231,7 +232,7 @@ class OffloadedStack(Stack):
     def multiply_by_grouped_mm(self, x_NI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """As `Stack.multiply_by_grouped_mm`, one expert after the other."""
         plain: Any = self.form
-        self.form = plain.with_grouped_mm()
+        self.form = replace(plain, by_grouped_mm=True)
         return multiply_sorted(x_NI, self, ends_E)
 
 

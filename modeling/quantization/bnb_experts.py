@@ -112,7 +112,8 @@ class BitsAndBytesExperts(QuantizedExperts):
             form = self.formats[stack]
             for place in range(form.matrices):
                 name = self.name_of_layer(path, stack, number, place)
-                parts = [_of_its_own(part[number, place]) for part in self.parts(stack)]
+                # In storages of their own: tensors that share one are saved into one file.
+                parts = [torch.from_dlpack(part[number, place]) for part in self.parts(stack)]
                 if isinstance(form, Bnb4Bit):
                     yield f"{name}.weight", parts[0].view(storage).view(-1, 1)
                     state = form.state(parts, form.of_one(self.sizes[stack]), self.weight_dtype)
@@ -130,8 +131,3 @@ class BitsAndBytesExperts(QuantizedExperts):
 def packed_experts(model: nn.Module) -> dict[str, BitsAndBytesExperts]:
     """A model's experts in bitsandbytes' formats, by their paths."""
     return {name: module for name, module in model.named_modules() if isinstance(module, BitsAndBytesExperts)}
-
-
-def _of_its_own(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a storage of its own: tensors that share one are saved into one file."""
-    return torch.from_dlpack(tensor)
