@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_utils import load_state_dict
@@ -144,23 +143,19 @@ def _stacks(
                 "tp_size, ep_size): leave these out, or name the experts in llm_int8_skip_modules."
             )
         if not packs and is_deepspeed_zero3_enabled():
-            _check_zero3(experts, found)
+            # Those of Mixtral transformers fuses.
+            if experts.is_transposed:
+                first = next(stack.first for stack in found.values() if stack.single)
+                raise ValueError(
+                    f"{first} is one linear layer of one expert, which ZeRO-3 does not load: fuse the experts first, "
+                    "by `llamoe convert IN OUT`."
+                )
             continue
         for stack, each in found.items():
             if packs:
                 yield f"{layer}.{stack}", _PackedStack(experts, stack, each, dtype)
             elif each.single:
                 yield f"{layer}.{stack}", _PlainStack(experts, stack, each)
-
-
-def _check_zero3(experts: Experts, found: Mapping[str, StoredStack]) -> None:
-    # Those of Mixtral transformers fuses.
-    if experts.is_transposed:
-        first = next(stack.first for stack in found.values() if stack.single)
-        raise ValueError(
-            f"{first} is one linear layer of one expert, which ZeRO-3 does not load: fuse the experts first, by "
-            "`llamoe convert IN OUT`."
-        )
 
 
 class _Made:
@@ -203,23 +198,13 @@ class _Made:
         raise NotImplementedError
 
 
-def _parts_of(module: nn.Module, name: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of the parts of a weight, by their names."""
-    tensors = {**module._parameters, **module._buffers}.items()
-    return {
-        own: (tuple(tensor.shape), tensor.dtype)
-        for own, tensor in tensors
-        if tensor is not None and own.startswith(name)
-    }
-
-
 class _Linear(_Made):
     """The weight of a linear layer that is quantized now."""
 
-    def __init__(self, module: nn.Module, stored: Stored, dtype: torch.dtype):
+    def __init__(self, module: Any, stored: Stored, dtype: torch.dtype):
         super().__init__()
-        self._module: Any = module
-        self._dtype, self.parts, self.stored = dtype, _parts_of(module, "weight"), [{WEIGHT: stored}]
+        self._module, self._dtype = module, dtype
+        self.parts, self.stored = module.part_shapes(), [{WEIGHT: stored}]
 
     def make(self, device: torch.device, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         weight = self.stored[0].pop(WEIGHT).content
@@ -270,9 +255,10 @@ class _Stack(_Made):
 class _PackedStack(_Stack):
     """A stack that is quantized now, or whose experts are packed one by one."""
 
-    def __init__(self, experts: Experts, name: str, stored: StoredStack, dtype: torch.dtype | None):
+    def __init__(self, experts: Any, name: str, stored: StoredStack, dtype: torch.dtype | None):
         super().__init__(experts, name, stored)
-        self._dtype, self.parts = dtype, _parts_of(experts, name)
+        self._dtype = dtype
+        self.parts = {own: part for own, part in experts.part_shapes().items() if own.startswith(name)}
 
     def make(self, device: torch.device, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         return self._experts.parts_of_checkpoint(self._name, self._one_by_one(), device, self._dtype)
