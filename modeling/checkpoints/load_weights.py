@@ -208,7 +208,7 @@ class _Linear(_Made):
 
     def make(self, device: torch.device, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         weight = self.stored[0].pop(WEIGHT).content
-        parts = self._module.quantize("weight", weight.to(device, self._dtype))
+        parts = self._module.quantize(weight.to(device, self._dtype))
         forget_pages(weight)
         return parts
 

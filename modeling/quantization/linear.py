@@ -21,14 +21,13 @@ class QuantizedLinear(Packed, nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
         self.format = form
+        self._names = tuple(f"weight{suffix}" for suffix in form.suffixes)
         self._make_parts(["weight"])
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
-        self._names = tuple(f"weight{suffix}" for suffix in form.suffixes)
 
     def part_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each part, by its name."""
-        parts = self.format.parts((self.out_features, self.in_features))
-        return {f"weight{suffix}": part for suffix, part in zip(self.format.suffixes, parts, strict=True)}
+        return dict(zip(self._names, self.format.parts((self.out_features, self.in_features)), strict=True))
 
     def parts(self) -> list[torch.Tensor]:
         """The parts of the weight."""
@@ -62,10 +61,9 @@ class QuantizedLinear(Packed, nn.Linear):
         return {"weight": (self.out_features, self.in_features)}
 
     @torch.no_grad()
-    def quantize(self, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """The parts of a weight `[out_features, in_features]`, by name."""
-        parts = self.format.quantize(weight)
-        return {name + suffix: part for suffix, part in zip(self.format.suffixes, parts, strict=True)}
+        return dict(zip(self._names, self.format.quantize(weight), strict=True))
 
     @torch.no_grad()
     def dequantized_weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:

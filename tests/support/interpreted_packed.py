@@ -425,7 +425,7 @@ def test_linear_layers(on_a_gpu, monkeypatch):
     form, launches = Int4(64), []
     layer = QuantizedLinear(190, 112, True, form, BF16)
     weight = torch.randn(112, 190) / 190**0.5
-    for name, part in layer.quantize("weight", weight).items():
+    for name, part in layer.quantize(weight).items():
         getattr(layer, name).data.copy_(part)
     torch.nn.init.normal_(layer.bias)
     product = gpu_kernels.packed_product
