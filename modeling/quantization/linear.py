@@ -17,13 +17,15 @@ class QuantizedLinear(Packed, nn.Linear):
     An `nn.Linear`, so that peft adapts it. `weight` holds the codes; buffers beside it hold the other parts.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, form: Format, dtype: torch.dtype):
+    def __init__(self, linear: nn.Linear, form: Format):
+        """Make empty parts in the place of a layer's weight."""
         nn.Module.__init__(self)
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.format = form
         self._names = tuple(f"weight{suffix}" for suffix in form.suffixes)
         self._make_parts(["weight"])
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
+        bias = None if linear.bias is None else torch.empty(self.out_features, dtype=form.compute_dtype)
+        self.bias = None if bias is None else nn.Parameter(bias)
 
     def part_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each part, by its name."""

@@ -121,18 +121,14 @@ class LlamoeQuantizer(HfQuantizer):
         kept = self.get_modules_to_not_convert(
             model, list(config.modules_to_not_convert or ()), add_default_skips=True
         )
-        packed = []
+        is_found = self.pre_quantized
         # Heads are outside of the decoder, and so are tower and projector. A tower takes itself for a decoder.
         has_decoder = not isinstance(model.config, LlamoeVisionConfig)
         inside = {id(module) for module in model.get_decoder().modules()} if has_decoder else ()
         for name, module in list(model.named_modules()):
-            is_experts, is_linear = isinstance(module, Experts), type(module) is nn.Linear
-            if (
-                not (is_experts and config.experts or is_linear and config.linears)
-                or id(module) not in inside
-            ):
-                continue
-            if not should_convert_module(name, kept):
+            is_experts = isinstance(module, Experts)
+            is_asked = config.experts if is_experts else config.linears and type(module) is nn.Linear
+            if not is_asked or id(module) not in inside or not should_convert_module(name, kept):
                 continue
             sizes = (
                 {f"{name}.{stack}": module.sizes_of(stack) for stack in STACKS}
@@ -150,15 +146,15 @@ class LlamoeQuantizer(HfQuantizer):
                         f"{weight} cannot be stored as {form.exact.key}: {refusal}. {remedy}"
                     )
             with torch.device("meta"):
-                packed.append((name, _packed(module, form)))
+                packed = (QuantizedExperts if is_experts else QuantizedLinear)(module, form)
+            model.set_submodule(name, packed)
+            is_found = True
         # The tower of a packed folder is not packed.
-        if not packed and not self.pre_quantized:
+        if not is_found:
             raise ConfigurationError(
                 f"quantization_config finds nothing in this {type(model).__name__} that it could quantize: "
                 "leave it out."
             )
-        for name, module in packed:
-            model.set_submodule(name, module)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         _settle_packed(model, self.pre_quantized)
@@ -203,13 +199,6 @@ class LlamoeQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """Products are operators in a graph."""
         return True
-
-
-def _packed(module: Any, form: Format) -> nn.Module:
-    if isinstance(module, Experts):
-        return QuantizedExperts(module, form)
-    dtype = torch.bfloat16
-    return QuantizedLinear(module.in_features, module.out_features, module.bias is not None, form, dtype)
 
 
 def _settle_packed(model: nn.Module, is_mapped: bool) -> None:

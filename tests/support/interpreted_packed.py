@@ -423,7 +423,7 @@ def test_a_graph_before_the_check_goes_without_the_kernel(on_a_gpu, caplog):
 def test_linear_layers(on_a_gpu, monkeypatch):
     """Few rows by the kernel, more by an unpacked matrix; the gradient of rows, too."""
     form, launches = Int4(64), []
-    layer = QuantizedLinear(190, 112, True, form, BF16)
+    layer = QuantizedLinear(torch.nn.Linear(190, 112, device="meta"), form)
     weight = torch.randn(112, 190) / 190**0.5
     for name, part in layer.quantize(weight).items():
         getattr(layer, name).data.copy_(part)
