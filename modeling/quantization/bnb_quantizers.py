@@ -42,7 +42,17 @@ class QuantizesExperts(_Base):
             dtype: of the model.
             kinds: of tensors that packed experts have in the files; None if they are packed now.
         """
-        raise NotImplementedError
+        config = self.quantization_config
+        if config.load_in_8bit:
+            return Bnb8Bit(dtype), dtype
+        state = None if kinds is None else first_state(kinds)
+        is_nested = config.bnb_4bit_use_double_quant if kinds is None else "nested_absmax" in kinds
+        form = (Bnb4BitNested if is_nested else Bnb4Bit)(
+            config.bnb_4bit_compute_dtype,
+            quant_type=config.bnb_4bit_quant_type,
+            blocksize=64 if state is None else state["blocksize"],
+        )
+        return form, dtype if state is None else state["dtype"]
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, device_map: Any = None, checkpoint_files: Any = None, **kwargs: Any
@@ -119,27 +129,9 @@ class QuantizesExperts(_Base):
 class BitsAndBytes4BitQuantizer(QuantizesExperts, Bnb4BitHfQuantizer):
     """`load_in_4bit=True`."""
 
-    def _format(
-        self, dtype: torch.dtype, kinds: Mapping[str, Stored] | None
-    ) -> tuple[BitsAndBytesFormat, torch.dtype]:
-        config = self.quantization_config
-        state = None if kinds is None else first_state(kinds)
-        is_nested = config.bnb_4bit_use_double_quant if kinds is None else "nested_absmax" in kinds
-        form = (Bnb4BitNested if is_nested else Bnb4Bit)(
-            config.bnb_4bit_compute_dtype,
-            quant_type=config.bnb_4bit_quant_type,
-            blocksize=64 if state is None else state["blocksize"],
-        )
-        return form, dtype if state is None else state["dtype"]
-
 
 class BitsAndBytes8BitQuantizer(QuantizesExperts, Bnb8BitHfQuantizer):
     """`load_in_8bit=True`."""
-
-    def _format(
-        self, dtype: torch.dtype, kinds: Mapping[str, Stored] | None
-    ) -> tuple[BitsAndBytesFormat, torch.dtype]:
-        return Bnb8Bit(dtype), dtype
 
 
 def _keep_codes_in_order(model: nn.Module) -> None:
