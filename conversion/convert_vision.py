@@ -86,6 +86,6 @@ def convert_vision(
         report = save_hf(checkpoint, target, options, identity=identity)
         return replace(report, to="tower")
     plan_target = plan_open_clip if to == "open_clip" else plan_clip
-    checkpoint, plan = plan_target(checkpoint, options.cast_to)
+    checkpoint, plan = plan_target(replace(checkpoint, tensors=options.cast(checkpoint.tensors)))
     plan.identity = {"dtype": str(options.cast_to), **identity}
     return carry_out(plan, checkpoint, target, to, options)

@@ -42,7 +42,7 @@ def check_expressible(checkpoint: Checkpoint, to: str) -> None:
         raise ValueError(f"{checkpoint.path}: has {config.num_channels} channels; open_clip's towers have 3.")
 
 
-def _encoder(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Checkpoint, dict[str, LazyTensor]]:
+def _encoder(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, LazyTensor]]:
     """The tensors that CLIP's classes have, and the checkpoint with a note on the others."""
     config: Any = checkpoint.config
     tensors = {
@@ -58,16 +58,14 @@ def _encoder(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Checkpo
         notes.append(
             f"vision_feature_layer: {config.vision_feature_layer} in the source; CLIP's classes give the last layer"
         )
-    if dtype is not None:
-        tensors = {name: tensor.cast(dtype) for name, tensor in tensors.items()}
     return replace(checkpoint, dropped=dropped, notes=notes), tensors
 
 
-def plan_open_clip(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Checkpoint, Plan]:
-    """A folder of open_clip, and the checkpoint with notes on it; None keeps the dtype of each tensor."""
+def plan_open_clip(checkpoint: Checkpoint) -> tuple[Checkpoint, Plan]:
+    """A folder of open_clip, and the checkpoint with notes on it."""
     config: Any = checkpoint.config
     content: dict[str, Any] = {"model_cfg": write_model_cfg(config)}
-    checkpoint, tensors = _encoder(checkpoint, dtype)
+    checkpoint, tensors = _encoder(checkpoint)
     notes = checkpoint.notes
     if config.projection_dim is None:
         identity = torch.eye(config.hidden_size, dtype=tensors["class_embedding"].dtype)
@@ -102,10 +100,10 @@ def _text_cfg(path: Path) -> Any:
     return model.get("text_cfg") if isinstance(model, dict) else None
 
 
-def plan_clip(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Checkpoint, Plan]:
+def plan_clip(checkpoint: Checkpoint) -> tuple[Checkpoint, Plan]:
     """The same for a folder of transformers' CLIP."""
     config: Any = checkpoint.config
-    checkpoint, tensors = _encoder(checkpoint, dtype)
+    checkpoint, tensors = _encoder(checkpoint)
     has_projection = config.projection_dim is not None
     same = (
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels", "image_size",
