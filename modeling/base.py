@@ -209,10 +209,11 @@ class LlamoePreTrainedModel(
             kwargs["config"] = config = cls.resolve_config(config)
         elif name_or_path is not None and not kwargs.get("gguf_file"):
             config = cls._config_if_quantized(config or name_or_path, kwargs)
-        stored = getattr(config, "quantization_config", None)
-        activations = take_activations(stored, kwargs)
+        stored, activations = getattr(config, "quantization_config", None), None
         quantization = kwargs.get("quantization_config") or stored
-        cls._check_quantization(config, quantization)
+        if quantization is not None:
+            activations = take_activations(stored, kwargs)
+            cls._check_quantization(config, quantization)
         request = take_request(kwargs)
         with checkpoints.loading() as state:
             state.offload, state.activations = request, activations
@@ -278,9 +279,8 @@ class LlamoePreTrainedModel(
 
     @classmethod
     def _check_quantization(cls, config: Any, quantization: Any) -> None:
-        if not isinstance(config, PreTrainedConfig) or quantization is None:
-            return
-        if not getattr(config.get_text_config(), "moe_layers", None):
+        text_config = config.get_text_config() if isinstance(config, PreTrainedConfig) else None
+        if not getattr(text_config, "moe_layers", None):
             return
         if not isinstance(quantization, dict):
             quantization = quantization.to_dict()
@@ -296,7 +296,7 @@ class LlamoePreTrainedModel(
         # Or a member of transformers' `QuantizationMethod`.
         method = getattr(method, "value", method)
         if not str(method).startswith(_QUANTIZERS_FOR_MIXTURES):
-            family = "Mixtral" if config.get_text_config().stock_type() == "mixtral" else "Llama 4"
+            family = "Mixtral" if text_config.stock_type() == "mixtral" else "Llama 4"
             where = (
                 "experts of this family that are plain, or packed by bitsandbytes or llamoe, are read here"
             )
