@@ -279,7 +279,7 @@ class LlamoePreTrainedModel(
 
     @classmethod
     def _check_quantization(cls, config: Any, quantization: Any) -> None:
-        text_config = config.get_text_config() if isinstance(config, PreTrainedConfig) else None
+        text_config: Any = config.get_text_config() if isinstance(config, PreTrainedConfig) else None
         if not getattr(text_config, "moe_layers", None):
             return
         if not isinstance(quantization, dict):
