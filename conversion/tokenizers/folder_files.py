@@ -84,9 +84,24 @@ def meta_tokenizer_model(companions: Mapping[str, bytes], *, vocab_size: int | N
             "tokenizer.json: no tokenizer.model is made of it. Add the original tokenizer.model of the model's release "
             "to the source's folder."
         )
-    tokens = content.get("added_tokens", [])
-    known = [token for token in tokens if vocab_size is None or token["id"] < vocab_size]
-    return _with_added(original, {**content, "added_tokens": known})
+    ids = {
+        token["content"]: token["id"]
+        for token in content.get("added_tokens", [])
+        if vocab_size is None or token["id"] < vocab_size
+    }
+    tokenizer = check_tokenizer(original)
+    if tokenizer.kind == "tiktoken":
+        ranks = tokenizer.size - len(tokenizer.special_ids)
+        last = ranks + max(map(len, SPECIAL_TOKENS.values())) - 1
+        beyond = {token: index for token, index in ids.items() if index > last}
+        if beyond:
+            raise CheckpointError(
+                f"tokenizer.json: gives {next(iter(beyond))!r} the id {next(iter(beyond.values()))}, and Meta's code "
+                f"knows special tokens up to {last} behind {ranks} ranks; a tokenizer.model cannot name more."
+            )
+        return original
+    beyond = {token: index for token, index in ids.items() if index >= len(content["model"]["vocab"])}
+    return sentencepiece_models.extended(original, beyond, "tokenizer.model") if beyond else original
 
 
 def meta_tokenizer_file(companions: Mapping[str, bytes], config: Any) -> dict[str, bytes]:
@@ -150,22 +165,3 @@ def _generation_config(tokenizer: SourceTokenizer, instruct: bool | None) -> byt
     if instruct is True and tokenizer.family not in ("llama-1", "mistral"):
         content.update(do_sample=True, temperature=0.6, top_p=0.9)
     return to_json(content)
-
-
-def _with_added(original: bytes, content: Mapping[str, Any]) -> bytes:
-    """The original tokenizer.model with the tokens that tokenizer.json adds to it."""
-    ids = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
-    tokenizer = check_tokenizer(original)
-    if tokenizer.kind == "tiktoken":
-        ranks = tokenizer.size - len(tokenizer.special_ids)
-        last = ranks + max(map(len, SPECIAL_TOKENS.values())) - 1
-        beyond = {token: index for token, index in ids.items() if index > last}
-        if beyond:
-            raise CheckpointError(
-                f"tokenizer.json: gives {next(iter(beyond))!r} the id {next(iter(beyond.values()))}, and Meta's code "
-                f"knows special tokens up to {last} behind {ranks} ranks; a tokenizer.model cannot name more."
-            )
-        return original
-    vocabulary = content["model"]["vocab"]
-    beyond = {token: index for token, index in ids.items() if index >= len(vocabulary)}
-    return sentencepiece_models.extended(original, beyond, "tokenizer.model") if beyond else original
