@@ -7,6 +7,7 @@ methods answer these checks here.
 
 import logging
 import os
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -350,12 +351,13 @@ class LlamoePreTrainedModel(
         self.check_saving()
         if layout not in ("llamoe", "stock"):
             raise ValueError(f"save_pretrained(layout={layout!r}): valid layouts are 'llamoe' and 'stock'.")
-        if for_gguf and layout != "stock":
+        is_stock = layout == "stock"
+        if for_gguf and not is_stock:
             raise ValueError(
                 f"save_pretrained(for_gguf=True, layout={layout!r}): llama.cpp's converter reads transformers' layout "
                 "alone; give layout='stock'."
             )
-        if layout == "stock":
+        if is_stock:
             if not self._has_stock_layout:
                 raise ValueError(
                     f"{type(self).__name__} has no counterpart in transformers' {self.config.stock_type()}: leave "
@@ -366,11 +368,11 @@ class LlamoePreTrainedModel(
         if for_gguf:
             check_for_gguf(self.config, type(self).__name__)
         is_packed = any(getattr(module, "is_packed", False) for module in self.modules())
-        if layout != "stock" and is_packed and not packed_experts(self):
+        if is_packed and not is_stock and not packed_experts(self):
             # Packed experts are stored as they are; transformers' rules would take them apart.
             kwargs["save_original_format"] = False
-        is_stock = layout == "stock"
-        with naming_plain_layers(self, is_stock), written_by(to_stock if is_stock else None):
+        naming = naming_plain_layers(self) if is_stock else nullcontext()
+        with naming, written_by(to_stock if is_stock else None):
             super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod

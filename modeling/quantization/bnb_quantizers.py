@@ -148,18 +148,14 @@ def _keep_codes_in_order(model: nn.Module) -> None:
 
 
 @contextmanager
-def naming_plain_layers(model: PreTrainedModel, is_wanted: bool) -> Iterator[None]:
-    """Context in which a model's configuration names all layers that bitsandbytes has not quantized, if that is wanted.
+def naming_plain_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which a model's configuration names all layers that bitsandbytes has not quantized.
 
     Other programs do not know which layers of ours are left out. Without a list they leave out heads alone, with one
     nothing else, so that it would quantize the new head of a classifier: llamoe's own folders have none.
     """
     config = getattr(model.config, "quantization_config", None)
-    if (
-        not is_wanted
-        or not isinstance(getattr(model, "hf_quantizer", None), QuantizesExperts)
-        or config is None
-    ):
+    if config is None or not isinstance(getattr(model, "hf_quantizer", None), QuantizesExperts):
         yield
         return
     plain = {
