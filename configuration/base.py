@@ -31,7 +31,7 @@ from transformers.utils import CONFIG_NAME, logging
 
 from .checks import check_rope_parameters, check_size, enumerate_words, fail, find_misspelt
 from .errors import CheckpointError, ConfigurationError
-from .hub import HEADS, entries_of_others, write_config
+from .hub import HEADS, entries_of_others, is_ours, write_config
 from .json_files import read_json
 
 logger = logging.get_logger(__name__)
@@ -111,7 +111,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
         strict(cls)
         _KNOWN_NAMES.update(cls.__dataclass_fields__, cls.attribute_map)
         _report_as_value_errors(cls)
-        if _is_ours(cls):
+        if is_ours(cls):
             READERS.update(dict.fromkeys(cls._model_types(), cls))
 
     @classmethod
@@ -297,8 +297,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
         if path.name != CONFIG_NAME:
             super().to_json_file(path, use_diff=use_diff)
             return
-        content = json.loads(self.to_json_string(use_diff=use_diff))
-        write_config(self, path, content, is_ours=_is_ours(type(self)))
+        write_config(self, path, json.loads(self.to_json_string(use_diff=use_diff)))
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):
@@ -306,7 +305,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
         transformers would copy our sources into each saved folder. A user's subclass is registered as usual.
         """
-        if not _is_ours(cls):
+        if not is_ours(cls):
             super().register_for_auto_class(auto_class)
 
     def _rotary_multiple(self) -> int:
@@ -370,10 +369,6 @@ def _without_warning_of_equal_factors() -> Iterator[None]:
         yield
     finally:
         checker.removeFilter(is_told)
-
-
-def _is_ours(config_class: type) -> bool:
-    return config_class.__module__.partition(".")[0] == "llamoe"
 
 
 def _report_as_value_errors(cls: Any) -> None:

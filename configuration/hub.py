@@ -99,18 +99,22 @@ def hub_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in names if given.get(name) is not None}
 
 
-def auto_map(config: Any, is_ours: bool) -> dict[str, str]:
+def is_ours(some_class: type) -> bool:
+    """Whether a class is llamoe's own, not a user's subclass."""
+    return some_class.__module__.partition(".")[0] == "llamoe"
+
+
+def auto_map(config: Any) -> dict[str, str]:
     """Entries of `auto_map` for the folder of a configuration, Auto class to `file.class`.
 
-    `architectures[0]` names the model class in the folder. `is_ours` says that the configuration's class is llamoe's
-    own, not a user's subclass. Entries of a user's own class stay.
+    `architectures[0]` names the model class in the folder. Entries of a user's own class stay.
     """
     served = AUTO_CLASSES[config.model_type]
     architecture = (config.architectures or [None])[0]
     entries = {name: model for name, model in served.items() if model == architecture}
     others = entries_of_others(getattr(config, "auto_map", None))
     entries["AutoModel"] = served["AutoModel"]
-    if is_ours:
+    if is_ours(type(config)):
         entries["AutoConfig"] = type(config).__name__
     ours = {name: f"{MODULE_NAME}.{entry}" for name, entry in entries.items()}
     if architecture is None or architecture in served.values():
@@ -118,10 +122,10 @@ def auto_map(config: Any, is_ours: bool) -> dict[str, str]:
     return ours | others
 
 
-def write_config(config: Any, path: Path, content: Mapping[str, Any], is_ours: bool) -> None:
+def write_config(config: Any, path: Path, content: Mapping[str, Any]) -> None:
     """Write config.json and, in our layout, the module beside it; in stock's layout remove the module.
 
-    `content` is that of our layout, without `auto_map`, which says what `is_ours` means.
+    `content` is that of our layout, without `auto_map`.
     """
     converter = _converter.get()
     module = path.with_name(f"{MODULE_NAME}.py")
@@ -132,15 +136,15 @@ def write_config(config: Any, path: Path, content: Mapping[str, Any], is_ours: b
             if is_our_module(module):
                 module.unlink()
         return
-    for name, text in our_files(config, content, is_ours).items():
+    for name, text in our_files(config, content).items():
         write_whole(path if name == "config.json" else path.with_name(name), text)
 
 
-def our_files(config: Any, content: Mapping[str, Any], is_ours: bool) -> dict[str, str]:
+def our_files(config: Any, content: Mapping[str, Any]) -> dict[str, str]:
     """Name to text of the files that hold a configuration in our layout; for the arguments see `write_config`."""
     if config.model_type not in AUTO_CLASSES:
         return {"config.json": as_json(content)}
-    content = {**content, "auto_map": auto_map(config, is_ours)}
+    content = {**content, "auto_map": auto_map(config)}
     return {f"{MODULE_NAME}.py": MODULE, "config.json": as_json(content)}
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from ..configuration import LlamoeConfig, from_stock, to_stock
-from ..configuration.hub import hub_arguments, written_by
+from ..configuration.hub import hub_arguments, is_ours, written_by
 from ..serving import check_for_gguf
 from . import checkpoints
 from ._compat import takes_cache
@@ -381,5 +381,5 @@ class LlamoePreTrainedModel(
 
         transformers would copy our sources into each saved folder. A user's subclass is registered as usual.
         """
-        if cls.__module__.partition(".")[0] != "llamoe":
+        if not is_ours(cls):
             super().register_for_auto_class(auto_class)

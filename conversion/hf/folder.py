@@ -233,5 +233,5 @@ def _config_files(config: LlamoeBaseConfig, layout: str | None) -> tuple[dict[st
     if stock is not None:
         files = {"config.json": as_json(stock)}
     else:
-        files = our_files(config, json.loads(config.to_json_string()), is_ours=True)
+        files = our_files(config, json.loads(config.to_json_string()))
     return {name: text.encode() for name, text in files.items()}, "llamoe" if stock is None else "stock"

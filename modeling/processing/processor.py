@@ -21,7 +21,7 @@ from transformers.models.llama4.image_processing_llama4 import (
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.processing_utils import MultiModalData
 
-from ...configuration.hub import MODULE, MODULE_NAME, hub_arguments
+from ...configuration.hub import MODULE, MODULE_NAME, hub_arguments, is_ours
 from ...configuration.json_files import write_whole
 from ...serving import told_to_clients
 from .image_processor import LlamoeImageProcessor
@@ -122,7 +122,7 @@ class LlamoeProcessor(Llama4Processor):
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
         """Save as `ProcessorMixin.save_pretrained`, and in a form that loads without llamoe imported."""
-        if self._is_ours() and not os.path.isfile(save_directory):
+        if is_ours(type(self)) and not os.path.isfile(save_directory):
             os.makedirs(save_directory, exist_ok=True)
             write_whole(Path(save_directory, f"{MODULE_NAME}.py"), MODULE)
         return super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
@@ -130,19 +130,15 @@ class LlamoeProcessor(Llama4Processor):
     def to_dict(self, *args, **kwargs) -> dict[str, Any]:
         """Content of processor_config.json."""
         content = super().to_dict(*args, **kwargs)
-        if self._is_ours():
+        if is_ours(type(self)):
             content["auto_map"] = {"AutoProcessor": f"{MODULE_NAME}.{type(self).__name__}"}
         return content
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoProcessor"):
         """Do nothing for llamoe's own class: its folders name how they are loaded already."""
-        if not cls._is_ours():
+        if not is_ours(cls):
             super().register_for_auto_class(auto_class)
-
-    @classmethod
-    def _is_ours(cls) -> bool:
-        return cls.__module__.partition(".")[0] == "llamoe"
 
     @property
     def image_token_ids(self) -> list[int]:
