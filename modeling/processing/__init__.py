@@ -4,4 +4,4 @@ Reading order: pixels, pictures, image_processor, processor.
 """
 
 from .pictures import read_picture
-from .processor import LlamoeProcessor
+from .processor import LlamoeProcessor, config_beside

@@ -116,7 +116,8 @@ class LlamoeProcessor(Llama4Processor):
         try:
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         except OSError:
-            if not kwargs.get("_from_auto") or not _is_of_texts(pretrained_model_name_or_path, kwargs):
+            config = config_beside(pretrained_model_name_or_path, kwargs) if kwargs.get("_from_auto") else {}
+            if not config or "vision_config" in config:
                 raise
             return AutoTokenizer.from_pretrained(pretrained_model_name_or_path, **kwargs)
 
@@ -226,11 +227,9 @@ class LlamoeProcessor(Llama4Processor):
         )
 
 
-def _is_of_texts(name_or_path: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a folder's model takes no pictures."""
+def config_beside(name_or_path: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Content of the config.json beside a processor; empty where there is no model."""
     try:
-        content, _ = PreTrainedConfig.get_config_dict(name_or_path, **hub_arguments(kwargs))
+        return PreTrainedConfig.get_config_dict(name_or_path, **hub_arguments(options))[0]
     except (OSError, ValueError):
-        # A processor without a model beside it.
-        return False
-    return bool(content) and "vision_config" not in content
+        return {}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, AutoProcessor, Llama4Processor, PreTrainedConfig
+from transformers import AutoConfig, AutoProcessor, Llama4Processor
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -12,13 +12,13 @@ from transformers.conversion_mapping import (
 from transformers.core_model_loading import WeightRenaming
 
 from ...configuration import LlamoeConfig, LlamoeMixtralConfig
-from ...configuration.hub import AUTO_CLASSES, hub_arguments
+from ...configuration.hub import AUTO_CLASSES
 from ...configuration.stock import CONFIG_CLASSES
 from .._private_api import choose_processor, name_causal_model, publish, register_model
 from ..adapters import register_with_peft, when_imported
 from ..checkpoints import replace_loaders, replace_trainers_loader
 from ..offload import let_accelerate_train
-from ..processing import LlamoeProcessor
+from ..processing import LlamoeProcessor, config_beside
 from ..quantization import register_bitsandbytes, register_quantizers
 
 CONFIGS = {config_class.model_type: config_class for config_class in CONFIG_CLASSES}
@@ -29,12 +29,7 @@ PROCESSED = {LlamoeConfig.model_type}
 
 
 def _processor_of(name_or_path: Any, **kwargs) -> type[LlamoeProcessor] | None:
-    try:
-        content, _ = PreTrainedConfig.get_config_dict(name_or_path, **hub_arguments(kwargs))
-    except (OSError, ValueError):
-        # A processor without a model beside it.
-        return None
-    return LlamoeProcessor if content.get("model_type") in PROCESSED else None
+    return LlamoeProcessor if config_beside(name_or_path, kwargs).get("model_type") in PROCESSED else None
 
 
 def register(classes: Mapping[str, Any]) -> None:
