@@ -31,7 +31,7 @@ from .stored import Stored, headers_of, tensors_of
 # In which weights are quantized as they were stored.
 _FLOATS = {"F32", "F16", "BF16"}
 # The tensors of a packed router's weight: its name, and what follows it or stands in its place.
-_OF_ROUTER = re.compile(r"(.*\.(?:feed_forward\.router|mlp\.gate)\.)(?:weight(?:\.(.+))?|(SCB|weight_format))")
+_ROUTER = re.compile(r"(.*\.(?:feed_forward\.router|mlp\.gate)\.)(?:weight(?:\.(.+))?|(SCB|weight_format))")
 
 
 def make_weights(
@@ -101,7 +101,7 @@ def _routers(
     """The packed weights of routers, by their names in the files: transformers 4 took routers for linear layers."""
     found: dict[str, dict[str, Stored]] = {}
     for tensor in stored:
-        if match := _OF_ROUTER.fullmatch(names(tensor.name)[0]):
+        if match := _ROUTER.fullmatch(names(tensor.name)[0]):
             found.setdefault(match[1], {})[match[2] or match[3] or WEIGHT] = tensor
     return {
         kinds[WEIGHT].name: _Router(experts, kinds)
