@@ -27,9 +27,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Convert, derive, quantize, inspect and compare checkpoints: LLaMA and Llama 4 of Meta and Hugging Face, and "
-    "vision towers of open_clip and CLIP.\n\nA command reads SOURCE, whose format it recognises, and writes a new "
-    "folder TARGET. It never changes SOURCE. Begin with `llamoe inspect PATH`.",
+    help="Convert, derive, quantize, inspect and compare checkpoints: LLaMA, Llama 4, Mistral and Mixtral, as Meta, "
+    "Mistral AI and Hugging Face store them, and vision towers of open_clip and CLIP.\n\nA command reads SOURCE, whose "
+    "format it recognises, and writes a new folder TARGET. It never changes SOURCE. Begin with `llamoe inspect PATH`.",
 )
 
 

@@ -352,8 +352,9 @@ def _no_place(sizes: Sizes, room: dict[Any, int], disk: bool, context: int | Non
         )
     rooms = ", ".join(f"{device} {size / GB:.1f}" for device, size in room.items())
     hint = "more memory, fewer bits" + ("" if disk else ", or disk=True")
+    experts = f" and routed experts {sizes.experts / GB:.1f} GB" if sizes.experts else ""
     return (
-        f"the weights take {sizes.weights / GB:.1f} GB and routed experts {sizes.experts / GB:.1f} GB beside "
+        f"the weights take {sizes.weights / GB:.1f} GB{experts} beside "
         f"{sizes.cache / GB:.1f} GB of cache, and the devices have room for {rooms} GB: take {hint}"
     )
 
@@ -398,8 +399,8 @@ def _finish(
     seconds = seconds_of_step(placed, main, sizes.chosen, batch, hit_share, bandwidths)
     notes = []
     if quantization is not None:
-        size = quantization.group_size
-        group, argument = (f" --group-size {size}", f", group_size={size}") if size else ("", "")
+        size, default = quantization.group_size, QuantizationConfig(quantization.weights).group_size
+        group, argument = (f" --group-size {size}", f", group_size={size}") if size != default else ("", "")
         notes.append(
             f"Run `llamoe quantize IN OUT --to {quantization.weights}{group}`, and load OUT with these arguments"
             + (

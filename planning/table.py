@@ -65,11 +65,13 @@ def rows_of_speed(plan: Any) -> list[tuple[str, str]]:
     rates = ", ".join(
         f"{name} {rate / GB:.4g}" for name, rate in vars(plan.bandwidths).items() if "products" not in name
     )
+    speed = plan.tokens_per_second
+    speed = f"{speed:,.0f}" if speed >= 1000 else f"{speed:.3g}"
     return [
         *rows,
         (
             "tokens a second",
-            f"{plan.tokens_per_second:.3g} by reading alone, if all experts are chosen equally often (GB/s: {rates})",
+            f"{speed} by reading alone, if all experts are chosen equally often (GB/s: {rates})",
         ),
     ]
 

@@ -346,7 +346,10 @@ def _arguments(plan: PlacementPlan) -> str:
     if len(plan.device_map) <= 2:
         return ", ".join(f"{name}={value!r}" for name, value in plan.arguments().items())
     memory = "" if plan.experts_memory is None else f", experts_memory={plan.experts_memory}"
-    return f"**llamoe.plan_placement(...).arguments(): {len(plan.device_map)} names in device_map{memory}"
+    return (
+        f"{len(plan.device_map)} names in device_map{memory}: --save plan.json writes them all, and "
+        "**json.load(open('plan.json')) gives them"
+    )
 
 
 def _need(weights: int, cached: int) -> str:

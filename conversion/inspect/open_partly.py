@@ -44,7 +44,9 @@ def open_partly(given: str | os.PathLike | Checkpoint) -> tuple[Checkpoint, list
         return Checkpoint(path, "preset", preset(str(given)), {}), []
     if not is_there or not str(given):
         near = nearest_preset(given)
-        hint = f" Did you mean the preset {near!r}?" if near else ""
+        # The sizes of a published model, where no path was meant.
+        names = "" if {"/", os.sep} & set(str(given)) else f" Presets: {', '.join(PRESETS)}."
+        hint = f" Did you mean the preset {near!r}?" if near else names
         raise CheckpointError(f"{str(given)!r}: no such folder or file, and no preset of that name.{hint}")
     if not is_file and not is_folder:
         raise CheckpointError(f"{given}: is neither a file nor a folder; {_EXPECTED}.")

@@ -81,7 +81,10 @@ def open_meta(
     tensors, left_out = read_tensors(table, files, config, str(paths[0]))
     translated, notes = {}, note_defaults(params, config)
     if path is None or tokenizer is None:
-        notes.append(f"there is no tokenizer.model in {folder} or above it: the result has no tokenizer")
+        notes.append(
+            f"there is no tokenizer.model in {folder} or above it: the result has no tokenizer. Add it there, and "
+            "convert again"
+        )
     elif companions:
         family = f"llama-{generation}" if looks_like_table(tokenizer) else None
         translated = hf_files_from_meta(tokenizer, config, instruct=tuned, family=family, origin=str(path))

@@ -105,7 +105,10 @@ def _translate_tokenizer(
         if (match := _TOKENIZER.fullmatch(path.name))
     }
     if not found:
-        notes.append(f"there is no tokenizer.model or tekken.json in {folder}: the result has no tokenizer")
+        notes.append(
+            f"there is no tokenizer.model or tekken.json in {folder}: the result has no tokenizer. Add it there, and "
+            "convert again"
+        )
         return {}
     name = max(found, key=found.__getitem__)
     content, tuned = read_bytes(folder / name), is_tuned(folder, instruct)

@@ -131,7 +131,9 @@ def settle_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[s
     # `named_parameters` lists tied parameters once; the state dict has all their names.
     names = dict.fromkeys([*(name for name, _ in named), *model.state_dict()])
     if unknown := [name for name in device_map if name not in names]:
-        close = difflib.get_close_matches(unknown[0], names, n=1)
+        # By this name all routed experts are placed together, before this is asked.
+        together = ["experts"] if any(name.endswith(".experts") for name in names) else []
+        close = difflib.get_close_matches(unknown[0], [*names, *together], n=1)
         parts = [*model.named_parameters(recurse=False), *model.named_children()]
         hint = f"Its parts are {_enumerate(name for name, _ in parts)}."
         hint = f"Did you mean {close[0]!r}?" if close else hint

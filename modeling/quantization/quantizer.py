@@ -15,8 +15,9 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
 from ...configuration import LlamoeVisionConfig
+from ...configuration.checks import listed
 from ...configuration.errors import ConfigurationError
-from ...configuration.hub import is_saving_stock
+from ...configuration.hub import is_ours, is_saving_stock
 from ...configuration.quantization import METHOD, QuantizationConfig
 from .._private_api import forget_conversions
 from ..checkpoints import current_loading, forget_pages
@@ -87,9 +88,11 @@ class LlamoeQuantizer(HfQuantizer):
         Raises:
             ValueError: modules on disk.
         """
-        if isinstance(device_map, dict) and "disk" in device_map.values():
+        places = device_map.items() if isinstance(device_map, dict) else ()
+        if on_disk := [name or "the whole model" for name, place in places if place == "disk"]:
             raise ValueError(
-                'device_map puts modules on disk, from where packed weights are not read: put them on "cpu".'
+                f"device_map puts {listed(map(repr, on_disk))} on disk, from where packed weights are not read. Routed "
+                'experts alone can stay there, by this name: device_map={"experts": "disk"}. Put all else on "cpu".'
             )
         if self.quantization_config.weights == "int4" and torchs_block() != BLOCK and why_no_cpp_kernels():
             cost = (
@@ -115,13 +118,19 @@ class LlamoeQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         config = self.quantization_config
+        if not any(map(is_ours, type(model).__mro__)):
+            raise ConfigurationError(
+                f"{type(model).__name__} is not one of llamoe's classes, which alone have llamoe's quantization: call "
+                "llamoe.adopt() before from_pretrained, so that the Auto classes give llamoe's, or name a class of "
+                "llamoe's."
+            )
         if self.pre_quantized and (activations := current_loading().activations):
             config.activations = activations
         form = format_for(config)
         kept = self.get_modules_to_not_convert(
             model, list(config.modules_to_not_convert or ()), add_default_skips=True
         )
-        is_found = self.pre_quantized
+        is_found, refused = self.pre_quantized, dict[str, str]()
         # Heads are outside of the decoder, and so are tower and projector. A tower takes itself for a decoder.
         has_decoder = not isinstance(model.config, LlamoeVisionConfig)
         inside = {id(module) for module in model.get_decoder().modules()} if has_decoder else ()
@@ -135,20 +144,25 @@ class LlamoeQuantizer(HfQuantizer):
                 if is_experts
                 else {f"{name}.weight": (module.out_features, module.in_features)}
             )
-            for weight, each in sizes.items():
-                if refusal := form.refusal(each):
-                    remedy = (
-                        f"Choose another format or group_size, or name {name!r} in modules_to_not_convert."
-                    )
-                    if self.pre_quantized:
-                        remedy = "So quantization_config in config.json is not that of these weights."
-                    raise ConfigurationError(
-                        f"{weight} cannot be stored as {form.exact.key}: {refusal}. {remedy}"
-                    )
+            refused |= {weight: why for weight, each in sizes.items() if (why := form.refusal(each))}
+            if refused:
+                continue
             with torch.device("meta"):
                 packed = (QuantizedExperts if is_experts else QuantizedLinear)(module, form)
             model.set_submodule(name, packed)
             is_found = True
+        if refused:
+            weight, why = next(iter(refused.items()))
+            ends = dict.fromkeys(name.split(".")[-2] for name in refused)
+            remedy = (
+                f"Choose another format or group_size, or name {listed(map(repr, ends), 9)} in "
+                "modules_to_not_convert: the end of a name stands for all modules whose names end so."
+            )
+            if self.pre_quantized:
+                remedy = "So quantization_config in config.json is not that of these weights."
+            raise ConfigurationError(
+                f"{listed(refused, 3)} cannot be stored as {form.exact.key}: {weight}: {why}. {remedy}"
+            )
         # The tower of a packed folder is not packed.
         if not is_found:
             raise ConfigurationError(

@@ -15,7 +15,7 @@ from support.models import dense_config, draw, multimodal_config, text_config, v
 from transformers import Llama4ForCausalLM, Llama4ForConditionalGeneration, LlamaForCausalLM
 
 import llamoe
-from llamoe.configuration import cache_bytes, count_parameters, preset, to_stock
+from llamoe.configuration import PRESETS, cache_bytes, count_parameters, preset, to_stock
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import quantize
 from llamoe.conversion.convert_vision import convert_vision
@@ -525,7 +525,7 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path):
 def test_a_name_that_is_nearly_a_presets_is_guessed_and_no_other(name, near):
     with pytest.raises(CheckpointError) as raised:
         inspect(name)
-    hint = f" Did you mean the preset {near!r}?" if near else ""
+    hint = f" Did you mean the preset {near!r}?" if near else f" Presets: {', '.join(PRESETS)}."
     assert str(raised.value) == f"{name!r}: no such folder or file, and no preset of that name.{hint}"
 
 
