@@ -387,8 +387,8 @@ def hits(count: int = HITS_COUNT, figure: Path = ROOT / "docs/expert_hit_rates.s
         for room, values in enumerate(zip(*lines.values(), strict=True), start=1)
     ]
     head = (
-        "| experts in memory | answers | answers, least recently used evicted | prompts | answers, the most used kept | "
-        "even choices |\n|---|---|---|---|---|---|"
+        "| experts in memory | answers | answers, least recently used evicted | prompts "
+        "| answers, the most used kept | even choices |\n|---|---|---|---|---|---|"
     )
     said = f"{count} questions; {asked[False]:,} choices for tokens of answers, {asked[True]:,} experts of prompts."
     return "\n".join([said, "", head, *rows])

@@ -30,7 +30,7 @@ def is_under_functorch() -> bool:
 
 
 def torch_modes_active() -> bool:
-    """Whether a transform of `torch.func`, forward-mode differentiation, a dispatch mode or a global hook is active.
+    """Whether a transform of `torch.func`, forward-mode differentiation, a mode or a global hook is active.
 
     Each would see, or need, other operators than those that a shortcut calls.
     """
@@ -38,6 +38,7 @@ def torch_modes_active() -> bool:
         is_under_functorch()
         or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
         or bool(_has_any_global_hook())
     )
 

@@ -75,8 +75,8 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    @takes_cache
     @computes("layer", "training", "_compiled_call_impl")
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -138,6 +138,7 @@ class DecoderModel(LlamoePreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @computes("decoder")
     @recomputed_with_gradients_only
     @takes_cache
     @merge_with_config_defaults
@@ -306,6 +307,7 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @computes("head")
     @takes_cache
     @can_return_tuple
     def forward(

@@ -7,7 +7,6 @@ request fits into one chunk; longer requests are refused.
 """
 
 import copy
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from ._compat import CACHE
 from .adapters import names_of_tiles, repeat_names
 from .attention import rules_of
 from .input_checks import check_tensors
-from .kernels import Tokens
+from .kernels import Tokens, is_own_forward
 from .moe import check_kernels, forget_factors
 
 
@@ -53,7 +52,8 @@ def _tokens_of(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> T
     `kwargs` are those of `GenerationMixin._sample`.
     """
     config, mask = kwargs["generation_config"], kwargs.get("attention_mask")
-    positions = kwargs.get("position_ids")
+    positions, embeds = kwargs.get("position_ids"), kwargs.get("inputs_embeds")
+    length = input_ids.shape[1] or (0 if embeds is None else embeds.shape[1])
     decoder = getattr(model, "language_model", model)
     methods = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
     if (
@@ -65,17 +65,18 @@ def _tokens_of(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> T
         or config.prefill_chunk_size is not None
         or config.output_attentions
         or config.output_hidden_states
-        or (mask is not None and not (mask.ndim == 2 and bool(mask.all())))
+        or not (mask is None or (mask.shape == (1, length) and bool((mask == 1).all())))
+        or getattr(kwargs.get(CACHE), "is_compileable", False)
         or not (positions is None or _are_counted(kwargs))
-        or "tokens" not in inspect.signature(type(model).forward).parameters
-        or any(name in vars(model) or getattr(type(model), name).__module__ != __name__ for name in methods)
+        or not all(map(is_own_forward, (model, decoder, decoder.model)))
+        or any(name in vars(model) or _origin(getattr(type(model), name)) != __name__ for name in methods)
         or model._compiled_call_impl is not None
         or any(_wants_more(each.config) for each in {model, decoder})
     ):
         return None
     sizes = [rule.local_size for rule in rules_of(decoder.config).values() if rule.is_local]
     callbacks = [*kwargs["logits_processor"], *kwargs["stopping_criteria"], kwargs.get("streamer")]
-    return Tokens(decoder, min(sizes, default=None), any(map(_is_foreign, callbacks)))
+    return Tokens(model, length, min(sizes, default=None), any(map(_is_foreign, callbacks)))
 
 
 def _wants_more(config: Any) -> bool:
@@ -88,17 +89,33 @@ def _is_foreign(callback: Any) -> bool:
     """Whether code that is not transformers' runs in a part of its loop: a class, or a function in one of its own."""
     if callback is None:
         return False
-    is_own = type(callback).__module__.partition(".")[0] == "transformers"
-    return not is_own or any(callable(value) for value in vars(callback).values())
+    kinds = [each for each in type(callback).__mro__ if each is not object]
+    calls = [vars(kind)[name] for kind in kinds for name in ("__call__", "put", "end") if name in vars(kind)]
+    if not _is_transformers(type(callback).__module__) or not all(map(_is_transformers, map(_origin, calls))):
+        return True
+    its = [each for each in vars(callback).values() if callable(each)]
+    parts = callback if isinstance(callback, list) else ()
+    return not all(_is_transformers(type(each).__module__) for each in its) or any(map(_is_foreign, parts))
 
 
-def _grow(kwargs: dict[str, Any]) -> None:
-    """Lengthen what a prompt was given to the token after those that its cache has."""
-    count = kwargs[CACHE].get_seq_length() + 1
+def _is_transformers(module: str) -> bool:
+    return module.partition(".")[0] == "transformers"
+
+
+def _origin(function: Any) -> str:
+    """The module in which a function was written, also of one that says that it is another."""
+    return getattr(function, "__globals__", {}).get("__name__", "")
+
+
+def _grow(kwargs: dict[str, Any], length: int) -> None:
+    """Lengthen what a prompt was given to the token after the first `length`."""
+    count = length + 1
     if (mask := kwargs.get("attention_mask")) is not None:
         kwargs["attention_mask"] = torch.cat([mask, mask.new_ones(1, count - mask.shape[1])], dim=-1)
     if (positions := kwargs.get("position_ids")) is not None:
-        kwargs["position_ids"] = _counted(torch.arange(count, dtype=positions.dtype)[None])
+        kwargs["position_ids"] = _counted(
+            torch.arange(count, dtype=positions.dtype, device=positions.device)[None]
+        )
 
 
 class CheckedGeneration(GenerationMixin):
@@ -133,7 +150,7 @@ class CheckedGeneration(GenerationMixin):
 
     def _sample(self, input_ids, *args, **kwargs):
         sample = super()._sample  # pyright: ignore[reportAttributeAccessIssue]
-        tokens = _tokens_of(self, input_ids, kwargs)
+        tokens = None if args else _tokens_of(self, input_ids, kwargs)
         if tokens is None:
             return sample(input_ids, *args, **kwargs)
         try:
@@ -166,12 +183,19 @@ class CheckedGeneration(GenerationMixin):
         if tokens is not None and not kwargs.get("is_first_iteration"):
             if tokens.can_go_on(kwargs[CACHE]):
                 return {"input_ids": input_ids[:, -1:], "tokens": tokens}
-            _grow(kwargs)
+            _grow(kwargs, tokens.length)
+            tokens.length += 1
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         has_fixed_length = getattr(inputs.get(CACHE), "is_compileable", False)
         if _are_counted(kwargs) and inputs.get("attention_mask") is None and not has_fixed_length:
-            del inputs["position_ids"]
+            given = (
+                inputs.get("input_ids") if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
+            )
+            past = 0 if inputs.get(CACHE) is None else inputs[CACHE].get_seq_length()
+            # A cache that somebody shortened has fewer tokens than are counted.
+            if kwargs["position_ids"].shape[-1] == past + given.shape[1]:
+                del inputs["position_ids"]
         return inputs
 
     def _expand_inputs_for_generation(self, expand_size: int = 1, *args, **kwargs):

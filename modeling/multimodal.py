@@ -25,7 +25,7 @@ from .base import LlamoePreTrainedModel
 from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
 from .generation import MultimodalGeneration, is_first_pass
 from .input_checks import check_inputs, embed
-from .kernels import Tokens, apply_linear
+from .kernels import Tokens, apply_linear, computes
 from .vision import LlamoeVisionModel
 
 
@@ -345,6 +345,7 @@ class LlamoeForConditionalGeneration(MultimodalModel, MultimodalGeneration, Gene
         """Replace the language model head."""
         self.language_model.set_output_embeddings(value)
 
+    @computes("multimodal")
     @takes_cache
     def forward(
         self,
@@ -367,7 +368,7 @@ class LlamoeForConditionalGeneration(MultimodalModel, MultimodalGeneration, Gene
         `skip_logits` are as in `CausalLM.forward`.
         """
         if tokens is not None:
-            return self._output_class(**self.language_model(input_ids, tokens=tokens))
+            return self._output_class(**self.language_model(input_ids, tokens=tokens, return_dict=True))
         return super().forward(
             input_ids=input_ids,
             pixel_values=pixel_values,

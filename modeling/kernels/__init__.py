@@ -32,7 +32,7 @@ from .float32_blocks import (
     rows_in_bytes,
     rows_of_torch,
 )
-from .known_modules import computes
+from .known_modules import computes, is_own_forward
 from .limits import (
     CPU_LOOP_MAX_ROWS_PER_EXPERT,
     CPU_UNSORTED_MAX_ROWS,

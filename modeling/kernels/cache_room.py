@@ -47,6 +47,8 @@ class Room:
         return views
 
 
+_UPDATE = DynamicCache.update
+_UPDATES = {layer: layer.update for layer in (DynamicLayer, DynamicSlidingWindowLayer)}
 _ROOMS: weakref.WeakKeyDictionary[DynamicLayer, Room] = weakref.WeakKeyDictionary()
 
 
@@ -83,6 +85,10 @@ def room_for_token(
     if type(cache) is not DynamicCache or cache.offloading or index >= len(cache.layers):
         return None
     layer: Any = cache.layers[index]
+    # Neither was replaced, as research on caches does.
+    own = getattr(cache.update, "__func__", None), getattr(layer.update, "__func__", None)
+    if own != (_UPDATE, _UPDATES.get(type(layer))):
+        return None
     if not layer.is_initialized or layer.get_seq_length() < least:
         return None
     keys, values = layer.keys, layer.values
@@ -95,6 +101,7 @@ def room_for_token(
         return None
     room = _ROOMS.get(layer)
     is_ours = room is not None and room.views[0] is keys and room.views[1] is values
+    is_ours = is_ours and (keys.data_ptr(), values.data_ptr()) == room.addresses[:2]
     if not is_ours and not all(_fits(each, (1, heads, length, size), dtype) for each in (keys, values)):
         return None
     # A tensor that was made in inference mode cannot be written outside of it.

@@ -159,8 +159,8 @@ def route(
     top_k, placed, how = routing
     x, num_rows = x.contiguous(), x.numel() // placed[0].inputs
     y = x if norm is None else torch.empty_like(x)
-    ids_NK = torch.empty(num_rows, top_k, dtype=torch.int64)
-    scores_NK = torch.empty(num_rows, top_k, dtype=torch.float32)
+    ids_NK = x.new_empty(num_rows, top_k, dtype=torch.int64)
+    scores_NK = x.new_empty(num_rows, top_k, dtype=torch.float32)
     library().route(
         BITS[x.dtype], x.data_ptr(), norm, eps, y.data_ptr(), num_rows, placed, ctypes.byref(how), ids_NK.data_ptr(),
         scores_NK.data_ptr(), torch.get_num_threads(),

@@ -32,6 +32,8 @@ from .tracing import is_exported
 SHORTCUTS_ARE_ON = os.environ.get("LLAMOE_CPU_SHORTCUTS", "1") != "0"
 """Whether shortcuts may be used at all."""
 
+# Somebody may put another in its place.
+_LINEAR = nn.Linear.forward
 # Smaller weights gain less than the extra calls cost.
 _MIN_WEIGHTS = 1 << 15
 # Powers of two: how many parts a weight is cut into at most; and that for more than `_MANY_THREADS` threads.
@@ -83,7 +85,7 @@ def is_plain(weight: torch.Tensor | None, dtype: torch.dtype) -> bool:
 
 def plain_weight(linear: Any, dtype: torch.dtype) -> torch.Tensor | None:
     """The weight of an `nn.Linear` that nothing watches, if it is ordinary, of this dtype, and large enough."""
-    if type(linear) is not nn.Linear or has_hooks(linear):
+    if type(linear) is not nn.Linear or nn.Linear.forward is not _LINEAR or has_hooks(linear):
         return None
     weight = linear._parameters.get("weight")
     return weight if is_plain(weight, dtype) and weight.numel() >= _MIN_WEIGHTS else None

@@ -43,7 +43,8 @@ def computes(formula: str, *reads: str) -> Callable[[Callable], Callable]:
     """A decorator of a `forward`, which says what it computes, and by which attributes beside modules and tensors."""
 
     def mark(forward: Callable) -> Callable:
-        vars(forward).update(formula=formula, reads=reads)
+        # `marked` tells it from a function that wraps it, and has its attributes.
+        vars(forward).update(formula=formula, reads=reads, marked=forward)
         return forward
 
     return mark
@@ -57,6 +58,12 @@ def unwatched_formula(module: nn.Module) -> str | None:
 def formula_of(module: nn.Module) -> str | None:
     """The formula that a module's class computes; None if it is not known."""
     return getattr(type(module).__dict__.get("forward"), "formula", None)
+
+
+def is_own_forward(module: nn.Module) -> bool:
+    """Whether a module computes a known formula that its class may inherit, and nothing watches it."""
+    forward = type(module).forward
+    return getattr(forward, "marked", None) is forward and not has_hooks(module)
 
 
 def state_of(modules: Sequence[nn.Module]) -> State | None:

@@ -209,6 +209,6 @@ def _multiply_by_experts(experts: Any, x_TH: torch.Tensor, indices_TK: torch.Ten
     for expert, rows in groupby(order, key=ids.__getitem__):
         start = groups[-1][2] if groups else 0
         groups.append((expert, start, start + len(list(rows))))
-    order_N = torch.tensor(order)
+    order_N = indices_TK.new_tensor(order)
     y_NH = experts.products_by_kernel(x_TH[order_N // top_k], groups)
     return None if y_NH is None else torch.empty_like(y_NH).index_copy_(0, order_N, y_NH)

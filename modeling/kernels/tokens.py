@@ -7,6 +7,7 @@ by one, so it is done once for many.
 Shapes: H hidden size, V vocabulary, R rotated pairs.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from .cache_room import Room, room_for_token
 from .cpp_layer import Layers, decode, place_rooms
 from .decode import FewRows, begin_few_rows, temperature_at
+from .known_modules import is_own_forward
 
 _AHEAD = 128
 """For so many tokens at most angles are computed at once."""
@@ -39,15 +41,18 @@ class _Known(NamedTuple):
 class Tokens:
     """Decodes tokens of one row, none of which is hidden, behind those that a cache has."""
 
-    def __init__(self, model: Any, limit: int | None, is_watched: bool):
+    def __init__(self, model: Any, length: int, limit: int | None, is_watched: bool):
         """Begin.
 
         Args:
-            model: a decoder with a head, as `model.model` and `model.lm_head`.
+            model: a decoder with a head, as `model.model` and `model.lm_head`, or a model that has it as
+                `model.language_model` and asks it alone.
+            length: tokens of the prompt, and of what the cache had before it.
             limit: so many tokens see all tokens before them; None: all do.
             is_watched: whether others' code runs between tokens. Then all is looked at for each token.
         """
-        self.model, self.limit, self.is_watched = model, limit, is_watched
+        self.whole, self.model = model, getattr(model, "language_model", model)
+        self.length, self.limit, self.is_watched = length, limit, is_watched
         self.cache: Any = None
         self._is_over = False
         self._known: _Known | None = None
@@ -72,6 +77,7 @@ class Tokens:
         scale = temperature_at(known.config, self._first + done) if known.is_tuned else 1.0
         y = decode(x, known.layers, known.rooms, angles, scale)
         self._done += 1
+        self.length += 1
         logits = known.few.head(self.model.lm_head, known.few.normalize(self.model.model.norm, y))
         if self.is_watched:
             self.end()
@@ -87,8 +93,12 @@ class Tokens:
     def _begin(self, cache: Any) -> _Known | None:
         """What the next tokens are decoded with; None where it takes more than a call."""
         model, decoder = self.model, self.model.model
+        if not all(map(is_own_forward, (self.whole, model, decoder))):
+            return None
         if type(decoder.embed_tokens) is not nn.Embedding or decoder.rotary_emb.follows_length:
             return None
+        # Before they are looked at: another thread may put others in their place.
+        kept = [*model.parameters(), *model.buffers()]
         weight = decoder.embed_tokens.weight
         few = begin_few_rows(weight.new_empty(1, 1, weight.shape[1]), {}, (model,))
         if few is None or few.state is None or not few.is_one_token:
@@ -102,6 +112,9 @@ class Tokens:
         if None in found or len({length for _, _, length in found}) > 1:
             return None
         first = found[0][2]
+        if first != self.length:
+            # Somebody shortened the cache, whose tokens are counted on all the same.
+            return None
         left = [_AHEAD, *(room.memory[0].shape[2] - first for _, room, _ in found)]
         left += [layer.sliding_window - 1 - first for layer, *_ in found if layer.is_sliding]
         count = min(left if self.limit is None else [*left, self.limit - first])
@@ -109,7 +122,9 @@ class Tokens:
             return None
         angles = ()
         if known.rotated:
-            angles = decoder.rotary_emb(weight, torch.arange(first, first + count)[None])
+            angles = decoder.rotary_emb(
+                weight, torch.arange(first, first + count, device=weight.device)[None]
+            )
             if any(
                 table.dtype != torch.float32
                 or table.shape != (1, count, known.rotated // 2)
@@ -117,6 +132,9 @@ class Tokens:
                 for table in angles
             ):
                 return None
+        now = itertools.chain(model.parameters(), model.buffers())
+        if not all(one is other for one, other in itertools.zip_longest(kept, now)):
+            return None
         self._first, self._done, self._count = first, 0, count
         return _Known(
             few,
@@ -126,5 +144,5 @@ class Tokens:
             known.config,
             known.is_tuned,
             [(layer, room) for layer, room, _ in found],
-            [*model.parameters(), *model.buffers()],
+            kept,
         )

@@ -298,9 +298,9 @@ def test_a_cache_has_all_tokens_that_were_decoded_when_generate_is_interrupted(
 def test_transformers_own_streamers_and_processors_leave_tokens_unwatched(monkeypatch):
     kinds, begin = [], Tokens.__init__
 
-    def note(tokens, model, limit, is_watched):
+    def note(tokens, model, length, limit, is_watched):
         kinds.append(is_watched)
-        begin(tokens, model, limit, is_watched)
+        begin(tokens, model, length, limit, is_watched)
 
     monkeypatch.setattr(Tokens, "__init__", note)
 

@@ -525,7 +525,8 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path):
 def test_a_name_that_is_nearly_a_presets_is_guessed_and_no_other(name, near):
     with pytest.raises(CheckpointError) as raised:
         inspect(name)
-    hint = f" Did you mean the preset {near!r}?" if near else f" Presets: {', '.join(PRESETS)}."
+    names = "" if "/" in name else f" Presets: {', '.join(PRESETS)}."
+    hint = f" Did you mean the preset {near!r}?" if near else names
     assert str(raised.value) == f"{name!r}: no such folder or file, and no preset of that name.{hint}"
 
 
