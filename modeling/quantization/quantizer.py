@@ -120,9 +120,8 @@ class LlamoeQuantizer(HfQuantizer):
         config = self.quantization_config
         if not any(map(is_ours, type(model).__mro__)):
             raise ConfigurationError(
-                f"{type(model).__name__} is not one of llamoe's classes, which alone have llamoe's quantization: call "
-                "llamoe.adopt() before from_pretrained, so that the Auto classes give llamoe's, or name a class of "
-                "llamoe's."
+                f"{type(model).__name__} is transformers' own class or another's, which llamoe's quantization does not "
+                "know. Call llamoe.adopt() before from_pretrained, so that the Auto classes give llamoe's."
             )
         if self.pre_quantized and (activations := current_loading().activations):
             config.activations = activations

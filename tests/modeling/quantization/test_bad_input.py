@@ -7,13 +7,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.few_bits import folder, load, logits, make, packed, save
 from support.tables import in_turn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import llamoe
 from llamoe.configuration import CheckpointError, ConfigurationError
 
 LINEAR = "model.layers.1.self_attn.k_proj.weight"
 STACK = "model.layers.1.mlp.experts.down_proj"
+STOCK = dict(
+    vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, num_local_experts=3,
+)  # fmt: skip
 
 
 # Configs
@@ -60,6 +64,23 @@ def test_sizes_that_no_kernel_takes(family, sizes, fields, name):
     config = llamoe.QuantizationConfig(**fields, modules_to_not_convert=kept)
     with pytest.raises(ConfigurationError, match=type(model).__name__):
         AutoModelForCausalLM.from_pretrained(save(model), quantization_config=config)
+
+
+def test_all_matrices_that_cannot_be_packed_are_named_at_once():
+    with pytest.raises(ConfigurationError, match=r"'q_proj'.*'experts'.*modules_to_not_convert"):
+        load(save(make("mixtral", hidden_size=136)), weights="int8")
+
+
+def test_a_class_of_transformers(tmp_path):
+    MixtralForCausalLM(MixtralConfig(**STOCK)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"MixtralForCausalLM.*adopt\(\)"):
+        MixtralForCausalLM.from_pretrained(tmp_path, quantization_config=llamoe.QuantizationConfig("int8"))
+
+
+@pytest.mark.parametrize("device_map", [{"": "cpu", "expert": "disk"}, {"": "disk"}], ids=str)
+def test_places_that_packed_weights_cannot_have(device_map):
+    with pytest.raises(ValueError, match=r'\{"experts": "disk"\}'):
+        AutoModelForCausalLM.from_pretrained(save(packed("mixtral", "int8")), device_map=device_map)
 
 
 # Folders
