@@ -102,20 +102,26 @@ def test_models_are_planned_for_the_machines_of_the_table():
 
 
 def test_troubleshooting_quotes_what_is_said():
-    """Each quoted piece stands in llamoe's sources, or in transformers' or accelerate's for what they say."""
+    """Each quoted piece stands in llamoe's sources, or in other libraries' for what they say."""
     import accelerate
+    import bitsandbytes
     import transformers
 
     folders = [ROOT / folder for folder in (*LIBRARY, "modeling", "llamoe_command")]
-    others = [Path(transformers.__file__).parent, Path(accelerate.__file__).parent]
+    others = [Path(library.__file__).parent for library in (transformers, accelerate, bitsandbytes)]
     theirs = [
         others[0] / "dynamic_module_utils.py",
+        others[0] / "modeling_rope_utils.py",
         others[0] / "modeling_utils.py",
+        others[0] / "models/auto/configuration_auto.py",
+        others[0] / "utils/loading_report.py",
         others[1] / "big_modeling.py",
+        others[2] / "backends/cpu/ops.py",
     ]
     files = [*(file for folder in folders for file in folder.rglob("*.py")), *theirs]
     # Sentences as they are said: pieces of text joined, values left out.
     said = "\n".join(re.sub(r'"\s*\n\s*f?"', "", file.read_text()) for file in files)
+    said = said.replace("{CONFIG_NAME}", "config.json")
     said = re.sub(r"\{[^{}\n]*\}|%s", "…", said)
     # What stock's class says of an argument of ours.
     with pytest.raises(TypeError) as error:
