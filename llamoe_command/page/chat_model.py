@@ -35,6 +35,8 @@ MAX_QUESTIONS = 32
 
 # Longest time in seconds without a sign of life: whoever reads an answer can leave it then.
 _PATIENCE = 0.2
+# Shortest time in seconds between two texts: to show one takes a page longer than a small model's token.
+_PAUSE = 0.1
 # What a folder's settings may ask otherwise: a stream is of one row, and a record of one pass a token.
 _ONE_PASS_A_TOKEN = {
     "num_beams": 1, "use_cache": True, "return_dict_in_generate": False, "prompt_lookup_num_tokens": None,
@@ -180,7 +182,7 @@ class ChatModel:
             on_end: is told how the answer came about, also of one that was closed; in the model's thread.
 
         Yields:
-            the text so far, and at the end, with the whole text, how it came about.
+            the text so far, some times a second, and at the end, with the whole text, how it came about.
 
         Raises:
             ValueError: the conversation fills all positions that the model knows, or too many wait already.
@@ -245,7 +247,7 @@ class ChatModel:
         except RuntimeError:
             self._is_free.release()
             raise
-        text = ""
+        text, shown = "", 0.0
         try:
             while True:
                 # Nothing comes while the model reads the prompt.
@@ -253,7 +255,9 @@ class ChatModel:
                     if (piece := next(streamer, None)) is None:
                         break
                     text += piece
-                yield text, None
+                if time.perf_counter() - shown >= _PAUSE:
+                    yield text, None
+                    shown = time.perf_counter()
         finally:
             stopped.set()
         worker.join()

@@ -276,6 +276,7 @@ def test_an_error_of_the_model_is_the_readers(endless, monkeypatch):
 
 def test_a_folder_that_asks_for_beams_streams_all_the_same(endless, monkeypatch):
     monkeypatch.setattr(endless.model.generation_config, "num_beams", 3)
+    monkeypatch.setattr(chat_model, "_PAUSE", 0)
     assert len(list(endless.answer([{"role": "user", "content": "Hello"}], 8, 0))) > 3
 
 
