@@ -23,7 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.activations import ACT2FN
 
-from .._private_api import torch_modes_active
+from .._private_api import are_watching, torch_modes_active
 from .cpp_kernels import cpp_products, plain_matrix
 from .float32_blocks import in_float32, plain_max_rows, product_of_16_bits, rows_of_torch
 from .limits import MKL_BATCH_MAX_ROWS
@@ -64,7 +64,9 @@ def can_use_shortcut(x: torch.Tensor) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks, or another `forward`."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+    return are_watching(module._forward_hooks) or bool(
+        module._forward_pre_hooks or "forward" in module.__dict__
+    )
 
 
 def is_silu(act_fn: nn.Module) -> bool:

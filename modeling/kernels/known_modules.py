@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._private_api import are_watching
 from .cpu import has_hooks
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -72,7 +73,7 @@ def state_of(modules: Sequence[nn.Module]) -> State | None:
     remaining, classes = list(modules), dict[type, tuple[Any, tuple[str, ...]]]()
     for module in remaining:
         own, kind = module.__dict__, type(module)
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+        if are_watching(own["_forward_hooks"]) or own["_forward_pre_hooks"] or "forward" in own:
             return None
         if kind not in classes:
             forward = kind.__dict__.get("forward")
@@ -110,7 +111,7 @@ def recall(key: Any, state: State | None, watched: Sequence[Any], work_out: Call
     signature: list[Any] = [key]
     for each in watched:
         own, forward = each.__dict__, type(each).__dict__.get("forward")
-        signature += (type(each), forward, "forward" in own, not each._forward_hooks)
+        signature += (type(each), forward, "forward" in own, not are_watching(each._forward_hooks))
         signature += (not each._forward_pre_hooks, *map(own.get, _reads(forward)))
         _sign_tensors(each._parameters, signature)
         _sign_tensors(each._buffers, signature)

@@ -295,6 +295,24 @@ def test_a_cache_has_all_tokens_that_were_decoded_when_generate_is_interrupted(
         assert torch.equal(one.keys, two.keys) and torch.equal(one.values, two.values)
 
 
+@pytest.mark.parametrize("family", ["dense", "mixtral"])
+def test_hidden_states_that_were_asked_for_before_slow_nothing_down(family, steps):
+    """transformers leaves the hooks that recorded them on the layers."""
+    model = made(family)
+    expected = model.generate(PROMPT, **OPTIONS, **WHOLE)
+    asked = {"output_hidden_states": True} | ({"output_router_logits": True} if family == "mixtral" else {})
+    with torch.no_grad():
+        recorded = model(PROMPT[:, :1], **asked)
+        assert len(recorded.hidden_states) == 4 and any(module._forward_hooks for module in model.modules())
+        steps[0] = 0
+        assert_equal(model.generate(PROMPT, **OPTIONS, **WHOLE), expected)
+        assert steps == [16]
+        again = model(PROMPT[:, :1], **asked)
+    assert all(map(torch.equal, again.hidden_states, recorded.hidden_states))
+    if family == "mixtral":
+        assert len(again.router_logits) == 3
+
+
 def test_transformers_own_streamers_and_processors_leave_tokens_unwatched(monkeypatch):
     kinds, begin = [], Tokens.__init__
 
