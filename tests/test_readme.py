@@ -116,6 +116,7 @@ def test_troubleshooting_quotes_what_is_said():
         others[0] / "models/auto/configuration_auto.py",
         others[0] / "utils/loading_report.py",
         others[1] / "big_modeling.py",
+        others[1] / "utils/modeling.py",
         others[2] / "backends/cpu/ops.py",
     ]
     files = [*(file for folder in folders for file in folder.rglob("*.py")), *theirs]
