@@ -55,7 +55,8 @@ def generated(chat, messages, **options):
     return inputs, model, model.generate(**inputs, do_sample=False, max_new_tokens=64)
 
 
-def test_the_stream_grows_to_the_answer_of_generate(tiny):
+def test_the_stream_grows_to_the_answer_of_generate(tiny, monkeypatch):
+    monkeypatch.setattr(chat_model, "_PAUSE", 0)
     *pieces, (text, outcome) = list(tiny.answer(ask(QUESTION, THREE), 64, 0))
     inputs, _, row = generated(tiny, ask(QUESTION, THREE))
     expected = tiny.tokenizer.decode(row[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
