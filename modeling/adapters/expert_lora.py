@@ -67,7 +67,7 @@ class ParamWrapper(layer.ParamWrapper):
         super().update_layer(adapter_name, r, lora_alpha, config=plain, **kwargs)
         self._set_dropout(adapter_name, config)
         begin_by_expert(self, adapter_name, config)
-        if (mesh := self._expert_mesh()) is not None:
+        if (mesh := self.expert_mesh()) is not None:
             # All processes hold all of the adapter; it begins with the same numbers everywhere.
             for factor in (self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight):
                 if factor.device.type != "meta":
@@ -130,7 +130,7 @@ class ParamWrapper(layer.ParamWrapper):
             )
         if updates is None:
             return self.base_layer(x, *args, **kwargs)
-        if isinstance(self.base_layer, ParamWrapper) or self._expert_mesh() is None:
+        if isinstance(self.base_layer, ParamWrapper) or self.expert_mesh() is None:
             return self.base_layer(x, *args, updates=updates, **kwargs)
         if adapter_names is not None:
             raise ValueError(
@@ -153,7 +153,7 @@ class ParamWrapper(layer.ParamWrapper):
         """What merging adds to the stack: to that part of it which this process holds."""
         from torch.distributed.tensor import distribute_tensor
 
-        delta, mesh = super().get_delta_weight(adapter_name, *args, **kwargs), self._expert_mesh()
+        delta, mesh = super().get_delta_weight(adapter_name, *args, **kwargs), self.expert_mesh()
         if delta.ndim == 2:
             # peft takes a stack of one expert for a linear layer's weight.
             delta = (delta.T if self.get_base_layer().is_transposed else delta)[None]
@@ -161,14 +161,14 @@ class ParamWrapper(layer.ParamWrapper):
             return delta
         return distribute_tensor(delta, mesh, self.get_param().placements, src_data_rank=None)
 
-    def _expert_mesh(self) -> Any:
+    def expert_mesh(self) -> Any:
         """The processes of which each holds some of the experts; None where this one holds them all."""
         mesh = getattr(self.get_param(), "device_mesh", None)
         return mesh if mesh is not None and mesh.mesh_dim_names == ("ep",) else None
 
     def _of_own_experts(self, factor: torch.Tensor, dim: int) -> torch.Tensor:
         """A factor without the experts of other processes, whose gradients come from there."""
-        mesh = self._expert_mesh()
+        mesh = self.expert_mesh()
         if mesh is None:
             return factor
         from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -184,7 +184,7 @@ class ParamWrapper(layer.ParamWrapper):
         )
         if self.training and any(getattr(self.lora_dropout[name], "p", 0) for name in active):
             asked = "dropout"
-        if self._expert_mesh() is not None:
+        if self.expert_mesh() is not None:
             asked = "experts that several processes share (ep_size)"
         if experts.storage is not None and active:
             asked = f"experts that are {experts.storage}"
@@ -198,10 +198,12 @@ class ParamWrapper(layer.ParamWrapper):
         """The updates of the active adapters, or of those that a batch names."""
         if adapter_names is None:
             return [
-                self._update(name, self.scaling[name]) for name in self.active_adapters if name in self.lora_A
+                self.update_of(name, self.scaling[name])
+                for name in self.active_adapters
+                if name in self.lora_A
             ]
         scales = scales_of_rows(self, adapter_names, num_rows)
-        return [self._update(name, scale_N1) for name, scale_N1 in scales.items()]
+        return [self.update_of(name, scale_N1) for name, scale_N1 in scales.items()]
 
     def concatenate(self, adapters: Sequence[str], weights: Sequence[float], adapter_name: str) -> None:
         """Make one adapter the weighted sum of others, with the sum of their ranks.
@@ -219,7 +221,7 @@ class ParamWrapper(layer.ParamWrapper):
             # With a `rank_pattern` peft makes room for the largest of all ranks.
             by_expert(whole, dim, self.num_experts)[:, : joined.shape[1]] = joined
 
-    def _update(self, name: str, scale: float | torch.Tensor) -> LowRank:
+    def update_of(self, name: str, scale: float | torch.Tensor) -> LowRank:
         """An adapter's factors, `[E, I, r]` and `[O, r, E]`; peft holds `[E * r, I]` and `[O, r * E]`."""
         a_ErI = self._of_own_experts(by_expert(self.lora_A[name].weight, 0, self.num_experts), 0)
         b_OrE = self._of_own_experts(by_expert(self.lora_B[name].weight, 1, self.num_experts), 2)

@@ -10,7 +10,15 @@ and plain ones for few rows). Files named `…_triton` import Triton, which is n
 import; the others import it only when a kernel is about to run.
 """
 
-from .cpp_kernels import Matrix, cpp_instructions, cpp_products, cpp_unpack, plain_matrix, why_no_cpp_kernels
+from .cpp_kernels import (
+    Adapter,
+    Matrix,
+    cpp_instructions,
+    cpp_products,
+    cpp_unpack,
+    plain_matrix,
+    why_no_cpp_kernels,
+)
 from .cpp_layer import Stacks, cpp_feed_forward, has_feed_forward
 from .cpu import (
     SHORTCUTS_ARE_ON,
@@ -32,7 +40,7 @@ from .float32_blocks import (
     rows_in_bytes,
     rows_of_torch,
 )
-from .known_modules import computes, is_own_forward
+from .known_modules import adapts, computes, is_own_forward
 from .limits import (
     CPU_LOOP_MAX_ROWS_PER_EXPERT,
     CPU_UNSORTED_MAX_ROWS,

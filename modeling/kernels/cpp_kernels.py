@@ -63,6 +63,22 @@ _why_none = ("", "")
 _reasons: list[str] = []
 
 
+class Adapter(NamedTuple):
+    """What an adapter adds to the products with a matrix: `scale * B A x`.
+
+    Attributes:
+        a: `[r, I]` with contiguous rows, float32 or bfloat16.
+        b: `[O, r]` in the same dtype, in any strides.
+        scale: the factor.
+        apart: of a stack of matrices the bytes between two experts' `a`, and between their `b`.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+    apart: tuple[int, int] = (0, 0)
+
+
 class Matrix(NamedTuple):
     """A matrix.
 
@@ -75,6 +91,7 @@ class Matrix(NamedTuple):
             others.
         is_input_first: only for 16 and 32 bits.
         in_bytes: for 4 and 8 bits: whether rows are quantized to 8 bits, a scale for each 32 inputs.
+        adapters: what is added to its products, one after the other.
     """
 
     bits: int
@@ -83,6 +100,7 @@ class Matrix(NamedTuple):
     scales: torch.Tensor | None
     is_input_first: bool = False
     in_bytes: bool = False
+    adapters: tuple[Adapter, ...] = ()
 
     @property
     def inputs(self) -> int:
@@ -106,6 +124,30 @@ def plain_matrix(weight: torch.Tensor, is_input_first: bool = False) -> Matrix |
     if bits is None or not weight.is_cpu or not weight.is_contiguous() or weight.data_ptr() % weight.itemsize:
         return None
     return Matrix(bits, 0, weight, None, is_input_first)
+
+
+def adapted(matrix: Matrix | None, adapters: Sequence[Adapter]) -> Matrix | None:
+    """The matrix with what adapters add to its products; None where no kernel takes them."""
+    if matrix is None or not adapters:
+        return matrix
+    dtypes = (torch.float32,) if matrix.bits == 32 else (torch.float32, torch.bfloat16)
+    for a, b, *_ in adapters:
+        takes = all(
+            type(each) in (torch.Tensor, torch.nn.Parameter)
+            and each.is_cpu
+            and each.dtype == a.dtype
+            and each.dtype in dtypes
+            and each.data_ptr() % each.itemsize == 0
+            for each in (a, b)
+        )
+        # Packed inputs may be padded.
+        fits = 0 <= matrix.inputs - a.shape[1] < max(matrix.group_size, 1) and b.shape == (
+            matrix.outputs,
+            len(a),
+        )
+        if not takes or not fits or not a.is_contiguous():
+            return None
+    return matrix._replace(adapters=tuple(adapters))
 
 
 def library() -> Any:
@@ -236,12 +278,26 @@ def _as_bytes(x_NI: torch.Tensor) -> torch.Tensor:
     return ((parts / scales).round() * scales).flatten(1)
 
 
+class _PlacedAdapter(ctypes.Structure):
+    """An adapter as the kernels know it, likewise."""
+
+    _fields_ = (
+        *(("bits", _SIZE), ("a", _POINTER), ("b", _POINTER)),
+        *((name, _SIZE) for name in ("inputs", "rank", "output_stride", "rank_stride", "a_apart", "b_apart")),
+        ("scale", _FLOAT),
+    )
+
+
 class _Placed(ctypes.Structure):
     """A matrix as the kernels know it, by its addresses, which are right as long as its tensors are there."""
 
     _fields_ = (
         *(("bits", _SIZE), ("codes", _POINTER), ("scales", _POINTER)),
-        *((name, _SIZE) for name in ("inputs", "outputs", "group_size", "stride", "in_bytes")),
+        *(
+            (name, _SIZE)
+            for name in ("inputs", "outputs", "group_size", "stride", "in_bytes", "num_adapters")
+        ),
+        ("adapters", ctypes.POINTER(_PlacedAdapter)),
     )
 
 
@@ -249,7 +305,7 @@ def place(matrices: Sequence[Matrix]) -> Any:
     """What the kernels are told of matrices."""
     placed = (_Placed * len(matrices))()
     for at, matrix in zip(placed, matrices, strict=True):
-        bits, group_size, codes, scales, is_input_first, in_bytes = matrix
+        bits, group_size, codes, scales, is_input_first, in_bytes, adapters = matrix
         outputs = matrix.outputs
         at.bits, at.codes, at.scales = bits, codes.data_ptr(), None if scales is None else scales.data_ptr()
         at.inputs, at.outputs, at.group_size, at.in_bytes = matrix.inputs, outputs, group_size, in_bytes
@@ -257,6 +313,17 @@ def place(matrices: Sequence[Matrix]) -> Any:
             at.stride = scales.stride(0) // 2
         else:
             at.stride = outputs if is_input_first else 0
+        if adapters:
+            at.num_adapters, at.adapters = len(adapters), _place_adapters(adapters)
+    return placed
+
+
+def _place_adapters(adapters: Sequence[Adapter]) -> Any:
+    placed = (_PlacedAdapter * len(adapters))()
+    for at, (a, b, scale, apart) in zip(placed, adapters, strict=True):
+        at.bits, at.a, at.b, at.scale = BITS[a.dtype], a.data_ptr(), b.data_ptr(), scale
+        at.inputs, at.rank, at.output_stride, at.rank_stride = a.shape[1], len(a), *b.stride()
+        at.a_apart, at.b_apart = apart
     return placed
 
 

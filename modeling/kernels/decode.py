@@ -5,7 +5,7 @@ small models by the calls between products. `begin_few_rows` decides once a pass
 gives computes half a layer each time, or all layers for one token, or says None: then the modules are called. The
 numbers are the modules', with their roundings.
 
-A layer that is adapted or watched is called as a module, and those beside it are not.
+A layer that is watched, or adapted in other ways than by LoRA, is called as a module, and those beside it are not.
 
 Shapes: B batch, T tokens, H hidden size.
 """
@@ -32,7 +32,7 @@ from .cpp_layer import (
 )
 from .cpu import apply_linear, can_use_shortcut
 from .few_rows_pass import Linears
-from .known_modules import formula_of, state_of, unwatched_formula
+from .known_modules import base_of, formula_of, state_of, unwatched_formula
 from .limits import CPP_PACKED_MAX_ROWS
 from .second_half import SecondHalves, may_have_noise
 from .single_queries import attend_to_single_queries
@@ -180,7 +180,11 @@ class FewRows(SecondHalves):
         known, formula = None, formula_of(module)
         if formula == "feed_forward":
             known = self._feed_forward_half(module, norm)
-        elif formula == "mixture" and not may_have_noise(module) and self._is_plain_way(module.experts):
+        elif (
+            formula == "mixture"
+            and not may_have_noise(module)
+            and self._is_plain_way(base_of(module.experts))
+        ):
             known = self._mixture_half(norm, module)
         if known is None or known.whole is None or known.norm is None:
             return None

@@ -11,11 +11,11 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .cpp_kernels import BITS, Matrix, Products, library, multiply, plain_matrix, prepare
+from .cpp_kernels import BITS, Matrix, Products, adapted, library, multiply, plain_matrix, prepare
 from .cpp_layer import rms_norm
 from .cpu import has_hooks, is_plain, linear_by_torch, plain_weight
 from .float32_blocks import plain_max_rows
-from .known_modules import State, recall, unwatched_formula
+from .known_modules import State, recall, unadapted, unwatched_formula
 from .limits import CPP_PACKED_MAX_ROWS
 
 
@@ -104,6 +104,9 @@ class Pass:
 
     def _matrix(self, linear: Any) -> Matrix | None:
         """A layer's matrix, where a compiled kernel takes these rows; otherwise None."""
+        base, adapters = unadapted(linear)
+        if adapters or base is not linear:
+            return adapted(self._matrix(base), adapters) if self.has_kernels else None
         if type(linear) is nn.Linear:
             weight = plain_weight(linear, self.dtype) if self.takes_plain and linear.bias is None else None
             return None if weight is None else plain_matrix(weight)

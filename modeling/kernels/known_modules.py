@@ -5,8 +5,8 @@ What kernels need to know of a module is worked out once (`recall`), and again w
 passes are seen. Where nothing watches any module of a decoder, nothing can change during a pass: then all of them are
 looked at once, when it begins (`state_of`).
 
-A `forward` whose formula is known says which one it is, by `computes`. One that took its place, in the class or in
-a subclass, is called.
+A `forward` whose formula is known says which one it is, by `computes` or, an adapter's, by `adapts`. One that took its
+place, in the class or in a subclass, is called.
 """
 
 import weakref
@@ -51,6 +51,38 @@ def computes(formula: str, *reads: str) -> Callable[[Callable], Callable]:
     return mark
 
 
+def adapts(
+    forward: Callable, facts: Callable[[Any], tuple], parts: Callable[[Any], tuple[nn.Module, Any] | None]
+) -> None:
+    """Say of an adapter's `forward` that it computes what its base layer does, and adds products of low rank.
+
+    Args:
+        forward: of a class whose modules have the base layer as `base_layer`.
+        facts: by what else than its tensors and children a module computes, as values that stay as they are.
+        parts: the base layer, and what `unadapted` returns beside it; None of a module that computes something else.
+    """
+    vars(forward).update(facts=facts, parts=parts, marked=forward)
+
+
+def unadapted(module: nn.Module) -> tuple[nn.Module, Any]:
+    """The layer inside of an adapter that nothing watches, and what is added to its products.
+
+    That is a sequence of `Adapter`s, of experts one for each stack in order. Other modules come back with nothing.
+    """
+    if _is_adapter(module) and not any(map(has_hooks, module.modules())):
+        found = _forward_of(module).parts(module)
+        if found is not None:
+            return found
+    return module, ()
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """The layer inside of adapters."""
+    while _is_adapter(module):
+        module = module._modules["base_layer"]  # pyright: ignore[reportAssignmentType]
+    return module
+
+
 def unwatched_formula(module: nn.Module) -> str | None:
     """As `formula_of`; None also where something watches the module."""
     return None if has_hooks(module) else formula_of(module)
@@ -58,7 +90,16 @@ def unwatched_formula(module: nn.Module) -> str | None:
 
 def formula_of(module: nn.Module) -> str | None:
     """The formula that a module's class computes; None if it is not known."""
-    return getattr(type(module).__dict__.get("forward"), "formula", None)
+    return getattr(_forward_of(module), "formula", None)
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    forward = _forward_of(module)
+    return hasattr(forward, "parts") and forward.marked is forward
+
+
+def _forward_of(module: nn.Module) -> Any:
+    return type(module).__dict__.get("forward")
 
 
 def is_own_forward(module: nn.Module) -> bool:
@@ -78,7 +119,7 @@ def state_of(modules: Sequence[nn.Module]) -> State | None:
         if kind not in classes:
             forward = kind.__dict__.get("forward")
             classes[kind] = forward, _reads(forward)
-        reads = classes[kind][1]
+        forward, reads = classes[kind]
         signature.append(kind)
         if reads:
             signature += map(own.get, reads)
@@ -86,6 +127,8 @@ def state_of(modules: Sequence[nn.Module]) -> State | None:
             _sign_tensors(own["_parameters"], signature)
         if own["_buffers"]:
             _sign_tensors(own["_buffers"], signature)
+        if hasattr(forward, "facts"):
+            signature += forward.facts(module)
         remaining += filter(None, own["_modules"].values())
     signature += classes.values()
     state = _STATES.get(modules[0]) if modules else None
@@ -109,8 +152,12 @@ def recall(key: Any, state: State | None, watched: Sequence[Any], work_out: Call
     if state is not None and known is not None and known[2] is state and known[0][0] == key:
         return known[1]
     signature: list[Any] = [key]
-    for each in watched:
-        own, forward = each.__dict__, type(each).__dict__.get("forward")
+    remaining = list(watched)
+    for each in remaining:
+        own, forward = each.__dict__, _forward_of(each)
+        if hasattr(forward, "facts"):
+            signature += forward.facts(each)
+            remaining += list(each.modules())[1:]
         signature += (type(each), forward, "forward" in own, not are_watching(each._forward_hooks))
         signature += (not each._forward_pre_hooks, *map(own.get, _reads(forward)))
         _sign_tensors(each._parameters, signature)

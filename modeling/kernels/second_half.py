@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .cpp_kernels import Matrix, plain_matrix, prepare
+from .cpp_kernels import Matrix, adapted, plain_matrix, prepare
 from .cpp_layer import (
     Mixture,
     Routing,
@@ -25,7 +25,7 @@ from .cpp_layer import (
 )
 from .cpu import has_hooks, is_plain, is_silu
 from .few_rows_pass import Linears, Pass
-from .known_modules import formula_of, unwatched_formula
+from .known_modules import base_of, formula_of, unadapted, unwatched_formula
 
 _SWITCHES = ("takes_softmax", "chooses_by_softmax", "normalizes", "scales_input")
 
@@ -103,7 +103,7 @@ class SecondHalves(Pass):
             return None
         router, shared, experts = getattr(module, module.router_name), module.shared_expert, module.experts
         is_trained, is_whole = may_have_noise(module), known.whole is not None and known.norm is not None
-        if is_whole and not is_trained and self._is_plain_way(experts):
+        if is_whole and not is_trained and self._is_plain_way(base_of(experts)):
             return normalized_mixture(x, known.norm, norm.eps, known.whole)
         if shared is not None and formula_of(shared) == "feed_forward":
             shared = partial(self._feed_forward, shared)
@@ -134,6 +134,7 @@ class SecondHalves(Pass):
 
     def _whole_mixture(self, routing: Routing, router: Matrix, experts: Any, shared: Any) -> Mixture | None:
         """The experts of a mixture, where one call computes it."""
+        experts, adapters = unadapted(experts)
         if (
             not getattr(experts, "takes_llamoe_paths", False)
             or has_hooks(experts)
@@ -144,6 +145,10 @@ class SecondHalves(Pass):
         stacks = experts.for_kernel() if fits and experts.dtype == self.dtype else None
         if stacks is None or experts.num_experts != router.outputs:
             return None
+        if adapters:
+            stacks = stacks._replace(first=[*map(adapted, stacks.first, adapters)])
+            if None in stacks.first:
+                return None
         matrices = None
         if shared is not None:
             if unwatched_formula(shared) != "feed_forward" or not is_silu(shared.act_fn):

@@ -41,6 +41,8 @@
 
 #include "int4_rows.h"
 
+#include "low_rank.h"
+
 #include "attention.h"
 
 namespace {
@@ -56,13 +58,14 @@ constexpr int64_t kManyRows = 12;
 
 // One matrix: 4 bits with groups of inputs, 8 bits, or numbers. `stride` is the distance between groups' scales, in
 // outputs; of numbers that lie input-first that between two inputs, and 0 if they lie output-first. `in_bytes` says
-// whether rows become 8 bits.
+// whether rows become 8 bits. `adapters` add to its products.
 struct Matrix {
   int64_t bits;
   const char* codes;
   const char* scales;
   int64_t inputs, outputs, group, stride;
-  int64_t in_bytes;
+  int64_t in_bytes, num_adapters;
+  const LowRank* adapters;
 
   // Outputs that are computed together.
   int64_t step(int threads) const {
@@ -169,29 +172,74 @@ void multiply_some(const Rows& x, const Matrix& matrix, int64_t start, int64_t c
 
 inline int64_t bytes_of(int64_t bits) { return bits == 32 ? 4 : 2; }
 
+// The products of rows with the first factors of a matrix's adapters, which are computed a number at a time.
+struct Thin {
+  std::vector<std::pair<const LowRank*, int64_t>> numbers;
+  std::vector<float> found;
+  std::vector<int64_t> places;
+
+  void add(const Matrix& matrix, int64_t rows) {
+    for (const LowRank* each = matrix.adapters; each != matrix.adapters + matrix.num_adapters; each++) {
+      for (int64_t k = 0; k < each->rank; k++) {
+        numbers.push_back({each, k});
+        places.push_back(found.size());
+      }
+      found.resize(found.size() + rows * each->rank);
+    }
+  }
+
+  void compute(int64_t i, const Rows& x, int64_t stride) {
+    const auto [adapter, k] = numbers[i];
+    (adapter->bits == 32 ? multiply_thin<Single> : multiply_thin<Brain>)(*adapter, k, x.floats, x.count, stride,
+                                                                         &found[places[i]]);
+  }
+};
+
+// Adds what adapters make of their thin products to the outputs from `start`, which are rounded before, as results of T are.
+template <class T>
+void adapt(const Matrix& matrix, const float* thin, int64_t rows, int64_t start, int64_t count, float* y) {
+  const int64_t size = rows * count;
+  for (int64_t i = 0; i < size; i += kLanes)
+    store_some<Single>(y + i, T::round(load_some<Single>(y + i, size - i)), size - i);
+  for (const LowRank* each = matrix.adapters; each != matrix.adapters + matrix.num_adapters; each++)
+    for (int64_t r = 0; r < rows; r++, thin += each->rank)
+      (each->bits == 32 ? add_update<Single> : add_update<Brain>)(*each, thin, start, count, y + r * count);
+}
+
 // Rows times several matrices of the same bits and inputs; their outputs stand side by side in y.
 void multiply(const void* all_x, int64_t rows, const Matrix* matrices, int64_t count, void* y, int threads) {
   const Rows x(all_x, rows, matrices[0]);
   int64_t y_stride = 0, steps = 0;
+  Thin thin;
   for (int64_t m = 0; m < count; m++) {
     const int64_t step = matrices[m].step(threads);
     y_stride += matrices[m].outputs;
     steps += (matrices[m].outputs + step - 1) / step;
+    thin.add(matrices[m], rows);
   }
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
+    if (!thin.numbers.empty()) {
+#pragma omp for
+      for (int64_t i = 0; i < (int64_t)thin.numbers.size(); i++) thin.compute(i, x, matrices[0].inputs);
+    }
     std::vector<float> found;
 #pragma omp for
     for (int64_t i = 0; i < steps; i++) {
       int64_t m = 0, first = 0, rest = i, step = matrices[0].step(threads);
+      const float* of_adapters = thin.found.data();
       for (int64_t own; rest >= (own = (matrices[m].outputs + step - 1) / step); step = matrices[m].step(threads)) {
         first += matrices[m].outputs;
         rest -= own;
+        for (int64_t l = 0; l < matrices[m].num_adapters; l++) of_adapters += rows * matrices[m].adapters[l].rank;
         m++;
       }
       const int64_t start = rest * step, some = std::min(step, matrices[m].outputs - start);
       found.resize(std::max<size_t>(found.size(), rows * some));
       multiply_some(x, matrices[m], start, some, found.data());
+      if (matrices[m].num_adapters)
+        (matrices[m].bits == 32 ? adapt<Single> : adapt<Brain>)(matrices[m], of_adapters, rows, start, some,
+                                                                found.data());
       for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < some; c += kLanes) {
           const Floats numbers = load_some<Single>(&found[r * some + c], some - c);

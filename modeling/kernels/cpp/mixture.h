@@ -98,9 +98,16 @@ void compute_choices(const char* x, int64_t rows, const Matrix* first, const Str
       if (how.scales_input) scale_row<T>(row, scores[its[i]], size);
     }
     Matrix own[2] = {first[0], first[1]};
+    std::vector<LowRank> adapters[2];
     for (int m = 0; m < 2; m++) {
       own[m].codes += e * strides.codes[m];
       if (own[m].scales) own[m].scales += e * strides.scales[m];
+      adapters[m].assign(own[m].adapters, own[m].adapters + own[m].num_adapters);
+      own[m].adapters = adapters[m].data();
+      for (LowRank& each : adapters[m]) {
+        each.a += e * each.a_apart;
+        each.b += e * each.b_apart;
+      }
     }
     feed_forward(some.data(), found.data(), its.size(), own, 2, threads);
     for (size_t i = 0; i < its.size(); i++) std::memcpy(y + its[i] * bytes, &found[i * bytes], bytes);

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from support.decoding import by_modules, dense, ids, mixtral, steps, text
 from support.few_bits import load, save
-from support.models import draw, max_abs, mixtral_config, text_config
+from support.models import max_abs
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
-import llamoe
 from llamoe.modeling.kernels import (
     SHORTCUTS_ARE_ON,
     FewRows,
@@ -26,28 +26,6 @@ pytestmark = pytest.mark.skipif(
     cpp_kernels.library() is None or not SHORTCUTS_ARE_ON,
     reason="needs a C++ compiler, a CPU with AVX2, AVX-512 or NEON, and shortcuts",
 )
-# Layers large enough for the kernels; sizes that differ, and heads of which one has no whole vector.
-SIZES = dict(
-    vocab_size=101, hidden_size=192, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=3
-)
-
-
-def dense(**fields):
-    config = llamoe.LlamoeDenseConfig(**{**SIZES, "intermediate_size": 320, "head_dim": 72, **fields})
-    return draw(llamoe.LlamoeDenseForCausalLM, config)
-
-
-def text(**fields):
-    sizes = dict(SIZES, num_hidden_layers=4, intermediate_size=176, intermediate_size_mlp=336, head_dim=80)
-    config = text_config(**{**sizes, "num_local_experts": 5, "attention_chunk_size": 64, **fields})
-    return draw(llamoe.LlamoeForCausalLM, config)
-
-
-def mixtral(**fields):
-    sizes = dict(SIZES, intermediate_size=176, head_dim=80, num_local_experts=5)
-    return draw(llamoe.LlamoeMixtralForCausalLM, mixtral_config(**{**sizes, **fields}))
-
-
 CASES = {
     "dense": dense,
     "window": lambda: dense(sliding_window=9, layer_types=["sliding_attention", "full_attention"]),
@@ -58,48 +36,6 @@ CASES = {
     "temperature": lambda: text(floor_scale=4, attn_scale=0.7, no_rope_layers=[1, 0, 1, 0]),
     "mixtral": mixtral,
 }
-
-
-@pytest.fixture
-def taken(monkeypatch):
-    """How many layers had their attention in one go, and how many called the modules."""
-    counts = {True: 0, False: 0}
-
-    def count(*args, original=FewRows._attend_one_token):
-        found = original(*args)
-        counts[found is not None] += 1
-        return found
-
-    def count_all(self, layers, *args, original=FewRows.token):
-        found = original(self, layers, *args)
-        counts[True] += len(layers) if found is not None else 0
-        return found
-
-    monkeypatch.setattr(FewRows, "_attend_one_token", count)
-    monkeypatch.setattr(FewRows, "token", count_all)
-    return counts
-
-
-def ids(length=15):
-    return torch.randint(3, 101, (1, length), generator=torch.Generator().manual_seed(1))
-
-
-@torch.no_grad()
-def steps(model, tokens=None, first=5, cache=None, **kwargs):
-    """Logits of single tokens after the first ones, which are in `cache` if one is given."""
-    tokens = ids() if tokens is None else tokens
-    cache = cache or model(tokens[:, :first], use_cache=True).past_key_values
-    found = [
-        model(tokens[:, i : i + 1], past_key_values=cache, **kwargs).logits
-        for i in range(first, tokens.shape[1])
-    ]
-    return torch.cat(found, 1)
-
-
-def by_modules(model, monkeypatch, *args, **kwargs):
-    with monkeypatch.context() as patched:
-        patched.setattr(cpp_kernels, "_library", None)
-        return steps(model, *args, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +171,7 @@ def test_modules_are_called_where_somebody_looks(taken):
         assert len(calls) >= found.shape[1] and max_abs(found, expected) < 2e-5
         calls.clear()
     taken[True] = 0
-    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=["q_proj"]))
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=["q_proj"], use_dora=True))
     assert max_abs(steps(adapted), expected) < 2e-5 and not taken[True]
     normed = copy.deepcopy(model)
     for layer in normed.model.layers:
