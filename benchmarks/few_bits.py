@@ -1,4 +1,4 @@
-"""Cases of our models in 32 and 16 bit, int8 and int4 on a CPU: a token, a prefill, adapters, quantizing.
+"""Cases of our models in 32 and 16 bit, int8 and int4 on a CPU: a token, also with adapters, a prefill, quantizing.
 
 Beside llama.cpp, which has the same random weights, they decode and prefill in turns with its types of the same sizes.
 Each decoder begins with the same token and yields as many as it is asked for, one pass of one token each.
@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import torch
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, PreTrainedModel
 
 import llamoe
@@ -47,6 +47,10 @@ PROBE = list(range(FIRST, FIRST + 8))
 """Tokens of the pass whose logits are compared in float32."""
 PRECISIONS = tuple(PEERS_IN_LLAMA_CPP)
 QUANTIZED = ("int8", "int4")
+ADAPTED = ("bfloat16", "int4")
+"""Of which a token is decoded with and without adapters."""
+LAYERS = ("q", "k", "v", "o", "gate", "up", "down")
+"""Linear layers with adapters."""
 SIXTEEN_BITS = f"{OURS}, bfloat16"
 THREADS = 2
 MOST_OTHER_LOAD = 0.3
@@ -231,7 +235,7 @@ def _saved(models: tuple[SavedModel, ...]) -> Iterator[list[Path]]:
 
 
 def few_bits(models: tuple[SavedModel, ...], tokens: int) -> Cases:
-    """Decode and prefill with each model, then quantize the last one, and train adapters of it.
+    """Decode, also with adapters, and prefill with each model, then quantize the last one, and train adapters of it.
 
     Args:
         models: models to measure.
@@ -243,9 +247,36 @@ def few_bits(models: tuple[SavedModel, ...], tokens: int) -> Cases:
             facts = dict(phase="decode", model=model.name)
             yield decode_case(f"{model.name}, a token", makers, model.layers, reference=SIXTEEN_BITS, **facts)
         for model, folder in zip(models, folders, strict=True):
+            yield _adapted(model, folder)
+        for model, folder in zip(models, folders, strict=True):
             yield _prefill(model, folder, tokens)
         yield _quantizing(models[-1], folders[-1])
         yield _training(models[-1], folders[-1])
+
+
+def _adapted(model: SavedModel, folder: Path) -> Case:
+    """A token with adapters on all layers and experts that are not merged, and without."""
+
+    def adapted(make: Callable[[], Generate]) -> Generate:
+        loaded = make().model
+        stacks = (
+            ["experts.gate_up_proj", "experts.down_proj"] if "num_local_experts" in model.fields else None
+        )
+        config = LoraConfig(target_modules=[f"{each}_proj" for each in LAYERS], target_parameters=stacks)
+        return Generate(get_peft_model(loaded, config).eval())
+
+    makers: dict[str, Callable[[], Generate]] = {}
+    for precision in ADAPTED:
+        name = f"{OURS}, {precision}"
+        makers[name] = ours(model, folder, precision)
+        makers[f"{name}, adapters"] = partial(adapted, makers[name])
+    if not is_held():
+        makers[f"{REFERENCE}, bfloat16, adapters"] = partial(
+            adapted, partial(_stock, model, folder, "bfloat16")
+        )
+    facts = dict(phase="adapters", model=model.name)
+    name = f"{model.name}, a token with adapters"
+    return decode_case(name, makers, model.layers, reference=SIXTEEN_BITS, **facts)
 
 
 def _prefill(model: SavedModel, folder: Path, tokens: int) -> Case:

@@ -469,6 +469,8 @@ def test_few_bits_from_the_cases_to_the_reports(tmp_path, monkeypatch, clock):
     assert [(case["phase"], case["model"]) for case in results["cases"]] == [
         ("decode", "dense"),
         ("decode", "mixture"),
+        ("adapters", "dense"),
+        ("adapters", "mixture"),
         ("prefill", "dense"),
         ("prefill", "mixture"),
         ("quantizing", "mixture"),
