@@ -26,6 +26,7 @@ def quantize(
     linears: bool = True,
     search: bool = True,
     keep: Sequence[str] | None = None,
+    instruct: bool | None = None,
     shard_size: int | str = "5GB",
     resume: bool = False,
     dry_run: bool = False,
@@ -47,6 +48,7 @@ def quantize(
         linears: whether linear layers of the decoder are quantized.
         search: whether scales are searched that minimise the squared error, which takes longer.
         keep: names of more modules that stay in 16 bit, or the ends of their names.
+        instruct: as in `convert`.
         shard_size, resume, dry_run, progress: as in `WriteOptions`.
 
     Returns:
@@ -62,7 +64,7 @@ def quantize(
     options = WriteOptions("llamoe", None, shard_size, resume, dry_run, progress)
     names = list(keep or ()) or None
     quantization = QuantizationConfig(to, group_size, experts, linears, search, names)
-    checkpoint = open_source(source, target, resume)
+    checkpoint = open_source(source, target, resume, instruct=instruct)
     config = checkpoint.config
     if isinstance(config, LlamoeVisionConfig):
         raise ValueError(f"quantize: {source} is {family_of(config)}, which stays in 16 bit; give a decoder.")

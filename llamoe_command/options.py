@@ -19,6 +19,14 @@ Quiet = Annotated[
     bool,
     typer.Option("--quiet", "-q", help="Show no progress. Without a terminal a line is written each minute."),
 ]
+Instruct = Annotated[
+    bool | None,
+    typer.Option(
+        "--instruct/--no-instruct",
+        help="Whether a model of Meta's or Mistral AI's was tuned for conversations. This decides on chat template, "
+        "stop tokens and sampling. The default goes by the folder's name.",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 Fold = Annotated[
     bool,

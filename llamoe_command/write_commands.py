@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from .app import writes
-from .options import ActivationOfFile, Fold, Heads, ModelOfFile, Seed, Source, Tag, Target
+from .options import ActivationOfFile, Fold, Heads, Instruct, ModelOfFile, Seed, Source, Tag, Target
 
 
 @writes("convert")
@@ -42,14 +42,7 @@ def convert(
             "--checksums", help="First compare SOURCE with its checklist.chk and the checksums in .pth files."
         ),
     ] = False,
-    instruct: Annotated[
-        bool | None,
-        typer.Option(
-            "--instruct/--no-instruct",
-            help="Whether a model of Meta's or Mistral AI's was tuned for conversations. This decides on chat "
-            "template, stop tokens and sampling. The default goes by the folder's name.",
-        ),
-    ] = None,
+    instruct: Instruct = None,
     rope_scaling: Annotated[
         str | None,
         typer.Option(
@@ -245,6 +238,7 @@ def quantize(
             help="A module that stays in 16 bit, or the end of the names of several. It can be given several times.",
         ),
     ] = None,
+    instruct: Instruct = None,
 ) -> None:
     """Store a model's experts and linear layers in 4 or 8 bits.
 

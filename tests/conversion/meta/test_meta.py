@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from llamoe.conversion.io.name_table import Drop
 from llamoe.conversion.meta.folder import open_meta, save_meta
 from llamoe.conversion.meta.name_tables import llama4_table, llama_table
 from llamoe.conversion.open import open_checkpoint
+from llamoe.conversion.quantize import quantize
 
 # Each case with two of the numbers of files that it can have; which two comes in turn.
 EACH_COUNT = [
@@ -250,10 +252,19 @@ def test_a_sentencepiece_model_comes_along_to_a_llama_2_and_goes_back(tmp_path):
 
 
 @pytest.mark.parametrize(("instruct", "template"), [(None, True), (True, True), (False, False)])
-def test_it_can_be_said_whether_a_model_was_tuned(instruct, template, tmp_path):
+@pytest.mark.parametrize(
+    "write",
+    # 60 inputs are none that int8 stores.
+    [
+        convert,
+        partial(quantize, to="int8", keep=[f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up")]),
+    ],
+    ids=["convert", "quantize"],
+)
+def test_it_can_be_said_whether_a_model_was_tuned(write, instruct, template, tmp_path):
     """Llama 2 not tuned has no template, and text that spells a special token is not read as one."""
     META_LLAMA_2.write(tmp_path / "meta", META_LLAMA_2.weights(), 1)
-    convert(tmp_path / "meta", tmp_path / "hf", instruct=instruct)
+    write(tmp_path / "meta", tmp_path / "hf", instruct=instruct)
     assert (tmp_path / "hf" / "chat_template.jinja").is_file() == template
     settings = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
     assert settings.get("split_special_tokens", False) != template
