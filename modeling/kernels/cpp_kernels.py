@@ -265,8 +265,16 @@ def _agrees(found: Any) -> bool:
             x, weight = x.to(dtype), codes.to(dtype)
             # Also where rows begin within a cache line.
             for rows in (weight, weight.flatten()[2 : 2 - num_in].view(-1, num_in)):
-                products = prepare([Matrix(BITS[dtype], 0, rows, None)], found)
-                if not _is_close(multiply(x, products), x @ rows.T):
+                a, b = (torch.randn(shape, generator=generator) for shape in ((5, num_in), (len(rows), 5)))
+                matrix = Matrix(BITS[dtype], 0, rows, None)
+                expected = x @ rows.T
+                if not _is_close(multiply(x, prepare([matrix], found)), expected):
+                    return False
+                # As large as the products.
+                b *= codes.float().std()
+                adapters = (Adapter(a, b, 0.5), Adapter(a, b.T.contiguous().T, 0.5))
+                products = prepare([matrix._replace(adapters=adapters)], found)
+                if not _is_close(multiply(x, products), expected + x.float() @ a.T @ b.T):
                     return False
     return True
 
