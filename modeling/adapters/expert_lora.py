@@ -57,6 +57,10 @@ class ParamWrapper(layer.ParamWrapper):
         self.kept_factors: dict[str, dict[str, Any]] = {}
         self._set_dropout(adapter_name, config)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is kept of factors, which a copy makes anew."""
+        return {**self.__dict__, "kept_factors": {}}
+
     def update_layer(
         self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any
     ) -> None:

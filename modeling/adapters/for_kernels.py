@@ -16,6 +16,11 @@ from ..kernels import Adapter, adapts
 from ..moe import STACKS
 from . import expert_lora
 
+# Somebody may put others in their places.
+_FORWARDS = {kind: kind.forward for kind in (nn.Linear, nn.Identity, nn.Dropout)}
+# Of scales: a tensor may change in place.
+_NUMBERS = (int, float)
+
 
 def register_with_kernels() -> None:
     """Let kernels know the formulas of peft's layer and of our stacks'."""
@@ -30,7 +35,7 @@ def _facts(lora: Any) -> tuple:
         str(lora._active_adapter),
         lora._disable_adapters,
         *lora.merged_adapters,
-        *lora.scaling.items(),
+        *((name, scale if type(scale) in _NUMBERS else None) for name, scale in lora.scaling.items()),
         *lora.lora_variant,
         *(dropout.training for dropout in dropouts),
     )
@@ -50,9 +55,9 @@ def _is_plain(lora: Any, name: str) -> bool:
     return (
         type(a) is type(b) is nn.Linear
         and a.bias is b.bias is None
-        and (type(dropout) is nn.Identity or (type(dropout) is nn.Dropout and not dropout.training))
-        # A tensor may change in place.
-        and type(lora.scaling[name]) in (int, float)
+        and (type(dropout) is nn.Identity or not dropout.training)
+        and all(_FORWARDS.get(type(each)) is type(each).forward for each in (a, b, dropout))
+        and type(lora.scaling[name]) in _NUMBERS
         and name not in lora.lora_variant
     )
 

@@ -147,7 +147,7 @@ def adapted(matrix: Matrix | None, adapters: Sequence[Adapter]) -> Matrix | None
         )
         if not takes or not fits or not a.is_contiguous():
             return None
-    return matrix._replace(adapters=tuple(adapters))
+    return matrix._replace(adapters=(*matrix.adapters, *adapters))
 
 
 def library() -> Any:

@@ -32,7 +32,7 @@ from .cpp_layer import (
 )
 from .cpu import apply_linear, can_use_shortcut
 from .few_rows_pass import Linears
-from .known_modules import base_of, formula_of, state_of, unwatched_formula
+from .known_modules import base_of, formula_of, unwatched_formula
 from .limits import CPP_PACKED_MAX_ROWS
 from .second_half import SecondHalves, may_have_noise
 from .single_queries import attend_to_single_queries
@@ -82,7 +82,7 @@ def begin_few_rows(
         modules: with all that they contain, what the pass computes with, so that it need not be looked at one by one.
     """
     if can_use_shortcut(x) and 0 < x.numel() <= CPP_PACKED_MAX_ROWS * x.shape[-1]:
-        return FewRows(x, options, state_of(modules))
+        return FewRows(x, options, modules)
     return None
 
 

@@ -15,7 +15,7 @@ from .cpp_kernels import BITS, Matrix, Products, adapted, library, multiply, pla
 from .cpp_layer import rms_norm
 from .cpu import has_hooks, is_plain, linear_by_torch, plain_weight
 from .float32_blocks import plain_max_rows
-from .known_modules import State, recall, unadapted, unwatched_formula
+from .known_modules import recall, state_of, unadapted, unwatched_formula
 from .limits import CPP_PACKED_MAX_ROWS
 
 
@@ -29,8 +29,10 @@ class Linears(NamedTuple):
 class Pass:
     """A pass of few rows."""
 
-    def __init__(self, x: torch.Tensor, options: Mapping[str, Any], state: State | None = None):
-        self.state = state
+    def __init__(self, x: torch.Tensor, options: Mapping[str, Any], modules: Sequence[nn.Module] = ()):
+        # Whose addresses the pass may use.
+        self.kept: list[torch.Tensor | None] = []
+        self.state = state = state_of(modules, self.kept)
         # Asked of a configuration once a pass: its attributes are slow.
         self.config: Any = None
         self.is_sdpa = self.is_llamoe = False
@@ -94,7 +96,7 @@ class Pass:
 
     def _recall(self, watched: Sequence[Any], work_out: Callable[[], Any]) -> Any:
         """As `recall`, in this kind of pass."""
-        return recall(self.key, self.state, watched, work_out)
+        return recall(self.key, self.state, self.kept, watched, work_out)
 
     def _linears(self, *linears: nn.Module) -> Linears:
         matrices = [self._matrix(linear) for linear in linears]

@@ -108,8 +108,11 @@ def is_own_forward(module: nn.Module) -> bool:
     return getattr(forward, "marked", None) is forward and not has_hooks(module)
 
 
-def state_of(modules: Sequence[nn.Module]) -> State | None:
-    """The state of modules and their children; None where something watches one of them."""
+def state_of(modules: Sequence[nn.Module], kept: list[torch.Tensor | None]) -> State | None:
+    """The state of modules and their children; None where something watches one of them.
+
+    `kept` gets their tensors, so that these stay as long as the pass, whatever another thread does to the modules.
+    """
     signature: list[Any] = []
     remaining, classes = list(modules), dict[type, tuple[Any, tuple[str, ...]]]()
     for module in remaining:
@@ -124,9 +127,9 @@ def state_of(modules: Sequence[nn.Module]) -> State | None:
         if reads:
             signature += map(own.get, reads)
         if own["_parameters"]:
-            _sign_tensors(own["_parameters"], signature)
+            _sign_tensors(own["_parameters"], signature, kept)
         if own["_buffers"]:
-            _sign_tensors(own["_buffers"], signature)
+            _sign_tensors(own["_buffers"], signature, kept)
         if hasattr(forward, "facts"):
             signature += forward.facts(module)
         remaining += filter(None, own["_modules"].values())
@@ -137,7 +140,13 @@ def state_of(modules: Sequence[nn.Module]) -> State | None:
     return state
 
 
-def recall(key: Any, state: State | None, watched: Sequence[Any], work_out: Callable[[], Any]) -> Any:
+def recall(
+    key: Any,
+    state: State | None,
+    kept: list[torch.Tensor | None],
+    watched: Sequence[Any],
+    work_out: Callable[[], Any],
+) -> Any:
     """What `work_out` returns of the first module; worked out again if anything of the watched ones has changed.
 
     None where the first one must be called, because something watches it.
@@ -145,6 +154,7 @@ def recall(key: Any, state: State | None, watched: Sequence[Any], work_out: Call
     Args:
         key: of the kind of pass.
         state: of all modules of the decoder, if they were looked at once.
+        kept: as in `state_of`.
         watched: modules.
         work_out: what is to be known of the first one.
     """
@@ -160,8 +170,8 @@ def recall(key: Any, state: State | None, watched: Sequence[Any], work_out: Call
             remaining += list(each.modules())[1:]
         signature += (type(each), forward, "forward" in own, not are_watching(each._forward_hooks))
         signature += (not each._forward_pre_hooks, *map(own.get, _reads(forward)))
-        _sign_tensors(each._parameters, signature)
-        _sign_tensors(each._buffers, signature)
+        _sign_tensors(each._parameters, signature, kept)
+        _sign_tensors(each._buffers, signature, kept)
     if known is not None and known[0] == signature:
         found = known[1]
     else:
@@ -170,10 +180,14 @@ def recall(key: Any, state: State | None, watched: Sequence[Any], work_out: Call
     return found
 
 
-def _sign_tensors(tensors: Mapping[str, torch.Tensor | None], signature: list[Any]) -> None:
-    for tensor in tensors.values():
+def _sign_tensors(
+    tensors: Mapping[str, torch.Tensor | None], signature: list[Any], kept: list[torch.Tensor | None]
+) -> None:
+    found = [*tensors.values()]
+    kept += found
+    for tensor in found:
         if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-            signature += (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.is_contiguous())
+            signature += (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         else:
             signature.append(type(tensor))
 

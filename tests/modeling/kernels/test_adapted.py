@@ -1,5 +1,9 @@
 """Tokens of models with LoRA, by the kernels: peft's numbers, and peft's layers where they do something else."""
 
+import gc
+import pickle
+import weakref
+
 import pytest
 import torch
 import transformers
@@ -11,7 +15,7 @@ from support.models import max_abs
 from torch import nn
 
 import llamoe
-from llamoe.modeling.kernels import SHORTCUTS_ARE_ON, cpp_kernels
+from llamoe.modeling.kernels import SHORTCUTS_ARE_ON, cpp_kernels, decode
 
 pytestmark = pytest.mark.skipif(
     cpp_kernels.library() is None or not SHORTCUTS_ARE_ON,
@@ -148,6 +152,20 @@ def of_another_class(model):
             module.__class__ = Twice
 
 
+def adapted_twice(model):
+    """An adapter around another one, as peft itself does not nest them."""
+    for layer in model.get_base_model().model.layers:
+        outer = lora.Linear(layer.self_attn.q_proj, "default", LoraConfig(r=3), r=3, lora_alpha=9)
+        outer.lora_B["default"].weight.data.fill_(0.05)
+        layer.self_attn.q_proj = outer.eval()
+
+
+def with_scales_of_outputs(model):
+    for module in model.modules():
+        if type(module) is lora.Linear:
+            module.scaling["default"] = torch.linspace(-1, 1, module.out_features)
+
+
 CHANGES = {
     "another adapter": lambda model: (adapt(model, "other", seed=1, r=3), model.set_adapter("other")),
     "two adapters": two,
@@ -162,6 +180,8 @@ CHANGES = {
     "hook": hooked,
     "dropout's class": with_other_dropout,
     "layer's class": of_another_class,
+    "another around it": adapted_twice,
+    "a scale for each output": with_scales_of_outputs,
     "unloaded": lambda model: model.unload(),
     "base": lambda model: [
         module.weight.data.neg_()
@@ -183,6 +203,55 @@ def test_what_changes_between_two_tokens_is_seen(make, change):
         expected = model(tokens).logits[:, 5:]
     # Sums in another order; a change that is missed shows.
     assert max_abs(found, expected) < 5e-5 and max_abs(found, before) > 1e-3
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Dropout, nn.Identity])
+def test_classes_that_are_patched_are_called(kind, monkeypatch):
+    model, tokens = adapt(dense(), r=4, lora_dropout=0.0 if kind is nn.Identity else 0.3), ids(8)
+    before = steps(model, tokens)
+    monkeypatch.setattr(kind, "forward", lambda self, x, forward=kind.forward: 3 * forward(self, x))
+    found = steps(model, tokens)
+    assert max_abs(found, by_modules(model, monkeypatch, tokens)) < 5e-4 and max_abs(found, before) > 1e-3
+
+
+def test_strides_at_one_address_are_seen():
+    model, tokens = adapt(dense(), r=4), ids(8)
+    layers = [module for module in model.modules() if type(module) is lora.Linear]
+    both = [torch.arange(8.0 * layer.out_features).sin().view(-1, 8) / 9 for layer in layers]
+    for columns in (slice(4), slice(None, None, 2)):
+        for layer, numbers in zip(layers, both, strict=True):
+            layer.lora_B["default"].weight.data = numbers[:, columns]
+        found = steps(model, tokens)
+        with torch.enable_grad():
+            assert max_abs(found, model(tokens).logits[:, 5:]) < 5e-5
+
+
+def test_another_thread_may_delete_an_adapter_during_a_token(monkeypatch):
+    """Its factors stay until the kernels are done."""
+    model, alive = adapt(dense(), r=4), []
+    adapt(model, "other", seed=1, r=3)
+    model.set_adapter("other")
+    factor = weakref.ref(model.get_base_model().model.layers[0].mlp.up_proj.lora_A["other"].weight)
+
+    def delete_first(*args, original=decode.decode):
+        model.set_adapter("default")
+        model.delete_adapter("other")
+        gc.collect()
+        alive.append(factor() is not None)
+        return original(*args)
+
+    with torch.no_grad():
+        cache = model(ids(6), use_cache=True).past_key_values
+        monkeypatch.setattr(decode, "decode", delete_first)
+        model(ids(7)[:, 6:], past_key_values=cache)
+    gc.collect()
+    assert alive == [True] and factor() is None
+
+
+def test_an_adapted_mixture_is_pickled_after_passes():
+    model = adapt(mixtral(), r=4)
+    expected = steps(model)
+    assert torch.equal(steps(pickle.loads(pickle.dumps(model))), expected)
 
 
 def test_dropout_is_on_in_training(taken):
