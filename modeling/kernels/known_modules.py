@@ -187,7 +187,8 @@ def _sign_tensors(
     kept += found
     for tensor in found:
         if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-            signature += (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            strides = tensor.is_contiguous() or tensor.stride()
+            signature += (tensor.data_ptr(), tensor.dtype, tensor.shape, strides)
         else:
             signature.append(type(tensor))
 
