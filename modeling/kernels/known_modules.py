@@ -117,7 +117,9 @@ def state_of(modules: Sequence[nn.Module], kept: list[torch.Tensor | None]) -> S
     remaining, classes = list(modules), dict[type, tuple[Any, tuple[str, ...]]]()
     for module in remaining:
         own, kind = module.__dict__, type(module)
-        if are_watching(own["_forward_hooks"]) or own["_forward_pre_hooks"] or "forward" in own:
+        hooks = own["_forward_hooks"]
+        # Asked where there are any: a pass looks at hundreds of modules.
+        if (hooks and are_watching(hooks)) or own["_forward_pre_hooks"] or "forward" in own:
             return None
         if kind not in classes:
             forward = kind.__dict__.get("forward")
