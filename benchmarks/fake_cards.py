@@ -242,6 +242,7 @@ class Recorder(TorchDispatchMode):
         by_id: bool = False,
         transposed: bool = False,
         tile_rows: int | None = None,
+        is_summed: bool = True,
     ) -> torch.Tensor:
         """`kernels.packed_product`: each hit expert is read once for each tile of rows; split sums are added after."""
         from llamoe.modeling.kernels import packed_rows
@@ -253,13 +254,24 @@ class Recorder(TorchDispatchMode):
             len(x) if by == 2 else -(-len(x) // tile.rows) + (min(len(x), num_experts) - 1 if by else 0)
         )
         programs = row_tiles * -(-columns // tile.columns)
-        split = packed_rows._split_size(x.shape[1], programs, tile, x.device) < x.shape[1]
+        splits = -(-x.shape[1] // packed_rows._split_size(x.shape[1], programs, tile, x.device))
         hit = min(num_experts, len(x)) if by else 1
         reads = max(hit, row_tiles) / num_experts if by == 1 else hit / num_experts * -(-len(x) // tile.rows)
         read = [matrix.codes, matrix.scales, matrix.nested]
         self.counts.moved += reads * sum(each.nbytes for each in read if each is not None) + x.nbytes
-        self.counts.launch("llamoe:packed_product", 2 if split else 1)
-        return x.new_empty(len(x), columns)
+        self.counts.launch("llamoe:packed_product", 2 if splits > 1 and is_summed else 1)
+        if is_summed or splits == 1:
+            y = x.new_empty(len(x), columns)
+            return y if is_summed else y[None]
+        return x.new_empty(splits, len(x), columns, dtype=torch.float32)
+
+    def launch_of_layer(self, name: str, grid: Any, *arguments: Any, **constants: Any) -> None:
+        """`gpu_layer.launch`: of experts' factors, those of the rows' experts are read."""
+        self.counts.launch(f"llamoe:{name}")
+        given = {id(each): each for each in arguments if isinstance(each, torch.Tensor)}
+        for each in given.values():
+            is_stack = constants.get("BY_ID") and each.dim() == 3 and len(each) > grid[0]
+            self.counts.moved += each.nbytes * (grid[0] / len(each) if is_stack else 1)
 
     # Memory.
 
@@ -366,6 +378,11 @@ def pretend(card: Card) -> Iterator[Recorder]:
         _everywhere(
             stack, "_multiprocessors", "llamoe.modeling.kernels.packed_rows", lambda _: card.processors
         )
+        gpu_layer = "llamoe.modeling.kernels.gpu_layer"
+        _everywhere(stack, "launch", gpu_layer, recorder.launch_of_layer)
+        _everywhere(stack, "is_right", gpu_layer, lambda *_: True)
+        _everywhere(stack, "is_ordinary", gpu_layer, lambda _: True)
+        _everywhere(stack, "torch_modes_active", gpu_layer, lambda: False)
         _everywhere(stack, "has_gpu", "llamoe.modeling.kernels.packed_rows", lambda: True)
         for name, answer in {
             "get_device_capability": card.capability,

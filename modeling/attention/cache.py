@@ -34,8 +34,10 @@ class RingLayer(StaticSlidingWindowLayer):
         assert self.values is not None
         num_new = key_states.shape[-2]
         num_kept = min(num_new, self.max_cache_len)
-        places = torch.arange(num_new - num_kept, num_new, device=self.device) + self.cumulative_length
-        places = places % self.max_cache_len
+        newest = self.cumulative_length.view(1)
+        if num_new > 1:
+            newest = torch.arange(num_new - num_kept, num_new, device=self.device) + newest
+        places = newest % self.max_cache_len
         keys, values = key_states, value_states
         if not is_first and num_new > 1:
             keys, values = torch.cat((self.keys, keys), -2), torch.cat((self.values, values), -2)

@@ -20,7 +20,7 @@ from transformers import Cache, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import PAGED_CACHE, fill_paged_cache
-from ..kernels import apply_linear, are_single_queries, computes
+from ..kernels import Turn, apply_linears, are_single_queries, computes, is_own_forward, turn_few_rows
 from ..layers import L2Norm, rotary_tables, rotate
 from .forms import attend_in_form
 from .implementation import implementation_on
@@ -49,9 +49,12 @@ def eager_attention_forward(
         query = query.reshape(shape[0], -1, groups, shape[3])
     else:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scores = query @ key.transpose(2, 3) * scaling
-    if attention_mask is not None:
-        scores = scores + attention_mask
+    if is_packed and query.is_cuda and (attention_mask is None or attention_mask.dtype == query.dtype):
+        scores = _scores_by_one_call(query, key, attention_mask, scaling)
+    else:
+        scores = query @ key.transpose(2, 3) * scaling
+        if attention_mask is not None:
+            scores = scores + attention_mask
     # Float32 would turn the lowest float64 of a mask into -inf, and a fully masked row into NaN.
     dtype = torch.promote_types(scores.dtype, torch.float32)
     weights = nn.functional.softmax(scores, dim=-1, dtype=dtype).to(query.dtype)
@@ -60,6 +63,26 @@ def eager_attention_forward(
     if is_packed:
         output, weights = output.reshape(shape), weights.reshape(*shape[:3], -1)
     return output.transpose(1, 2).contiguous(), weights
+
+
+def _scores_by_one_call(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """Scores `[B, G, Q, K]` of queries `[B, G, Q, D]` and keys `[B, G, K, D]`, rounded after scale and mask.
+
+    A GPU takes one launch in the place of three.
+    """
+    shape = *query.shape[:3], key.shape[2]
+    # With a factor of zero nothing is read.
+    added = query.new_empty(1) if mask is None else mask.expand(*shape[:2], *mask.shape[2:]).flatten(0, 1)
+    scores = torch.baddbmm(
+        added,
+        query.flatten(0, 1),
+        key.flatten(0, 1).transpose(1, 2),
+        beta=float(mask is not None),
+        alpha=scaling,
+    )
+    return scores.view(shape)
 
 
 class Attention(nn.Module):
@@ -123,13 +146,11 @@ class Attention(nn.Module):
         Returns:
             `[B, T, hidden_size]`, and the attention weights where the implementation returns them, else None.
         """
-        projected = [
-            apply_linear(linear, hidden_states) for linear in (self.q_proj, self.k_proj, self.v_proj)
-        ]
+        projected = apply_linears((self.q_proj, self.k_proj, self.v_proj), hidden_states)
         output, weights = self.attend(
             projected, position_embeddings, attention_mask, position_ids, past_key_values, **kwargs
         )
-        return apply_linear(self.o_proj, output), weights
+        return apply_linears((self.o_proj,), output)[0], weights
 
     def attend(
         self,
@@ -153,19 +174,7 @@ class Attention(nn.Module):
         query, key, value = (each.view(heads_shape) for each in projected)  # [B, T, H, D]
         value = value.transpose(1, 2)
 
-        if self.use_rope or self.qk_norm is not None:
-            # Rotate and normalize queries and keys together: half as many calls.
-            both = torch.cat((query, key), dim=2)
-            if self.use_rope:
-                # Callers of a single layer pass cos and sin instead of the tables.
-                if position_embeddings[0].ndim == 3:
-                    position_embeddings = rotary_tables(*position_embeddings, self.rope_interleave)
-                both = rotate(both, position_embeddings, self.rope_interleave)
-            if self.qk_norm is not None:
-                both = self.qk_norm(both)
-            query, key = both.split_with_sizes((query.shape[2], key.shape[2]), dim=2)
-        if self.use_temperature_tuning:
-            query = (query * self._temperature(position_ids)).to(query.dtype)
+        query, key = self._turn(query, key, position_embeddings, position_ids)
         query, key = query.transpose(1, 2), key.transpose(1, 2)  # [B, H, T, D]
 
         if past_key_values is not None:
@@ -184,6 +193,40 @@ class Attention(nn.Module):
             attend, self, query, key, value, attention_mask, position_ids, **kwargs
         )
         return output.reshape(*input_shape, -1).contiguous(), weights
+
+    def _turn(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, ...],
+        position_ids: torch.Tensor,
+    ) -> Sequence[torch.Tensor]:
+        """Queries and keys `[B, T, H, D]` behind rotation, norm and temperature, as far as the layer has them."""
+        # Callers of a single layer pass cos and sin instead of the tables.
+        if self.use_rope and position_embeddings[0].ndim == 3:
+            position_embeddings = rotary_tables(*position_embeddings, self.rope_interleave)
+        heads = query.shape[2], key.shape[2]
+        if self.qk_norm is None or is_own_forward(self.qk_norm):
+            turn = Turn(
+                position_embeddings if self.use_rope else (),
+                self.rope_interleave,
+                None if self.qk_norm is None else self.qk_norm.eps,
+                (position_ids, self.config) if self.use_temperature_tuning else None,
+            )
+            both = turn_few_rows(query, key, turn)
+            if both is not None:
+                return both.split_with_sizes(heads, dim=2)
+        if self.use_rope or self.qk_norm is not None:
+            # Rotate and normalize queries and keys together: half as many calls.
+            both = torch.cat((query, key), dim=2)
+            if self.use_rope:
+                both = rotate(both, position_embeddings, self.rope_interleave)
+            if self.qk_norm is not None:
+                both = self.qk_norm(both)
+            query, key = both.split_with_sizes(heads, dim=2)
+        if self.use_temperature_tuning:
+            query = (query * self._temperature(position_ids)).to(query.dtype)
+        return query, key
 
     def _temperature(self, position_ids: torch.Tensor) -> torch.Tensor:
         # log1p(floor((position + 1) / floor_scale)) * attn_scale + 1: no effect below position floor_scale - 1.

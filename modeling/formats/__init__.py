@@ -7,7 +7,14 @@ no modules.
 
 from .bnb import BLOCKSIZES, NESTED_BLOCKSIZE, BitsAndBytesFormat, Bnb4Bit, Bnb4BitNested, Bnb8Bit, code_of
 from .format import MAKERS, Format, Parts, Sizes, format_of
-from .gpu_kernels import check_one, find_difference, kernels_are_right, may_have_gpu_kernel, why_no_kernel
+from .gpu_kernels import (
+    check_one,
+    find_difference,
+    kernels_are_right,
+    may_have_gpu_kernel,
+    product_by_gpu_kernel,
+    why_no_kernel,
+)
 from .int4 import Int4
 from .int4_layout import BLOCK, torchs_block
 from .int8 import Int8

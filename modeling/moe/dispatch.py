@@ -44,6 +44,7 @@ from ..kernels import (
     max_rows_of_matrix,
     rows_of_torch,
 )
+from .adapted_rows import adapted_products
 from .experts import IMPLEMENTATION, IMPLEMENTATIONS, STACKS
 from .grouped_mm_limits import grouped_mm_fits, grouped_mm_takes_dtype, grouped_mm_waits
 from .grouped_product import (
@@ -54,7 +55,7 @@ from .grouped_product import (
     multiply_on_device,
     multiply_sorted,
 )
-from .low_rank import Updates, factors, in_dtype, of_rows
+from .low_rank import Updates, factors, have_own_scales, in_dtype, of_rows
 
 Path = Literal["loop", "kernel", "grouped"]
 PATHS: tuple[Path, ...] = ("loop", "kernel", "grouped")
@@ -171,10 +172,12 @@ def _products_by_kernel(
         return _products_of_sorted(experts, x_TH, top_k_index, multiply_on_device, updates)
     # Same layout as in the check: kernels are compiled for the dtype of the ids.
     ids_N = top_k_index.reshape(-1).long().contiguous()
-    if len(updates) > 0:
+    x_NH = _rows_of_choices(x_TH, top_k_index)
+    if len(updates) > 0 and (y_NH := adapted_products(experts, x_NH, ids_N, updates)) is not None:
+        return y_NH
+    if have_own_scales(updates):
         tokens_N = torch.arange(len(ids_N), device=x_TH.device) // top_k_index.shape[1]
         updates = of_rows(updates, tokens_N)
-    x_NH = _rows_of_choices(x_TH, top_k_index)
     return experts.products(x_NH, ids_N, partial(multiply_on_device, by_id=True), updates)
 
 

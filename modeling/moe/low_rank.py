@@ -62,7 +62,7 @@ class LowRank:
         if isinstance(groups, list) and len(x_NI) <= PEFT_ORDER_MAX_ROWS:
             a_EIr, b_ErO = self.a_EIr, None
         else:
-            a_EIr, b_ErO = self._for_sorted_rows(x_NI)
+            a_EIr, b_ErO = self.for_sorted_rows(x_NI)
         thin_Nr = multiply(self.dropout(x_NI.to(a_EIr.dtype)), plain_stack(a_EIr), groups)
         # The thin product is scaled: it is narrower than the result.
         thin_Nr = (thin_Nr * self.scale).to(thin_Nr.dtype)
@@ -72,7 +72,7 @@ class LowRank:
             update_NO = multiply(thin_Nr, plain_stack(b_ErO), groups)
         return (y_NO + update_NO).to(y_NO.dtype)
 
-    def _for_sorted_rows(self, x_NI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def for_sorted_rows(self, x_NI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Both factors, `[E, I, r]` and `[E, r, O]`, in the dtype of their products."""
         dtype = self.a_EIr.dtype if self.dtype is None else self.dtype
 
@@ -127,6 +127,11 @@ Updates = Mapping[str, Sequence[LowRank]]
 def of_rows(updates: Updates, tokens_N: torch.Tensor) -> Updates:
     """The same updates, for rows of these tokens."""
     return {name: [update.of_rows(tokens_N) for update in each] for name, each in updates.items()}
+
+
+def have_own_scales(updates: Updates) -> bool:
+    """Whether the rows of a batch have adapters of their own."""
+    return any(isinstance(update.scale, torch.Tensor) for each in updates.values() for update in each)
 
 
 def in_dtype(updates: Updates, dtype: torch.dtype) -> Updates:
