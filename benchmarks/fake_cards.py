@@ -380,6 +380,7 @@ def pretend(card: Card) -> Iterator[Recorder]:
         )
         gpu_layer = "llamoe.modeling.kernels.gpu_layer"
         _everywhere(stack, "launch", gpu_layer, recorder.launch_of_layer)
+        _everywhere(stack, "_serves", gpu_layer, lambda _: card.capability >= (8, 0))
         _everywhere(stack, "is_right", gpu_layer, lambda *_: True)
         _everywhere(stack, "is_ordinary", gpu_layer, lambda _: True)
         _everywhere(stack, "torch_modes_active", gpu_layer, lambda: False)

@@ -80,6 +80,8 @@ def _pack(model: nn.Module, weights: str, dtype: torch.dtype) -> None:
 
         fields: Any = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
         quantizer: Any = BitsAndBytes4BitQuantizer(BitsAndBytesConfig(**fields), pre_quantized=False)
+        # By which peft chooses its layers.
+        model.is_loaded_in_4bit = True  # pyright: ignore[reportAttributeAccessIssue]
     else:
         from llamoe.modeling.quantization import LlamoeQuantizer
 

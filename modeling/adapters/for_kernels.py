@@ -15,6 +15,7 @@ from torch import nn
 from ..kernels import Adapter, adapts
 from ..moe import STACKS
 from . import expert_lora
+from .when_imported import when_imported
 
 # Somebody may put others in their places.
 _FORWARDS = {kind: kind.forward for kind in (nn.Linear, nn.Identity, nn.Dropout)}
@@ -25,7 +26,15 @@ _NUMBERS = (int, float)
 def register_with_kernels() -> None:
     """Let kernels know the formulas of peft's layer and of our stacks'."""
     adapts(layer.Linear.forward, _facts, _parts_of_linear)
+    when_imported("peft.tuners.lora.bnb", _register_layers_of_bitsandbytes)
     adapts(expert_lora.ParamWrapper.forward, _facts, _parts_of_stacks)
+
+
+def _register_layers_of_bitsandbytes(bnb: Any) -> None:
+    for name in ("Linear8bitLt", "Linear4bit"):
+        # peft defines them as far as the installed version of bitsandbytes has them.
+        if kind := getattr(bnb, name, None):
+            adapts(kind.forward, _facts, _parts_of_linear)
 
 
 def _facts(lora: Any) -> tuple:

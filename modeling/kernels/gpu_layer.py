@@ -10,6 +10,7 @@ Shapes: N rows, O outputs, I inputs, r rank, S splits of a sum, E experts, D hea
 """
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch import nn
 
 from .._private_api import torch_modes_active
 from .cpp_kernels import Adapter
-from .cpu import apply_gate, apply_linear, is_silu
+from .cpu import apply_gate, apply_linear, has_hooks, is_silu
 from .gpu_layer_check import is_right
 from .known_modules import unadapted
 from .limits import TRITON_UNSORTED_MAX_ROWS
@@ -63,8 +64,13 @@ def takes_few_rows(x: torch.Tensor, size: int = 0) -> bool:
         and not is_recorded(x)
         and not torch.is_autocast_enabled("cuda")
         and not torch_modes_active()
-        and why_no_gpu_kernel(x.device) is None
+        and _serves(x.device)
     )
+
+
+@functools.cache
+def _serves(device: torch.device) -> bool:
+    return why_no_gpu_kernel(device) is None
 
 
 def is_on_gpu(x: torch.Tensor) -> bool:
@@ -188,43 +194,52 @@ def _turn(
     return both
 
 
-def adapted_rows(linears: Sequence[nn.Module], x: torch.Tensor) -> list[Rows] | None:
-    """The products of the same rows with up to three linear layers; None where no layer has an adapter to be added.
+def _rows(linears: Sequence[nn.Module], x: torch.Tensor, is_gated: bool = False) -> list[Rows] | None:
+    """The products of the same rows with up to three linear layers; None where modules had better be called.
 
-    Layers with several adapters, or such as the kernels do not add, are called, and so is a layer inside of an adapter
-    unless it has `parts_of_product`.
+    That is where no layer has an adapter, unless layers that are gated have parts of sums to be added. Layers with
+    several adapters, or such as the kernels do not add, are called as modules among the others.
 
     Args:
         linears: `nn.Linear`s, or modules of adapters or quantizers that replace them.
         x: `[..., I]`.
+        is_gated: whether one launch finishes all of them.
     """
     if not takes_few_rows(x):
         return None
     found = [unadapted(linear) for linear in linears]
     adapters = [each[0] if len(each) == 1 and _takes(each[0], x) else None for _, each in found]
-    first = next((each for each in adapters if each is not None), None)
-    if first is None or len(linears) > _MAX_FACTORS:
+    # One launch multiplies rows by factors of one dtype and layout.
+    first = next((each.a for each in adapters if each is not None), None)
+    x_NI, factors = x.reshape(-1, x.shape[-1]).contiguous(), []
+    for place, adapter in enumerate(adapters):
+        if adapter is not None and first is not None and adapter.a.dtype == first.dtype:
+            factors.append(adapter.a)
+        else:
+            adapters[place] = None
+    has_parts = [hasattr(type(base), "parts_of_product") and not each for base, each in found]
+    if not factors and not (is_gated and all(has_parts)):
         return None
-    # One launch multiplies rows by factors of one dtype.
-    adapters = [each if each is not None and each.a.dtype == first.a.dtype else None for each in adapters]
-    x_NI = x.reshape(-1, x.shape[-1]).contiguous()
-    factors = [each.a for each in adapters if each is not None]
-    thin = thin_rows(x_NI, factors)
-    if thin is None:
+    thin = thin_rows(x_NI, factors) if factors else None
+    if factors and thin is None:
         return None
     rows, begin = [], 0
-    for linear, (base, _), adapter in zip(linears, found, adapters, strict=True):
-        if adapter is None:
-            rows.append(Rows(linear(x).reshape(1, len(x_NI), -1)))
+    for linear, (base, others), adapter in zip(linears, found, adapters, strict=True):
+        if adapter is None or thin is None:
+            parts = None if others or not is_gated else _parts(linear, x_NI)
+            rows.append(Rows(linear(x).reshape(1, len(x_NI), -1) if parts is None else parts))
             continue
-        of_parts = getattr(type(base), "parts_of_product", None)
-        parts = None if of_parts is None else of_parts(base, x_NI)
-        if parts is None:
-            parts = base(x).reshape(1, len(x_NI), -1)
-        rank = len(adapter.a)
-        rows.append(Rows(parts, thin[:, begin : begin + rank], adapter.b[None], float(adapter.scale)))
-        begin += rank
+        parts, end = _parts(base, x_NI), begin + len(adapter.a)
+        parts = base(x).reshape(1, len(x_NI), -1) if parts is None else parts
+        rows.append(Rows(parts, thin[:, begin:end], adapter.b[None], float(adapter.scale)))
+        begin = end
     return rows
+
+
+def _parts(linear: nn.Module, x_NI: torch.Tensor) -> torch.Tensor | None:
+    """`[S, N, O]`, of which a linear layer's product is the sum; None of a layer that must be called."""
+    of_parts = getattr(type(linear), "parts_of_product", None)
+    return None if of_parts is None or has_hooks(linear) else of_parts(linear, x_NI)
 
 
 def _takes(adapter: Adapter, x: torch.Tensor) -> bool:
@@ -274,7 +289,7 @@ def _thin(x_NI: torch.Tensor, factors: Sequence[torch.Tensor], ids_N: torch.Tens
 
 def apply_linears(linears: Sequence[nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
     """`[linear(x) for linear in linears]` of up to three layers, for any number of rows."""
-    found = adapted_rows(linears, x)
+    found = _rows(linears, x)
     finished = [update_rows(each, x.dtype) for each in found or ()]
     return [
         apply_linear(linear, x) if y_NO is None else y_NO.view(*x.shape[:-1], -1)
@@ -284,7 +299,7 @@ def apply_linears(linears: Sequence[nn.Module], x: torch.Tensor) -> list[torch.T
 
 def apply_gated(gate: nn.Module, up: nn.Module, act_fn: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """`act_fn(gate(x)) * up(x)` for any number of rows."""
-    found = adapted_rows((gate, up), x) if is_silu(act_fn) else None
+    found = _rows((gate, up), x, is_gated=True) if is_silu(act_fn) else None
     y_NO = None if found is None else gate_rows(*found, x.dtype)
     if y_NO is not None:
         return y_NO.view(*x.shape[:-1], -1)

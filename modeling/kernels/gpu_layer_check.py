@@ -80,15 +80,23 @@ def _find_difference(compute: Callable[..., torch.Tensor], given: tuple, device:
 
 
 # Each returns the results in float64, and what rounding explains: results are rounded wherever torch's calls round
-# them, by half of `eps` each time, and sums are float32.
+# them, and sums are float32.
 
 _STEP = torch.finfo(torch.float32).eps
 
 
+def _rounding(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Twice what rounding changes numbers by, at most."""
+    found = torch.finfo(dtype)
+    return found.eps * (y.abs() + found.smallest_normal)
+
+
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     wide = x.double()
-    y = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
-    return y, (2 * torch.finfo(x.dtype).eps + 16 * _STEP) * y.abs()
+    normalized = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()
+    y = normalized * weight.double()
+    allowed = _rounding(normalized, x.dtype) * weight.double().abs() + _rounding(y, x.dtype)
+    return y, allowed + 16 * _STEP * y.abs()
 
 
 def _thin(x_NI: torch.Tensor, factors: Any, ids_N: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,8 +116,8 @@ def _thin(x_NI: torch.Tensor, factors: Any, ids_N: torch.Tensor | None) -> tuple
 
 
 def _update(rows: Any, dtype: torch.dtype, ids_N: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    total, step = rows.parts.double().sum(0), torch.finfo(dtype).eps
-    allowed = step * total.abs() + 4 * _STEP * rows.parts.double().abs().sum(0)
+    total = rows.parts.double().sum(0)
+    allowed = _rounding(total, dtype) + 4 * _STEP * rows.parts.double().abs().sum(0)
     if rows.thin is None:
         return total, allowed
     expert_N = torch.zeros(len(total), dtype=torch.long, device=total.device) if ids_N is None else ids_N
@@ -118,7 +126,7 @@ def _update(rows: Any, dtype: torch.dtype, ids_N: torch.Tensor | None) -> tuple[
     thin_Nr1 = rows.thin.double()[..., None]
     y = total + rows.scale * (b_NOr @ thin_Nr1)[..., 0]
     sums = abs(rows.scale) * (b_NOr.abs() @ thin_Nr1.abs())[..., 0]
-    return y, allowed + step * y.abs() + 16 * _STEP * sums
+    return y, allowed + _rounding(y, dtype) + 16 * _STEP * sums
 
 
 def _gate(
@@ -129,7 +137,8 @@ def _gate(
     y = silu * up
     # SiLU is nowhere steeper than 1.1.
     allowed = 1.1 * gate_allowed * (up.abs() + up_allowed) + silu.abs() * up_allowed
-    return y, allowed + 2 * torch.finfo(dtype).eps * y.abs() + 16 * _STEP * y.abs()
+    allowed = allowed + _rounding(silu, dtype) * up.abs() + _rounding(y, dtype)
+    return y, allowed + 16 * _STEP * y.abs()
 
 
 def _turn(
@@ -142,7 +151,7 @@ def _turn(
     eps: float | None,
     scales: tuple[float, float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    x, step, size = torch.cat((query, key), 2).double(), torch.finfo(query.dtype).eps, query.shape[3]
+    x, dtype, size = torch.cat((query, key), 2).double(), query.dtype, query.shape[3]
     allowed = torch.zeros_like(x)
     if cos is not None:
         pairs = x.unflatten(3, (-1, 2)) if is_interleaved else x.unflatten(3, (2, -1)).transpose(3, 4)
@@ -153,13 +162,13 @@ def _turn(
         x, sizes = (
             each.flatten(3) if is_interleaved else each.transpose(3, 4).flatten(3) for each in (turned, sizes)
         )
-        allowed = step * x.abs() + 8 * _STEP * sizes
+        allowed = _rounding(x, dtype) + 8 * _STEP * sizes
     if eps is not None:
         root = (x.square().sum(3, keepdim=True) / size + eps).sqrt()
         # The root changes with all that it is of.
         allowed = allowed / root + (x / root).abs() * allowed.square().mean(3, keepdim=True).sqrt() / root
         x = x / root
-        allowed = allowed + (step + 16 * _STEP) * x.abs()
+        allowed = allowed + _rounding(x, dtype) + 16 * _STEP * x.abs()
     if positions is not None:
         steps = ((positions.double() + 1) / scales[0]).floor().clamp(min=0)
         factor = (torch.log1p(steps) * scales[1] + 1)[..., None, None]
@@ -171,7 +180,7 @@ def _turn(
             2,
         )
         x, allowed = x * factor, allowed * factor.abs()
-        allowed = allowed + (step + 16 * _STEP) * x.abs()
+        allowed = allowed + _rounding(x, dtype) + 16 * _STEP * x.abs()
     return x, allowed
 
 

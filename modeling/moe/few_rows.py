@@ -1,4 +1,4 @@
-"""Few rows of experts with LoRA on a GPU: the products of a stack and its adapter's update are finished in one launch.
+"""Few rows of experts on a GPU: one launch sums splits, adds what adapters add, and gates.
 
 Shapes: N rows, H hidden_size, I intermediate_size.
 """
@@ -12,7 +12,7 @@ from ..kernels import Rows, gate_rows, is_silu, takes_few_rows, thin_rows, updat
 from .low_rank import LowRank, Updates
 
 
-def adapted_products(
+def products_of_few_rows(
     experts: Any, x_NH: torch.Tensor, ids_N: torch.Tensor, updates: Updates
 ) -> torch.Tensor | None:
     """`Experts.products` of rows in any order; None where a stack has several adapters, or no kernel serves.
