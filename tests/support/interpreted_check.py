@@ -61,9 +61,9 @@ def launches(monkeypatch):
     counted = []
     product = gpu_kernels.packed_product
 
-    def run(x_NC, *args):
+    def run(x_NC, *args, **kwargs):
         counted.append(len(x_NC))
-        return product(x_NC, *args)
+        return product(x_NC, *args, **kwargs)
 
     for module in (gpu_kernels, grouped_product):
         monkeypatch.setattr(module, "packed_product", run)

@@ -256,7 +256,9 @@ def test_the_kernels_are_what_runs_here(monkeypatch):
     calls = []
     product = grouped_product.packed_product
     monkeypatch.setattr(
-        grouped_product, "packed_product", lambda x, *rest: calls.append(len(x)) or product(x, *rest)
+        grouped_product,
+        "packed_product",
+        lambda x, *rest, **kwargs: calls.append(len(x)) or product(x, *rest, **kwargs),
     )
     given = by_kernels(x, gate_up, down, ids)
     assert calls == [5, 5]

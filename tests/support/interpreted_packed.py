@@ -318,7 +318,9 @@ def test_experts_are_computed_without_the_host(weights, family, top_k, on_a_gpu,
     launches = []
     product = grouped_product.packed_product
     monkeypatch.setattr(
-        grouped_product, "packed_product", lambda x, *rest: launches.append(len(x)) or product(x, *rest)
+        grouped_product,
+        "packed_product",
+        lambda x, *rest, **kwargs: launches.append(len(x)) or product(x, *rest, **kwargs),
     )
     for num_tokens in (3, 21):
         x, ids, scores = rows_for(num_tokens, top_k)

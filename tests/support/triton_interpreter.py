@@ -1,5 +1,6 @@
 """Importing this lets Triton's interpreter run here, and quickly: what it and numpy of some releases disagree about."""
 
+import dataclasses
 import importlib
 import sys
 
@@ -51,3 +52,65 @@ def numpy_type_once(kind):
 
 
 vars(interpreter)["_get_np_dtype"] = numpy_type_once
+
+# Nine tenths of the time that remained went into the types of values, a new one for each, and into what the rest of
+# Triton asks of their shapes. What they hold is the same for all of a kind, so it is made once.
+core, semantic = (importlib.import_module(f"triton.language.{name}") for name in ("core", "semantic"))
+make_block_type, make_tensor = core.block_type.__init__, core.tensor.__init__
+block_types, shapes = {}, {}
+
+
+def make_block_type_once(self, element_ty, shape):
+    values = shape.values if type(shape) is core.tuple else shape
+    key = element_ty.name, *(each.value if type(each) is core.constexpr else each for each in values)
+    if key not in block_types:
+        make_block_type(self, element_ty, shape)
+        block_types[key] = self.__dict__.copy()
+    self.__dict__.update(block_types[key], element_ty=element_ty)
+
+
+def make_tensor_of_known_shape(self, handle, type):
+    key = (*type.shape.values,) if type.is_block() else ()
+    if key not in shapes:
+        make_tensor(self, handle, type)
+        shapes[key] = {"numel": self.numel, "shape": self.shape}
+    self.__dict__.update(shapes[key], handle=handle, type=type, dtype=type.scalar)
+
+
+broadcast = semantic.TritonSemantic.broadcast_impl_value
+unwrap = core._unwrap_if_constexpr
+
+
+def broadcast_what_differs(self, lhs, rhs):
+    if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values:
+        return lhs, rhs
+    return broadcast(self, lhs, rhs)
+
+
+def unwrap_quickly(value):
+    if type(value) is core.constexpr:
+        return value.value
+    return value if type(value) in (int, core.dtype) else unwrap(value)
+
+
+# It computes each sum and product of integers again, in more bits, for an assertion that is left out unless one debugs.
+builder = interpreter.interpreter_builder
+builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+# It takes floats apart to convert them, and bfloat16 is the upper half of a float32.
+convert_float = interpreter._convert_float
+
+
+def convert_halves(data, kind, wanted, rounding):
+    if rounding is None and (kind.name, wanted.name) == ("bf16", "fp32"):
+        return data.astype(np.uint32) << 16
+    if rounding is None and (kind.name, wanted.name) == ("fp32", "bf16"):
+        return (data.view(np.uint32) >> 16).astype(np.uint16)
+    return convert_float(data, kind, wanted, rounding)
+
+
+core.block_type.__init__ = make_block_type_once
+core.tensor.__init__ = make_tensor_of_known_shape
+vars(core)["_unwrap_if_constexpr"] = unwrap_quickly
+semantic.TritonSemantic.broadcast_impl_value = broadcast_what_differs
+vars(interpreter)["_convert_float"] = convert_halves
