@@ -44,8 +44,6 @@ PEAKS = {"dense": 2.77, "mixtral": 2.56, "llama4": 1.34, "llama4-pictures": 1.36
 """GB beside the weights that a prompt of `LENGTHS[0]` tokens may take in 16 bits, behind cached tokens, too: 1.05 times
 what was counted. In 32 bits twice as many, and for a longer prompt by its tokens."""
 MORE_PEAKS = {
-    ("dense", "int4"): 0.72,
-    ("dense", "int8"): 0.14,
     ("llama4-pictures", "int4"): 0.17,
     ("llama4-pictures", "int8"): 0.04,
 }

@@ -14,6 +14,7 @@ from support.paths import ROOT, SUPPORT, environment
     ("file", "options"),
     [
         ("interpreted_kernels.py", []),
+        ("interpreted_layer.py", []),
         ("interpreted_packed.py", []),
         pytest.param("interpreted_packed.py", ["--run-slow", "-m", "slow"], marks=pytest.mark.slow),
         pytest.param("interpreted_check.py", [], marks=pytest.mark.slow),
