@@ -29,6 +29,8 @@ import torch
 from torch import nn
 
 import llamoe
+from llamoe.modeling.formats import gpu_kernels
+from llamoe.modeling.kernels import gpu_layer_check
 from llamoe.modeling.moe.dispatch import compute_experts
 
 from . import gpu_budgets, qlora
@@ -284,6 +286,29 @@ def parity(proof: Proof) -> None:
             else:
                 # A token that rounding sends to another expert changes whole gradients.
                 proof.say(f"{name}: gradients", apart)
+        if family in ("dense", "mixtral", "llama4"):
+            _judge_tokens(proof, family)
+    failures = [*gpu_layer_check.failures(), *gpu_kernels.failures()]
+    proof.judge("kernels that failed their check", len(failures), most=0)
+
+
+@torch.no_grad()
+def _judge_tokens(proof: Proof, family: str) -> None:
+    """Logits of single tokens with adapters behind a cache, beside the CPU in float32."""
+    ids = inputs_of(family)["input_ids"][:1]
+
+    def tokens(model: Any, ids: torch.Tensor) -> torch.Tensor:
+        cache = model(ids[:, :-9], use_cache=True).past_key_values
+        found = [model(id_, past_key_values=cache).logits for id_ in ids[:, -9:].split(1, 1)]
+        return torch.cat(found, 1).float().cpu()
+
+    expected = tokens(adapted(small_model(family)), ids)
+    for dtype, tolerance in TOLERANCES.items():
+        if dtype != torch.bfloat16 or proof.has_bfloat16:
+            given = tokens(adapted(small_model(family)).to(proof.device, dtype), ids.to(proof.device))
+            error = ((given - expected).abs().amax(-1).median() / expected.std()).item()
+            name = f"{family}, {str(dtype).removeprefix('torch.')}: logits of the median token with LoRA"
+            proof.judge(name, error, most=tolerance)
 
 
 def _apart(given: torch.Tensor, expected: torch.Tensor) -> float:
@@ -485,6 +510,10 @@ def budgets(proof: Proof) -> None:
     proof.judge(
         "launches a layer, embedding and head among them", launches / layers, most=gpu_budgets.LAUNCHES + 5
     )
+    with_lora = adapted(model)
+    step()
+    proof.judge("with LoRA", _launches(step)[0] / layers, most=gpu_budgets.LAUNCHES + 5)
+    model = with_lora.unload()
     lengths = gpu_budgets.LENGTHS
     peaks = []
     for length in lengths:

@@ -65,6 +65,11 @@ class _Kind(NamedTuple):
 _FAILURES: dict[_Kind, str] = {}
 
 
+def failures() -> list[str]:
+    """What is wrong with kernels that this process has checked."""
+    return [failure for failure in _FAILURES.values() if failure]
+
+
 def why_no_kernel(form: Format, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why no Triton kernel multiplies rows of a dtype by matrices of these sizes, as a sentence; None if one can."""
     return _why_no_kernel(form.key, f"{sizes[0]} {sizes[1]}", dtype, device)

@@ -6,6 +6,7 @@ these as long as the process lives. Nothing is checked during the capture of a C
 before.
 """
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -33,9 +34,13 @@ def is_right(kind: tuple, compute: Callable[..., torch.Tensor], *given: Any) -> 
     kind = (*kind, device)
     if kind not in _FAILURES:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            _tell_of_capture(kind[0], device)
             return False
         with log_if_slow("llamoe: checking a kernel for few rows, once in this process"):
-            _FAILURES[kind] = failure = _find_difference(compute, given, device)
+            failure = _find_difference(compute, given, device)
+        if failure is None:
+            return False
+        _FAILURES[kind] = failure
         if failure:
             logger.warning(
                 "llamoe does not use its kernel %s for few rows on %s: %s. torch's calls take its place.",
@@ -46,24 +51,40 @@ def is_right(kind: tuple, compute: Callable[..., torch.Tensor], *given: Any) -> 
     return not _FAILURES[kind]
 
 
+def failures() -> list[str]:
+    """What is wrong with kernels that this process has checked."""
+    return [failure for failure in _FAILURES.values() if failure]
+
+
+@functools.cache
+def _tell_of_capture(name: str, device: torch.device) -> None:
+    logger.info(
+        "llamoe: a CUDA graph is captured on %s before the kernel %s for few rows was checked, so it is not used in "
+        "it. One pass of few tokens before capturing has it checked.",
+        device,
+        name,
+    )
+
+
 @torch.no_grad()
-def _find_difference(compute: Callable[..., torch.Tensor], given: tuple, device: torch.device) -> str:
+def _find_difference(compute: Callable[..., torch.Tensor], given: tuple, device: torch.device) -> str | None:
+    """How a kernel differs from its formula, or fails; None if that cannot be told now."""
     generator = torch.Generator(device).manual_seed(1)
 
     def drawn(each: Any) -> Any:
         # New adapters are zeros, and with those anything would be right.
         if not isinstance(each, torch.Tensor) or not each.is_floating_point():
             return each
-        numbers = torch.randn(each.shape, device=device, generator=generator)
-        return torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device).copy_(numbers)
+        empty = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
+        return empty.normal_(generator=generator)
 
-    arguments = tree_map(drawn, given)
     try:
+        arguments = tree_map(drawn, given)
         found = compute(*arguments)
         wanted, allowed = FORMULAS[compute.__name__](*arguments)
     except torch.OutOfMemoryError:
         # It says nothing of the kernel, and later there may be room.
-        raise
+        return None
     # Compilers, assemblers and drivers raise errors of their own kinds, and a model must run without them.
     except Exception as error:
         lines = str(error).strip().splitlines()
@@ -102,16 +123,17 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tens
 def _thin(x_NI: torch.Tensor, factors: Any, ids_N: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     found, spread = [], []
     for a in factors:
-        x, a = x_NI.to(a.dtype).double(), a.double()
-        for numbers, into in ((x * 1, found), (x.square(), spread)):
-            factor = a if into is found else a.square()
-            if ids_N is None:
-                into.append(numbers @ factor.T)
-            else:
-                exists_N = (ids_N >= 0) & (ids_N < len(a))
-                of_rows = factor[torch.where(exists_N, ids_N, 0)]
-                products = (of_rows @ numbers[..., None])[..., 0]
-                into.append(torch.where(exists_N[:, None], products, 0.0))
+        x_NI1, exists_N1 = (
+            x_NI.to(a.dtype).double()[..., None],
+            torch.ones_like(x_NI[:, :1], dtype=torch.bool),
+        )
+        if ids_N is None:
+            a_NrI = a.double().expand(len(x_NI), -1, -1)
+        else:
+            exists_N1 = ((ids_N >= 0) & (ids_N < len(a)))[:, None]
+            a_NrI = a[torch.where(exists_N1[:, 0], ids_N, 0)].double()
+        found.append(torch.where(exists_N1, (a_NrI @ x_NI1)[..., 0], 0.0))
+        spread.append(torch.where(exists_N1, (a_NrI.square() @ x_NI1.square())[..., 0], 0.0))
     return torch.cat(found, 1), 4 * _STEP * x_NI.shape[1] ** 0.5 * torch.cat(spread, 1).sqrt() + _STEP
 
 
@@ -122,7 +144,7 @@ def _update(rows: Any, dtype: torch.dtype, ids_N: torch.Tensor | None) -> tuple[
         return total, allowed
     expert_N = torch.zeros(len(total), dtype=torch.long, device=total.device) if ids_N is None else ids_N
     exists_N = (expert_N >= 0) & (expert_N < len(rows.b))
-    b_NOr = rows.b.double()[torch.where(exists_N, expert_N, 0)]
+    b_NOr = rows.b[torch.where(exists_N, expert_N, 0)].double()
     thin_Nr1 = rows.thin.double()[..., None]
     y = total + rows.scale * (b_NOr @ thin_Nr1)[..., 0]
     sums = abs(rows.scale) * (b_NOr.abs() @ thin_Nr1.abs())[..., 0]

@@ -4,7 +4,14 @@ Their numbers are proven by `interpreted_layer`, which `test_under_the_interpret
 """
 
 import pytest
+import torch
+from peft import get_peft_model
+from support import decoding
 from support.gpu_compiler import SHARED, compile_kernel
+from support.models import max_abs
+
+import llamoe
+from llamoe.modeling.kernels import gpu_layer, gpu_layer_check
 
 ROWS = ("gate", "up")
 # Of a Scout: 40 and 8 heads of 128, adapters of rank 8, sums in eight splits, and experts' factors in bfloat16.
@@ -91,3 +98,48 @@ def test_kernels_compile(monkeypatch, tmp_path, capability):
         assert usage["STACK"] == 0 and compiled.metadata.shared <= 4096, (name, usage)
         if kernel in ("rms_norm_kernel", "thin_kernel"):
             assert "ld.global.v4.b32" in compiled.asm["ptx"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "make", [decoding.dense, decoding.mixtral, decoding.text], ids=lambda make: make.__name__
+)
+@torch.no_grad()
+def test_tokens_with_adapters_on_a_gpu(make, dtype, monkeypatch):
+    """As near to float32 as modules are; the host waits for nothing, and a captured graph gives the same."""
+    model = make()
+    model = get_peft_model(model, llamoe.lora_config(model, r=8)).eval()
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.normal_(std=0.05)
+    tokens = torch.randint(3, 101, (2, 1), device="cuda")
+    truth = model.cuda()(tokens).logits
+    model = model.to(dtype)
+    with monkeypatch.context() as patched:
+        patched.setattr(gpu_layer, "is_on_gpu", lambda x: False)
+        plain = model(tokens).logits
+    launched = []
+    monkeypatch.setattr(
+        gpu_layer,
+        "launch",
+        lambda name, *args, launch=gpu_layer.launch, **kwargs: (
+            launched.append(name),
+            launch(name, *args, **kwargs),
+        ),
+    )
+    found = model(tokens).logits
+    assert {"thin_kernel", "update_kernel", "gate_kernel", "rotate_kernel"} <= set(launched)
+    assert gpu_layer_check.failures() == []
+    assert max_abs(found, truth) <= 1.5 * max_abs(plain, truth) + 1e-4
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert torch.equal(model(tokens).logits, found)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = model(tokens).logits
+    graph.replay()
+    assert torch.equal(captured, found)
