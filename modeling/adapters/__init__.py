@@ -2,8 +2,8 @@
 
 Reading order: files, expert_layout, stack_targets (which parameters an adapter means), fitting, loading, adapted_parts
 (which LoRA adapts), row_names (which row gets which adapter), expert_begin (how factors of experts begin), expert_lora
-and router_lora (how they adapt), for_kernels (the same for compiled kernels), packed_weights (what peft may do beside
-them), when_imported, peft_registration.
+and router_lora (how they adapt), when_imported, for_kernels (the same for kernels), packed_weights (what peft may do
+beside them), peft_registration.
 """
 
 from .adapted_parts import lora_config

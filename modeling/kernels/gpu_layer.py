@@ -4,13 +4,15 @@ A step of decoding is bound by launches where weights are few or packed: torch l
 and keys, and with an adapter, as peft computes it, six more for each linear layer. Here both are one or two. Each
 function says None where its kernel does not serve: on other devices, with gradients, while a compiler or a tracer
 records, for dtypes that it does not know, and where it was found wrong or cannot be compiled (`gpu_layer_check`). The
-caller then computes what the kernel would have computed.
+caller then computes what the kernel would have computed. `LLAMOE_GPU_SHORTCUTS=0` in the environment, read when llamoe
+is imported, turns all of them off.
 
 Shapes: N rows, O outputs, I inputs, r rank, S splits of a sum, E experts, D head_dim, B batch, T tokens.
 """
 
 import contextlib
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ from .limits import TRITON_UNSORTED_MAX_ROWS
 from .packed_rows import why_no_gpu_kernel
 from .tracing import is_recorded
 
+_ARE_ON = os.environ.get("LLAMOE_GPU_SHORTCUTS", "1") != "0"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Of registers: an adapter of a higher rank is called as a module.
 _MAX_RANK = 256
@@ -70,7 +73,7 @@ def takes_few_rows(x: torch.Tensor, size: int = 0) -> bool:
 
 @functools.cache
 def _serves(device: torch.device) -> bool:
-    return why_no_gpu_kernel(device) is None
+    return _ARE_ON and why_no_gpu_kernel(device) is None
 
 
 def is_on_gpu(x: torch.Tensor) -> bool:

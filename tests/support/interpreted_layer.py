@@ -353,6 +353,18 @@ def test_experts_with_adapters(launched, act):
         assert max_abs(found[row], expected) < 2e-5 * expected.abs().max()
 
 
+def test_they_can_be_turned_off(launched, monkeypatch):
+    norm, x = RMSNorm(52).to(BF16), torch.randn(3, 52).to(BF16)
+    with torch.no_grad():
+        for is_on in (True, False):
+            monkeypatch.setattr(gpu_layer, "_ARE_ON", is_on)
+            gpu_layer._serves.cache_clear()
+            norm(x)
+            assert bool(launched) == is_on
+            launched.clear()
+    gpu_layer._serves.cache_clear()
+
+
 @pytest.mark.parametrize("fault", ["wrong", "raises"])
 @torch.no_grad()
 def test_a_kernel_that_is_wrong_is_not_used(launched, fault, monkeypatch, caplog):
