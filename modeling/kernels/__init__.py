@@ -42,6 +42,7 @@ from .float32_blocks import (
     rows_of_torch,
 )
 from .gpu_layer import (
+    GPU_SHORTCUTS_ARE_ON,
     Rows,
     Turn,
     apply_gated,

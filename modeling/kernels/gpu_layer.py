@@ -28,7 +28,9 @@ from .limits import TRITON_UNSORTED_MAX_ROWS
 from .packed_rows import why_no_gpu_kernel
 from .tracing import is_recorded
 
-_ARE_ON = os.environ.get("LLAMOE_GPU_SHORTCUTS", "1") != "0"
+GPU_SHORTCUTS_ARE_ON = os.environ.get("LLAMOE_GPU_SHORTCUTS", "1") != "0"
+"""Whether these kernels may be used at all."""
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Of registers: an adapter of a higher rank is called as a module.
 _MAX_RANK = 256
@@ -73,7 +75,7 @@ def takes_few_rows(x: torch.Tensor, size: int = 0) -> bool:
 
 @functools.cache
 def _serves(device: torch.device) -> bool:
-    return _ARE_ON and why_no_gpu_kernel(device) is None
+    return GPU_SHORTCUTS_ARE_ON and why_no_gpu_kernel(device) is None
 
 
 def is_on_gpu(x: torch.Tensor) -> bool:

@@ -357,7 +357,7 @@ def test_they_can_be_turned_off(launched, monkeypatch):
     norm, x = RMSNorm(52).to(BF16), torch.randn(3, 52).to(BF16)
     with torch.no_grad():
         for is_on in (True, False):
-            monkeypatch.setattr(gpu_layer, "_ARE_ON", is_on)
+            monkeypatch.setattr(gpu_layer, "GPU_SHORTCUTS_ARE_ON", is_on)
             gpu_layer._serves.cache_clear()
             norm(x)
             assert bool(launched) == is_on
