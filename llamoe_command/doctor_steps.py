@@ -321,13 +321,15 @@ def _few_bits_on_gpu(device: torch.device, unpacked: str) -> Step:
 
 
 def _between_products_on_gpu(device: torch.device) -> Step:
-    name, step, served_by = str(device), "norms, rotation and LoRA of few rows", "torch's and peft's calls"
+    name, step, served_by = str(device), "norms, rotation, LoRA", "torch's and peft's calls"
     if not GPU_SHORTCUTS_ARE_ON:
         why = "LLAMOE_GPU_SHORTCUTS=0 turns llamoe's kernels off"
         return Step(name, step, served_by, why, "unset LLAMOE_GPU_SHORTCUTS")
     if reason := why_no_gpu_kernel(device):
         return Step(name, step, served_by, reason)
-    return Step(name, step, f"llamoe's Triton kernels in inference, up to {TRITON_UNSORTED_MAX_ROWS} rows")
+    return Step(
+        name, step, f"llamoe's Triton kernels in inference; LoRA of up to {TRITON_UNSORTED_MAX_ROWS} rows"
+    )
 
 
 def advice_on_steps(steps: list[Step]) -> list[str]:

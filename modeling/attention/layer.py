@@ -20,7 +20,7 @@ from transformers import Cache, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import PAGED_CACHE, fill_paged_cache
-from ..kernels import Turn, apply_linears, are_single_queries, computes, is_own_forward, turn_few_rows
+from ..kernels import Turn, apply_linears, are_single_queries, computes, is_own_forward, turn_on_gpu
 from ..layers import L2Norm, rotary_tables, rotate
 from .forms import attend_in_form
 from .implementation import implementation_on
@@ -213,7 +213,7 @@ class Attention(nn.Module):
                 None if self.qk_norm is None else self.qk_norm.eps,
                 (position_ids, self.config) if self.use_temperature_tuning else None,
             )
-            both = turn_few_rows(query, key, turn)
+            both = turn_on_gpu(query, key, turn)
             if both is not None:
                 return both.split_with_sizes(heads, dim=2)
         if self.use_rope or self.qk_norm is not None:

@@ -48,10 +48,10 @@ from .gpu_layer import (
     apply_gated,
     apply_linears,
     gate_rows,
-    norm_of_few_rows,
+    rms_norm_on_gpu,
     takes_few_rows,
     thin_rows,
-    turn_few_rows,
+    turn_on_gpu,
     update_rows,
 )
 from .known_modules import adapts, computes, is_own_forward

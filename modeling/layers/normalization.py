@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..kernels import computes, norm_of_few_rows
+from ..kernels import computes, rms_norm_on_gpu
 
 
 def rms_normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -45,7 +45,7 @@ class RMSNorm(nn.Module):
         """Normalize `[..., D]`; the dtype is kept unless the weight's is wider."""
         if hidden_states.dtype == self.weight.dtype == torch.float32:
             return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
-        if (found := norm_of_few_rows(hidden_states, self.weight, self.eps)) is not None:
+        if (found := rms_norm_on_gpu(hidden_states, self.weight, self.eps)) is not None:
             return found
         return rms_normalize(hidden_states, self.eps) * self.weight
 
