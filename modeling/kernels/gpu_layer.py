@@ -59,9 +59,10 @@ def takes_few_rows(x: torch.Tensor, size: int = 0) -> bool:
     return (
         is_on_gpu(x)
         and not torch.is_grad_enabled()
+        # Before sizes are compared, which would add guards, or limit an exported program to few rows.
+        and not is_recorded(x)
         and x.dtype in _DTYPES
         and 0 < x.numel() <= TRITON_UNSORTED_MAX_ROWS * (size or x.shape[-1])
-        and not is_recorded(x)
         and not torch.is_autocast_enabled("cuda")
         and not torch_modes_active()
         and _serves(x.device)

@@ -23,7 +23,7 @@ import llamoe
 from llamoe.modeling.attention.layer import Attention, _scores_by_one_call
 from llamoe.modeling.formats import Int4, Int8, gpu_kernels
 from llamoe.modeling.kernels import decode, gate_rows, gpu_layer, gpu_layer_check, packed_rows
-from llamoe.modeling.layers import L2Norm, RMSNorm, RotaryEmbedding, rotary_tables
+from llamoe.modeling.layers import FeedForward, L2Norm, RMSNorm, RotaryEmbedding, rotary_tables
 from llamoe.modeling.moe import Experts, LowRank, dispatch, few_rows
 from llamoe.modeling.moe import experts as moe_experts
 from llamoe.modeling.quantization import QuantizedLinear
@@ -101,6 +101,17 @@ def test_norm(launched, dtype, size):
     )
     # Strided rows.
     assert torch.equal(norm(x.transpose(0, 1)), found.transpose(0, 1)) and len(launched) == 1
+
+
+@torch.no_grad()
+def test_exported_programs_serve_all_lengths(launched):
+    """Sizes are not compared while something records: a program would hold for few rows alone."""
+    layers = nn.Sequential(RMSNorm(52), FeedForward(52, 36, "silu")).to(BF16)
+    length = torch.export.Dim("length", min=2, max=99)
+    shapes = dict(dynamic_shapes=({0: length},))
+    program = torch.export.export(layers, (torch.randn(5, 52).to(BF16),), **shapes, strict=True)
+    x = torch.randn(90, 52).to(BF16)
+    assert torch.equal(program.module()(x), layers(x)) and launched == []
 
 
 @contextlib.contextmanager
