@@ -213,6 +213,29 @@ def test_queries_and_keys(launched, rows, use_rope, has_norm, is_tuned, is_inter
             assert (one == other).float().mean() > 0.98 or dtype == FP32
 
 
+@torch.no_grad()
+def test_other_norms_of_heads_are_called(launched):
+    """One with a weight, or of a subclass; where there is nothing to do, nothing is launched."""
+
+    class Doubled(L2Norm):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    config = decoding.text(num_hidden_layers=1, floor_scale=3).config
+    attention, positions = Attention(config, 0), torch.arange(3)[None]
+    query, key = torch.randn(1, 3, 6, 80), torch.randn(1, 3, 3, 80)
+    tables = rotary_tables(*RotaryEmbedding(config)(query, positions), config.rope_interleave)
+    norm = RMSNorm(80)
+    norm.weight.normal_()
+    for attention.qk_norm in (norm, Doubled()):
+        given = query, key, tables, positions
+        with without_kernels():
+            expected = attention._turn(*given)
+        assert all(map(torch.equal, attention._turn(*given), expected)) and launched == []
+    attention.qk_norm, attention.use_rope, attention.use_temperature_tuning = None, False, False
+    assert attention._turn(query, key, tables, positions) == (query, key) and launched == []
+
+
 class Layers(nn.Module):
     """Three layers that are given the same rows, one with a bias."""
 
@@ -407,9 +430,15 @@ def test_nothing_is_checked_during_a_capture(launched, monkeypatch):
 
 
 @pytest.mark.parametrize(("mask_size", "groups"), [(None, 3), (1, 1), (2, 4)])
-def test_scores_by_one_call(mask_size, groups):
+def test_scores_by_one_call(mask_size, groups, monkeypatch):
     """Against the formula, with and without a mask of each row."""
     query, key = torch.randn(2, 3, groups, 20), torch.randn(2, 3, 11, 20)
     mask = None if mask_size is None else torch.randn(mask_size, 1, 1, 11)
     expected = query @ key.transpose(2, 3) * 0.3 + (0 if mask is None else mask)
+    assert max_abs(_scores_by_one_call(query, key, mask, 0.3), expected) < 1e-6
+    # As inductor computes it on a GPU, a factor of zero included.
+    monkeypatch.setattr(torch, "baddbmm", lambda c, a, b, beta, alpha: beta * c + alpha * (a @ b))
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda x, *size: x.new_full(size, torch.nan), raising=False
+    )
     assert max_abs(_scores_by_one_call(query, key, mask, 0.3), expected) < 1e-6
