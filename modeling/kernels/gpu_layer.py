@@ -91,6 +91,8 @@ def norm_of_few_rows(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch
         or weight.dtype != x.dtype
         or not is_ordinary(weight)
         or weight.device != x.device
+        or weight.shape != x.shape[-1:]
+        or not weight.is_contiguous()
     ):
         return None
     x, kind = x.contiguous(), ("norm", x.dtype, x.shape[-1])
@@ -290,7 +292,13 @@ def _thin(x_NI: torch.Tensor, factors: Sequence[torch.Tensor], ids_N: torch.Tens
 
 def apply_linears(linears: Sequence[nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
     """`[linear(x) for linear in linears]` of up to three layers, for any number of rows."""
-    found = _rows(linears, x)
+    return _finished(_rows(linears, x), linears, x)
+
+
+def _finished(
+    found: Sequence[Rows] | None, linears: Sequence[nn.Module], x: torch.Tensor
+) -> list[torch.Tensor]:
+    """Each layer's outputs. What was called is not called again: something may watch it."""
     finished = [update_rows(each, x.dtype) for each in found or ()]
     return [
         apply_linear(linear, x) if y_NO is None else y_NO.view(*x.shape[:-1], -1)
@@ -304,7 +312,7 @@ def apply_gated(gate: nn.Module, up: nn.Module, act_fn: nn.Module, x: torch.Tens
     y_NO = None if found is None else gate_rows(*found, x.dtype)
     if y_NO is not None:
         return y_NO.view(*x.shape[:-1], -1)
-    return apply_gate(act_fn, apply_linear(gate, x), apply_linear(up, x))
+    return apply_gate(act_fn, *_finished(found, (gate, up), x))
 
 
 def update_rows(rows: Rows, dtype: torch.dtype, ids_N: torch.Tensor | None = None) -> torch.Tensor | None:

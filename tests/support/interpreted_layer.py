@@ -101,6 +101,10 @@ def test_norm(launched, dtype, size):
     )
     # Strided rows.
     assert torch.equal(norm(x.transpose(0, 1)), found.transpose(0, 1)) and len(launched) == 1
+    norm.weight = nn.Parameter(torch.stack((norm.weight, -norm.weight), 1)[:, 0])
+    assert torch.equal(norm(x), found) and len(launched) == 1
+    with pytest.raises(RuntimeError, match="must match the size"):
+        RMSNorm(size + 1).to(dtype)(x)
 
 
 @torch.no_grad()
@@ -413,6 +417,28 @@ def test_a_kernel_that_is_wrong_is_not_used(launched, fault, monkeypatch, caplog
     assert len(told) == 2 and all("does not use its kernel" in each for each in told)
     assert "ptxas fatal." in told[0] if fault == "raises" else "1 of 156 numbers are wrong" in told[0]
     assert not torch.equal(torch.random.get_rng_state(), state)
+
+
+@torch.no_grad()
+def test_what_is_watched_is_called_once(launched, monkeypatch):
+    """Also where the kernel that gates is wrong."""
+    layers = adapted_layers(Layers((40, 40, 40)), target_modules=["q_proj"])
+    gate, up = layers.base_model.model.q_proj, layers.base_model.model.k_proj
+    calls, silu, x = [], ACT2FN["silu"], torch.randn(2, 52)
+    up.register_forward_hook(lambda *_: calls.append(up))
+    monkeypatch.setattr(gpu_layer, "gate_rows", lambda *_: None)
+    found = gpu_layer.apply_gated(gate, up, silu, x)
+    assert len(calls) == 1 and max_abs(found, silu(gate(x)) * up(x)) < 1e-5
+
+
+@torch.no_grad()
+def test_what_float16_cannot_hold_is_no_fault(launched):
+    """Under a large scale random factors give infinity, as they should."""
+    one, other = (
+        gpu_layer.Rows(torch.randn(1, 3, 200).half(), torch.randn(3, 5), torch.randn(1, 200, 5), 256.0)
+        for _ in range(2)
+    )
+    assert gate_rows(one, other, FP16) is not None and gpu_layer_check.failures() == []
 
 
 def test_nothing_is_checked_during_a_capture(launched, monkeypatch):
