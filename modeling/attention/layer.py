@@ -73,10 +73,10 @@ def _scores_by_one_call(
     A GPU takes one launch in the place of three.
     """
     shape = *query.shape[:3], key.shape[2]
-    # With a factor of zero nothing is read.
-    added = query.new_empty(1) if mask is None else mask.expand(*shape[:2], *mask.shape[2:]).flatten(0, 1)
+    # With a factor of zero nothing is read, but compilers may multiply by it: what is added must be numbers.
+    added = query[..., :1] if mask is None else mask.expand(*shape[:2], *mask.shape[2:])
     scores = torch.baddbmm(
-        added,
+        added.flatten(0, 1),
         query.flatten(0, 1),
         key.flatten(0, 1).transpose(1, 2),
         beta=float(mask is not None),
@@ -206,7 +206,9 @@ class Attention(nn.Module):
         if self.use_rope and position_embeddings[0].ndim == 3:
             position_embeddings = rotary_tables(*position_embeddings, self.rope_interleave)
         heads = query.shape[2], key.shape[2]
-        if self.qk_norm is None or is_own_forward(self.qk_norm):
+        is_turned = self.use_rope or self.qk_norm is not None or self.use_temperature_tuning
+        has_known_norm = isinstance(self.qk_norm, L2Norm) and is_own_forward(self.qk_norm)
+        if is_turned and (self.qk_norm is None or has_known_norm):
             turn = Turn(
                 position_embeddings if self.use_rope else (),
                 self.rope_interleave,

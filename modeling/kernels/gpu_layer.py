@@ -101,7 +101,12 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 def rms_norm_on_gpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
     """`x / sqrt(mean(x ** 2) + eps)`, rounded to the dtype of both, times the weight; of any number of rows."""
-    if not _takes_rows(x) or weight.dtype != x.dtype or not is_ordinary(weight) or weight.device != x.device:
+    if (
+        not _takes_rows(x)
+        or not is_ordinary(weight)
+        or (weight.dtype, weight.device, weight.shape) != (x.dtype, x.device, x.shape[-1:])
+        or not weight.is_contiguous()
+    ):
         return None
     x, size = x.contiguous(), x.shape[-1]
     if not is_right(("norm", x.dtype, size), _norm, x.view(-1, size)[:_CHECKED], weight, eps):
@@ -220,31 +225,27 @@ def _rows(linears: Sequence[nn.Module], x: torch.Tensor, is_gated: bool = False)
     if not takes_few_rows(x):
         return None
     found = [unadapted(linear) for linear in linears]
-    adapters = [each[0] if len(each) == 1 and _takes(each[0], x) else None for _, each in found]
-    # One launch multiplies rows by factors of one dtype and layout.
-    first = next((each.a for each in adapters if each is not None), None)
-    x_NI, factors = x.reshape(-1, x.shape[-1]).contiguous(), []
-    for place, adapter in enumerate(adapters):
-        if adapter is not None and first is not None and adapter.a.dtype == first.dtype:
-            factors.append(adapter.a)
-        else:
-            adapters[place] = None
-    has_parts = [hasattr(type(base), "parts_of_product") and not each for base, each in found]
-    if not factors and not (is_gated and all(has_parts)):
+    adapters = [others[0] if len(others) == 1 and _takes(others[0], x) else None for _, others in found]
+    factors = [adapter.a for adapter in adapters if adapter is not None]
+    if not factors and not (is_gated and all(hasattr(type(each), "parts_of_product") for each in linears)):
         return None
-    thin = thin_rows(x_NI, factors) if factors else None
+    # One launch reads all factors as one dtype.
+    is_mixed = len({factor.dtype for factor in factors}) > 1
+    x_NI = x.reshape(-1, x.shape[-1]).contiguous()
+    thin = thin_rows(x_NI, factors) if factors and not is_mixed else None
     if factors and thin is None:
         return None
     rows, begin = [], 0
-    for linear, (base, others), adapter in zip(linears, found, adapters, strict=True):
+    for linear, (base, _), adapter in zip(linears, found, adapters, strict=True):
+        layer = linear if adapter is None else base
+        parts = _parts(layer, x_NI) if is_gated or adapter is not None else None
+        parts = layer(x).reshape(1, len(x_NI), -1) if parts is None else parts
         if adapter is None or thin is None:
-            parts = None if others or not is_gated else _parts(linear, x_NI)
-            rows.append(Rows(linear(x).reshape(1, len(x_NI), -1) if parts is None else parts))
-            continue
-        parts, end = _parts(base, x_NI), begin + len(adapter.a)
-        parts = base(x).reshape(1, len(x_NI), -1) if parts is None else parts
-        rows.append(Rows(parts, thin[:, begin:end], adapter.b[None], float(adapter.scale)))
-        begin = end
+            rows.append(Rows(parts))
+        else:
+            end = begin + len(adapter.a)
+            rows.append(Rows(parts, thin[:, begin:end], adapter.b[None], float(adapter.scale)))
+            begin = end
     return rows
 
 
@@ -301,7 +302,13 @@ def _thin(x_NI: torch.Tensor, factors: Sequence[torch.Tensor], ids_N: torch.Tens
 
 def apply_linears(linears: Sequence[nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
     """`[linear(x) for linear in linears]` of up to three layers, for any number of rows."""
-    found = _rows(linears, x)
+    return _finished(_rows(linears, x), linears, x)
+
+
+def _finished(
+    found: Sequence[Rows] | None, linears: Sequence[nn.Module], x: torch.Tensor
+) -> list[torch.Tensor]:
+    """Each layer's outputs. What was called is not called again: something may watch it."""
     finished = [update_rows(each, x.dtype) for each in found or ()]
     return [
         apply_linear(linear, x) if y_NO is None else y_NO.view(*x.shape[:-1], -1)
@@ -315,13 +322,16 @@ def apply_gated(gate: nn.Module, up: nn.Module, act_fn: nn.Module, x: torch.Tens
     y_NO = None if found is None else gate_rows(*found, x.dtype)
     if y_NO is not None:
         return y_NO.view(*x.shape[:-1], -1)
-    return apply_gate(act_fn, apply_linear(gate, x), apply_linear(up, x))
+    return apply_gate(act_fn, *_finished(found, (gate, up), x))
 
 
 def update_rows(rows: Rows, dtype: torch.dtype, ids_N: torch.Tensor | None = None) -> torch.Tensor | None:
     """`[N, O]`: the products with their updates; `ids_N` has the expert of each row, if there are experts."""
-    if rows.thin is None and len(rows.parts) == 1:
-        return rows.parts[0]
+    if len(rows.parts) == 1:
+        # As the layer gave it.
+        dtype = rows.parts.dtype
+        if rows.thin is None:
+            return rows.parts[0]
     kind = ("update", dtype, *_kind(rows), ids_N is None)
     given = rows, dtype, ids_N
     return _update(*given) if is_right(kind, _update, *given) else None
@@ -351,6 +361,8 @@ def gate_rows(
     gate: Rows, up: Rows, dtype: torch.dtype, ids_N: torch.Tensor | None = None
 ) -> torch.Tensor | None:
     """`[N, O]`: `silu(gate) * up` of both with their updates."""
+    if any(len(each.parts) == 1 and each.parts.dtype != dtype for each in (gate, up)):
+        return None
     kind = ("gate", dtype, *_kind(gate), *_kind(up), ids_N is None)
     given = gate, up, dtype, ids_N
     return _gate(*given) if is_right(kind, _gate, *given) else None

@@ -212,7 +212,8 @@ def rotate_kernel(
         first = _round(first / root, dtype).to(tl.float32)
         second = _round(second / root, dtype).to(tl.float32)
     if TUNES:
-        steps = tl.floor((tl.load(positions_ptr + position).to(tl.float32) + 1.0) / floor_scale)
+        # A quotient that is not rounded may fall below the whole number that it is.
+        steps = tl.floor(tl.div_rn(tl.load(positions_ptr + position).to(tl.float32) + 1.0, floor_scale))
         factor = tl.log(1.0 + tl.maximum(steps, 0.0)) * attn_scale + 1.0
         factor = tl.where(head < HEADS, factor, 1.0)
         first = first * factor

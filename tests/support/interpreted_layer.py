@@ -99,6 +99,10 @@ def test_norm(launched, dtype, size):
     assert torch.equal(norm(x.expand(11, 2, 3, size)), found.expand(11, 2, 3, size)) and len(launched) == 1
     # Strided rows.
     assert torch.equal(norm(x.transpose(0, 1)), found.transpose(0, 1)) and len(launched) == 2
+    norm.weight = nn.Parameter(torch.stack((norm.weight, -norm.weight), 1)[:, 0])
+    assert torch.equal(norm(x), found) and len(launched) == 2
+    with pytest.raises(RuntimeError, match="must match the size"):
+        RMSNorm(size + 1).to(dtype)(x)
 
 
 @torch.no_grad()
@@ -213,6 +217,29 @@ def test_queries_and_keys(launched, rows, use_rope, has_norm, is_tuned, is_inter
             assert (one == other).float().mean() > 0.98 or dtype == FP32
 
 
+@torch.no_grad()
+def test_other_norms_of_heads_are_called(launched):
+    """One with a weight, or of a subclass; where there is nothing to do, nothing is launched."""
+
+    class Doubled(L2Norm):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    config = decoding.text(num_hidden_layers=1, floor_scale=3).config
+    attention, positions = Attention(config, 0), torch.arange(3)[None]
+    query, key = torch.randn(1, 3, 6, 80), torch.randn(1, 3, 3, 80)
+    tables = rotary_tables(*RotaryEmbedding(config)(query, positions), config.rope_interleave)
+    norm = RMSNorm(80)
+    norm.weight.normal_()
+    for attention.qk_norm in (norm, Doubled()):
+        given = query, key, tables, positions
+        with without_kernels():
+            expected = attention._turn(*given)
+        assert all(map(torch.equal, attention._turn(*given), expected)) and launched == []
+    attention.qk_norm, attention.use_rope, attention.use_temperature_tuning = None, False, False
+    assert attention._turn(query, key, tables, positions) == (query, key) and launched == []
+
+
 class Layers(nn.Module):
     """Three layers that are given the same rows, one with a bias."""
 
@@ -289,6 +316,10 @@ def test_what_the_kernels_do_not_add_is_called(launched):
     compare(adapted_layers(Layers(), use_dora=True), x, launched, [], 0)
     layers = adapted_layers(Layers(), lora_dropout=0.5)
     compare(layers, x, launched, [*one, "update_kernel"], 1e-6)
+    layers.base_model.model.q_proj.lora_A.to(BF16)
+    layers.base_model.model.q_proj.lora_B.to(BF16)
+    compare(layers, x, launched, [], 0)
+    layers.base_model.model.q_proj.to(FP32)
     layers.base_model.model.v_proj.train()
     linears = [layers.base_model.model.get_submodule(name) for name in ("q_proj", "v_proj")]
     launched.clear()
@@ -404,6 +435,28 @@ def test_a_kernel_that_is_wrong_is_not_used(launched, fault, monkeypatch, caplog
     assert not torch.equal(torch.random.get_rng_state(), state)
 
 
+@torch.no_grad()
+def test_what_is_watched_is_called_once(launched, monkeypatch):
+    """Also where the kernel that gates is wrong."""
+    layers = adapted_layers(Layers((40, 40, 40)), target_modules=["q_proj"])
+    gate, up = layers.base_model.model.q_proj, layers.base_model.model.k_proj
+    calls, silu, x = [], ACT2FN["silu"], torch.randn(2, 52)
+    up.register_forward_hook(lambda *_: calls.append(up))
+    monkeypatch.setattr(gpu_layer, "gate_rows", lambda *_: None)
+    found = gpu_layer.apply_gated(gate, up, silu, x)
+    assert len(calls) == 1 and max_abs(found, silu(gate(x)) * up(x)) < 1e-5
+
+
+@torch.no_grad()
+def test_what_float16_cannot_hold_is_no_fault(launched):
+    """Under a large scale random factors give infinity, as they should."""
+    one, other = (
+        gpu_layer.Rows(torch.randn(1, 3, 200).half(), torch.randn(3, 5), torch.randn(1, 200, 5), 256.0)
+        for _ in range(2)
+    )
+    assert gate_rows(one, other, FP16) is not None and gpu_layer_check.failures() == []
+
+
 def test_nothing_is_checked_during_a_capture(launched, monkeypatch):
     """Only of a CUDA device is that asked: what was checked before serves."""
     kind, given = (
@@ -419,9 +472,15 @@ def test_nothing_is_checked_during_a_capture(launched, monkeypatch):
 
 
 @pytest.mark.parametrize(("mask_size", "groups"), [(None, 3), (1, 1), (2, 4)])
-def test_scores_by_one_call(mask_size, groups):
+def test_scores_by_one_call(mask_size, groups, monkeypatch):
     """Against the formula, with and without a mask of each row."""
     query, key = torch.randn(2, 3, groups, 20), torch.randn(2, 3, 11, 20)
     mask = None if mask_size is None else torch.randn(mask_size, 1, 1, 11)
     expected = query @ key.transpose(2, 3) * 0.3 + (0 if mask is None else mask)
+    assert max_abs(_scores_by_one_call(query, key, mask, 0.3), expected) < 1e-6
+    # As inductor computes it on a GPU, a factor of zero included.
+    monkeypatch.setattr(torch, "baddbmm", lambda c, a, b, beta, alpha: beta * c + alpha * (a @ b))
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda x, *size: x.new_full(size, torch.nan), raising=False
+    )
     assert max_abs(_scores_by_one_call(query, key, mask, 0.3), expected) < 1e-6
