@@ -1,9 +1,9 @@
 """Whether the kernels of `gpu_layer` are right on a device, before their first use there.
 
 A kernel cannot be known to be right where it never ran. So it is launched on random numbers of the shapes, strides and
-dtypes at hand, and each result is compared with its formula in float64. One that fails or is wrong is not used for
-these as long as the process lives. Nothing is checked during the capture of a CUDA graph, which holds what was checked
-before.
+dtypes at hand, with factors that show, and each result is compared with its formula in float64. One that fails or is
+wrong is not used for these as long as the process lives. Nothing is checked during the capture of a CUDA graph, which
+holds what was checked before.
 """
 
 import functools
@@ -72,6 +72,9 @@ def _find_difference(compute: Callable[..., torch.Tensor], given: tuple, device:
     generator = torch.Generator(device).manual_seed(1)
 
     def drawn(each: Any) -> Any:
+        if isinstance(each, float):
+            # An eps is too small to be seen, a temperature of early positions is one, a large scale leaves float16.
+            return 1.5
         # New adapters are zeros, and with those anything would be right.
         if not isinstance(each, torch.Tensor) or not each.is_floating_point():
             return each
@@ -90,8 +93,7 @@ def _find_difference(compute: Callable[..., torch.Tensor], given: tuple, device:
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
     difference = (found.double() - wanted).abs()
-    # What float16 cannot hold tells nothing: scales of adapters are given, however large.
-    is_wrong = ~(difference <= allowed) & (wanted.abs() + allowed <= torch.finfo(found.dtype).max)
+    is_wrong = ~(difference <= allowed)
     if not is_wrong.any():
         return ""
     excess = torch.where(is_wrong, difference - allowed, -torch.inf).nan_to_num(torch.inf)

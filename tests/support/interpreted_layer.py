@@ -448,8 +448,26 @@ def test_what_is_watched_is_called_once(launched, monkeypatch):
 
 
 @torch.no_grad()
-def test_what_float16_cannot_hold_is_no_fault(launched):
-    """Under a large scale random factors give infinity, as they should."""
+def test_numbers_that_change_little_are_checked(launched, monkeypatch):
+    """An eps of few bits, and the temperature of positions that it begins behind."""
+    monkeypatch.setattr(
+        gpu_layer,
+        "launch",
+        lambda *args, launch=gpu_layer.launch, **constants: launch(
+            *[2 * each if isinstance(each, float) else each for each in args], **constants
+        ),
+    )
+    config = SimpleNamespace(floor_scale=8192, attn_scale=0.1)
+    turn = gpu_layer.Turn(temperature=(torch.arange(3)[None], config))
+    query, key = torch.randn(1, 3, 2, 20).to(BF16), torch.randn(1, 3, 1, 20).to(BF16)
+    assert gpu_layer.turn_few_rows(query, key, turn) is None
+    assert gpu_layer.norm_of_few_rows(query, torch.ones(20, dtype=BF16), 1e-5) is None
+    assert len(gpu_layer_check.failures()) == 2
+
+
+@torch.no_grad()
+def test_large_scales_are_no_fault(launched):
+    """Random factors leave float16 under one, which says nothing of the kernel."""
     one, other = (
         gpu_layer.Rows(torch.randn(1, 3, 200).half(), torch.randn(3, 5), torch.randn(1, 200, 5), 256.0)
         for _ in range(2)
