@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 
 import llamoe
 from llamoe.conversion import convert
+from llamoe.modeling.kernels import cpp_kernels
 from llamoe_command import printing
 
 ROOT = Path(__file__).parents[2]
@@ -151,11 +152,29 @@ def test_transformers_bars_are_drawn_where_ours_are(is_silent, on_terminal, is_d
 
 
 COMPILE = """
+import torch._inductor.config
 from transformers.utils import logging
 import llamoe
 from llamoe.modeling.kernels import why_no_cpp_kernels
+torch._inductor.config.cpp.cxx = (None, "{compiler}")
 {switch}
 print(why_no_cpp_kernels())
+"""
+# A compiler that takes two seconds for the kernels, and makes what the real one made of them, in half a minute. The
+# programs by which torch asks which instructions there are do not compile, as on another processor.
+COMPILER = """#!/bin/sh
+case $* in
+    *--version*) exec g++ "$@" ;;
+esac
+for word; do
+    [ "$before" = -o ] && made=$word
+    before=$word
+done
+echo "$made" >> {log}
+case $made in
+    *.main.so) sleep 2; exec cp {kernels} "$made" ;;
+    *) exit 1 ;;
+esac
 """
 
 
@@ -164,9 +183,14 @@ print(why_no_cpp_kernels())
     first_always(("", True, True), ("logging.disable_progress_bar()", True, False), ("", False, False)),
 )
 def test_compiling_kernels_is_told_on_a_terminal(switch, on_terminal, is_told, tmp_path, run):
-    # A new folder for what is compiled, so that it is.
-    new = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    errors, output = run("-c", COMPILE.format(switch=switch), on_terminal=on_terminal, **new)
-    if output.strip() != "None":
+    if (kernels := cpp_kernels.library()) is None:
         pytest.skip("needs a C++ compiler, and a CPU with AVX2, AVX-512 or NEON")
+    compiler, log = tmp_path / "compiler", tmp_path / "log"
+    compiler.write_text(COMPILER.format(kernels=kernels._name, log=log))
+    compiler.chmod(0o755)
+    # A new folder for what is compiled, so that it is.
+    new = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    program = COMPILE.format(switch=switch, compiler=compiler)
+    errors, output = run("-c", program, on_terminal=on_terminal, **new)
+    assert output.strip() == "None" and log.read_text().count(".main.so") == 1
     assert ("compiling kernels for this processor" in errors) == is_told

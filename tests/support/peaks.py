@@ -2,6 +2,8 @@
 
 import ctypes
 import gc
+import os
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -28,11 +30,18 @@ def settle() -> None:
 
 def peak_of(work: Callable[[], Any]) -> tuple[Any, int]:
     """What a function gives, and by how many bytes the process's own memory was larger than before at its peak."""
-    base, highest, done = status("RssAnon"), [0], threading.Event()
+    # The numbers that `RssAnon` is computed from. Asking for all of status so often took half of the processor.
+    statm = os.open("/proc/self/statm", os.O_RDONLY)
+
+    def own() -> int:
+        resident, shared = map(int, os.pread(statm, 200, 0).split()[1:3])
+        return (resident - shared) * resource.getpagesize()
+
+    base, highest, done = own(), [0], threading.Event()
 
     def poll():
         while not done.is_set():
-            highest[0] = max(highest[0], status("RssAnon"))
+            highest[0] = max(highest[0], own())
             time.sleep(0.0005)
 
     thread = threading.Thread(target=poll)
@@ -42,4 +51,5 @@ def peak_of(work: Callable[[], Any]) -> tuple[Any, int]:
     finally:
         done.set()
         thread.join()
+        os.close(statm)
     return found, highest[0] - base

@@ -5,6 +5,7 @@ import importlib
 import struct
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 import pytest
 from PIL import Image
@@ -17,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 import llamoe
 
-openai = pytest.importorskip("openai", reason="needs the extra serve: pip install -e '.[vision,serve]'")
-pytest.importorskip("fastapi", reason="needs the extra serve: pip install -e '.[vision,serve]'")
+# Importing the client takes a second of each process that collects tests, so it is done where it is asked.
+if find_spec("openai") is None or find_spec("fastapi") is None:
+    pytest.skip("needs the extra serve: pip install -e '.[vision,serve]'", allow_module_level=True)
 
 MODEL = "examples/llamoe-tiny"
 WITH_FLAG = ["transformers", "serve", MODEL, "--trust-remote-code"]
@@ -49,6 +51,8 @@ class Client:
     """Asks a server's model by the `openai` client, and once only: a refusal is not tried again."""
 
     def __init__(self, server, model=MODEL):
+        import openai
+
         self.model = model
         self.client = openai.OpenAI(
             base_url=server.address,
@@ -70,7 +74,9 @@ class Client:
         return [piece for chunk in stream if (piece := chunk.choices[0].delta.content)]
 
     def refusal(self, question, picture=None, **options):
-        with pytest.raises(openai.BadRequestError) as refused:
+        from openai import BadRequestError
+
+        with pytest.raises(BadRequestError) as refused:
             self.create(question, picture, **options)
         return refused.value.body["detail"]
 

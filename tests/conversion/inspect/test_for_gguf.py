@@ -14,8 +14,12 @@ from llamoe_command import cli
 
 FIXED = dict(attention_chunk_size=8192, floor_scale=8192)
 TINY = EXAMPLES / "llamoe-tiny"
-# Of a multimodal model, whatever else there is to say.
-PICTURES = inspect("llama-4-scout", reader="gguf").gguf_notes
+
+
+@pytest.fixture(scope="module")
+def of_pictures():
+    """Of a multimodal model, whatever else there is to say."""
+    return inspect("llama-4-scout", reader="gguf").gguf_notes
 
 
 def run(capsys, *words):
@@ -42,19 +46,19 @@ def test_nothing_is_said_unless_somebody_asks(capsys):
     assert run(capsys, "mistral-7b-v0.1")[0] == 0
 
 
-def test_a_folder_that_the_converter_reads(stock, capsys):
+def test_a_folder_that_the_converter_reads(stock, of_pictures, capsys):
     found = inspect(stock, reader="gguf")
     assert found.gguf == []
-    assert found.gguf_notes == PICTURES
+    assert found.gguf_notes == of_pictures
     assert dict(found.sections())["gguf"][0] == ("", "llama.cpp computes this model as it is")
     assert run(capsys, stock, "--for", "gguf")[0] == 0
     assert inspect("llama-3-8b", reader="gguf").gguf_notes == []
 
 
-def test_what_is_to_do_before(stock, tmp_path, capsys):
+def test_what_is_to_do_before(stock, of_pictures, tmp_path, capsys):
     """It is no fault of the model: the exit status stays 0."""
     *pictures, step = inspect(TINY, reader="gguf").gguf_notes
-    assert pictures == PICTURES
+    assert pictures == of_pictures
     assert "`llamoe convert PATH FOLDER --layout stock`" in step
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (stock / name).unlink()
@@ -62,7 +66,7 @@ def test_what_is_to_do_before(stock, tmp_path, capsys):
     assert "tokenizer" in step
     status, out = run(capsys, stock, "--for", "gguf", "--json")
     assert status == 0
-    assert json.loads(out)["gguf_notes"] == [*PICTURES, step]
+    assert json.loads(out)["gguf_notes"] == [*of_pictures, step]
 
 
 @pytest.mark.parametrize("made", ["split", "packed", "meta"])

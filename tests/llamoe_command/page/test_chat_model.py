@@ -5,6 +5,7 @@ import queue
 import re
 import threading
 import time
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ from transformers import (
 
 import llamoe
 
-pytest.importorskip("gradio", reason="the page is not installed: pip install 'llamoe[page]'")
+# Importing it takes seconds, and nothing here needs more than that it could be.
+if find_spec("gradio") is None:
+    pytest.skip("the page is not installed: pip install 'llamoe[page]'", allow_module_level=True)
 
 from llamoe_command.page import chat_model
 from llamoe_command.page.chat_model import ChatModel

@@ -301,7 +301,9 @@ HEADERS = {
     "long_name": lambda: safetensors({"x" * 10**6: 5}),
     "lists": lambda: safetensors(b'{"x":[' + b"[]," * 20_000_000 + b"[]]}"),
     "metadata_of_a_hundred_megabytes": lambda: safetensors(
-        {"__metadata__": {str(n): "" for n in range(6_000_000)}, "x": entry([1], 0, 4)}, bytes(4)
+        b'{"__metadata__":{%s},"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+        % ", ".join(map('"%d": ""'.__mod__, range(6_000_000))).encode(),
+        bytes(4),
     ),
 }
 

@@ -11,19 +11,19 @@ from support.paths import ROOT, SUPPORT, environment
 
 
 @pytest.mark.parametrize(
-    ("file", "options"),
+    ("files", "options"),
     [
-        ("interpreted_kernels.py", []),
-        ("interpreted_layer.py", []),
-        ("interpreted_packed.py", []),
-        pytest.param("interpreted_packed.py", ["--run-slow", "-m", "slow"], marks=pytest.mark.slow),
-        pytest.param("interpreted_check.py", [], marks=pytest.mark.slow),
+        # A process of their own would start as long as some of them last, so they share one.
+        (["interpreted_kernels.py", "interpreted_layer.py", "interpreted_packed.py"], []),
+        pytest.param(["interpreted_packed.py"], ["--run-slow", "-m", "slow"], marks=pytest.mark.slow),
+        pytest.param(["interpreted_check.py"], [], marks=pytest.mark.slow),
     ],
 )
-def test_under_the_interpreter(file, options):
+def test_under_the_interpreter(files, options):
     pytest.importorskip("triton", reason="Triton is not installed")
     done = programs.run(
-        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(SUPPORT / file), *options],
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        + [*(str(SUPPORT / file) for file in files), *options],
         cwd=ROOT,
         env=environment(TRITON_INTERPRET="1"),
         timeout=1800,

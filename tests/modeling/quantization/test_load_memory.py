@@ -15,19 +15,20 @@ from transformers import BitsAndBytesConfig
 import llamoe
 from support.peaks import peak_of, settle
 
-folder, what, weights, target = sys.argv[1:]
+small, folder, what, weights, target = sys.argv[1:]
 NF4 = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 
-def load():
+def load(folder):
     config = BitsAndBytesConfig(**NF4) if weights == "nf4" else llamoe.QuantizationConfig(weights)
     given = {"quantization_config": config} if what == "quantize" else {}
     return llamoe.LlamoeForCausalLM.from_pretrained(folder, **given)
 
 settle()
-load()  # what is imported late
+first = load(small)  # what is imported late
 settle()
-model, peak = peak_of(load)
+model, peak = peak_of(lambda: load(folder))
 if what == "quantize":
+    first.save_pretrained(f"{target}-small")
     model.save_pretrained(target)
 print(peak, sum(tensor.nbytes for tensor in model.state_dict().values()))
 """
@@ -38,23 +39,26 @@ print(peak, sum(tensor.nbytes for tensor in model.state_dict().values()))
 def test_peak_memory(weights, tmp_path):
     if weights == "nf4":
         pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
-    config = llamoe.LlamoeTextConfig(
-        vocab_size=101, hidden_size=512, intermediate_size=1024, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_local_experts=32, interleave_moe_layer_step=1, pad_token_id=0,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = llamoe.LlamoeForCausalLM(config).bfloat16()
-    # Drawing so many takes a second: the same numbers again and again.
-    filled(model.to_empty(device="cpu")).save_pretrained(tmp_path / "plain")
+    for name, num_experts in (("plain", 32), ("plain-small", 2)):
+        config = llamoe.LlamoeTextConfig(
+            vocab_size=101, hidden_size=512, intermediate_size=1024, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, num_local_experts=num_experts, interleave_moe_layer_step=1,
+            pad_token_id=0,
+        )  # fmt: skip
+        with torch.device("meta"):
+            model = llamoe.LlamoeForCausalLM(config).bfloat16()
+        # Drawing so many takes a second: the same numbers again and again.
+        filled(model.to_empty(device="cpu")).save_pretrained(tmp_path / name)
     for what, folder in (("quantize", "plain"), ("load", "packed")):
-        arguments = (tmp_path / folder, what, weights, tmp_path / "packed")
-        runs = []
+        folders = (tmp_path / f"{folder}-small", tmp_path / folder)
         # Other work on the machine decides which threads' memory meets: the smaller of two peaks is loading's own.
-        for _ in range(2):
-            result = programs.run(["-c", MEASURE, *arguments], timeout=120)
+        for is_last in (False, True):
+            result = programs.run(["-c", MEASURE, *folders, what, weights, tmp_path / "packed"], timeout=120)
             assert result.returncode == 0, result.stderr
-            runs.append(tuple(map(int, result.stdout.split())))
-        peak, final = min(runs)
-        # One expert in 16 bit, and what loading takes at any size.
-        more = 3e6 + (2 * 3 * 512 * 1024 if what == "quantize" else 0)
-        assert final > 27e6 and peak < 1.05 * final + more, (what, peak, final)
+            peak, final = map(int, result.stdout.split())
+            # One expert in 16 bit, and what loading takes at any size.
+            more = 3e6 + (2 * 3 * 512 * 1024 if what == "quantize" else 0)
+            is_within = final > 27e6 and peak < 1.05 * final + more
+            assert is_within or not is_last, (what, peak, final)
+            if is_within:
+                break
