@@ -154,13 +154,15 @@ def turn_on_gpu(query: torch.Tensor, key: torch.Tensor, turn: Turn) -> torch.Ten
         tables = own[..., : size // 2], other[..., size // 2 :]
     for table in tables:
         is_dense = table.dim() == 4 and table.stride(0) == table.shape[1] * table.stride(1)
-        if table.dtype != torch.float32 or table.shape[-1] * 2 != size or not is_dense:
+        if (table.dtype, table.device) != (torch.float32, query.device) or table.shape[-1] * 2 != size:
+            return None
+        if not is_dense:
             return None
         by_row &= {table.shape[0] * table.shape[1]}
     positions, scales = None, (1.0, 0.0)
     if turn.temperature is not None:
         positions, config = turn.temperature
-        by_row &= {positions.numel()}
+        by_row &= {positions.numel()} if positions.device == query.device else set()
         positions, scales = positions.contiguous(), (float(config.floor_scale), float(config.attn_scale))
     if not by_row:
         return None

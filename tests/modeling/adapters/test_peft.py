@@ -81,11 +81,11 @@ config = llamoe.LlamoeTextConfig(vocab_size=9, hidden_size=8, intermediate_size=
     num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=4, num_local_experts=2)
 model = llamoe.LlamoeForCausalLM(config)
 assert is_peft_available() and importlib.util.find_spec("peft") and "peft" not in sys.modules
-waiting = lambda: sum("llamoe" in type(finder).__module__ for finder in sys.meta_path)
+waiting = lambda: [finder for finder in sys.meta_path if "llamoe" in type(finder).__module__]
 before = waiting()
 import peft
 lora = peft.get_peft_model(model, peft.LoraConfig())
-print(json.dumps([sorted(lora.targeted_module_names)[:2], before - waiting()]))
+print(json.dumps([sorted(lora.targeted_module_names)[:2], len([finder for finder in before if finder not in waiting()])]))
 """
     done = programs.run(["-c", code])
     assert done.returncode == 0, done.stderr
