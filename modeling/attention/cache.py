@@ -35,7 +35,7 @@ class RingLayer(StaticSlidingWindowLayer):
         num_new = key_states.shape[-2]
         num_kept = min(num_new, self.max_cache_len)
         newest = self.cumulative_length.view(1)
-        if num_new > 1:
+        if num_new != 1:
             newest = torch.arange(num_new - num_kept, num_new, device=self.device) + newest
         places = newest % self.max_cache_len
         keys, values = key_states, value_states

@@ -72,12 +72,12 @@ def _scores_by_one_call(
 
     A GPU takes one launch in the place of three.
     """
-    shape = *query.shape[:3], key.shape[2]
+    shape, rows = (*query.shape[:3], key.shape[2]), query.flatten(0, 1)
     # With a factor of zero nothing is read, but compilers may multiply by it: what is added must be numbers.
-    added = query[..., :1] if mask is None else mask.expand(*shape[:2], *mask.shape[2:])
+    added = rows[..., :1].detach() if mask is None else mask.expand(*shape[:2], *mask.shape[2:]).flatten(0, 1)
     scores = torch.baddbmm(
-        added.flatten(0, 1),
-        query.flatten(0, 1),
+        added,
+        rows,
         key.flatten(0, 1).transpose(1, 2),
         beta=float(mask is not None),
         alpha=scaling,
