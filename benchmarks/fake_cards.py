@@ -383,7 +383,7 @@ def pretend(card: Card) -> Iterator[Recorder]:
         _everywhere(stack, "_serves", gpu_layer, lambda _: card.capability >= (8, 0))
         _everywhere(stack, "is_right", gpu_layer, lambda *_: True)
         _everywhere(stack, "is_ordinary", gpu_layer, lambda _: True)
-        _everywhere(stack, "torch_modes_active", gpu_layer, lambda: False)
+        _everywhere(stack, "torch_modes_active", gpu_layer, lambda **_: False)
         _everywhere(stack, "has_gpu", "llamoe.modeling.kernels.packed_rows", lambda: True)
         for name, answer in {
             "get_device_capability": card.capability,

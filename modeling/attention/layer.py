@@ -209,11 +209,14 @@ class Attention(nn.Module):
         is_turned = self.use_rope or self.qk_norm is not None or self.use_temperature_tuning
         has_known_norm = isinstance(self.qk_norm, L2Norm) and is_own_forward(self.qk_norm)
         if is_turned and (self.qk_norm is None or has_known_norm):
+            temperature = None
+            if self.use_temperature_tuning:
+                temperature = position_ids, self.config.floor_scale, self.config.attn_scale
             turn = Turn(
                 position_embeddings if self.use_rope else (),
                 self.rope_interleave,
                 None if self.qk_norm is None else self.qk_norm.eps,
-                (position_ids, self.config) if self.use_temperature_tuning else None,
+                temperature,
             )
             both = turn_on_gpu(query, key, turn)
             if both is not None:

@@ -79,7 +79,7 @@ def _takes_rows(x: torch.Tensor) -> bool:
         and x.dtype in _DTYPES
         and x.numel() > 0
         and not torch.is_autocast_enabled("cuda")
-        and not torch_modes_active()
+        and not torch_modes_active(but_for_devices=True)
         and _serves(x.device)
     )
 
@@ -128,14 +128,13 @@ class Turn(NamedTuple):
         tables: of `rotary_tables`; empty without rotation.
         is_interleaved: as there.
         eps: of a norm without a weight; None without one.
-        temperature: positions `[B or 1, T]`, by which queries grow, and the configuration that says how; None if they
-            do not.
+        temperature: positions `[B or 1, T]` by which queries grow, `floor_scale` and `attn_scale`; None if they do not.
     """
 
     tables: tuple[torch.Tensor, ...] = ()
     is_interleaved: bool = False
     eps: float | None = None
-    temperature: tuple[torch.Tensor, Any] | None = None
+    temperature: tuple[torch.Tensor, float, float] | None = None
 
 
 def turn_on_gpu(query: torch.Tensor, key: torch.Tensor, turn: Turn) -> torch.Tensor | None:
@@ -161,14 +160,15 @@ def turn_on_gpu(query: torch.Tensor, key: torch.Tensor, turn: Turn) -> torch.Ten
         by_row &= {table.shape[0] * table.shape[1]}
     positions, scales = None, (1.0, 0.0)
     if turn.temperature is not None:
-        positions, config = turn.temperature
+        positions, *numbers = turn.temperature
         by_row &= {positions.numel()} if positions.device == query.device else set()
-        positions, scales = positions.contiguous(), (float(config.floor_scale), float(config.attn_scale))
+        positions, scales = positions.contiguous(), tuple(map(float, numbers))
     if not by_row:
         return None
     strides = [(table.stride(1), table.stride(3)) for table in tables]
     how = turn.is_interleaved, turn.eps, scales
-    kind = ("turn", query.dtype, heads, key.shape[2], size, *strides, how, positions is None)
+    kind = ("turn", query.dtype, heads, key.shape[2], size, *strides)
+    kind += turn.is_interleaved, turn.eps is None, positions is None
     rows = query.contiguous(), key.contiguous(), *(tables or (None, None)), positions
     some = (None if each is None else each[:1, :_CHECKED] for each in rows)
     return _turn(*rows, *how) if is_right(kind, _turn, *some, *how) else None

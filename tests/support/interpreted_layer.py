@@ -16,6 +16,7 @@ from support import decoding, triton_interpreter  # noqa: F401
 from support.few_bits import load, save
 from support.models import max_abs, stock_text_config
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -331,10 +332,14 @@ def test_what_the_kernels_do_not_add_is_called(launched):
     with torch.no_grad(), pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
         gpu_layer.apply_linears(linears, x)
-    with torch.no_grad(), torch.device("cpu"):
+    with torch.no_grad(), TorchFunctionMode():
         # A mode sees torch's calls.
         gpu_layer.apply_linears(linears, x)
     assert launched == []
+    with torch.no_grad(), torch.device("cpu"):
+        # One of a default device changes nothing here.
+        gpu_layer.apply_linears(linears, x)
+    assert launched == one
 
 
 @pytest.mark.parametrize("weights", ["int4", "int8"])

@@ -85,7 +85,8 @@ waiting = lambda: [finder for finder in sys.meta_path if "llamoe" in type(finder
 before = waiting()
 import peft
 lora = peft.get_peft_model(model, peft.LoraConfig())
-print(json.dumps([sorted(lora.targeted_module_names)[:2], len([finder for finder in before if finder not in waiting()])]))
+gone = [finder for finder in before if finder not in waiting()]
+print(json.dumps([sorted(lora.targeted_module_names)[:2], len(gone)]))
 """
     done = programs.run(["-c", code])
     assert done.returncode == 0, done.stderr
