@@ -223,6 +223,11 @@ def test_budgets_of_the_proof_hold_on_a_card_that_is_not_there(card, monkeypatch
     monkeypatch.setattr(prove_gpu, "_waits", lambda run: count(run).waits)
     monkeypatch.setattr(prove_gpu, "_launches", launches)
     monkeypatch.setattr(prove_gpu.qlora, "build", lambda *_: fake_models.build("llama4"))
+    # peft cannot move fake tensors.
+    with_lora = fake_models.build("llama4", lora=True)
+    monkeypatch.setattr(
+        prove_gpu, "adapted", lambda model: setattr(with_lora, "unload", lambda: model) or with_lora
+    )
     ids = torch.arange(1 << 16, device="cuda")[None]
     monkeypatch.setattr(prove_gpu.Setting, "tokens", lambda self, batch, length, vocabulary: ids[:, :length])
     memory = SimpleNamespace(total_memory=80e9)
@@ -233,6 +238,8 @@ def test_budgets_of_the_proof_hold_on_a_card_that_is_not_there(card, monkeypatch
     found = {check.what: check.value for check in proof.checks}
     assert found["peak of a prompt over what was counted"] == pytest.approx(1, abs=1e-3)
     assert found["attention multiplied out"] == found["waits a step"] == 0
+    without, with_adapters = (found[name] for name in found if "launches a layer" in name)
+    assert without < with_adapters < without + 12
     # The limit is not far above what is counted.
     assert prove_gpu.MOST_OF_LOSS < 1.3 * found["GB of a loss over 8192 tokens"]
 

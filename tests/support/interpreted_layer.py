@@ -16,7 +16,7 @@ from support import decoding, triton_interpreter  # noqa: F401
 from support.few_bits import load, save
 from support.models import max_abs, stock_text_config
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -332,7 +332,7 @@ def test_what_the_kernels_do_not_add_is_called(launched):
     with torch.no_grad(), pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
         gpu_layer.apply_linears(linears, x)
-    with torch.no_grad(), TorchFunctionMode():
+    with torch.no_grad(), BaseTorchFunctionMode():
         # A mode sees torch's calls.
         gpu_layer.apply_linears(linears, x)
     assert launched == []
@@ -462,11 +462,10 @@ def test_numbers_that_change_little_are_checked(launched, monkeypatch):
             *[2 * each if isinstance(each, float) else each for each in args], **constants
         ),
     )
-    config = SimpleNamespace(floor_scale=8192, attn_scale=0.1)
-    turn = gpu_layer.Turn(temperature=(torch.arange(3)[None], config))
+    turn = gpu_layer.Turn(temperature=(torch.arange(3)[None], 8192, 0.1))
     query, key = torch.randn(1, 3, 2, 20).to(BF16), torch.randn(1, 3, 1, 20).to(BF16)
-    assert gpu_layer.turn_few_rows(query, key, turn) is None
-    assert gpu_layer.norm_of_few_rows(query, torch.ones(20, dtype=BF16), 1e-5) is None
+    assert gpu_layer.turn_on_gpu(query, key, turn) is None
+    assert gpu_layer.rms_norm_on_gpu(query, torch.ones(20, dtype=BF16), 1e-5) is None
     assert len(gpu_layer_check.failures()) == 2
 
 
