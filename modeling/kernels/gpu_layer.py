@@ -35,11 +35,11 @@ GPU_SHORTCUTS_ARE_ON = os.environ.get("LLAMOE_GPU_SHORTCUTS", "1") != "0"
 """Whether these kernels may be used at all."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Of registers: an adapter of a higher rank is called as a module.
+# Factors of a higher rank would not fit into registers; a layer with such an adapter is called as a module.
 _MAX_RANK = 256
 # Rows that are enough for a check.
 _CHECKED = 8
-# Matrices that are given the same rows.
+# Layers that share their rows, as queries, keys and values do.
 _MAX_FACTORS = 3
 
 

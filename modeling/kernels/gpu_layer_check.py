@@ -73,7 +73,8 @@ def _find_difference(compute: Callable[..., torch.Tensor], given: tuple, device:
 
     def drawn(each: Any) -> Any:
         if isinstance(each, float):
-            # An eps is too small to be seen, a temperature of early positions is one, a large scale leaves float16.
+            # The model's own numbers prove less: an eps that 16 bits do not show, a temperature of one, a scale that
+            # makes results too large for float16.
             return 1.5
         # New adapters are zeros, and with those anything would be right.
         if not isinstance(each, torch.Tensor) or not each.is_floating_point():

@@ -1,6 +1,8 @@
 """Small models whose layers are large enough for compiled kernels, and single tokens through them."""
 
 import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
 
 import llamoe
 from llamoe.modeling.kernels import cpp_kernels
@@ -49,3 +51,28 @@ def by_modules(model, monkeypatch, *args, **kwargs):
     with monkeypatch.context() as patched:
         patched.setattr(cpp_kernels, "_library", None)
         return steps(model, *args, **kwargs)
+
+
+STOCK = {
+    dense: transformers.LlamaForCausalLM,
+    text: transformers.Llama4ForCausalLM,
+    mixtral: transformers.MixtralForCausalLM,
+}
+"""transformers' class of each family."""
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+STACKS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def adapt(model, name="default", seed=0, autocast_adapter_dtype=True, **fields):
+    """A model with one more adapter on all of its layers and experts, and numbers that show."""
+    has_experts = any(hasattr(module, "num_experts") for module in model.modules())
+    config = LoraConfig(target_modules=LAYERS, target_parameters=STACKS if has_experts else None, **fields)
+    if isinstance(model, PeftModel):
+        model.add_adapter(name, config)
+    else:
+        model = get_peft_model(model, config, name, autocast_adapter_dtype=autocast_adapter_dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for path, parameter in model.named_parameters():
+        if "lora_" in path and f".{name}." in path:
+            parameter.data.normal_(generator=generator).mul_(0.07)
+    return model.eval()

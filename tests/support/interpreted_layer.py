@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from support import decoding, triton_interpreter  # noqa: F401
+from support.decoding import STOCK, adapt
 from support.few_bits import load, save
 from support.models import max_abs, stock_text_config
 from torch import nn
@@ -32,13 +32,6 @@ from llamoe.modeling.quantization import QuantizedLinear
 assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels would need a GPU"
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-STACKS = ["experts.gate_up_proj", "experts.down_proj"]
-STOCK = {
-    decoding.dense: transformers.LlamaForCausalLM,
-    decoding.text: transformers.Llama4ForCausalLM,
-    decoding.mixtral: transformers.MixtralForCausalLM,
-}
 
 
 @pytest.fixture
@@ -62,20 +55,6 @@ def launched(monkeypatch):
     for module in (gpu_kernels, dispatch):
         monkeypatch.setattr(module, "kernels_are_right", lambda *_, **__: True)
     return names
-
-
-def adapt(model, name="default", autocast_adapter_dtype=True, **fields):
-    """A model with one more adapter on all of its layers and experts, and numbers that show."""
-    has_experts = any(hasattr(module, "num_experts") for module in model.modules())
-    config = LoraConfig(target_modules=LAYERS, target_parameters=STACKS if has_experts else None, **fields)
-    if isinstance(model, PeftModel):
-        model.add_adapter(name, config)
-    else:
-        model = get_peft_model(model, config, name, autocast_adapter_dtype=autocast_adapter_dtype)
-    for path, parameter in model.named_parameters():
-        if "lora_" in path and f".{name}." in path:
-            parameter.data.normal_().mul_(0.07)
-    return model.eval()
 
 
 def spacing(x):

@@ -6,10 +6,9 @@ import weakref
 
 import pytest
 import torch
-import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners import lora
-from support.decoding import by_modules, dense, ids, mixtral, steps, text
+from support.decoding import STOCK, adapt, by_modules, dense, ids, mixtral, steps
 from support.few_bits import load, save
 from support.models import max_abs
 from torch import nn
@@ -21,31 +20,7 @@ pytestmark = pytest.mark.skipif(
     cpp_kernels.library() is None or not SHORTCUTS_ARE_ON,
     reason="needs a C++ compiler, a CPU with AVX2, AVX-512 or NEON, and shortcuts",
 )
-STOCK = {
-    dense: transformers.LlamaForCausalLM,
-    text: transformers.Llama4ForCausalLM,
-    mixtral: transformers.MixtralForCausalLM,
-}
 for_families = pytest.mark.parametrize("make", STOCK, ids=lambda make: make.__name__)
-
-
-LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-STACKS = ["experts.gate_up_proj", "experts.down_proj"]
-
-
-def adapt(model, name="default", seed=0, autocast_adapter_dtype=True, **fields):
-    """A model with one more adapter on all of its layers and experts, and numbers that show."""
-    has_experts = any(hasattr(module, "num_experts") for module in model.modules())
-    config = LoraConfig(target_modules=LAYERS, target_parameters=STACKS if has_experts else None, **fields)
-    if isinstance(model, PeftModel):
-        model.add_adapter(name, config)
-    else:
-        model = get_peft_model(model, config, name, autocast_adapter_dtype=autocast_adapter_dtype)
-    generator = torch.Generator().manual_seed(seed)
-    for path, parameter in model.named_parameters():
-        if "lora_" in path and f".{name}." in path:
-            parameter.data.normal_(generator=generator).mul_(0.07)
-    return model.eval()
 
 
 @for_families
