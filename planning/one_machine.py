@@ -184,9 +184,8 @@ def plan_placement(
         if nodes > 1 or training:
             raise ValueError(f"adapters={adapters}: is planned on one machine; leave nodes and training out.")
         context = DEFAULT_TOKENS if context is None else count_of("context", context)
-        step = training_sizes(
-            source.model, sizes, count_of("adapters", adapters), adapt_experts, context, batch
-        )
+        rank, on_cpu = count_of("adapters", adapters), set(room) <= {"cpu"}
+        step = training_sizes(source.model, sizes, rank, adapt_experts, context, batch, on_cpu)
         room = _room_beside(room, step.memory)
     cached, token = [], None
     if step is not None:

@@ -3,7 +3,7 @@
 Counted is a step of `llamoe.lora_config` under a Trainer: adapters, their gradients and AdamW's averages in float32,
 frozen weights as they are stored, activations in 16 bits. What autograd keeps of a layer follows from the formulas of
 the layers: inputs of adapted matrices (in float32, as the factors are), of norms and of activations, and what attention
-keeps. Tests count the same in real models.
+keeps, which is float32 on a processor without bfloat16 products. Tests count the same in real models.
 
 Shapes: H hidden, I inner size, K experts of a token, E experts, r rank, A and G channels of queries and of keys.
 """
@@ -18,7 +18,9 @@ from ..configuration import QuantizationConfig
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.quantization import METHOD
 from ..modeling.adapters import lora_config, skeleton_with
+from ..modeling.attention import window_block
 from ..modeling.formats import plain_format
+from ..modeling.kernels import needs_float32
 from ..modeling.loss import PIECE_LOGITS
 from ..modeling.quantization import format_for
 from .bandwidths import Bandwidths, measure_bandwidths, measure_products, measure_reading
@@ -85,7 +87,7 @@ class TrainingPlan:
 
 
 def training_sizes(
-    model: Any, sizes: Sizes, rank: int, experts: bool, tokens: int, batch: int
+    model: Any, sizes: Sizes, rank: int, experts: bool, tokens: int, batch: int, on_cpu: bool
 ) -> TrainingPlan:
     """What a step holds.
 
@@ -95,6 +97,7 @@ def training_sizes(
         rank: of the adapters.
         experts: whether routed experts get some.
         tokens, batch: of a row, and rows.
+        on_cpu: whether this machine's processor computes.
 
     Raises:
         ValueError: a rank below 1, or a model without a head.
@@ -109,7 +112,8 @@ def training_sizes(
     )
     config, count = model.config.get_text_config(), tokens * batch
     layers = [
-        _kept_by_layer(config, index, count, rank, experts) for index in range(config.num_hidden_layers)
+        _kept_by_layer(config, index, (batch, tokens), rank, experts, on_cpu)
+        for index in range(config.num_hidden_layers)
     ]
     border = count * config.hidden_size * _HALF
     # The last norm keeps its input in float32, and the head's is kept beside.
@@ -210,8 +214,12 @@ def measure_rates(
     return replace(found, expert_products=measure_products(min(rows, 4096), form))
 
 
-def _kept_by_layer(config: Any, index: int, count: int, rank: int, experts: bool) -> int:
-    """Bytes that autograd keeps of a layer of this index for so many tokens."""
+def _kept_by_layer(
+    config: Any, index: int, shape: tuple[int, int], rank: int, experts: bool, on_cpu: bool
+) -> int:
+    """Return the bytes that autograd keeps of a layer of this index for tokens of this shape, `[B, T]`."""
+    batch, tokens = shape
+    count = batch * tokens
     plan, hidden, inner = (
         config.layer_plan(index),
         config.hidden_size,
@@ -221,14 +229,21 @@ def _kept_by_layer(config: Any, index: int, count: int, rank: int, experts: bool
         heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)
     )
     norms = 2 * _FLOAT * hidden
-    attention = _FLOAT * (3 * hidden + queries) + _HALF * 2 * (queries + keys)
+    attends_in_float32 = on_cpu and needs_float32(torch.empty(0, dtype=torch.bfloat16))
+    window = config.sliding_window if plan.attention_type == "sliding_attention" else None
+    if window is not None and window < tokens:
+        # Each block of queries keeps the keys that it sees, repeated for each query head.
+        block = window_block(window)
+        keys = queries * (1 + (window - 1) / block * (1 - block / tokens))
+    attention = _FLOAT * (3 * hidden + queries)
+    attention += (_FLOAT if attends_in_float32 else _HALF) * 2 * (queries + keys)
     dense = 2 * _FLOAT * hidden + (3 * _HALF + _FLOAT) * inner
     if not plan.is_moe:
-        return count * (norms + attention + dense)
+        return round(count * (norms + attention + dense))
     a_row = 3 * _HALF * inner + _HALF * hidden + (_FLOAT * (hidden + inner) if experts else 0)
     shared = dense if getattr(config, "use_shared_expert", False) else 0
     factors = _FLOAT * config.num_local_experts * rank * (2 * inner + hidden) if experts else 0
-    return count * (norms + attention + shared + config.num_experts_per_tok * a_row) + factors
+    return round(count * (norms + attention + shared + config.num_experts_per_tok * a_row)) + factors
 
 
 def _products_of_layer(config: Any, index: int, tokens: int) -> tuple[float, float]:

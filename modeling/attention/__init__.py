@@ -9,6 +9,7 @@ cached tokens), mask_inputs (the facts of a pass), by_sdpa (which of torch's ker
 
 from .cache import cached_length
 from .cache_checks import check_cache
+from .chunked_sdpa import window_block
 from .forms import attention_masks
 from .implementation import implementation_on
 from .layer import Attention, eager_attention_forward

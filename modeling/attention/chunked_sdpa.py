@@ -30,6 +30,11 @@ BLOCK = 1024
 SHORT = 16
 
 
+def window_block(window: int) -> int:
+    """Return the number of queries that are attended to at once where each sees so many tokens."""
+    return min(BLOCK, max(window, SHORT))
+
+
 class Batch(NamedTuple):
     """Sequences of similar length, side by side.
 
@@ -207,7 +212,7 @@ def _attend_causally(
     if is_number and sees_all and (bias := lower_right(attend, query, key)) is not None:
         return attend(query, key, value, bias)[0]
     outputs, place = [], torch.arange(key_length, device=query.device)
-    block = BLOCK if window is None else min(BLOCK, max(window, SHORT))
+    block = BLOCK if window is None else window_block(window)
     for begin in range(0, query_length, block):
         end = min(begin + block, query_length)
         seen = slice(0, key_length)

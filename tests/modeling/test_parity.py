@@ -13,7 +13,7 @@ from support.models import (
     TOKENS_PER_TILE,
     VISION,
     check_bfloat16_errors,
-    check_choices,
+    check_router_logits,
     choices,
     deviation_in_range,
     gradient_differences,
@@ -30,6 +30,7 @@ from support.models import (
     stock_text_config,
     text_config,
 )
+from support.routing import recorded_choices, routed_to
 from support.tables import in_turn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -439,7 +440,10 @@ def test_bfloat16(family, kind, attention, pairs, record_parity):
     reference = reference_model(many).logits
     assert deviation_in_range(reference)
     names = known.name, known.stock_name
-    check_bfloat16_errors(ours(many).logits, stock(many).logits, reference, names, record_parity)
+    with recorded_choices(stock) as chosen:
+        expected = stock(many).logits
+    with routed_to(ours, chosen):
+        check_bfloat16_errors(ours(many).logits, expected, reference, names, record_parity)
 
 
 @torch.no_grad()
@@ -460,7 +464,8 @@ def test_bfloat16_with_every_backend(kind, width, attention, tmp_path, record_pa
     options = dict(attn_implementation=attention, dtype=torch.bfloat16)
     stock = load_whole(stock_class, tmp_path, **options)
     calls = record_calls(mixtures(stock))
-    reference, expected = reference_model(ids()).logits, stock(ids()).logits
+    with recorded_choices(stock) as chosen:
+        reference, expected = reference_model(ids()).logits, stock(ids()).logits
     assert deviation_in_range(reference)
     names, top_k = ("LlamoeForCausalLM", "Llama4ForCausalLM"), config.num_experts_per_tok
     ours = load_whole(llamoe.LlamoeForCausalLM, tmp_path, **options)
@@ -468,19 +473,22 @@ def test_bfloat16_with_every_backend(kind, width, attention, tmp_path, record_pa
         ours.set_experts_implementation(backend)
         # In bfloat16 rows of 52 are not multiples of 16 bytes, those of 56 are.
         assert all(block.experts.fits_grouped_mm() is (width == 56) for block in mixtures(ours).values())
-        given = ours(ids(), output_router_logits=True)
+        with routed_to(ours, chosen):
+            given = ours(ids(), output_router_logits=True)
         check_bfloat16_errors(given.logits, expected, reference, names, record_parity)
         check_blocks(mixtures(ours), calls, top_k)
-        check_choices(given.router_logits, [its for _, (_, its) in calls.values()], top_k)
+        check_router_logits(given.router_logits, [its for _, (_, its) in calls.values()])
 
 
 def check_blocks(blocks, calls, top_k):
-    """The very same bfloat16 input: the same choice, and as a rule the same bits of the output."""
+    """The very same bfloat16 input: the router's logits, its choice by equal logits, and the output."""
     assert blocks.keys() == calls.keys()
     for i, (hidden_states, (its_output, its_logits)) in calls.items():
         tokens = hidden_states.flatten(0, 1)
-        logits, _, chosen = blocks[i].router(tokens)
-        assert torch.equal(logits, its_logits)
+        logits, _, _ = blocks[i].router(tokens)
+        # Sums in float32 in two orders, rounded once.
+        assert ((logits - its_logits).abs() <= 2**-7 * its_logits.abs() + 1e-5).all()
+        _, _, chosen = blocks[i].router.choose_by(its_logits)
         assert torch.equal(chosen.sort(-1).values, choices(its_logits, top_k))
         shared = blocks[i].shared_expert(tokens).float()
         # One unit in the last place of each of the two terms: bfloat16's neighbours are 2**-8 to 2**-7 apart.
@@ -559,13 +567,16 @@ def test_bfloat16_with_pictures(name, attention, pairs, record_parity):
     if "pixel_values" in inputs:
         inputs["pixel_values"] = inputs_16["pixel_values"].float()
     calls = record_calls(mixtures(stock.language_model))
-    expected, given = stock(**inputs_16), ours(**inputs_16, output_router_logits=True)
+    with recorded_choices(stock.language_model) as chosen:
+        expected = stock(**inputs_16)
+    with routed_to(ours, chosen):
+        given = ours(**inputs_16, output_router_logits=True)
     real = inputs["attention_mask"].bool()
     logits = (x.logits[real] for x in (given, expected, reference_model(**inputs)))
     names = FAMILIES["multimodal"].name, FAMILIES["multimodal"].stock_name
     check_bfloat16_errors(*logits, names, record_parity)
-    its_choices = [logits[real.flatten()] for _, (_, logits) in calls.values()]
-    check_choices([logits[real.flatten()] for logits in given.router_logits], its_choices, top_k=1)
+    its_logits = [logits[real.flatten()] for _, (_, logits) in calls.values()]
+    check_router_logits([logits[real.flatten()] for logits in given.router_logits], its_logits)
 
 
 @torch.no_grad()

@@ -260,8 +260,8 @@ def rms(x: torch.Tensor) -> float:
 def check_bfloat16_errors(given, expected, reference, names: tuple[str, str], record_parity) -> None:
     """Our bfloat16 logits may be at most twice as far from the float32 ones as stock's bfloat16 logits are.
 
-    With a mixture, the largest and the root mean square errors are ruled by the few tokens that bfloat16, stock's or
-    ours, sends to other experts than float32 does; the median over the tokens is free of those. Each is limited.
+    With a mixture both must have sent each token to the same experts (`routing`): the largest and the root mean square
+    errors are ruled by the few tokens that float32 sends to others. The median over the tokens is free of those.
     """
     assert given.dtype == expected.dtype == torch.bfloat16
     measures = {
@@ -297,18 +297,14 @@ def choices(router_logits: torch.Tensor, top_k: int) -> torch.Tensor:
     return router_logits.topk(top_k, dim=-1).indices.sort(-1).values
 
 
-def check_choices(given, expected, top_k: int) -> None:
-    """The same experts chosen in each layer, by bfloat16 router logits at the end of all layers before.
+def check_router_logits(given, expected) -> None:
+    """Two passes in bfloat16 whose tokens went to the same experts: each mixture's logits `[T, E]` differ by rounding.
 
-    Only a tie may tip: where stock's last chosen and first rejected expert are within a few roundings. After a layer
-    in which one did, the inputs differ, and nothing more can be said.
+    Errors of two implementations add up over the layers before, in another order on each processor; measured are up to
+    0.014 of the logits' root mean square, and 1.4 is what has nothing in common.
     """
     for logits, its_logits in zip(given, expected, strict=True):
-        differs = (choices(logits, top_k) != choices(its_logits, top_k)).any(-1)
-        best = its_logits[differs].float().topk(top_k + 1, dim=-1).values
-        assert (best[:, top_k - 1] - best[:, top_k] <= 4 * 2**-8 * best[:, top_k - 1].abs()).all()
-        if differs.any():
-            break
+        assert rms(logits.float() - its_logits.float()) < 0.06 * rms(its_logits.float())
 
 
 def gradient_differences(ours: nn.Module, stock: nn.Module) -> dict[str, tuple[float, float]]:

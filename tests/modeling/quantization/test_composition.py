@@ -21,6 +21,7 @@ from support.few_bits import (
     token_ids,
 )
 from support.models import IMAGE_TOKEN, draw, stock_multimodal_config
+from support.routing import recorded_choices, routed_to
 from support.tables import in_turn
 from torch import nn
 from transformers import (
@@ -157,10 +158,12 @@ def test_inductor_compiles_a_layer(family, weights, part):
     torch.compiler.reset()
 
 
-def test_export():
+def test_export(monkeypatch):
+    route_by_position(monkeypatch)
     model = traced("text", "int4")
     program = torch.export.export(model, (token_ids(),), dict(use_cache=False), strict=False)
-    assert torch.equal(program.module()(token_ids(), use_cache=False).logits, logits(model))
+    # Exported programs take torch's own products of bfloat16 on every processor.
+    assert distance(program.module()(token_ids(), use_cache=False).logits, logits(model)) < CLOSE
 
 
 # Experts
@@ -321,8 +324,11 @@ def test_stock_folders_are_packed_and_written_as_stocks(family, weights, tmp_pat
     assert "quantization_config" not in (tmp_path / "stock/config.json").read_text()
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
     assert type(stock).__module__.startswith("transformers.")
-    # Two implementations in bfloat16.
-    assert distance(logits(model.dequantize()), logits(stock)) < CLOSE
+    with recorded_choices(stock) as chosen:
+        expected = logits(stock)
+    with routed_to(unpacked := model.dequantize(), chosen):
+        # Two implementations in bfloat16.
+        assert distance(logits(unpacked), expected) < CLOSE
 
 
 # Other models
