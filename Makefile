@@ -4,6 +4,8 @@
 PYTHON ?=
 # Test processes: one per core, up to eight. "make test WORKERS=0" runs them all in this process.
 WORKERS ?= auto
+# Another processor: "make test CPU=avx2" hides the instructions of later ones from all that ask for them.
+CPU ?=
 # More words for pytest or the benchmark: make test ARGS="-k rotary"
 ARGS ?=
 
@@ -21,6 +23,9 @@ PICTURES := $(wildcard examples/pictures/*.png)
 # their modules if Python may not keep what it compiled, as some containers tell it.
 unexport PYTHONDONTWRITEBYTECODE
 
+AS-avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+AS := $(if $(CPU),env $(or $(AS-$(CPU)),$(error CPU=$(CPU): there is avx2)))
+
 VENV := .venv
 BIN := $(VENV)/bin/python
 PIP := $(BIN) -m pip --disable-pip-version-check
@@ -33,7 +38,7 @@ NOT_IN_WHEEL := test_benchmarks.py test_benchmarks_gpu.py test_benchmarks_offloa
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo chat train-tiny test test-tools test-lowest fuzz kill lint format installed-names types docs wheel gpu bench clean
+.PHONY: help demo chat train-tiny test test-all test-tools test-lowest fuzz kill lint format installed-names types docs wheel gpu bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,8 +54,11 @@ chat: $(VENV)/.installed-page ## open a page to talk with that model and see its
 train-tiny: $(VENV)/.installed-page ## train that model anew, in an hour and a half of two cores, in trained-tiny/
 	HF_HUB_OFFLINE=1 $(BIN) examples/tiny/train.py
 
-test: $(VENV)/.installed-test ## run the test suite
-	$(BIN) $(PYTEST) $(ARGS)
+test: $(VENV)/.installed-test ## run the tests of what an edit can break
+	$(AS) $(BIN) $(PYTEST) $(ARGS)
+
+test-all: $(VENV)/.installed-test ## also those with processes, compilers, pages, servers, fuzzing, kills and browsers
+	$(AS) $(BIN) $(PYTEST) --run-slow $(ARGS)
 
 test-tools: $(VENV)/.installed-tools ## run the slow tests of the command, and of others' programs on our models
 	$(BIN) $(PYTEST) --run-slow tests/tools tests/llamoe_command $(ARGS)
@@ -73,7 +81,7 @@ fuzz: $(VENV)/.installed-test ## random models and random damage: N=6000 cases; 
 		$(if $(ONLY),--only $(ONLY)) $(if $(SEED),--seed $(SEED)) $(if $(N),--cases $(N)) $(ARGS)
 
 kill: $(VENV)/.installed-test ## end saves and conversions at N=200 random moments, and look what is left
-	LLAMOE_KILLS=$(or $(N),200) $(BIN) $(PYTEST) -k "kill or random_stops" $(ARGS)
+	LLAMOE_KILLS=$(or $(N),200) $(BIN) $(PYTEST) --run-slow -k "kill or random_stops" $(ARGS)
 
 lint: $(VENV)/.installed-dev ## check style and docstrings
 	$(BIN) -m ruff check .
@@ -108,7 +116,7 @@ gpu: $(VENV)/.installed-bench ## prove on a CUDA device what the pages say of GP
 	HF_HUB_OFFLINE=1 $(BIN) -m benchmarks.prove_gpu $(ARGS)
 
 bench: $(VENV)/.installed-bench ## measure speed and memory against transformers on this CPU, in half an hour
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN) -m benchmarks.cpu $(ARGS)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(AS) $(BIN) -m benchmarks.cpu $(ARGS)
 
 clean: ## remove what was built or installed here
 	rm -rf $(VENV) $(LOWEST) build dist site *.egg-info .pytest_cache .ruff_cache

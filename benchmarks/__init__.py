@@ -2,7 +2,7 @@
 
     python -m benchmarks.cpu                       # mini shapes, one thread; also `make bench`
     python -m benchmarks.cpu --cases llama.cpp     # beside llama.cpp, where that is installed
-    python -m benchmarks.cpu --hold avx2 --cases few-bits   # as a processor without AVX-512
+    make bench CPU=avx2                            # as a processor without AVX-512
     python -m benchmarks.bars cpu                  # the targets, and an exit status
     python -m benchmarks.gpu --output folder       # Scout- and Maverick-shaped layers in bfloat16
     python -m benchmarks.prove_gpu                 # whether a card does what the pages say, with exit status

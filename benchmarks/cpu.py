@@ -4,12 +4,12 @@
     python -m benchmarks.cpu --cases block-16 dense
     LLAMA_CPP_CONVERTER=llama.cpp/convert_hf_to_gguf.py python -m benchmarks.cpu --cases llama.cpp
 
-    python -m benchmarks.cpu --hold avx2 --cases few-bits
+    make bench CPU=avx2 ARGS="--cases few-bits"
 
 The groups of llama.cpp run only when they are named; `--cases llama.cpp` names all of them. They need llama-cpp-python,
 the converter of llama.cpp's sources, ten minutes, and 4 GB in the folder for temporary files, or in the one that
 `LLAMOE_BENCH_FILES` names, where they stay. The cases of two threads need two processors that nobody else uses.
-`--hold` shows a processor with fewer instructions (`benchmarks/held.py`); its results stand in files of their own.
+`CPU=avx2` shows a processor with fewer instructions (`benchmarks/held.py`); its results stand in files of their own.
 """
 
 import sys
@@ -85,11 +85,8 @@ GROUPS: dict[str, Group] = {
 def main() -> int:
     """Run the groups named on the command line."""
     made = command_line.parser("cpu", GROUPS, __doc__, by_name=BY_NAME)
-    made.add_argument("--hold", choices=list(held.VARIABLES), help="use these instructions and no later ones")
     options, budget = command_line.options(made, "cpu", GROUPS)
-    if options.hold:
-        held.hold(options.hold, "benchmarks.cpu")
-    name = "_".join(filter(None, ("cpu", options.hold)))
+    name = "_".join(filter(None, ("cpu", held.is_held())))
     torch.set_num_threads(1)
     return command_line.run(
         name, GROUPS, options.cases, ProcessorClock(), SETTING.dtype, options.output, budget

@@ -1,15 +1,15 @@
-r"""Holds the machine to the instructions of a lesser one, so that one machine shows two kinds.
+r"""What this process is held to: one machine shows two kinds, by `make bench CPU=avx2` and `make test CPU=avx2`.
 
-torch, oneDNN and MKL read what they may use from the environment when they start, so the command starts itself again.
-Our kernels follow torch, and are compiled without AVX-VNNI besides, as for processors that have AVX2 alone. What
-llama.cpp uses is decided when it is built. A library for AVX2 is made from the sources of llama-cpp-python's version:
+torch, oneDNN and MKL read what they may use from the environment when they start. Our kernels follow torch, and are
+compiled without AVX-VNNI besides, as for processors that have AVX2 alone. What llama.cpp uses is decided when it is
+built. A library for AVX2 is made from the sources of llama-cpp-python's version:
 
     cmake -S vendor/llama.cpp -B build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DGGML_NATIVE=OFF \
         -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DCMAKE_INSTALL_RPATH='$ORIGIN' \
         -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON
     cmake --build build --target ggml-cpu
     cp -r .venv/lib/python3*/site-packages/llama_cpp/lib held && cp build/bin/libggml-cpu.so* held
-    LLAMA_CPP_LIB_PATH=held python -m benchmarks.cpu --hold avx2 --cases llama.cpp
+    LLAMA_CPP_LIB_PATH=held make bench CPU=avx2 ARGS="--cases llama.cpp"
 
 A llama.cpp that GCC 12 built for AMX ends with an illegal instruction in the first prefill of q8_0 or q4_0: the
 compiler drops stores before `_tile_loadconfig` in ggml-cpu/amx/mmq.cpp. `asm volatile("" : : "r"(&tc) : "memory");`
@@ -17,7 +17,6 @@ keeps them.
 """
 
 import os
-import sys
 
 VARIABLES = {
     "avx2": {
@@ -27,26 +26,10 @@ VARIABLES = {
     }
 }
 _TOO_MUCH = {"avx2": ("AVX512", "AVX_VNNI", "AMX_INT8")}
-_COMPILER = {"avx2": ["-mno-avx512f", "-mno-avxvnni"]}
-
-
-def hold(kind: str, module: str) -> None:
-    """Hold this process, which runs a module with its own words; start it again if it was started otherwise."""
-    if any(os.environ.get(name) != value for name, value in VARIABLES[kind].items()):
-        os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], os.environ | VARIABLES[kind])
-    from llamoe.modeling.kernels import cpp_kernels
-
-    flags_of_processor = cpp_kernels.flags_of_processor
-
-    def flags() -> list[str] | str:
-        found = flags_of_processor()
-        return found if isinstance(found, str) else [*found, *_COMPILER[kind]]
-
-    cpp_kernels.flags_of_processor = flags
 
 
 def is_held() -> str | None:
-    """What this process is held to."""
+    """Return the kind of processor that this process is held to, or None."""
     return next(
         (kind for kind, its in VARIABLES.items() if all(os.environ.get(name) == its[name] for name in its)),
         None,

@@ -34,7 +34,7 @@ def summary(
     Args:
         of_cpu: results of `benchmarks.cpu`, or None.
         of_gpu: results of `benchmarks.gpu`, or None; no figure is taken from them.
-        held: results of `benchmarks.cpu --hold avx2`, or None.
+        held: results of `make bench CPU=avx2`, or None.
         others: by name the results in `OTHERS` that there are.
     """
     figures = _figures(Results(of_cpu or {}), others or {})
@@ -92,7 +92,7 @@ def section(of_cpu: dict | None, of_gpu: dict | None, held: dict | None = None) 
     Args:
         of_cpu: results of `benchmarks.cpu`, or None.
         of_gpu: results of `benchmarks.gpu`, or None.
-        held: results of `benchmarks.cpu --hold avx2`, or None.
+        held: results of `make bench CPU=avx2`, or None.
     """
     paragraphs = []
     missing = []

@@ -99,7 +99,8 @@ def _describe(device: torch.device) -> dict[str, Any]:
         return {
             "name": capabilities.get("cpu_name") or platform.machine(),
             "instructions": torch.backends.cpu.get_cpu_capability(),
-            "bfloat16_instructions": bool(capabilities.get("avx512_bf16")),
+            "bfloat16_instructions": bool(capabilities.get("avx512_bf16"))
+            and rows_of_torch(torch.bfloat16) is None,
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "threads": torch.get_num_threads(),
             "memory": memory.total,

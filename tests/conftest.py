@@ -79,7 +79,7 @@ def pytest_sessionfinish(session):
 def pytest_collection_modifyitems(config, items):
     reasons = {}
     if not config.getoption("--run-slow"):
-        reasons["slow"] = "slow: runs with --run-slow"
+        reasons["slow"] = "slow: `make test-all` runs it"
     if not torch.cuda.is_available():
         reasons["gpu"] = "needs a CUDA device"
     for item in items:

@@ -14,6 +14,8 @@ from benchmarks.fake_cards import pretend
 from llamoe.modeling.moe import dispatch
 from llamoe.modeling.quantization import quantizer
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = tuple(fake_models.FAMILIES)
 
 
@@ -298,7 +300,6 @@ def test_rows_of_prompts_and_graphs_are_fresh(family):
     assert some == [gpu_budgets.graphs(family, row["weights"], row["lora"]) for row in some]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_rows_of_prompts_and_graphs_are_fresh(family):
     results = json.loads(gpu_budgets.RESULTS.read_text())
@@ -313,7 +314,6 @@ def test_all_rows_of_prompts_and_graphs_are_fresh(family):
         assert row["family"] != family or gpu_budgets.graphs(family, row["weights"], row["lora"]) == row
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_decode_steps_are_fresh(family):
     """Of every combination on one card, which are in turn: all three take minutes."""

@@ -16,6 +16,8 @@ from benchmarks.large_mixtures import LargeMixture, passes_of, simulate
 from llamoe.conversion import quantize
 from llamoe.modeling.offload import LeastRecentlyUsed
 
+pytestmark = pytest.mark.slow
+
 TINY = LargeMixture(hidden=64, expert=48, layers=3, experts=7, vocabulary=101)
 
 
@@ -70,7 +72,6 @@ def test_a_contestant_that_fails_is_told(folder, monkeypatch):
     assert "experts_memory=1 bytes" in processes.in_process("offload", "decode", who=OURS, **given)["skipped"]
 
 
-@pytest.mark.slow
 def test_experts_on_disk_from_the_cases_to_the_reports(tmp_path, monkeypatch):
     monkeypatch.setattr(offload, "LAWS", {"zipf": "Zipf"})
     groups = {"offload": lambda: offload.offload(TINY, (0.5,), warm=5, tokens=20)}

@@ -11,6 +11,8 @@ from support.paths import EXAMPLES
 from benchmarks import quality
 from llamoe.modeling.kernels import cpp_kernels
 
+pytestmark = pytest.mark.slow
+
 FOLDER = EXAMPLES / "llamoe-tiny"
 
 

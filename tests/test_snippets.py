@@ -45,6 +45,8 @@ import llamoe
 from llamoe.conversion import convert, verify
 from llamoe_command import cli
 
+pytestmark = pytest.mark.slow
+
 # What a user types at `examples/chat.py`.
 TYPED = "Who are you?\nAnd I?\n\n"
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from support import programs
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 ROOMS = ("configuration", "serving", "modeling", "planning", "conversion")
 

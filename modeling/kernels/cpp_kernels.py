@@ -213,7 +213,11 @@ def flags_of_processor() -> list[str] | str:
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in ("AVX2", "AVX512"):
         return f"they need AVX2, AVX-512 or NEON, and torch computes with {capability} here"
-    return flags if capability == "AVX512" else [*flags, "-mno-avx512f"]
+    if capability == "AVX512":
+        return flags
+    # Who holds torch to AVX2 wants to see a processor that has no more, and later ones have AVX-VNNI besides.
+    is_held = os.environ.get("ATEN_CPU_CAPABILITY") == "avx2"
+    return [*flags, "-mno-avx512f", *["-mno-avxvnni"] * is_held]
 
 
 def compiled(flags: Sequence[str]) -> Any:

@@ -16,6 +16,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from llamoe.conversion import assemble
 
+pytestmark = pytest.mark.slow
+
 
 def run(script, **constants):
     return programs.run(["-c", edited(script, **constants)])
@@ -76,7 +78,6 @@ def test_only_answers_carry_a_loss(tmp_path):
     assert torch.equal(batch["pixel_values"][:1], prompt["pixel_values"])
 
 
-@pytest.mark.slow
 def test_a_killed_training_goes_on_to_the_same_adapter(tmp_path):
     given = dict(DATA=write_data(tmp_path / "data"), TRAINING={"save_steps": 3})
     whole = run("finetune_lora", OUT=tmp_path / "whole", **given)
@@ -90,7 +91,6 @@ def test_a_killed_training_goes_on_to_the_same_adapter(tmp_path):
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "zero3"])
 def test_two_processes_learn_what_one_does(kind, tmp_path):
     """On the CPU, each with half of a batch; under ZeRO-3 each with half of every weight."""
@@ -121,7 +121,6 @@ def test_two_processes_learn_what_one_does(kind, tmp_path):
     assert distance < 1e-2 * sum(each.square().sum() for each in one.values()).sqrt()
 
 
-@pytest.mark.slow
 def test_decoder_learns_to_see_in_two_stages(tmp_path):
     """Killed in its second stage it goes on to the same weights; the first changes nothing of the decoder."""
     assemble(TINY, TINY, tmp_path / "joined", max_tiles=1)

@@ -99,6 +99,7 @@ def test_it_is_a_mixture_of_the_llama_4_kind(tiny):
     assert patch == model.config.image_token_id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wording", "least"), [("trained", 0.93), ("near", 0.93), ("far", 0.92)])
 def test_it_answers_about_pictures_it_has_not_seen(tiny, wording, least):
     """Exact answers on fresh scenes, in trained wordings and in those of other people."""
@@ -108,6 +109,7 @@ def test_it_answers_about_pictures_it_has_not_seen(tiny, wording, least):
     assert measured["all"] >= least, measured
 
 
+@pytest.mark.slow
 def test_without_its_picture_it_cannot_know(tiny):
     """The score comes from the pixels: with the pictures handed to the wrong questions it falls apart."""
     import examine
@@ -250,6 +252,7 @@ def test_packed_chats_are_learnt_as_alone():
     assert abs(loss - torch.cat(losses).mean()) < 2e-6
 
 
+@pytest.mark.slow
 def test_training_runs_from_nothing(tmp_path, monkeypatch, capsys):
     """Six steps of small batches pass through every stage and write a complete folder; loss and accuracies are told."""
     import train

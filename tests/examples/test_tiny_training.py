@@ -6,6 +6,8 @@ import pytest
 from support import programs
 from support.paths import EXAMPLES
 
+pytestmark = pytest.mark.slow
+
 # Small batches, and no evaluation: the questions are those of the training itself.
 PROGRAM = """
 import dataclasses, os, signal, sys
@@ -32,7 +34,6 @@ def run(out, stop=None, steps=6):
     return programs.run(["-c", program])
 
 
-@pytest.mark.slow
 def test_a_killed_training_goes_on_to_the_same_weights(tmp_path):
     """Killed in the last stage, whose optimizers know its first step."""
     whole = run(tmp_path / "whole")

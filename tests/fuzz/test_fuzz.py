@@ -3,6 +3,8 @@
 import pytest
 from fuzz.suites import run_suite
 
+pytestmark = pytest.mark.slow
+
 # Without compiling, which takes seconds a case; it has tests of its own, and `make fuzz` includes it.
 KINDS = {
     "differential": {

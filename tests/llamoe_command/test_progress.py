@@ -17,6 +17,8 @@ from llamoe.conversion import convert
 from llamoe.modeling.kernels import cpp_kernels
 from llamoe_command import printing
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 # What rich and tqdm draw with.
 DRAWN = ("\x1b[", "\r")
@@ -65,7 +67,7 @@ def read_to_end(terminal, written):
 def first_always(*values):
     """Parameters of which the first is tested always, and the others where slow tests run: each starts a process."""
     first, *others = (value if isinstance(value, tuple) else (value,) for value in values)
-    return [pytest.param(*first), *(pytest.param(*other, marks=pytest.mark.slow) for other in others)]
+    return [pytest.param(*first), *(pytest.param(*other) for other in others)]
 
 
 # Of each command what it draws besides the line about torch.

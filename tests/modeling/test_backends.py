@@ -224,6 +224,7 @@ def stock_results(tmp_path_factory):
     return expected, torch.load(folder / "results.pt")
 
 
+@pytest.mark.slow
 @for_models("stock_name")
 @pytest.mark.parametrize("state", ["new", "loaded"])
 def test_stock_layout_is_read_without_llamoe(case, state, stock_results):

@@ -22,12 +22,10 @@ from llamoe.modeling.attention.visibility import cut_equal_rows
 from llamoe.modeling.moe.grouped_product import multiply_sorted, plain_stack
 from llamoe.modeling.moe.layer import MixtureOfExperts
 
+pytestmark = pytest.mark.slow
+
 CASES = {case.name: case for case in MODELS}
 DECODERS = pytest.mark.parametrize("name", ["LlamoeDenseForCausalLM", "LlamoeForCausalLM"])
-# The second has dense layers, too; a trace of five seconds for the first alone can wait for `--run-slow`.
-TRACED = pytest.mark.parametrize(
-    "name", [pytest.param("LlamoeDenseForCausalLM", marks=pytest.mark.slow), "LlamoeForCausalLM"]
-)
 # Of Llama 4 one chunked layer, where it tells what more would.
 CHUNKED = {"num_hidden_layers": 1, "no_rope_layers": [1], "layer_types": ["chunked_attention"]}
 # Sums in another order.
@@ -134,9 +132,9 @@ def test_few_graphs_for_all_lengths():
 @pytest.mark.parametrize(
     ("name", "is_checkpointed"),
     [
-        pytest.param("LlamoeDenseForCausalLM", False, marks=pytest.mark.slow),
-        pytest.param("LlamoeForConditionalGeneration", False, marks=pytest.mark.slow),
-        pytest.param("LlamoeForConditionalGeneration", True, marks=pytest.mark.slow),
+        ("LlamoeDenseForCausalLM", False),
+        ("LlamoeForConditionalGeneration", False),
+        ("LlamoeForConditionalGeneration", True),
     ],
 )
 def test_training_is_one_graph(name, is_checkpointed):
@@ -236,9 +234,9 @@ def test_grouped_product():
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        pytest.param("LlamoeDenseForCausalLM", torch.float32, marks=pytest.mark.slow),
+        ("LlamoeDenseForCausalLM", torch.float32),
         ("LlamoeForConditionalGeneration", torch.float32),
-        pytest.param("LlamoeForCausalLM", torch.bfloat16, marks=pytest.mark.slow),
+        ("LlamoeForCausalLM", torch.bfloat16),
     ],
     ids=str,
 )
@@ -267,7 +265,7 @@ def test_generate_compiles_once_for_prompts_of_differing_lengths(name, dtype):
     assert model.get_compiled_call(compiled) != model.__call__
 
 
-@TRACED
+@DECODERS
 def test_steps_with_a_static_cache_compile_once(name):
     """Without `generate`: the masks are made inside the graph, too."""
     case = CASES[name]
@@ -344,7 +342,7 @@ def test_sequences_of_equal_rows_are_one_graph():
 @pytest.mark.parametrize(
     ("name", "with_mask"),
     [
-        pytest.param("LlamoeDenseForCausalLM", False, marks=pytest.mark.slow),
+        ("LlamoeDenseForCausalLM", False),
         ("LlamoeForCausalLM", False),
         ("LlamoeForCausalLM", True),
     ],
@@ -384,7 +382,7 @@ def test_export_with_dynamic_sizes(name, with_mask):
 
 
 @torch.no_grad()
-@TRACED
+@DECODERS
 def test_hidden_positions_in_a_graph(name):
     """Whatever positions padding has, below zero or above every other; a strict export is compiled on its way."""
     case = CASES[name]
@@ -397,7 +395,7 @@ def test_hidden_positions_in_a_graph(name):
     assert max_abs(main_output(exported(**inputs, use_cache=False))[mask == 1], expected) < TOLERANCE
 
 
-@TRACED
+@DECODERS
 def test_export_of_a_decoding_step(name):
     """transformers' wrapper for ExecuTorch: the cache is in the program, one token goes in; over a chunk's border."""
     case = CASES[name]
@@ -410,7 +408,6 @@ def test_export_of_a_decoding_step(name):
     assert max_abs(torch.cat(steps, 1), run(model, input_ids=ids)) < TOLERANCE
 
 
-@pytest.mark.slow
 @DECODERS
 def test_inductor(name):
     """With generated code, forward and backward, in float32."""

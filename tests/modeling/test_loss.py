@@ -185,6 +185,7 @@ def test_the_head_is_called_as_a_module():
     assert {shape[1] for shape in seen} == {4, 43 % 4} and len(seen) == 2 * -(-43 // 4)
 
 
+@pytest.mark.slow
 def test_one_graph(forget_compiled_code, monkeypatch):
     monkeypatch.setattr(module, "PIECE_LOGITS", 5 * PIECE)
     model, (inputs, labels) = DENSE.make_small(num_hidden_layers=1).train(), labelled(DENSE)
@@ -232,6 +233,7 @@ class Freed:
         self.counter.alive -= self.size
 
 
+@pytest.mark.slow
 def test_memory_of_scouts_vocabulary(monkeypatch):
     """4,096 tokens over 202,048 words, a frozen head in bfloat16: 0.6 GB in place of 10, on tensors without memory."""
     monkeypatch.undo()

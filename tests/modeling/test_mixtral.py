@@ -143,6 +143,7 @@ def test_lora_on_one_square_expert_merges(tmp_path):
         assert max_abs(adapted.merge_and_unload()(ids()).logits, expected) <= 1e-4
 
 
+@pytest.mark.slow
 def test_positions_leave_a_compiled_graph_open_to_all_lengths(tmp_path):
     _, ours = pair(tmp_path, num_hidden_layers=1)
     graphs = []

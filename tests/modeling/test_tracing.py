@@ -16,6 +16,8 @@ from transformers.integrations.executorch import register_dynamic_cache_export_s
 import llamoe
 from llamoe.modeling.moe.layer import MixtureOfExperts
 
+pytestmark = pytest.mark.slow
+
 CASES = {case.name: case for case in MODELS}
 # Models without a head are in the traces of those with one.
 TRACED = [case for case in MODELS if case.is_head or not case.is_text]

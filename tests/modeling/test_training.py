@@ -139,6 +139,7 @@ class Pictures(torch.utils.data.Dataset):
         return dict(zip(("picture", "question", "answer"), self.examples[index], strict=True))
 
 
+@pytest.mark.slow
 def test_trainer_learns_the_tiny_multimodal_task(tmp_path):
     """One epoch from fresh weights: training, evaluation, a checkpoint, and the model loads again."""
     processor = transformers.AutoProcessor.from_pretrained(EXAMPLES / "llamoe-tiny")

@@ -13,6 +13,7 @@ from llamoe.modeling.formats import Int4, Int8, plain_format
 from llamoe.planning import bandwidths
 
 
+@pytest.mark.slow
 def test_memory_and_drive_are_measured(tmp_path, monkeypatch):
     """By a clock that is an eighth of a second further at each look: the figures are the bytes that were read."""
     ticks = itertools.count()

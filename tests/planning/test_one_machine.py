@@ -141,6 +141,7 @@ def test_without_accelerators_experts_stay_on_disk_where_ram_is_short():
     assert part.arguments() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["LlamoeForCausalLM", "LlamoeMixtralForCausalLM", "LlamoeForConditionalGeneration"]
 )

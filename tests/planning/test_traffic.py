@@ -13,6 +13,8 @@ from support.paths import SUPPORT
 from llamoe.modeling.registration import empty_model
 from llamoe.planning.traffic import card_bytes, forward_traffic, step_traffic
 
+pytestmark = pytest.mark.slow
+
 PATIENCE = 300
 ROWS, LENGTH = 3, 7
 CASES = {case.name: case for case in MODELS}
@@ -120,7 +122,7 @@ def check(run, counted):
     assert found == wanted
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [2, pytest.param(4)])
 def test_formulas_are_what_real_runs_count(processes, tmp_path):
     results = count(tmp_path, processes, tuple(MAKERS))
     assert len(results) > 3

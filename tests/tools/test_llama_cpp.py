@@ -31,6 +31,7 @@ pytestmark = [
         "convert_hf_to_gguf.py, in vendor/llama.cpp of the archive that `pip download --no-deps --no-binary :all: "
         "llama-cpp-python` gives",
     ),
+    pytest.mark.slow,
 ]
 
 # The tokenizer has 784 tokens. llama.cpp wants one, and no text is split here.

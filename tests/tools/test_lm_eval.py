@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed: pip install lm-eval"
     ),
+    pytest.mark.slow,
 ]
 
 # Of the small model's tokenizer.

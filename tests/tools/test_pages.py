@@ -9,11 +9,12 @@ from support import programs
 from support.documents import ROOT, blocks, read
 from support.paths import environment
 
+pytestmark = pytest.mark.slow
+
 PAGE = "docs/evaluation.md"
 MISSING = [name for name in ("lm_eval", "trl") if importlib.util.find_spec(name) is None]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed: pip install lm-eval trl")
 def test_what_the_page_shows_runs(tmp_path):
     """All Python in one program, then the commands, which use the files that it has written."""

@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 import llamoe
 
+pytestmark = pytest.mark.slow
+
 # Importing the client takes a second of each process that collects tests, so it is done where it is asked.
 if find_spec("openai") is None or find_spec("fastapi") is None:
     pytest.skip("needs the extra serve: pip install -e '.[vision,serve]'", allow_module_level=True)
@@ -245,7 +247,6 @@ def test_untrusted_start_says_what_the_page_quotes(tmp_path):
         assert sentence in page
 
 
-@pytest.mark.slow
 def test_llamoe_imported_first_needs_no_flag(another_server, by_itself, text_folder):
     another_server.start(["python", "-c", WITH_IMPORT, "serve", MODEL])
     client = Client(another_server)
@@ -256,7 +257,6 @@ def test_llamoe_imported_first_needs_no_flag(another_server, by_itself, text_fol
     assert Client(another_server, str(text_folder)).answer("Hello") == by_itself("Hello")
 
 
-@pytest.mark.slow
 def test_continuous_batching_answers_texts_of_one_chunk(another_server, text_folder, by_itself):
     """Eight at once, streams and one that hangs up; what does not fit into a chunk is refused in words."""
     another_server.start(["transformers", "serve", str(text_folder), "--trust-remote-code", *BATCHING])
@@ -277,7 +277,6 @@ def test_continuous_batching_answers_texts_of_one_chunk(another_server, text_fol
     assert "CB: True" in another_server.log.read_text()
 
 
-@pytest.mark.slow
 def test_continuous_batching_serves_pictures_one_by_one(another_server, by_itself):
     another_server.start([*WITH_FLAG, *BATCHING])
     assert ask_all(Client(another_server), QUESTIONS) == [by_itself(*question) for question in QUESTIONS]
@@ -287,7 +286,6 @@ def test_continuous_batching_serves_pictures_one_by_one(another_server, by_itsel
     )
 
 
-@pytest.mark.slow
 def test_adoption_serves_stock_folders_with_pictures_by_our_classes(another_server, stock_folder, by_itself):
     another_server.start(["python", "-c", WITH_ADOPTION, "serve", str(stock_folder), *BATCHING])
     client = Client(another_server, str(stock_folder))

@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("trl") is None, reason="TRL is not installed: pip install trl"
     ),
+    pytest.mark.slow,
 ]
 
 # Of the small model's tokenizer.

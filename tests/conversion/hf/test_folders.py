@@ -357,6 +357,7 @@ def test_experts_with_a_gap_are_named(tmp_path):
         convert(tmp_path / "split", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_importing_llamoe_does_not_import_conversion():
     code = "import sys, llamoe; sys.exit('llamoe.conversion' in sys.modules)"
     assert programs.run(["-c", code]).returncode == 0

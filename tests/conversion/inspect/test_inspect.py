@@ -109,6 +109,7 @@ def no_reading(monkeypatch):
     monkeypatch.setattr(FileTensor, "_read", refuse)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_400_billion_is_described_by_few_calls(tmp_path, no_reading):
     config = preset("llama-4-maverick")
     shards = write_headers(tmp_path / "maverick", split_shapes(shapes_of(config)), config, 50)

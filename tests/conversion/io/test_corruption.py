@@ -26,6 +26,8 @@ from support.counting import calls_of
 
 from llamoe.conversion import convert
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def originals():

@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM
 import llamoe
 from llamoe.conversion import convert, open_checkpoint
 
+pytestmark = pytest.mark.slow
+
 CASE = replace(META_MAVERICK, params={**META_MAVERICK.params, "n_layers": 2})
 OPTIONS = {"hf": {"to": "hf", "shard_size": "280KB"}, "meta": {"to": "meta", "shards": 3}}
 

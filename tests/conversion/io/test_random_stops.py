@@ -21,6 +21,8 @@ from support.forked_runs import Ended, ForkedRuns, batches, repeatable
 import llamoe
 from llamoe.conversion import convert, open_checkpoint
 
+pytestmark = pytest.mark.slow
+
 CASE = replace(META_MAVERICK, params={**META_MAVERICK.params, "n_layers": 2})
 # Of each target its source and options.
 TARGETS = {

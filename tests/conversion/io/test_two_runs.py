@@ -36,6 +36,8 @@ from llamoe.conversion import (
 from llamoe.conversion.io.target_folder import one_run
 from llamoe_command import cli
 
+pytestmark = pytest.mark.slow
+
 CASE = replace(META_LLAMA_2, params={**META_LLAMA_2.params, "n_layers": 2})
 LOCK = ".llamoe-lock"
 ME = f"process {os.getpid()} on {socket.gethostname()}"

@@ -15,6 +15,8 @@ from llamoe_command import cli
 from llamoe_command.page import address
 from llamoe_command.page.address import FIRST_PORT, find_port, has_display, is_loopback, url_of
 
+pytestmark = pytest.mark.slow
+
 
 @contextmanager
 def taken(port=0, host="127.0.0.1"):

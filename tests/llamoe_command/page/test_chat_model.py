@@ -32,6 +32,8 @@ from llamoe_command.page.chat_model import ChatModel
 from llamoe_command.page.expert_record import layer_names
 from llamoe_command.page.expert_view import overlay
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def tiny():

@@ -12,6 +12,8 @@ from support.spoilt_folders import edit
 
 import llamoe
 
+pytestmark = pytest.mark.slow
+
 # Adapters
 
 

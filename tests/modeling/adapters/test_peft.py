@@ -71,6 +71,7 @@ def test_every_table_of_defaults_knows_every_model_type():
                 assert table[ours] == expected, name
 
 
+@pytest.mark.slow
 def test_registration_waits_for_peft():
     """The model exists before peft is imported, and somebody has asked whether peft is there."""
     code = """

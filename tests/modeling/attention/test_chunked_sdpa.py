@@ -527,6 +527,7 @@ def forget_compiled_code():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     TorchVersion(torch.__version__) < (2, 14),
     reason="dynamo cannot tell compiling from exporting: masks stay",

@@ -143,6 +143,7 @@ def test_padding_within_a_row_counts_as_in_stock(length):
     assert max_abs(given[mask > 0], expected[mask > 0]) < 3 * TOLERANCE
 
 
+@pytest.mark.slow
 def test_one_graph_for_all_lengths():
     """Compiled, and exported with any number of tokens: layers with windows and without."""
     stock, ours = stock_pair("Ministral", 5)

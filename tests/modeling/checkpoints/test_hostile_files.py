@@ -19,6 +19,8 @@ from support.tables import in_turn
 import llamoe
 from llamoe.configuration.errors import CheckpointError
 
+pytestmark = pytest.mark.slow
+
 # The guard itself
 
 

@@ -19,6 +19,8 @@ from llamoe.configuration.errors import CheckpointError
 from llamoe.modeling.checkpoints.checkpoint_files import read_header
 from llamoe.modeling.checkpoints.torch_files import read_torch
 
+pytestmark = pytest.mark.slow
+
 # Pickles
 
 

@@ -11,6 +11,8 @@ import pytest
 from support import programs
 from support.paths import SUPPORT
 
+pytestmark = pytest.mark.slow
+
 KILLS = int(os.environ.get("LLAMOE_KILLS", 0))
 SEED = os.environ.get("LLAMOE_KILL_SEED") or secrets.token_hex(4)
 

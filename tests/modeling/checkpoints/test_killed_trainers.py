@@ -10,13 +10,17 @@ import json
 import os
 from collections import Counter
 
+import pytest
 from support import programs
+
+pytestmark = pytest.mark.slow
 
 KILLS = int(os.environ.get("LLAMOE_KILLS", 0)) or 3
 
 # Imports and trains once, then forks for every run that is killed and for every look at what it left.
 CHILD = """
 import json, os, random, signal, sys, traceback
+import pytest
 from pathlib import Path
 import torch
 import tqdm

@@ -9,6 +9,8 @@ from support import programs
 
 import llamoe
 
+pytestmark = pytest.mark.slow
+
 MEASURE = """
 import gc, json, sys
 import transformers, llamoe
@@ -76,7 +78,6 @@ def test_peak_memory_of_loading(tmp_path):
 
 
 @linux_only
-@pytest.mark.slow
 def test_peak_memory_of_loading_more(tmp_path, capsys):
     size = save_large(tmp_path, 14, "300MB")
     ours = check_peaks(tmp_path, size)

@@ -354,6 +354,7 @@ print(json.dumps([peak(), peak(dtype="float32")]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory_is_the_models_and_a_layers_experts(tmp_path):
     """Four layers of 48 MB of experts. What is not cast is mapped, and each layer's experts are copied once."""

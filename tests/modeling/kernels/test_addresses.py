@@ -10,10 +10,11 @@ from support.paths import ROOT, SUPPORT, environment
 
 from llamoe.modeling.kernels import cpp_kernels
 
+pytestmark = pytest.mark.slow
+
 FOLDER = "tests/modeling/kernels"
 
 
-@pytest.mark.slow
 def test_no_byte_beside_a_tensor_is_touched(tmp_path):
     if cpp_kernels.library() is None or shutil.which("gcc") is None:
         pytest.skip("needs GCC, and a CPU with AVX2, AVX-512 or NEON")

@@ -193,6 +193,7 @@ def test_modules_are_called_where_somebody_looks(taken):
     assert not taken[True]
 
 
+@pytest.mark.slow
 def test_layers_that_are_compiled_one_by_one_are_called(taken):
     model = dense()
     expected = steps(model, ids(8))

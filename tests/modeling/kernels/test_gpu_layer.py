@@ -13,6 +13,8 @@ from support.models import max_abs
 import llamoe
 from llamoe.modeling.kernels import gpu_layer, gpu_layer_check
 
+pytestmark = pytest.mark.slow
+
 ROWS = ("gate", "up")
 # Of a Scout: 40 and 8 heads of 128, adapters of rank 8, sums in eight splits, and experts' factors in bfloat16.
 TURN = dict(

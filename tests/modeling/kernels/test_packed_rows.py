@@ -32,6 +32,8 @@ from llamoe.modeling.kernels.packed_rows import (
 from llamoe.modeling.moe import dispatch
 from llamoe.modeling.moe import experts as moe_experts
 
+pytestmark = pytest.mark.slow
+
 BF16 = torch.bfloat16
 # Scout's down projection.
 SIZES = (5120, 8192)
@@ -140,7 +142,6 @@ def test_plain_experts_compile_for_few_rows(monkeypatch, tmp_path, name, capabil
     check(monkeypatch, tmp_path, capability, FORMATS[name], 16, False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", PLAIN)
@@ -158,8 +159,8 @@ def test_plain_experts_compile_in_other_dtypes(monkeypatch, tmp_path, name, dtyp
     [
         ("plain", torch.float32, True),
         ("plain, input-first", torch.float16, False),
-        pytest.param("plain, input-first", torch.float32, True, marks=pytest.mark.slow),
-        pytest.param("plain", torch.float16, False, marks=pytest.mark.slow),
+        ("plain, input-first", torch.float32, True),
+        ("plain", torch.float16, False),
     ],
     ids=str,
 )
@@ -180,7 +181,6 @@ def test_other_formats_compile(monkeypatch, tmp_path, name, rows, transposed):
     check(monkeypatch, tmp_path, 90, FORMATS[name], rows, transposed)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize("name", FORMATS)
 def test_everything_compiles_everywhere(monkeypatch, tmp_path, name, capability):
@@ -197,7 +197,6 @@ def test_int4_compiles_for_other_dtypes(monkeypatch, tmp_path, dtype):
     assert dtype == torch.float32 or usage["STACK"] == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_other_dtypes_compile(monkeypatch, tmp_path, name, dtype):

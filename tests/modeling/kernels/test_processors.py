@@ -11,9 +11,12 @@ from llamoe.modeling import kernels
 from llamoe.modeling.formats import Int4, Int8
 from llamoe.modeling.kernels import cpp_kernels
 
-pytestmark = pytest.mark.skipif(
-    cpp_kernels.library() is None, reason="needs a C++ compiler, and a CPU with AVX2, AVX-512 or NEON"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        cpp_kernels.library() is None, reason="needs a C++ compiler, and a CPU with AVX2, AVX-512 or NEON"
+    ),
+    pytest.mark.slow,
+]
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 # Narrower than this processor's, in the order of what they leave out.
 BUILDS = {"here": []}
@@ -163,7 +166,6 @@ COMPILERS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("processor", "compiler"), COMPILERS.items())
 def test_compiles_for(processor, compiler, tmp_path):
     if shutil.which(compiler) is None or (compiler == "g++" and not IS_X86):
@@ -211,7 +213,6 @@ int main() {
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("processor", ["armv8.2-a+dotprod", "armv8-a"])
 def test_neon_gives_the_same_numbers(processor, tmp_path):
     emulator = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")

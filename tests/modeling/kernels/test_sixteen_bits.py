@@ -86,6 +86,7 @@ def train(model, inputs):
     found.float().square().mean().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, True], ids=["whole", "LoRA"])
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
 def test_no_model_is_trained_by_slow_products(case, adapted):

@@ -9,14 +9,16 @@ import pytest
 from support import programs
 from support.paths import ROOT, SUPPORT, environment
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("files", "options"),
     [
         # A process of their own would start as long as some of them last, so they share one.
         (["interpreted_kernels.py", "interpreted_layer.py", "interpreted_packed.py"], []),
-        pytest.param(["interpreted_packed.py"], ["--run-slow", "-m", "slow"], marks=pytest.mark.slow),
-        pytest.param(["interpreted_check.py"], [], marks=pytest.mark.slow),
+        (["interpreted_packed.py"], ["--run-slow", "-m", "slow"]),
+        (["interpreted_check.py"], []),
     ],
 )
 def test_under_the_interpreter(files, options):

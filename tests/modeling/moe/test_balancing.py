@@ -80,6 +80,7 @@ def violation(report):
     return max(value for name, value in report.items() if name.endswith("/max_violation"))
 
 
+@pytest.mark.slow
 def test_balancing_shares_tokens_without_higher_loss():
     """From a start where one of five experts gets nearly all; without the bias that stays."""
     losses, violations = {}, {}

@@ -102,6 +102,7 @@ def test_models_without_experts_elsewhere_have_no_statistics(text_folder):
     model.close()
 
 
+@pytest.mark.slow
 def test_compiled_models_are_equal(tmp_path, ids):
     text_model(num_hidden_layers=1, moe_layers=[0]).save_pretrained(tmp_path)
     resident, model = load_both(tmp_path, 2)

@@ -5,12 +5,15 @@ It generates, and trains an adapter of the routed experts.
 
 import json
 
+import pytest
 import torch
 from support import programs
 from support.models import filled
 from support.offload import expert_bytes, text_model
 
 import llamoe
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import json, sys, torch, llamoe, peft

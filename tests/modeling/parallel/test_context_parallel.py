@@ -20,6 +20,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import llamoe
 
+pytestmark = pytest.mark.slow
+
 CASES = {case.name: case for case in MODELS}
 DENSE, TEXT = CASES["LlamoeDenseForCausalLM"], CASES["LlamoeForCausalLM"]
 # What the first of two processes gets of a row: its first and its last quarter, so that both have as much to do.
@@ -71,7 +73,6 @@ def test_chunked_layers_are_refused():
         AttentionInterface.register("sdpa", sdpa_attention_forward)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_sequence_parallelism_learns_what_one_process_does(tmp_path):
     """DeepSpeed's own, on the CPU: two processes share each row, and under ZeRO-3 every weight."""

@@ -15,6 +15,8 @@ from support.paths import EXAMPLES, SUPPORT, environment
 import llamoe
 from llamoe.conversion import convert
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = EXAMPLES / "train_parallel.py"
 # Seconds, on a machine that is busy.
 PATIENCE = 420 + 2 * int(os.environ.get("LLAMOE_SAVES", 0))
@@ -73,16 +75,8 @@ def run_together(folder, *checks, count=2):
     assert codes == [0] * count, "\n".join(tails)
 
 
-# All checks take a minute of two cores. These show each kind of sharing once.
-QUICK = (
-    "tensor-text", "expert-llamoe", "expert-mixtral", "expert_adapters-top1", "adapters-text accelerate",
-    "training-multimodal ddp", "training-text fsdp", "pipeline-text", "split-text expert", "balancing-rows",
-    "saves-fsdp", "refused-heads", "refused-stages", "refused-experts",
-)  # fmt: skip
-
-
 @pytest.fixture(scope="module")
-def measured(request, tmp_path_factory):
+def measured(tmp_path_factory):
     """What each check yielded in both processes; test workers share one launch."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
@@ -99,7 +93,7 @@ def measured(request, tmp_path_factory):
     else:
         try:
             write_checkpoints(folder)
-            run_together(folder, *(() if request.config.getoption("--run-slow") else QUICK))
+            run_together(folder)
         except BaseException as error:
             failed.write_text(str(error))
             raise
@@ -108,8 +102,6 @@ def measured(request, tmp_path_factory):
 
 
 def both(measured, check):
-    if check not in measured:
-        pytest.skip("slow: runs with --run-slow")
     for figures in measured[check]:
         assert "error" not in figures, figures["error"]
     return measured[check]
@@ -312,7 +304,6 @@ def test_the_example_trains_the_same_in_all_four_ways(measured):
         assert losses[1] < losses[0] - 0.1
 
 
-@pytest.mark.slow
 def test_the_example_runs_under_torchrun(tmp_path):
     model = TEXT.make_small(num_local_experts=4)
     model.save_pretrained(tmp_path / "model")

@@ -167,6 +167,7 @@ def is_complaint(line):
     )
 
 
+@pytest.mark.slow
 def test_trusted_or_imported_loads_are_silent(tmp_path):
     imported = [(what, True, None) for what in ("AutoTokenizer", "AutoProcessor", "text pipeline")]
     trusted = [(what, False, True) for what in GIVEN]
@@ -176,6 +177,7 @@ def test_trusted_or_imported_loads_are_silent(tmp_path):
         assert given == GIVEN[what] and not complaints, (what, is_imported, trust, given, told)
 
 
+@pytest.mark.slow
 def test_where_transformers_asks(tmp_path):
     """The README says so. AutoImageProcessor reads no configuration, and asks nothing."""
     cases = [(what, False, None) for what in ("AutoTokenizer", "AutoImageProcessor")] + [

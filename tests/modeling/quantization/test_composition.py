@@ -146,6 +146,7 @@ def test_compiled_graphs_have_the_outputs_and_the_gradient_of_the_inputs(family,
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "weights", "part"), [("mixtral", "int4", "mlp"), ("dense", "int8", "mlp.up_proj")]
 )

@@ -9,6 +9,8 @@ from support.models import filled
 
 import llamoe
 
+pytestmark = pytest.mark.slow
+
 MEASURE = """
 import sys
 from transformers import BitsAndBytesConfig

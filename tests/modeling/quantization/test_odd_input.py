@@ -213,6 +213,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["dense", "mixtral"])
 def test_programs_that_never_imported_llamoe(family, weights, tmp_path):
     model = packed(family, weights)

@@ -339,6 +339,7 @@ def assert_close(given, expected):
         assert given == expected
 
 
+@pytest.mark.slow
 def test_unchanged_script_gets_our_classes_and_stock_results(folders, tmp_path):
     """The same file runs twice, in fresh processes: as it is, and started after an adoption."""
     pictures = []

@@ -294,6 +294,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_round_trip_without_our_import(tmp_path, one_thread):
     """Load, save, load in a process whose script knows only transformers; its server's loader among them."""
     root = tmp_path / "folders"
