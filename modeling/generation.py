@@ -227,7 +227,7 @@ class ChunkedGeneration(CheckedGeneration):
         """Generate tokens; arguments as in `GenerationMixin.generate`.
 
         Raises:
-            ValueError: as in `CheckedGeneration.generate`, or prompts padded on the right, where the model has chunked layers.
+            ValueError: as in `CheckedGeneration.generate`, or prompts padded on the right before chunked layers.
         """
         if "pixel_values" in kwargs and kwargs["pixel_values"] is None:
             # A turn without pictures; newer releases would encode None.
