@@ -31,6 +31,11 @@ def is_under_functorch() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def is_forward_ad() -> bool:
+    """Whether forward-mode differentiation (jvp) is active."""
+    return forward_ad._current_level >= 0
+
+
 def torch_modes_active(but_for_devices: bool = False) -> bool:
     """Whether a transform of `torch.func`, forward-mode differentiation, a mode or a global hook is active.
 
@@ -46,7 +51,7 @@ def torch_modes_active(but_for_devices: bool = False) -> bool:
         modes = sum(type(mode) is not DeviceContext for mode in stack)
     return (
         is_under_functorch()
-        or forward_ad._current_level >= 0
+        or is_forward_ad()
         or torch._C._len_torch_dispatch_stack() > 0
         or modes > 0
         or bool(_has_any_global_hook())

@@ -18,6 +18,7 @@ from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedConfig
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.modeling_utils import slice_logits_to_keep
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
@@ -279,7 +280,7 @@ class LlamoeCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
         loss: scalar, if `labels` were given; includes the router losses that the config asks for. With
             `num_items_in_batch` each of them is weighted by this pass's fraction of the batch's labels.
         aux_loss: scalar, the load-balancing loss before its coefficient, with `output_router_logits`.
-        logits: `[B, T, vocab_size]`, or of the last tokens only (`logits_to_keep`); None where the pass was told to
+        logits: `[B, T, vocab_size]`, or of some tokens only (`logits_to_keep`); None where the pass was told to
             compute the loss alone (`skip_logits`, as an argument or in the config).
         router_logits: one `[B * T, E]` a mixture layer, with `output_router_logits`.
         expert_load: `[mixture layers, E]` int64, tokens that chose each expert, with `output_expert_load`.
@@ -330,11 +331,12 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
 
         Args:
             input_ids: as in `DecoderModel.forward`, like all arguments without a description here.
-            labels: `[B, T]`, -100 for no loss; shifted inside.
+            labels: `[B, T]`, -100 for no loss; shifted inside. With `logits_to_keep` one for each token that is kept.
             output_router_logits: return `router_logits` and `aux_loss`, and add
                 `router_aux_loss_coef * aux_loss` to the loss.
             output_expert_load: return `expert_load`.
-            logits_to_keep: compute logits of this many last tokens (0: all), or of the tokens at these indices.
+            logits_to_keep: compute logits of this many last tokens (0: all), of the tokens at these indices, `[n]` for
+                all rows or `[B, n]`, or of those where a mask `[B, T]` of bool is true: `[N, vocab_size]` of all rows.
             skip_logits: compute the loss alone, by pieces of the tokens, so that the logits of all of them never take
                 memory; `logits` of the output is None. By default as `config.skip_logits` says, which applies where
                 labels are given and transformers' usual loss is computed.
@@ -350,7 +352,10 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
             return LlamoeCausalLMOutputWithPast(logits=logits, **{CACHE: tokens.cache})
         # Without labels the model checks its inputs itself.
         if labels is not None:
-            check_labels(labels, check_tokens(self.config, input_ids, inputs_embeds))
+            given = check_tokens(self.config, input_ids, inputs_embeds)
+            if isinstance(logits_to_keep, int) and logits_to_keep == 0:
+                # Otherwise there is one for each logit that is kept, which the loss counts.
+                check_labels(labels, given)
             # Another loss may give other labels a meaning.
             if self.loss_function is ForCausalLMLoss and kwargs.get("shift_labels") is None:
                 check_next_tokens(self.config, labels, kwargs.get("ignore_index", -100))
@@ -380,8 +385,7 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
         if no_logits and labels is not None:
             loss = loss_without_logits(self.lm_head, hidden_states, labels, vocab_size, **kwargs)
         else:
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = apply_head(self.lm_head, hidden_states[:, kept])
+            logits = apply_head(self.lm_head, slice_logits_to_keep(hidden_states, logits_to_keep))
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
         if labels is None and "num_items_in_batch" in kwargs and self._has_router_losses(balance):

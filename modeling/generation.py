@@ -224,7 +224,11 @@ class ChunkedGeneration(CheckedGeneration):
     """Continuous batching for decoders with chunked layers."""
 
     def generate(self, inputs=None, *args, **kwargs):
-        """Generate tokens; arguments as in `GenerationMixin.generate`."""
+        """Generate tokens; arguments as in `GenerationMixin.generate`.
+
+        Raises:
+            ValueError: as in `CheckedGeneration.generate`, or prompts padded on the right before chunked layers.
+        """
         if "pixel_values" in kwargs and kwargs["pixel_values"] is None:
             # A turn without pictures; newer releases would encode None.
             del kwargs["pixel_values"]
@@ -249,6 +253,19 @@ class ChunkedGeneration(CheckedGeneration):
         if isinstance(past_key_values, Cache) and past_key_values.get_seq_length() > 0:
             mask = (mask.cumsum(-1) > 0).to(mask.dtype)
         return mask
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        mask = model_kwargs.get("attention_mask")
+        if _chunk_size(self.config) is not None and isinstance(mask, torch.Tensor) and mask.ndim == 2:
+            rows = ((mask[:, -1:] == 0) & (mask != 0).any(1, keepdim=True)).nonzero()
+            if len(rows):
+                # Chunk borders lie where a row's real tokens say, of which the last one would be another.
+                raise ValueError(
+                    f"attention_mask hides the last token of row {int(rows[0, 0])}: prompts are padded on the right, "
+                    'where the new tokens go. Pad them on the left: tokenizer.padding_side = "left".'
+                )
+        prepare = super()._prepare_cache_for_generation
+        return prepare(generation_config, model_kwargs, *args, **kwargs)
 
     def init_continuous_batching(self, *args, **kwargs):
         """Make a manager for continuous batching; arguments as in transformers.

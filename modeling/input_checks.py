@@ -81,6 +81,8 @@ def embed(embedding: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
     try:
         return embedding(input_ids)
     except IndexError as error:
+        if not is_readable(input_ids):
+            raise
         lowest, highest = input_ids.min().item(), input_ids.max().item()
         raise ValueError(
             f"input_ids contain {lowest if lowest < 0 else highest} where the model has vocab_size = "
@@ -185,7 +187,7 @@ def check_labels(labels: torch.Tensor | None, tokens: torch.Tensor, num_labels: 
 
 
 def check_next_tokens(config: PreTrainedConfig, labels: torch.Tensor, ignored: int = -100) -> None:
-    """Check that each label of `[B, T]` that counts is a token; where it is `ignored`, no loss is wanted.
+    """Check that each label of `[..., T]` that counts is a token; where it is `ignored`, no loss is wanted.
 
     The first label of each row is no next token of any other and may be anything.
 
@@ -194,7 +196,7 @@ def check_next_tokens(config: PreTrainedConfig, labels: torch.Tensor, ignored: i
     """
     if not is_readable(labels):
         return
-    wrong = labels[:, 1:]
+    wrong = labels[..., 1:]
     wrong = wrong[(wrong != ignored) & ((wrong < 0) | (wrong >= config.vocab_size))]
     if wrong.numel():
         raise ValueError(

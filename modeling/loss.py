@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import is_torchdynamo_compiling, logging
 
-from .kernels import apply_head
+from .kernels import apply_head, is_transformed
 
 logger = logging.get_logger(__name__)
 
@@ -116,7 +116,8 @@ def loss_without_logits(
 
     step = max(PIECE_LOGITS // max(batch_size * vocab_size, 1), 1)
     pieces = zip(hidden_states.split(step, 1), labels.split(step, 1), strict=True)
-    if torch.is_grad_enabled():
+    # Transforms of torch.func have no hooks of saved tensors.
+    if torch.is_grad_enabled() and not is_transformed():
         sums = [checkpoint(sum_of, *piece, use_reentrant=False) for piece in pieces]
     else:
         sums = [sum_of(*piece) for piece in pieces]

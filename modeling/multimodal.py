@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Cache, GenerationMixin, PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPooling, MoeModelOutputWithPast
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple, is_torchdynamo_compiling
+from transformers.utils import TransformersKwargs, can_return_tuple
 
 from ..configuration import LlamoeConfig
 from ._compat import PAGED_CACHE, takes_cache
@@ -25,7 +25,7 @@ from .base import LlamoePreTrainedModel
 from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
 from .generation import MultimodalGeneration, is_first_pass
 from .input_checks import check_inputs, embed
-from .kernels import Tokens, apply_linear, computes
+from .kernels import Tokens, apply_linear, computes, is_tracing
 from .vision import LlamoeVisionModel
 
 
@@ -169,7 +169,7 @@ class MultimodalModel(LlamoePreTrainedModel):
         has_images = images is not None or pixel_values is not None
         # With the entry None the caller states that there are no images.
         is_told = has_images or "image" in (encoder_outputs or {})
-        if is_first_pass and not is_told and input_ids is not None and not is_torchdynamo_compiling():
+        if is_first_pass and not is_told and input_ids is not None and not is_tracing(input_ids):
             self._check_no_image_tokens(input_ids)
         if inputs_embeds is None:
             inputs_embeds = embed(self.language_model.get_input_embeddings(), input_ids)
@@ -229,7 +229,7 @@ class MultimodalModel(LlamoePreTrainedModel):
         return rows
 
     def _check_counts(self, is_image: torch.Tensor, num_features: int) -> None:
-        if not is_torchdynamo_compiling() and (num_tokens := int(is_image.sum())) != num_features:
+        if not is_tracing(is_image) and (num_tokens := int(is_image.sum())) != num_features:
             raise ValueError(self._mismatch(num_tokens, num_features))
 
     def _check_no_image_tokens(self, input_ids: torch.Tensor) -> None:

@@ -93,5 +93,5 @@ def test_files_import_only_earlier_files(folder):
 
 def test_changelog_names_the_version():
     version = re.search(r'^__version__ = "(.+)"$', (ROOT / "llamoe/__init__.py").read_text(), re.MULTILINE)
-    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    newest = re.search(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest[1] == version[1]

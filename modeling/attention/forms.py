@@ -23,7 +23,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from .._compat import CACHE
 from .._private_api import mask_implementations
-from ..kernels import is_readable, is_tracing, widened
+from ..kernels import is_readable, is_tracing, is_transformed, widened
 from .by_sdpa import attend_by_sdpa
 from .cache import keep_exported_tokens, make_rings
 from .chunked_sdpa import Fold, attend_in_equal_rows, attend_in_fold, folded_batch
@@ -121,7 +121,7 @@ def real_mask(inputs: MaskInputs, rule: Rule) -> Any:
 
 def _can_be_plain(inputs: MaskInputs, rule: Rule) -> bool:
     """Whether the mask function may look for plain causal attention, which needs no mask."""
-    if inputs.segments is not None or (inputs.is_static and inputs.query_length == 1):
+    if inputs.segments is not None or (inputs.is_static and inputs.query_length == 1) or is_transformed():
         return False
     if not rule.is_local:
         return inputs.padding_mask is None or not inputs.reads_values

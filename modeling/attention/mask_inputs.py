@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedConfig
-from transformers.masking_utils import find_packed_sequence_indices
 from transformers.utils import is_torchdynamo_compiling
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_torchdynamo_exporting
@@ -252,7 +251,8 @@ class MaskInputs:
                     "attention_mask."
                 )
             return None
-        return find_packed_sequence_indices(positions)
+        segments = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1)
+        return segments if is_tracing(positions) or bool(segments[:, -1].any()) else None
 
     def groups(self, rule: Rule) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Groups of queries `[B, Q]` and of keys `[B, K]`, outside of which nothing is seen; None: a row is one."""

@@ -1,6 +1,7 @@
-"""Whether a compiler, exporter or tracer records the computation, to repeat it with other values.
+"""Whether values may be read: not while a compiler, exporter, tracer or transform of `torch.func` follows.
 
-Code that depends on values must then be inside an operator, and must not read values outside of it.
+The computation is for other values, too. Code that depends on them must then be inside an operator, and must not read
+them outside of it.
 """
 
 import torch
@@ -11,10 +12,10 @@ from .._private_api import is_exporting, is_under_functorch
 
 
 def is_recorded(x: torch.Tensor) -> bool:
-    """Whether a compiler or tracer records this computation, or the tensor has a shape only.
+    """Whether a compiler, tracer or transform follows this computation, or the tensor has a shape only.
 
     What depends on values, such as how many rows an expert gets, must then happen inside an operator: a loop over them
-    would be recorded for these values alone.
+    would be recorded for these values alone, and `vmap` has no single ones.
     """
     return (
         torch.compiler.is_compiling()
@@ -23,6 +24,7 @@ def is_recorded(x: torch.Tensor) -> bool:
         or type(x) is not torch.Tensor
         or x.is_meta
         or get_proxy_mode() is not None
+        or is_under_functorch()
     )
 
 
@@ -37,8 +39,11 @@ def is_transformed() -> bool:
 
 
 def is_tracing(x: torch.Tensor) -> bool:
-    """Whether values must not be read: transformers reports tracing (CUDA graphs included), or `make_fx` runs."""
-    return transformers_is_tracing(x) or get_proxy_mode() is not None
+    """Whether values must not be read on any device: as `is_recorded`, and while a CUDA graph is captured.
+
+    Classes that hold tensors elsewhere, such as DTensor, have values.
+    """
+    return transformers_is_tracing(x) or x.is_meta or get_proxy_mode() is not None or is_under_functorch()
 
 
 def is_readable(tensor: torch.Tensor) -> bool:

@@ -28,8 +28,13 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+from transformers.integrations.moe import (
+    ExpertsInterface,
+    batched_mm_experts_forward,
+    grouped_mm_experts_forward,
+)
 
+from .._private_api import is_forward_ad
 from ..formats import check_one, kernels_are_right, may_have_gpu_kernel, why_no_kernel
 from ..kernels import (
     CPU_LOOP_MAX_ROWS_PER_EXPERT,
@@ -91,12 +96,17 @@ def compute_experts(
             f'experts_implementation="{_name(path)}" computes llamoe\'s own experts, not {type(experts).__name__}: '
             'choose "grouped_mm" or another of transformers\'.'
         )
+    updates = experts.updates or {} if updates is None else updates
     if is_transformed():
+        if path is None and experts.storage is None and not updates:
+            # Both are operators of torch alone; of these the grouped product is no function of jvp.
+            may_group = not is_forward_ad() and experts.fits_grouped_mm(dtype=compute_dtype(experts))
+            follow = _grouped_or_eager if may_group else batched_mm_experts_forward
+            return follow(experts, hidden_states, top_k_index, top_k_weights)
         raise ValueError(
             f'experts_implementation="{_name(path)}" does not follow transforms of torch.func. Choose "eager", which '
             'knows grad and jvp, or "batched_mm".'
         )
-    updates = experts.updates or {} if updates is None else updates
     is_adapted = len(updates) > 0  # torch 2.11's compiler knows a dict's length, and not its truth.
     stacks = experts.gate_up_proj, experts.down_proj
     dtype = compute_dtype(experts)
@@ -374,7 +384,7 @@ def _eager(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """The loop that defines the result; for compilers and tracers `llamoe_loop`, which keeps it in an operator."""
-    if is_recorded(hidden_states):
+    if is_recorded(hidden_states) and not is_transformed():
         return compute_experts(experts, hidden_states, top_k_index, top_k_weights, path="loop")
     return experts.loop_over_experts(hidden_states, top_k_index, top_k_weights)
 

@@ -26,7 +26,6 @@ from ..kernels import (
     SHORTCUTS_ARE_ON,
     is_exported,
     is_recorded,
-    is_transformed,
     needs_float32,
     packed_outer_product,
     packed_product,
@@ -331,7 +330,6 @@ def needs_operator(x: torch.Tensor) -> bool:
     return (
         (x.requires_grad and torch.is_grad_enabled())
         or is_recorded(x)
-        or is_transformed()
         or torch.is_autocast_enabled(x.device.type)
     )
 

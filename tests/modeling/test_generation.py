@@ -579,9 +579,44 @@ def test_logits_to_keep(case):
     model, inputs = case.make_small(), case.inputs()
     expected = run(model, **inputs)
     assert torch.equal(run(model, **inputs, logits_to_keep=0), expected)
+    of_rows = torch.tensor([[2, 51], [30, 30], [7, 0]])
+    logits = run(model, **inputs, logits_to_keep=of_rows)
+    assert max_abs(logits, expected[torch.arange(3)[:, None], of_rows]) < 1e-5
+    mask = inputs["attention_mask"] == 1
+    assert max_abs(run(model, **inputs, logits_to_keep=mask), expected[mask]) < 1e-5
     for kept in (1, 5, torch.tensor([2, 51, 30]), torch.tensor([True, False] * 26 + [True])):
         logits = run(model, **inputs, logits_to_keep=kept)
         wanted = expected[:, -kept:] if isinstance(kept, int) else expected[:, kept]
         assert logits.shape == wanted.shape and max_abs(logits, wanted) < 1e-5
     short = case.inputs(length=PROMPT)
     assert torch.equal(new_tokens(model, short, logits_to_keep=0), new_tokens(model, short))
+
+
+@for_models("is_head", "is_llama4")
+@pytest.mark.parametrize("padding", [3, 20])
+def test_prompts_padded_on_the_right_are_refused(case, padding):
+    """Chunks lie where a row's real tokens say; the sentence is about the prompts, not about caches or positions."""
+    model, inputs = case.make_small(), case.inputs(padding=(padding, 0))
+    inputs.pop("pixel_values", None)
+    inputs["input_ids"][inputs["input_ids"] == IMAGE_TOKEN] = 5
+    on_the_left = new_tokens(model, inputs)[0]
+    inputs = {name: value.clone() for name, value in inputs.items()}
+    for value in inputs.values():
+        value[0] = value[0].roll(-padding)
+    for options in ({}, {"cache_implementation": "static"}, {"use_cache": False}, {"num_beams": 2}):
+        with pytest.raises(ValueError, match='hides the last token of row 0.*padding_side = "left"'):
+            new_tokens(model, inputs, **options)
+    alone = {name: value[:1, :-padding] for name, value in inputs.items()}
+    assert torch.equal(new_tokens(model, alone)[0], on_the_left)
+
+
+UNCHUNKED = [case for case in MODELS if case.is_head and not case.is_llama4]
+
+
+@for_models(models=UNCHUNKED)
+def test_right_padding_without_chunks_is_stocks(case):
+    """A warning, and the tokens that stock gives."""
+    model, inputs = case.make_small(), case.inputs(padding=(3, 0))
+    for value in inputs.values():
+        value[0] = value[0].roll(-3)
+    assert torch.equal(new_tokens(model, inputs), new_tokens(case.stock_of(model), inputs))

@@ -4,14 +4,14 @@ from functools import partial
 
 import pytest
 import torch
-import transformers
 from peft import LoraConfig, get_peft_model
-from support.models import MODELS, max_abs
+from support.models import IMAGE_TOKEN, MODELS, max_abs
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_utils import slice_logits_to_keep
 
 import llamoe
 from llamoe.modeling import loss as module
@@ -61,13 +61,35 @@ def test_it_is_stocks_loss(case):
     """By transformers' model with the same weights, of all tokens and as a part of a larger batch."""
     ours, (inputs, labels) = case.make_small(), labelled(case)
     inputs.pop("attention_mask")  # Padded rows are numbered otherwise by stock's Llama 4.
-    stock_class = getattr(transformers, case.stock_name)
-    stock = stock_class(stock_class.config_class(**llamoe.to_stock(ours.config)))
-    stock.load_state_dict(ours.state_dict())
+    stock = case.stock_of(ours)
     for more in ({}, {"num_items_in_batch": torch.tensor(301)}):
         given = trained(ours.train(), inputs, labels, skip_logits=True, **more)
         assert given[0].logits is None
         assert_same(given, trained(stock.train(), inputs, labels, **more), 1e-5, 1e-4)
+
+
+KEPT = {
+    "last": 5,
+    "positions of each row": torch.tensor([[0, 3, 2], [5, 5, 1], [41, 42, 7]]),
+    "mask": torch.arange(3 * 43).view(3, 43) % 7 < torch.tensor([[1], [5], [3]]),
+}
+
+
+@heads
+@pytest.mark.parametrize("kept", KEPT)
+def test_labels_of_kept_tokens(case, kept):
+    """Logits and loss are stock's where a row has positions of its own, and where a mask lets rows have any number."""
+    ours, ids = case.make_small(), case.inputs(padding=(0, 0, 0), length=43)["input_ids"]
+    ids[ids == IMAGE_TOKEN] = 5
+    kept = KEPT[kept]
+    labels = slice_logits_to_keep(ids[..., None], kept)[..., 0]
+    inputs = {"input_ids": ids, "labels": labels, "logits_to_keep": kept}
+    shifted = {"shift_labels": labels.roll(1)}
+    for more in ({}, {"num_items_in_batch": torch.tensor(301)}, shifted):
+        given, expected = (model(**inputs, **more) for model in (ours, case.stock_of(ours)))
+        assert given.logits.shape == expected.logits.shape == (*labels.shape, 101)
+        assert max_abs(given.logits, expected.logits) < 1e-5
+        assert given.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
 
 
 class Biased(nn.Linear):

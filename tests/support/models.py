@@ -11,6 +11,7 @@ from importlib.metadata import version
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import (
     AutoModel,
@@ -438,6 +439,13 @@ class Case:
             del tower.model.layers[1:]
             tower.config.num_hidden_layers = 1
         return model
+
+    def stock_of(self, model):
+        """Stock's model with the weights of one of ours."""
+        stock_class = getattr(transformers, self.stock_name)
+        stock = stock_class(stock_class.config_class(**llamoe.to_stock(model.config)))
+        stock.load_state_dict(model.state_dict())
+        return stock.train(model.training)
 
     def inputs(self, padding=PADDING, length=LENGTH):
         """Rows without a token twice in a row, left-padded; row 1 has two tiles, row 2 one."""
