@@ -194,9 +194,7 @@ class LlamoeTextConfig(MixtureConfig):
             self, "interleave_moe_layer_step", "no_rope_layer_interval", "attention_chunk_size"
         )
         count, step = self.num_hidden_layers, self.interleave_moe_layer_step
-        if self.no_rope_layers:
-            self.no_rope_layers = self.no_rope_layers[:count]
-        else:
+        if not self.no_rope_layers:
             interval = self.no_rope_layer_interval
             self.no_rope_layers = [int(not interval or (idx + 1) % interval != 0) for idx in range(count)]
         if self.moe_layers is None:
@@ -205,11 +203,11 @@ class LlamoeTextConfig(MixtureConfig):
             self.layer_types = [
                 "chunked_attention" if rope else "full_attention" for rope in self.no_rope_layers
             ]
-        check_layer_lists(self)
-        check_layer_types(self, "chunked_attention")
         self.attention_chunk_size = self.attention_chunk_size or None
         if self.attention_chunk_size is None:
-            self.layer_types = ["full_attention"] * count
+            self.layer_types = [
+                "full_attention" if kind == "chunked_attention" else kind for kind in self.layer_types
+            ]
         super().__post_init__(**kwargs)
 
     def layer_plan(self, layer_idx: int) -> LayerPlan:
@@ -234,7 +232,9 @@ class LlamoeTextConfig(MixtureConfig):
         check_not_negative(self, "attn_scale")
 
     def validate_layer_type(self) -> None:
-        """Check the lists with an entry a layer."""
+        """Check the lists that say something of layers."""
+        super().validate_layer_type()
+        self.moe_layers = [idx for idx in self.moe_layers if idx < self.num_hidden_layers]
         check_layer_lists(self)
         check_layer_types(self, "chunked_attention")
         check_local_size(self, "chunked_attention", "attention_chunk_size")
