@@ -90,6 +90,9 @@ def as_dict(config: PreTrainedConfig) -> dict[str, Any]:
     # A stock model notes in its configuration that it knows no other way; nobody has chosen it for ours.
     if data.get("experts_implementation") == "eager" and not isinstance(config, LlamoeBaseConfig):
         del data["experts_implementation"]
+    # Mistral's class does not read them, while AutoConfig takes a file with both for Ministral's.
+    if data.get("model_type") == "mistral":
+        data.pop("layer_types", None)
     return data
 
 
@@ -180,6 +183,9 @@ class LlamoeBaseConfig(PreTrainedConfig):
         cls._warn_of_misspelt(given)
         model_type = given.get("model_type")
         cls._check_model_type(model_type, given.get("architectures"))
+        if model_type == "mistral" and "layer_types" in given:
+            # As AutoConfig reads it.
+            model_type = "ministral"
         if model_type not in (None, cls.model_type):
             given = cls._from_stock(cls._of_stock_class(CONFIG_MAPPING[model_type], given))
         data = {}
