@@ -170,6 +170,7 @@ class LlamoeDenseConfig(WindowedConfig):
     Fields of transformers' `MistralConfig` and `MinistralConfig`:
         sliding_window: The tokens that a token sees, itself and those before it; None: all.
         layer_types: "full_attention" or "sliding_attention" for each layer; None means that a window is every layer's.
+            Entries past the last layer are cut.
 
     Fields of ours:
         rope_interleave: Whether rotation pairs neighbouring channels (Meta's order) or channel i with i +

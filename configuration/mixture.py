@@ -120,11 +120,12 @@ class LlamoeTextConfig(MixtureConfig):
         interleave_moe_layer_step: Distance between mixture layers; 0 means none, where `moe_layers` names none.
         use_qk_norm: Whether the rotary layers normalise queries and keys.
         no_rope_layers: For each layer 1 if it rotates, 0 if not (the opposite of the name, as in stock). None or
-            empty: one layer without rotation every `no_rope_layer_interval`. Entries past the last layer are cut.
+            empty: one layer without rotation every `no_rope_layer_interval`.
         no_rope_layer_interval: Distance between position-free layers; None or 0 means that every layer rotates.
         attention_chunk_size: Tokens in an attention chunk; None (or 0) switches chunks off, even if `layer_types`
             asks for them.
         layer_types: "full_attention" or "chunked_attention" for each layer; None means chunked in layers that rotate.
+            Of this and the other lists what they say of layers past the last is left out.
         attn_temperature_tuning: Whether position-free layers scale queries with their position. The first release
             wrote an integer here, which counts as a truth value.
         floor_scale, attn_scale: Tokens until that scaling begins, and its strength.
