@@ -17,9 +17,10 @@ import functools
 import json
 import logging as logging_of_python
 import re
+import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, get_args, get_origin
@@ -89,6 +90,9 @@ def as_dict(config: PreTrainedConfig) -> dict[str, Any]:
     # A stock model notes in its configuration that it knows no other way; nobody has chosen it for ours.
     if data.get("experts_implementation") == "eager" and not isinstance(config, LlamoeBaseConfig):
         del data["experts_implementation"]
+    # Mistral's class does not read them, while AutoConfig takes a file with both for Ministral's.
+    if data.get("model_type") == "mistral":
+        data.pop("layer_types", None)
     return data
 
 
@@ -166,14 +170,24 @@ class LlamoeBaseConfig(PreTrainedConfig):
             if name in cls.sub_configs and isinstance(value, dict):
                 part = data.get(name) or {}
                 part = as_dict(part) if isinstance(part, PreTrainedConfig) else part
-                value = cls.sub_configs[name]._override(part, value)
+                # As ours: an override may be a field that only ours has.
+                value = cls.sub_configs[name]._override(cls.sub_configs[name]._read(part), value)
             data[name] = value
         return data
 
     @classmethod
     def _read(cls, given: dict[str, Any]) -> dict[str, Any]:
         """Convert keyword arguments, ours or of the stock class, to our fields, without a model type."""
+        if cls.base_config_key and isinstance(given.get(cls.base_config_key), (dict, PreTrainedConfig)):
+            given = cls._part_of(given)
         cls._warn_of_misspelt(given)
+        model_type = given.get("model_type")
+        cls._check_model_type(model_type, given.get("architectures"))
+        if model_type == "mistral" and "layer_types" in given:
+            # As AutoConfig reads it.
+            model_type = "ministral"
+        if model_type not in (None, cls.model_type):
+            given = cls._from_stock(cls._of_stock_class(CONFIG_MAPPING[model_type], given))
         data = {}
         for name, value in given.items():
             check_size(cls, cls.attribute_map.get(name, name), value)
@@ -199,22 +213,9 @@ class LlamoeBaseConfig(PreTrainedConfig):
                 fail(cls, name, value, "belongs to the class", repr(cls.feed_forward_name))
             mutable = isinstance(value, (dict, list))
             data[cls.attribute_map.get(name, name)] = copy.deepcopy(value) if mutable else value
-        if cls.base_config_key and isinstance(data.get(cls.base_config_key), (dict, PreTrainedConfig)):
-            data = cls._part_of(data)
         # An attribute of classes, of which transformers copies the code when it saves; a file says nothing of it.
-        data.pop("_auto_class", None)
-        model_type = data.pop("model_type", None)
-        cls._check_model_type(model_type, data.get("architectures"))
-        if model_type == cls.stock_model_type:
-            data = cls._from_stock(data)
-        elif model_type in cls.stock_relatives:
-            # Their files may leave out what is their default, which is not always ours.
-            relative = CONFIG_MAPPING[model_type]
-            ours = {field.name for field in fields(cls)}
-            defaults = {
-                field.name: field.default for field in fields(relative) if field.default is not MISSING
-            }
-            data = {name: value for name, value in defaults.items() if name in ours} | data
+        for name in ("_auto_class", "model_type"):
+            data.pop(name, None)
         if data.get("per_layer_config"):
             problem = "layers with fields of their own are not supported"
             fail(cls, "per_layer_config", data["per_layer_config"], problem, "leave it out")
@@ -242,7 +243,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
         if whole is not None and whole not in _COMPOSITE_TYPES:
             cls._check_model_type(whole, data.get("architectures"))
         part = data[cls.base_config_key]
-        part = as_dict(part) if isinstance(part, PreTrainedConfig) else part
+        part = as_dict(part) if isinstance(part, PreTrainedConfig) else dict(part)
         if whole == "llama4":
             part.setdefault("model_type", cls.stock_model_type)
         for name in ("dtype", "torch_dtype", "quantization_config"):
@@ -251,8 +252,26 @@ class LlamoeBaseConfig(PreTrainedConfig):
         return part
 
     @classmethod
+    def _of_stock_class(cls, stock: type[PreTrainedConfig], given: dict[str, Any]) -> dict[str, Any]:
+        """What a stock class makes of its arguments: its own defaults, and nothing of fields that we alone have.
+
+        Names that neither has are kept, as stock keeps them.
+        """
+        reader = READERS[stock.model_type]
+        ours, theirs = ({field.name: field.default for field in fields(each)} for each in (reader, stock))
+        foreign = (ours.keys() | reader.attribute_map.keys()) - theirs.keys() - stock.attribute_map.keys()
+        for name in given:
+            if name in foreign and given[name] not in (None, ours.get(name)):
+                logger.warning_once(
+                    f"{name} = {reprlib.repr(given[name])} of this {stock.model_type} configuration is left out: "
+                    f"transformers' {stock.__name__} has no such field and computes without it."
+                )
+        defaults = {name: value for name, value in theirs.items() if value != ours.get(name, value)}
+        return defaults | {name: value for name, value in given.items() if name not in foreign}
+
+    @classmethod
     def _from_stock(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Correct fields of the stock class. Names are the same; subclasses fix fields that stock ignores."""
+        """Correct fields that the stock class has, but does not read."""
         return data
 
     @classmethod

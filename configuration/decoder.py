@@ -89,18 +89,11 @@ class DecoderConfig(LlamoeBaseConfig):
             problem = "no such choice of passes that compute the loss alone"
             fail(self, "skip_logits", self.skip_logits, problem, '"always", True (in training), or False')
 
-    @classmethod
-    def _override(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-        """Apply overrides; fewer layers also shorten a saved configuration's lists."""
-        data = super()._override(data, overrides)
-        count = overrides.get("num_hidden_layers")
-        if isinstance(count, int):
-            for name in {"layer_types", "no_rope_layers"} - overrides.keys():
-                if data.get(name):
-                    data[name] = data[name][:count]
-            if "moe_layers" not in overrides and data.get("moe_layers"):
-                data["moe_layers"] = [idx for idx in data["moe_layers"] if idx < count]
-        return data
+    def validate_layer_type(self) -> None:
+        """Leave out what lists say of layers past the last, as stock does; the number may have been made smaller."""
+        for name in ("layer_types", "no_rope_layers"):
+            if entries := getattr(self, name, None):
+                setattr(self, name, entries[: self.num_hidden_layers])
 
     def _rotary_multiple(self) -> int:
         return 2
@@ -111,8 +104,9 @@ class WindowedConfig(DecoderConfig):
 
     def __post_init__(self, **kwargs):
         """Fill the fields that follow from others."""
-        check_positive(self, "num_hidden_layers", "sliding_window")
+        check_positive(self, "num_hidden_layers")
         if self.layer_types is None and self.sliding_window is not None:
+            check_positive(self, "sliding_window")
             self.layer_types = ["sliding_attention"] * self.num_hidden_layers
         super().__post_init__(**kwargs)
 
@@ -126,6 +120,7 @@ class WindowedConfig(DecoderConfig):
 
     def validate_layer_type(self) -> None:
         """Check the kinds of attention."""
+        super().validate_layer_type()
         if self.layer_types is not None:
             check_layer_types(self, "sliding_attention")
             check_local_size(self, "sliding_attention", "sliding_window")
@@ -175,6 +170,7 @@ class LlamoeDenseConfig(WindowedConfig):
     Fields of transformers' `MistralConfig` and `MinistralConfig`:
         sliding_window: The tokens that a token sees, itself and those before it; None: all.
         layer_types: "full_attention" or "sliding_attention" for each layer; None means that a window is every layer's.
+            Entries past the last layer are cut.
 
     Fields of ours:
         rope_interleave: Whether rotation pairs neighbouring channels (Meta's order) or channel i with i +

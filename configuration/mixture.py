@@ -120,11 +120,12 @@ class LlamoeTextConfig(MixtureConfig):
         interleave_moe_layer_step: Distance between mixture layers; 0 means none, where `moe_layers` names none.
         use_qk_norm: Whether the rotary layers normalise queries and keys.
         no_rope_layers: For each layer 1 if it rotates, 0 if not (the opposite of the name, as in stock). None or
-            empty: one layer without rotation every `no_rope_layer_interval`. Entries past the last layer are cut.
+            empty: one layer without rotation every `no_rope_layer_interval`.
         no_rope_layer_interval: Distance between position-free layers; None or 0 means that every layer rotates.
         attention_chunk_size: Tokens in an attention chunk; None (or 0) switches chunks off, even if `layer_types`
             asks for them.
         layer_types: "full_attention" or "chunked_attention" for each layer; None means chunked in layers that rotate.
+            Of this and the other lists what they say of layers past the last is left out.
         attn_temperature_tuning: Whether position-free layers scale queries with their position. The first release
             wrote an integer here, which counts as a truth value.
         floor_scale, attn_scale: Tokens until that scaling begins, and its strength.
@@ -194,9 +195,7 @@ class LlamoeTextConfig(MixtureConfig):
             self, "interleave_moe_layer_step", "no_rope_layer_interval", "attention_chunk_size"
         )
         count, step = self.num_hidden_layers, self.interleave_moe_layer_step
-        if self.no_rope_layers:
-            self.no_rope_layers = self.no_rope_layers[:count]
-        else:
+        if not self.no_rope_layers:
             interval = self.no_rope_layer_interval
             self.no_rope_layers = [int(not interval or (idx + 1) % interval != 0) for idx in range(count)]
         if self.moe_layers is None:
@@ -205,11 +204,11 @@ class LlamoeTextConfig(MixtureConfig):
             self.layer_types = [
                 "chunked_attention" if rope else "full_attention" for rope in self.no_rope_layers
             ]
-        check_layer_lists(self)
-        check_layer_types(self, "chunked_attention")
         self.attention_chunk_size = self.attention_chunk_size or None
         if self.attention_chunk_size is None:
-            self.layer_types = ["full_attention"] * count
+            self.layer_types = [
+                "full_attention" if kind == "chunked_attention" else kind for kind in self.layer_types
+            ]
         super().__post_init__(**kwargs)
 
     def layer_plan(self, layer_idx: int) -> LayerPlan:
@@ -234,7 +233,9 @@ class LlamoeTextConfig(MixtureConfig):
         check_not_negative(self, "attn_scale")
 
     def validate_layer_type(self) -> None:
-        """Check the lists with an entry a layer."""
+        """Check the lists that say something of layers."""
+        super().validate_layer_type()
+        self.moe_layers = [idx for idx in self.moe_layers if idx < self.num_hidden_layers]
         check_layer_lists(self)
         check_layer_types(self, "chunked_attention")
         check_local_size(self, "chunked_attention", "attention_chunk_size")

@@ -105,7 +105,7 @@ class LlamoeConfig(LlamoeBaseConfig):
     def _from_stock(cls, data):
         for name, config_class in cls.sub_configs.items():
             if isinstance(data.get(name), dict):
-                data[name].setdefault("model_type", config_class.stock_model_type)
+                data[name] = {"model_type": config_class.stock_model_type} | data[name]
         return data
 
     def validate_architecture(self) -> None:

@@ -242,10 +242,13 @@ class LlamoePreTrainedModel(
         # Here the empty model and the list of its files, downloaded or local, are first known.
         load = PreTrainedModel._load_pretrained_model
         files = list(checkpoint_files or ()) if state_dict is None else []
-        checkpoints.check_files(files, load_config.pretrained_model_name_or_path)
+        place = load_config.pretrained_model_name_or_path
+        held = checkpoints.check_files(files, place)
         if args or "expected_keys" in kwargs:
             # An adapter, for a model that is placed already.
             return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        names = checkpoints.names_in_model(model, load_config.weight_mapping)
+        checkpoints.check_names(held or state_dict or (), names, place)
         replace_with_offloaded(model, files, load_config)
         state_dict, fused = checkpoints.make_weights(model, state_dict, files, load_config)
         checkpoints.settle_places(model, load_config, files, fused)
@@ -256,7 +259,7 @@ class LlamoePreTrainedModel(
         loading_info, offload_index = load(model, state_dict, checkpoint_files, load_config)
         if fused:
             keep_conversions(model, load_config.weight_mapping, fused)
-        checkpoints.check_found(model, loading_info, load_config.pretrained_model_name_or_path)
+        checkpoints.check_found(model, loading_info, place)
         checkpoints.check_on_disk(load_config.device_map, loading_info.missing_keys, offload_index)
         return loading_info, offload_index
 

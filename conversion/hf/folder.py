@@ -18,7 +18,7 @@ from ...configuration.hub import as_json, our_files
 from ...configuration.json_files import LARGE
 from ...configuration.quantization import METHOD
 from ...configuration.sizes import bytes_of
-from ...modeling.checkpoints import check_shards, find_weights, sum_by_part
+from ...modeling.checkpoints import check_shards, find_weights, sum_by_part, wrapper_prefix
 from ...modeling.registration import model_class
 from ..checkpoint import Checkpoint, Report, carry_out, check_model, main_dtype, tie_heads
 from ..io import (
@@ -59,11 +59,13 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
     config = read_config(folder / "config.json", refuse_quantized=True)
     quantization = take_quantization(config, folder / "config.json")
     tensors, others, sources = open_shards(folder)
+    prefix = wrapper_prefix(tensors)
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     dropped = {name: f"no tensor but a {kind}" for name, kind in others.items()}
     dropped |= dict.fromkeys(filter(_COMPUTED.fullmatch, tensors), "computed from the configuration")
     dropped |= tie_heads(config, tensors)
     kept = {name: tensor for name, tensor in tensors.items() if name not in dropped}
-    notes, stored = [], {}
+    notes, stored = [f"all names of weights begin with {prefix!r}, which is left out"] if prefix else [], {}
     if quantization is not None:
         stored = kept
         kept = unpack_tensors(stored, config, quantization, folder)

@@ -14,12 +14,14 @@ from .checkpoint_files import (
     check_folder,
     check_found,
     check_layers,
+    check_names,
     check_place,
     check_shards,
     current_loading,
     find_weights,
     loading,
     read_header,
+    wrapper_prefix,
 )
 from .device_map import (
     STRATEGIES,

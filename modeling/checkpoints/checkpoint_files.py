@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -242,6 +242,29 @@ def check_files(
                 raise CheckpointError(f"{file}: {name!r} is in {held[name]} too.")
             held[name] = file
     return held
+
+
+def wrapper_prefix(names: Iterable[str]) -> str:
+    """What torch.compile and data parallelism have put before every name of a state dict; empty if they have not."""
+    match = re.match(r"((_orig_mod|module)\.)*", os.path.commonprefix(list(names)))
+    return match[0] if match else ""
+
+
+def check_names(names: Collection[str], rename: Callable[[str], list[str]], place: Any) -> None:
+    """Refuse a checkpoint in which a wrapper's name stands before all names, so that none is found in the model.
+
+    `rename` gives the names that the loader makes of one, such as by a `key_mapping`.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    if wrapper_prefix(names) and (prefix := wrapper_prefix(rename(name)[0] for name in names)):
+        pattern = "^" + re.escape(prefix)
+        raise CheckpointError(
+            f"{place or 'state_dict'}: all names of weights begin with {prefix!r}, which torch.compile or data "
+            f"parallelism puts there. Give key_mapping={{{pattern!r}: ''}} to from_pretrained; `llamoe convert` writes "
+            "a folder without it."
+        )
 
 
 def check_folder(

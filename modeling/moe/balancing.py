@@ -104,7 +104,7 @@ class RouterWatch:
 
     def _nothing(self) -> "_Counts":
         config, device = self.head.config, next(self.head.parameters()).device
-        num_layers = len(config.moe_layers)
+        num_layers = len(self.head.routers())
         return (
             torch.zeros(num_layers, config.num_local_experts, device=device),
             torch.zeros(2, num_layers, device=device),
@@ -125,9 +125,9 @@ class RouterWatch:
         self._of_report = None
         shares = _shares(load)
         found = {}
-        for index, shares_E, load_E, entropy_sum in zip(
-            self.head.config.moe_layers, shares, load, entropy, strict=True
-        ):
+        # The list may name layers past the last, where their number was made smaller.
+        layers = sorted(self.head.config.moe_layers)
+        for index, shares_E, load_E, entropy_sum in zip(layers, shares, load, entropy, strict=False):
             name = f"router/layer_{index}"
             found[f"{name}/max_load"] = shares_E.max().item()
             found[f"{name}/min_load"] = shares_E.min().item()

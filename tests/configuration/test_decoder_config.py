@@ -77,10 +77,17 @@ def test_no_list_of_rotating_layers_is_derived(given):
     assert LlamoeTextConfig(num_hidden_layers=4, no_rope_layers=given).no_rope_layers == [1, 1, 1, 0]
 
 
-def test_rotating_layers_past_the_last_are_cut():
-    config = LlamoeTextConfig(num_hidden_layers=2, no_rope_layers=[0, 1, 1, 0])
+def test_layers_past_the_last_are_cut():
+    config = LlamoeTextConfig(num_hidden_layers=2, no_rope_layers=[0, 1, 1, 0], moe_layers=[0, 2])
     assert config.no_rope_layers == [0, 1]
     assert config.layer_types == [FULL, CHUNKED]
+    assert config.moe_layers == [0]
+    config = LlamoeDenseConfig(
+        num_hidden_layers=2, sliding_window=8, layer_types=[FULL, *["sliding_attention"] * 2]
+    )
+    config.num_hidden_layers = 1
+    config.validate()
+    assert config.layer_types == [FULL]
 
 
 @pytest.mark.parametrize("size", [None, 0])
@@ -241,7 +248,6 @@ def test_text_refuses(field, value, others, valid):
 @pytest.mark.parametrize(
     ("lists", "match"),
     [
-        ({"moe_layers": [0, 2]}, r"moe_layers\[1\] = 2: .*valid: 0 to 1"),
         ({"moe_layers": [-1]}, r"moe_layers\[0\] = -1: .*valid: 0 to 1"),
         ({"moe_layers": [1, 1]}, r"moe_layers\[1\] = 1: named twice; valid: each layer once"),
         (

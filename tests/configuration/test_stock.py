@@ -421,6 +421,7 @@ def test_layers_with_fields_of_their_own_are_refused():
 )
 @pytest.mark.parametrize("nested", [False, True])
 def test_fields_that_stock_ignores_are_pinned(field, value, computed, nested, warnings):
+    logging.Logger.warning_once.cache_clear()
     content = VISION | {field: value}
     if nested:
         config = LlamoeConfig.from_dict({"model_type": "llama4", "vision_config": content}).vision_config

@@ -1,6 +1,7 @@
 """Small things that several test files use: tiny stock configs, weights without symmetry, measures."""
 
 import copy
+import dataclasses
 import io
 import pickle
 import weakref
@@ -334,24 +335,38 @@ LENGTH = 53
 PADDING = (5, 0, 17)
 
 
+def ours_of(stock_class: type, config_class: type, fields: dict):
+    """A config of ours for a stock one, and what of `fields` only ours has."""
+    stock_fields = {field.name for field in dataclasses.fields(stock_class)}
+    foreign = {field.name for field in dataclasses.fields(config_class)} - stock_fields
+    own = {name: value for name, value in fields.items() if name in foreign}
+    stock = stock_class(**{name: value for name, value in fields.items() if name not in own})
+    return config_class.from_dict(stock.to_dict(), **own) if own else llamoe.from_stock(stock)
+
+
 def dense_config(**text):
-    return llamoe.from_stock(stock_dense_config(**text))
+    return ours_of(LlamaConfig, llamoe.LlamoeDenseConfig, {**DENSE, **text})
 
 
 def mixtral_config(**text):
-    return llamoe.from_stock(stock_mixtral_config(**text))
+    return ours_of(MixtralConfig, llamoe.LlamoeMixtralConfig, {**MIXTRAL, **text})
 
 
 def text_config(**text):
-    return llamoe.from_stock(stock_text_config(**{"num_experts_per_tok": 2, **text}))
+    return ours_of(Llama4TextConfig, llamoe.LlamoeTextConfig, {**TEXT, "num_experts_per_tok": 2, **text})
 
 
 def vision_config(**fields):
-    return llamoe.from_stock(Llama4VisionConfig(**{**VISION, **fields}))
+    return ours_of(Llama4VisionConfig, llamoe.LlamoeVisionConfig, {**VISION, **fields})
 
 
 def multimodal_config(vision=None, **text):
-    return llamoe.from_stock(stock_multimodal_config(text, vision))
+    config = llamoe.from_stock(stock_multimodal_config())
+    config.text_config = ours_of(Llama4TextConfig, llamoe.LlamoeTextConfig, {**TEXT, **text})
+    config.vision_config = ours_of(
+        Llama4VisionConfig, llamoe.LlamoeVisionConfig, {**VISION, **(vision or {})}
+    )
+    return config
 
 
 # What `Case.make` copies.

@@ -118,6 +118,17 @@ def test_padding_is_not_counted():
     assert watch.report() == {}
 
 
+def test_a_list_may_name_mixtures_past_the_last_layer():
+    config = llamoe.from_stock(stock_text_config())
+    config.num_hidden_layers = 2
+    assert config.moe_layers == [1, 3]
+    model = llamoe.LlamoeForCausalLM(config).train()
+    watch = llamoe.RouterWatch(model)
+    model(batch(model, 0))
+    assert watch.step().shape == (1, 5) and watch.step() is None
+    assert {name.split("/")[1] for name in watch.report()} == {"layer_1"}
+
+
 @pytest.mark.parametrize("odd", ["one expert", "nothing but padding"])
 def test_what_cannot_be_balanced_leaves_the_bias_at_zero(odd):
     changes = dict(num_local_experts=1, num_experts_per_tok=1) if odd == "one expert" else {}

@@ -1,0 +1,259 @@
+"""Stock folders as people have them: keys that no class reads, fewer layers than stored, names of wrappers."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support.models import (
+    DENSE,
+    IMAGE_TOKEN,
+    TOKENS_PER_TILE,
+    max_abs,
+    stock_dense_config,
+    stock_mixtral_config,
+    stock_model,
+    stock_multimodal_config,
+    stock_text_config,
+)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+import llamoe
+from llamoe.configuration import to_stock
+from llamoe.conversion import convert
+
+LENGTH = 21
+HALF = ["sliding_attention", "full_attention", "full_attention"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Stock's class and ours, a tiny config, and values that ours would compute otherwise with."""
+
+    stock: str
+    ours: str
+    config: Any
+    left_over: dict
+
+    @property
+    def auto_class(self) -> Any:
+        return AutoModelForImageTextToText if "Conditional" in self.stock else AutoModelForCausalLM
+
+
+ROUTING = dict(router_score_function="softmax", apply_router_weight_on_input=False, router_balancing="bias")
+WINDOW = dict(**DENSE, sliding_window=8)
+FAMILIES = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        "LlamoeDenseForCausalLM",
+        stock_dense_config,
+        dict(sliding_window=8, use_sliding_window=False, layer_types=HALF, rope_interleave=True),
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        "LlamoeDenseForCausalLM",
+        lambda: transformers.MistralConfig(**WINDOW),
+        dict(attention_bias=True, mlp_bias=True, rope_interleave=True),
+    ),
+    "ministral": Family(
+        "MinistralForCausalLM",
+        "LlamoeDenseForCausalLM",
+        lambda: transformers.MinistralConfig(**WINDOW, layer_types=HALF),
+        dict(attention_bias=True, mlp_bias=True, rope_interleave=True),
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        "LlamoeMixtralForCausalLM",
+        lambda: stock_mixtral_config(sliding_window=8),
+        dict(layer_types=HALF, norm_topk_prob=False, router_pre_softmax=False, use_shared_expert=True),
+    ),
+    "llama4_text": Family(
+        "Llama4ForCausalLM",
+        "LlamoeForCausalLM",
+        stock_text_config,
+        dict(**ROUTING, num_experts=3, use_shared_expert=False, rope_interleave=False, mlp_bias=True),
+    ),
+    "llama4": Family(
+        "Llama4ForConditionalGeneration",
+        "LlamoeForConditionalGeneration",
+        stock_multimodal_config,
+        dict(
+            text_config=dict(**ROUTING, use_shared_expert=False),
+            vision_config=dict(use_rope=False, use_post_layernorm=False, attention_bias=False, vision_feature_layer=-2),
+        ),
+    ),
+}  # fmt: skip
+families = pytest.mark.parametrize("kind", FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A folder of stock's for each family."""
+    place = tmp_path_factory.mktemp("stock")
+    for kind, family in FAMILIES.items():
+        stock_model(getattr(transformers, family.stock), family.config()).save_pretrained(place / kind)
+    return place
+
+
+@torch.no_grad()
+def logits(model, pictures: bool = True):
+    """Of a row, with a picture where the model reads them."""
+    ids, more = 1 + torch.arange(LENGTH)[None] * 7 % 90, {}
+    if pictures and model.config.model_type in ("llama4", "llamoe"):
+        ids[0, 2 : 2 + TOKENS_PER_TILE] = IMAGE_TOKEN
+        more["pixel_values"] = torch.linspace(-1, 1, 3 * 56 * 56).sin().view(1, 3, 56, 56)
+    return model.eval()(ids, use_cache=False, **more).logits
+
+
+def change(folder, target, more: dict) -> None:
+    """Link a folder's weights into another, with more in its config.json."""
+    target.mkdir()
+    (target / "model.safetensors").symlink_to(folder / "model.safetensors")
+    content = json.loads((folder / "config.json").read_text())
+    for name, value in more.items():
+        content[name] = content[name] | value if isinstance(value, dict) else value
+    (target / "config.json").write_text(json.dumps(content))
+
+
+def configs_of(ours, folder):
+    """What our class makes of a folder's config.json, in each way that it can come in."""
+    content = json.loads((folder / "config.json").read_text())
+    config = AutoConfig.from_pretrained(folder)
+    return [
+        ours.from_pretrained(folder),
+        ours.from_dict(content),
+        ours(**content),
+        llamoe.from_stock(content),
+        llamoe.from_stock(config),
+    ]
+
+
+@families
+def test_what_the_stock_class_does_not_read_changes_nothing(kind, folders, tmp_path):
+    family = FAMILIES[kind]
+    change(folders / kind, tmp_path / "in", family.left_over)
+    expected = logits(family.auto_class.from_pretrained(tmp_path / "in"))
+    assert max_abs(expected, logits(family.auto_class.from_pretrained(folders / kind))) == 0
+    own = getattr(llamoe, family.ours).from_pretrained(tmp_path / "in")
+    with llamoe.adopt():
+        adopted = family.auto_class.from_pretrained(tmp_path / "in")
+    for model in (own, adopted):
+        # Measured up to 5e-6.
+        assert max_abs(logits(model), expected) < 2e-5
+    first, *others = configs_of(own.config_class, tmp_path / "in")
+    plain, *_ = configs_of(own.config_class, folders / kind)
+    assert all(config == first for config in others)
+    assert {**to_stock(first), "use_sliding_window": 0} == {**to_stock(plain), "use_sliding_window": 0}
+    own.save_pretrained(tmp_path / "out", layout="stock")
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == kind
+    assert max_abs(logits(family.auto_class.from_pretrained(tmp_path / "out")), expected) < 2e-5
+
+
+def test_layer_types_of_a_mistral(folders, tmp_path):
+    """AutoConfig takes such a file for Ministral's; Mistral's own class does not read them."""
+    change(folders / "mistral", tmp_path / "in", {"layer_types": HALF})
+    ours, stock = llamoe.LlamoeDenseForCausalLM, transformers.MistralForCausalLM
+    expected = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "in"))
+    assert all(config.layer_types == HALF for config in configs_of(ours.config_class, tmp_path / "in"))
+    assert max_abs(logits(ours.from_pretrained(tmp_path / "in")), expected) < 2e-5
+    config = stock.config_class.from_pretrained(tmp_path / "in")
+    expected = logits(stock.from_pretrained(tmp_path / "in", config=config))
+    assert max_abs(logits(ours.from_pretrained(tmp_path / "in", config=config)), expected) < 2e-5
+
+
+def test_fields_of_ours_that_are_given_beside_a_stock_folder_are_taken(folders):
+    config = llamoe.LlamoeDenseConfig.from_pretrained(folders / "llama", sliding_window=8, skip_logits=True)
+    assert (config.sliding_window, config.skip_logits) == (8, True)
+    config = llamoe.LlamoeConfig.from_pretrained(
+        folders / "llama4", skip_logits=True, text_config={"router_z_loss_coef": 0.5}
+    )
+    assert (config.text_config.skip_logits, config.text_config.router_z_loss_coef) == (True, 0.5)
+
+
+@pytest.mark.parametrize("window", [0, -1, None])
+def test_a_window_that_no_layer_has_may_be_any(window):
+    assert llamoe.from_stock(stock_dense_config(sliding_window=window)).sliding_window is None
+    if window is not None:
+        kinds = ["full_attention"] * 3
+        stock = transformers.MinistralConfig(**DENSE | dict(sliding_window=window, layer_types=kinds))
+        assert llamoe.from_stock(stock).layer_types == kinds
+        for config in (transformers.MistralConfig(**WINDOW), stock_mixtral_config()):
+            # Stock's own attentions differ from each other there, and its caches raise.
+            config.sliding_window = window
+            with pytest.raises(ValueError, match=f"sliding_window = {window}: must be positive"):
+                llamoe.from_stock(config)
+
+
+def first_layers(spelling: str, auto_config, load, folder):
+    """A model's first two layers, by a keyword for the model, its config or a part, or an assignment."""
+    if spelling == "keyword":
+        return load(folder, num_hidden_layers=2)
+    if spelling == "part":
+        return load(folder, text_config={"num_hidden_layers": 2})
+    config = auto_config.from_pretrained(folder, **({"num_hidden_layers": 2} if spelling == "config" else {}))
+    config.get_text_config().num_hidden_layers = 2
+    return load(folder, config=config)
+
+
+WAYS = [
+    (kind, way)
+    for kind in ("ministral", "mixtral", "llama4_text")
+    for way in ("keyword", "config", "assigned")
+]
+
+
+@pytest.mark.parametrize(("kind", "spelling"), [*WAYS, ("llama4", "assigned"), ("llama4", "part")])
+def test_the_first_layers_of_a_folder(kind, spelling, folders, tmp_path):
+    family, folder = FAMILIES[kind], folders / kind
+    ours = getattr(llamoe, family.ours)
+    # Stock refuses a keyword for a part.
+    as_stock = "assigned" if spelling == "part" else spelling
+    expected = logits(first_layers(as_stock, AutoConfig, family.auto_class.from_pretrained, folder))
+    ours.from_pretrained(folder).save_pretrained(tmp_path / "own")
+    with llamoe.adopt():
+        adopted = first_layers(as_stock, AutoConfig, family.auto_class.from_pretrained, folder)
+    model = first_layers(spelling, ours.config_class, ours.from_pretrained, tmp_path / "own")
+    for each in (adopted, model):
+        assert max_abs(logits(each), expected) < 2e-5
+    model.save_pretrained(tmp_path / "back", layout="stock")
+    assert max_abs(logits(family.auto_class.from_pretrained(tmp_path / "back")), expected) < 2e-5
+
+
+def test_more_layers_than_the_lists_name_are_refused(folders):
+    """As in stock, whose error is an IndexError."""
+    with pytest.raises(ValueError, match=r"LlamoeTextConfig\.no_rope_layers = .*has 5 entries"):
+        llamoe.LlamoeForCausalLM.from_pretrained(folders / "llama4_text", num_hidden_layers=7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix"),
+    [
+        ("llama", "module."),
+        ("mixtral", "_orig_mod."),
+        ("llama4_text", "module._orig_mod."),
+        ("llama4", "_orig_mod."),
+    ],
+)
+def test_a_wrapper_before_all_names_is_named(kind, prefix, folders, tmp_path):
+    """Stock draws all weights anew then, and says so; not even a config.json without a class may lead to that."""
+    family, folder = FAMILIES[kind], tmp_path / "in"
+    ours = getattr(llamoe, family.ours)
+    change(folders / kind, folder, {"architectures": None})
+    (folder / "model.safetensors").unlink()
+    content = load_file(folders / kind / "model.safetensors")
+    named = {prefix + name: tensor for name, tensor in content.items()}
+    save_file(named, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(llamoe.CheckpointError, match=f"all names of weights begin with '{prefix}'") as error:
+        ours.from_pretrained(folder)
+    pattern = "^" + prefix.replace(".", r"\.")
+    assert f"key_mapping={{{pattern!r}: ''}}" in str(error.value)
+    with pytest.raises(llamoe.CheckpointError, match=f"^state_dict: all names .* with '{prefix}'"):
+        ours.from_pretrained(None, config=family.config(), state_dict=named)
+    mapped = logits(ours.from_pretrained(folder, key_mapping={pattern: ""}))
+    assert torch.equal(mapped, logits(ours.from_pretrained(folders / kind)))
+    report = convert(folder, tmp_path / "out")
+    assert f"all names of weights begin with {prefix!r}, which is left out" in report.notes
+    assert torch.equal(mapped, logits(ours.from_pretrained(tmp_path / "out")))
