@@ -58,6 +58,10 @@ class DecoderConfig(LlamoeBaseConfig):
     base_model_fsdp_plan = DECODER_FSDP
     moe_layers: ClassVar[Any] = ()
 
+    def attention_types(self) -> list[str]:
+        """The kind of attention of each layer, as the fields say now."""
+        return self.layer_types or []
+
     def _check_layer_idx(self, layer_idx: int) -> None:
         if not 0 <= layer_idx < self.num_hidden_layers:
             problem = f"no such layer among num_hidden_layers = {self.num_hidden_layers}"
@@ -105,9 +109,15 @@ class WindowedConfig(DecoderConfig):
     def __post_init__(self, **kwargs):
         """Fill the fields that follow from others."""
         check_positive(self, "num_hidden_layers")
-        if self.layer_types is None and self.sliding_window is not None:
+        count = self.num_hidden_layers
+        if (
+            self.sliding_window is not None
+            and (self.layer_types or [])[:count] == ["sliding_attention"] * count
+        ):
+            # As Mistral has it: then the window alone says what layers do, and more layers have it, too.
+            self.layer_types = None
+        if self.layer_types is None:
             check_positive(self, "sliding_window")
-            self.layer_types = ["sliding_attention"] * self.num_hidden_layers
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -125,16 +135,19 @@ class WindowedConfig(DecoderConfig):
             check_layer_types(self, "sliding_attention")
             check_local_size(self, "sliding_attention", "sliding_window")
 
-    def _windows(self) -> set[bool]:
-        """Whether there are layers with a window, and without."""
-        return {kind == "sliding_attention" for kind in self.layer_types or ["full_attention"]}
+    def attention_types(self) -> list[str]:
+        """The kind of attention of each layer, as the fields say now: without a list, a window is every layer's."""
+        if self.layer_types is not None:
+            return self.layer_types
+        kind = "full_attention" if self.sliding_window is None else "sliding_attention"
+        return [kind] * self.num_hidden_layers
 
     def layer_plan(self, layer_idx: int) -> LayerPlan:
         """The plan of layer `layer_idx`."""
         self._check_layer_idx(layer_idx)
         return LayerPlan(
             layer_idx=layer_idx,
-            attention_type=self.layer_types[layer_idx] if self.layer_types else "full_attention",
+            attention_type=self.attention_types()[layer_idx],
             use_rope=True,
             use_qk_norm=False,
             use_temperature_tuning=False,
@@ -214,5 +227,5 @@ class LlamoeDenseConfig(WindowedConfig):
 
     def stock_type(self) -> str:
         """llama; with a window mistral, or ministral where only some layers have it."""
-        windows = self._windows()
-        return "ministral" if len(windows) > 1 else "mistral" if True in windows else "llama"
+        kinds = set(self.attention_types())
+        return "ministral" if len(kinds) > 1 else "mistral" if "sliding_attention" in kinds else "llama"

@@ -34,7 +34,7 @@ def fields_without_effect(config: Any) -> set[str]:
         }  # fmt: skip
         return set() if config.use_adapter else adapter
     if isinstance(config, WindowedConfig):
-        has_window = "sliding_attention" in (config.layer_types or ())
+        has_window = "sliding_attention" in config.attention_types()
         return set() if has_window else {"sliding_window", "layer_types"}
     if not isinstance(config, LlamoeTextConfig):
         return set()

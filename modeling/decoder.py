@@ -25,6 +25,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig
+from ..configuration.checks import fail
 from ..configuration.decoder import DecoderConfig
 from ..configuration.parallel import HEAD_FSDP, HEAD_PP, HEAD_TP
 from ..serving import warn_of_server
@@ -62,7 +63,6 @@ class DecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
         plan = config.layer_plan(layer_idx)
-        self.attention_type = plan.attention_type
         self.feed_forward_name = config.feed_forward_name
         self.self_attn = Attention(config, layer_idx)
         feed_forward = (
@@ -97,7 +97,7 @@ class DecoderLayer(GradientCheckpointingLayer):
             few_rows = None
         norm, attention = self.input_layernorm, self.self_attn
         context = position_embeddings, attention_mask, position_ids, past_key_values
-        fast = None if few_rows is None else few_rows.attend(norm, attention, hidden_states, *context)
+        fast = None if few_rows is None else few_rows.attend(norm, attention, hidden_states, *context, kwargs)
         if fast is not None:
             hidden_states = fast
         else:
@@ -133,7 +133,6 @@ class DecoderModel(LlamoePreTrainedModel):
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(DecoderLayer(config, idx) for idx in range(config.num_hidden_layers))
-        self.attention_types = [layer.attention_type for layer in self.layers]
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
         self.gradient_checkpointing = False
@@ -185,6 +184,8 @@ class DecoderModel(LlamoePreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = embed(self.embed_tokens, input_ids)
         if use_cache and past_key_values is None:
+            # Refuses layers without a size, which transformers could not make a cache for.
+            rules_of(self.config)
             past_key_values = DynamicCache(config=self.config)
 
         inputs = MaskInputs(
@@ -205,18 +206,19 @@ class DecoderModel(LlamoePreTrainedModel):
         position_embeddings = cos, sin
         if few_rows is None or not few_rows.is_one_token:
             position_embeddings = rotary_tables(cos, sin, self.rotary_emb.interleave)
-        # The types are read from a list, not from the layers: under pipeline parallelism other stages' are
-        # placeholders. `generate(assistant_early_exit=...)` drafts with fewer layers, and lowers their number in the
-        # config meanwhile.
-        attention_types = self.attention_types[: self.config.num_hidden_layers]
-        layers = list(zip(self.layers, attention_types, strict=False))
+        # As many as the config says now: users add layers, and `generate(assistant_early_exit=...)` drafts with fewer.
+        only_layers = list(self.layers)[: self.config.num_hidden_layers]
+        layers = list(zip(only_layers, self.config.attention_types(), strict=False))
+        if len(layers) < len(only_layers):
+            problem = f"has no entry for layer {len(layers)}, which was added"
+            fail(self.config, "layer_types", self.config.layer_types, problem, "one for each layer")
         if few_rows is not None:
-            only_layers, masks = [layer for layer, _ in layers], mask_mapping.values()
-            context = position_embeddings, masks, position_ids, past_key_values
+            context = position_embeddings, mask_mapping.values(), position_ids, past_key_values
             fast = few_rows.token(only_layers, hidden_states, *context)
             if fast is not None:
                 hidden_states, layers = fast, []
         for layer, attention_type in layers:
+            window = inputs.rules[attention_type].window
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
@@ -225,6 +227,8 @@ class DecoderModel(LlamoePreTrainedModel):
                 few_rows=few_rows,
                 # By this name transformers takes it away under gradient checkpointing.
                 **{CACHE: past_key_values},
+                # Implementations that take no mask read it.
+                **({} if window is None else {"sliding_window": window}),
                 **kwargs,
             )
         last = self.norm(hidden_states) if few_rows is None else few_rows.normalize(self.norm, hidden_states)

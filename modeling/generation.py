@@ -204,6 +204,8 @@ class CheckedGeneration(GenerationMixin):
         return expand(expand_size, *args, **kwargs)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        # Refuses layers without a size, which transformers could not make a cache for.
+        rules_of(self.config.get_text_config(decoder=True))
         if generation_config.cache_implementation == "quantized":
             options = generation_config.cache_config or {}
             generation_config.cache_config = {"config": _fully_attending(self.config), **options}

@@ -322,7 +322,7 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
             theta = cast(dict, config.rope_parameters)["rope_theta"]
             cos_sin = rotary_2d_cos_sin(config.grid_size, config.head_dim, theta, x_NTD.device)
         # An index into `hidden_states`: 0 is the first layer's input, -1 the last layer's output.
-        depth = range(config.num_hidden_layers + 1)[config.vision_feature_layer]
+        depth = range(len(self.model.layers) + 1)[config.vision_feature_layer]
         with_states, with_weights = (
             kwargs.get(name, getattr(config, name, False)) not in (None, False)
             for name in ("output_hidden_states", "output_attentions")

@@ -177,9 +177,8 @@ def _magnitude(factor: float, scale: float) -> float:
 
 def _of_windows(config: Any) -> Iterator[str]:
     """LLaMA, Mistral and Mixtral are one architecture there, without a window."""
-    kinds = config.layer_types or ()
     window = config.sliding_window
-    if "sliding_attention" in kinds and window < config.max_position_embeddings:
+    if "sliding_attention" in config.attention_types() and window < config.max_position_embeddings:
         yield (
             f"sliding_window = {window}: llama.cpp knows no window in this architecture, so that logits differ from "
             f"position {window} on. Contexts up to {window} tokens are computed alike: set max_position_embeddings = "

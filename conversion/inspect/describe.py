@@ -57,9 +57,9 @@ def sizes_of(config: LlamoeBaseConfig) -> dict[str, Any]:
         sizes["layers without rotation"] = config.no_rope_layers.count(0)
         sizes["no_rope_layer_interval"] = config.no_rope_layer_interval
         sizes["attention_chunk_size"] = config.attention_chunk_size
-    elif config.layer_types:
+    elif config.layer_types or config.sliding_window:
         sizes["sliding_window"] = config.sliding_window
-        sizes["layers with a window"] = config.layer_types.count("sliding_attention")
+        sizes["layers with a window"] = config.attention_types().count("sliding_attention")
     names += ["vocab_size"]
     head = {name: getattr(config, name) for name in names}
     tail = {name: getattr(config, name) for name in ("max_position_embeddings", "tie_word_embeddings")}

@@ -183,7 +183,7 @@ def write_params(config: LlamoeBaseConfig) -> tuple[dict[str, Any], dict[str, An
         "vocab_size": config.vocab_size,
         "rope_theta": (config.rope_parameters or {}).get("rope_theta"),
     }
-    kinds = config.layer_types or []
+    kinds = config.attention_types()
     if "sliding_attention" in kinds:
         windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
         params["sliding_window"] = windows if None in windows else config.sliding_window

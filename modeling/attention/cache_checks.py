@@ -49,8 +49,7 @@ def check_cache(config: PreTrainedConfig, batch_size: int, num_tokens: int, past
 
 
 def _check_layers(config: PreTrainedConfig, layers: list[Any]) -> None:
-    count = config.num_hidden_layers
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * count
+    count, layer_types = config.num_hidden_layers, config.attention_types()
     # While `generate(assistant_early_exit=...)` drafts, the config has fewer layers than the model and its lists.
     if len(layers) not in (count, len(layer_types)):
         _fail(f"has {len(layers)} layers", f"num_hidden_layers = {count}")

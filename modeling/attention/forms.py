@@ -8,6 +8,7 @@ tokens. All other implementations take masks, which transformers' mask interface
 Shapes: B batch, H heads, Q query tokens, K key tokens (cached and new), D head_dim.
 """
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_bidirectional_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_torchdynamo_compiling, is_torchdynamo_exporting
 from transformers.utils.generic import is_flash_attention_requested
@@ -29,7 +30,7 @@ from .cache import keep_exported_tokens, make_rings
 from .chunked_sdpa import Fold, attend_in_equal_rows, attend_in_fold, folded_batch
 from .mask_inputs import MaskInputs
 from .varlen import Sequences, attend_in_sequences, equal_sequences, sequences
-from .visibility import EqualRows, Rule, rules_of
+from .visibility import EqualRows, Rule
 
 # Elements per row of the largest mask that full layers take under `sdpa`; above it, tokens are gathered into sequences.
 # Gathering is faster from some 300 tokens on, but waits for lengths on a GPU, which small passes do not repay.
@@ -83,9 +84,10 @@ def plain(inputs: MaskInputs, rule: Rule) -> None:
 
 def equal_rows(inputs: MaskInputs, rule: Rule) -> EqualRows | None:
     """Rows cut from sizes alone; None where causal attention is right that aligns the first query and key."""
-    rows = inputs.equal_rows(rule)
-    is_aligned = rows.begun == 0 or inputs.query_length == 1
-    return None if is_aligned and rows.is_plain(inputs.query_length) else rows
+    rows, length = inputs.equal_rows(rule), inputs.query_length
+    # A module's `is_causal` counts where stock makes no mask. It makes one for as many tokens as a window has.
+    is_free = length == 1 or (rows.begun == 0 and rows.key_length != rule.local_size)
+    return None if is_free and rows.is_plain(length) else rows
 
 
 def real_mask(inputs: MaskInputs, rule: Rule) -> Any:
@@ -97,10 +99,6 @@ def real_mask(inputs: MaskInputs, rule: Rule) -> Any:
     """
     if inputs.implementation not in mask_implementations():
         return None
-    if not getattr(inputs.config, "is_causal", True) and not rule.is_local:
-        return create_bidirectional_mask(
-            inputs.config, inputs.inputs_embeds, inputs.attention_mask, **{CACHE: inputs.past_key_values}
-        )
     keys, groups = inputs.keys(rule), inputs.groups(rule)
     return ALL_MASK_ATTENTION_FUNCTIONS[inputs.implementation](
         batch_size=inputs.batch_size,
@@ -176,7 +174,7 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
     mask = inputs.attention_mask
     if isinstance(mask, dict):
         return mask
-    rules = rules_of(inputs.config)
+    rules = inputs.rules
     is_local = any(rule.is_local for rule in rules.values())
     if is_local and is_torchdynamo_exporting():
         keep_exported_tokens(inputs.past_key_values, inputs.position_ids)
@@ -197,13 +195,31 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
         return dict.fromkeys(rules, mask)
     if is_local:
         _refuse_split_rows(inputs.implementation)
+    if not getattr(inputs.config, "is_causal", True) and not is_flash:
+        return _bidirectional_masks(inputs)
+    if is_local:
         make_rings(inputs.past_key_values)
-    is_sdpa = inputs.implementation == "sdpa" and getattr(inputs.config, "is_causal", True)
-    forms = FORMS["flash" if is_flash else "sdpa" if is_sdpa else "another"]
+    forms = FORMS["flash" if is_flash else "sdpa" if inputs.implementation == "sdpa" else "another"]
     return {
         layer_type: next(make(inputs, rule) for fits, make in forms if fits(inputs, rule))
         for layer_type, rule in rules.items()
     }
+
+
+def _bidirectional_masks(inputs: MaskInputs) -> dict[str, Any]:
+    """The masks of a pass in which tokens see later ones, too: all but those of chunks, which stay causal in stock."""
+    config = inputs.config
+    if config._attn_implementation != inputs.implementation:
+        config = copy.copy(config)
+        config._attn_implementation = inputs.implementation
+    given = {
+        "config": config,
+        "inputs_embeds": inputs.inputs_embeds,
+        "attention_mask": inputs.attention_mask,
+        "position_ids": inputs.position_ids,
+        CACHE: inputs.past_key_values,
+    }
+    return {kind: LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[kind](**given) for kind in inputs.rules}
 
 
 def _refuse_split_rows(implementation: str) -> None:
@@ -239,6 +255,9 @@ def attend_in_form(
         attend = attend_by_sdpa
     attend_in = ATTEND.get(type(form))
     if attend_in is not None:
+        if not isinstance(form, Sequences):
+            # These stand for causal masks, which decide alone, whatever a module or an argument says.
+            kwargs["is_causal"] = True
         attend = partial(widened(attend, query), module, position_ids=None, **kwargs)
         return attend_in(attend, query, key, value, form), None
     config: Any = module.config

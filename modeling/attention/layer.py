@@ -101,7 +101,6 @@ class Attention(nn.Module):
         self.use_rope = plan.use_rope
         self.rope_interleave = config.rope_interleave
         self.use_temperature_tuning = plan.use_temperature_tuning
-        self.sliding_window = config.sliding_window if plan.attention_type == "sliding_attention" else None
 
         hidden_size, bias = config.hidden_size, config.attention_bias
         query_size = config.num_attention_heads * self.head_dim
@@ -186,9 +185,6 @@ class Attention(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         kwargs["dropout"] = self.attention_dropout if self.training else 0.0
         kwargs["scaling"] = self.scaling
-        if self.sliding_window is not None:
-            # Implementations that take no mask read it.
-            kwargs["sliding_window"] = self.sliding_window
         output, weights = attend_in_form(
             attend, self, query, key, value, attention_mask, position_ids, **kwargs
         )

@@ -24,7 +24,7 @@ from .positions import (
     positions_from_lengths,
     positions_from_padding,
 )
-from .visibility import EqualRows, Rule, chunk_of, cut_equal_rows, packed_groups
+from .visibility import EqualRows, Rule, chunk_of, cut_equal_rows, packed_groups, rules_of
 
 
 class fact:
@@ -72,6 +72,11 @@ class MaskInputs:
             position_ids = positions_from_lengths(cu_seq_lens, self.query_length)
         self.position_ids = None if position_ids is None else position_ids.to(self.device)
         self._keys: dict[bool, Keys] = {}
+
+    @fact
+    def rules(self) -> dict[str, Rule]:
+        """Rule of each type of layer."""
+        return rules_of(self.config)
 
     @fact
     def query_offset(self) -> int | torch.Tensor:

@@ -74,18 +74,24 @@ class Rule(NamedTuple):
 
 
 def rules_of(config: PreTrainedConfig) -> dict[str, Rule]:
-    """Rule of each type of layer that a decoder has.
+    """Rule of each type of layer that a decoder has, as its config says now.
 
     Raises:
-        ConfigurationError: an unknown type.
+        ConfigurationError: an unknown type, or one without a size.
     """
     rules = {}
-    for layer_type in dict.fromkeys(getattr(config, "layer_types", None) or ["full_attention"]):
+    for layer_type in dict.fromkeys(config.attention_types()):
         if layer_type not in RULES:
             known = ", ".join(map(repr, RULES))
             raise ConfigurationError(f"layer_types names {layer_type!r}; expected: {known}.")
-        fields = RULES[layer_type].items()
-        rules[layer_type] = Rule(**{field: getattr(config, name) for field, name in fields})
+        sizes = {field: getattr(config, name) for field, name in RULES[layer_type].items()}
+        if None in sizes.values():
+            name = "".join(RULES[layer_type].values())
+            raise ConfigurationError(
+                f'{name} = None, but layer_types asks for {layer_type!r}. Set layer_types, too: "full_attention" '
+                "for these layers."
+            )
+        rules[layer_type] = Rule(**sizes)
     return rules
 
 

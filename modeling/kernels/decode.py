@@ -200,14 +200,18 @@ class FewRows(SecondHalves):
         attention_mask: Any,
         position_ids: torch.Tensor,
         cache: Any,
+        options: Mapping[str, Any],
     ) -> torch.Tensor | None:
-        """`x + attention(norm(x))`, arguments as in `Attention.forward`; None where the modules must be called."""
+        """`x + attention(norm(x))`, arguments as in `Attention.forward`; None where the modules must be called.
+
+        `options` are for the attention implementation.
+        """
         if formula_of(attention) != "attention" or not self._takes(x):
             return None
         known = self._attention(norm, attention)
         context = position_embeddings, attention_mask, position_ids, cache
         if known is None:
-            return x + attention(self.normalize(norm, x), *context, **self.options)[0]
+            return x + attention(self.normalize(norm, x), *context, **options)[0]
         if (
             known.one_token is not None
             and self._sees_all_keys(x, attention_mask, cache)
@@ -221,7 +225,7 @@ class FewRows(SecondHalves):
         rows = self._normalize(norm, known.norm, x)
         linears = [attention._modules[f"{name}_proj"] for name in "qkvo"]
         projected = self._multiply(linears[:3], known.inputs, rows)
-        attended, _ = attention.attend(projected, *context, **self.options)
+        attended, _ = attention.attend(projected, *context, **options)
         return x + self._multiply(linears[3:], known.output, attended)[0]
 
     def _attention(self, norm: Any, attention: Any) -> _Attention | None:

@@ -36,7 +36,7 @@ class Pass:
         # Asked of a configuration once a pass: its attributes are slow.
         self.config: Any = None
         self.is_sdpa = self.is_llamoe = False
-        self.dtype, self.shape, self.size, self.options = x.dtype, x.shape, x.shape[-1], options
+        self.dtype, self.shape, self.size = x.dtype, x.shape, x.shape[-1]
         num_rows = x.numel() // self.size
         self.takes_plain, self.takes_packed = (
             num_rows <= plain_max_rows(x.dtype),

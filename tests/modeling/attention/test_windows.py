@@ -233,7 +233,7 @@ def test_a_file_of_mistrals_may_leave_out_its_defaults():
     config = llamoe.LlamoeDenseConfig.from_dict({"model_type": "mistral"})
     assert (config.sliding_window, config.num_key_value_heads, config.intermediate_size) == (4096, 8, 14336)
     other = llamoe.LlamoeDenseConfig.from_dict(config.to_dict(), num_hidden_layers=3, sliding_window=7)
-    assert other.layer_types == ["sliding_attention"] * 3
+    assert other.layer_types is None and other.attention_types() == ["sliding_attention"] * 3
     without = llamoe.LlamoeDenseConfig.from_dict(config.to_dict(), sliding_window=None)
     assert without.layer_types is None and without.stock_type() == "llama"
     config = llamoe.LlamoeDenseConfig.from_dict({"model_type": "mistral", "sliding_window": None})

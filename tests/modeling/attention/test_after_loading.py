@@ -1,0 +1,220 @@
+"""What users change after a model was made, its layers, windows, chunks and causality, against transformers' own."""
+
+import copy
+
+import peft
+import pytest
+import torch
+import transformers
+from support.models import DENSE, MIXTRAL, TEXT, VISION, draw, max_abs, run, stock_model
+from support.tables import in_turn
+
+import llamoe
+
+WINDOW, LENGTH = 5, 17
+SOME = ["sliding_attention", "full_attention", "sliding_attention"]
+FIELDS = {
+    "Llama": DENSE,
+    "Mistral": {**DENSE, "sliding_window": WINDOW},
+    "Ministral": {**DENSE, "sliding_window": WINDOW, "layer_types": SOME},
+    "Mixtral": {**MIXTRAL, "sliding_window": WINDOW},
+    # Stock's Llama 4 counts padding in the temperature of its queries, ours does not.
+    "Llama4": {**TEXT, "attention_chunk_size": WINDOW, "attn_temperature_tuning": False},
+}
+FAMILIES = list(FIELDS)
+HEADS = {"Mixtral": "LlamoeMixtralForCausalLM", "Llama4": "LlamoeForCausalLM"}
+# Sums in another order, of logits with a deviation of about one.
+TOLERANCE = 1e-5
+
+
+def pair(family, **changes):
+    """transformers' model and ours with its weights."""
+    config = getattr(transformers, f"{family}{'Text' * (family == 'Llama4')}Config")(
+        **{**FIELDS[family], **changes}
+    )
+    stock = stock_model(getattr(transformers, f"{family}ForCausalLM"), config)
+    ours = getattr(llamoe, HEADS.get(family, "LlamoeDenseForCausalLM"))(llamoe.from_stock(config)).eval()
+    ours.load_state_dict(stock.state_dict())
+    return stock, ours
+
+
+def rows(length=LENGTH):
+    return torch.randint(3, 90, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+def padding_mask(length=LENGTH):
+    return (torch.arange(length)[None] >= torch.tensor([[3], [0]])).long()
+
+
+def check_logits(stock, ours, length=LENGTH, **options):
+    """The same logits, with padding and without."""
+    ids, mask = rows(length), padding_mask(length)
+    given, expected = (run(model, input_ids=ids, **options) for model in (ours, stock))
+    assert max_abs(given, expected) < TOLERANCE
+    options["attention_mask"] = mask
+    given, expected = (run(model, input_ids=ids, **options) for model in (ours, stock))
+    assert max_abs(given[mask > 0], expected[mask > 0]) < TOLERANCE
+
+
+def new_tokens(model, length=3):
+    return model.generate(rows(length)[:1], max_new_tokens=12, do_sample=False, eos_token_id=None).tolist()
+
+
+def check_equal(stock, ours):
+    """The same logits, and tokens, which a row on a CPU gets by the kernels for few rows."""
+    check_logits(stock, ours)
+    assert new_tokens(ours) == new_tokens(stock)
+
+
+def reorder_lists(config, order):
+    """What a config says of each layer, for layers that were put into this order."""
+    if getattr(config, "no_rope_layers", None):
+        config.no_rope_layers = [config.no_rope_layers[i] for i in order]
+        config.moe_layers = [place for place, i in enumerate(order) if i in config.moe_layers]
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[i] for i in order]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replicated_layers_run(family):
+    models = pair(family)
+    for model in models:
+        # By what the kernels for few rows have known of the layers there were.
+        new_tokens(model)
+    last = models[0].config.num_hidden_layers
+    for model in models:
+        reorder_lists(model.config, [*range(last), last - 2, last - 1])
+    adapted = [
+        peft.get_peft_model(
+            model,
+            peft.LoraConfig(layer_replication=[[0, last], [last - 2, last]], target_modules=["q_proj"]),
+        )
+        for model in models
+    ]
+    assert len(adapted[1].base_model.model.model.layers) == last + 2
+    check_equal(*(model.base_model.model for model in adapted))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_added_layers_are_saved(family, tmp_path):
+    stock, ours = pair(family)
+    for model in (stock, ours):
+        layers, last = model.model.layers, len(model.model.layers)
+        added = copy.deepcopy(layers[last - 1])
+        added.self_attn.layer_idx = last
+        layers.append(added)
+    # As long as the configs say nothing of it.
+    check_logits(stock, ours)
+    for model in (stock, ours):
+        last = model.config.num_hidden_layers
+        model.config.num_hidden_layers += 1
+        reorder_lists(model.config, [*range(last), last - 1])
+    check_equal(stock, ours)
+    ours.save_pretrained(tmp_path)
+    back = type(ours).from_pretrained(tmp_path).eval()
+    assert max_abs(run(back, input_ids=rows()), run(ours, input_ids=rows())) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["Ministral", "Llama4"])
+def test_an_added_layer_has_to_have_a_type(family):
+    _, ours = pair(family)
+    ours.model.layers.append(copy.deepcopy(ours.model.layers[0]))
+    ours.config.num_hidden_layers += 1
+    with pytest.raises(ValueError, match="layer_types.*no entry for layer"):
+        ours(input_ids=rows())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fewer_layers_run(family):
+    models = pair(family)
+    for model in models:
+        new_tokens(model)
+        del model.model.layers[1]
+        for place, layer in enumerate(model.model.layers):
+            layer.self_attn.layer_idx = place
+        # As is usual, of each list the entry goes, too.
+        reorder_lists(model.config, [i for i in range(model.config.num_hidden_layers) if i != 1])
+    check_logits(*models)
+    for model in models:
+        model.config.num_hidden_layers -= 1
+    check_equal(*models)
+    for model in models:
+        model.config.num_hidden_layers -= 1
+    check_equal(*models)
+
+
+def test_added_layers_of_a_tower_run():
+    config = transformers.Llama4VisionConfig(**VISION)
+    stock = draw(transformers.Llama4VisionModel, config)
+    ours = llamoe.LlamoeVisionModel(llamoe.from_stock(config)).eval()
+    ours.load_state_dict(stock.state_dict(), strict=False)
+    pixels = torch.randn(2, 3, 56, 56, generator=torch.Generator().manual_seed(0))
+    for model in (stock, ours):
+        model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+    given, expected = (run(model, pixel_values=pixels) for model in (ours, stock))
+    assert max_abs(given, expected) < TOLERANCE
+
+
+# A family, what its config had when the model was made, and what it is set to.
+SIZES = [
+    ("Mistral", {}, {"sliding_window": None}),
+    ("Mistral", {}, {"sliding_window": 3}),
+    ("Mistral", {"sliding_window": None}, {"sliding_window": 3}),
+    ("Ministral", {}, {"sliding_window": 3}),
+    ("Ministral", {}, {"layer_types": SOME[::-1][1:] + SOME[:1], "sliding_window": 4}),
+    ("Mixtral", {}, {"sliding_window": None}),
+    ("Mixtral", {"sliding_window": None}, {"sliding_window": 3}),
+    ("Llama4", {}, {"attention_chunk_size": 3}),
+    ("Llama4", {}, {"layer_types": ["full_attention"] * 4 + ["chunked_attention"]}),
+    ("Llama4", {"layer_types": ["full_attention"] * 5}, {"layer_types": ["chunked_attention"] * 5}),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "implementation"),
+    in_turn(SIZES, ["sdpa", "flex_attention", "flash_attention_2"]),
+    indirect=["implementation"],
+)
+def test_windows_are_read_at_each_pass(case, implementation):
+    family, made, changes = case
+    stock, ours = pair(family, **made)
+    stock.set_attn_implementation("eager")
+    new_tokens(ours)
+    for model in (stock, ours):
+        for name, value in changes.items():
+            setattr(model.config, name, value)
+    assert new_tokens(ours) == new_tokens(stock)
+    ours.set_attn_implementation(implementation)
+    check_logits(stock, ours)
+    check_logits(stock, ours, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("Ministral", "sliding_window"), ("Llama4", "attention_chunk_size")]
+)
+def test_a_type_without_a_size_is_refused(family, name):
+    """Where stock ends in a TypeError of its cache, or in an error of its mask."""
+    _, ours = pair(family)
+    setattr(ours.config, name, None)
+    for call in (ours, ours.generate):
+        with pytest.raises(ValueError, match=f"{name} = None, but layer_types asks for"):
+            call(input_ids=rows())
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("where", ["config", "argument", "modules"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_later_tokens_are_seen(family, where, implementation):
+    models, options = pair(family), {}
+    for model in models:
+        model.set_attn_implementation(implementation)
+        if where == "config":
+            model.config.is_causal = False
+        elif where == "argument":
+            options = {"is_causal": False}
+        else:
+            for layer in model.model.layers:
+                layer.self_attn.is_causal = False
+    for length in (WINDOW - 1, WINDOW, LENGTH):
+        check_logits(*models, length, **options)
+        check_logits(*models, length, use_cache=False, **options)
