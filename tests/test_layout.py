@@ -92,6 +92,7 @@ def test_files_import_only_earlier_files(folder):
 
 
 def test_changelog_names_the_version():
+    """Above it may stand what is not released yet, which says so behind its number."""
     version = re.search(r'^__version__ = "(.+)"$', (ROOT / "llamoe/__init__.py").read_text(), re.MULTILINE)
     newest = re.search(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest[1] == version[1]
