@@ -21,11 +21,19 @@ def _find_transformers() -> tuple[str, tuple[int, ...]]:
 
         found = transformers.__version__
     except ImportError:
-        try:
-            found = version("transformers")
-        except PackageNotFoundError:
-            found = "(none)"
-    return found, tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
+        found = _installed("transformers")
+    return found, _release(found)
+
+
+def _installed(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "(none)"
+
+
+def _release(found: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
 
 
 def require_supported_transformers() -> None:
@@ -44,6 +52,9 @@ def require_supported_transformers() -> None:
 
 CACHE = "cache" if _find_transformers()[1] >= (5, 24) else "past_key_values"
 """The name by which transformers hands models a KV cache, and takes it from their outputs; 5.24 changed it."""
+
+CACHE_OF_A_PASS = CACHE if _release(_installed("peft")) >= (0, 22) else "past_key_values"
+"""The name by which `generate` gives a pass its cache; peft before 0.22 looks for the former one."""
 
 PAGED_CACHE = "paged_cache" if CACHE == "cache" else "cache"
 """The keyword by which our models hand on the cache of continuous batching, beside other arguments of attention."""
@@ -76,6 +87,17 @@ def takes_cache(forward: Callable) -> Callable:
     parameters.insert(-1, inspect.Parameter("cache", inspect.Parameter.KEYWORD_ONLY, default=None))
     takes_either.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
     return takes_either
+
+
+def accept_peft() -> None:
+    """Let models load adapters with the peft that there is, where transformers 5.24 asks for the next one.
+
+    All else of its code for adapters is 5.23's, which takes peft 0.20.
+    """
+    from transformers.integrations import peft
+
+    if _find_transformers()[1] == (5, 24):
+        peft.MIN_PEFT_VERSION = "0.21.2"
 
 
 def fill_paged_cache(key: Any, value: Any, layer_idx: int, kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -1,7 +1,7 @@
 """Every use of what Python, torch and transformers keep to themselves, with its reason; peft's are in `adapters`.
 
 Methods of transformers' classes that ours override stand in those classes. Where a public way appears, the function
-here goes. All were seen in torch 2.11 and 2.15, transformers 5.21 and 5.23.
+here goes. All were seen in torch 2.11 and 2.15, transformers 5.23 and 5.24.
 """
 
 import functools

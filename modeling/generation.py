@@ -15,7 +15,7 @@ from transformers import Cache, GenerationMixin, PreTrainedConfig, ProcessorMixi
 
 from ..configuration.errors import CheckpointError
 from ..serving import told_to_clients
-from ._compat import CACHE
+from ._compat import CACHE, CACHE_OF_A_PASS
 from .adapters import names_of_tiles, repeat_names
 from .attention import rules_of
 from .input_checks import check_tensors
@@ -196,6 +196,8 @@ class CheckedGeneration(GenerationMixin):
             # A cache that somebody shortened has fewer tokens than are counted.
             if kwargs["position_ids"].shape[-1] == past + given.shape[1]:
                 del inputs["position_ids"]
+        if CACHE in inputs:
+            inputs[CACHE_OF_A_PASS] = inputs.pop(CACHE)
         return inputs
 
     def _expand_inputs_for_generation(self, expand_size: int = 1, *args, **kwargs):

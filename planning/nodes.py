@@ -11,7 +11,15 @@ from ..configuration.sizes import GB
 from ..modeling.registration import empty_model
 from .bandwidths import Bandwidths
 from .speed import distinct_experts
-from .traffic import Collective, card_bytes, forward_traffic, groups_of_fsdp, padded_numbers, step_traffic
+from .traffic import (
+    Collective,
+    card_bytes,
+    forward_traffic,
+    groups_of_fsdp,
+    layers_of_stages,
+    padded_numbers,
+    step_traffic,
+)
 from .units import Sizes
 
 # Of a parameter in training: its float32 weight and gradient, and two float32 averages of AdamW.
@@ -243,7 +251,7 @@ def _inference(
             model: Any = empty_model(own)
             model.keep_uneven_experts(tp)
             each = card_bytes(model, tp, ep, stages, sizes.element_size)
-            held = [sum(per_layer[a:b]) // tp for a, b in _stages(layers, stages)]
+            held = [sum(per_layer[a:b]) // tp for a, b in layers_of_stages(layers, stages)]
             most = max(range(stages), key=lambda stage: each[stage] + held[stage])
             needed = each[most] + held[most]
             least = needed if least is None else min(least, needed)
@@ -292,12 +300,6 @@ def _divides(config: Any, tp: int) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _stages(layers: int, stages: int) -> list[tuple[int, int]]:
-    """First and last layer of each stage; the last stage has what is left."""
-    each = layers // stages
-    return [(n * each, layers if n == stages - 1 else (n + 1) * each) for n in range(stages)]
 
 
 def _links(traffic: list[Collective], cards: int) -> tuple[float, float]:

@@ -1,12 +1,16 @@
 """What several processes send each other: for a forward pass of tokens, and for a step of training.
 
-Sizes are those of the tensors that collectives are called with by transformers 5.23, which tests count in real runs.
-What a card sends for them is what it sends in a ring.
+Sizes are those of the tensors that transformers calls collectives with, which tests count in real runs. What a card
+sends for them is what it sends in a ring.
 """
 
 import math
+from bisect import bisect
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
+
+from transformers.distributed.pipeline_parallel import PipelineStage
 
 from ..configuration.parallel import wildcard
 
@@ -152,10 +156,15 @@ def padded_numbers(shape: tuple[int, ...], shards: int) -> int:
     return -(-shape[0] // shards) * shards * math.prod(shape[1:]) if shape else shards
 
 
+def layers_of_stages(layers: int, stages: int) -> list[tuple[int, int]]:
+    """First layer of each stage, and of the next one, as the installed transformers divides them."""
+    sizes: Any = SimpleNamespace(pp_size=stages)
+    return [PipelineStage.layer_range_for_rank(sizes, stage, layers) for stage in range(stages)]
+
+
 def card_bytes(model: Any, tp: int, ep: int, pp: int, element_size: int) -> list[int]:
     """Bytes of weights on the first card of each stage, which has the largest share."""
-    layers = model.config.get_text_config().num_hidden_layers
-    each = layers // pp
+    ends = [end for _, end in layers_of_stages(model.config.get_text_config().num_hidden_layers, pp)]
     ep_plan = model._ep_plan if ep > 1 else {}
     is_tied = model.config.get_text_config().tie_word_embeddings
     found = [0] * pp
@@ -163,7 +172,7 @@ def card_bytes(model: Any, tp: int, ep: int, pp: int, element_size: int) -> list
         size = math.prod(_share(name, tuple(parameter.shape), model.tp_plan, ep_plan, tp, ep)) * element_size
         pieces = name.split(".")
         if "layers" in pieces and not name.startswith("vision_model."):
-            stages = [min(int(pieces[pieces.index("layers") + 1]) // each, pp - 1)]
+            stages = [bisect(ends, int(pieces[pieces.index("layers") + 1]))]
         elif name.endswith("embed_tokens.weight"):
             stages = [0, pp - 1] if is_tied else [0]
         else:

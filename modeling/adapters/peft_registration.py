@@ -8,6 +8,7 @@ from typing import Any
 
 from ...configuration import LlamoeVisionConfig
 from ...configuration.stock import CONFIG_CLASSES
+from .._compat import accept_peft
 from .when_imported import when_imported
 
 # The vision tower's names for the parts of a feed-forward.
@@ -16,6 +17,7 @@ _IN_THE_TOWER = {"up_proj": "fc1", "down_proj": "fc2", "norm": "layernorm_post"}
 
 def register_with_peft() -> None:
     """Add our model types to peft's tables, and change what peft does over them, as soon as peft is imported."""
+    accept_peft()
     when_imported("peft", _register)
 
 

@@ -20,6 +20,8 @@ import torch
 from transformers import dynamic_module_utils
 from transformers.utils import hub
 
+from . import mended_stock  # noqa: F401
+
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
     [

@@ -365,6 +365,20 @@ def test_prompt_learning_equals_stock(case, name):
 
 
 @pytest.mark.parametrize("name", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
+@for_models("is_head", models=[case for case in SHALLOW_MODELS if not case.has_images])
+def test_prompts_are_put_in_front_once(case, name):
+    """As in passes over the whole text: peft asks for the cache by the name that it knows."""
+    options = {"encoder_hidden_size": 7} if name == "PromptEncoderConfig" else {}
+    config = getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=4, **options)
+    model = get_peft_model(case.make(), config).eval()
+    inputs = case.inputs(padding=(0, 0), length=9)
+    ids = inputs["input_ids"]
+    for _ in range(4):
+        ids = torch.cat([ids, run(model, input_ids=ids)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(generate(model, inputs, max_new_tokens=4), ids)
+
+
+@pytest.mark.parametrize("name", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
 def test_prompt_learning_with_pictures(name):
     """As on the text model of the same prompts, which gets the merged embeddings."""
     options = {"encoder_hidden_size": 7} if name == "PromptEncoderConfig" else {}
