@@ -144,7 +144,7 @@ def test_verify_tells_by_its_status(source, tmp_path, capsys):
             0,
         ),
         ({"pad_token_id": 5, "eos_token_id": [2, 7], "attention_dropout": 0.1, "pretraining_tp": 2}, 0),
-        ({"rope_interleave": True}, 4),
+        ({"model_type": "llamoe_dense", "rope_interleave": True}, 4),
         ({"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}, 1),
         ({"rms_norm_eps": 1e-3}, 1),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}, 1),

@@ -406,7 +406,7 @@ def pictures():
 
 def test_pictures(pictures, weights, monkeypatch):
     route_by_position(monkeypatch)
-    ids = token_ids(1, 14)
+    ids = token_ids(1, 14).clamp(max=IMAGE_TOKEN - 1)
     ids[0, 2:6] = IMAGE_TOKEN
     pixels = torch.randn(1, 3, 56, 56).bfloat16()
     plain = AutoModelForImageTextToText.from_pretrained(pictures)

@@ -152,7 +152,8 @@ def test_peft_prepares_a_packed_model_for_training(weights):
         assert torch.equal(gradient, found[1][name]), name
 
 
-def test_adapters_of_a_batch_are_each_what_they_are_alone():
+def test_adapters_of_a_batch_are_each_what_they_are_alone(monkeypatch):
+    route_by_position(monkeypatch)
     model = adapt(load(folder("text"), "int4", activations="float"))
     model.add_adapter("other", llamoe.lora_config(model.get_base_model(), r=5))
     model.set_adapter("other")
