@@ -49,7 +49,6 @@ from .limits import (
     INT8_TORCH_MAX_ROWS,
     PEFT_ORDER_MAX_ROWS,
     TRITON_MAX_ROWS,
-    TRITON_MAX_ROWS_A_MATRIX,
     TRITON_UNSORTED_MAX_ROWS,
 )
 from .packed_rows import (
