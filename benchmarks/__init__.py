@@ -6,7 +6,6 @@
     python -m benchmarks.bars cpu                  # the targets, and an exit status
     python -m benchmarks.gpu --output folder       # Scout- and Maverick-shaped layers in bfloat16
     python -m benchmarks.prove_gpu                 # whether a card does what the pages say, with exit status
-    python -m benchmarks.gpu_budgets               # what a card is asked, counted without one (fake_cards, fake_models)
     python -m benchmarks.readme                    # the README's and docs/performance.md's figures, from the results
     python -m benchmarks.conversion                # conversions beside a plain copy
     python -m benchmarks.quality                   # what few bits cost the small model's answers
@@ -18,8 +17,8 @@ rates), memory and clocks (what is measured), harness (how a case runs), shapes 
 a case must read and compute), routing (inputs for chosen experts), shared_weights (models of both libraries on the same
 parameters), then the cases: block, models, small_modules; in processes of their own loading, and offload on a
 large_mixture; with models in folders saved_models, gguf_files (and its script gguf_converter), few_bits and mixtral;
-report, plot and readme write the results, command_line reads the options, cpu and gpu are the commands. Of GPUs that
-are not there cards, fake_cards, fake_models and gpu_budgets know; prove_gpu asks those that are.
+report, plot and readme write the results, command_line reads the options, cpu and gpu are the commands; prove_gpu
+proves a card right.
 """
 
 import os

@@ -27,9 +27,7 @@ import llamoe
 from llamoe.modeling.checkpoints import devices_here
 from llamoe.modeling.formats import Int4, find_difference, torchs_block
 from llamoe.modeling.kernels import (
-    GPU_SHORTCUTS_ARE_ON,
     SHORTCUTS_ARE_ON,
-    TRITON_UNSORTED_MAX_ROWS,
     cpp_instructions,
     few_rows_limit,
     max_rows_of_matrix,
@@ -292,7 +290,6 @@ def _few_bits(device: torch.device) -> Iterator[Step]:
     unpacked = f"unpacked for each product, then {_TORCH_PRODUCTS}"
     name = str(device)
     if device.type != "cpu":
-        yield _between_products_on_gpu(device)
         yield _few_bits_on_gpu(device, unpacked)
     elif (absence := _why_no_cpp()) is None:
         for step, form in (
@@ -318,18 +315,6 @@ def _few_bits_on_gpu(device: torch.device, unpacked: str) -> Step:
         str(device),
         "int4 and int8",
         f"llamoe's Triton kernels, up to {most} rows of a matrix; more: {unpacked}",
-    )
-
-
-def _between_products_on_gpu(device: torch.device) -> Step:
-    name, step, served_by = str(device), "norms, rotation, LoRA", "torch's and peft's calls"
-    if not GPU_SHORTCUTS_ARE_ON:
-        why = "LLAMOE_GPU_SHORTCUTS=0 turns llamoe's kernels off"
-        return Step(name, step, served_by, why, "unset LLAMOE_GPU_SHORTCUTS")
-    if reason := why_no_gpu_kernel(device):
-        return Step(name, step, served_by, reason)
-    return Step(
-        name, step, f"llamoe's Triton kernels in inference; LoRA of up to {TRITON_UNSORTED_MAX_ROWS} rows"
     )
 
 

@@ -20,7 +20,6 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
@@ -36,24 +35,16 @@ def is_forward_ad() -> bool:
     return forward_ad._current_level >= 0
 
 
-def torch_modes_active(but_for_devices: bool = False) -> bool:
+def torch_modes_active() -> bool:
     """Whether a transform of `torch.func`, forward-mode differentiation, a mode or a global hook is active.
 
     Each would see, or need, other operators than those that a shortcut calls.
-
-    Args:
-        but_for_devices: whether the mode of `torch.set_default_device`, which only adds a device to calls that make
-            tensors, does not count.
     """
-    modes = torch._C._len_torch_function_stack()
-    if modes and but_for_devices:
-        stack = (torch._C._get_function_stack_at(place) for place in range(modes))
-        modes = sum(type(mode) is not DeviceContext for mode in stack)
     return (
         is_under_functorch()
         or is_forward_ad()
         or torch._C._len_torch_dispatch_stack() > 0
-        or modes > 0
+        or torch._C._len_torch_function_stack() > 0
         or bool(_has_any_global_hook())
     )
 

@@ -20,7 +20,7 @@ from transformers import Cache, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import PAGED_CACHE, fill_paged_cache
-from ..kernels import Turn, apply_linears, are_single_queries, computes, is_own_forward, turn_on_gpu
+from ..kernels import apply_linear, are_single_queries, computes
 from ..layers import L2Norm, rotary_tables, rotate
 from .forms import attend_in_form
 from .implementation import implementation_on
@@ -49,12 +49,9 @@ def eager_attention_forward(
         query = query.reshape(shape[0], -1, groups, shape[3])
     else:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    if is_packed and query.is_cuda and (attention_mask is None or attention_mask.dtype == query.dtype):
-        scores = _scores_by_one_call(query, key, attention_mask, scaling)
-    else:
-        scores = query @ key.transpose(2, 3) * scaling
-        if attention_mask is not None:
-            scores = scores + attention_mask
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
     # Float32 would turn the lowest float64 of a mask into -inf, and a fully masked row into NaN.
     dtype = torch.promote_types(scores.dtype, torch.float32)
     weights = nn.functional.softmax(scores, dim=-1, dtype=dtype).to(query.dtype)
@@ -63,26 +60,6 @@ def eager_attention_forward(
     if is_packed:
         output, weights = output.reshape(shape), weights.reshape(*shape[:3], -1)
     return output.transpose(1, 2).contiguous(), weights
-
-
-def _scores_by_one_call(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
-    """Scores `[B, G, Q, K]` of queries `[B, G, Q, D]` and keys `[B, G, K, D]`, rounded after scale and mask.
-
-    A GPU takes one launch in the place of three.
-    """
-    shape, rows = (*query.shape[:3], key.shape[2]), query.flatten(0, 1)
-    # With a factor of zero nothing is read, but compilers may multiply by it: what is added must be numbers.
-    added = rows[..., :1].detach() if mask is None else mask.expand(*shape[:2], *mask.shape[2:]).flatten(0, 1)
-    scores = torch.baddbmm(
-        added,
-        rows,
-        key.flatten(0, 1).transpose(1, 2),
-        beta=float(mask is not None),
-        alpha=scaling,
-    )
-    return scores.view(shape)
 
 
 class Attention(nn.Module):
@@ -145,11 +122,12 @@ class Attention(nn.Module):
         Returns:
             `[B, T, hidden_size]`, and the attention weights where the implementation returns them, else None.
         """
-        projected = apply_linears((self.q_proj, self.k_proj, self.v_proj), hidden_states)
+        projections = self.q_proj, self.k_proj, self.v_proj
+        projected = [apply_linear(projection, hidden_states) for projection in projections]
         output, weights = self.attend(
             projected, position_embeddings, attention_mask, position_ids, past_key_values, **kwargs
         )
-        return apply_linears((self.o_proj,), output)[0], weights
+        return apply_linear(self.o_proj, output), weights
 
     def attend(
         self,
@@ -173,7 +151,7 @@ class Attention(nn.Module):
         query, key, value = (each.view(heads_shape) for each in projected)  # [B, T, H, D]
         value = value.transpose(1, 2)
 
-        query, key = self._turn(query, key, position_embeddings, position_ids)
+        query, key = self._rotate_and_normalize(query, key, position_embeddings, position_ids)
         query, key = query.transpose(1, 2), key.transpose(1, 2)  # [B, H, T, D]
 
         if past_key_values is not None:
@@ -190,7 +168,7 @@ class Attention(nn.Module):
         )
         return output.reshape(*input_shape, -1).contiguous(), weights
 
-    def _turn(
+    def _rotate_and_normalize(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -202,21 +180,6 @@ class Attention(nn.Module):
         if self.use_rope and position_embeddings[0].ndim == 3:
             position_embeddings = rotary_tables(*position_embeddings, self.rope_interleave)
         heads = query.shape[2], key.shape[2]
-        is_turned = self.use_rope or self.qk_norm is not None or self.use_temperature_tuning
-        has_known_norm = isinstance(self.qk_norm, L2Norm) and is_own_forward(self.qk_norm)
-        if is_turned and (self.qk_norm is None or has_known_norm):
-            temperature = None
-            if self.use_temperature_tuning:
-                temperature = position_ids, self.config.floor_scale, self.config.attn_scale
-            turn = Turn(
-                position_embeddings if self.use_rope else (),
-                self.rope_interleave,
-                None if self.qk_norm is None else self.qk_norm.eps,
-                temperature,
-            )
-            both = turn_on_gpu(query, key, turn)
-            if both is not None:
-                return both.split_with_sizes(heads, dim=2)
         if self.use_rope or self.qk_norm is not None:
             # Rotate and normalize queries and keys together: half as many calls.
             both = torch.cat((query, key), dim=2)

@@ -12,7 +12,6 @@ from .gpu_kernels import (
     find_difference,
     kernels_are_right,
     may_have_gpu_kernel,
-    product_by_gpu_kernel,
     why_no_kernel,
 )
 from .int4 import Int4

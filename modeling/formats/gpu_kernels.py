@@ -88,21 +88,15 @@ def product_by_gpu_kernel(
     parts: Parts,
     sizes: Sizes,
     transposed: bool = False,
-    is_summed: bool = True,
 ) -> torch.Tensor | None:
-    """The product of few rows with one matrix, or the transposed one; None where unpacking the matrix is better.
-
-    `is_summed` as in `packed_product`.
-    """
+    """The product of few rows with one matrix, or the transposed one; None where unpacking the matrix is better."""
     device = parts[0].device
     if not may_have_gpu_kernel(device) or len(x_NC) > max_rows_of_matrix(device):
         return None
     if not check_one(form, parts, sizes, x_NC.dtype, transposed):
         return None
     matrix = form.for_gpu_kernel(parts, sizes)
-    return (
-        None if matrix is None else packed_product(x_NC, matrix, transposed=transposed, is_summed=is_summed)
-    )
+    return None if matrix is None else packed_product(x_NC, matrix, transposed=transposed)
 
 
 def check_one(

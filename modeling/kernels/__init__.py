@@ -6,9 +6,8 @@ on a CPU without instructions for them), single_queries (attention of one token 
 and those for any number of rows), known_modules (what is remembered of modules), few_rows_pass (products of one pass),
 second_half (a layer's feed-forward or mixture), cache_room (a token behind a cache), decode (the one door to decoding
 on a CPU), tokens (those of `generate`, one after the other), packed_rows_triton, packed_rows (packed matrices on a GPU,
-and plain ones for few rows), layer_triton, gpu_layer_check, gpu_layer (what stands between products there). Files named
-`…_triton` import Triton, which is not installed everywhere and takes long to import; the others import it only when a
-kernel is about to run.
+and plain ones for few rows). Files named `…_triton` import Triton, which is not installed everywhere and takes long to
+import; the others import it only when a kernel is about to run.
 """
 
 from .cpp_kernels import (
@@ -41,19 +40,6 @@ from .float32_blocks import (
     rows_in_bytes,
     rows_of_torch,
 )
-from .gpu_layer import (
-    GPU_SHORTCUTS_ARE_ON,
-    Rows,
-    Turn,
-    apply_gated,
-    apply_linears,
-    gate_rows,
-    rms_norm_on_gpu,
-    takes_few_rows,
-    thin_rows,
-    turn_on_gpu,
-    update_rows,
-)
 from .known_modules import adapts, computes, is_own_forward
 from .limits import (
     CPU_LOOP_MAX_ROWS_PER_EXPERT,
@@ -63,7 +49,6 @@ from .limits import (
     INT8_TORCH_MAX_ROWS,
     PEFT_ORDER_MAX_ROWS,
     TRITON_MAX_ROWS,
-    TRITON_MAX_ROWS_A_MATRIX,
     TRITON_UNSORTED_MAX_ROWS,
 )
 from .packed_rows import (

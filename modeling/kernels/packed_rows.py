@@ -150,7 +150,6 @@ def packed_product(
     by_id: bool = False,
     transposed: bool = False,
     tile_rows: int | None = None,
-    is_summed: bool = True,
 ) -> torch.Tensor:
     """Multiply rows by the transpose of their matrices, or, if `transposed`, by the matrices.
 
@@ -163,11 +162,9 @@ def packed_product(
         by_id: only for up to `TRITON_UNSORTED_MAX_ROWS` rows.
         transposed: as for gradients.
         tile_rows: one of `TILES`; default: by the average rows of an expert.
-        is_summed: whether splits of the sums are added.
 
     Returns:
-        `[N, O]`, or `[N, I]` if `transposed`; rows without an expert are zero. If not `is_summed`, with an axis for
-        splits in front: float32, or one in the rows' dtype.
+        `[N, O]`, or `[N, I]` if `transposed`; rows without an expert are zero.
     """
     # Imported late: importing Triton takes long, and it is not installed everywhere.
     from . import packed_rows_triton
@@ -179,7 +176,7 @@ def packed_product(
     assert not by_id or num_rows <= TRITON_UNSORTED_MAX_ROWS, num_rows
     out_NO = x_NC.new_empty(num_rows, num_columns)
     if out_NO.numel() == 0:
-        return out_NO if is_summed else out_NO[None]
+        return out_NO
     x_NC = x_NC.contiguous()
     by = _ONE if groups is None else _IDS if by_id else _ENDS
     launch = launch_of(matrix, num_rows, x_NC.itemsize, x_NC.device, num_experts, by, transposed, tile_rows)
@@ -208,14 +205,12 @@ def packed_product(
             num_warps=tile.warps,
             enable_fp_fusion=True,
         )
-        if splits > 1 and is_summed:
+        if splits > 1:
             size = out_NO.numel()
             packed_rows_triton.sum_splits_kernel[(-(-size // 512),)](
                 parts_SNO, out_NO, size, SPLITS=splits, BLOCK=512, num_warps=4, enable_fp_fusion=True
             )
-    if is_summed:
-        return out_NO
-    return parts_SNO if splits > 1 else out_NO[None]
+    return out_NO
 
 
 def packed_outer_product(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ..kernels import apply_gated, apply_linears, computes
+from ..kernels import apply_gate, apply_linear, computes
 
 
 def activation(name: str) -> nn.Module:
@@ -31,5 +31,10 @@ class FeedForward(nn.Module):
     @computes("feed_forward")
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `[..., hidden_size]` to the same shape."""
-        gated = apply_gated(self.gate_proj, self.up_proj, self.act_fn, hidden_states)
-        return apply_linears((self.down_proj,), gated)[0]
+        # No name holds gate and up, so that their memory is free for the last product.
+        hidden = apply_gate(
+            self.act_fn,
+            apply_linear(self.gate_proj, hidden_states),
+            apply_linear(self.up_proj, hidden_states),
+        )
+        return apply_linear(self.down_proj, hidden)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..kernels import computes, rms_norm_on_gpu
+from ..kernels import computes
 
 
 def rms_normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -45,8 +45,6 @@ class RMSNorm(nn.Module):
         """Normalize `[..., D]`; the dtype is kept unless the weight's is wider."""
         if hidden_states.dtype == self.weight.dtype == torch.float32:
             return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
-        if (found := rms_norm_on_gpu(hidden_states, self.weight, self.eps)) is not None:
-            return found
         return rms_normalize(hidden_states, self.eps) * self.weight
 
     def extra_repr(self) -> str:

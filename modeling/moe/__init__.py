@@ -2,9 +2,9 @@
 
 Reading order: grouped_mm_limits (what torch's grouped product accepts), grouped_product (each expert's rows times its
 matrix), low_rank (what adapters add to it), state_dicts (experts that come one by one), experts (the module, and the
-loop that defines its result), few_rows (few rows on a GPU), dispatch (rows sorted by expert, and which product
-multiplies them), layer (which experts, with what weight), losses (router losses and the load of experts), balancing
-(routers watched in training, and balanced without a loss), trace (which experts compute which tokens).
+loop that defines its result), dispatch (rows sorted by expert, and which product multiplies them), layer (which
+experts, with what weight), losses (router losses and the load of experts), balancing (routers watched in training, and
+balanced without a loss), trace (which experts compute which tokens).
 """
 
 from .balancing import RouterWatch, watch_routers

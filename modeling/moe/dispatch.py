@@ -50,7 +50,6 @@ from ..kernels import (
     rows_of_torch,
 )
 from .experts import IMPLEMENTATION, IMPLEMENTATIONS, STACKS
-from .few_rows import products_of_few_rows
 from .grouped_mm_limits import grouped_mm_fits, grouped_mm_takes_dtype, grouped_mm_waits
 from .grouped_product import (
     LARGE_GRADIENT_BYTES,
@@ -183,8 +182,6 @@ def _products_by_kernel(
     # Same layout as in the check: kernels are compiled for the dtype of the ids.
     ids_N = top_k_index.reshape(-1).long().contiguous()
     x_NH = _rows_of_choices(x_TH, top_k_index)
-    if (y_NH := products_of_few_rows(experts, x_NH, ids_N, updates)) is not None:
-        return y_NH
     if have_own_scales(updates):
         tokens_N = torch.arange(len(ids_N), device=x_TH.device) // top_k_index.shape[1]
         updates = of_rows(updates, tokens_N)

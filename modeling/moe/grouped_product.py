@@ -82,17 +82,12 @@ class Stack:
         return [self.form.matrix(parts, self.sizes, self.form.compute_dtype).T for parts in each]
 
     def multiply_on_device(
-        self,
-        x_NI: torch.Tensor,
-        groups: torch.Tensor,
-        by_id: bool,
-        transposed: bool,
-        is_summed: bool = True,
+        self, x_NI: torch.Tensor, groups: torch.Tensor, by_id: bool, transposed: bool
     ) -> torch.Tensor:
         """The product by kernels that take the groups from the device; arguments as in `packed_product`."""
         matrix = self.form.for_gpu_kernel(self.parts, self.sizes)
         assert matrix is not None, self.form.key
-        return packed_product(x_NI, matrix, groups, self.num_experts, by_id, transposed, is_summed=is_summed)
+        return packed_product(x_NI, matrix, groups, self.num_experts, by_id, transposed)
 
     def multiply_by_grouped_mm(self, x_NI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """The product of all groups by torch's grouped one, which knows the stacks of one format."""

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..formats import Format, product_by_gpu_kernel
+from ..formats import Format
 from ..kernels import Matrix
 from ..moe import multiply_one
 from .packed import Packed
@@ -40,13 +40,6 @@ class QuantizedLinear(Packed, nn.Linear):
     def for_kernel(self) -> Matrix | None:
         """The matrix for `kernels.cpp_kernels`, which knows no bias; None if they do not know this layer."""
         return None if self.bias is not None else self.format.for_kernel(self.parts())
-
-    def parts_of_product(self, x_NI: torch.Tensor) -> torch.Tensor | None:
-        """`[S, N, out_features]`, of which the sum over S is `forward`; None where no kernel of a GPU computes it."""
-        if self.bias is not None or x_NI.dtype != self.format.compute_dtype:
-            return None
-        sizes = self.out_features, self.in_features
-        return product_by_gpu_kernel(self.format.exact, x_NI, self.parts(), sizes, is_summed=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[..., in_features]` to `[..., out_features]` in the dtype of `x`.

@@ -17,7 +17,6 @@ from packaging.specifiers import SpecifierSet
 from support import programs
 
 from llamoe.modeling.kernels import cpp_instructions, plain_max_rows, rows_of_torch, why_no_cpp_kernels
-from llamoe_command import doctor_steps
 from llamoe_command.cli import main
 from llamoe_command.doctor_packages import EXTRAS
 
@@ -144,17 +143,6 @@ def test_a_variable_changes_what_serves_and_is_named(name, value, step, served_b
     assert ("two to three times as long" in found["why"]) == (name == "LLAMOE_CPP_KERNELS")
     assert content["environment"][name] == value
     assert [line for line in content["advice"] if step in line.partition(":")[0] and f"unset {name}" in line]
-
-
-def test_what_serves_between_products_on_a_gpu_is_told(monkeypatch):
-    """On cards with kernels, on older ones, and where they are turned off."""
-    told, card = [], torch.device("cuda", 0)
-    for capability, is_on in (((9, 0), True), ((7, 5), True), ((9, 0), False)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        monkeypatch.setattr(doctor_steps, "GPU_SHORTCUTS_ARE_ON", is_on)
-        told.append(next(step for step in doctor_steps._few_bits(card) if step.step.startswith("norms")))
-    assert [each.served_by.partition(" ")[0] for each in told] == ["llamoe's", "torch's", "torch's"]
-    assert "compute capability 7.5" in told[1].why and told[2].advice == "unset LLAMOE_GPU_SHORTCUTS"
 
 
 def test_a_wrong_name_of_experts_is_told(monkeypatch):

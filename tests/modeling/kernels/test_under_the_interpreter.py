@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
     ("files", "options"),
     [
         # A process of their own would start as long as some of them last, so they share one.
-        (["interpreted_kernels.py", "interpreted_layer.py", "interpreted_packed.py"], []),
+        (["interpreted_kernels.py", "interpreted_packed.py"], []),
         (["interpreted_packed.py"], ["--run-slow", "-m", "slow"]),
         (["interpreted_check.py"], []),
     ],

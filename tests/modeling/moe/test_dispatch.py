@@ -1,5 +1,6 @@
 """The experts implementation `llamoe`: which way is taken when, and that every way gives the same numbers."""
 
+import contextlib
 import copy
 import math
 from types import SimpleNamespace
@@ -455,3 +456,21 @@ def test_models_give_the_same_by_every_path(case):
     for name in ("eager", "llamoe_loop"):
         model.set_experts_implementation(name)
         assert max_abs(run(model, **inputs), expected) < 1e-5 * expected.std()
+
+
+@pytest.mark.parametrize(
+    ("path", "dtype", "waits", "is_refused"),
+    [
+        ("loop", torch.bfloat16, False, True),
+        ("grouped", torch.float32, False, True),
+        ("grouped", torch.bfloat16, True, True),
+        ("grouped", torch.bfloat16, False, False),
+    ],
+)
+def test_a_capture_is_refused_where_experts_ask_the_host(path, dtype, waits, is_refused, monkeypatch):
+    """What would end the capture of a CUDA graph with an error of CUDA's."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(dispatch, "grouped_mm_waits", lambda device: waits)
+    refusal = pytest.raises(RuntimeError, match="a CUDA graph is being captured.* One pass of few tokens")
+    with refusal if is_refused else contextlib.nullcontext():
+        dispatch._refuse_capture(path, dtype, torch.device("cuda", 0))

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from llamoe.modeling.formats import Int4, Int8, int4
-from llamoe.modeling.kernels import cpp_kernels, float32_blocks
+from llamoe.modeling.kernels import cpp_kernels, float32_blocks, packed_rows
 from llamoe.modeling.moe import multiply_one
 from llamoe.modeling.quantization import QuantizedLinear, quantizer
 
@@ -237,3 +238,19 @@ def test_a_cast_is_told(caplog):
     assert "int4 weights are multiplied in bfloat16: the model is cast from float32." in caplog.text
     assert model.dtype == torch.bfloat16
     assert isinstance(model.model.layers[0].mlp.up_proj, QuantizedLinear)
+
+
+@pytest.mark.parametrize(("capability", "is_named"), [((7, 5), True), ((8, 6), False)])
+def test_a_gpu_without_a_kernel_is_named(capability, is_named, monkeypatch, caplog):
+    logging.Logger.warning_once.cache_clear()
+    packed = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=torch.device("cuda", 0))])
+    monkeypatch.setattr(quantizer, "packed_modules", lambda model: [("", packed)])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(packed_rows, "_HAS_TRITON", True)
+    quantizer.warn_without_gpu_kernel(None)
+    said = [record.message for record in caplog.records if record.name == "llamoe"]
+    assert len(said) == is_named
+    assert all(
+        each.startswith("cuda:0: A GPU of compute capability 7.5 has no kernel") and "NF4" in each
+        for each in said
+    )
