@@ -235,7 +235,7 @@ class LlamoeTextConfig(MixtureConfig):
     def validate_layer_type(self) -> None:
         """Check the lists that say something of layers."""
         super().validate_layer_type()
-        self.moe_layers = [idx for idx in self.moe_layers if idx < self.num_hidden_layers]
+        self.moe_layers = [idx for idx in self.moe_layers or () if idx < self.num_hidden_layers]
         check_layer_lists(self)
         check_layer_types(self, "chunked_attention")
         check_local_size(self, "chunked_attention", "attention_chunk_size")
