@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 
 _MADV_DONTNEED = 4
+# Fewer bytes are not worth a look at what is mapped, which takes a millisecond.
+_WORTH_A_LOOK = 1 << 18
 
 
 def forget_pages(tensor: torch.Tensor, maps: "MappedFiles | None" = None) -> None:
@@ -37,7 +39,7 @@ def forget_pages(tensor: torch.Tensor, maps: "MappedFiles | None" = None) -> Non
     assert storage.data_ptr() <= first <= last <= storage.data_ptr() + storage.nbytes()
     start, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
     # Memory that is not backed by a file would lose its content.
-    if start < end and (maps or MappedFiles())._at(start, end) is not None:
+    if end - start >= _WORTH_A_LOOK and (maps or MappedFiles())._at(start, end) is not None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
 
 
