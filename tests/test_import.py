@@ -45,6 +45,7 @@ def imported():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_import_brings_no_other_library(imported):
     """Nor what is for vLLM alone. Of about 812,000 calls, a library more would be seen."""
     _, _, before, after, calls = imported

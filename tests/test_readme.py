@@ -14,6 +14,8 @@ import pytest
 from support import programs
 from support.documents import PAGES, ROOT, anchors, blocks, read
 
+pytestmark = pytest.mark.slow
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LIBRARY = ("llamoe", "configuration", "serving", "planning", "conversion")
 FOLDERS = (*LIBRARY, "modeling", "tests", "examples", "benchmarks")

@@ -314,6 +314,7 @@ for given, status in {cases}:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_command_is_installed(source):
     """As a module too, which needs no entry point on the path."""
     done = programs.run(["-m", "llamoe", "inspect", source, "--json"])

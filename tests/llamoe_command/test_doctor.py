@@ -20,6 +20,8 @@ from llamoe.modeling.kernels import cpp_instructions, plain_max_rows, rows_of_to
 from llamoe_command.cli import main
 from llamoe_command.doctor_packages import EXTRAS
 
+pytestmark = pytest.mark.slow
+
 DOCTOR = ("-m", "llamoe", "doctor")
 # Kernels are compiled for these processors alone; on others the reason is another one.
 has_kernels = pytest.mark.skipif(
@@ -134,7 +136,6 @@ def test_compiled_kernels_serve_where_they_can(content):
         ("LLAMOE_EXPERTS", "llamoe_loop", "experts", "llamoe_loop"),
     ],
 )
-@pytest.mark.slow
 def test_a_variable_changes_what_serves_and_is_named(name, value, step, served_by):
     content = told(**{name: value})
     found = served(content, step)
@@ -200,7 +201,6 @@ def test_a_version_below_the_bound_is_told(tmp_path, monkeypatch):
     assert "tiktoken is 0.1.0, llamoe needs >=0.12.0: pip install 'tiktoken>=0.12.0'" in content["advice"]
 
 
-@pytest.mark.slow
 def test_a_package_that_cannot_be_imported_is_told_by_try(tmp_path):
     (tmp_path / "tiktoken.py").write_text("raise RuntimeError('its library is spoilt')\n")
     pytest.importorskip("tiktoken", reason="needs the extra llamoe[tokenizers]")

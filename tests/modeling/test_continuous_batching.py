@@ -8,6 +8,8 @@ from support.models import IMAGE_TOKEN, MODELS, MULTIMODAL, for_models, new_toke
 from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
+pytestmark = pytest.mark.slow
+
 HEADS = [case for case in MODELS if case.is_head]
 TEXT = next(case for case in HEADS if case.name == "LlamoeForCausalLM")
 

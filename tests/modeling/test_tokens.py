@@ -12,7 +12,10 @@ import llamoe
 from llamoe.modeling.kernels import Tokens, cpu
 from llamoe.modeling.kernels.cpp_kernels import why_no_cpp_kernels
 
-pytestmark = pytest.mark.skipif(why_no_cpp_kernels() is not None, reason="there are no compiled kernels here")
+pytestmark = [
+    pytest.mark.skipif(why_no_cpp_kernels() is not None, reason="there are no compiled kernels here"),
+    pytest.mark.slow,
+]
 
 SIZES = dict(
     vocab_size=331, hidden_size=192, num_attention_heads=6, num_key_value_heads=2, num_hidden_layers=3

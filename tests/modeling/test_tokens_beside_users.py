@@ -22,6 +22,8 @@ from transformers.generation.streamers import BaseStreamer
 import llamoe
 from llamoe.modeling.kernels import cpu
 
+pytestmark = pytest.mark.slow
+
 SIZES = dict(
     vocab_size=331, hidden_size=192, num_attention_heads=6, num_key_value_heads=2, num_hidden_layers=3,
     intermediate_size=320,

@@ -14,6 +14,8 @@ from transformers.distributed import DistributedConfig
 import llamoe
 from llamoe import plan_placement
 
+pytestmark = pytest.mark.slow
+
 GB = 10**9
 HEADS = dict(num_attention_heads=12, num_key_value_heads=4, head_dim=10)
 

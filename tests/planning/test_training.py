@@ -12,6 +12,8 @@ import llamoe
 from llamoe.conversion import inspect
 from llamoe.planning.training import _kept_by_layer
 
+pytestmark = pytest.mark.slow
+
 CASES = {case.name: case for case in MODELS}
 HEADS = {
     "dense": CASES["LlamoeDenseForCausalLM"],
@@ -120,7 +122,6 @@ def test_what_cannot_be_planned_is_refused(options, sentence):
         inspect("mistral-7b-v0.1", plan=True, rank=4)
 
 
-@pytest.mark.slow
 def test_inspect_measures_this_machine(monkeypatch):
     found = inspect(
         "mixtral-8x7b", plan=True, train=True, gpus=0, ram="20GB", headroom="1GB", quantization="int4", rank=4

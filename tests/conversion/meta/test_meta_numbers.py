@@ -13,6 +13,8 @@ from support.models import deviation_in_range, load_whole, max_abs
 import llamoe
 from llamoe.conversion import convert
 
+pytestmark = pytest.mark.slow
+
 # Against float64, in logits of deviation 1: 1e-6 to 5e-6 were measured; one wrong scaling factor is 2e-4.
 TOLERANCE = 1e-5
 CLASSES = {

@@ -209,6 +209,7 @@ print(json.dumps(result))
 """
 
 
+@pytest.mark.slow
 def test_processors_load_where_only_transformers_is_imported(model, size, tmp_path):
     pytest.importorskip("torchvision", reason="pictures need the extra 'vision'")
     folders = {}

@@ -21,6 +21,8 @@ from llamoe.conversion.upcycle import upcycle
 from llamoe.conversion.verify import run_streamed
 from llamoe.conversion.verify.command import verify
 
+pytestmark = pytest.mark.slow
+
 EMBEDDING = "model.embed_tokens.weight"
 EXPERTS = "model.layers.{}.feed_forward.experts.{}"
 ROUTER = "model.layers.{}.feed_forward.router.weight"

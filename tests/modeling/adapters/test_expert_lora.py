@@ -111,6 +111,7 @@ def test_gradient_checkpointing(use_reentrant, expected):
     assert_same(loss_and_gradients(model), expected)
 
 
+@pytest.mark.slow
 def test_one_graph(expected):
     torch._dynamo.reset()
     model = adapted()
@@ -502,6 +503,7 @@ def test_dtypes_of_weights_and_factors_may_differ(layout, weights, factors, auto
             assert max_abs(given, right) <= tolerance * right.abs().max()
 
 
+@pytest.mark.slow
 def test_compilers_take_mixed_dtypes():
     """As peft has them: packed weights that compute in bfloat16, factors in float32."""
     torch._dynamo.reset()

@@ -9,6 +9,8 @@ from support.models import MULTIMODAL, SHALLOW_MODELS, generate, max_abs, run
 
 import llamoe
 
+pytestmark = pytest.mark.slow
+
 MIXTRAL, TEXT = (
     case for case in SHALLOW_MODELS if case.name in ("LlamoeMixtralForCausalLM", "LlamoeForCausalLM")
 )

@@ -13,6 +13,8 @@ from transformers import DynamicCache, StaticCache
 import llamoe
 from llamoe.modeling.attention import by_sdpa
 
+pytestmark = pytest.mark.slow
+
 TEXT, DENSE = (
     next(case for case in MODELS if case.name == name)
     for name in ("LlamoeForCausalLM", "LlamoeDenseForCausalLM")

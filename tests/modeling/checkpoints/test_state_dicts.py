@@ -17,6 +17,8 @@ from transformers.trainer_utils import load_sharded_checkpoint
 import llamoe
 from llamoe.configuration.errors import CheckpointError
 
+pytestmark = pytest.mark.slow
+
 BY_NAME = {case.name: case for case in MODELS}
 MIXTRAL, TEXT = BY_NAME["LlamoeMixtralForCausalLM"], BY_NAME["LlamoeForCausalLM"]
 OTHERS = {

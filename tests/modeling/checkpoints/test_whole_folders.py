@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, modeling_utils
 from llamoe.configuration.errors import CheckpointError
 from llamoe.modeling.checkpoints import saving
 
+pytestmark = pytest.mark.slow
+
 CASE = next(case for case in SHALLOW_MODELS if case.name == "LlamoeDenseForCausalLM")
 SHARDED = {"max_shard_size": "90KB"}
 

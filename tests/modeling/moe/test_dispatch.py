@@ -439,6 +439,7 @@ def test_autocast_leaves_float64_alone(dtype):
     assert (max_abs(given, compute_experts(experts, *inputs)) == 0) == (dtype == torch.float64)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiled_in_one_graph_for_every_number_of_rows():
     experts = make_experts(dtype=torch.bfloat16)

@@ -19,6 +19,8 @@ from support.offload import check_equal, counts, expert_bytes, llamoe_class, loa
 import llamoe
 from llamoe.modeling.offload import ExpertsMemory
 
+pytestmark = pytest.mark.slow
+
 CAUSAL, TINY = llamoe.LlamoeForCausalLM, "examples/llamoe-tiny"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 

@@ -7,6 +7,8 @@ from support.offload import check_equal, counts, expert_bytes, freeze_experts, l
 import llamoe
 from llamoe.modeling.offload.memory import BLOCK, pages, slots_of
 
+pytestmark = pytest.mark.slow
+
 # A stack of gate and up has 1.3 MB an expert in float32, down half of it: one matrix in blocks and one that is not.
 SIZES = {"hidden_size": 256, "intermediate_size": 656, "num_local_experts": 5, "num_hidden_layers": 2}
 

@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 import llamoe
 from llamoe.modeling.offload import OffloadedExperts
 
+pytestmark = pytest.mark.slow
+
 TINY = "examples/llamoe-tiny"
 
 
@@ -102,7 +104,6 @@ def test_models_without_experts_elsewhere_have_no_statistics(text_folder):
     model.close()
 
 
-@pytest.mark.slow
 def test_compiled_models_are_equal(tmp_path, ids):
     text_model(num_hidden_layers=1, moe_layers=[0]).save_pretrained(tmp_path)
     resident, model = load_both(tmp_path, 2)

@@ -8,6 +8,8 @@ import pytest
 from benchmarks.large_mixtures import simulate
 from llamoe.modeling.offload import LeastOftenUsed, LeastRecentlyUsed
 
+pytestmark = pytest.mark.slow
+
 
 def passes_by(
     law: float, layers: int, experts: int, chosen: int, stays: float = 0.0, count: int = 600

@@ -11,9 +11,10 @@ from support.offload import load_both, text_model
 import llamoe
 from llamoe.modeling.checkpoints import MappedFiles
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="files are mapped and found again on Linux alone"
-)
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="files are mapped and found again on Linux alone"),
+    pytest.mark.slow,
+]
 # Of embedding and head, more than a block of direct reads, and no whole number of them.
 SIZES = {"vocab_size": 9001, "hidden_size": 96, "intermediate_size": 48, "tie_word_embeddings": False}
 

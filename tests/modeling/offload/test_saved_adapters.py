@@ -13,6 +13,8 @@ from transformers import TrainerCallback
 
 import llamoe
 
+pytestmark = pytest.mark.slow
+
 
 @contextmanager
 def full_disk(most: int = 3_000):
@@ -77,7 +79,6 @@ class Full(TrainerCallback):
             self.disk.__enter__()
 
 
-@pytest.mark.slow
 def test_training_goes_on_from_the_checkpoint_before_a_full_disk(tmp_path, folders):
     _, model = load_both(folders["mixtral"], 2)
     full = Full()

@@ -20,6 +20,8 @@ from support.offload import (
 import llamoe
 from llamoe.modeling.offload import ExpertsMemory
 
+pytestmark = pytest.mark.slow
+
 # Up to how many rows it takes less time to compute an expert where it lies.
 SLOW_LINK, FAST_LINK = math.inf, 0
 

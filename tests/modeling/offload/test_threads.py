@@ -15,6 +15,8 @@ import llamoe
 from llamoe.modeling.offload import ExpertsMemory
 from llamoe.modeling.offload.matrix_cache import LeastRecentlyUsed, MatrixCache
 
+pytestmark = pytest.mark.slow
+
 # Seconds after which a test says that threads wait for each other.
 LONG = 60
 

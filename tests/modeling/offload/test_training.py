@@ -31,6 +31,8 @@ import llamoe
 from llamoe.modeling.offload import ExpertsMemory, LeastOftenUsed, LeastRecentlyUsed, loading
 from llamoe.modeling.offload.store import Store
 
+pytestmark = pytest.mark.slow
+
 # What a LoraConfig can ask of stacks, in turns.
 CONFIGS = (
     {},
@@ -145,7 +147,6 @@ def result_of(trainer: Trainer) -> tuple[list, dict[str, torch.Tensor]]:
     return log, {name: p.detach().clone() for name, p in named if p.requires_grad}
 
 
-@pytest.mark.slow
 def test_trainer_goes_on_after_a_kill(folders, tmp_path):
     """accelerate refuses to train layers in 4 bits that hooks bring from disk; these experts need no hooks."""
     folder = folders["mixtral in nf4"]

@@ -9,6 +9,8 @@ from support.offload import counts, expert_bytes, load_both, mixtral, text_model
 import llamoe
 from llamoe.modeling.offload import ExpertsMemory, LeastOftenUsed, LeastRecentlyUsed
 
+pytestmark = pytest.mark.slow
+
 
 def load(folder, room: int, **memory):
     """A model of a folder with room for so many experts on disk."""

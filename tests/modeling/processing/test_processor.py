@@ -221,6 +221,7 @@ def test_pictures_are_counted_for_each_text(rows, texts, message, processor):
     assert len(inputs.get("pixel_values", [])) == 5 * sum(rows) and "input_ids" in inputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "order", [["processor"], ["processor", "model"], ["model", "processor"]], ids="-".join
 )

@@ -11,6 +11,8 @@ from support.bitsandbytes_models import FAMILIES, folder_of, load, logits, matri
 from llamoe.configuration.errors import CheckpointError
 from llamoe.modeling.moe import Experts
 
+pytestmark = pytest.mark.slow
+
 for_families = pytest.mark.parametrize("family", FAMILIES)
 
 ONE = "model.layers.1.feed_forward.experts.3.up_proj.weight"

@@ -159,6 +159,7 @@ def test_inductor_compiles_a_layer(family, weights, part):
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_export(monkeypatch):
     route_by_position(monkeypatch)
     model = traced("text", "int4")

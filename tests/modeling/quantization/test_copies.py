@@ -20,6 +20,8 @@ from support.few_bits import (
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.slow
+
 # Dtypes
 
 

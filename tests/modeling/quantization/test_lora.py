@@ -83,6 +83,7 @@ def test_adapters_do_beside_packed_weights_what_they_do_beside_dequantized_ones(
     assert {p.dtype for name, p in adapted.named_parameters() if ".lora_" in name} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_from_four_bits_over_training_to_a_merged_model_of_sixteen(tmp_path, monkeypatch):
     family, weights = "text", "int4"
     route_by_position(monkeypatch)

@@ -28,6 +28,8 @@ from transformers import (
 
 import llamoe
 
+pytestmark = pytest.mark.slow
+
 MODULE = "llamoe_hub.py"
 HEADS = [
     ("LlamoeDenseForSequenceClassification", dense_config, "AutoModelForSequenceClassification"),
@@ -294,7 +296,6 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.slow
 def test_round_trip_without_our_import(tmp_path, one_thread):
     """Load, save, load in a process whose script knows only transformers; its server's loader among them."""
     root = tmp_path / "folders"
