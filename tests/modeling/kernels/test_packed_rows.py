@@ -15,6 +15,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.few_bits import packed
 from support.gpu_compiler import ELEMENTS, SHARED, compile_kernel, programs
+from support.tables import in_turn
 
 from llamoe.modeling.formats import Bnb4BitNested, Int4, Int8, Plain, gpu_kernels, plain_format
 from llamoe.modeling.formats.format import chunk_of
@@ -142,16 +143,17 @@ def test_plain_experts_compile_for_few_rows(monkeypatch, tmp_path, name, capabil
     check(monkeypatch, tmp_path, capability, FORMATS[name], 16, False)
 
 
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", PLAIN)
-def test_plain_experts_compile_in_other_dtypes(monkeypatch, tmp_path, name, dtype, capability):
+@pytest.mark.parametrize(
+    ("name", "dtype", "rows", "capability"),
+    in_turn(PLAIN, (torch.float16, torch.float32), packed_rows.TILES, SHARED),
+    ids=str,
+)
+def test_plain_experts_compile_in_other_dtypes(monkeypatch, tmp_path, name, dtype, rows, capability):
     """No register is kept in memory in 16 bits; in float32, which has no tensor cores to wait for, up to ten are."""
     form = plain_format(dtype, FORMATS[name].is_input_first)
-    for rows in packed_rows.TILES:
-        compiled, usage = compile_for(monkeypatch, tmp_path, capability, form, rows, False, dtype)
-        assert compiled.metadata.shared <= SHARED[capability] * 1024
-        assert usage["STACK"] <= (40 if dtype == torch.float32 else 0), (rows, usage)
+    compiled, usage = compile_for(monkeypatch, tmp_path, capability, form, rows, False, dtype)
+    assert compiled.metadata.shared <= SHARED[capability] * 1024
+    assert usage["STACK"] <= (40 if dtype == torch.float32 else 0), (rows, usage)
 
 
 @pytest.mark.parametrize(
@@ -181,12 +183,13 @@ def test_other_formats_compile(monkeypatch, tmp_path, name, rows, transposed):
     check(monkeypatch, tmp_path, 90, FORMATS[name], rows, transposed)
 
 
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("name", FORMATS)
-def test_everything_compiles_everywhere(monkeypatch, tmp_path, name, capability):
-    for rows in packed_rows.TILES:
-        for transposed in (False, True):
-            check(monkeypatch, tmp_path, capability, FORMATS[name], rows, transposed)
+@pytest.mark.parametrize(
+    ("name", "rows", "transposed", "capability"),
+    in_turn(FORMATS, packed_rows.TILES, (False, True), SHARED),
+)
+def test_everything_compiles(monkeypatch, tmp_path, name, rows, transposed, capability):
+    """Each kernel on one card, all cards in turn: what differs between these are limits."""
+    check(monkeypatch, tmp_path, capability, FORMATS[name], rows, transposed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -197,22 +200,20 @@ def test_int4_compiles_for_other_dtypes(monkeypatch, tmp_path, dtype):
     assert dtype == torch.float32 or usage["STACK"] == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", FORMATS)
-def test_other_dtypes_compile(monkeypatch, tmp_path, name, dtype):
+@pytest.mark.parametrize(
+    ("name", "dtype", "rows", "transposed", "capability"),
+    in_turn(FORMATS, (torch.float16, torch.float32), packed_rows.TILES, (False, True), (80, 120)),
+    ids=str,
+)
+def test_other_dtypes_compile(monkeypatch, tmp_path, name, dtype, rows, transposed, capability):
     """For the cards with most and least shared memory: they fit. In float16 up to two registers are kept in memory,
     which int8 needs for 64 rows on 8.0; in float32, as the docstring of `packed_rows` says, any number.
     """
     form = plain_format(dtype, FORMATS[name].is_input_first) if name in PLAIN else FORMATS[name]
-    for capability in (80, 120):
-        for rows in packed_rows.TILES:
-            for transposed in (False, True):
-                compiled, usage = compile_for(
-                    monkeypatch, tmp_path, capability, form, rows, transposed, dtype
-                )
-                assert compiled.metadata.shared <= SHARED[capability] * 1024
-                if dtype == torch.float16:
-                    assert usage["STACK"] <= 8, (capability, rows, transposed, usage)
+    compiled, usage = compile_for(monkeypatch, tmp_path, capability, form, rows, transposed, dtype)
+    assert compiled.metadata.shared <= SHARED[capability] * 1024
+    if dtype == torch.float16:
+        assert usage["STACK"] <= 8, (capability, rows, transposed, usage)
 
 
 @pytest.mark.parametrize("capability", SHARED)
