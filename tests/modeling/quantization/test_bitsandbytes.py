@@ -305,6 +305,7 @@ def test_other_models_are_as_transformers_has_them(tmp_path):
     assert model.config.quantization_config.llm_int8_skip_modules is None
 
 
+@pytest.mark.slow
 def test_bitsandbytes_is_imported_when_it_is_used():
     script = "import sys, llamoe; llamoe.LlamoeForCausalLM; sys.exit('bitsandbytes' in sys.modules)"
     assert programs.run(["-c", script], timeout=120).returncode == 0
