@@ -147,6 +147,9 @@ class FewRows(SecondHalves):
         return known
 
     def _all_layers(self, layers: Sequence[Any]) -> _Decoder | None:
+        if not all(hasattr(layer, "self_attn") for layer in layers):
+            # Somebody put another module in a layer's place, which is called.
+            return None
         found, caches, attentions = [], [], [layer.self_attn for layer in layers]
         for layer, attention in zip(layers, attentions, strict=True):
             known = self._whole_layer(layer)
