@@ -51,7 +51,7 @@ from .input_checks import (
     embed,
     leave_out_attentions,
 )
-from .kernels import FewRows, Tokens, apply_head, begin_few_rows, computes
+from .kernels import FewRows, apply_head, begin_few_rows, computes
 from .layers import FeedForward, RMSNorm, RotaryEmbedding, rotary_tables
 from .loss import loss_without_logits, must_skip_logits
 from .moe import MixtureOfExperts, Router, RouterLossMixin, expert_load
@@ -138,7 +138,6 @@ class DecoderModel(LlamoePreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @computes("decoder")
     @recomputed_with_gradients_only
     @takes_cache
     @merge_with_config_defaults
@@ -312,7 +311,6 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    @computes("head")
     @takes_cache
     @can_return_tuple
     def forward(
@@ -328,7 +326,6 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
         output_expert_load: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         skip_logits: bool | None = None,
-        tokens: Tokens | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LlamoeCausalLMOutputWithPast:
         """Predict the next token of every position.
@@ -344,16 +341,12 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
             skip_logits: compute the loss alone, by pieces of the tokens, so that the logits of all of them never take
                 memory; `logits` of the output is None. By default as `config.skip_logits` says, which applies where
                 labels are given and transformers' usual loss is computed.
-            tokens: what decodes one token, from `generate`, which gives `input_ids` alone beside it.
 
         Raises:
             ValueError: inputs or labels of a wrong shape, a label that is not a token (on the CPU), router losses
                 under reentrant gradient checkpointing, where they would train nothing, or `skip_logits` without labels,
                 with `logits_to_keep` or with another `loss_function`.
         """
-        if tokens is not None:
-            logits = tokens.step(embed(self.model.embed_tokens, input_ids))
-            return LlamoeCausalLMOutputWithPast(logits=logits, **{CACHE: tokens.cache})
         # Without labels the model checks its inputs itself.
         if labels is not None:
             given = check_tokens(self.config, input_ids, inputs_embeds)

@@ -25,7 +25,7 @@ from .base import LlamoePreTrainedModel
 from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
 from .generation import MultimodalGeneration, is_first_pass
 from .input_checks import check_inputs, embed
-from .kernels import Tokens, apply_linear, computes, is_tracing
+from .kernels import apply_linear, is_tracing
 from .vision import LlamoeVisionModel
 
 
@@ -345,7 +345,6 @@ class LlamoeForConditionalGeneration(MultimodalModel, MultimodalGeneration, Gene
         """Replace the language model head."""
         self.language_model.set_output_embeddings(value)
 
-    @computes("multimodal")
     @takes_cache
     def forward(
         self,
@@ -359,16 +358,13 @@ class LlamoeForConditionalGeneration(MultimodalModel, MultimodalGeneration, Gene
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
-        tokens: Tokens | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LlamoeConditionalGenerationOutputWithPast:
         """Predict the next token of every position of texts with images.
 
-        The arguments are those of `MultimodalModel.forward`; `labels`, `logits_to_keep`, `tokens` and, among `kwargs`,
+        The arguments are those of `MultimodalModel.forward`; `labels`, `logits_to_keep` and, among `kwargs`,
         `skip_logits` are as in `CausalLM.forward`.
         """
-        if tokens is not None:
-            return self._output_class(**self.language_model(input_ids, tokens=tokens, return_dict=True))
         return super().forward(
             input_ids=input_ids,
             pixel_values=pixel_values,

@@ -5,7 +5,7 @@ user waits for), cpp_kernels (products of few rows on a CPU), cpp_layer (the res
 on a CPU without instructions for them), single_queries (attention of one token a row), cpu (the guard of CPU shortcuts,
 and those for any number of rows), known_modules (what is remembered of modules), few_rows_pass (products of one pass),
 second_half (a layer's feed-forward or mixture), cache_room (a token behind a cache), decode (the one door to decoding
-on a CPU), tokens (those of `generate`, one after the other), packed_rows_triton, packed_rows (packed matrices on a GPU,
+on a CPU), packed_rows_triton, packed_rows (packed matrices on a GPU,
 and plain ones for few rows). Files named `…_triton` import Triton, which is not installed everywhere and takes long to
 import; the others import it only when a kernel is about to run.
 """
@@ -40,7 +40,7 @@ from .float32_blocks import (
     rows_in_bytes,
     rows_of_torch,
 )
-from .known_modules import adapts, computes, is_own_forward
+from .known_modules import adapts, computes
 from .limits import (
     CPU_LOOP_MAX_ROWS_PER_EXPERT,
     CPU_UNSORTED_MAX_ROWS,
@@ -63,5 +63,4 @@ from .packed_rows import (
     why_no_gpu_kernel,
 )
 from .single_queries import are_single_queries, attend_to_single_queries
-from .tokens import Tokens
 from .tracing import is_exported, is_readable, is_recorded, is_tracing, is_transformed

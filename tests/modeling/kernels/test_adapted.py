@@ -263,20 +263,3 @@ def test_rows_of_a_batch_keep_their_adapters():
     with model.disable_adapter():
         expected.append(model.generate(input_ids=ids(9), **options))
     assert torch.equal(found, torch.cat(expected)) and not torch.equal(found[0], found[1])
-
-
-def test_generate_decodes_without_passes(monkeypatch):
-    """As without adapters: the decoder is called for the prompt alone."""
-    model, calls = adapt(dense(), r=4), []
-    options = dict(input_ids=ids(9), max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
-    expected = model.generate(**options)
-    decoder = model.get_base_model().model
-    forward = type(decoder).forward
-
-    def count(*args, **kwargs):
-        calls.append(1)
-        return forward(*args, **kwargs)
-
-    vars(count).update(vars(forward), marked=count)
-    monkeypatch.setattr(type(decoder), "forward", count)
-    assert torch.equal(model.generate(**options), expected) and len(calls) == 1
