@@ -25,7 +25,8 @@ from .base import LlamoePreTrainedModel
 from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
 from .generation import MultimodalGeneration, is_first_pass
 from .input_checks import check_inputs, embed
-from .kernels import apply_linear, is_tracing
+from .kernels import is_tracing
+from .layers import Linear
 from .vision import LlamoeVisionModel
 
 
@@ -35,11 +36,11 @@ class MultiModalProjector(nn.Module):
     def __init__(self, config: LlamoeConfig):
         super().__init__()
         width = config.vision_config.vision_output_dim
-        self.linear_1 = nn.Linear(width, config.text_config.hidden_size, bias=False)
+        self.linear_1 = Linear(width, config.text_config.hidden_size, bias=False)
 
     def forward(self, image_features: torch.Tensor) -> torch.Tensor:
         """Map `[..., vision_output_dim]` to `[..., hidden_size]`."""
-        return apply_linear(self.linear_1, image_features)
+        return self.linear_1(image_features)
 
 
 @dataclass
