@@ -59,7 +59,7 @@ def test_each_matrix_is_that_of_a_linear_layer(family, method, tmp_path):
     # Nothing else is quantized than before.
     kind = bnb.nn.Linear8bitLt if "8 bit" in method else bnb.nn.Linear4bit
     linears = [name for name, module in plain.named_modules() if isinstance(module, nn.Linear)]
-    assert len(linears) > 8
+    assert len(linears) > 4
     for name in linears:
         assert type(model.get_submodule(name)) is (nn.Linear if name == "lm_head" else kind)
 
