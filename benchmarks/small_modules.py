@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, app
 from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding, apply_rotary_emb
 
 import llamoe
-from llamoe.modeling.kernels import apply_head
+from llamoe.modeling.kernels import linear
 from llamoe.modeling.layers.feed_forward import FeedForward
 from llamoe.modeling.layers.normalization import RMSNorm
 from llamoe.modeling.layers.rotary import RotaryEmbedding, rotary_tables, rotate
@@ -153,6 +153,6 @@ def _linear_layer(setting: Setting, shape: Shape):
         layer.weight = nn.Parameter(setting.randn(shape.expert, shape.hidden, offset=2))
     # In a model, a weight has left the caches before its next turn, so these are more than the caches hold.
     turn = itertools.cycle(layers)
-    functions = {REFERENCE: lambda: next(turn)(x), OURS: lambda: apply_head(next(turn), x)}
+    functions = {REFERENCE: lambda: next(turn)(x), OURS: lambda: linear(x, next(turn).weight)}
     weight = layers[0].weight
     return "linear layer, T = 1", functions, Work(weight.nbytes + x.nbytes, 2 * weight.numel())

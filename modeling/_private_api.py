@@ -22,7 +22,6 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.utils import output_capturing
 
 
 def is_under_functorch() -> bool:
@@ -47,25 +46,6 @@ def torch_modes_active() -> bool:
         or torch._C._len_torch_function_stack() > 0
         or bool(_has_any_global_hook())
     )
-
-
-def are_watching(hooks: Mapping[Any, Any]) -> bool:
-    """Whether any of a module's forward hooks does something.
-
-    transformers leaves those that record hidden states or router logits on all layers after it was asked once.
-    """
-    return bool(hooks) and (
-        bool(output_capturing._active_collector.get())
-        or any(getattr(hook, "__code__", None) is not _recorder() for hook in hooks.values())
-    )
-
-
-@functools.cache
-def _recorder() -> Any:
-    """The code of transformers' hooks, which are made anew for each module."""
-    module = torch.nn.Module()
-    output_capturing.install_output_capuring_hook(module, "", 0)
-    return next(iter(module._forward_hooks.values())).__code__
 
 
 def causal_bias(num_queries: int, num_keys: int) -> torch.Tensor:

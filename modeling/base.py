@@ -16,12 +16,14 @@ from transformers import initialization as init
 
 from ..configuration import LlamoeConfig, from_stock, to_stock
 from ..configuration.hub import hub_arguments, is_ours, written_by
+from ..configuration.quantization import METHOD
 from ..serving import check_for_gguf
 from . import checkpoints
 from ._compat import takes_cache
 from ._private_api import keep_conversions
 from .adapters import LoadsAdapters
 from .attention import MaskInputs, attention_masks
+from .layers import make_layers_plain
 from .moe import IMPLEMENTATION, Experts, Router
 from .offload import OffloadMixin, attach_stores, replace_with_offloaded, take_request
 from .parallel import Distributed
@@ -68,6 +70,15 @@ class LlamoePreTrainedModel(
         """Create a model; raises if it has more layers than the checkpoint being loaded has tensors."""
         checkpoints.check_layers(config)
         super().__init__(config, *args, **kwargs)
+
+    def post_init(self) -> None:
+        """Finish construction; layers of a model that another library quantizes are torch's own."""
+        super().post_init()
+        quantization: Any = getattr(self.config, "quantization_config", None)
+        if quantization is not None and not isinstance(quantization, dict):
+            quantization = quantization.to_dict()
+        if quantization is not None and quantization.get("quant_method") != METHOD:
+            make_layers_plain(self)
 
     @classmethod
     def resolve_config(cls, config: PreTrainedConfig) -> PreTrainedConfig:

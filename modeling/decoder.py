@@ -51,8 +51,7 @@ from .input_checks import (
     embed,
     leave_out_attentions,
 )
-from .kernels import FewRows, Tokens, apply_head, begin_few_rows, computes
-from .layers import FeedForward, RMSNorm, RotaryEmbedding, rotary_tables
+from .layers import FeedForward, Linear, RMSNorm, RotaryEmbedding, rotary_tables
 from .loss import loss_without_logits, must_skip_logits
 from .moe import MixtureOfExperts, Router, RouterLossMixin, expert_load
 
@@ -76,7 +75,6 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    @computes("layer", "training", "_compiled_call_impl")
     @takes_cache
     def forward(
         self,
@@ -85,34 +83,25 @@ class DecoderLayer(GradientCheckpointingLayer):
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor,
         past_key_values: Cache | None = None,
-        few_rows: FewRows | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
-        """Map `[B, T, hidden_size]` to the same shape.
+        """Map `[B, T, hidden_size]` to the same shape; arguments as in `Attention`."""
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        hidden_states, _ = self.self_attn(
+            hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        hidden_states = residual + hidden_states
 
-        `few_rows` computes half a layer faster, or says None; other arguments as in `Attention`.
-        """
-        if torch.compiler.is_compiling():
-            # A layer that is compiled by itself: compilers follow modules alone.
-            few_rows = None
-        norm, attention = self.input_layernorm, self.self_attn
-        context = position_embeddings, attention_mask, position_ids, past_key_values
-        fast = None if few_rows is None else few_rows.attend(norm, attention, hidden_states, *context, kwargs)
-        if fast is not None:
-            hidden_states = fast
-        else:
-            attended, _ = attention(
-                norm(hidden_states),
-                position_embeddings=position_embeddings,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                **kwargs,
-            )
-            hidden_states = hidden_states + attended
-        feed_forward, norm = getattr(self, self.feed_forward_name), self.post_attention_layernorm
-        fast = None if few_rows is None else few_rows.feed_forward(norm, feed_forward, hidden_states)
-        return hidden_states + feed_forward(norm(hidden_states)) if fast is None else fast
+        residual = hidden_states
+        hidden_states = self.post_attention_layernorm(hidden_states)
+        hidden_states = getattr(self, self.feed_forward_name)(hidden_states)
+        return residual + hidden_states
 
 
 class DecoderModel(LlamoePreTrainedModel):
@@ -138,7 +127,6 @@ class DecoderModel(LlamoePreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @computes("decoder")
     @recomputed_with_gradients_only
     @takes_cache
     @merge_with_config_defaults
@@ -202,21 +190,13 @@ class DecoderModel(LlamoePreTrainedModel):
             rotary_positions = without_padding_positions(position_ids, attention_mask, inputs.query_offset)
         hidden_states = inputs_embeds
         cos, sin = self.rotary_emb(hidden_states, rotary_positions)
-        few_rows = begin_few_rows(hidden_states, kwargs, (self.layers, self.norm))
-        position_embeddings = cos, sin
-        if few_rows is None or not few_rows.is_one_token:
-            position_embeddings = rotary_tables(cos, sin, self.rotary_emb.interleave)
+        position_embeddings = rotary_tables(cos, sin, self.rotary_emb.interleave)
         # As many as the config says now: users add layers, and `generate(assistant_early_exit=...)` drafts with fewer.
         only_layers = list(self.layers)[: self.config.num_hidden_layers]
         layers = list(zip(only_layers, self.config.attention_types(), strict=False))
         if len(layers) < len(only_layers):
             problem = f"has no entry for layer {len(layers)}, which was added"
             fail(self.config, "layer_types", self.config.layer_types, problem, "one for each layer")
-        if few_rows is not None:
-            context = position_embeddings, mask_mapping.values(), position_ids, past_key_values
-            fast = few_rows.token(only_layers, hidden_states, *context)
-            if fast is not None:
-                hidden_states, layers = fast, []
         for layer, attention_type in layers:
             window = inputs.rules[attention_type].window
             hidden_states = layer(
@@ -224,16 +204,14 @@ class DecoderModel(LlamoePreTrainedModel):
                 position_embeddings=position_embeddings,
                 attention_mask=mask_mapping[attention_type],
                 position_ids=position_ids,
-                few_rows=few_rows,
                 # By this name transformers takes it away under gradient checkpointing.
                 **{CACHE: past_key_values},
                 # Implementations that take no mask read it.
                 **({} if window is None else {"sliding_window": window}),
                 **kwargs,
             )
-        last = self.norm(hidden_states) if few_rows is None else few_rows.normalize(self.norm, hidden_states)
         return MoeModelOutputWithPast(
-            last_hidden_state=last, **{CACHE: past_key_values if use_cache else None}
+            last_hidden_state=self.norm(hidden_states), **{CACHE: past_key_values if use_cache else None}
         )
 
 
@@ -309,10 +287,9 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
         super().__init__(config)
         self.model = self._model_class(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    @computes("head")
     @takes_cache
     @can_return_tuple
     def forward(
@@ -328,7 +305,6 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
         output_expert_load: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         skip_logits: bool | None = None,
-        tokens: Tokens | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LlamoeCausalLMOutputWithPast:
         """Predict the next token of every position.
@@ -344,16 +320,12 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
             skip_logits: compute the loss alone, by pieces of the tokens, so that the logits of all of them never take
                 memory; `logits` of the output is None. By default as `config.skip_logits` says, which applies where
                 labels are given and transformers' usual loss is computed.
-            tokens: what decodes one token, from `generate`, which gives `input_ids` alone beside it.
 
         Raises:
             ValueError: inputs or labels of a wrong shape, a label that is not a token (on the CPU), router losses
                 under reentrant gradient checkpointing, where they would train nothing, or `skip_logits` without labels,
                 with `logits_to_keep` or with another `loss_function`.
         """
-        if tokens is not None:
-            logits = tokens.step(embed(self.model.embed_tokens, input_ids))
-            return LlamoeCausalLMOutputWithPast(logits=logits, **{CACHE: tokens.cache})
         # Without labels the model checks its inputs itself.
         if labels is not None:
             given = check_tokens(self.config, input_ids, inputs_embeds)
@@ -389,7 +361,7 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
         if no_logits and labels is not None:
             loss = loss_without_logits(self.lm_head, hidden_states, labels, vocab_size, **kwargs)
         else:
-            logits = apply_head(self.lm_head, slice_logits_to_keep(hidden_states, logits_to_keep))
+            logits = self.lm_head(slice_logits_to_keep(hidden_states, logits_to_keep))
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
         if labels is None and "num_items_in_batch" in kwargs and self._has_router_losses(balance):

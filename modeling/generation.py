@@ -19,7 +19,6 @@ from ._compat import CACHE, CACHE_OF_A_PASS
 from .adapters import names_of_tiles, repeat_names
 from .attention import rules_of
 from .input_checks import check_tensors
-from .kernels import Tokens, is_own_forward
 from .moe import check_kernels, forget_factors
 
 
@@ -37,85 +36,6 @@ def _counted(position_ids: Any) -> Any:
 
 def _are_counted(model_kwargs: dict[str, Any]) -> bool:
     return getattr(model_kwargs.get("position_ids"), "are_counted", False)
-
-
-_GENERATED = {"attention_mask", "position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep"}
-_FOR_FIRST_PASS = {"inputs_embeds", "pixel_values", "mm_encoder_outputs"}
-"""Arguments of a forward pass that `generate` gives itself, and those that later passes do not get."""
-_CALLBACKS = {"logits_processor", "stopping_criteria", "streamer"}
-_SAMPLING = {*_CALLBACKS, "generation_config", "synced_gpus"}
-
-
-def _tokens_of(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Tokens | None:
-    """What decodes the tokens of one row, where each sees all before it, at its own index; otherwise None.
-
-    `kwargs` are those of `GenerationMixin._sample`.
-    """
-    config, mask = kwargs["generation_config"], kwargs.get("attention_mask")
-    positions, embeds = kwargs.get("position_ids"), kwargs.get("inputs_embeds")
-    length = input_ids.shape[1] or (0 if embeds is None else embeds.shape[1])
-    decoder = getattr(model, "language_model", model)
-    methods = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
-    if (
-        not kwargs.keys() <= _GENERATED | _FOR_FIRST_PASS | _SAMPLING
-        or len(input_ids) != 1
-        or not (input_ids.is_cpu and kwargs.get("use_cache"))
-        or kwargs.get("synced_gpus")
-        or config.is_assistant
-        or config.prefill_chunk_size is not None
-        or config.output_attentions
-        or config.output_hidden_states
-        or not (mask is None or (mask.shape == (1, length) and bool((mask == 1).all())))
-        or getattr(kwargs.get(CACHE), "is_compileable", False)
-        or not (positions is None or _are_counted(kwargs))
-        or not all(map(is_own_forward, (model, decoder, decoder.model)))
-        or any(name in vars(model) or _origin(getattr(type(model), name)) != __name__ for name in methods)
-        or model._compiled_call_impl is not None
-        or any(_wants_more(each.config) for each in {model, decoder})
-    ):
-        return None
-    sizes = [rule.local_size for rule in rules_of(decoder.config).values() if rule.is_local]
-    callbacks = [*kwargs["logits_processor"], *kwargs["stopping_criteria"], kwargs.get("streamer")]
-    return Tokens(model, length, min(sizes, default=None), any(map(_is_foreign, callbacks)))
-
-
-def _wants_more(config: Any) -> bool:
-    """Whether each pass returns more than logits."""
-    names = "attentions", "hidden_states", "router_logits", "expert_load"
-    return any(getattr(config, f"output_{name}", False) for name in names)
-
-
-def _is_foreign(callback: Any) -> bool:
-    """Whether code that is not transformers' runs in a part of its loop: a class, or a function in one of its own."""
-    if callback is None:
-        return False
-    kinds = [each for each in type(callback).__mro__ if each is not object]
-    calls = [vars(kind)[name] for kind in kinds for name in ("__call__", "put", "end") if name in vars(kind)]
-    if not _is_transformers(type(callback).__module__) or not all(map(_is_transformers, map(_origin, calls))):
-        return True
-    its = [each for each in vars(callback).values() if callable(each)]
-    parts = callback if isinstance(callback, list) else ()
-    return not all(_is_transformers(type(each).__module__) for each in its) or any(map(_is_foreign, parts))
-
-
-def _is_transformers(module: str) -> bool:
-    return module.partition(".")[0] == "transformers"
-
-
-def _origin(function: Any) -> str:
-    """The module in which a function was written, also of one that says that it is another."""
-    return getattr(function, "__globals__", {}).get("__name__", "")
-
-
-def _grow(kwargs: dict[str, Any], length: int) -> None:
-    """Lengthen what a prompt was given to the token after the first `length`."""
-    count = length + 1
-    if (mask := kwargs.get("attention_mask")) is not None:
-        kwargs["attention_mask"] = torch.cat([mask, mask.new_ones(1, count - mask.shape[1])], dim=-1)
-    if (positions := kwargs.get("position_ids")) is not None:
-        kwargs["position_ids"] = _counted(
-            torch.arange(count, dtype=positions.dtype, device=positions.device)[None]
-        )
 
 
 class CheckedGeneration(GenerationMixin):
@@ -146,18 +66,6 @@ class CheckedGeneration(GenerationMixin):
         forget_factors(self)  # pyright: ignore[reportArgumentType]
         return super().generate(inputs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
-    # One row on a CPU: `Tokens` decodes, where it can, and masks and positions grow when they are asked for.
-
-    def _sample(self, input_ids, *args, **kwargs):
-        sample = super()._sample  # pyright: ignore[reportAttributeAccessIssue]
-        tokens = None if args else _tokens_of(self, input_ids, kwargs)
-        if tokens is None:
-            return sample(input_ids, *args, **kwargs)
-        try:
-            return sample(input_ids, *args, tokens=tokens, **kwargs)
-        finally:
-            tokens.end()
-
     # Positions that `generate` counts itself are the tokens' indices, where no mask hides a token. A model that is not
     # told them need not read them, which a GPU's host would wait for in each step.
 
@@ -166,9 +74,6 @@ class CheckedGeneration(GenerationMixin):
         return _counted(prepare(*args, **kwargs))
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
-        if "tokens" in model_kwargs:
-            model_kwargs[CACHE] = outputs[CACHE]
-            return model_kwargs
         were_counted = _are_counted(model_kwargs)
         update = super()._update_model_kwargs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         model_kwargs = update(outputs, model_kwargs, *args, **kwargs)
@@ -179,12 +84,6 @@ class CheckedGeneration(GenerationMixin):
     # transformers reads the names of arguments off this method.
     def prepare_inputs_for_generation(self, input_ids, *args, inputs_embeds=None, **kwargs):
         """Inputs of one step of `generate`."""
-        tokens = kwargs.pop("tokens", None)
-        if tokens is not None and not kwargs.get("is_first_iteration"):
-            if tokens.can_go_on(kwargs[CACHE]):
-                return {"input_ids": input_ids[:, -1:], "tokens": tokens}
-            _grow(kwargs, tokens.length)
-            tokens.length += 1
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         has_fixed_length = getattr(inputs.get(CACHE), "is_compileable", False)

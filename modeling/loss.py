@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import is_torchdynamo_compiling, logging
 
-from .kernels import apply_head, is_transformed
+from .kernels import is_transformed
 
 logger = logging.get_logger(__name__)
 
@@ -110,7 +110,7 @@ def loss_without_logits(
     labels = shift_labels.reshape(batch_size, num_tokens)
 
     def sum_of(some: torch.Tensor, their_labels: torch.Tensor) -> torch.Tensor:
-        logits = apply_head(head, some).float().flatten(0, 1)
+        logits = head(some).float().flatten(0, 1)
         targets = their_labels.reshape(-1).to(logits.device)
         return nn.functional.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
 

@@ -25,7 +25,8 @@ from .base import LlamoePreTrainedModel
 from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
 from .generation import MultimodalGeneration, is_first_pass
 from .input_checks import check_inputs, embed
-from .kernels import Tokens, apply_linear, computes, is_tracing
+from .kernels import is_tracing
+from .layers import Linear
 from .vision import LlamoeVisionModel
 
 
@@ -35,11 +36,11 @@ class MultiModalProjector(nn.Module):
     def __init__(self, config: LlamoeConfig):
         super().__init__()
         width = config.vision_config.vision_output_dim
-        self.linear_1 = nn.Linear(width, config.text_config.hidden_size, bias=False)
+        self.linear_1 = Linear(width, config.text_config.hidden_size, bias=False)
 
     def forward(self, image_features: torch.Tensor) -> torch.Tensor:
         """Map `[..., vision_output_dim]` to `[..., hidden_size]`."""
-        return apply_linear(self.linear_1, image_features)
+        return self.linear_1(image_features)
 
 
 @dataclass
@@ -345,7 +346,6 @@ class LlamoeForConditionalGeneration(MultimodalModel, MultimodalGeneration, Gene
         """Replace the language model head."""
         self.language_model.set_output_embeddings(value)
 
-    @computes("multimodal")
     @takes_cache
     def forward(
         self,
@@ -359,16 +359,13 @@ class LlamoeForConditionalGeneration(MultimodalModel, MultimodalGeneration, Gene
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
-        tokens: Tokens | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LlamoeConditionalGenerationOutputWithPast:
         """Predict the next token of every position of texts with images.
 
-        The arguments are those of `MultimodalModel.forward`; `labels`, `logits_to_keep`, `tokens` and, among `kwargs`,
+        The arguments are those of `MultimodalModel.forward`; `labels`, `logits_to_keep` and, among `kwargs`,
         `skip_logits` are as in `CausalLM.forward`.
         """
-        if tokens is not None:
-            return self._output_class(**self.language_model(input_ids, tokens=tokens, return_dict=True))
         return super().forward(
             input_ids=input_ids,
             pixel_values=pixel_values,

@@ -28,8 +28,8 @@ from ..configuration.vision import LlamoeVisionConfig
 from .attention import eager_attention_forward, implementation_on
 from .base import LlamoePreTrainedModel
 from .input_checks import check_tensors
-from .kernels import apply_linear, widened
-from .layers import activation, rotary_2d_cos_sin, rotary_tables, rotate
+from .kernels import widened
+from .layers import Linear, activation, rotary_2d_cos_sin, rotary_tables, rotate
 
 
 class PatchEmbedding(nn.Module):
@@ -42,14 +42,14 @@ class PatchEmbedding(nn.Module):
         super().__init__()
         # The config turns pairs into integers.
         self.patch_size = cast(int, config.patch_size)
-        self.linear = nn.Linear(config.num_channels * self.patch_size**2, config.hidden_size, bias=False)
+        self.linear = Linear(config.num_channels * self.patch_size**2, config.hidden_size, bias=False)
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Map `[N, C, G * P, G * P]` to `[N, G * G, D]`, patches row by row."""
         size = self.patch_size
         x_NCGPGP = pixel_values.unflatten(3, (-1, size)).unflatten(2, (-1, size))
         x_NGGCPP = x_NCGPGP.permute(0, 2, 4, 1, 3, 5)
-        return apply_linear(self.linear, x_NGGCPP.flatten(3).flatten(1, 2))
+        return self.linear(x_NGGCPP.flatten(3).flatten(1, 2))
 
 
 class VisionAttention(nn.Module):
@@ -66,10 +66,10 @@ class VisionAttention(nn.Module):
 
         hidden, bias = config.hidden_size, config.attention_bias
         inner = config.num_attention_heads * self.head_dim
-        self.q_proj = nn.Linear(hidden, inner, bias=bias)
-        self.k_proj = nn.Linear(hidden, inner, bias=bias)
-        self.v_proj = nn.Linear(hidden, inner, bias=bias)
-        self.o_proj = nn.Linear(inner, hidden, bias=bias)
+        self.q_proj = Linear(hidden, inner, bias=bias)
+        self.k_proj = Linear(hidden, inner, bias=bias)
+        self.v_proj = Linear(hidden, inner, bias=bias)
+        self.o_proj = Linear(inner, hidden, bias=bias)
 
     def forward(
         self,
@@ -90,8 +90,7 @@ class VisionAttention(nn.Module):
         # The number of heads is left open: under tensor parallelism a rank holds only some of them.
         heads = (-1, self.head_dim)
         q_NTHK, k_NTHK, v_NTHK = (
-            apply_linear(linear, hidden_states).unflatten(-1, heads)
-            for linear in (self.q_proj, self.k_proj, self.v_proj)
+            linear(hidden_states).unflatten(-1, heads) for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
         if cos_sin is not None:
             both = torch.cat((q_NTHK, k_NTHK), dim=2)
@@ -109,7 +108,7 @@ class VisionAttention(nn.Module):
             scaling=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
         )
-        return apply_linear(self.o_proj, out_NTHK.flatten(2)), weights
+        return self.o_proj(out_NTHK.flatten(2)), weights
 
 
 class VisionFeedForward(nn.Module):
@@ -117,13 +116,13 @@ class VisionFeedForward(nn.Module):
 
     def __init__(self, config: LlamoeVisionConfig):
         super().__init__()
-        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.fc1 = Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = Linear(config.intermediate_size, config.hidden_size)
         self.act_fn = activation(config.hidden_act)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `[..., D]` to the same shape."""
-        return apply_linear(self.fc2, self.act_fn(apply_linear(self.fc1, hidden_states)))
+        return self.fc2(self.act_fn(self.fc1(hidden_states)))
 
 
 class VisionEncoderLayer(GradientCheckpointingLayer):
@@ -217,16 +216,16 @@ class VisionAdapterFeedForward(nn.Module):
     def __init__(self, config: LlamoeVisionConfig):
         super().__init__()
         bias = config.multi_modal_projector_bias
-        self.fc1 = nn.Linear(config.adapter_input_dim, config.projector_input_dim, bias=bias)
-        self.fc2 = nn.Linear(config.projector_input_dim, config.projector_output_dim, bias=bias)
+        self.fc1 = Linear(config.adapter_input_dim, config.projector_input_dim, bias=bias)
+        self.fc2 = Linear(config.projector_input_dim, config.projector_output_dim, bias=bias)
         self.dropout = config.projector_dropout
         self.final_act = config.projector_final_act
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `[..., adapter_input_dim]` to `[..., projector_output_dim]`."""
-        hidden_states = nn.functional.gelu(apply_linear(self.fc1, hidden_states))
+        hidden_states = nn.functional.gelu(self.fc1(hidden_states))
         hidden_states = nn.functional.dropout(hidden_states, p=self.dropout, training=self.training)
-        hidden_states = apply_linear(self.fc2, hidden_states)
+        hidden_states = self.fc2(hidden_states)
         return nn.functional.gelu(hidden_states) if self.final_act else hidden_states
 
 
@@ -280,7 +279,7 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
         if config.use_adapter:
             self.vision_adapter = VisionAdapter(config)
         if config.projection_dim is not None:
-            self.visual_projection = nn.Linear(hidden, config.projection_dim, bias=False)
+            self.visual_projection = Linear(hidden, config.projection_dim, bias=False)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:

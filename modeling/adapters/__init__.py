@@ -2,7 +2,7 @@
 
 Reading order: files, expert_layout, stack_targets (which parameters an adapter means), fitting, loading, adapted_parts
 (which LoRA adapts), row_names (which row gets which adapter), expert_begin (how factors of experts begin), expert_lora
-and router_lora (how they adapt), when_imported, for_kernels (the same for kernels), packed_weights (what peft may do
+and router_lora (how they adapt), when_imported, packed_weights (what peft may do
 beside them), peft_registration.
 """
 

@@ -25,9 +25,6 @@ def _register(peft: ModuleType) -> None:
     from peft.utils import constants
 
     from . import _private_api  # noqa: F401
-    from .for_kernels import register_with_kernels
-
-    register_with_kernels()
 
     for name, table in vars(constants).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_") and name.endswith("_MAPPING") and "llama" in table:

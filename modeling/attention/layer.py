@@ -20,8 +20,8 @@ from transformers import Cache, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import PAGED_CACHE, fill_paged_cache
-from ..kernels import apply_linear, are_single_queries, computes
-from ..layers import L2Norm, rotary_tables, rotate
+from ..kernels import are_single_queries
+from ..layers import L2Norm, Linear, rotary_tables, rotate
 from .forms import attend_in_form
 from .implementation import implementation_on
 
@@ -82,23 +82,12 @@ class Attention(nn.Module):
         hidden_size, bias = config.hidden_size, config.attention_bias
         query_size = config.num_attention_heads * self.head_dim
         key_value_size = config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(hidden_size, query_size, bias=bias)
-        self.k_proj = nn.Linear(hidden_size, key_value_size, bias=bias)
-        self.v_proj = nn.Linear(hidden_size, key_value_size, bias=bias)
-        self.o_proj = nn.Linear(query_size, hidden_size, bias=bias)
+        self.q_proj = Linear(hidden_size, query_size, bias=bias)
+        self.k_proj = Linear(hidden_size, key_value_size, bias=bias)
+        self.v_proj = Linear(hidden_size, key_value_size, bias=bias)
+        self.o_proj = Linear(query_size, hidden_size, bias=bias)
         self.qk_norm = L2Norm(config.rms_norm_eps) if plan.use_qk_norm else None
 
-    @computes(
-        "attention",
-        "config",
-        "layer_idx",
-        "head_dim",
-        "scaling",
-        "use_rope",
-        "rope_interleave",
-        "use_temperature_tuning",
-        "training",
-    )
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -122,34 +111,11 @@ class Attention(nn.Module):
         Returns:
             `[B, T, hidden_size]`, and the attention weights where the implementation returns them, else None.
         """
-        projections = self.q_proj, self.k_proj, self.v_proj
-        projected = [apply_linear(projection, hidden_states) for projection in projections]
-        output, weights = self.attend(
-            projected, position_embeddings, attention_mask, position_ids, past_key_values, **kwargs
-        )
-        return apply_linear(self.o_proj, output), weights
-
-    def attend(
-        self,
-        projected: Sequence[torch.Tensor],
-        position_embeddings: tuple[torch.Tensor, ...],
-        attention_mask: Any,
-        position_ids: torch.Tensor,
-        past_key_values: Cache | None = None,
-        **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What stands between the projections; arguments as in `forward`.
-
-        Args:
-            projected: queries, keys and values, `[B, T, heads * D]`.
-
-        Returns:
-            `[B, T, heads * D]`, and the attention weights or None.
-        """
-        input_shape = projected[0].shape[:-1]
+        input_shape = hidden_states.shape[:-1]
         heads_shape = (*input_shape, -1, self.head_dim)
-        query, key, value = (each.view(heads_shape) for each in projected)  # [B, T, H, D]
-        value = value.transpose(1, 2)
+        query = self.q_proj(hidden_states).view(heads_shape)  # [B, T, H, D]
+        key = self.k_proj(hidden_states).view(heads_shape)
+        value = self.v_proj(hidden_states).view(heads_shape).transpose(1, 2)
 
         query, key = self._rotate_and_normalize(query, key, position_embeddings, position_ids)
         query, key = query.transpose(1, 2), key.transpose(1, 2)  # [B, H, T, D]
@@ -166,7 +132,7 @@ class Attention(nn.Module):
         output, weights = attend_in_form(
             attend, self, query, key, value, attention_mask, position_ids, **kwargs
         )
-        return output.reshape(*input_shape, -1).contiguous(), weights
+        return self.o_proj(output.reshape(*input_shape, -1).contiguous()), weights
 
     def _rotate_and_normalize(
         self,

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from ..kernels import GpuMatrix, Matrix
+from ..kernels import GpuMatrix
 
 Parts = Sequence[torch.Tensor]
 Sizes = tuple[int, int]
@@ -88,14 +88,6 @@ class Format(ABC):
     def dtype_in_autocast(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype of the products where autocast asks for one; packed weights have one of their own."""
         return self.compute_dtype
-
-    def kernel_takes(self, x: torch.Tensor, rows: Sequence[int]) -> bool:
-        """Whether `kernels.cpp_feed_forward` is faster for `x`, of which the experts have so many rows each."""
-        return x.dtype == torch.bfloat16 and max(rows) <= self.kernel_max_rows
-
-    def for_kernel(self, parts: Parts) -> Matrix | None:
-        """The matrix for `kernels.cpp_kernels`; None if they do not know this format, or it is not on the CPU."""
-        return None
 
     def gpu_kernel_refusal(self, sizes: Sizes, dtype: torch.dtype) -> str | None:
         """Why the Triton kernels do not multiply rows of a dtype by matrices of these sizes; None if they do."""

@@ -15,7 +15,7 @@ from ..kernels import (
     INT4_TORCH_MAX_ROWS,
     GpuMatrix,
     Matrix,
-    cpp_products,
+    cpp_product,
     cpp_unpack,
     dtype_of_blocks,
     needs_float32,
@@ -132,9 +132,6 @@ class Int4(Format):
         most = BLOCK_WEIGHTS if packed.is_cpu else packed.numel() * 2
         return pieces(len(packed), packed.shape[1] * 2, most)
 
-    def for_kernel(self, parts: Parts) -> Matrix | None:
-        return Matrix(4, self.group_size, *parts, in_bytes=self.in_bytes) if parts[0].is_cpu else None
-
     def for_gpu_kernel(self, parts: Parts, sizes: Sizes) -> GpuMatrix | None:
         codes, scales = parts
         # A scale and its offset are one word.
@@ -147,7 +144,7 @@ class Int4(Format):
         if padding := packed.shape[1] * 2 - x_NI.shape[1]:
             x_NI = F.pad(x_NI, (0, padding))
         if packed.is_cpu and len(x_NI) <= self.kernel_max_rows:
-            y_NO = cpp_products(x_NI, [self.for_kernel(parts)])
+            y_NO = cpp_product(x_NI, Matrix(4, self.group_size, *parts, in_bytes=self.in_bytes))
             if y_NO is not None:
                 return y_NO
         if packed.is_cpu and len(x_NI) <= INT4_TORCH_MAX_ROWS.get(torchs_block() or 0, 0):

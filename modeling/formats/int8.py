@@ -13,7 +13,7 @@ from ..kernels import (
     GpuMatrix,
     Matrix,
     blocks_in,
-    cpp_products,
+    cpp_product,
     dtype_of_blocks,
     needs_float32,
     rows_in_bytes,
@@ -78,9 +78,6 @@ class Int8(Format):
         codes, scales = parts
         return codes.to(dtype).mul_(scales.to(dtype)[:, None])
 
-    def for_kernel(self, parts: Parts) -> Matrix | None:
-        return Matrix(8, 0, *parts, in_bytes=self.in_bytes) if parts[0].is_cpu else None
-
     def for_gpu_kernel(self, parts: Parts, sizes: Sizes) -> GpuMatrix | None:
         return GpuMatrix("dense", sizes, *parts, strides=(sizes[0] * sizes[1], sizes[1], 1))
 
@@ -89,7 +86,7 @@ class Int8(Format):
             return y_NO
         codes, scales = parts
         if len(x_NI) <= self.kernel_max_rows and codes.is_cpu:
-            y_NO = cpp_products(x_NI, [self.for_kernel(parts)])
+            y_NO = cpp_product(x_NI, Matrix(8, 0, *parts, in_bytes=self.in_bytes))
             if y_NO is not None:
                 return y_NO
         if len(x_NI) <= INT8_TORCH_MAX_ROWS and codes.is_cpu and codes.data_ptr() % self.alignment == 0:

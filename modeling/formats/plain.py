@@ -3,21 +3,12 @@
 Shapes: O outputs, I inputs, N rows.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
-from ..kernels import (
-    SHORTCUTS_ARE_ON,
-    GpuMatrix,
-    Matrix,
-    in_float32,
-    multiply_rows,
-    plain_matrix,
-    plain_max_rows,
-)
+from ..kernels import GpuMatrix, linear
 from .format import MAKERS, Format, Parts, Sizes
 
 
@@ -68,13 +59,6 @@ class Plain(Format):
         # Autocast leaves float64 alone.
         return self.compute_dtype if self.compute_dtype == torch.float64 else dtype
 
-    def kernel_takes(self, x: torch.Tensor, rows: Sequence[int]) -> bool:
-        return x.dtype == self.compute_dtype and max(rows) <= plain_max_rows(x.dtype)
-
-    def for_kernel(self, parts: Parts) -> Matrix | None:
-        # Shards and other libraries' tensors have classes of their own.
-        return plain_matrix(parts[0], self.is_input_first) if type(parts[0]) is torch.Tensor else None
-
     def gpu_kernel_refusal(self, sizes: Sizes, dtype: torch.dtype) -> str | None:
         if dtype != self.compute_dtype:
             return f"The kernels take rows in the dtype of plain weights, {self.compute_dtype}, not {dtype}."
@@ -86,16 +70,11 @@ class Plain(Format):
         return GpuMatrix("dense", sizes, parts[0], strides=(apart, *weight_OI.stride()[-2:]))
 
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        weight_IO = parts[0] if self.is_input_first else parts[0].T
-        lies_output_first = weight_IO.stride(0) == 1 < weight_IO.stride(1)
-        weight_IO = weight_IO.to(x_NI.dtype)
+        weight_IO = self.input_first(parts).to(x_NI.dtype)
         if self.by_grouped_mm:
             ends = torch.tensor([len(x_NI)], dtype=torch.int32, device=x_NI.device)
             return F.grouped_mm(x_NI, weight_IO[None], offs=ends)
-        if lies_output_first and len(x_NI) <= plain_max_rows(x_NI.dtype):
-            return multiply_rows(x_NI, weight_IO.T)
-        y_NO = in_float32(x_NI, weight_IO.T) if SHORTCUTS_ARE_ON else None
-        return torch.mm(x_NI, weight_IO) if y_NO is None else y_NO
+        return linear(x_NI, weight_IO.T)
 
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         return self.multiply(x_NO, [parts[0].T], sizes)

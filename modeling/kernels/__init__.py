@@ -1,46 +1,32 @@
 """Faster ways to the same numbers, each beside a plain version of the same function.
 
 Reading order: limits (how many rows are few), tracing (whether a compiler or tracer records the pass), waiting (what a
-user waits for), cpp_kernels (products of few rows on a CPU), cpp_layer (the rest of a layer), float32_blocks (16 bits
-on a CPU without instructions for them), single_queries (attention of one token a row), cpu (the guard of CPU shortcuts,
-and those for any number of rows), known_modules (what is remembered of modules), few_rows_pass (products of one pass),
-second_half (a layer's feed-forward or mixture), cache_room (a token behind a cache), decode (the one door to decoding
-on a CPU), tokens (those of `generate`, one after the other), packed_rows_triton, packed_rows (packed matrices on a GPU,
-and plain ones for few rows). Files named `…_triton` import Triton, which is not installed everywhere and takes long to
-import; the others import it only when a kernel is about to run.
+user waits for), cpp_kernels (products of few rows, and attention of one query, on a CPU), float32_blocks (16 bits on a
+CPU without instructions for them), cpu (the product that linear layers ask for, and its guard), single_queries
+(attention of one token a row), packed_rows_triton, packed_rows (packed matrices on a GPU, and plain ones for few rows).
+Files named `…_triton` import Triton, which is not installed everywhere and takes long to import; the others import it
+only when a kernel is about to run.
 """
 
 from .cpp_kernels import (
-    Adapter,
     Matrix,
+    cpp_attention,
     cpp_instructions,
-    cpp_products,
+    cpp_product,
     cpp_unpack,
     plain_matrix,
     why_no_cpp_kernels,
 )
-from .cpp_layer import Stacks, cpp_feed_forward, has_feed_forward
-from .cpu import (
-    SHORTCUTS_ARE_ON,
-    apply_gate,
-    apply_linear,
-    can_use_shortcut,
-    is_silu,
-    multiply_rows,
-    widened,
-)
-from .decode import FewRows, apply_head, begin_few_rows
+from .cpu import SHORTCUTS_ARE_ON, can_use_shortcut, linear, widened
 from .float32_blocks import (
     BLOCK_WEIGHTS,
     blocks_in,
     dtype_of_blocks,
-    in_float32,
     needs_float32,
     plain_max_rows,
     rows_in_bytes,
     rows_of_torch,
 )
-from .known_modules import adapts, computes, is_own_forward
 from .limits import (
     CPU_LOOP_MAX_ROWS_PER_EXPERT,
     CPU_UNSORTED_MAX_ROWS,
@@ -63,5 +49,4 @@ from .packed_rows import (
     why_no_gpu_kernel,
 )
 from .single_queries import are_single_queries, attend_to_single_queries
-from .tokens import Tokens
 from .tracing import is_exported, is_readable, is_recorded, is_tracing, is_transformed

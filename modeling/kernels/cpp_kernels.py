@@ -1,16 +1,16 @@
-"""Products of few rows with matrices on a CPU: kernels in C++, compiled when they are first needed.
+"""Products of few rows with a matrix, and attention of one query, on a CPU: kernels in C++, compiled at first use.
 
 A step of decoding reads every weight once. With one row, torch's products reach half to three quarters of the memory's
 speed, in float32 and bfloat16 as in 4 and 8 bits, and those of 4 and 8 bits are several times slower than bfloat16 with
-many rows. The kernels in cpp/ read memory at its full speed. A step is then so short that calls between products count:
-the feed-forward and the norms have kernels, too.
+many rows. The kernels in cpp/ read memory at its full speed.
+Attention of one query in bfloat16 takes torch several times as long as reading the cache.
 
 They are compiled by the C++ backend of `torch.compile`, which keeps the result on disk: five seconds once. One source
 serves every processor with AVX2, AVX-512 or NEON, by the vectors of GCC and Clang; only products of bytes are written
 for each (`cpp/bytes_*.h`). Without a compiler, on other processors, or with `LLAMOE_CPP_KERNELS=0` in the environment,
 torch's kernels are used.
 
-Shapes: N rows, I inputs, O outputs, H hidden size, F intermediate size.
+Shapes: N rows, I inputs, O outputs.
 """
 
 import ctypes
@@ -34,18 +34,11 @@ logger = logging.getLogger("llamoe")
 
 _SOURCES = Path(__file__).parent / "cpp"
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-_ROWS = [_SIZE, _POINTER, _POINTER, _FLOAT, _POINTER]
+_MATRIX = [_SIZE, _POINTER, _POINTER, *[_SIZE] * 5]
 _ARGUMENTS = {
-    "products": [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _INT],
-    "unpack": [_POINTER, _SIZE, _POINTER, _SIZE, _INT],
-    "feed_forward": [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _INT],
-    "project": [*[_POINTER] * 4, _FLOAT, _POINTER, _INT],
-    "finish": [_POINTER, _POINTER, *([_POINTER, _SIZE, _SIZE] * 2), _SIZE, _POINTER, _POINTER, _INT],
-    "decode": [_POINTER, _SIZE, *[_POINTER] * 4, _FLOAT, _POINTER, _INT],
-    "normalized_feed_forward": [*_ROWS, _SIZE, _POINTER, _SIZE, _INT],
-    "rms_norm": [_SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _FLOAT],
-    "route": [*_ROWS, _SIZE, *[_POINTER] * 4, _INT],
-    "mixture": [*_ROWS, _SIZE, _POINTER, _SIZE, _POINTER, _POINTER, _INT],
+    "product": [_POINTER, _POINTER, _SIZE, *_MATRIX, _INT],
+    "attention": [_SIZE, _POINTER, *[_POINTER, _SIZE, _SIZE] * 2, *[_SIZE] * 4, _FLOAT, _POINTER, _INT],
+    "unpack": [*_MATRIX, _SIZE, _POINTER, _SIZE, _INT],
 }
 # Triton and others set CXX to a C compiler, which links no C++ library by itself.
 _CPP_RUNTIME = ["-Wl,--no-as-needed", "-lstdc++"] if sys.platform == "linux" else []
@@ -63,22 +56,6 @@ _why_none = ("", "")
 _reasons: list[str] = []
 
 
-class Adapter(NamedTuple):
-    """What an adapter adds to the products with a matrix: `scale * B A x`.
-
-    Attributes:
-        a: `[r, I]` with contiguous rows, float32 or bfloat16.
-        b: `[O, r]` in the same dtype, in any strides.
-        scale: the factor.
-        apart: of a stack of matrices the bytes between two experts' `a`, and between their `b`.
-    """
-
-    a: torch.Tensor
-    b: torch.Tensor
-    scale: float
-    apart: tuple[int, int] = (0, 0)
-
-
 class Matrix(NamedTuple):
     """A matrix.
 
@@ -91,7 +68,6 @@ class Matrix(NamedTuple):
             others.
         is_input_first: only for 16 and 32 bits.
         in_bytes: for 4 and 8 bits: whether rows are quantized to 8 bits, a scale for each 32 inputs.
-        adapters: what is added to its products, one after the other.
     """
 
     bits: int
@@ -100,7 +76,6 @@ class Matrix(NamedTuple):
     scales: torch.Tensor | None
     is_input_first: bool = False
     in_bytes: bool = False
-    adapters: tuple[Adapter, ...] = ()
 
     @property
     def inputs(self) -> int:
@@ -115,39 +90,20 @@ class Matrix(NamedTuple):
         return self.codes.shape[self.is_input_first]
 
 
-def plain_matrix(weight: torch.Tensor, is_input_first: bool = False) -> Matrix | None:
-    """The matrix of a contiguous weight on the CPU in bfloat16 or float32; None for another.
+def plain_matrix(weight_OI: torch.Tensor) -> Matrix | None:
+    """Return the matrix of a weight on the CPU in bfloat16 or float32; None for another.
 
     Numbers of a mapped file may begin at any byte. The kernels want them at multiples of their size.
+
+    Args:
+        weight_OI: contiguous, or a view of a contiguous matrix `[I, O]`.
     """
-    bits = BITS.get(weight.dtype)
-    if bits is None or not weight.is_cpu or not weight.is_contiguous() or weight.data_ptr() % weight.itemsize:
+    bits = BITS.get(weight_OI.dtype)
+    if bits is None or not weight_OI.is_cpu or weight_OI.data_ptr() % weight_OI.itemsize:
         return None
-    return Matrix(bits, 0, weight, None, is_input_first)
-
-
-def adapted(matrix: Matrix | None, adapters: Sequence[Adapter]) -> Matrix | None:
-    """The matrix with what adapters add to its products; None where no kernel takes them."""
-    if matrix is None or not adapters:
-        return matrix
-    dtypes = (torch.float32,) if matrix.bits == 32 else (torch.float32, torch.bfloat16)
-    for a, b, *_ in adapters:
-        takes = all(
-            type(each) in (torch.Tensor, torch.nn.Parameter)
-            and each.is_cpu
-            and each.dtype == a.dtype
-            and each.dtype in dtypes
-            and each.data_ptr() % each.itemsize == 0
-            for each in (a, b)
-        )
-        # Packed inputs may be padded.
-        fits = 0 <= matrix.inputs - a.shape[1] < max(matrix.group_size, 1) and b.shape == (
-            matrix.outputs,
-            len(a),
-        )
-        if not takes or not fits or not a.is_contiguous():
-            return None
-    return matrix._replace(adapters=(*matrix.adapters, *adapters))
+    if weight_OI.is_contiguous():
+        return Matrix(bits, 0, weight_OI, None)
+    return Matrix(bits, 0, weight_OI.T, None, is_input_first=True) if weight_OI.T.is_contiguous() else None
 
 
 def library() -> Any:
@@ -263,23 +219,26 @@ def _agrees(found: Any) -> bool:
                 (Matrix(4, group_size, packed, scales_of_groups, in_bytes=in_bytes), int4_IO),
                 (Matrix(8, 0, codes, scales, in_bytes=in_bytes), int8_IO),
             ):
-                if not _is_close(multiply(x, prepare([matrix], found)), expected @ weight_IO):
+                if not _is_close(_multiply(found, x, matrix), expected @ weight_IO):
                     return False
         for dtype in (torch.float32, torch.bfloat16):
             x, weight = x.to(dtype), codes.to(dtype)
-            # Also where rows begin within a cache line.
-            for rows in (weight, weight.flatten()[2 : 2 - num_in].view(-1, num_in)):
-                a, b = (torch.randn(shape, generator=generator) for shape in ((5, num_in), (len(rows), 5)))
-                matrix = Matrix(BITS[dtype], 0, rows, None)
-                expected = x @ rows.T
-                if not _is_close(multiply(x, prepare([matrix], found)), expected):
+            # Also where rows begin within a cache line, and where they are columns.
+            for rows in (weight, weight.flatten()[2 : 2 - num_in].view(-1, num_in), weight.T.contiguous().T):
+                if not _is_close(_multiply(found, x, plain_matrix(rows)), x @ rows.T):
                     return False
-                # As large as the products.
-                b *= codes.float().std()
-                adapters = (Adapter(a, b, 0.5), Adapter(a, b.T.contiguous().T, 0.5))
-                products = prepare([matrix._replace(adapters=adapters)], found)
-                if not _is_close(multiply(x, products), expected + x.float() @ a.T @ b.T):
-                    return False
+    return _attends(found, generator)
+
+
+def _attends(found: Any, generator: torch.Generator) -> bool:
+    """Whether attention of one query agrees with torch's, for several numbers of heads that share keys."""
+    for heads, dtype in ((6, torch.float32), (15, torch.bfloat16)):
+        query = torch.randn(1, heads, 1, 40, generator=generator).to(dtype)
+        keys, values = torch.randn(2, 1, 3, 150, 40, generator=generator).to(dtype)[..., 3:, :]
+        shared = [each.float().repeat_interleave(heads // 3, 1) for each in (keys, values)]
+        expected = torch.nn.functional.scaled_dot_product_attention(query.float(), *shared, scale=0.3)
+        if not _is_close(_attend(found, query, keys, values, 0.3), expected[:, :, 0][:, None]):
+            return False
     return True
 
 
@@ -290,109 +249,84 @@ def _as_bytes(x_NI: torch.Tensor) -> torch.Tensor:
     return ((parts / scales).round() * scales).flatten(1)
 
 
-class _PlacedAdapter(ctypes.Structure):
-    """An adapter as the kernels know it, likewise."""
-
-    _fields_ = (
-        *(("bits", _SIZE), ("a", _POINTER), ("b", _POINTER)),
-        *((name, _SIZE) for name in ("inputs", "rank", "output_stride", "rank_stride", "a_apart", "b_apart")),
-        ("scale", _FLOAT),
-    )
-
-
-class _Placed(ctypes.Structure):
-    """A matrix as the kernels know it, by its addresses, which are right as long as its tensors are there."""
-
-    _fields_ = (
-        *(("bits", _SIZE), ("codes", _POINTER), ("scales", _POINTER)),
-        *(
-            (name, _SIZE)
-            for name in ("inputs", "outputs", "group_size", "stride", "in_bytes", "num_adapters")
-        ),
-        ("adapters", ctypes.POINTER(_PlacedAdapter)),
-    )
+def _arguments(matrix: Matrix) -> tuple:
+    """What the kernels are told of a matrix."""
+    bits, group_size, codes, scales, is_input_first, in_bytes = matrix
+    outputs = matrix.outputs
+    stride = scales.stride(0) // 2 if bits == 4 else outputs if is_input_first else 0
+    address = None if scales is None else scales.data_ptr()
+    return bits, codes.data_ptr(), address, matrix.inputs, outputs, group_size, stride, in_bytes
 
 
-def place(matrices: Sequence[Matrix]) -> Any:
-    """What the kernels are told of matrices."""
-    placed = (_Placed * len(matrices))()
-    for at, matrix in zip(placed, matrices, strict=True):
-        bits, group_size, codes, scales, is_input_first, in_bytes, adapters = matrix
-        outputs = matrix.outputs
-        at.bits, at.codes, at.scales = bits, codes.data_ptr(), None if scales is None else scales.data_ptr()
-        at.inputs, at.outputs, at.group_size, at.in_bytes = matrix.inputs, outputs, group_size, in_bytes
-        if bits == 4:
-            at.stride = scales.stride(0) // 2
-        else:
-            at.stride = outputs if is_input_first else 0
-        if adapters:
-            at.num_adapters, at.adapters = len(adapters), _place_adapters(adapters)
-    return placed
+def _multiply(found: Any, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+    x = x.contiguous()
+    y = x.new_empty(*x.shape[:-1], matrix.outputs)
+    num_rows = x.numel() // x.shape[-1]
+    found.product(x.data_ptr(), y.data_ptr(), num_rows, *_arguments(matrix), torch.get_num_threads())
+    return y
 
 
-def _place_adapters(adapters: Sequence[Adapter]) -> Any:
-    placed = (_PlacedAdapter * len(adapters))()
-    for at, (a, b, scale, apart) in zip(placed, adapters, strict=True):
-        at.bits, at.a, at.b, at.scale = BITS[a.dtype], a.data_ptr(), b.data_ptr(), scale
-        at.inputs, at.rank, at.output_stride, at.rank_stride = a.shape[1], len(a), *b.stride()
-        at.a_apart, at.b_apart = apart
-    return placed
+def cpp_product(x: torch.Tensor, matrix: Matrix) -> torch.Tensor | None:
+    """Multiply few rows by the transpose of a matrix; None where there is no kernel.
 
-
-class Products(NamedTuple):
-    """Up to three matrices of one format by their addresses."""
-
-    library: Any
-    inputs: int
-    sizes: list[int]
-    """Outputs of each matrix."""
-    placed: Any
-
-
-def are_alike(matrices: Sequence[Matrix | None]) -> bool:
-    """Whether one call multiplies by all of them: one format, and whole blocks of outputs where they have any."""
-    first = matrices[0]
-    if first is None:
-        return False
-    form = first.bits, first.group_size, first.is_input_first, first.in_bytes
-    return all(
-        each is not None
-        and (each.bits, each.group_size, each.is_input_first, each.in_bytes) == form
-        and not (each.bits == 4 and each.outputs % BLOCK)
-        for each in matrices
-    )
-
-
-def prepare(matrices: Sequence[Matrix | None], found: Any = None) -> Products | None:
-    """What multiplies by up to three matrices at once; None where they are unlike, or there is no kernel.
-
-    That none was compiled is told for quantized weights, once.
+    That none was compiled is reported for quantized weights, once.
 
     Args:
-        matrices: of the same inputs; output-first.
-        found: the kernels; default: those of this processor.
+        x: `[..., I]` on the CPU; float32 for a matrix of 32 bits, otherwise bfloat16.
+        matrix: of I inputs; one of 4 bits with a multiple of 64 outputs.
+
+    Returns:
+        `[..., O]` in the dtype of `x`.
     """
-    if not are_alike(matrices) or len({each.inputs for each in matrices}) > 1:
-        return None
-    found = found or library()
-    if _reasons and matrices[0].bits <= 8:
+    found = library()
+    if _reasons and matrix.bits <= 8:
         logger.warning(
             "Kernels of quantized weights on a CPU were not compiled; torch's slower ones are used: %s",
             _reasons.pop(),
         )
-    if found is None:
+    if found is None or matrix.inputs != x.shape[-1] or (matrix.bits == 4 and matrix.outputs % BLOCK):
         return None
-    return Products(found, matrices[0].inputs, [each.outputs for each in matrices], place(matrices))
+    return _multiply(found, x, matrix)
 
 
-def multiply(x: torch.Tensor, products: Products) -> torch.Tensor:
-    """Rows times the transposes of matrices, `[N, O]`, their outputs side by side."""
-    found, num_in, sizes, placed = products
-    num_rows = x.numel() // num_in
-    y = x.new_empty(num_rows, sum(sizes))
-    x = x.contiguous()
-    found.products(x.data_ptr(), y.data_ptr(), num_rows, placed, len(sizes), torch.get_num_threads())
+def _attend(
+    found: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    (_, heads, _, size), (_, key_heads, count, _) = query.shape, keys.shape
+    query = query.contiguous()
+    y = query.new_empty(1, 1, heads, size)
+    cached = [part for each in (keys, values) for part in (each.data_ptr(), each.stride(1), each.stride(2))]
+    sizes = count, heads, key_heads, size
+    found.attention(
+        BITS[query.dtype], query.data_ptr(), *cached, *sizes, scaling, y.data_ptr(), torch.get_num_threads()
+    )
     return y
+
+
+def cpp_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+) -> torch.Tensor | None:
+    """Attend with one query a head to all keys of one row; None where there is no kernel.
+
+    Args:
+        query: `[1, H, 1, D]` on the CPU in float32 or bfloat16.
+        keys: `[1, G, K, D]` in the same dtype.
+        values: likewise.
+        scaling: factor of the scores.
+
+    Returns:
+        `[1, 1, H, D]`.
+    """
+    num_heads, size = query.shape[1], query.shape[3]
+    takes = query.dtype in BITS and query.shape[0] == query.shape[2] == 1 and keys.shape == values.shape
+    takes = takes and keys.shape[0] == 1 and keys.shape[3] == size and keys.shape[2] > 0
+    takes = takes and num_heads % keys.shape[1] == 0
+    takes = takes and all(
+        type(each) is torch.Tensor and each.is_cpu and each.dtype == query.dtype and each.stride(3) == 1
+        for each in (keys, values)
+    )
+    found = library() if takes else None
+    return None if found is None else _attend(found, query, keys, values, scaling)
 
 
 def cpp_unpack(matrix: Matrix, out_IO: torch.Tensor) -> bool:
@@ -405,20 +339,6 @@ def cpp_unpack(matrix: Matrix, out_IO: torch.Tensor) -> bool:
     found = library() if matrix.codes.is_cpu and matrix.outputs % BLOCK == 0 else None
     if found is None:
         return False
-    placed, threads = place([matrix]), torch.get_num_threads()
-    found.unpack(placed, BITS[out_IO.dtype], out_IO.data_ptr(), out_IO.stride(0), threads)
+    bits, threads = BITS[out_IO.dtype], torch.get_num_threads()
+    found.unpack(*_arguments(matrix), bits, out_IO.data_ptr(), out_IO.stride(0), threads)
     return True
-
-
-def cpp_products(x_NI: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor | None:
-    """Rows times the transposes of up to three matrices of one format; None where there is no kernel.
-
-    Args:
-        x_NI: on the CPU; float32 for matrices of 32 bits, otherwise bfloat16.
-        matrices: of I inputs; output-first.
-
-    Returns:
-        `[N, O]` in the dtype of the rows, the outputs of the matrices side by side.
-    """
-    products = prepare(matrices)
-    return None if products is None or products.inputs != x_NI.shape[1] else multiply(x_NI, products)

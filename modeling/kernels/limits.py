@@ -4,17 +4,12 @@ The unit is rows of one product, unless a name says otherwise. A decode step has
 in a mixture a row for each expert of a token.
 """
 
-# Decoding on a CPU (`decode`, `cpp_kernels`).
-CPP_PACKED_MAX_ROWS = 16
-"""The compiled kernels with weights of 4 and 8 bits, and with them the whole door; above, calls are short beside
-products."""
+# Decoding on a CPU (`cpp_kernels`).
 CPP_PLAIN_MAX_ROWS = 16
 """The compiled kernels with weights of 16 and 32 bits. At this number they take 0.9 of the time of torch's product in
 float32 with AVX-512, as much with AVX2, and a third to 0.7 in bfloat16."""
 CPP_PLAIN_AMX_MAX_ROWS = 8
 """The same in bfloat16, where torch multiplies by AMX; at 12 rows the kernels take 1.3 of its time."""
-MKL_BATCH_MAX_ROWS = 3
-"""MKL's batched product; above, it gains little over its plain one."""
 
 # Products of 16 bits on a CPU (`float32_blocks`).
 DOT_PRODUCT_MAX_ROWS = 3

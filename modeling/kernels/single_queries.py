@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .cpp_kernels import cpp_attention
+from .cpu import can_use_shortcut
 from .tracing import is_exported
 
 
@@ -50,6 +52,10 @@ def attend_to_single_queries(
     Returns:
         `[B, 1, H, D]`.
     """
+    if attention_mask is None and can_use_shortcut(query):
+        output = cpp_attention(query, key, value, scaling)
+        if output is not None:
+            return output
     batch_size, num_heads, _, head_dim = query.shape
     packed = query.reshape(batch_size, key.shape[1], -1, head_dim)
     output = nn.functional.scaled_dot_product_attention(packed, key, value, attention_mask, scale=scaling)

@@ -1,8 +1,9 @@
-"""Layers that every decoder and the vision tower are made of: norms, rotary embeddings, the feed-forward.
+"""Layers that every decoder and the vision tower are made of: linear ones, norms, rotary embeddings, the feed-forward.
 
-Reading order: normalization, rotary, feed_forward; none of them imports another one.
+Reading order: linear, normalization, rotary, feed_forward.
 """
 
 from .feed_forward import FeedForward, activation
+from .linear import Linear, make_layers_plain
 from .normalization import L2Norm, RMSNorm
 from .rotary import RotaryEmbedding, rotary_2d_cos_sin, rotary_tables, rotate

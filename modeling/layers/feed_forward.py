@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ..kernels import apply_gate, apply_linear, computes
+from .linear import Linear
 
 
 def activation(name: str) -> nn.Module:
@@ -23,18 +23,12 @@ class FeedForward(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, hidden_act: str, bias: bool = False):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
         self.act_fn = activation(hidden_act)
 
-    @computes("feed_forward")
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `[..., hidden_size]` to the same shape."""
         # No name holds gate and up, so that their memory is free for the last product.
-        hidden = apply_gate(
-            self.act_fn,
-            apply_linear(self.gate_proj, hidden_states),
-            apply_linear(self.up_proj, hidden_states),
-        )
-        return apply_linear(self.down_proj, hidden)
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..kernels import computes
-
 
 def rms_normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
     """Divide by the root mean square over the last axis.
@@ -40,7 +38,6 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size))
 
-    @computes("rms_norm", "eps")
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalize `[..., D]`; the dtype is kept unless the weight's is wider."""
         if hidden_states.dtype == self.weight.dtype == torch.float32:
@@ -59,7 +56,6 @@ class L2Norm(nn.Module):
         super().__init__()
         self.eps = eps
 
-    @computes("l2_norm", "eps")
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize `[..., D]`; the dtype is kept."""
         return rms_normalize(x, self.eps)

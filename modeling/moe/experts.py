@@ -11,9 +11,8 @@ experts is compared with it.
 Shapes: T tokens, k experts a token, N rows, E experts, H hidden_size, I intermediate_size, F = 2 * I.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,11 +20,11 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
 
-from ..formats import Format, Parts, Sizes, plain_format
-from ..kernels import Stacks, apply_gate, cpp_feed_forward, has_gpu, is_silu
+from ..formats import Format, Sizes, plain_format
+from ..kernels import has_gpu
 from ..layers import activation
 from .grouped_mm_limits import grouped_mm_fits
-from .grouped_product import Group, Ranges, Stack
+from .grouped_product import Stack
 from .low_rank import Updates
 from .state_dicts import TakesSingleExperts
 
@@ -241,56 +240,7 @@ class Experts(TakesSingleExperts):
             return y
 
         gate_NI, up_NI = product(x_NH, "gate_up_proj").chunk(2, dim=-1)
-        return product(apply_gate(self.act_fn, gate_NI, up_NI), "down_proj")
-
-    def for_kernel(self) -> Stacks | None:
-        """The experts for a compiled mixture; None where they are not in memory, or no kernel knows them."""
-        matrices, strides = [], []
-        for name in STACKS:
-            parts = self.parts(name)
-            if any(type(part) not in (torch.Tensor, nn.Parameter) or not part.is_cpu for part in parts):
-                return None
-            matrix = self.formats[name].for_kernel([part[0] for part in parts])
-            if matrix is None:
-                return None
-            matrices.append(matrix)
-            strides.append((*[part.stride(0) * part.itemsize for part in parts], 0)[:2])
-        return Stacks(matrices, strides)
-
-    def products_by_kernel(self, x_NH: torch.Tensor, groups: list[Group]) -> torch.Tensor | None:
-        """The outputs of few rows, each expert by one call; None where there is no such kernel."""
-        form = self.format
-        if not is_silu(self.act_fn) or max(groups)[0] >= self.num_experts:
-            return None
-        if not self._kernel_takes(form, x_NH, groups):
-            return None
-        out_NH = None
-        brought: Any = self._bring_both(groups)
-        try:
-            for gate_up, down, ranges in brought:
-                matrices = form.for_kernel(gate_up), form.for_kernel(down)
-                if matrices[0] is None or matrices[1] is None:
-                    return None
-                for start, end in ranges:
-                    y = cpp_feed_forward(x_NH[start:end], matrices[0], None, matrices[1])
-                    if y is None or len(groups) == 1:
-                        return y
-                    out_NH = x_NH.new_empty(x_NH.shape) if out_NH is None else out_NH
-                    out_NH[start:end] = y
-        finally:
-            brought.close()
-        return out_NH
-
-    def _kernel_takes(self, form: Format, x_NH: torch.Tensor, groups: list[Group]) -> bool:
-        """Whether a compiled kernel is faster for these rows, and takes their dtype."""
-        return form.kernel_takes(x_NH, [end - start for _, start, end in groups])
-
-    def _bring_both(self, groups: list[Group]) -> Iterator[tuple[Parts, Parts, Ranges]]:
-        """The parts of both matrices of each hit expert, valid until the next are asked for, and its groups of rows."""
-        gate_up, down = self.parts("gate_up_proj"), self.parts("down_proj")
-        for expert, start, end in groups:
-            pick = itemgetter(expert)
-            yield [*map(pick, gate_up)], [*map(pick, down)], ((start, end),)
+        return product(self.act_fn(gate_NI) * up_NI, "down_proj")
 
     def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
         """Whether torch's grouped product exists on a device and takes weights of these sizes and dtype.

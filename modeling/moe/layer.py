@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
-from ..kernels import computes, multiply_rows
+from ..kernels import linear
 from ..layers import FeedForward
 from .experts import Experts, OutputFirstExperts
 
@@ -60,9 +60,6 @@ class Router(nn.Module):
             bias_E = torch.zeros(config.num_local_experts, dtype=torch.float32)
         self.register_buffer("balancing_bias", bias_E)
 
-    @computes(
-        "router", "top_k", "takes_softmax", "chooses_by_softmax", "normalizes", "scales_input", "training"
-    )
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -79,7 +76,7 @@ class Router(nn.Module):
             else in the dtype of the logits) and the indices `[T, K]` (int64), best first.
         """
         x_TH = jitter(hidden_states, self.jitter_noise, self.training)
-        logits_TE = multiply_rows(x_TH, self.weight)
+        logits_TE = linear(x_TH, self.weight)
         if update is not None:
             logits_TE = (logits_TE + update(x_TH)).to(logits_TE.dtype)
         if self.training and self.dropout > 0:
@@ -154,27 +151,20 @@ class MixtureOfExperts(nn.Module):
                 config.hidden_size, config.intermediate_size, config.hidden_act, bias=config.mlp_bias
             )
 
-    @computes("mixture", "training")
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `[..., H]` to the same shape."""
-        return self.mix(hidden_states, getattr(self, self.router_name), self.experts, self.shared_expert)
-
-    def mix(
-        self, hidden_states: torch.Tensor, router: Callable, experts: Callable, shared_expert: Callable | None
-    ) -> torch.Tensor:
-        """`forward` with these functions in the places of its modules."""
         hidden_states = jitter(hidden_states, self.jitter_noise, self.training)
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        _, scores_TK, indices_TK = router(x_TH)
+        _, scores_TK, indices_TK = getattr(self, self.router_name)(x_TH)
         if self.training and self.capacity_factor is not None:
             scores_TK = self._drop_over_capacity(scores_TK, indices_TK)
         if self.scales_input:
-            routed_TH = _experts_of_scaled(experts, x_TH, scores_TK, indices_TK)
+            routed_TH = _experts_of_scaled(self.experts, x_TH, scores_TK, indices_TK)
         else:
-            routed_TH = experts(x_TH, indices_TK, scores_TK)
+            routed_TH = self.experts(x_TH, indices_TK, scores_TK)
         routed = routed_TH.view(hidden_states.shape)
         # The shared expert gets the rows of the batch: adapters may differ from row to row.
-        return routed if shared_expert is None else shared_expert(hidden_states) + routed
+        return routed if self.shared_expert is None else self.shared_expert(hidden_states) + routed
 
     def _drop_over_capacity(self, scores_TK: torch.Tensor, indices_TK: torch.Tensor) -> torch.Tensor:
         """Zero the scores of tokens beyond their expert's capacity; the best scores are kept first.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..formats import plain_format
-from ..kernels import PEFT_ORDER_MAX_ROWS, TRITON_MAX_ROWS, is_recorded, multiply_rows
+from ..kernels import PEFT_ORDER_MAX_ROWS, TRITON_MAX_ROWS, is_recorded, linear
 from .grouped_product import Stack, plain_stack
 
 
@@ -102,7 +102,7 @@ class LowRank:
             # Rows of no expert are zero.
             if expert < spread_NrE.shape[2]:
                 spread_NrE[start:end, :, expert] = thin_Nr[start:end]
-        return multiply_rows(spread_NrE.flatten(1), self.b_OrE.flatten(1).to(thin_Nr.dtype))
+        return linear(spread_NrE.flatten(1), self.b_OrE.flatten(1).to(thin_Nr.dtype))
 
 
 def _is_same(before: tuple | None, now: tuple) -> bool:

@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from safetensors import safe_open
 from torch import nn
 
 from ..formats import Format, Parts, Sizes
-from ..kernels import has_feed_forward
 from ..moe import STACKS, Experts, Group, Ranges, Stack, grouped_mm_fits, multiply_sorted, register_holder
 from .pieces import StoredLayer
 from .store import Store
@@ -152,30 +150,6 @@ class OffloadedExperts(Experts):
     def stack(self, name: str) -> "OffloadedStack":
         """The matrices of a stack, for products."""
         return OffloadedStack(self, name, self._formats[name])
-
-    def for_kernel(self) -> None:
-        """Nothing: matrices come one by one."""
-
-    def _kernel_takes(self, form: Format, x_NH: torch.Tensor, groups: list[Group]) -> bool:
-        return not self.store.is_remote and super()._kernel_takes(form, x_NH, groups) and self._has_kernel
-
-    @cached_property
-    def _has_kernel(self) -> bool:
-        """Whether there is a kernel for these matrices; asked before any of them is read."""
-        gate_up, down = (self._formats[name].for_kernel(self.store.probe(self.name, name)) for name in STACKS)
-        return (
-            gate_up is not None
-            and down is not None
-            and has_feed_forward(self._sizes[STACKS[0]][1], gate_up, down)
-        )
-
-    def _bring_both(self, groups: list[Group]) -> Iterator[tuple[Parts, Parts, Ranges]]:
-        hit, walk = _by_expert(groups), self.store.walk
-        with closing(walk(self.name, "gate_up_proj", hit, later="down_proj")) as gate_ups:
-            for (expert, ranges), gate_up in zip(hit.items(), gate_ups, strict=True):
-                # A down matrix is let go before the next gate is waited for, so that threads cannot block each other.
-                with closing(walk(self.name, "down_proj", {expert: ranges})) as downs:
-                    yield gate_up, next(downs), ranges
 
     def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
         """As `Experts.fits_grouped_mm`."""

@@ -20,6 +20,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from .._private_api import forget_conversions, replace_quantizer
 from ..checkpoints import AtomicSaveMixin, Stored
 from ..formats import BitsAndBytesFormat, Bnb4Bit, Bnb4BitNested, Bnb8Bit
+from ..layers import Linear
 from ..moe import STACKS, Experts, Router
 from .bnb_experts import BitsAndBytesExperts, packed_experts
 from .bnb_files import first_state, layer_of, packed_layers
@@ -162,7 +163,7 @@ def naming_plain_layers(model: PreTrainedModel) -> Iterator[None]:
         # transformers 4 takes routers for linear layers, and has this name for Mixtral's mixture.
         name.replace(".mlp.gate", ".block_sparse_moe.gate")
         for name, module in model.named_modules()
-        if type(module) is nn.Linear
+        if type(module) in (nn.Linear, Linear)
         or isinstance(module, Router)
         or isinstance(module, Experts)
         and not module.is_packed

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..formats import Format
-from ..kernels import Matrix
+from ..layers import Linear
 from ..moe import multiply_one
 from .packed import Packed
 
@@ -36,10 +36,6 @@ class QuantizedLinear(Packed, nn.Linear):
         # Twice as fast as by attribute, for each layer of each token.
         found: list[Any] = [self._parameters["weight"], *(self._buffers[name] for name in self._names[1:])]
         return found
-
-    def for_kernel(self) -> Matrix | None:
-        """The matrix for `kernels.cpp_kernels`, which knows no bias; None if they do not know this layer."""
-        return None if self.bias is not None else self.format.for_kernel(self.parts())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[..., in_features]` to `[..., out_features]` in the dtype of `x`.
@@ -76,7 +72,7 @@ class QuantizedLinear(Packed, nn.Linear):
     def dequantized(self, dtype: torch.dtype) -> nn.Linear:
         """An ordinary layer with the weight that this one means."""
         with torch.device("meta"):
-            linear = nn.Linear(self.in_features, self.out_features, self.bias is not None)
+            linear = Linear(self.in_features, self.out_features, self.bias is not None)
         linear.weight = nn.Parameter(self.dequantized_weight("weight", dtype))
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias.detach().to(dtype))

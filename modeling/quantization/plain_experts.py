@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ...configuration.errors import CheckpointError
 from ..checkpoints import in_units, sum_by_part
+from ..layers import Linear
 from ..moe import Experts
 from .bnb_quantizers import QuantizesExperts
 from .quantizer import LlamoeQuantizer
@@ -69,7 +70,7 @@ def warn_of_plain_experts(model: PreTrainedModel) -> None:
         CheckpointError: a linear layer that is not quantized was loaded with a quantized one's numbers.
     """
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and not module.weight.is_floating_point():
+        if type(module) in (nn.Linear, Linear) and not module.weight.is_floating_point():
             raise CheckpointError(
                 f"{name}.weight holds quantized numbers ({module.weight.dtype}), but this layer is not quantized here. "
                 "Quantize the original checkpoint again."

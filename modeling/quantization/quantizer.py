@@ -23,6 +23,7 @@ from .._private_api import forget_conversions
 from ..checkpoints import current_loading, forget_pages
 from ..formats import BLOCK, Format, format_of, torchs_block
 from ..kernels import why_no_cpp_kernels, why_no_gpu_kernel
+from ..layers import Linear
 from ..moe import STACKS, Experts
 from .experts import QuantizedExperts
 from .linear import QuantizedLinear
@@ -135,7 +136,9 @@ class LlamoeQuantizer(HfQuantizer):
         inside = {id(module) for module in model.get_decoder().modules()} if has_decoder else ()
         for name, module in list(model.named_modules()):
             is_experts = isinstance(module, Experts)
-            is_asked = config.experts if is_experts else config.linears and type(module) is nn.Linear
+            is_asked = (
+                config.experts if is_experts else config.linears and type(module) in (nn.Linear, Linear)
+            )
             if not is_asked or id(module) not in inside or not should_convert_module(name, kept):
                 continue
             sizes = (

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
 
 import torch
 
-from llamoe.modeling.kernels import cpp_layer, second_half
 from llamoe.modeling.moe.layer import Router
 
 from .reference import Blur, Decoder, Result
@@ -58,32 +56,21 @@ class Tally:
 
 
 class RouterLog:
-    """Records the experts that mixtures choose, in order of the calls.
-
-    A mixture takes the path that it takes without a record: what chooses is wrapped, and seems to be what it was.
-    """
+    """Records the experts that mixtures choose, in order of the calls."""
 
     def __init__(self):
         self.calls: list[torch.Tensor] = []
         self.is_on = False
-        self._wrap(Router, "forward", lambda result, *_: result[2])
-        self._wrap(second_half, "route", lambda result, *_: result[2])
-        # The compiled kernel of a whole mixture keeps its choice to itself, and makes it as `route` does.
-        route = cpp_layer.route
-        self._wrap(second_half, "normalized_mixture", lambda _, *args: route(*args[:3], args[3].routing)[2])
+        plain = Router.forward
 
-    def _wrap(self, owner: Any, name: str, choice: Callable[..., torch.Tensor]) -> None:
-        plain = getattr(owner, name)
-
-        # Also its attributes, by which the fast way of few rows knows a formula.
         @wraps(plain)
         def record(*args, **kwargs):
             result = plain(*args, **kwargs)
             if self.is_on and not torch.compiler.is_compiling():
-                self.calls.append(choice(result, *args).detach().clone())
+                self.calls.append(result[2].detach().clone())
             return result
 
-        setattr(owner, name, record)
+        Router.forward = record
 
     @contextmanager
     def recording(self) -> Iterator[list[torch.Tensor]]:

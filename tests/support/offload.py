@@ -8,7 +8,7 @@ import torch
 from transformers import BitsAndBytesConfig
 
 import llamoe
-from llamoe.modeling.moe import Experts
+from llamoe.modeling.kernels import cpp_kernels
 from llamoe.modeling.offload import ExpertsMemory, ExpertsStatistics, LeastOftenUsed, OffloadedExperts
 
 TEXT = {
@@ -37,8 +37,7 @@ def mixtral(**changes) -> llamoe.LlamoeMixtralForCausalLM:
 
 def without_kernels(monkeypatch) -> None:
     """Compute experts as accelerators do, for which the CPU may stand in: they have none of its kernels."""
-    for name in ("for_kernel", "products_by_kernel"):
-        monkeypatch.setattr(Experts, name, lambda *_: None)
+    monkeypatch.setattr(cpp_kernels, "_library", None)
 
 
 KINDS = (

@@ -1,22 +1,6 @@
-// Attention of one query a head, and what stands before it: rotation and normalization of queries and keys.
+// Attention of one query a head: each number of a cache is read once.
 
 namespace {
-
-// Rotates each head's pairs of channels by angles, of which cosines and sines are given. Channel j is
-// paired with the next one if pairs are interleaved, otherwise with that half a head further.
-template <class T>
-void rotate(void* all_x, int64_t heads, int64_t head_dim, const float* cosines, const float* sines,
-            bool is_interleaved) {
-  auto* x = (typename T::Number*)all_x;
-  const int64_t pairs = head_dim / 2, step = is_interleaved ? 2 : 1, distance = is_interleaved ? 1 : pairs;
-  for (int64_t h = 0; h < heads; h++, x += head_dim)
-    for (int64_t j = 0; j < pairs; j++) {
-      const float cosine = cosines[j], sine = sines[j];
-      const float first = T::number(x[j * step]), second = T::number(x[j * step + distance]);
-      x[j * step] = T::rounded(first * cosine - second * sine);
-      x[j * step + distance] = T::rounded(second * cosine + first * sine);
-    }
-}
 
 // Keys or values of a cache: `heads` are as many numbers apart, and so are the `count` positions of a head.
 struct Cached {

@@ -1,5 +1,4 @@
-// Products of few rows with matrices of 4, 8, 16 and 32 bits, and the rest of a decoder layer, for every processor with
-// vectors.
+// Products of few rows with a matrix of 4, 8, 16 or 32 bits, and attention of one query, for every processor with vectors.
 //
 // A decode step reads every weight once, so these kernels are made to read memory at its full speed. Sums are float32.
 //
@@ -16,7 +15,6 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 // Calls one of the functions for 4, 2 or 1 of the remaining rows.
@@ -41,8 +39,6 @@
 
 #include "int4_rows.h"
 
-#include "low_rank.h"
-
 #include "attention.h"
 
 namespace {
@@ -58,14 +54,13 @@ constexpr int64_t kManyRows = 12;
 
 // One matrix: 4 bits with groups of inputs, 8 bits, or numbers. `stride` is the distance between groups' scales, in
 // outputs; of numbers that lie input-first that between two inputs, and 0 if they lie output-first. `in_bytes` says
-// whether rows become 8 bits. `adapters` add to its products.
+// whether rows become 8 bits.
 struct Matrix {
   int64_t bits;
   const char* codes;
   const char* scales;
   int64_t inputs, outputs, group, stride;
-  int64_t in_bytes, num_adapters;
-  const LowRank* adapters;
+  int64_t in_bytes;
 
   // Outputs that are computed together.
   int64_t step(int threads) const {
@@ -170,81 +165,22 @@ void multiply_some(const Rows& x, const Matrix& matrix, int64_t start, int64_t c
     for (int64_t c = 0; c < count; c++) y[r * count + c] *= Brain::number(((const uint16_t*)matrix.scales)[start + c]);
 }
 
-inline int64_t bytes_of(int64_t bits) { return bits == 32 ? 4 : 2; }
-
-// The products of rows with the first factors of a matrix's adapters, which are computed a number at a time.
-struct Thin {
-  std::vector<std::pair<const LowRank*, int64_t>> numbers;
-  std::vector<float> found;
-  std::vector<int64_t> places;
-
-  void add(const Matrix& matrix, int64_t rows) {
-    for (const LowRank* each = matrix.adapters; each != matrix.adapters + matrix.num_adapters; each++) {
-      for (int64_t k = 0; k < each->rank; k++) {
-        numbers.push_back({each, k});
-        places.push_back(found.size());
-      }
-      found.resize(found.size() + rows * each->rank);
-    }
-  }
-
-  void compute(int64_t i, const Rows& x, int64_t stride) {
-    const auto [adapter, k] = numbers[i];
-    (adapter->bits == 32 ? multiply_thin<Single> : multiply_thin<Brain>)(*adapter, k, x.floats, x.count, stride,
-                                                                         &found[places[i]]);
-  }
-};
-
-// Adds what adapters make of their thin products to the outputs from `start`, which are rounded before, as results of T are.
-template <class T>
-void adapt(const Matrix& matrix, const float* thin, int64_t rows, int64_t start, int64_t count, float* y) {
-  const int64_t size = rows * count;
-  for (int64_t i = 0; i < size; i += kLanes)
-    store_some<Single>(y + i, T::round(load_some<Single>(y + i, size - i)), size - i);
-  for (const LowRank* each = matrix.adapters; each != matrix.adapters + matrix.num_adapters; each++)
-    for (int64_t r = 0; r < rows; r++, thin += each->rank)
-      (each->bits == 32 ? add_update<Single> : add_update<Brain>)(*each, thin, start, count, y + r * count);
-}
-
-// Rows times several matrices of the same bits and inputs; their outputs stand side by side in y.
-void multiply(const void* all_x, int64_t rows, const Matrix* matrices, int64_t count, void* y, int threads) {
-  const Rows x(all_x, rows, matrices[0]);
-  int64_t y_stride = 0, steps = 0;
-  Thin thin;
-  for (int64_t m = 0; m < count; m++) {
-    const int64_t step = matrices[m].step(threads);
-    y_stride += matrices[m].outputs;
-    steps += (matrices[m].outputs + step - 1) / step;
-    thin.add(matrices[m], rows);
-  }
+void multiply(const void* all_x, int64_t rows, const Matrix& matrix, void* y, int threads) {
+  const Rows x(all_x, rows, matrix);
+  const int64_t outputs = matrix.outputs, step = matrix.step(threads), steps = (outputs + step - 1) / step;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    if (!thin.numbers.empty()) {
-#pragma omp for
-      for (int64_t i = 0; i < (int64_t)thin.numbers.size(); i++) thin.compute(i, x, matrices[0].inputs);
-    }
     std::vector<float> found;
 #pragma omp for
     for (int64_t i = 0; i < steps; i++) {
-      int64_t m = 0, first = 0, rest = i, step = matrices[0].step(threads);
-      const float* of_adapters = thin.found.data();
-      for (int64_t own; rest >= (own = (matrices[m].outputs + step - 1) / step); step = matrices[m].step(threads)) {
-        first += matrices[m].outputs;
-        rest -= own;
-        for (int64_t l = 0; l < matrices[m].num_adapters; l++) of_adapters += rows * matrices[m].adapters[l].rank;
-        m++;
-      }
-      const int64_t start = rest * step, some = std::min(step, matrices[m].outputs - start);
+      const int64_t start = i * step, some = std::min(step, outputs - start);
       found.resize(std::max<size_t>(found.size(), rows * some));
-      multiply_some(x, matrices[m], start, some, found.data());
-      if (matrices[m].num_adapters)
-        (matrices[m].bits == 32 ? adapt<Single> : adapt<Brain>)(matrices[m], of_adapters, rows, start, some,
-                                                                found.data());
+      multiply_some(x, matrix, start, some, found.data());
       for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < some; c += kLanes) {
           const Floats numbers = load_some<Single>(&found[r * some + c], some - c);
-          const int64_t place = r * y_stride + first + start + c;
-          if (matrices[0].bits == 32)
+          const int64_t place = r * outputs + start + c;
+          if (matrix.bits == 32)
             store_some<Single>((float*)y + place, numbers, some - c);
           else
             store_some<Brain>((uint16_t*)y + place, numbers, some - c);
@@ -274,56 +210,35 @@ const char* instructions() {
 #endif
 }
 
+#define MATRIX                                                                                                       \
+  int64_t bits, const char *codes, const char *scales, int64_t inputs, int64_t outputs, int64_t group, int64_t stride, \
+      int64_t in_bytes
 
-// x / sqrt(mean(x ** 2) + eps), rounded, times a weight, if there is one.
-void rms_norm(int64_t bits, const void* x, const void* weight, void* y, int64_t rows, int64_t size, float eps) {
-  (bits == 32 ? normalize<Single> : normalize<Brain>)(x, weight, y, rows, size, eps);
+// Rows times a matrix.
+void product(const void* x, void* y, int64_t rows, MATRIX, int threads) {
+  multiply(x, rows, {bits, codes, scales, inputs, outputs, group, stride, in_bytes}, y, threads);
 }
 
-// Rows times matrices; their outputs stand side by side.
-void products(const void* x, void* y, int64_t rows, const Matrix* matrices, int64_t count, int threads) {
-  multiply(x, rows, matrices, count, y, threads);
+// The outputs of one query a head, side by side, over `count` keys and values.
+void attention(int64_t bits, const void* query, const char* keys, int64_t key_head_stride, int64_t key_stride,
+               const char* values, int64_t value_head_stride, int64_t value_stride, int64_t count, int64_t heads,
+               int64_t key_heads, int64_t head_dim, float scaling, void* y, int threads) {
+  (bits == 32 ? attend<Single> : attend<Brain>)(query, {keys, key_head_stride, key_stride, count},
+                                                {values, value_head_stride, value_stride, count}, heads, key_heads,
+                                                head_dim, scaling, y, threads);
 }
 
-// What a matrix of 4 bits means, `[inputs, outputs]`, whose rows are `stride` apart, in float32 or bfloat16.
-void unpack(const Matrix* matrix, int64_t bits, void* y, int64_t stride, int threads) {
-  const int64_t inputs = matrix->inputs, group = matrix->group;
+// What a matrix of 4 bits means, `[inputs, outputs]`, whose rows are `y_stride` apart, in float32 or bfloat16.
+void unpack(MATRIX, int64_t y_bits, void* y, int64_t y_stride, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t start = 0; start < matrix->outputs; start += kBlock)
+  for (int64_t start = 0; start < outputs; start += kBlock)
     for (int64_t k = 0; k < inputs; k += group) {
-      const uint8_t* codes = (const uint8_t*)matrix->codes + start * inputs / 2 + k * (kBlock / 2);
-      const uint32_t* scales = (const uint32_t*)matrix->scales + k / group * matrix->stride + start;
-      if (bits == 32)
-        unpack_codes<Single>(codes, scales, group, (float*)y + k * stride + start, stride);
+      const uint8_t* some = (const uint8_t*)codes + start * inputs / 2 + k * (kBlock / 2);
+      const uint32_t* their = (const uint32_t*)scales + k / group * stride + start;
+      if (y_bits == 32)
+        unpack_codes<Single>(some, their, group, (float*)y + k * y_stride + start, y_stride);
       else
-        unpack_codes<Brain>(codes, scales, group, (uint16_t*)y + k * stride + start, stride);
+        unpack_codes<Brain>(some, their, group, (uint16_t*)y + k * y_stride + start, y_stride);
     }
 }
-
-// down(silu(gate(x)) * up(x)): two matrices are gate and up in one, and down, which may have more inputs than there are
-// channels, which are zero; three are gate, up and down.
-void feed_forward(const void* x, void* y, int64_t rows, const Matrix* matrices, int64_t count, int threads) {
-  const Matrix& down = matrices[count - 1];
-  const int64_t inner = matrices[0].outputs / (count == 2 ? 2 : 1), size = bytes_of(down.bits);
-  std::vector<char> both(rows * 2 * inner * size), hidden(rows * down.inputs * size);
-  multiply(x, rows, matrices, count - 1, both.data(), threads);
-  for (int64_t r = 0; r < rows; r++)
-    (down.bits == 32 ? apply_gate<Single> : apply_gate<Brain>)(&both[r * 2 * inner * size],
-                                                               &hidden[r * down.inputs * size], inner);
-  multiply(hidden.data(), rows, &down, 1, y, threads);
 }
-
-// A dense layer's second half: norm, feed-forward and the residual sum.
-void normalized_feed_forward(int64_t bits, const void* x, const void* norm, float eps, void* y, int64_t rows,
-                             const Matrix* matrices, int64_t count, int threads) {
-  const int64_t inputs = matrices[0].inputs;
-  std::vector<char> normalized(rows * inputs * bytes_of(bits));
-  rms_norm(bits, x, norm, normalized.data(), rows, inputs, eps);
-  feed_forward(normalized.data(), y, rows, matrices, count, threads);
-  (bits == 32 ? add_rows<Single> : add_rows<Brain>)(x, y, y, rows * inputs);
-}
-}
-
-#include "mixture.h"
-
-#include "layer.h"

@@ -1,4 +1,4 @@
-// Rows times outputs of numbers, which are read as float32, and norms. Weights lie in rows or in columns.
+// Rows times outputs of numbers, which are read as float32. Weights lie in rows or in columns.
 
 namespace {
 
@@ -82,54 +82,6 @@ void add_columns(const float* x, int64_t x_stride, const typename T::Number* wei
     add_inputs<T, R, kInputs>(x + k, x_stride, weights + k * stride, stride, sums, y_stride, count);
   for (; k < inputs; k++)
     add_inputs<T, R, 1>(x + k, x_stride, weights + k * stride, stride, sums, y_stride, count);
-}
-
-template <class T>
-void normalize(const void* all_x, const void* weight, void* all_y, int64_t rows, int64_t size, float eps) {
-  using Number = typename T::Number;
-  const Number* x = (const Number*)all_x;
-  Number* y = (Number*)all_y;
-  for (int64_t r = 0; r < rows; r++, x += size, y += size) {
-    Floats sum = {};
-    for (int64_t i = 0; i < size; i += kLanes) {
-      const Floats part = load_some<T>(x + i, size - i);
-      sum += part * part;
-    }
-    const float factor = 1.f / __builtin_sqrtf(sum_of(sum) / (float)size + eps);
-    for (int64_t i = 0; i < size; i += kLanes) {
-      Floats part = T::round(load_some<T>(x + i, size - i) * factor);
-      if (weight) part *= load_some<T>((const Number*)weight + i, size - i);
-      store_some<T>(y + i, part, size - i);
-    }
-  }
-}
-
-// silu(gate) * up, each rounded as separate operations are; gates are followed by as many ups.
-template <class T>
-void apply_gate(const void* both, void* hidden, int64_t size) {
-  using Number = typename T::Number;
-  const Number *gate = (const Number*)both, *up = gate + size;
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const Floats g = load_some<T>(gate + i, size - i);
-    const Floats activated = T::round(g / (exponential(-g) + 1.f));
-    store_some<T>((Number*)hidden + i, activated * load_some<T>(up + i, size - i), size - i);
-  }
-}
-
-template <class T>
-void scale_row(void* all_x, float factor, int64_t size) {
-  typename T::Number* x = (typename T::Number*)all_x;
-  for (int64_t i = 0; i < size; i += kLanes) store_some<T>(x + i, load_some<T>(x + i, size - i) * factor, size - i);
-}
-
-// The sum of two rows, rounded.
-template <class T>
-void add_rows(const void* one, const void* other, void* y, int64_t size) {
-  using Number = typename T::Number;
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const Floats sum = load_some<T>((const Number*)one + i, size - i) + load_some<T>((const Number*)other + i, size - i);
-    store_some<T>((Number*)y + i, sum, size - i);
-  }
 }
 
 }  // namespace

@@ -88,27 +88,13 @@ inline Ints first_lanes(int64_t count) {
 
 inline Floats only(Ints lanes, Floats x) { return (Floats)((Ints)x & lanes); }
 
-// Keeps a product from being fused with the sum that follows, where two roundings are wanted.
-inline Floats rounded_alone(Floats x) {
-#if defined(__x86_64__)
-  asm("" : "+x"(x));
-#elif defined(__ARM_NEON)
-  asm("" : "+w"(x));
-#else
-  asm("" : "+m"(x));
-#endif
-  return x;
-}
-
 // Ways to read and write `kLanes` numbers as float32.
 
 struct Single {
   using Number = float;
   static inline Floats load(const float* x) { return ::load<Floats>(x); }
   static inline void store(float* y, Floats x) { ::store(y, x); }
-  static inline Floats round(Floats x) { return x; }
   static inline float number(float x) { return x; }
-  static inline float rounded(float x) { return x; }
 };
 
 // bfloat16; rounded to the nearest number, of two to the even one. NaN stays one.
@@ -125,14 +111,12 @@ struct Brain {
   static inline void store(uint16_t* y, Floats x) {
     ::store(y, __builtin_convertvector(rounded_bits(x) >> 16, Halves));
   }
-  static inline Floats round(Floats x) { return (Floats)rounded_bits(x); }
   static inline float number(uint16_t x) {
     const uint32_t bits = (uint32_t)x << 16;
     float found;
     std::memcpy(&found, &bits, 4);
     return found;
   }
-  static inline uint16_t rounded(float x) { return (uint16_t)(rounded_bits(spread(x))[0] >> 16); }
 };
 
 struct Signed {

@@ -1,8 +1,6 @@
-"""Tokens of models with LoRA, by the kernels: peft's numbers, and peft's layers where they do something else."""
+"""Tokens of models with LoRA: peft's layers around ours, whose products are the kernels'."""
 
-import gc
 import pickle
-import weakref
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from support.models import max_abs
 from torch import nn
 
 import llamoe
-from llamoe.modeling.kernels import SHORTCUTS_ARE_ON, cpp_kernels, decode
+from llamoe.modeling.kernels import SHORTCUTS_ARE_ON, cpp_kernels
 
 pytestmark = pytest.mark.skipif(
     cpp_kernels.library() is None or not SHORTCUTS_ARE_ON,
@@ -24,7 +22,7 @@ for_families = pytest.mark.parametrize("make", STOCK, ids=lambda make: make.__na
 
 
 @for_families
-def test_tokens_are_those_of_stock_and_peft(make, taken, tmp_path):
+def test_tokens_are_those_of_stock_and_peft(make, tmp_path):
     ours, fields = make(), dict(r=5, lora_alpha=9)
     if make is dense:
         # peft has none for stacks.
@@ -34,9 +32,7 @@ def test_tokens_are_those_of_stock_and_peft(make, taken, tmp_path):
     before, trained = steps(ours), adapt(stock, **fields)
     trained.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(ours, tmp_path)
-    taken[True] = 0
     found = steps(loaded)
-    assert taken[True] == found.shape[1] * ours.config.num_hidden_layers
     # Sums in another order.
     assert max_abs(found, steps(trained)) < 5e-5 and max_abs(found, before) > 0.1
 
@@ -44,7 +40,7 @@ def test_tokens_are_those_of_stock_and_peft(make, taken, tmp_path):
 @for_families
 @pytest.mark.parametrize("weights", [torch.bfloat16, "int8", "int4"], ids=str)
 @pytest.mark.parametrize("autocast", [True, False], ids=["float32 factors", "bfloat16 factors"])
-def test_sixteen_and_fewer_bits(make, weights, autocast, taken, monkeypatch):
+def test_sixteen_and_fewer_bits(make, weights, autocast, monkeypatch):
     if weights == torch.bfloat16:
         model = make().bfloat16()
     else:
@@ -54,7 +50,6 @@ def test_sixteen_and_fewer_bits(make, weights, autocast, taken, monkeypatch):
         )
     model = adapt(model, r=8, autocast_adapter_dtype=autocast)
     found = steps(model)
-    assert taken[True] > 15
     # Roundings in another order, which may send a token to another expert: the median token.
     expected = by_modules(model, monkeypatch)
     errors = (found - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
@@ -201,52 +196,29 @@ def test_strides_at_one_address_are_seen():
             assert max_abs(found, model(tokens).logits[:, 5:]) < 5e-5
 
 
-def test_another_thread_may_delete_an_adapter_during_a_token(monkeypatch):
-    """Its factors stay until the kernels are done."""
-    model, alive = adapt(dense(), r=4), []
-    adapt(model, "other", seed=1, r=3)
-    model.set_adapter("other")
-    factor = weakref.ref(model.get_base_model().model.layers[0].mlp.up_proj.lora_A["other"].weight)
-
-    def delete_first(*args, original=decode.decode):
-        model.set_adapter("default")
-        model.delete_adapter("other")
-        gc.collect()
-        alive.append(factor() is not None)
-        return original(*args)
-
-    with torch.no_grad():
-        cache = model(ids(6), use_cache=True).past_key_values
-        monkeypatch.setattr(decode, "decode", delete_first)
-        model(ids(7)[:, 6:], past_key_values=cache)
-    gc.collect()
-    assert alive == [True] and factor() is None
-
-
 def test_an_adapted_mixture_is_pickled_after_passes():
     model = adapt(mixtral(), r=4)
     expected = steps(model)
     assert torch.equal(steps(pickle.loads(pickle.dumps(model))), expected)
 
 
-def test_dropout_is_on_in_training(taken):
+def test_dropout_is_on_in_training():
     model = adapt(dense(), r=4, lora_dropout=0.5)
     before = steps(model)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.train()
-    taken[True] = 0
-    assert not torch.equal(steps(model), steps(model)) and not taken[True]
+    assert not torch.equal(steps(model), steps(model))
     model.eval()
-    assert torch.equal(steps(model), before) and taken[True]
+    assert torch.equal(steps(model), before)
 
 
 @pytest.mark.parametrize("fields", [dict(use_dora=True), dict(lora_bias=True)], ids=str)
-def test_other_variants_are_pefts(fields, taken, monkeypatch):
+def test_other_variants_are_pefts(fields, monkeypatch):
     model = get_peft_model(
         dense(), LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False, **fields)
     )
-    assert max_abs(steps(model.eval()), by_modules(model, monkeypatch)) < 5e-5 and not taken[True]
+    assert max_abs(steps(model.eval()), by_modules(model, monkeypatch)) < 5e-5
 
 
 def test_rows_of_a_batch_keep_their_adapters():
@@ -263,20 +235,3 @@ def test_rows_of_a_batch_keep_their_adapters():
     with model.disable_adapter():
         expected.append(model.generate(input_ids=ids(9), **options))
     assert torch.equal(found, torch.cat(expected)) and not torch.equal(found[0], found[1])
-
-
-def test_generate_decodes_without_passes(monkeypatch):
-    """As without adapters: the decoder is called for the prompt alone."""
-    model, calls = adapt(dense(), r=4), []
-    options = dict(input_ids=ids(9), max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
-    expected = model.generate(**options)
-    decoder = model.get_base_model().model
-    forward = type(decoder).forward
-
-    def count(*args, **kwargs):
-        calls.append(1)
-        return forward(*args, **kwargs)
-
-    vars(count).update(vars(forward), marked=count)
-    monkeypatch.setattr(type(decoder), "forward", count)
-    assert torch.equal(model.generate(**options), expected) and len(calls) == 1

@@ -5,16 +5,14 @@ import math
 
 import pytest
 import torch
-from torch import nn
 from torch._inductor import config as inductor_config
-from torch.nn import functional as F
 
 from llamoe import LlamoeTextConfig
 from llamoe.modeling import kernels
 from llamoe.modeling._private_api import compile_cpp
 from llamoe.modeling.formats import Int4, Int8, int4
-from llamoe.modeling.kernels import cpp_kernels, cpp_layer, decode
-from llamoe.modeling.layers import FeedForward, RMSNorm
+from llamoe.modeling.kernels import cpp_kernels
+from llamoe.modeling.layers import FeedForward
 from llamoe.modeling.moe import Experts, OutputFirstExperts
 
 pytestmark = pytest.mark.skipif(
@@ -28,7 +26,8 @@ ROUNDED_ONCE = 2**-8
 def packed(form, num_out, num_in, scale=1.0):
     weight = torch.randn(num_out, num_in) * scale + 0.1 * torch.randn(num_out, 1) * scale
     parts = form.quantize(weight)
-    return form.for_kernel(parts), form.matrix(parts, (num_out, num_in), torch.float32)
+    bits, size = (4, form.group_size) if isinstance(form, Int4) else (8, 0)
+    return kernels.Matrix(bits, size, *parts), form.matrix(parts, (num_out, num_in), torch.float32)
 
 
 def error(found, expected):
@@ -37,16 +36,14 @@ def error(found, expected):
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 9])
-def test_products_side_by_side(form, num_rows):
+def test_products(form, num_rows):
     torch.manual_seed(num_rows)
-    num_in = 384 if isinstance(form, Int4) else 336
-    sizes = (192, 64, 128) if isinstance(form, Int4) else (203, 64, 1)
-    matrices, weights = zip(*(packed(form, size, num_in) for size in sizes), strict=True)
+    num_out, num_in = (192, 384) if isinstance(form, Int4) else (203, 336)
+    matrix, weight = packed(form, num_out, num_in)
     x = torch.randn(num_rows, num_in).bfloat16()
-    expected = torch.cat([x.float() @ weight.T for weight in weights], 1)
-    found = kernels.cpp_products(x, matrices)
-    assert found.shape == expected.shape
-    assert not num_rows or error(found, expected) < ROUNDED_ONCE
+    found = kernels.cpp_product(x, matrix)
+    assert found.shape == (num_rows, num_out)
+    assert not num_rows or error(found, x.float() @ weight.T) < ROUNDED_ONCE
 
 
 def test_gradients_of_rows_unpack_by_the_kernel(monkeypatch):
@@ -71,61 +68,18 @@ def test_threads_change_nothing(form):
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one = kernels.cpp_products(x, [matrix])
+        one = kernels.cpp_product(x, matrix)
         torch.set_num_threads(2)
-        assert torch.equal(kernels.cpp_products(x, [matrix]), one)
+        assert torch.equal(kernels.cpp_product(x, matrix), one)
     finally:
         torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize("form", FORMATS, ids=str)
-@pytest.mark.parametrize("is_joined", [True, False])
-def test_feed_forward(form, is_joined):
-    """Rounded where separate operations round: after gate, up, the activation and their product."""
-    torch.manual_seed(5)
-    # 192 hidden channels are padded where a group has 128.
-    hidden, inner = 256, 192
-    gate, gate_weight = packed(form, inner, hidden, 0.1)
-    up, up_weight = packed(form, inner, hidden, 0.1)
-    down, down_weight = packed(form, hidden, inner, 0.1)
-    if is_joined:
-        both = torch.cat([gate_weight, up_weight])
-        gate, both = packed_like(form, both)
-        gate_weight, up_weight = both.chunk(2)
-    x = torch.randn(3, hidden).bfloat16()
-
-    def rounded(y):
-        return y.bfloat16().float()
-
-    activated = rounded(F.silu(rounded(x.float() @ gate_weight.T)))
-    expected = rounded(activated * rounded(x.float() @ up_weight.T)) @ down_weight.T
-    found = kernels.cpp_feed_forward(x, gate, None if is_joined else up, down)
-    # A number on the border between two rounds to either of them.
-    assert error(found, expected) < 2 * ROUNDED_ONCE
-
-
-def packed_like(form, weight):
-    parts = form.quantize(weight)
-    return form.for_kernel(parts), form.matrix(parts, weight.shape, torch.float32)
-
-
-def test_norm_is_the_formula():
-    torch.manual_seed(7)
-    x = (3 * torch.randn(2, 5, 4, 80)).bfloat16()[:, 1:, ::2]
-    weight = torch.randn(80).bfloat16()
-    expected = F.rms_norm(x, (80,), None, 1e-5) * weight
-    found = cpp_layer.rms_norm(x, weight.data_ptr(), 1e-5)
-    assert found.shape == x.shape
-    # Sums in another order; a quotient on the border between two numbers rounds to either of them.
-    assert (found != expected).float().mean() < 0.01
-    assert error(found, expected.float()) < ROUNDED_ONCE
 
 
 def test_what_is_no_number_stays_so():
     matrix, _ = packed(Int4(32), 64, 64)
     x = torch.zeros(2, 64).bfloat16()
     x[1, 5] = float("nan")
-    found = kernels.cpp_products(x, [matrix])
+    found = kernels.cpp_product(x, matrix)
     assert (found[0] == 0).all()
     assert found[1].isnan().all()
 
@@ -168,8 +122,8 @@ def test_kernels_with_a_wrong_number_are_not_used(first_use, monkeypatch, caplog
     right = cpp_kernels.compiled(cpp_kernels.flags_of_processor())
 
     class Wrong:
-        def products(self, x, y, *others):
-            right.products(x, y, *others)
+        def product(self, x, y, *others):
+            right.product(x, y, *others)
             number = ctypes.c_uint16.from_address(y)
             number.value ^= 0x8000
 
@@ -222,49 +176,13 @@ def placed(shape, dtype, offset):
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 7])
 def test_plain_products(dtype, offset, num_in, num_rows):
     torch.manual_seed(num_in)
-    weights = [placed((num_out, num_in), dtype, offset) for num_out in (1, 67, 20)]
     x = placed((num_rows, num_in), dtype, 8)
-    expected = torch.cat([x.double() @ weight.double().T for weight in weights], 1)
-    found = kernels.cpp_products(x, [kernels.plain_matrix(weight) for weight in weights])
-    assert found.dtype == dtype and found.shape == expected.shape
-    assert not num_rows or error(found, expected) < PLAIN[dtype]
-
-
-@for_plain
-@pytest.mark.parametrize("is_input_first", [True, False])
-@pytest.mark.parametrize("is_joined", [True, False])
-@pytest.mark.parametrize(("hidden", "inner"), [(64, 96), (37, 51), (301, 2100), (2100, 9)])
-def test_plain_feed_forward(dtype, is_input_first, is_joined, hidden, inner):
-    torch.manual_seed(inner)
-
-    def weight(num_out, num_in):
-        shape = (num_in, num_out) if is_input_first else (num_out, num_in)
-        made = placed(shape, dtype, 56).div_(num_in**0.5)
-        return made, made.float() if not is_input_first else made.T.float()
-
-    gate, gate_OI = weight(2 * inner if is_joined else inner, hidden)
-    up, up_OI = (None, None) if is_joined else weight(inner, hidden)
-    down, down_OI = weight(hidden, inner)
-    if is_joined:
-        gate_OI, up_OI = gate_OI.chunk(2)
-    x = torch.randn(3, hidden).to(dtype)
-
-    def rounded(y):
-        return y.to(dtype).float()
-
-    activated = rounded(F.silu(rounded(x.float() @ gate_OI.T)))
-    expected = rounded(activated * rounded(x.float() @ up_OI.T)) @ down_OI.T
-    matrices = [
-        each if each is None else kernels.plain_matrix(each, is_input_first) for each in (gate, up, down)
-    ]
-    threads = torch.get_num_threads()
-    try:
-        for number in (1, 2):
-            torch.set_num_threads(number)
-            # A number on the border between two rounds to either of them.
-            assert error(kernels.cpp_feed_forward(x, *matrices), expected) < 4 * PLAIN[dtype]
-    finally:
-        torch.set_num_threads(threads)
+    for num_out in (1, 67, 20):
+        for weight in (placed((num_out, num_in), dtype, offset), placed((num_in, num_out), dtype, offset).T):
+            expected = x.double() @ weight.double().T
+            found = kernels.cpp_product(x, kernels.plain_matrix(weight))
+            assert found.dtype == dtype and found.shape == expected.shape
+            assert not num_rows or error(found, expected) < PLAIN[dtype]
 
 
 @torch.no_grad()
@@ -282,18 +200,37 @@ def test_layers_and_experts_take_the_kernels(dtype, num_rows, monkeypatch):
     x = torch.randn(num_rows, 192).to(dtype)
     chosen = torch.arange(num_rows)[:, None] % 3
     weights = torch.rand(num_rows, 1).to(dtype)
+    taken = []
+    multiply = cpp_kernels._multiply
+    monkeypatch.setattr(cpp_kernels, "_multiply", lambda *args: taken.append(1) or multiply(*args))
 
     def outputs():
-        few = decode.FewRows(x, {})
-        return [
-            few._feed_forward(layer, x),
-            *(few._compute_experts(module, x, chosen, weights) for module in experts),
-        ]
+        taken.clear()
+        return [layer(x), *(module(x, chosen, weights) for module in experts)]
 
     found = outputs()
+    # Of 17 rows experts have fewer.
+    assert len(taken) >= 3 or num_rows > kernels.plain_max_rows(dtype)
     monkeypatch.setattr(cpp_kernels, "_library", None)
     for ours, expected in zip(found, outputs(), strict=True):
         assert error(ours, expected.float()) < 4 * PLAIN[dtype]
+    assert not taken
+
+
+@for_plain
+@pytest.mark.parametrize(("heads", "groups"), [(6, 2), (6, 6), (5, 1), (8, 1)])
+@pytest.mark.parametrize(("keys", "size"), [(1, 16), (37, 20), (300, 128)])
+def test_attention_of_one_query(heads, groups, keys, size, dtype):
+    query = placed((1, heads, 1, size), dtype, 4)
+    # As a cache with room for more has them.
+    key, value = (placed((1, groups, keys + 9, size), dtype, 8)[:, :, :keys] for _ in range(2))
+    shared = [each.float().repeat_interleave(heads // groups, 1) for each in (key, value)]
+    expected = torch.nn.functional.scaled_dot_product_attention(query.float(), *shared, scale=0.3)
+    found = kernels.cpp_attention(query, key, value, 0.3)
+    assert found.shape == (1, 1, heads, size)
+    assert error(found.transpose(1, 2), expected) < 2 * PLAIN[dtype]
+    assert kernels.cpp_attention(query, key[..., : size - 1], value[..., : size - 1], 0.3) is None
+    assert kernels.cpp_attention(query, key.to(torch.float64), value, 0.3) is None
 
 
 @for_plain
@@ -306,72 +243,15 @@ def test_weights_at_odd_addresses_are_left_to_torch(dtype):
     if weight.data_ptr() % dtype.itemsize:
         assert kernels.plain_matrix(weight) is None
     x = torch.randn(2, 96).to(dtype)
-    assert error(kernels.multiply_rows(x, weight), x.float() @ weight.float().T) < PLAIN[dtype]
-
-
-def of(num_out, num_in, is_input_first=False):
-    shape = (num_in, num_out) if is_input_first else (num_out, num_in)
-    return kernels.plain_matrix(torch.randn(shape), is_input_first)
+    assert error(kernels.linear(x, weight), x.float() @ weight.float().T) < PLAIN[dtype]
 
 
 def test_sizes_that_do_not_fit_have_no_kernel():
     """Kernels read by the sizes that they are told; what does not fit is for torch, which raises."""
     x = torch.randn(2, 96)
-    assert kernels.cpp_products(x, [of(64, 96), of(64, 80)]) is None
-    for gate, up, down in (
-        (of(64, 80), of(64, 96), of(96, 64)),
-        (of(64, 96), of(64, 80), of(96, 64)),
-        (of(64, 96), of(48, 96), of(96, 64)),
-        (of(64, 96), of(64, 96), of(96, 48)),
-        (of(64, 96), of(64, 96), of(96, 80)),
-        (of(64, 96, True), None, of(96, 64, True)),
-    ):
-        assert kernels.cpp_feed_forward(x, gate, up, down) is None
-    few = decode.FewRows(x, {})
-    assert few._norm(RMSNorm(96)) is not None
-    assert few._norm(RMSNorm(80)) is None and few._norm(nn.RMSNorm(96)) is None
-    assert cpp_kernels.prepare([of(96, 96), of(48, 80), of(48, 96)]) is None
-    for sizes, output, head_dim, fits in (
-        ((96, 48, 48), (96, 96), 24, True),
-        ((96, 48, 24), (96, 96), 24, False),
-        ((96, 72, 72), (96, 96), 24, False),
-        ((96, 48, 48), (96, 96), 36, False),
-        ((96, 48, 48), (80, 96), 24, False),
-        ((96, 48, 48), (96, 100), 24, False),
-    ):
-        inputs = cpp_kernels.prepare([of(size, 96) for size in sizes])
-        found = cpp_layer.prepare_first_half(
-            torch.float32, 0, 1e-5, inputs, cpp_kernels.prepare([of(*output)]), head_dim, 1.0, False, -1.0
-        )
-        assert (found is not None) == fits
+    assert kernels.cpp_product(x, kernels.plain_matrix(torch.randn(64, 80))) is None
     with torch.no_grad(), pytest.raises(RuntimeError):
-        kernels.multiply_rows(x, torch.randn(8, 80))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("change", ["norm", "down", "up"])
-def test_edited_layers_raise_as_torch_does(change):
-    layer = FeedForward(192, 320, "silu")
-    if change == "down":
-        layer.down_proj = nn.Linear(400, 192, bias=False)
-    elif change == "up":
-        layer.up_proj = nn.Linear(192, 336, bias=False)
-    x, norm = torch.randn(1, 1, 192), RMSNorm(256 if change == "norm" else 192)
-    with pytest.raises(RuntimeError):
-        decode.FewRows(x, {}).feed_forward(norm, layer, x)
-
-
-@for_plain
-def test_silu_of_numbers_of_all_sizes(dtype):
-    values = torch.tensor(
-        [-3e38, -1e30, -200, -89, -88.5, -88, -20, -1, 0, 1, 5, 88, 89, 200, 1e30, 3e38]
-    ).to(dtype)
-    x = torch.stack([values, torch.ones_like(values)], 1)
-    gate, up, down = (torch.tensor(numbers).to(dtype) for numbers in ([[1.0, 0]], [[0.0, 1]], [[1.0], [0]]))
-    found = kernels.cpp_feed_forward(x, *map(kernels.plain_matrix, (gate, up, down)))[:, 0]
-    expected = F.silu(values.float())
-    # Numbers below 1e-37 may be none.
-    assert ((found.float() - expected).abs() <= PLAIN[dtype] * expected.abs() + 1e-36).all()
+        kernels.linear(x, torch.randn(512, 80))
 
 
 def test_a_default_device_changes_nothing(first_use):

@@ -48,9 +48,13 @@ def error(found, expected):
     return ((found.float() - expected).abs().max() / expected.abs().max()).item()
 
 
+def matrix_of(form, parts, in_bytes=False):
+    bits, size = (4, form.group_size) if isinstance(form, Int4) else (8, 0)
+    return cpp_kernels.Matrix(bits, size, *parts, in_bytes=in_bytes)
+
+
 def multiply(library, x, form, parts, in_bytes):
-    matrix = form.for_kernel(parts)._replace(in_bytes=in_bytes)
-    return cpp_kernels.multiply(x, cpp_kernels.prepare([matrix], library))
+    return cpp_kernels._multiply(library, x, matrix_of(form, parts, in_bytes))
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
@@ -83,7 +87,7 @@ def test_codes_and_rows_at_their_ends(bits, num_rows, library):
         codes[::2] = 127
         weight = codes.float()
         matrix = cpp_kernels.Matrix(8, 0, codes, scale, in_bytes=True)
-    found = cpp_kernels.multiply(x.bfloat16(), cpp_kernels.prepare([matrix], library))
+    found = cpp_kernels._multiply(library, x.bfloat16(), matrix)
     assert torch.equal(found, (x @ weight.T).bfloat16())
 
 
@@ -121,11 +125,11 @@ def test_plain_numbers(dtype, is_input_first, sizes, offset, library):
     weight = room[offset : offset + num_out * num_in].view(sizes[:: -1 if is_input_first else 1])
     weight.normal_()
     weight_OI = weight.T if is_input_first else weight
-    matrix = kernels.plain_matrix(weight, is_input_first)
+    matrix = kernels.plain_matrix(weight_OI)
     for num_rows in (1, 3, 7):
         x = torch.randn(num_rows, num_in).to(dtype)
         expected = x.double() @ weight_OI.double().T
-        found = cpp_kernels.multiply(x, cpp_kernels.prepare([matrix], library))
+        found = cpp_kernels._multiply(library, x, matrix)
         assert error(found, expected) < (2e-6 if dtype == torch.float32 else ROUNDED_ONCE)
 
 
@@ -149,7 +153,7 @@ def test_unpacked_codes_are_the_weights(dtype):
     form, sizes = Int4(32), (192, 96)
     parts = form.quantize(torch.randn(sizes))
     room = torch.full((96, 256), torch.nan, dtype=dtype)
-    assert kernels.cpp_unpack(form.for_kernel(parts), room[:, 64:])
+    assert kernels.cpp_unpack(matrix_of(form, parts), room[:, 64:])
     expected = form.matrix(parts, sizes, dtype).T
     assert (room[:, 64:] - expected).abs().max() <= (1e-6 if dtype == torch.float32 else 0)
     assert room[:, :64].isnan().all()
@@ -183,6 +187,7 @@ def test_compiles_for(processor, compiler, tmp_path):
 # Prints products of numbers that are the same everywhere.
 PROGRAM = """
 #include <cstdio>
+uint16_t rounded(float x) { return (uint16_t)(Brain::rounded_bits(spread(x))[0] >> 16); }
 int main() {
   uint32_t state = 1;
   const auto next = [&] { return (state = state * 1664525u + 1013904223u) >> 16; };
@@ -194,18 +199,17 @@ int main() {
         for (auto& code : codes) code = (char)next();
         for (int64_t i = 0; bits > 8 && i < inputs * outputs; i++)
           if (bits == 32) ((float*)codes.data())[i] = (float)((int)(next() % 255) - 127);
-          else ((uint16_t*)codes.data())[i] = Brain::rounded((float)((int)(next() % 255) - 127));
+          else ((uint16_t*)codes.data())[i] = rounded((float)((int)(next() % 255) - 127));
         for (int64_t i = 0; i < inputs * outputs; i++)
-          ((uint16_t*)scales.data())[i] = Brain::rounded((float)(next() % 100) / 64);
+          ((uint16_t*)scales.data())[i] = rounded((float)(next() % 100) / 64);
         std::vector<float> x(rows * inputs), y(rows * outputs);
         for (int64_t i = 0; i < rows * inputs; i++) {
           const float number = ((float)(next() % 2001) - 1000) / 256;
           if (bits == 32) x[i] = number;
-          else ((uint16_t*)x.data())[i] = Brain::rounded(number);
+          else ((uint16_t*)x.data())[i] = rounded(number);
         }
         const int64_t stride = bits <= 8 ? outputs : 0;
-        const Matrix matrix = {bits, codes.data(), scales.data(), inputs, outputs, 32, stride, in_bytes};
-        products(x.data(), y.data(), rows, &matrix, 1, 1);
+        product(x.data(), y.data(), rows, bits, codes.data(), scales.data(), inputs, outputs, 32, stride, in_bytes, 1);
         for (int64_t i = 0; i < rows * outputs; i++)
           std::printf("%.6g\\n", bits == 32 ? y[i] : Brain::number(((uint16_t*)y.data())[i]));
       }

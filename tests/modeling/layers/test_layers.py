@@ -260,7 +260,7 @@ class TestFeedForward:
             module.register_forward_hook(lambda _, args, output: seen.extend((args[0], output)))
         expected = feed_forward(x)
         gate, up = (F.linear(x, layer.weight) for layer in (feed_forward.gate_proj, feed_forward.up_proj))
-        untouched = (x, gate, x, up, gate, activation(name)(gate))
+        untouched = (x, gate, gate, activation(name)(gate), x, up)
         assert [max_abs(*pair) for pair in zip(seen, untouched, strict=True)] == [0] * 6
         for module in (feed_forward.gate_proj, feed_forward.act_fn, feed_forward.up_proj):
             module._forward_hooks.clear()

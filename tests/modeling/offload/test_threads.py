@@ -147,7 +147,6 @@ def _io_error():
 @pytest.mark.parametrize(("slots", "where"), [(1, "product"), (3, "reading"), (1, "reading")])
 def test_an_interrupt_leaves_the_model_whole(where, slots, logits_and_model, ids, monkeypatch):
     from llamoe.modeling.formats import Plain
-    from llamoe.modeling.moe import experts
     from llamoe.modeling.offload import reading
 
     asked, expected, model = logits_and_model(slots, 3)
@@ -160,7 +159,6 @@ def test_an_interrupt_leaves_the_model_whole(where, slots, logits_and_model, ids
         read = os.preadv
         patch.setattr(os, "preadv", lambda *args: time.sleep(0.02) or read(*args))
         if where == "product":
-            patch.setattr(experts, "cpp_feed_forward", interrupt)
             patch.setattr(Plain, "multiply", interrupt)
         else:
             patch.setattr(reading.Reading, "result", interrupt)

@@ -37,6 +37,7 @@ from transformers import (
 
 import llamoe
 from llamoe.configuration import from_stock
+from llamoe.modeling.layers import Linear
 from llamoe.modeling.quantization import QuantizedExperts, QuantizedLinear
 
 MIXTURES = ("text", "mixtral")
@@ -343,7 +344,7 @@ def test_tied_embeddings(family, weights):
     again = AutoModelForCausalLM.from_pretrained(save(model))
     for each in (model, again):
         assert each.lm_head.weight is each.model.embed_tokens.weight
-        assert type(each.lm_head) is nn.Linear
+        assert type(each.lm_head) is Linear
     assert torch.equal(logits(again), logits(model))
 
 
@@ -377,7 +378,7 @@ def test_heads_stay_in_sixteen_bit(family, weights, head, is_packed, monkeypatch
     path = save(packed(family, weights)) if is_packed else folder(family)
     config = {} if is_packed else dict(quantization_config=llamoe.QuantizationConfig(weights))
     model = auto.from_pretrained(path, **config, **fields).eval()
-    plain = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    plain = [name for name, module in model.named_modules() if type(module) in (nn.Linear, Linear)]
     assert plain == {"answers": ["qa_outputs"], "none": []}.get(head, ["score"])
     again = auto.from_pretrained(save(model)).eval()
     unpacked = copy.deepcopy(model).dequantize()
@@ -416,8 +417,8 @@ def test_pictures(pictures, weights, monkeypatch):
     )
     inside = "language_model.model.layers."
     for name, module in model.named_modules():
-        if isinstance(module, QuantizedExperts | QuantizedLinear) or type(module) is nn.Linear:
-            assert (type(module) is nn.Linear) != name.startswith(inside), name
+        if isinstance(module, QuantizedExperts | QuantizedLinear) or type(module) is Linear:
+            assert (type(module) is Linear) != name.startswith(inside), name
     found, expected = (logits(each, ids, pixel_values=pixels) for each in (model, plain))
     assert 0 < distance(found, expected) < {"int4": 0.3, "int8": 0.05}[weights]
     again = AutoModelForImageTextToText.from_pretrained(save(model))
