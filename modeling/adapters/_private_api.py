@@ -17,6 +17,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners import tuners_utils
+from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.lora.model import LoraModel
 from peft.utils import hotswap, other
 from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN
@@ -25,8 +26,10 @@ from torch import nn
 from ...configuration import LlamoeConfig, LlamoeMixtralConfig, LlamoeVisionConfig
 from ...configuration.quantization import METHOD
 from ..checkpoints import saving_adapter
+from ..layers import Linear
 from ..moe import Experts, Router
 from ..offload import freeze_for_training, showing_devices_of_rows
+from ..quantization import QuantizedLinear
 from . import expert_lora, router_lora
 from .adapted_parts import refuse_shared_experts, warn_of_dropout, warn_of_frozen_experts
 from .expert_begin import refuse_beginnings
@@ -78,6 +81,16 @@ def _base(model: Any) -> Any:
 
 
 # Making an adapter's layers
+
+
+@instead_of(LoraLayer, "update_layer")
+def update_layer(original: Callable, self: Any, adapter_name: str, *args, **kwargs) -> None:
+    """Give a linear layer of ours factors that multiply as it does."""
+    original(self, adapter_name, *args, **kwargs)
+    if isinstance(self.get_base_layer(), Linear | QuantizedLinear):
+        for factor in (self.lora_A[adapter_name], self.lora_B[adapter_name]):
+            if type(factor) is nn.Linear:
+                factor.__class__ = Linear
 
 
 @instead_of(tuners_utils, "_maybe_include_all_linear_layers")

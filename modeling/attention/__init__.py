@@ -1,6 +1,6 @@
 """Attention: which tokens see each other, and the product itself.
 
-Reading order: cache (length and keys of a KV cache before a pass), growing_cache (layers that grow in place),
+Reading order: cache (length and keys of a KV cache before a pass), growing_cache (appending to one in place),
 implementation (which one a device takes), visibility (which tokens see each other: rules, groups, chunk borders),
 positions (from padding, from lengths, of cached tokens), mask_inputs (the facts of a pass), by_sdpa (which of torch's
 kernels computes), varlen and chunked_sdpa (attention without a mask), forms (real masks, the table of all forms, and

@@ -28,7 +28,6 @@ from ..kernels import is_readable, is_tracing, is_transformed, widened
 from .by_sdpa import attend_by_sdpa
 from .cache import keep_exported_tokens, make_rings
 from .chunked_sdpa import Fold, attend_in_equal_rows, attend_in_fold, folded_batch
-from .growing_cache import let_grow
 from .mask_inputs import MaskInputs
 from .varlen import Sequences, attend_in_sequences, equal_sequences, sequences
 from .visibility import EqualRows, Rule
@@ -200,7 +199,6 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
         return _bidirectional_masks(inputs)
     if is_local:
         make_rings(inputs.past_key_values)
-    let_grow(inputs.past_key_values, inputs.inputs_embeds)
     forms = FORMS["flash" if is_flash else "sdpa" if inputs.implementation == "sdpa" else "another"]
     return {
         layer_type: next(make(inputs, rule) for fits, make in forms if fits(inputs, rule))

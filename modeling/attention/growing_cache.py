@@ -1,9 +1,9 @@
-"""Cache layers that grow without a copy of what is there.
+"""Appending to a KV cache without a copy of what is there.
 
 transformers' `DynamicLayer` concatenates: each token reads and writes all keys and values before it, which in a long
-conversation takes as long as the weights do. Here the tensors of a layer are views of memory with room for more. A view
-that somebody else holds never changes: only behind its end anything is written, and only while the layer has the
-tensors that were written last. Otherwise the layer concatenates.
+conversation takes as long as the weights do. Here a layer's tensors are views of memory with spare places. A view that
+somebody else holds never changes: only behind its end anything is written, and only while the layer has the tensors
+that were written last. Otherwise new memory is taken.
 """
 
 from typing import Any
@@ -14,123 +14,88 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..kernels import can_use_shortcut
 
-_LEAST = 128
-"""New memory has room for so many more tokens at least."""
-_MORE = 8
-"""And for an eighth more than are there."""
+_MIN_SPARE = 128
+"""Tokens that new memory has place for, beside those that are appended."""
+_SPARE_SHARE = 8
+"""And at least an eighth of all."""
 # Somebody may put others in their places.
 _UPDATES = {kind: kind.update for kind in (DynamicLayer, DynamicSlidingWindowLayer)}
+_CACHE_UPDATE = Cache.update
 
 
-class _Room:
-    """Memory for keys and values, `[B, heads, room, D]`, of which the first `length` tokens are written.
+class _Memory:
+    """Keys and values, `[B, heads, places, D]`, of which the first `length` tokens are written.
 
-    Copies of a layer share it; of two that write, the second finds another length than its own.
+    Copies of a layer share it. Of two that append, the second has fewer tokens than `length`.
     """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
-        self.length = keys.shape[2]
-        more = max(_LEAST, self.length // _MORE)
-        self.memory = [
-            each.new_empty(*each.shape[:2], self.length + more, each.shape[3]) for each in (keys, values)
-        ]
-        for memory, each in zip(self.memory, (keys, values), strict=True):
-            memory[:, :, : self.length] = each
+    def __init__(self, old: tuple[torch.Tensor, ...], length: int):
+        places = length + max(_MIN_SPARE, length // _SPARE_SHARE)
+        self.length = old[0].shape[2]
+        self.tensors = [its.new_empty(*its.shape[:2], places, its.shape[3]) for its in old]
+        for tensor, its in zip(self.tensors, old, strict=True):
+            tensor[:, :, : self.length] = its
 
-    def holds(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Return whether these are the tensors that were written last."""
-        return all(
-            each.data_ptr() == memory.data_ptr() and each.stride() == memory.stride() and each.shape[2] == self.length
-            for each, memory in zip((keys, values), self.memory, strict=True)
-        )  # fmt: skip
-
-    def append(self, *new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new keys and values `[B, heads, Q, D]`, for which there must be room; returns all of both."""
-        end = self.length + new[0].shape[2]
-        for memory, each in zip(self.memory, new, strict=True):
-            memory[:, :, self.length : end] = each
-        self.length = end
-        keys, values = (memory.narrow(2, 0, end) for memory in self.memory)
-        return keys, values
+    def can_append(self, old: tuple[torch.Tensor, ...], length: int) -> bool:
+        """Return whether `old` was written last, and there is place for `length` tokens in all."""
+        return (
+            length <= self.tensors[0].shape[2]
+            # A tensor that was made in inference mode cannot be written outside of it.
+            and self.tensors[0].is_inference() == torch.is_inference_mode_enabled()
+            and all(
+                its.data_ptr() == tensor.data_ptr()
+                and its.stride() == tensor.stride()
+                and its.shape[2] == self.length
+                for its, tensor in zip(old, self.tensors, strict=True)
+            )
+        )
 
 
-class _Grows(DynamicLayer):
-    """A base class to name before transformers' own."""
+def append_to_cache(
+    cache: Cache, key: torch.Tensor, value: torch.Tensor, layer_idx: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append keys and values `[B, heads, Q, D]` to a layer of a cache, as `cache.update` does; returns all of both.
 
-    _room: _Room | None = None
-    _last: tuple[int, int] | None = None
-
-    def _grow(self, *new: torch.Tensor) -> bool:
-        """Append new keys and values in place if that is possible."""
-        if not (self.is_initialized and can_use_shortcut(new[0]) and self.keys.dim() == 4):
-            return False
-        now: Any = self.keys, self.values
-        if not all(
-            type(each) is type(its) is torch.Tensor
-            and (each.dtype, each.device) == (its.dtype, its.device)
-            and (each.shape[:2], each.shape[2], each.shape[3])
-            == (its.shape[:2], new[0].shape[2], its.shape[3])
-            for each, its in zip(new, now, strict=True)
-        ):
-            return False
-        room = self._room
-        # A tensor that was made in inference mode cannot be written outside of it.
-        is_ours = room is not None and room.holds(*now)
-        is_ours = is_ours and room.memory[0].is_inference() == torch.is_inference_mode_enabled()
-        if not is_ours or room.length + new[0].shape[2] > room.memory[0].shape[2]:
-            # Beams take other tensors for each token: then a copy with room for more would be in vain.
-            if not is_ours and self._last != (now[0].data_ptr(), now[0].shape[2]):
-                return False
-            room = self._room = _Room(*now)
-            if new[0].shape[2] > room.memory[0].shape[2] - room.length:
-                return False
-        self.keys, self.values = room.append(*new)
-        return True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append new tokens `[B, heads, Q, D]`; returns all keys and values."""
-        if self._grow(key_states, value_states):
-            return self.keys, self.values
-        found = super().update(key_states, value_states, *args, **kwargs)
-        self._last = self.keys.data_ptr(), self.keys.shape[2]
-        return found
-
-
-class GrowingLayer(_Grows):
-    """A `DynamicLayer`."""
-
-
-class GrowingWindow(_Grows, DynamicSlidingWindowLayer):
-    """A `DynamicSlidingWindowLayer`, which grows in place until the window is full."""
-
-    def _grow(self, *new: torch.Tensor) -> bool:
-        end = self.cumulative_length + new[0].shape[2]
-        if self.record_past or end >= self.sliding_window or not super()._grow(*new):
-            return False
-        self.cumulative_length = end
-        return True
-
-
-_GROWING = {DynamicLayer: GrowingLayer, DynamicSlidingWindowLayer: GrowingWindow}
-
-
-def let_grow(past_key_values: Cache | None, x: torch.Tensor) -> None:
-    """Let the layers of transformers' dynamic cache grow in place, where a pass of `x` can write so.
-
-    Layers of other classes, and of classes whose `update` somebody replaced, stay as they are.
+    In inference on a CPU, the layers of transformers' `DynamicCache` grow in place.
     """
-    layers: Any = getattr(past_key_values, "layers", None)
-    if (
-        layers is None
-        or not can_use_shortcut(x)
-        or any(kind.update is not its for kind, its in _UPDATES.items())
-    ):
-        return
-    for layer in layers:
-        # Research on caches gives layers an `update` of their own.
-        if type(layer) in _GROWING and "update" not in vars(layer):
-            layer.__class__ = _GROWING[type(layer)]
-    if (kind := getattr(past_key_values, "layer_class_to_replicate", None)) in _GROWING:
-        past_key_values.layer_class_to_replicate = _GROWING[kind]
+    new = key, value
+    layer: Any = _growing_layer(cache, new, layer_idx) if can_use_shortcut(key) else None
+    if layer is None:
+        return cache.update(key, value, layer_idx)
+    old = layer.keys, layer.values
+    end = key.shape[2] + old[0].shape[2]
+    memory = vars(layer).get("llamoe_memory")
+    if memory is None or not memory.can_append(old, end):
+        memory = layer.llamoe_memory = _Memory(old, end)
+    for tensor, its in zip(memory.tensors, new, strict=True):
+        tensor[:, :, memory.length : end] = its
+    memory.length = end
+    layer.keys, layer.values = (tensor.narrow(2, 0, end) for tensor in memory.tensors)
+    if layer.is_sliding:
+        layer.cumulative_length += key.shape[2]
+    return layer.keys, layer.values
+
+
+def _growing_layer(cache: Cache, new: tuple[torch.Tensor, ...], layer_idx: int) -> Any:
+    """The layer, where tokens appended in place are what `update` returns; else None."""
+    layers: Any = getattr(cache, "layers", ())
+    layer: Any = layers[layer_idx] if layer_idx < len(layers) else None
+    is_stock = type(cache).update is _CACHE_UPDATE and type(layer) in _UPDATES
+    # Research on caches gives classes and objects an `update` of their own.
+    is_stock = is_stock and type(layer).update is _UPDATES[type(layer)]
+    is_stock = is_stock and not ("update" in vars(cache) or "update" in vars(layer))
+    if not is_stock or cache.offloading or not layer.is_initialized:
+        return None
+    num_new = new[0].shape[2]
+    if layer.is_sliding and (layer.record_past or layer.cumulative_length + num_new >= layer.sliding_window):
+        # The window is full: from now on each token drops one.
+        vars(layer).pop("llamoe_memory", None)
+        return None
+    fits = all(
+        type(its) is type(one) is torch.Tensor
+        and (one.dtype, one.device, one.dim()) == (its.dtype, its.device, 4)
+        and one.shape == (*its.shape[:2], num_new, its.shape[3])
+        and its.shape[2] == layer.keys.shape[2]
+        for one, its in zip(new, (layer.keys, layer.values), strict=True)
+    )
+    return layer if fits else None

@@ -7,12 +7,12 @@ import pytest
 import torch
 from support.models import draw as draw_model
 from support.models import max_abs
-from transformers import DynamicCache, LlamaForCausalLM, StaticCache
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, DynamicCache, LlamaForCausalLM, StaticCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import llamoe
 from llamoe.modeling.attention import growing_cache
-from llamoe.modeling.attention.growing_cache import GrowingLayer, GrowingWindow, let_grow
+from llamoe.modeling.attention.growing_cache import append_to_cache
 from llamoe.modeling.kernels import SHORTCUTS_ARE_ON
 
 pytestmark = pytest.mark.skipif(not SHORTCUTS_ARE_ON, reason="LLAMOE_CPU_SHORTCUTS=0")
@@ -23,7 +23,7 @@ LAYERS = ["sliding_attention", "full_attention"]
 @pytest.fixture(autouse=True)
 def without_gradients(monkeypatch):
     """A layer has room for two more tokens."""
-    monkeypatch.setattr(growing_cache, "_LEAST", 2)
+    monkeypatch.setattr(growing_cache, "_MIN_SPARE", 2)
     with torch.no_grad():
         yield
 
@@ -40,31 +40,21 @@ def draw(request):
     return draw
 
 
-def growing(cache=None):
-    cache = DynamicCache() if cache is None else cache
-    let_grow(cache, torch.ones(1))
-    return cache
-
-
-def concatenating(cache):
-    """A copy of transformers' own."""
-    other = copy.deepcopy(cache)
-    for layer in other.layers:
-        layer.__class__ = {kind: plain for plain, kind in growing_cache._GROWING.items()}.get(
-            type(layer), type(layer)
-        )
-    other.layer_class_to_replicate = other.layer_class_to_replicate and DynamicLayer
-    return other
+def memory_of(layer):
+    """The memory that a layer's tensors are views of, with spare places; None where they have none."""
+    memory = vars(layer).get("llamoe_memory")
+    is_used = memory is not None and memory.tensors[0].data_ptr() == layer.keys.data_ptr()
+    return memory if is_used else None
 
 
 def appended(cache, draw, tokens: int, layers: int = 2, change=lambda number: None, together: int = 1):
-    """The same tokens in the cache and in one that concatenates, which must be equal after each."""
-    other = concatenating(cache)
+    """The same tokens in the cache and in a copy that concatenates, which must be equal after each."""
+    other = copy.deepcopy(cache)
     for number in range(tokens):
         for layer in range(layers):
             key, value = draw(together), draw(together)
             expected = other.update(key.clone(), value.clone(), layer)
-            found = cache.update(key, value, layer)
+            found = append_to_cache(cache, key, value, layer)
             its, same = cache.layers[layer], other.layers[layer]
             for one, two in zip(
                 (*found, its.keys, its.values), (*expected, same.keys, same.values), strict=True
@@ -79,59 +69,54 @@ def appended(cache, draw, tokens: int, layers: int = 2, change=lambda number: No
 @pytest.mark.parametrize("together", [1, 3])
 def test_it_holds_what_concatenating_gives(tokens, is_known, together, draw):
     config = llamoe.LlamoeDenseConfig(num_hidden_layers=2)
-    cache = growing(DynamicCache(config=config) if is_known else DynamicCache())
+    cache = DynamicCache(config=config) if is_known else DynamicCache()
     for layer in range(2 if tokens else 0):
-        cache.update(draw(tokens), draw(tokens), layer)
+        append_to_cache(cache, draw(tokens), draw(tokens), layer)
     other = appended(cache, draw, 40, together=together)
-    assert all(type(layer) is GrowingLayer for layer in cache.layers)
+    assert all(memory_of(layer) for layer in cache.layers)
     assert cache.get_seq_length() == other.get_seq_length() == tokens + 40 * together
 
 
 @pytest.mark.parametrize("window", [2, 12, 20, 200])
 def test_a_window_is_followed_until_it_is_full(window, draw):
     config = llamoe.LlamoeDenseConfig(num_hidden_layers=2, sliding_window=window, layer_types=LAYERS)
-    cache, in_place = growing(DynamicCache(config=config)), []
+    cache, in_place = DynamicCache(config=config), []
     layer = cache.layers[0]
-
-    def look(number):
-        room = layer._room
-        in_place.append(room is not None and room.memory[0].data_ptr() == layer.keys.data_ptr())
-
-    other = appended(cache, draw, 40, change=look)
-    assert type(layer) is GrowingWindow
+    other = appended(cache, draw, 40, change=lambda _: in_place.append(memory_of(layer) is not None))
+    assert type(layer) is DynamicSlidingWindowLayer
     assert layer.get_mask_sizes(1) == other.layers[0].get_mask_sizes(1) and cache.get_seq_length() == 40
-    # From the second token to the last but one of the window.
+    # From the second token to the last but one of the window, whose memory is given back.
     assert in_place == [1 < number < window for number in range(1, 41)]
+    assert "llamoe_memory" not in vars(layer) or window > 40
+
+
+def test_a_window_that_keeps_all_for_a_crop_is_left_alone(draw):
+    config = llamoe.LlamoeDenseConfig(num_hidden_layers=1, sliding_window=8, layer_types=LAYERS[:1])
+    cache = DynamicCache(config=config)
+    appended(cache, draw, 5, layers=1)
+    cache.layers[0].activate_past_recording()
+    appended(cache, draw, 6, layers=1)
+    cache.crop(-5)
+    appended(cache, draw, 6, layers=1)
 
 
 def test_memory_is_taken_seldom_and_little_more_than_needed(draw):
-    cache, rooms = growing(), []
-    cache.update(draw(160), draw(160), 0)
+    cache, memories = DynamicCache(), []
+    append_to_cache(cache, draw(160), draw(160), 0)
     layer = cache.layers[0]
 
-    def look(number):
-        if not rooms or layer._room is not rooms[-1]:
-            rooms.append(layer._room)
+    def look(_):
+        if not memories or memory_of(layer) is not memories[-1]:
+            memories.append(memory_of(layer))
 
     appended(cache, draw, 100, layers=1, change=look)
-    # 160, 180, 202, 227 and 255 tokens had no room for one more.
-    assert [room.memory[0].shape[2] for room in rooms] == [180, 202, 227, 255, 286]
-
-
-def test_beams_take_no_memory_in_vain(draw):
-    cache = growing()
-    cache.update(draw(9), draw(9), 0)
-    rows = torch.arange(len(draw()))
-    appended(cache, draw, 9, layers=1, change=lambda _: cache.reorder_cache(rows))
-    before = cache.layers[0]._room
-    cache.reorder_cache(rows)
-    cache.update(draw(), draw(), 0)
-    assert cache.layers[0]._room is before
+    # 160, 181, 204, 230 and 259 tokens had no place for one more.
+    assert [memory.tensors[0].shape[2] for memory in memories] == [181, 204, 230, 259, 292]
 
 
 def test_what_somebody_holds_never_changes(draw):
-    cache, held = growing(), []
-    cache.update(draw(9), draw(9), 0)
+    cache, held = DynamicCache(), []
+    append_to_cache(cache, draw(9), draw(9), 0)
 
     def hold(_):
         held.extend((each, each.clone()) for each in (cache.layers[0].keys, cache.layers[0].values))
@@ -154,13 +139,16 @@ CHANGES = {
     "numbers in place": lambda cache: cache.layers[0].values.mul_(2),
     "a view of it": lambda cache: setattr(cache.layers[0], "values", cache.layers[0].values[:]),
     "reset": lambda cache: cache.reset(),
+    "concatenated": lambda cache: (
+        cache.update(*torch.ones(2, *cache.layers[0].keys[:, :, :2].shape), 0) and None
+    ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_is_done_to_a_cache_between_is_seen(change, draw):
-    cache = growing()
-    cache.update(draw(9), draw(9), 0)
+    cache = DynamicCache()
+    append_to_cache(cache, draw(9), draw(9), 0)
     appended(cache, draw, 5, layers=1)
     changed = CHANGES[change](cache)
     cache = changed if isinstance(changed, DynamicCache) else cache
@@ -169,21 +157,21 @@ def test_whatever_is_done_to_a_cache_between_is_seen(change, draw):
 
 @pytest.mark.parametrize("is_shallow", [True, False])
 def test_two_caches_of_the_same_tensors_go_apart(is_shallow, draw):
-    first = growing()
-    first.update(draw(9), draw(9), 0)
+    first = DynamicCache()
+    append_to_cache(first, draw(9), draw(9), 0)
     appended(first, draw, 3, layers=1)
     if is_shallow:
         second = copy.copy(first)
         second.layers = [copy.copy(first.layers[0])]
     else:
-        second = growing()
-        second.update(draw(1), draw(1), 0)
+        second = DynamicCache()
+        append_to_cache(second, draw(1), draw(1), 0)
         second.layers[0].keys, second.layers[0].values = first.layers[0].keys, first.layers[0].values
-    before = [concatenating(cache) for cache in (first, second)]
+    before = [copy.deepcopy(cache) for cache in (first, second)]
     for number, cache in enumerate((first, second, first, second)):
         key, value = draw(), draw()
         expected = before[number % 2].update(key, value, 0)
-        cache.update(key, value, 0)
+        append_to_cache(cache, key, value, 0)
         assert torch.equal(cache.layers[0].keys, expected[0])
         assert torch.equal(cache.layers[0].values, expected[1])
     for cache, its in zip((first, second), before, strict=True):
@@ -191,33 +179,55 @@ def test_two_caches_of_the_same_tensors_go_apart(is_shallow, draw):
 
 
 def test_inference_mode_and_gradients_may_come_and_go(draw):
-    cache = growing()
-    cache.update(draw(9), draw(9), 0)
+    cache = DynamicCache()
+    append_to_cache(cache, draw(9), draw(9), 0)
     modes = torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode, torch.no_grad
     for mode in modes:
         with mode():
             appended(cache, draw, 3, layers=1)
 
 
-@pytest.mark.parametrize("kind", ["static", "other layers", "patched layers"])
-def test_other_layers_stay_as_they_are(kind, monkeypatch):
+def own_update(self, key_states, value_states, *_):
+    """Whatever research on caches does."""
+    return key_states * 2, value_states * 3
+
+
+def patched_object(layer):
+    layer.update = own_update.__get__(layer)
+    return layer
+
+
+@pytest.mark.parametrize("kind", ["static", "subclass", "class", "object", "cache's class", "cache's object"])
+def test_an_update_of_somebody_elses_is_called(kind, monkeypatch):
     sizes = dict(num_hidden_layers=1, num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=SIZE)
     config = llamoe.LlamoeDenseConfig(hidden_size=18, **sizes)
     cache = StaticCache(config=config, max_cache_len=40) if kind == "static" else DynamicCache(config=config)
-    if kind == "other layers":
-        cache.layers[0] = type("Own", (DynamicLayer,), {})()
-    if kind == "patched layers":
-        monkeypatch.setattr(DynamicLayer, "update", lambda *_: None)
-    before = [type(layer) for layer in cache.layers]
-    growing(cache)
-    assert [type(layer) for layer in cache.layers] == before
+    key, value = torch.ones(2, 1, HEADS, 1, SIZE)
+    if kind != "static":
+        for _ in range(2):
+            append_to_cache(cache, key, value, 0)
+    if kind == "subclass":
+        cache.layers[0].__class__ = type("Own", (DynamicLayer,), {"update": own_update})
+    if kind == "class":
+        monkeypatch.setattr(DynamicLayer, "update", own_update)
+    if kind == "object":
+        patched_object(cache.layers[0])
+    if kind == "cache's class":
+        monkeypatch.setattr(Cache, "update", own_update)
+    if kind == "cache's object":
+        patched_object(cache)
+    found = append_to_cache(cache, key, value, 0)
+    if kind == "static":
+        assert found[0].shape[2] == 40
+    else:
+        assert torch.equal(found[0], key * 2) and torch.equal(found[1], value * 3)
 
 
 def test_sizes_that_do_not_fit_are_torchs_error(draw):
-    cache = growing()
-    cache.update(draw(9), draw(9), 0)
+    cache = DynamicCache()
+    append_to_cache(cache, draw(9), draw(9), 0)
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
-        cache.update(draw(heads=2), draw(heads=2), 0)
+        append_to_cache(cache, draw(heads=2), draw(heads=2), 0)
 
 
 def test_a_models_own_cache_grows_and_holds_what_stocks_does():
@@ -240,6 +250,6 @@ def test_a_models_own_cache_grows_and_holds_what_stocks_does():
             logits.append(each(tokens[:, start:end], past_key_values=cache).logits)
         caches.append(cache)
         found.append(torch.cat(logits, 1))
-    assert max_abs(*found) < 1e-5 and all(type(layer) is GrowingLayer for layer in caches[0].layers)
+    assert max_abs(*found) < 1e-5 and all(memory_of(layer) for layer in caches[0].layers)
     for layer, its in zip(*(cache.layers for cache in caches), strict=True):
         assert max_abs(layer.keys, its.keys) < 1e-5 and max_abs(layer.values, its.values) < 1e-5
