@@ -34,18 +34,21 @@ def is_forward_ad() -> bool:
     return forward_ad._current_level >= 0
 
 
+# Each of these is asked for every product: torch's public functions ask more, in Python.
+is_traced_by_jit: Callable[[], bool] = torch._C._is_tracing
+
+
+def has_modes() -> bool:
+    """Whether any mode sees torch's functions or operators, as every tracer of torch.fx does."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
+
+
 def torch_modes_active() -> bool:
     """Whether a transform of `torch.func`, forward-mode differentiation, a mode or a global hook is active.
 
     Each would see, or need, other operators than those that a shortcut calls.
     """
-    return (
-        is_under_functorch()
-        or is_forward_ad()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or bool(_has_any_global_hook())
-    )
+    return is_under_functorch() or is_forward_ad() or has_modes() or bool(_has_any_global_hook())
 
 
 def causal_bias(num_queries: int, num_keys: int) -> torch.Tensor:

@@ -1,9 +1,10 @@
-"""Products of few rows with a matrix, and attention of one query, on a CPU: kernels in C++, compiled at first use.
+"""Products of few rows with a matrix, their norms, and attention of one query, on a CPU: C++ compiled at first use.
 
 A step of decoding reads every weight once. With one row, torch's products reach half to three quarters of the memory's
 speed, in float32 and bfloat16 as in 4 and 8 bits, and those of 4 and 8 bits are several times slower than bfloat16 with
 many rows. The kernels in cpp/ read memory at its full speed.
-Attention of one query in bfloat16 takes torch several times as long as reading the cache.
+Attention of one query in bfloat16 takes torch several times as long as reading the cache, and a norm is ten operations,
+each of whose code has left the processor's cache while weights were read.
 
 They are compiled by the C++ backend of `torch.compile`, which keeps the result on disk: five seconds once. One source
 serves every processor with AVX2, AVX-512 or NEON, by the vectors of GCC and Clang; only products of bytes are written
@@ -16,6 +17,7 @@ Shapes: N rows, I inputs, O outputs.
 import ctypes
 import errno
 import logging
+import math
 import os
 import platform
 import re
@@ -37,6 +39,7 @@ _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, c
 _MATRIX = [_SIZE, _POINTER, _POINTER, *[_SIZE] * 5]
 _ARGUMENTS = {
     "product": [_POINTER, _POINTER, _SIZE, *_MATRIX, _INT],
+    "rms_norm": [_SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _FLOAT],
     "attention": [_SIZE, _POINTER, *[_POINTER, _SIZE, _SIZE] * 2, *[_SIZE] * 4, _FLOAT, _POINTER, _INT],
     "unpack": [*_MATRIX, _SIZE, _POINTER, _SIZE, _INT],
 }
@@ -76,18 +79,6 @@ class Matrix(NamedTuple):
     scales: torch.Tensor | None
     is_input_first: bool = False
     in_bytes: bool = False
-
-    @property
-    def inputs(self) -> int:
-        """I."""
-        if self.bits > 8:
-            return self.codes.shape[not self.is_input_first]
-        return self.codes.shape[1] * 8 // self.bits
-
-    @property
-    def outputs(self) -> int:
-        """O."""
-        return self.codes.shape[self.is_input_first]
 
 
 def plain_matrix(weight_OI: torch.Tensor) -> Matrix | None:
@@ -204,6 +195,7 @@ def _agrees(found: Any) -> bool:
     num_out, num_in, group_size = 128, 192, 64
     codes = torch.randint(-127, 128, (num_out, num_in), dtype=torch.int8, generator=generator)
     scales = torch.rand(num_out, generator=generator).bfloat16()
+    scales_in = torch.rand(num_in, generator=generator).bfloat16()
     small = torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8, generator=generator)
     low, high = small.view(-1, 2, BLOCK // 2, num_in).unbind(1)
     packed = (low | high << 4).mT.reshape(num_out, num_in // 2)
@@ -227,6 +219,9 @@ def _agrees(found: Any) -> bool:
             for rows in (weight, weight.flatten()[2 : 2 - num_in].view(-1, num_in), weight.T.contiguous().T):
                 if not _is_close(_multiply(found, x, plain_matrix(rows)), x @ rows.T):
                     return False
+            expected = torch.nn.functional.rms_norm(x.float(), (num_in,), eps=1.0) * scales_in.float()
+            if not _is_close(_normalize(found, x, scales_in.to(dtype), 1.0), expected):
+                return False
     return _attends(found, generator)
 
 
@@ -252,17 +247,31 @@ def _as_bytes(x_NI: torch.Tensor) -> torch.Tensor:
 def _arguments(matrix: Matrix) -> tuple:
     """What the kernels are told of a matrix."""
     bits, group_size, codes, scales, is_input_first, in_bytes = matrix
-    outputs = matrix.outputs
+    outputs, inputs = codes.shape
+    if is_input_first:
+        outputs, inputs = inputs, outputs
+    if bits == 4:
+        inputs *= 2
     stride = scales.stride(0) // 2 if bits == 4 else outputs if is_input_first else 0
     address = None if scales is None else scales.data_ptr()
-    return bits, codes.data_ptr(), address, matrix.inputs, outputs, group_size, stride, in_bytes
+    return bits, codes.data_ptr(), address, inputs, outputs, group_size, stride, in_bytes
 
 
-def _multiply(found: Any, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+def _multiply(found: Any, x: torch.Tensor, matrix: Matrix) -> Any:
+    bits, _, _, inputs, outputs, *_ = arguments = _arguments(matrix)
+    *sizes, num_in = x.shape
+    if inputs != num_in or (bits == 4 and outputs % BLOCK):
+        return None
+    x, y = x.contiguous(), x.new_empty(*sizes, outputs)
+    found.product(x.data_ptr(), y.data_ptr(), math.prod(sizes), *arguments, torch.get_num_threads())
+    return y
+
+
+def _normalize(found: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x = x.contiguous()
-    y = x.new_empty(*x.shape[:-1], matrix.outputs)
-    num_rows = x.numel() // x.shape[-1]
-    found.product(x.data_ptr(), y.data_ptr(), num_rows, *_arguments(matrix), torch.get_num_threads())
+    y, size = torch.empty_like(x), len(weight)
+    num_rows = x.numel() // size
+    found.rms_norm(BITS[x.dtype], x.data_ptr(), weight.data_ptr(), y.data_ptr(), num_rows, size, eps)
     return y
 
 
@@ -284,9 +293,13 @@ def cpp_product(x: torch.Tensor, matrix: Matrix) -> torch.Tensor | None:
             "Kernels of quantized weights on a CPU were not compiled; torch's slower ones are used: %s",
             _reasons.pop(),
         )
-    if found is None or matrix.inputs != x.shape[-1] or (matrix.bits == 4 and matrix.outputs % BLOCK):
-        return None
-    return _multiply(found, x, matrix)
+    return None if found is None else _multiply(found, x, matrix)
+
+
+def cpp_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
+    """RMSNorm of rows `[..., D]` on the CPU, with a contiguous weight `[D]` of their dtype; None without a kernel."""
+    found = library() if x.dtype in BITS else None
+    return None if found is None else _normalize(found, x, weight, eps)
 
 
 def _attend(
@@ -336,7 +349,7 @@ def cpp_unpack(matrix: Matrix, out_IO: torch.Tensor) -> bool:
         matrix: of whole blocks; its scales may be those of some outputs of a larger one.
         out_IO: float32 or bfloat16.
     """
-    found = library() if matrix.codes.is_cpu and matrix.outputs % BLOCK == 0 else None
+    found = library() if matrix.codes.is_cpu and len(matrix.codes) % BLOCK == 0 else None
     if found is None:
         return False
     bits, threads = BITS[out_IO.dtype], torch.get_num_threads()

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .._private_api import torch_modes_active
-from .cpp_kernels import cpp_product, plain_matrix
+from .._private_api import is_traced_by_jit, torch_modes_active
+from .cpp_kernels import cpp_product, cpp_rms_norm, plain_matrix
 from .float32_blocks import in_float32, plain_max_rows, product_of_16_bits, rows_of_torch
+from .limits import CPP_PLAIN_MAX_ROWS
 from .tracing import is_exported
 
 SHORTCUTS_ARE_ON = os.environ.get("LLAMOE_CPU_SHORTCUTS", "1") != "0"
@@ -38,7 +39,7 @@ def can_use_shortcut(x: torch.Tensor) -> bool:
         and not torch.is_grad_enabled()
         and type(x) is torch.Tensor
         # Checked before the tensor is read: reading it would add guards, or enter the trace.
-        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        and not (torch.compiler.is_compiling() or is_traced_by_jit())
         and x.is_cpu
         and not torch.is_autocast_enabled("cpu")
         and not torch_modes_active()
@@ -83,6 +84,20 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     y = product_of_16_bits(x.to(dtype).reshape(-1, x.shape[-1]), weight.to(dtype))
     y = y.view(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias.to(dtype)
+
+
+def few_rms_norms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
+    """RMSNorm of few rows `[..., D]` on a CPU in inference, with a weight `[D]`; None for others."""
+    if (
+        not can_use_shortcut(x)
+        or type(weight) not in _PLAIN
+        or x.dtype != weight.dtype
+        or x.shape[-1:] != weight.shape
+        or not 0 < x.numel() <= len(weight) * CPP_PLAIN_MAX_ROWS
+        or not (weight.is_cpu and weight.is_contiguous())
+    ):
+        return None
+    return cpp_rms_norm(x, weight, eps)
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

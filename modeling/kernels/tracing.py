@@ -8,7 +8,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from transformers.utils import is_tracing as transformers_is_tracing
 
-from .._private_api import is_exporting, is_under_functorch
+from .._private_api import has_modes, is_exporting, is_traced_by_jit, is_under_functorch
 
 
 def is_recorded(x: torch.Tensor) -> bool:
@@ -19,11 +19,11 @@ def is_recorded(x: torch.Tensor) -> bool:
     """
     return (
         torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
+        or is_traced_by_jit()
         # Stand-ins (fake tensors, those of a tracer) have classes of their own.
         or type(x) is not torch.Tensor
         or x.is_meta
-        or get_proxy_mode() is not None
+        or (has_modes() and get_proxy_mode() is not None)
         or is_under_functorch()
     )
 

@@ -34,7 +34,7 @@ class QuantizedLinear(Packed, nn.Linear):
     def parts(self) -> list[torch.Tensor]:
         """The parts of the weight."""
         # Twice as fast as by attribute, for each layer of each token.
-        found: list[Any] = [self._parameters["weight"], *(self._buffers[name] for name in self._names[1:])]
+        found: list[Any] = [self._parameters["weight"], *map(self._buffers.__getitem__, self._names[1:])]
         return found
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

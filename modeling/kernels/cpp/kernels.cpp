@@ -1,4 +1,5 @@
-// Products of few rows with a matrix of 4, 8, 16 or 32 bits, and attention of one query, for every processor with vectors.
+// Products of few rows with a matrix of 4, 8, 16 or 32 bits, norms, and attention of one query, for every processor with
+// vectors.
 //
 // A decode step reads every weight once, so these kernels are made to read memory at its full speed. Sums are float32.
 //
@@ -217,6 +218,11 @@ const char* instructions() {
 // Rows times a matrix.
 void product(const void* x, void* y, int64_t rows, MATRIX, int threads) {
   multiply(x, rows, {bits, codes, scales, inputs, outputs, group, stride, in_bytes}, y, threads);
+}
+
+// x / sqrt(mean(x ** 2) + eps), rounded, times a weight.
+void rms_norm(int64_t bits, const void* x, const void* weight, void* y, int64_t rows, int64_t size, float eps) {
+  (bits == 32 ? normalize<Single> : normalize<Brain>)(x, weight, y, rows, size, eps);
 }
 
 // The outputs of one query a head, side by side, over `count` keys and values.

@@ -1,4 +1,4 @@
-// Rows times outputs of numbers, which are read as float32. Weights lie in rows or in columns.
+// Rows times outputs of numbers, which are read as float32, and norms. Weights lie in rows or in columns.
 
 namespace {
 
@@ -82,6 +82,24 @@ void add_columns(const float* x, int64_t x_stride, const typename T::Number* wei
     add_inputs<T, R, kInputs>(x + k, x_stride, weights + k * stride, stride, sums, y_stride, count);
   for (; k < inputs; k++)
     add_inputs<T, R, 1>(x + k, x_stride, weights + k * stride, stride, sums, y_stride, count);
+}
+
+template <class T>
+void normalize(const void* all_x, const void* weight, void* all_y, int64_t rows, int64_t size, float eps) {
+  using Number = typename T::Number;
+  for (int64_t r = 0; r < rows; r++) {
+    const Number* x = (const Number*)all_x + r * size;
+    Floats sum = {};
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const Floats part = load_some<T>(x + i, size - i);
+      sum += part * part;
+    }
+    const float factor = 1.f / __builtin_sqrtf(sum_of(sum) / (float)size + eps);
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const Floats part = T::round(load_some<T>(x + i, size - i) * factor);
+      store_some<T>((Number*)all_y + r * size + i, part * load_some<T>((const Number*)weight + i, size - i), size - i);
+    }
+  }
 }
 
 }  // namespace

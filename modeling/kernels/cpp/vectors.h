@@ -95,6 +95,7 @@ struct Single {
   static inline Floats load(const float* x) { return ::load<Floats>(x); }
   static inline void store(float* y, Floats x) { ::store(y, x); }
   static inline float number(float x) { return x; }
+  static inline Floats round(Floats x) { return x; }
 };
 
 // bfloat16; rounded to the nearest number, of two to the even one. NaN stays one.
@@ -108,6 +109,7 @@ struct Brain {
     const Words up = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
     return (bits & 0x7fffffff) > 0x7f800000 ? (bits | 0x400000) & 0xffff0000 : up;
   }
+  static inline Floats round(Floats x) { return (Floats)rounded_bits(x); }
   static inline void store(uint16_t* y, Floats x) {
     ::store(y, __builtin_convertvector(rounded_bits(x) >> 16, Halves));
   }
