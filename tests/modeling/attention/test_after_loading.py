@@ -6,7 +6,17 @@ import peft
 import pytest
 import torch
 import transformers
-from support.models import DENSE, MIXTRAL, TEXT, VISION, draw, max_abs, run, stock_model
+from support.models import (
+    DENSE,
+    MIXTRAL,
+    MULTIMODAL,
+    TEXT,
+    VISION,
+    draw,
+    max_abs,
+    run,
+    stock_model,
+)
 from support.tables import in_turn
 
 import llamoe
@@ -218,3 +228,26 @@ def test_later_tokens_are_seen(family, where, implementation):
     for length in (WINDOW - 1, WINDOW, LENGTH):
         check_logits(*models, length, **options)
         check_logits(*models, length, use_cache=False, **options)
+
+
+@pytest.mark.parametrize("fields", [{"is_causal": False}, {"use_cache": False}])
+def test_a_multimodal_config_speaks_for_its_decoder(fields):
+    """Of these stock's forward reads the whole model's config, and gives them to its parts."""
+    ours = MULTIMODAL.make(attn_temperature_tuning=False)
+    stock = MULTIMODAL.stock_of(ours)
+    inputs = MULTIMODAL.inputs()
+    is_real = inputs["attention_mask"] > 0
+    before = run(ours, **inputs)
+    for model in (ours, stock):
+        for name, value in fields.items():
+            setattr(model.config, name, value)
+    given, expected = (run(model, **inputs) for model in (ours, stock))
+    assert max_abs(given[is_real], expected[is_real]) < TOLERANCE
+    assert (max_abs(given[is_real], before[is_real]) > 0.1) == ("is_causal" in fields)
+    with torch.no_grad():
+        assert (ours(**inputs).past_key_values is None) == ("use_cache" in fields)
+    tokens = [
+        model.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=-1)
+        for model in (ours, stock)
+    ]
+    assert torch.equal(*tokens)
