@@ -186,6 +186,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
         if model_type == "mistral" and "layer_types" in given:
             # As AutoConfig reads it.
             model_type = "ministral"
+            given = {**given, "model_type": model_type}
         if model_type not in (None, cls.model_type):
             given = cls._from_stock(cls._of_stock_class(CONFIG_MAPPING[model_type], given))
         data = {}
@@ -283,7 +284,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
     @classmethod
     def _from_stock(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Correct fields that the stock class has, but does not read."""
+        """Correct fields that the stock class has, but does not read; `data` has stock's model type."""
         return data
 
     @classmethod

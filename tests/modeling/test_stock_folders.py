@@ -203,6 +203,51 @@ def test_layer_types_of_a_mistral(folders, tmp_path):
     assert max_abs(logits(ours.from_pretrained(tmp_path / "in", config=config)), expected) < 2e-5
 
 
+FULL, LOCAL = ["full_attention"] * 3, ["sliding_attention"] * 3
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "written_by_layers"),
+    [
+        ("Mistral", dict(sliding_window=None), "llama"),
+        ("Ministral", dict(sliding_window=8, layer_types=FULL), "llama"),
+        ("Ministral", dict(sliding_window=8, layer_types=LOCAL), "mistral"),
+    ],
+)
+def test_the_stock_type_that_was_read_is_written_again(family, fields, written_by_layers, tmp_path):
+    config = getattr(transformers, f"{family}Config")(**DENSE | fields)
+    stock = stock_model(getattr(transformers, f"{family}ForCausalLM"), config)
+    stock.save_pretrained(tmp_path / "in")
+    ours = llamoe.LlamoeDenseForCausalLM
+    assert all(
+        config.stock_type() == family.lower() for config in configs_of(ours.config_class, tmp_path / "in")
+    )
+    ours.from_pretrained(tmp_path / "in").save_pretrained(tmp_path / "own")
+    model = ours.from_pretrained(tmp_path / "own")
+    for kind in (family.lower(), written_by_layers):
+        model.save_pretrained(tmp_path / kind, layout="stock")
+        back = AutoModelForCausalLM.from_pretrained(tmp_path / kind)
+        assert (back.config.model_type, hasattr(back.config, "read_from")) == (kind, False)
+        assert back.config.architectures == [type(back).__name__]
+        assert max_abs(logits(back), logits(stock)) < 2e-5
+        model.config.read_from = None
+
+
+def test_other_layers_are_written_as_the_type_that_has_them(folders):
+    config = llamoe.LlamoeDenseConfig.from_pretrained(folders / "mistral")
+    config.layer_types = HALF
+    assert to_stock(config)["model_type"] == "ministral"
+    config.layer_types = FULL
+    assert (to_stock(config)["model_type"], to_stock(config)["sliding_window"]) == ("mistral", None)
+    config = llamoe.LlamoeDenseConfig.from_pretrained(
+        folders / "ministral", sliding_window=None, layer_types=None
+    )
+    # Stock's Ministral needs a number.
+    assert to_stock(config)["model_type"] == "llama"
+    with pytest.raises(ValueError, match="read_from = 'mixtral': no such model type"):
+        llamoe.LlamoeDenseConfig(read_from="mixtral")
+
+
 def test_fields_of_ours_that_are_given_beside_a_stock_folder_are_taken(folders):
     config = llamoe.LlamoeDenseConfig.from_pretrained(folders / "llama", sliding_window=8, skip_logits=True)
     assert (config.sliding_window, config.skip_logits) == (8, True)
