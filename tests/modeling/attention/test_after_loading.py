@@ -251,3 +251,20 @@ def test_a_multimodal_config_speaks_for_its_decoder(fields):
         for model in (ours, stock)
     ]
     assert torch.equal(*tokens)
+
+
+class Skip(torch.nn.Module):
+    """Stands in a layer's place, and has none of its parts."""
+
+    def forward(self, hidden_states, **_):
+        return hidden_states
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_module_in_a_layers_place_is_called(family):
+    stock, ours = pair(family)
+    before = new_tokens(ours)
+    for model in (stock, ours):
+        model.model.layers[1] = Skip()
+    check_equal(stock, ours)
+    assert new_tokens(ours) != before
