@@ -253,6 +253,23 @@ def test_a_multimodal_config_speaks_for_its_decoder(fields):
     assert torch.equal(*tokens)
 
 
+@pytest.mark.parametrize("family", FAMILIES[1:])
+def test_a_window_changes_between_passes_over_one_cache(family):
+    """A smaller one counts at once, as in stock; for a larger one the cache has forgotten tokens."""
+    name = "attention_chunk_size" if family == "Llama4" else "sliding_window"
+    ids, logits, caches = rows(), [], []
+    for model in pair(family):
+        cache = model(ids[:, :9], use_cache=True).past_key_values
+        setattr(model.config, name, WINDOW - 2)
+        steps = [ids[:, 9:14], *ids[:, 14:16].split(1, dim=1)]
+        logits.append(torch.cat([run(model, input_ids=step, past_key_values=cache) for step in steps], dim=1))
+        caches.append(cache)
+    assert max_abs(*logits) < TOLERANCE
+    setattr(model.config, name, WINDOW + 2)
+    with pytest.raises(ValueError, match=f"keeps {WINDOW} tokens; expected: {name} = {WINDOW + 2}"):
+        model(ids[:, :2], past_key_values=caches[1])
+
+
 class Skip(torch.nn.Module):
     """Stands in a layer's place, and has none of its parts."""
 
