@@ -186,6 +186,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
         if model_type == "mistral" and "layer_types" in given:
             # As AutoConfig reads it.
             model_type = "ministral"
+            given = {**given, "model_type": model_type}
         if model_type not in (None, cls.model_type):
             given = cls._from_stock(cls._of_stock_class(CONFIG_MAPPING[model_type], given))
         data = {}
@@ -255,23 +256,35 @@ class LlamoeBaseConfig(PreTrainedConfig):
     def _of_stock_class(cls, stock: type[PreTrainedConfig], given: dict[str, Any]) -> dict[str, Any]:
         """What a stock class makes of its arguments: its own defaults, and nothing of fields that we alone have.
 
-        Names that neither has are kept, as stock keeps them.
+        Other names that only our class has are left out too, and names of methods: kept as attributes they would hide
+        the class's own. Names that neither has are kept, as stock keeps them.
         """
         reader = READERS[stock.model_type]
         ours, theirs = ({field.name: field.default for field in fields(each)} for each in (reader, stock))
-        foreign = (ours.keys() | reader.attribute_map.keys()) - theirs.keys() - stock.attribute_map.keys()
-        for name in given:
-            if name in foreign and given[name] not in (None, ours.get(name)):
+        known = theirs.keys() | stock.attribute_map.keys()
+
+        def is_foreign(name: str) -> bool:
+            if name in known:
+                return False
+            if name in ours or name in reader.attribute_map:
+                return True
+            return hasattr(reader, name) and (not hasattr(stock, name) or callable(getattr(reader, name)))
+
+        foreign = set(filter(is_foreign, given))
+        for name in foreign:
+            if given[name] not in (None, ours.get(name)):
                 logger.warning_once(
                     f"{name} = {reprlib.repr(given[name])} of this {stock.model_type} configuration is left out: "
                     f"transformers' {stock.__name__} has no such field and computes without it."
                 )
         defaults = {name: value for name, value in theirs.items() if value != ours.get(name, value)}
-        return defaults | {name: value for name, value in given.items() if name not in foreign}
+        return defaults | {
+            name: value for name, value in _rotating_whole_heads(given).items() if name not in foreign
+        }
 
     @classmethod
     def _from_stock(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Correct fields that the stock class has, but does not read."""
+        """Correct fields that the stock class has, but does not read; `data` has stock's model type."""
         return data
 
     @classmethod
@@ -358,6 +371,20 @@ class LlamoeBaseConfig(PreTrainedConfig):
             for name in ("_name_or_path", "auto_map"):
                 data.pop(name, None)
         return mine == theirs
+
+
+def _rotating_whole_heads(given: dict[str, Any]) -> dict[str, Any]:
+    """Leave out `partial_rotary_factor` of a stock configuration without scaling, where stock does not read it."""
+    name = "partial_rotary_factor"
+    ropes = {
+        key: given[key] for key in ("rope_scaling", "rope_parameters") if isinstance(given.get(key), dict)
+    }
+    rope = next(filter(None, ropes.values()), {})
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        return given
+    given = given | {key: {k: value for k, value in rope.items() if k != name} for key, rope in ropes.items()}
+    given.pop(name, None)
+    return given
 
 
 @contextmanager

@@ -190,6 +190,8 @@ class LlamoeDenseConfig(WindowedConfig):
             head_dim / 2 (the order of Hugging Face LLaMA files, whose q and k rows are permuted for it).
         skip_logits: Which passes with labels compute the loss alone, by pieces of the tokens, and return no logits:
             those in training (True), those in evaluation too ("always"), or none. A pass's own argument wins.
+        read_from: "mistral" or "ministral" if the configuration was read from transformers' one of that model type. It
+            is written as that again by `layout="stock"`; None: as what the layers need.
     """
 
     model_type = "llamoe_dense"
@@ -224,8 +226,22 @@ class LlamoeDenseConfig(WindowedConfig):
     layer_types: list[str] | None = None
     rope_interleave: bool = False
     skip_logits: bool | str = False
+    read_from: str | None = None
+
+    @classmethod
+    def _from_stock(cls, data):
+        return data | ({"read_from": data["model_type"]} if data["model_type"] in cls.stock_relatives else {})
+
+    def validate_architecture(self) -> None:
+        """Check sizes and heads, and what was read."""
+        super().validate_architecture()
+        if self.read_from not in (None, *self.stock_relatives):
+            fail(self, "read_from", self.read_from, "no such model type", "'mistral', 'ministral' or None")
 
     def stock_type(self) -> str:
-        """llama; with a window mistral, or ministral where only some layers have it."""
+        """llama; with a window mistral, or ministral where only some layers have it; or what was read, if wider."""
         kinds = set(self.attention_types())
-        return "ministral" if len(kinds) > 1 else "mistral" if "sliding_attention" in kinds else "llama"
+        # Stock's Ministral makes a mask of the window even if no layer has one.
+        if len(kinds) > 1 or (self.read_from == "ministral" and self.sliding_window is not None):
+            return "ministral"
+        return "mistral" if "sliding_attention" in kinds or self.read_from == "mistral" else "llama"

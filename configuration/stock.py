@@ -69,7 +69,7 @@ _OF_TRAINING = (
     "skip_logits",
 )
 _DROPPED = {
-    LlamoeDenseConfig: ("skip_logits",),
+    LlamoeDenseConfig: ("skip_logits", "read_from"),
     LlamoeMixtralConfig: (*_OF_TRAINING, "layer_types"),
     LlamoeTextConfig: _OF_TRAINING,
     LlamoeVisionConfig: ("vision_feature_layer",),
@@ -130,8 +130,13 @@ def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:
 
 def _adjust_dense(config: LlamoeDenseConfig, data: dict[str, Any]) -> None:
     stock_type = config.stock_type()
-    if stock_type != "ministral":
+    if stock_type == "ministral":
+        data["layer_types"] = config.attention_types()
+    else:
         del data["layer_types"]
+    if stock_type == "mistral" and "full_attention" in config.attention_types():
+        # Its number is every layer's.
+        data["sliding_window"] = None
     if stock_type != "llama":
         for name in ("attention_bias", "mlp_bias"):
             if data.pop(name):

@@ -19,7 +19,13 @@ from typing import Any
 
 import torch
 
-from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeTextConfig, LlamoeVisionConfig
+from ..configuration import (
+    LlamoeConfig,
+    LlamoeDenseConfig,
+    LlamoeMixtralConfig,
+    LlamoeTextConfig,
+    LlamoeVisionConfig,
+)
 from ..configuration.sizes import count_of
 from .checkpoint import Checkpoint, Report, expected_shapes, take_part
 from .clip import CLIP_MEAN, CLIP_STD, PROCESSOR, fold, normalization, open_tower, read_processor, resize
@@ -131,7 +137,8 @@ def _open_decoder(text: str | Path, target: str | Path, resume: bool) -> Checkpo
         raise ValueError(
             f"assemble: {text} is {family_of(config)}; give the decoder first (LLaMA or a mixture), then the tower."
         )
-    if config.stock_type() in ("mistral", "ministral", "mixtral"):
+    is_windowed = isinstance(config, LlamoeDenseConfig) and "sliding_attention" in config.attention_types()
+    if is_windowed or isinstance(config, LlamoeMixtralConfig):
         raise ValueError(
             f"assemble: {text} is a {config.stock_type()}, whose windows or experts no multimodal model's decoder has; "
             "give a dense LLaMA without a window, or a mixture of Llama 4's family."

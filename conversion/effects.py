@@ -12,7 +12,8 @@ NO_EFFECT = frozenset(
     "max_position_embeddings initializer_range use_cache pad_token_id bos_token_id eos_token_id pretraining_tp "
     "attention_dropout projector_dropout no_rope_layer_interval interleave_moe_layer_step output_router_logits "
     "router_aux_loss_coef router_jitter_noise router_z_loss_coef router_dropout expert_capacity_factor "
-    "output_expert_load skip_logits boi_token_index eoi_token_index image_token_index tie_word_embeddings".split()
+    "output_expert_load skip_logits boi_token_index eoi_token_index image_token_index tie_word_embeddings "
+    "read_from".split()
 )
 """Fields that do not change a forward pass, given the other fields, the weights and the token ids."""
 

@@ -123,7 +123,7 @@ def upcycle(
         raise ValueError(
             f"upcycle: {source} is {family_of(dense.config)}; give a dense LLaMA (llama, mistral, llamoe_dense)."
         )
-    has_window = dense.config.stock_type() != "llama"
+    has_window = "sliding_attention" in dense.config.attention_types()
     family = family or ("mixtral" if has_window else "llama4")
     if has_window and family == "llama4":
         raise ValueError(
@@ -258,7 +258,8 @@ def as_mixtral(dense: Checkpoint, mixture: Mixture) -> Checkpoint:
             "choose 1, or the family llama4."
         )
     if biases := [name for name in ("attention_bias", "mlp_bias") if getattr(config, name)]:
-        advice = "the family llama4" if config.stock_type() == "llama" else "a source without"
+        has_window = "sliding_attention" in config.attention_types()
+        advice = "a source without" if has_window else "the family llama4"
         raise ValueError(
             f"upcycle: {dense.path} has {' and '.join(biases)}, and layers of Mixtral's family have no biases; choose "
             f"{advice}."

@@ -130,7 +130,8 @@ class ChunkedGeneration(CheckedGeneration):
         """Generate tokens; arguments as in `GenerationMixin.generate`.
 
         Raises:
-            ValueError: as in `CheckedGeneration.generate`, or prompts padded on the right before chunked layers.
+            ValueError: as in `CheckedGeneration.generate`, or prompts padded on the right that do not fit into a
+                chunk together with the new tokens.
         """
         if "pixel_values" in kwargs and kwargs["pixel_values"] is None:
             # A turn without pictures; newer releases would encode None.
@@ -157,18 +158,24 @@ class ChunkedGeneration(CheckedGeneration):
             mask = (mask.cumsum(-1) > 0).to(mask.dtype)
         return mask
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        mask = model_kwargs.get("attention_mask")
-        if _chunk_size(self.config) is not None and isinstance(mask, torch.Tensor) and mask.ndim == 2:
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, mode, batch_size, max_cache_length
+    ):
+        mask, chunk_size = model_kwargs.get("attention_mask"), _chunk_size(self.config)
+        # Within one chunk nothing depends on where chunks begin.
+        has_borders = chunk_size is not None and max_cache_length > chunk_size
+        if has_borders and isinstance(mask, torch.Tensor) and mask.ndim == 2:
             rows = ((mask[:, -1:] == 0) & (mask != 0).any(1, keepdim=True)).nonzero()
             if len(rows):
                 # Chunk borders lie where a row's real tokens say, of which the last one would be another.
                 raise ValueError(
-                    f"attention_mask hides the last token of row {int(rows[0, 0])}: prompts are padded on the right, "
-                    'where the new tokens go. Pad them on the left: tokenizer.padding_side = "left".'
+                    f"the last token of row {int(rows[0, 0])} counts as padding, by attention_mask or, where none is "
+                    "given, as pad_token_id. New tokens cannot follow it over the border of a chunk "
+                    f"(attention_chunk_size = {chunk_size}). Pad prompts on the left: "
+                    'tokenizer.padding_side = "left"; where the token belongs to the text, give an attention_mask.'
                 )
         prepare = super()._prepare_cache_for_generation
-        return prepare(generation_config, model_kwargs, *args, **kwargs)
+        return prepare(generation_config, model_kwargs, mode, batch_size, max_cache_length)
 
     def init_continuous_batching(self, *args, **kwargs):
         """Make a manager for continuous batching; arguments as in transformers.

@@ -17,6 +17,7 @@ from transformers import Cache, GenerationMixin, PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPooling, MoeModelOutputWithPast
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
 
 from ..configuration import LlamoeConfig
 from ._compat import PAGED_CACHE, takes_cache
@@ -105,6 +106,7 @@ class MultimodalModel(LlamoePreTrainedModel):
 
     @takes_cache
     @can_return_tuple
+    @merge_with_config_defaults
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,

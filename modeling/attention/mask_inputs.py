@@ -193,9 +193,9 @@ class MaskInputs:
         """`[B, W]`: positions of cached tokens under a padding mask, counted back from each row's first new token.
 
         Raises:
-            ValueError: padding stands behind cached tokens, and the first new token's position is not the number of
-                real tokens before it, as `generate` counts. Found where values are read, and on a GPU in passes of
-                several tokens.
+            ValueError: padding stands behind cached tokens, the first new token's position is not the number of real
+                tokens before it, as `generate` counts behind left padding, and not all tokens are in the first chunk,
+                where this matters. Found where values are read, and on a GPU in passes of several tokens.
         """
         padding_mask, offset = self.padding_mask, self.query_offset
         column_B1 = self.is_real(self.query_index).int().argmax(1, keepdim=True)
@@ -206,9 +206,9 @@ class MaskInputs:
         is_interrupted = count_B1 + left_padding(padding_mask) <= index_B1
         # One token a row on a GPU is not worth waiting for a second time.
         if is_readable(padding_mask) or (self.reads_values and self.query_length > 1):
-            wrong = (
-                is_interrupted & padding_mask.gather(1, index_B1) & (position_B1 != count_B1 - 1)
-            ).nonzero()
+            wrong = is_interrupted & padding_mask.gather(1, index_B1) & (position_B1 != count_B1 - 1)
+            last_B1 = torch.maximum(index_B1, position_B1) + self.query_length - 1
+            wrong = (wrong & (last_B1 >= self.rules["chunked_attention"].chunk_size)).nonzero()
             if len(wrong):
                 row = int(wrong[0, 0])
                 raise ValueError(
@@ -216,7 +216,9 @@ class MaskInputs:
                     f"{int(position_B1[row])}; expected: {int(count_B1[row]) - 1}, the number of real tokens before. "
                     "Number them so, attention_mask.cumsum(-1) - 1, or give all tokens in one pass."
                 )
-        return torch.where(is_interrupted, counts_BW - count_B1, index_W - index_B1) + position_B1
+        positions_BW = torch.where(is_interrupted, counts_BW - count_B1, index_W - index_B1) + position_B1
+        # Behind right padding `generate` counts on from the padding: then all are in the first chunk.
+        return positions_BW.clamp(min=0)
 
     def positions_at(self, index: torch.Tensor) -> torch.Tensor:
         """`[B or 1, T]`: positions of the tokens at these indices `[T]` along the rows, cached or new."""
@@ -293,9 +295,9 @@ class MaskInputs:
         )
         if first_kept > 0 and bool(is_behind[:, first_kept:begin].any()):
             raise ValueError(
-                "past_key_values has forgotten tokens that may still be needed: it keeps the last tokens of each "
-                "chunked layer, padding included, and a row has padding behind cached tokens. Use a cache that keeps "
-                "every token, DynamicCache() without a config."
+                "the KV cache has forgotten tokens that may still be needed: it keeps the last tokens of each chunked "
+                "layer, padding included, and attention_mask hides tokens behind the first real one of a row. Leave "
+                "them out, or give a cache that keeps every token: past_key_values=DynamicCache(), without a config."
             )
 
 

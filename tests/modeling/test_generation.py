@@ -9,6 +9,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from support.models import (
     IMAGE_TOKEN,
+    LENGTH,
     MODELS,
     MULTIMODAL,
     PADDING,
@@ -22,6 +23,7 @@ from support.models import (
 )
 from support.tables import in_turn
 from transformers import (
+    DynamicCache,
     GenerationConfig,
     PreTrainedTokenizerFast,
     StoppingCriteria,
@@ -604,19 +606,47 @@ def test_prompts_padded_on_the_right_are_refused(case, padding):
     for value in inputs.values():
         value[0] = value[0].roll(-padding)
     for options in ({}, {"cache_implementation": "static"}, {"use_cache": False}, {"num_beams": 2}):
-        with pytest.raises(ValueError, match='hides the last token of row 0.*padding_side = "left"'):
+        with pytest.raises(ValueError, match=r'last token of row 0 counts as padding.*padding_side = "left"'):
             new_tokens(model, inputs, **options)
+    with pytest.raises(ValueError, match="none is given, as pad_token_id"):
+        new_tokens(model, {"input_ids": inputs["input_ids"]})
     alone = {name: value[:1, :-padding] for name, value in inputs.items()}
     assert torch.equal(new_tokens(model, alone)[0], on_the_left)
 
 
-UNCHUNKED = [case for case in MODELS if case.is_head and not case.is_llama4]
+@for_models("is_head", "is_llama4")
+def test_a_mask_with_a_hole_is_named(case):
+    """Where the window of `generate`'s own cache has lost tokens; a cache of all tokens has them."""
+    model, inputs = case.make_small(), case.inputs(padding=(0,), length=PROMPT)
+    inputs.pop("pixel_values", None)
+    hole = slice(PROMPT - 6, PROMPT - 3)
+    inputs["attention_mask"][:, hole] = 0
+    with pytest.raises(
+        ValueError, match=r"attention_mask hides tokens behind.*past_key_values=DynamicCache\(\)"
+    ):
+        new_tokens(model, inputs)
+    shown = {name: value[inputs["attention_mask"] == 1][None] for name, value in inputs.items()}
+    assert torch.equal(new_tokens(model, inputs, past_key_values=DynamicCache()), new_tokens(model, shown))
 
 
-@for_models(models=UNCHUNKED)
-def test_right_padding_without_chunks_is_stocks(case):
-    """A warning, and the tokens that stock gives."""
-    model, inputs = case.make_small(), case.inputs(padding=(3, 0))
+@for_models("is_head", "is_text")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"cache_implementation": "static"}, {"use_cache": False}, {"num_beams": 2}, {"mask": None}],
+)
+def test_right_padding_within_a_chunk_is_stocks(case, options):
+    """A warning, and the tokens that stock gives; also where there are no chunks, and by the pad tokens alone."""
+    # Stock's temperature counts padding, ours does not.
+    text = dict(attention_chunk_size=LENGTH + 7, attn_temperature_tuning=False) if case.is_llama4 else {}
+    model, inputs = case.make_small(**text), case.inputs(padding=(3, 0))
+    inputs.pop("pixel_values", None)
+    inputs["input_ids"][inputs["input_ids"] == IMAGE_TOKEN] = 5
     for value in inputs.values():
         value[0] = value[0].roll(-3)
-    assert torch.equal(new_tokens(model, inputs), new_tokens(case.stock_of(model), inputs))
+    if "mask" in options:
+        options, inputs = {}, {"input_ids": inputs["input_ids"]}
+    if "cache_implementation" in options:
+        options = {**options, "disable_compile": True}
+    assert torch.equal(
+        new_tokens(model, inputs, **options), new_tokens(case.stock_of(model), inputs, **options)
+    )

@@ -43,6 +43,19 @@ class Family:
         return AutoModelForImageTextToText if "Conditional" in self.stock else AutoModelForCausalLM
 
 
+# Names of methods and properties of our classes, and what scaled rotation alone reads.
+NAMES = dict(
+    stock_type="llama",
+    layer_plan=1,
+    attention_types=HALF,
+    _rotary_multiple=4,
+    validate=False,
+    partial_rotary_factor=0.5,
+    rope_interleave=True,
+)
+MIXTURE = dict(router_name="router", experts_are_output_first=1, pools_router_losses=2)
+# Neither class has them: kept, as stock keeps them.
+KEPT = dict(use_sliding_window=False, _has_experts=True)
 ROUTING = dict(router_score_function="softmax", apply_router_weight_on_input=False, router_balancing="bias")
 WINDOW = dict(**DENSE, sliding_window=8)
 FAMILIES = {
@@ -50,39 +63,65 @@ FAMILIES = {
         "LlamaForCausalLM",
         "LlamoeDenseForCausalLM",
         stock_dense_config,
-        dict(sliding_window=8, use_sliding_window=False, layer_types=HALF, rope_interleave=True),
+        dict(NAMES, **KEPT, sliding_window=8, layer_types=HALF, moe_layers=[0]),
     ),
     "mistral": Family(
         "MistralForCausalLM",
         "LlamoeDenseForCausalLM",
         lambda: transformers.MistralConfig(**WINDOW),
-        dict(attention_bias=True, mlp_bias=True, rope_interleave=True),
+        dict(NAMES, **KEPT, attention_bias=True, mlp_bias=True, moe_layers=[0]),
     ),
     "ministral": Family(
         "MinistralForCausalLM",
         "LlamoeDenseForCausalLM",
         lambda: transformers.MinistralConfig(**WINDOW, layer_types=HALF),
-        dict(attention_bias=True, mlp_bias=True, rope_interleave=True),
+        dict(NAMES, **KEPT, attention_bias=True, mlp_bias=True, moe_layers=[0]),
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
         "LlamoeMixtralForCausalLM",
         lambda: stock_mixtral_config(sliding_window=8),
-        dict(layer_types=HALF, norm_topk_prob=False, router_pre_softmax=False, use_shared_expert=True),
+        dict(
+            NAMES,
+            **KEPT,
+            **MIXTURE,
+            layer_types=HALF,
+            norm_topk_prob=False,
+            router_pre_softmax=False,
+            use_shared_expert=True,
+            moe_layers=[0],
+            attention_bias=True,
+            mlp_bias=True,
+        ),
     ),
     "llama4_text": Family(
         "Llama4ForCausalLM",
         "LlamoeForCausalLM",
         stock_text_config,
-        dict(**ROUTING, num_experts=3, use_shared_expert=False, rope_interleave=False, mlp_bias=True),
+        dict(
+            NAMES,
+            **KEPT,
+            **MIXTURE,
+            **ROUTING,
+            num_experts=3,
+            use_shared_expert=False,
+            rope_interleave=False,
+            mlp_bias=True,
+        ),
     ),
     "llama4": Family(
         "Llama4ForConditionalGeneration",
         "LlamoeForConditionalGeneration",
         stock_multimodal_config,
         dict(
-            text_config=dict(**ROUTING, use_shared_expert=False),
-            vision_config=dict(use_rope=False, use_post_layernorm=False, attention_bias=False, vision_feature_layer=-2),
+            stock_type="llama4",
+            check_multimodal=1,
+            validate=False,
+            text_config=dict(NAMES, **MIXTURE, **ROUTING, use_shared_expert=False, rope_interleave=False),
+            vision_config=dict(
+                use_rope=False, use_post_layernorm=False, attention_bias=False, vision_feature_layer=-2,
+                validate=False, grid_size=7, tokens_per_tile=9, partial_rotary_factor=0.5,
+            ),
         ),
     ),
 }  # fmt: skip
@@ -146,7 +185,7 @@ def test_what_the_stock_class_does_not_read_changes_nothing(kind, folders, tmp_p
     first, *others = configs_of(own.config_class, tmp_path / "in")
     plain, *_ = configs_of(own.config_class, folders / kind)
     assert all(config == first for config in others)
-    assert {**to_stock(first), "use_sliding_window": 0} == {**to_stock(plain), "use_sliding_window": 0}
+    assert {**to_stock(first), **KEPT} == {**to_stock(plain), **KEPT}
     own.save_pretrained(tmp_path / "out", layout="stock")
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == kind
     assert max_abs(logits(family.auto_class.from_pretrained(tmp_path / "out")), expected) < 2e-5
@@ -162,6 +201,51 @@ def test_layer_types_of_a_mistral(folders, tmp_path):
     config = stock.config_class.from_pretrained(tmp_path / "in")
     expected = logits(stock.from_pretrained(tmp_path / "in", config=config))
     assert max_abs(logits(ours.from_pretrained(tmp_path / "in", config=config)), expected) < 2e-5
+
+
+FULL, LOCAL = ["full_attention"] * 3, ["sliding_attention"] * 3
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "written_by_layers"),
+    [
+        ("Mistral", dict(sliding_window=None), "llama"),
+        ("Ministral", dict(sliding_window=8, layer_types=FULL), "llama"),
+        ("Ministral", dict(sliding_window=8, layer_types=LOCAL), "mistral"),
+    ],
+)
+def test_the_stock_type_that_was_read_is_written_again(family, fields, written_by_layers, tmp_path):
+    config = getattr(transformers, f"{family}Config")(**DENSE | fields)
+    stock = stock_model(getattr(transformers, f"{family}ForCausalLM"), config)
+    stock.save_pretrained(tmp_path / "in")
+    ours = llamoe.LlamoeDenseForCausalLM
+    assert all(
+        config.stock_type() == family.lower() for config in configs_of(ours.config_class, tmp_path / "in")
+    )
+    ours.from_pretrained(tmp_path / "in").save_pretrained(tmp_path / "own")
+    model = ours.from_pretrained(tmp_path / "own")
+    for kind in (family.lower(), written_by_layers):
+        model.save_pretrained(tmp_path / kind, layout="stock")
+        back = AutoModelForCausalLM.from_pretrained(tmp_path / kind)
+        assert (back.config.model_type, hasattr(back.config, "read_from")) == (kind, False)
+        assert back.config.architectures == [type(back).__name__]
+        assert max_abs(logits(back), logits(stock)) < 2e-5
+        model.config.read_from = None
+
+
+def test_other_layers_are_written_as_the_type_that_has_them(folders):
+    config = llamoe.LlamoeDenseConfig.from_pretrained(folders / "mistral")
+    config.layer_types = HALF
+    assert to_stock(config)["model_type"] == "ministral"
+    config.layer_types = FULL
+    assert (to_stock(config)["model_type"], to_stock(config)["sliding_window"]) == ("mistral", None)
+    config = llamoe.LlamoeDenseConfig.from_pretrained(
+        folders / "ministral", sliding_window=None, layer_types=None
+    )
+    # Stock's Ministral needs a number.
+    assert to_stock(config)["model_type"] == "llama"
+    with pytest.raises(ValueError, match="read_from = 'mixtral': no such model type"):
+        llamoe.LlamoeDenseConfig(read_from="mixtral")
 
 
 def test_fields_of_ours_that_are_given_beside_a_stock_folder_are_taken(folders):

@@ -358,7 +358,8 @@ def test_a_tied_head_stays_with_its_embedding():
 
 
 def test_this_machine_is_the_default():
-    plan = plan_placement(DENSE.make_config(), context=20)
+    # Whatever else runs here, which may leave less than the usual headroom.
+    plan = plan_placement(DENSE.make_config(), context=20, headroom=0)
     assert plan.room["cpu"] > 0 and "the whole model" in str(plan)
 
 

@@ -6,7 +6,17 @@ import peft
 import pytest
 import torch
 import transformers
-from support.models import DENSE, MIXTRAL, TEXT, VISION, draw, max_abs, run, stock_model
+from support.models import (
+    DENSE,
+    MIXTRAL,
+    MULTIMODAL,
+    TEXT,
+    VISION,
+    draw,
+    max_abs,
+    run,
+    stock_model,
+)
 from support.tables import in_turn
 
 import llamoe
@@ -218,3 +228,60 @@ def test_later_tokens_are_seen(family, where, implementation):
     for length in (WINDOW - 1, WINDOW, LENGTH):
         check_logits(*models, length, **options)
         check_logits(*models, length, use_cache=False, **options)
+
+
+@pytest.mark.parametrize("fields", [{"is_causal": False}, {"use_cache": False}])
+def test_a_multimodal_config_speaks_for_its_decoder(fields):
+    """Of these stock's forward reads the whole model's config, and gives them to its parts."""
+    ours = MULTIMODAL.make(attn_temperature_tuning=False)
+    stock = MULTIMODAL.stock_of(ours)
+    inputs = MULTIMODAL.inputs()
+    is_real = inputs["attention_mask"] > 0
+    before = run(ours, **inputs)
+    for model in (ours, stock):
+        for name, value in fields.items():
+            setattr(model.config, name, value)
+    given, expected = (run(model, **inputs) for model in (ours, stock))
+    assert max_abs(given[is_real], expected[is_real]) < TOLERANCE
+    assert (max_abs(given[is_real], before[is_real]) > 0.1) == ("is_causal" in fields)
+    with torch.no_grad():
+        assert (ours(**inputs).past_key_values is None) == ("use_cache" in fields)
+    tokens = [
+        model.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=-1)
+        for model in (ours, stock)
+    ]
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES[1:])
+def test_a_window_changes_between_passes_over_one_cache(family):
+    """A smaller one counts at once, as in stock; for a larger one the cache has forgotten tokens."""
+    name = "attention_chunk_size" if family == "Llama4" else "sliding_window"
+    ids, logits, caches = rows(), [], []
+    for model in pair(family):
+        cache = model(ids[:, :9], use_cache=True).past_key_values
+        setattr(model.config, name, WINDOW - 2)
+        steps = [ids[:, 9:14], *ids[:, 14:16].split(1, dim=1)]
+        logits.append(torch.cat([run(model, input_ids=step, past_key_values=cache) for step in steps], dim=1))
+        caches.append(cache)
+    assert max_abs(*logits) < TOLERANCE
+    setattr(model.config, name, WINDOW + 2)
+    with pytest.raises(ValueError, match=f"keeps {WINDOW} tokens; expected: {name} = {WINDOW + 2}"):
+        model(ids[:, :2], past_key_values=caches[1])
+
+
+class Skip(torch.nn.Module):
+    """Stands in a layer's place, and has none of its parts."""
+
+    def forward(self, hidden_states, **_):
+        return hidden_states
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_module_in_a_layers_place_is_called(family):
+    stock, ours = pair(family)
+    before = new_tokens(ours)
+    for model in (stock, ours):
+        model.model.layers[1] = Skip()
+    check_equal(stock, ours)
+    assert new_tokens(ours) != before

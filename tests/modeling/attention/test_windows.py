@@ -235,9 +235,9 @@ def test_a_file_of_mistrals_may_leave_out_its_defaults():
     other = llamoe.LlamoeDenseConfig.from_dict(config.to_dict(), num_hidden_layers=3, sliding_window=7)
     assert other.layer_types is None and other.attention_types() == ["sliding_attention"] * 3
     without = llamoe.LlamoeDenseConfig.from_dict(config.to_dict(), sliding_window=None)
-    assert without.layer_types is None and without.stock_type() == "llama"
+    assert without.layer_types is None and without.attention_types() == ["full_attention"] * 32
     config = llamoe.LlamoeDenseConfig.from_dict({"model_type": "mistral", "sliding_window": None})
-    assert config.layer_types is None and config.stock_type() == "llama"
+    assert config.layer_types is None and config.attention_types() == ["full_attention"] * 32
 
 
 @pytest.mark.parametrize(
