@@ -76,7 +76,7 @@ def test_continuous_batching_refuses_more_than_a_chunk(case):
         batch(model, inputs, 5)
     with pytest.raises(ValueError, match="request 1 has 12"):
         batch(model, inputs, 3, max_new_tokens=5)
-    with pytest.raises(ValueError, match="request 0 has 4 prompt tokens and no max_new_tokens"):
+    with pytest.raises(ValueError, match="request 0 has 4 prompt tokens and max_new_tokens = None"):
         batch(model, inputs, None)
     with pytest.raises(ValueError, match="request 0 has 12"):
         model.generate(torch.tensor(inputs[1:]), cache_implementation="paged", max_new_tokens=5)
@@ -99,7 +99,7 @@ def test_without_chunks_continuous_batching_knows_no_limit():
 
 def test_continuous_batching_takes_no_images():
     model = MULTIMODAL.make_small()
-    with pytest.raises(ValueError, match=r"request 1 has image tokens \(id 99\).*generate\(\)"):
+    with pytest.raises(ValueError, match=r"request 1 has image tokens"):
         batch(model, [[3, 4], [5, IMAGE_TOKEN, 6]], 3)
 
 

@@ -525,7 +525,9 @@ def test_mistrals_folders_give_our_classes_and_stocks_numbers(model_type, fields
         stock.save_pretrained(tmp_path / auto_name)
         with llamoe.adopt(model_type):
             ours = auto_class.from_pretrained(tmp_path / auto_name)
-        assert isinstance(ours, LlamoePreTrainedModel)
+        # There is no head of ours that finds answers with a mixture.
+        has_head = (model_type, auto_name) != ("mixtral", "QuestionAnswering")
+        assert isinstance(ours, LlamoePreTrainedModel) == has_head
         assert type(auto_class.from_pretrained(tmp_path / auto_name)) is type(stock)
         with torch.no_grad():
             for mine, its in zip(ours(ids).to_tuple()[:1], stock(ids).to_tuple()[:1], strict=True):
