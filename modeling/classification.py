@@ -16,7 +16,7 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple, is_torchdynamo_compiling, logging
+from transformers.utils import TransformersKwargs, can_return_tuple
 
 from ..configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig
 from ._compat import CACHE, takes_cache
@@ -24,8 +24,6 @@ from .attention import mask_of_new_tokens
 from .base import LlamoePreTrainedModel
 from .input_checks import check_classes, check_labels
 from .moe import RouterLossMixin
-
-logger = logging.get_logger("llamoe")
 
 
 class Head:
@@ -110,8 +108,12 @@ class SequenceClassifier(RouterLossMixin, Head, GenericForSequenceClassification
             raise ValueError(
                 "Cannot handle batch sizes > 1 if no padding token is defined: set model.config.pad_token_id."
             )
+        last = torch.tensor(-1)
+        if input_ids is not None and self.config.pad_token_id is not None:
+            is_token = (input_ids != self.config.pad_token_id).int()
+            last = (torch.arange(input_ids.shape[1], device=input_ids.device) * is_token).argmax(-1)
         rows = torch.arange(len(hidden_states), device=hidden_states.device)
-        logits = self.score(hidden_states)[rows, self._last_tokens(input_ids, hidden_states.device)]
+        logits = self.score(hidden_states)[rows, last.to(hidden_states.device)]
 
         loss = aux_loss = None
         if labels is not None:
@@ -132,16 +134,6 @@ class SequenceClassifier(RouterLossMixin, Head, GenericForSequenceClassification
         return LlamoeSequenceClassifierOutputWithPast(
             **output, aux_loss=aux_loss, router_logits=router_logits
         )
-
-    def _last_tokens(self, input_ids: torch.Tensor | None, device: torch.device) -> torch.Tensor | int:
-        if input_ids is None and self.config.pad_token_id is not None and not is_torchdynamo_compiling():
-            logger.warning_once(
-                f"{type(self).__name__} cannot find padding in inputs_embeds: the last position of each row counts."
-            )
-        if input_ids is None or self.config.pad_token_id is None:
-            return -1
-        is_token = (input_ids != self.config.pad_token_id).to(device, torch.int32)
-        return (torch.arange(input_ids.shape[1], device=device, dtype=torch.int32) * is_token).argmax(-1)
 
 
 class LlamoeDenseForSequenceClassification(SequenceClassifier):

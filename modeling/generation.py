@@ -1,10 +1,4 @@
-"""`generate` and continuous batching: what transformers does not do by itself for chunked layers and for images.
-
-Two caches keep every token of every layer and refuse a config with chunked layers: the quantized one and the paged
-one of continuous batching. A quantized cache can serve chunked layers, since our masks apply the chunks; it is given
-a config in which every layer is a full attention layer. A paged cache builds its own masks. They equal ours while a
-request fits into one chunk; longer requests are refused.
-"""
+"""`generate`: what transformers does not do by itself for chunked layers and for images."""
 
 import copy
 from typing import Any
@@ -12,7 +6,6 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, PreTrainedConfig, ProcessorMixin
 
-from ..serving import told_to_clients
 from ._compat import CACHE, CACHE_OF_A_PASS
 from .attention import rules_of
 from .moe import check_kernels, forget_factors
@@ -42,8 +35,11 @@ class Generation(GenerationMixin):
         # Refuses layers without a size, which transformers could not make a cache for.
         rules_of(self.config.get_text_config(decoder=True))
         if generation_config.cache_implementation == "quantized":
+            # This cache keeps every token and refuses other layers. Our masks apply windows and chunks.
+            text_config = copy.copy(self.config.get_text_config(decoder=True))
+            text_config.layer_types = ["full_attention"] * text_config.num_hidden_layers
             options = generation_config.cache_config or {}
-            generation_config.cache_config = {"config": _fully_attending(self.config), **options}
+            generation_config.cache_config = {"config": text_config, **options}
         prepare = super()._prepare_cache_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         return prepare(generation_config, model_kwargs, *args, **kwargs)
 
@@ -78,53 +74,17 @@ class ChunkedGeneration(Generation):
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
     def init_continuous_batching(self, *args, **kwargs):
-        """Make a manager for continuous batching; arguments as in transformers.
-
-        With chunked layers its `add_request` raises a ValueError for requests longer than one chunk.
-        """
-        if getattr(self, "_cached_continuous_batching_manager", None) is not None:
-            return super().init_continuous_batching(*args, **kwargs)
-        model: Any = self if _chunk_size(self.config) is None else _WithinOneChunk(self)
-        manager = GenerationMixin.init_continuous_batching(model, *args, **kwargs)
-        add_request = manager.add_request
-
-        def checked_add_request(input_ids, request_id=None, max_new_tokens=None, *args, **kwargs):
-            if max_new_tokens is None:
-                max_new_tokens = manager.generation_config.max_new_tokens
-            with told_to_clients():
-                self._check_request(input_ids, max_new_tokens, request_id)
-            return add_request(input_ids, request_id, max_new_tokens, *args, **kwargs)
-
-        manager.add_request = checked_add_request
-        return manager
-
-    def generate_batch(self, inputs, generation_config=None, *args, **kwargs):
-        """Generate for prompts of any lengths by continuous batching; arguments as in transformers.
+        """Make a manager for continuous batching, also for `generate_batch`; arguments as in transformers.
 
         Raises:
-            ValueError: the model has chunked layers, and a request's prompt and new tokens together exceed
-                `attention_chunk_size`; or a prompt has image tokens.
+            ValueError: the model has chunked layers, whose borders transformers' paged cache does not know.
         """
-        # Checked before the first prompt runs: transformers only logs what a manager raises.
-        config = self.generation_config if generation_config is None else generation_config
-        max_new_tokens = kwargs.get("max_new_tokens")
-        max_new_tokens = config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        for index, input_ids in enumerate(inputs):
-            self._check_request(input_ids, max_new_tokens, index)
-        return super().generate_batch(inputs, generation_config, *args, **kwargs)
-
-    def _check_request(self, input_ids: Any, max_new_tokens: int | None, name: Any) -> None:
-        if getattr(self.config, "image_token_index", None) in input_ids:
-            raise ValueError(f"Continuous batching takes texts only; request {name} has image tokens.")
         chunk_size = _chunk_size(self.config)
-        if chunk_size is not None and (
-            max_new_tokens is None or len(input_ids) + max_new_tokens > chunk_size
-        ):
+        if chunk_size is not None:
             raise ValueError(
-                f"request {name} has {len(input_ids)} prompt tokens and max_new_tokens = {max_new_tokens}. Continuous "
-                "batching knows no chunk borders, so prompt and new tokens must fit into one chunk "
-                f"(attention_chunk_size = {chunk_size}): lower max_new_tokens, or use generate()."
+                f"Continuous batching knows no chunk borders (attention_chunk_size = {chunk_size}): use generate()."
             )
+        return super().init_continuous_batching(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class MultimodalGeneration(ChunkedGeneration):
@@ -143,36 +103,6 @@ class MultimodalGeneration(ChunkedGeneration):
         return inputs
 
 
-class _WithinOneChunk:
-    """A model as continuous batching sees it: its config has full attention layers only."""
-
-    def __init__(self, model: Any):
-        object.__setattr__(self, "_model", model)
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        return _fully_attending(self._model.config)
-
-    def eval(self) -> "_WithinOneChunk":
-        self._model.eval()
-        return self
-
-    def __call__(self, *args, **kwargs):
-        return self._model(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._model, name, value)
-
-
 def _chunk_size(config: PreTrainedConfig) -> int | None:
     rules = rules_of(config.get_text_config(decoder=True)).values()
     return next((rule.chunk_size for rule in rules if rule.chunk_size), None)
-
-
-def _fully_attending(config: PreTrainedConfig) -> PreTrainedConfig:
-    text_config = copy.copy(config.get_text_config(decoder=True))
-    text_config.layer_types = ["full_attention"] * text_config.num_hidden_layers
-    return text_config

@@ -257,26 +257,6 @@ def test_llamoe_imported_first_needs_no_flag(another_server, by_itself, text_fol
     assert Client(another_server, str(text_folder)).answer("Hello") == by_itself("Hello")
 
 
-def test_continuous_batching_answers_texts_of_one_chunk(another_server, text_folder, by_itself):
-    """Eight at once, streams and one that hangs up; what does not fit into a chunk is refused in words."""
-    another_server.start(["transformers", "serve", str(text_folder), "--trust-remote-code", *BATCHING])
-    client = Client(another_server, str(text_folder))
-    texts = ["Hello", "Where is the star?", "How many shapes are there?", "Is there a circle?"]
-    alone = [by_itself(text) for text in texts]
-    assert len(set(alone)) == len(texts)
-    assert ask_all(client, [(text, None) for text in texts * 2], max_tokens=64) == alone * 2
-    assert "".join(client.pieces("Hello", max_tokens=64)) == alone[0]
-    stream = client.create("Hello", stream=True, max_tokens=400)
-    next(iter(stream))
-    stream.close()
-    # By default the server asks for 1024 new tokens, and a chunk of this model has 512.
-    for options in ({}, {"max_tokens": 500}, {"stream": True}):
-        refusal = client.refusal("Hello", **options)
-        assert "must fit into one chunk (attention_chunk_size = 512): lower max_new_tokens" in refusal
-    assert client.answer("Where is the star?", max_tokens=64) == alone[1]
-    assert "CB: True" in another_server.log.read_text()
-
-
 def test_continuous_batching_serves_pictures_one_by_one(another_server, by_itself):
     another_server.start([*WITH_FLAG, *BATCHING])
     assert ask_all(Client(another_server), QUESTIONS) == [by_itself(*question) for question in QUESTIONS]
