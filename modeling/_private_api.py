@@ -98,17 +98,6 @@ def save_without_storage(content: dict[str, torch.Tensor], path: Any) -> None:
         torch.save(fakes, path)
 
 
-def default_store() -> dist.Store:
-    """The store through which the processes of a job have found each other.
-
-    torch keeps it private; another store would need an address of its own. Unlike a barrier, a store works on every
-    backend and can tell who is missing.
-    """
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store()
-
-
 def gather(tensor: torch.Tensor) -> torch.Tensor:
     """Gather a tensor that is sharded over one mesh axis; return other tensors unchanged.
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from filelock import Timeout
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
@@ -36,12 +37,10 @@ from ...configuration.hub import MODULE_NAME, is_our_module
 from ..parallel import (
     broadcast,
     is_sharded,
+    is_shared,
     joined,
-    meet_after_saving,
-    meet_before_saving,
     refuse_stages,
     sharded_adapter,
-    sharing_processes,
 )
 from .state_dicts import check_loaded
 from .whole_folders import EXCHANGING, FolderLock, sync
@@ -241,7 +240,6 @@ class AtomicSaveMixin(PreTrainedModel):
         Raises:
             ValueError: a model in pipeline stages, of which no process has all weights, or one inside of a
                 `PeftModel`, whose weights have other names, or one of which half a mixture was loaded.
-            RuntimeError: a process that shares the weights did not call this within the process group's timeout.
         """
         refuse_stages(self)
         check_loaded(self)
@@ -249,8 +247,7 @@ class AtomicSaveMixin(PreTrainedModel):
             adapted = self._hf_peft_config_loaded
             state_dict = sharded_adapter(self) if adapted else _without_wrappers(self)
         # If each process writes its own shards, transformers takes them from the model.
-        ranks = sharing_processes(self, None if distributed_checkpoint else state_dict)
-        meet_before_saving(self, ranks)
+        has_to_wait = is_shared(self, None if distributed_checkpoint else state_dict)
         if state_dict is not None:
             # transformers gathers a model's shards, but not those of a given state dict. While it writes, it removes
             # tensors from the state dict, so the caller's is copied.
@@ -265,7 +262,7 @@ class AtomicSaveMixin(PreTrainedModel):
         try:
             with nullcontext(save_directory) if save is None else save.files() as folder:
                 # Each of the processes writes a part.
-                if distributed_checkpoint and ranks:
+                if distributed_checkpoint and has_to_wait:
                     folder = broadcast(folder)
                 super().save_pretrained(
                     folder,
@@ -283,7 +280,8 @@ class AtomicSaveMixin(PreTrainedModel):
         finally:
             _current.reset(saving)
         # transformers waits for the writing process too, but before the files are in their place.
-        meet_after_saving(ranks)
+        if has_to_wait:
+            dist.barrier()
 
     def _upload_modified_files(self, working_dir, repo_id, files_timestamps, **kwargs):
         # A failed upload does not undo the save.

@@ -221,7 +221,9 @@ def test_clients_read_why_a_picture_is_refused(client, kind):
 
 
 def test_clients_read_why_a_marker_is_refused(client):
-    assert "Found 1 <|image|> tokens in the text but no images were passed" in client.refusal("What is in <|image|>?")
+    assert "Found 1 <|image|> tokens in the text but no images were passed" in client.refusal(
+        "What is in <|image|>?"
+    )
 
 
 def test_refusals_outside_requests_are_exceptions():
