@@ -32,7 +32,7 @@ from transformers.utils import CONFIG_NAME, logging
 
 from .checks import check_rope_parameters, check_size, enumerate_words, fail, find_misspelt
 from .errors import CheckpointError, ConfigurationError
-from .hub import HEADS, entries_of_others, is_ours, write_config
+from .hub import AUTO_CLASSES, entries_of_others, is_ours, write_config
 from .json_files import read_json
 
 logger = logging.get_logger(__name__)
@@ -43,14 +43,14 @@ READERS: dict[str, type["LlamoeBaseConfig"]] = {}
 # Stock model classes and ours. Heads over a multimodal trunk have only one class in stock.
 ARCHITECTURES = {
     **{
-        f"{family}{head}": f"{ours}{head}"
-        for family, ours in (
-            ("Ministral", "LlamoeDense"),
-            ("Mistral", "LlamoeDense"),
-            ("Llama", "LlamoeDense"),
-            ("Mixtral", "LlamoeMixtral"),
+        name.replace(ours, family): name
+        for family, ours, model_type in (
+            ("Ministral", "LlamoeDense", "llamoe_dense"),
+            ("Mistral", "LlamoeDense", "llamoe_dense"),
+            ("Llama", "LlamoeDense", "llamoe_dense"),
+            ("Mixtral", "LlamoeMixtral", "llamoe_mixtral"),
         )
-        for head in ("Model", *HEADS)
+        for name in AUTO_CLASSES[model_type].values()
     },
     "Llama4TextModel": "LlamoeTextModel",
     "Llama4ForCausalLM": "LlamoeForCausalLM",

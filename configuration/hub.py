@@ -14,7 +14,7 @@ from typing import Any
 
 from .json_files import write_whole
 
-HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
 
 
 def _decoder(family: str, base: str = "") -> dict[str, str]:
@@ -25,7 +25,10 @@ def _decoder(family: str, base: str = "") -> dict[str, str]:
 
 # Auto class to the class that it returns, by model type. A folder's `auto_map` and the registration follow it.
 AUTO_CLASSES = {
-    "llamoe_dense": _decoder("LlamoeDense"),
+    "llamoe_dense": {
+        **_decoder("LlamoeDense"),
+        "AutoModelForQuestionAnswering": "LlamoeDenseForQuestionAnswering",
+    },
     "llamoe_mixtral": _decoder("LlamoeMixtral"),
     "llamoe_text": _decoder("Llamoe", base="LlamoeTextModel"),
     "llamoe_vision": {"AutoModel": "LlamoeVisionModel"},

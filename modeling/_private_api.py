@@ -7,7 +7,6 @@ here goes. All were seen in torch 2.11 and 2.15, transformers 5.23 and 5.24.
 import functools
 import logging
 import os
-import pickle
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import ModuleType
@@ -72,22 +71,13 @@ def has_mkldnn_products(dtype: torch.dtype) -> bool:
     return (known._is_mkldnn_fp16_supported if is_half else known._is_mkldnn_bf16_supported)()
 
 
-# Pickles keep values under indices. The unpickler in C makes a list as long as the largest: 64 GiB for a few bytes.
-PythonUnpickler: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssue]
+def load_without_storage(path: str | os.PathLike) -> Any:
+    """Return the content of a file of `torch.save`, its tensors without numbers.
 
-
-def open_archive(path: str | os.PathLike) -> list[str]:
-    """Names of the records in one of torch's archives, as `torch.load` finds them before it reads a tensor.
-
-    They are without the folder that all of them are in.
-
-    Raises:
-        RuntimeError: torch cannot read this file.
-        IndexError, ValueError: what should be a number or a text is none.
+    Their storages say in `_checkpoint_offset` where the numbers stand in the file.
     """
-    reader = torch._C.PyTorchFileReader(os.fspath(path))
-    reader.serialization_id()
-    return reader.get_all_records()
+    with FakeTensorMode():
+        return torch.load(path, weights_only=True)
 
 
 def save_without_storage(content: dict[str, torch.Tensor], path: Any) -> None:
@@ -99,17 +89,6 @@ def save_without_storage(content: dict[str, torch.Tensor], path: Any) -> None:
         fakes = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in content.items()}
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(fakes, path)
-
-
-def default_store() -> dist.Store:
-    """The store through which the processes of a job have found each other.
-
-    torch keeps it private; another store would need an address of its own. Unlike a barrier, a store works on every
-    backend and can tell who is missing.
-    """
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store()
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:

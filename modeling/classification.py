@@ -16,16 +16,14 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple, is_torchdynamo_compiling, logging
+from transformers.utils import TransformersKwargs, can_return_tuple
 
 from ..configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig
 from ._compat import CACHE, takes_cache
 from .attention import mask_of_new_tokens
 from .base import LlamoePreTrainedModel
-from .input_checks import check_answers, check_class_labels, check_labels, check_padding_token, check_tensors
+from .input_checks import check_classes, check_labels
 from .moe import RouterLossMixin
-
-logger = logging.get_logger("llamoe")
 
 
 class Head:
@@ -36,12 +34,6 @@ class Head:
         # The generic heads build the base in `config.dtype`, but the head itself in torch's default dtype.
         for parameter in self.parameters():
             parameter.data = parameter.data.to(torch.get_default_dtype())
-
-    @staticmethod
-    def _tokens(input_ids: Any, inputs_embeds: Any) -> torch.Tensor | None:
-        """Token ids, or the embeddings that replace them; None where the model will refuse what it is given."""
-        check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds)
-        return input_ids if inputs_embeds is None else inputs_embeds
 
 
 @dataclass
@@ -94,13 +86,9 @@ class SequenceClassifier(RouterLossMixin, Head, GenericForSequenceClassification
             `logits` `[B, num_labels]`, and the requested outputs.
 
         Raises:
-            ValueError: several sequences without a `config.pad_token_id`, labels of a wrong shape or range, or router
-                losses under reentrant gradient checkpointing.
+            ValueError: several sequences without a `config.pad_token_id`, or router losses under reentrant gradient
+                checkpointing.
         """
-        tokens = self._tokens(input_ids, inputs_embeds)
-        if tokens is not None:
-            check_padding_token(self.config, tokens.shape[0])
-            check_class_labels(self.config, labels, tokens.shape[0])
         balance = self._has_experts and self._option("output_router_logits", output_router_logits)
         z_loss_coef = getattr(self.config, "router_z_loss_coef", 0.0) if labels is not None else 0.0
         if self._has_experts:
@@ -116,8 +104,16 @@ class SequenceClassifier(RouterLossMixin, Head, GenericForSequenceClassification
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
+        if self.config.pad_token_id is None and len(hidden_states) != 1:
+            raise ValueError(
+                "Cannot handle batch sizes > 1 if no padding token is defined: set model.config.pad_token_id."
+            )
+        last = torch.tensor(-1)
+        if input_ids is not None and self.config.pad_token_id is not None:
+            is_token = (input_ids != self.config.pad_token_id).int()
+            last = (torch.arange(input_ids.shape[1], device=input_ids.device) * is_token).argmax(-1)
         rows = torch.arange(len(hidden_states), device=hidden_states.device)
-        logits = self.score(hidden_states)[rows, self._last_tokens(input_ids, hidden_states.device)]
+        logits = self.score(hidden_states)[rows, last.to(hidden_states.device)]
 
         loss = aux_loss = None
         if labels is not None:
@@ -138,16 +134,6 @@ class SequenceClassifier(RouterLossMixin, Head, GenericForSequenceClassification
         return LlamoeSequenceClassifierOutputWithPast(
             **output, aux_loss=aux_loss, router_logits=router_logits
         )
-
-    def _last_tokens(self, input_ids: torch.Tensor | None, device: torch.device) -> torch.Tensor | int:
-        if input_ids is None and self.config.pad_token_id is not None and not is_torchdynamo_compiling():
-            logger.warning_once(
-                f"{type(self).__name__} cannot find padding in inputs_embeds: the last position of each row counts."
-            )
-        if input_ids is None or self.config.pad_token_id is None:
-            return -1
-        is_token = (input_ids != self.config.pad_token_id).to(device, torch.int32)
-        return (torch.arange(input_ids.shape[1], device=device, dtype=torch.int32) * is_token).argmax(-1)
 
 
 class LlamoeDenseForSequenceClassification(SequenceClassifier):
@@ -205,9 +191,9 @@ class TokenClassifier(Head, GenericForTokenClassification, LlamoePreTrainedModel
         Raises:
             ValueError: labels of a wrong shape or range.
         """
-        tokens = self._tokens(input_ids, inputs_embeds)
-        if tokens is not None:
-            check_labels(labels, tokens, num_labels=self.num_labels)
+        if labels is not None:
+            check_labels(labels, input_ids if inputs_embeds is None else inputs_embeds)
+            check_classes(labels, self.num_labels)
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -236,47 +222,7 @@ class LlamoeForTokenClassification(OfMultimodalFolders, TokenClassifier):
     """Llama 4's decoder with a head for each token; reads text and multimodal folders, stock's and ours."""
 
 
-class QuestionAnswerer(Head, GenericForQuestionAnswering, LlamoePreTrainedModel):
-    """An answer's first and last token; base of the families' classes."""
-
-    input_modalities = ("text",)
-
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        inputs_embeds=None,
-        start_positions=None,
-        end_positions=None,
-        **kwargs,
-    ):
-        """Score each token as the first and as the last of the answer.
-
-        Args:
-            input_ids: as in `DecoderModel.forward`, like all arguments without a description here.
-            start_positions: `[B]`, the answer's first token; positions past the end are ignored.
-            end_positions: `[B]`, the answer's last token.
-
-        Returns:
-            `start_logits` and `end_logits`, each `[B, T]`, and the requested outputs.
-
-        Raises:
-            ValueError: only one of the two positions, or not one a row.
-        """
-        tokens = self._tokens(input_ids, inputs_embeds)
-        if tokens is not None:
-            check_answers(start_positions, end_positions, tokens.shape[0])
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            start_positions=start_positions,
-            end_positions=end_positions,
-            **kwargs,
-        )
-
-
-class LlamoeDenseForQuestionAnswering(QuestionAnswerer):
+class LlamoeDenseForQuestionAnswering(Head, GenericForQuestionAnswering, LlamoePreTrainedModel):
     """LLaMA 1 or 2 with a head that finds an answer's first and last token.
 
     Reads folders of `LlamaForQuestionAnswering`, and keeps its name for the base model, `transformer`. Other LLaMA
@@ -284,6 +230,7 @@ class LlamoeDenseForQuestionAnswering(QuestionAnswerer):
     """
 
     config: LlamoeDenseConfig
+    input_modalities = ("text",)
     base_model_prefix = "transformer"
     _checkpoint_prefixes = {r"model\.": "transformer."}
 
@@ -291,15 +238,3 @@ class LlamoeDenseForQuestionAnswering(QuestionAnswerer):
     def _has_stock_layout(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         # Alone Mistral's head names its base model `model`, and would find no weights here.
         return self.config.stock_type() != "mistral"
-
-
-class LlamoeMixtralForQuestionAnswering(QuestionAnswerer):
-    """Mixtral with a head that finds an answer's ends; reads folders of `MixtralForQuestionAnswering`."""
-
-    config: LlamoeMixtralConfig
-    _has_experts = True
-    _has_original_format = True
-
-
-class LlamoeForQuestionAnswering(OfMultimodalFolders, QuestionAnswerer):
-    """Llama 4's decoder with a head that finds an answer's ends; reads folders, stock's and ours."""

@@ -35,22 +35,15 @@ from .attention import (
     MaskInputs,
     attention_masks,
     cache_to_write,
+    check_cache,
     mask_of_new_tokens,
     recomputed_with_gradients_only,
     rules_of,
     without_padding_positions,
 )
 from .base import LlamoePreTrainedModel
-from .generation import CheckedGeneration, ChunkedGeneration
-from .input_checks import (
-    check_inputs,
-    check_labels,
-    check_next_tokens,
-    check_padding_id,
-    check_tokens,
-    embed,
-    leave_out_attentions,
-)
+from .generation import ChunkedGeneration, Generation
+from .input_checks import check_classes, check_labels, check_mask, embed
 from .layers import FeedForward, Linear, RMSNorm, RotaryEmbedding, rotary_tables
 from .loss import loss_without_logits, must_skip_logits
 from .moe import MixtureOfExperts, Router, RouterLossMixin, expert_load
@@ -115,7 +108,6 @@ class DecoderModel(LlamoePreTrainedModel):
         config = self.resolve_config(config)
         super().__init__(config)
         warn_of_server(config)
-        check_padding_id(config)
         # Refuses unknown types of layers.
         rules_of(config)
         self.padding_idx = config.pad_token_id
@@ -162,15 +154,16 @@ class DecoderModel(LlamoePreTrainedModel):
             a mixture layer.
 
         Raises:
-            ValueError: both or none of `input_ids` and `inputs_embeds`, anything of a wrong shape or dtype, a
-                negative position of a real token (on the CPU), a cache of another model, or one with tokens under
-                gradient checkpointing.
+            ValueError: both or none of `input_ids` and `inputs_embeds`, a mask of another shape, a cache of another
+                model, or one with tokens under gradient checkpointing.
         """
-        leave_out_attentions(self.config, kwargs)
-        check_inputs(self.config, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values)
-        past_key_values = cache_to_write(self, past_key_values)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds.")
         if inputs_embeds is None:
             inputs_embeds = embed(self.embed_tokens, input_ids)
+        check_cache(self.config, *inputs_embeds.shape[:2], past_key_values)
+        check_mask(attention_mask, *inputs_embeds.shape[:2], past_key_values)
+        past_key_values = cache_to_write(self, past_key_values)
         if use_cache and past_key_values is None:
             # Refuses layers without a size, which transformers could not make a cache for.
             rules_of(self.config)
@@ -326,15 +319,13 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
                 under reentrant gradient checkpointing, where they would train nothing, or `skip_logits` without labels,
                 with `logits_to_keep` or with another `loss_function`.
         """
-        # Without labels the model checks its inputs itself.
         if labels is not None:
-            given = check_tokens(self.config, input_ids, inputs_embeds)
             if isinstance(logits_to_keep, int) and logits_to_keep == 0:
                 # Otherwise there is one for each logit that is kept, which the loss counts.
-                check_labels(labels, given)
-            # Another loss may give other labels a meaning.
+                check_labels(labels, input_ids if inputs_embeds is None else inputs_embeds)
+            # Another loss may give other labels a meaning. The first of a row is the next token of none.
             if self.loss_function is ForCausalLMLoss and kwargs.get("shift_labels") is None:
-                check_next_tokens(self.config, labels, kwargs.get("ignore_index", -100))
+                check_classes(labels[..., 1:], self.config.vocab_size, kwargs.get("ignore_index", -100))
         no_logits = must_skip_logits(
             skip_logits, self.config.skip_logits, self.training, labels, self.loss_function, logits_to_keep
         )
@@ -409,7 +400,7 @@ def _share_of_batch(
     return num_items / num_items_in_batch
 
 
-class LlamoeDenseForCausalLM(CausalLM, CheckedGeneration, GenerationMixin):
+class LlamoeDenseForCausalLM(CausalLM, Generation, GenerationMixin):
     """LLaMA 1 or 2 with its language model head; reads folders of transformers' `LlamaForCausalLM`."""
 
     config: LlamoeDenseConfig
@@ -417,7 +408,7 @@ class LlamoeDenseForCausalLM(CausalLM, CheckedGeneration, GenerationMixin):
     _checkpoint_prefixes = {r"transformer\.": "model."}
 
 
-class LlamoeMixtralForCausalLM(CausalLM, CheckedGeneration, GenerationMixin):
+class LlamoeMixtralForCausalLM(CausalLM, Generation, GenerationMixin):
     """Mixtral with its language model head; reads folders of transformers' `MixtralForCausalLM`."""
 
     config: LlamoeMixtralConfig

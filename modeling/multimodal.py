@@ -21,11 +21,10 @@ from transformers.utils.generic import merge_with_config_defaults
 
 from ..configuration import LlamoeConfig
 from ._compat import PAGED_CACHE, takes_cache
-from .adapters import names_of_tiles
 from .base import LlamoePreTrainedModel
 from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
-from .generation import MultimodalGeneration, is_first_pass
-from .input_checks import check_inputs, embed
+from .generation import MultimodalGeneration
+from .input_checks import embed
 from .kernels import is_tracing
 from .layers import Linear
 from .vision import LlamoeVisionModel
@@ -139,13 +138,12 @@ class MultimodalModel(LlamoePreTrainedModel):
         Raises:
             ValueError: the numbers of image tokens and image features differ, or images of the wrong shape.
         """
-        check_inputs(
-            self.config.text_config, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values
-        )
-        is_first = is_first_pass(past_key_values) and PAGED_CACHE not in kwargs
-        inputs_embeds, image_hidden_states = self._merge(
-            input_ids, inputs_embeds, pixel_values, mm_encoder_outputs, is_first
-        )
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds.")
+        images = (mm_encoder_outputs or {}).get("image")
+        if images is None and pixel_values is None and PAGED_CACHE not in kwargs:
+            self._check_no_image_tokens(input_ids, past_key_values)
+        inputs_embeds, image_hidden_states = self._merge(input_ids, inputs_embeds, pixel_values, images)
         outputs = self.language_model(
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
@@ -162,29 +160,18 @@ class MultimodalModel(LlamoePreTrainedModel):
         input_ids: torch.Tensor | None,
         inputs_embeds: torch.Tensor | None,
         pixel_values: torch.Tensor | None,
-        encoder_outputs: dict[str, Any] | None,
-        is_first_pass: bool,
+        images: BaseModelOutputWithPooling | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Embeddings with the image features in their places, and the tower's output."""
-        images = (encoder_outputs or {}).get("image")
-        if images is not None and pixel_values is not None:
-            raise ValueError("Give pixel_values or mm_encoder_outputs['image'], not both.")
-        has_images = images is not None or pixel_values is not None
-        # With the entry None the caller states that there are no images.
-        is_told = has_images or "image" in (encoder_outputs or {})
-        if is_first_pass and not is_told and input_ids is not None and not is_tracing(input_ids):
-            self._check_no_image_tokens(input_ids)
         if inputs_embeds is None:
             inputs_embeds = embed(self.language_model.get_input_embeddings(), input_ids)
-        if not has_images:
-            return inputs_embeds, None
-
-        is_image = self._image_places(input_ids, inputs_embeds)
+        if images is not None and pixel_values is not None:
+            raise ValueError("Give pixel_values or mm_encoder_outputs['image'], not both.")
         if pixel_values is not None:
             self.vision_model.check_pixel_values(pixel_values)
-            self._check_counts(is_image, len(pixel_values) * self.config.vision_config.tokens_per_tile)
-            with names_of_tiles(self, lambda: self._tiles_of_rows(is_image, self._lengths(pixel_values))):
-                images = self.get_image_features(pixel_values, return_dict=True)
+            images = self.get_image_features(pixel_values, return_dict=True)
+        if images is None:
+            return inputs_embeds, None
         # Stacked [tiles, tokens, hidden], or a list of [tokens, hidden].
         features = images.pooler_output
         features = features.flatten(0, 1) if isinstance(features, torch.Tensor) else torch.cat(list(features))
@@ -193,10 +180,12 @@ class MultimodalModel(LlamoePreTrainedModel):
                 f"mm_encoder_outputs['image'] has features of size {features.shape[-1]}, but hidden_size = "
                 f"{inputs_embeds.shape[-1]}: they are another model's. Give pixel_values instead."
             )
-        self._check_counts(is_image, len(features))
+        is_image = self._image_places(input_ids, inputs_embeds)
+        if not is_tracing(is_image) and (num_tokens := int(is_image.sum())) != len(features):
+            raise ValueError(self._mismatch(num_tokens, len(features)))
         features = features.to(inputs_embeds.device, inputs_embeds.dtype)
-        merged = inputs_embeds.masked_scatter(is_image[..., None].to(inputs_embeds.device), features)
-        return merged, images.last_hidden_state
+        is_image = is_image[..., None].to(inputs_embeds.device)
+        return inputs_embeds.masked_scatter(is_image, features), images.last_hidden_state
 
     def _image_places(
         self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
@@ -210,33 +199,14 @@ class MultimodalModel(LlamoePreTrainedModel):
             inputs_embeds == self.language_model.get_input_embeddings()(token).to(inputs_embeds.device)
         ).all(-1)
 
-    def _lengths(self, tiles: Any) -> list[int]:
-        """Number of features of each tile, of pixels or of features."""
-        if isinstance(tiles, torch.Tensor) and tiles.ndim == 4:
-            return [self.config.vision_config.tokens_per_tile] * len(tiles)
-        return [len(tile) for tile in tiles]
-
-    def _tiles_of_rows(self, is_image: torch.Tensor, lengths: list[int]) -> list[list[int]]:
-        """The tiles of each row; tile i of the text has `lengths[i]` features."""
-        rows, tile = [], 0
-        for num_tokens in is_image.sum(-1).tolist():
-            first = tile
-            while num_tokens > 0 and tile < len(lengths):
-                num_tokens -= lengths[tile]
-                tile += 1
-            rows.append(list(range(first, tile)))
-            if num_tokens:
-                break
-        if num_tokens or tile < len(lengths):
-            raise ValueError(self._mismatch(int(is_image.sum()), sum(lengths)))
-        return rows
-
-    def _check_counts(self, is_image: torch.Tensor, num_features: int) -> None:
-        if not is_tracing(is_image) and (num_tokens := int(is_image.sum())) != num_features:
-            raise ValueError(self._mismatch(num_tokens, num_features))
-
-    def _check_no_image_tokens(self, input_ids: torch.Tensor) -> None:
-        # Only whole tiles: a stray image token in a text does not mean a forgotten picture.
+    def _check_no_image_tokens(self, input_ids: torch.Tensor | None, past_key_values: Cache | None) -> None:
+        """Raise a `ValueError` for a text with places for whole tiles whose pictures were forgotten."""
+        # A static cache is not asked for its length, since that would synchronise with a GPU.
+        is_static = getattr(past_key_values, "is_compileable", False)
+        is_first = past_key_values is None or not (is_static or past_key_values.get_seq_length())
+        if input_ids is None or not is_first or is_tracing(input_ids):
+            return
+        # A stray image token in a text does not mean a forgotten picture.
         num_tokens = int((input_ids == self.config.image_token_index).sum())
         tokens_per_tile = self.config.vision_config.tokens_per_tile
         if num_tokens and tokens_per_tile > 1 and num_tokens % tokens_per_tile == 0:

@@ -27,7 +27,6 @@ from transformers.utils.output_capturing import capture_outputs
 from ..configuration.vision import LlamoeVisionConfig
 from .attention import eager_attention_forward, implementation_on
 from .base import LlamoePreTrainedModel
-from .input_checks import check_tensors
 from .kernels import widened
 from .layers import Linear, activation, rotary_2d_cos_sin, rotary_tables, rotate
 
@@ -346,25 +345,12 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
         return dtype if is_compute_dtype else self.class_embedding.dtype
 
     def check_pixel_values(self, pixel_values: torch.Tensor) -> None:
-        """Raise a `ValueError` for pixels of a wrong rank, size or dtype, and for no tile at all."""
-        check_tensors(pixel_values=pixel_values)
-        config, shape = self.config, tuple(pixel_values.shape)
+        """Raise a `ValueError` for pixels that are not floating, or not `[tiles, C, image_size, image_size]`."""
+        config = self.config
         expected = (config.num_channels, config.image_size, config.image_size)
-        wanted = f"pixel_values must be [tiles, {', '.join(map(str, expected))}]; got {list(shape)}"
-        if len(shape) != 4:
-            remedy = "add the tile axis: pixel_values[None]"
-            if len(shape) > 4:
-                remedy = "merge the leading axes: pixel_values.flatten(0, -4)"
-            raise ValueError(f"{wanted}. For {len(shape)} axes, {remedy}.")
-        if shape[1:] != expected:
+        if tuple(pixel_values.shape[1:]) != expected or not pixel_values.is_floating_point():
             raise ValueError(
-                f"{wanted}. Make the image processor's size the config's image_size, or convert the "
-                "checkpoint to another image_size (position embeddings are not interpolated here)."
-            )
-        if shape[0] == 0:
-            raise ValueError(f"{wanted}. Where a batch has no image at all, give no pixel_values (None).")
-        if not pixel_values.is_floating_point():
-            raise ValueError(
-                f"pixel_values must be floating and normalized; got {pixel_values.dtype}. Pass images "
-                "through the image processor first."
+                f"pixel_values are {pixel_values.dtype} of shape {list(pixel_values.shape)}; expected: floating, "
+                f"[tiles, {', '.join(map(str, expected))}], as this checkpoint's image processor makes them. Position "
+                "embeddings are not interpolated: for another size convert the checkpoint to another image_size."
             )

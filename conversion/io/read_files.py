@@ -5,7 +5,7 @@ memory, and a file that shrinks meanwhile causes an error instead of ending the 
 """
 
 import os
-import zlib
+import zipfile
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
@@ -14,14 +14,12 @@ import torch
 
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import LARGE, check_regular, reading
-from ...modeling.checkpoints import DTYPES, Named, TensorHeader, read_header, read_records, read_torch
+from ...modeling.checkpoints import DTYPES, TensorHeader, read_header, read_torch
 from .lazy_tensor import LazyTensor
 from .plan import Progress
 
 # Bytes that are read at a time.
 _PIECE = 1 << 22
-# Byte streams in Meta's files, such as `_extra_state`.
-_STREAMS = ("_io.BytesIO",)
 # Keys under which a torch file may hold its tensors.
 _WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
 
@@ -101,7 +99,7 @@ def open_pickle(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[st
     """
     path = Path(path)
     with reading(path):
-        content = read_torch(path, _STREAMS)
+        content = read_torch(path)
     others: dict[str, str] = {}
     # Wrappers may be nested, but not endlessly.
     for _ in range(3):
@@ -133,7 +131,7 @@ def open_pickle(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[st
 
 
 def _kind(value: object) -> str:
-    return value.name if isinstance(value, Named) else type(value).__name__
+    return type(value).__name__
 
 
 def _in_file(path: Path, name: str, header: TensorHeader) -> LazyTensor:
@@ -212,18 +210,15 @@ def _is_archive(path: Path) -> bool:
 
 
 def _check_records(path: Path, tell: Callable[[int], None]) -> None:
-    with open(path, "rb") as file:
-        for name, record in read_records(path, file).items():
-            file.seek(record.begin)
-            left, found = record.nbytes, 0
-            while left and (piece := file.read(min(left, 1 << 24))):
-                left -= len(piece)
-                found = zlib.crc32(piece, found)
-                tell(len(piece))
-            if left or record.crc not in (0, found):
-                raise CheckpointError(
-                    f"{path}: record {name} is damaged (CRC-32 differs). Download it again."
-                )
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for record in archive.infolist():
+                with archive.open(record) as file:
+                    # Raises at the end of a record whose CRC-32 differs.
+                    while piece := file.read(1 << 24):
+                        tell(len(piece))
+    except zipfile.BadZipFile as error:
+        raise CheckpointError(f"{path}: is damaged ({error}). Download it again.") from error
 
 
 def _checklist(path: Path) -> dict[str, str]:

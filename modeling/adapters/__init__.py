@@ -1,8 +1,8 @@
 """peft's adapters: read, checked, and renamed to a model's keys; and what peft must know of our models.
 
 Reading order: files, expert_layout, stack_targets (which parameters an adapter means), fitting, loading, adapted_parts
-(which LoRA adapts), row_names (which row gets which adapter), expert_begin (how factors of experts begin), expert_lora
-and router_lora (how they adapt), when_imported, packed_weights (what peft may do
+(which LoRA adapts), expert_begin (how factors of experts begin), expert_lora (how
+they adapt), when_imported, packed_weights (what peft may do
 beside them), peft_registration.
 """
 
@@ -10,5 +10,4 @@ from .adapted_parts import lora_config
 from .fitting import skeleton_with
 from .loading import LoadsAdapters
 from .peft_registration import register_with_peft
-from .row_names import names_of_tiles, repeat_names
 from .when_imported import when_imported

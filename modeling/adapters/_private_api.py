@@ -27,17 +27,16 @@ from ...configuration import LlamoeConfig, LlamoeMixtralConfig, LlamoeVisionConf
 from ...configuration.quantization import METHOD
 from ..checkpoints import saving_adapter
 from ..layers import Linear
-from ..moe import Experts, Router
+from ..moe import Experts
 from ..offload import freeze_for_training, showing_devices_of_rows
 from ..quantization import QuantizedLinear
-from . import expert_lora, router_lora
+from . import expert_lora
 from .adapted_parts import refuse_shared_experts, warn_of_dropout, warn_of_frozen_experts
 from .expert_begin import refuse_beginnings
 from .expert_layout import join_beginnings, refuse_square_stacks
 from .files import check_files
 from .loading import LoadsAdapters
 from .packed_weights import refuse_for_packed, refuse_merging
-from .row_names import dealing_names
 from .stack_targets import choose_parameters, reading, telling_unused
 
 # peft treats adapters of these model types as those of Mixtral, whose layers transformers 5 has renamed: it takes
@@ -45,8 +44,6 @@ from .stack_targets import choose_parameters, reading, telling_unused
 _MODEL_TO_CONVERSION_PATTERN[LlamoeMixtralConfig.model_type] = _MODEL_TO_CONVERSION_PATTERN[
     LlamoeMixtralConfig.stock_model_type
 ]
-
-_OUR_WRAPPERS = expert_lora.ParamWrapper, router_lora.ParamWrapper
 
 
 def instead_of(owner: Any, name: str) -> Callable[[Callable], Callable]:
@@ -106,7 +103,7 @@ def expand_all_linear(original: Callable, config: Any, model: nn.Module) -> Any:
     # LoRA's subclasses (AdaLora) have layers of their own.
     is_lora = type(config) is LoraConfig
     if is_lora and not config._custom_modules:
-        config._register_custom_module({Experts: expert_lora.ParamWrapper, Router: router_lora.ParamWrapper})
+        config._register_custom_module({Experts: expert_lora.ParamWrapper})
     nothing_excluded = getattr(config, "exclude_modules", None) in ([], (), set(), "")
     if isinstance(targets, str) and config.target_modules != targets and not nothing_excluded:
         config.target_modules = set(config.target_modules) - _tower_layers(model)
@@ -258,7 +255,7 @@ def swap(original: Callable, model: nn.Module, state_dict: dict[str, torch.Tenso
 def prepare_compiled_hotswap(original: Callable, model: nn.Module) -> Any:
     """Refuse what `prepare_model_for_compiled_hotswap` leaves out; this is its first step."""
     for place, module in model.named_modules():
-        if isinstance(module, _OUR_WRAPPERS):
+        if hasattr(module, "parameter_name"):
             raise ValueError(
                 "prepare_model_for_compiled_hotswap: an adapter changes "
                 f"{place.replace('.base_layer', '')}.{module.parameter_name}, a parameter, and peft prepares linear "
@@ -405,22 +402,25 @@ def unload_and_merge(original: Callable, self: Any, *args, **kwargs) -> nn.Modul
 
 
 def enable_forward_hooks(original: Callable, self: Any, *args, **kwargs) -> AbstractContextManager:
-    """Follow the rows of a batch of several adapters.
+    """Enter a forward with `adapter_names`, one adapter for each row.
 
     Raises:
-        ValueError: an adapter changes a parameter in a way that knows one adapter for a batch.
+        ValueError: an adapter changes a parameter (a stack of experts, say), or the rows have pictures, whose tiles
+            are no rows.
     """
     if kwargs.get("adapter_names") is None or not isinstance(self.model, LoadsAdapters):
         return original(self, *args, **kwargs)
-    for place, module in self.model.named_modules():
-        if hasattr(module, "parameter_name") and not isinstance(module, _OUR_WRAPPERS):
-            place = place.replace(".base_layer", "")
-            raise ValueError(
-                f"adapter_names: an adapter changes the parameter {place}.{module.parameter_name}, and peft has no "
-                "batches of several adapters for parameters (llamoe has for stacks of experts and routers). Run the "
-                "rows of each adapter by themselves (set_adapter), or name the layer in target_modules."
-            )
-    return dealing_names(original, self, *args, **kwargs)
+    changed = next(
+        (name for name, module in self.model.named_modules() if hasattr(module, "parameter_name")), None
+    )
+    has_pictures = any(kwargs.get(name) is not None for name in ("pixel_values", "mm_encoder_outputs"))
+    if changed is not None or has_pictures:
+        what = "rows with pictures" if changed is None else f"experts and other parameters ({changed})"
+        raise ValueError(
+            f"adapter_names: there are no batches of several adapters for {what}. Run the rows of each adapter by "
+            "themselves (set_adapter)."
+        )
+    return original(self, *args, **kwargs)
 
 
 for _tuner_class in set(PEFT_TYPE_TO_TUNER_MAPPING.values()):

@@ -22,7 +22,6 @@ from torch import nn
 from ..moe import IMPLEMENTATION, LowRank, Updates, implementation_can
 from .expert_begin import begin_by_expert, without_dropout
 from .expert_layout import by_expert
-from .row_names import scales_of_rows
 
 
 class ParamWrapper(layer.ParamWrapper):
@@ -109,25 +108,23 @@ class ParamWrapper(layer.ParamWrapper):
         self,
         x: torch.Tensor,
         *args: Any,
-        adapter_names: Sequence[str] | None = None,
         updates: Updates | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """The experts' output for rows `[N, H]`, of which each row of a batch has an equal part.
+        """The experts' output for rows `[N, H]`.
 
         `updates` are those of the wrapper around this one.
 
         Raises:
-            ValueError: dropout, or several adapters in a batch, with experts that another library computes; several
-                adapters in a batch while one is merged.
+            ValueError: dropout with experts that another library computes.
         """
         if not _computed_here(self.get_base_layer()):
-            self._refuse_what_peft_cannot(adapter_names)
+            self._refuse_what_peft_cannot()
             return super().forward(x, *args, **kwargs)
         if self.disable_adapters and self.merged:
             self.unmerge()
-        is_off = self.disable_adapters or (self.merged and adapter_names is None)
-        found = () if is_off else self._active(adapter_names, len(x))
+        is_off = self.disable_adapters or self.merged
+        found = () if is_off else self._active()
         if found:
             updates = (
                 {self.parameter_name: found} if updates is None else {**updates, self.parameter_name: found}
@@ -136,11 +133,6 @@ class ParamWrapper(layer.ParamWrapper):
             return self.base_layer(x, *args, **kwargs)
         if isinstance(self.base_layer, ParamWrapper) or self.expert_mesh() is None:
             return self.base_layer(x, *args, updates=updates, **kwargs)
-        if adapter_names is not None:
-            raise ValueError(
-                "adapter_names with experts that several processes share (ep_size): a process computes the tokens "
-                "of others, and does not know their adapters. Choose one by set_adapter()."
-            )
         # transformers' exchange of tokens between processes stands before the experts, and passes on nothing else.
         self.base_layer.updates = updates
         try:
@@ -150,7 +142,7 @@ class ParamWrapper(layer.ParamWrapper):
 
     def active_updates(self) -> Updates:
         """What the active adapters add to the stack, by its name; nothing if they are off or merged."""
-        found = [] if self.disable_adapters or self.merged else self._active(None, 1)
+        found = [] if self.disable_adapters or self.merged else self._active()
         return {self.parameter_name: found} if found else {}
 
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -180,9 +172,9 @@ class ParamWrapper(layer.ParamWrapper):
         whole = DTensor.from_local(factor, mesh, [Replicate()], run_check=False)
         return whole.redistribute(placements=[Shard(dim)]).to_local()
 
-    def _refuse_what_peft_cannot(self, adapter_names: Sequence[str] | None) -> None:
+    def _refuse_what_peft_cannot(self) -> None:
         experts: Any = self.get_base_layer()
-        asked = "several adapters in a batch (adapter_names)" if adapter_names is not None else None
+        asked = None
         active = (
             () if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
         )
@@ -198,16 +190,11 @@ class ParamWrapper(layer.ParamWrapper):
                 f'which allows no {asked}. Choose "{IMPLEMENTATION}".'
             )
 
-    def _active(self, adapter_names: Sequence[str] | None, num_rows: int) -> list[LowRank]:
-        """The updates of the active adapters, or of those that a batch names."""
-        if adapter_names is None:
-            return [
-                self.update_of(name, self.scaling[name])
-                for name in self.active_adapters
-                if name in self.lora_A
-            ]
-        scales = scales_of_rows(self, adapter_names, num_rows)
-        return [self.update_of(name, scale_N1) for name, scale_N1 in scales.items()]
+    def _active(self) -> list[LowRank]:
+        """The updates of the active adapters."""
+        return [
+            self.update_of(name, self.scaling[name]) for name in self.active_adapters if name in self.lora_A
+        ]
 
     def concatenate(self, adapters: Sequence[str], weights: Sequence[float], adapter_name: str) -> None:
         """Make one adapter the weighted sum of others, with the sum of their ranks.
@@ -225,7 +212,7 @@ class ParamWrapper(layer.ParamWrapper):
             # With a `rank_pattern` peft makes room for the largest of all ranks.
             by_expert(whole, dim, self.num_experts)[:, : joined.shape[1]] = joined
 
-    def update_of(self, name: str, scale: float | torch.Tensor) -> LowRank:
+    def update_of(self, name: str, scale: float) -> LowRank:
         """An adapter's factors, `[E, I, r]` and `[O, r, E]`; peft holds `[E * r, I]` and `[O, r * E]`."""
         a_ErI = self._of_own_experts(by_expert(self.lora_A[name].weight, 0, self.num_experts), 0)
         b_OrE = self._of_own_experts(by_expert(self.lora_B[name].weight, 1, self.num_experts), 2)

@@ -16,9 +16,6 @@ from .stack_targets import reading
 class LoadsAdapters(PreTrainedModel):
     """peft's adapters for a model class; a base class to name before `PreTrainedModel`."""
 
-    # The adapters of a batch's rows, during a pass that names them.
-    row_names: list[str] | None = None
-
     def load_adapter(
         self,
         peft_model_id: str | os.PathLike | None = None,

@@ -1,6 +1,6 @@
 """Checkpoint folders: what is checked before they are read, how they are read, and how they are written.
 
-Reading order: safetensors_files, pickles, torch_files (headers, without the numbers), checkpoint_files (is a folder
+Reading order: safetensors_files, torch_files (headers, without the numbers), checkpoint_files (is a folder
 whole), stored (does it hold this model), mapped_memory (memory that is given back), expert_index (which experts are
 where), load_weights (what is fused or quantized while it is loaded), model_names and state_dicts (the same for
 `load_state_dict`), other_loaders (accelerate's, Trainer's and torch's), device_map (on which device a module goes),
@@ -46,10 +46,9 @@ from .load_weights import make_weights
 from .mapped_memory import MappedFiles, forget_pages, return_freed_memory
 from .other_loaders import replace_loaders, replace_trainers_loader
 from .parts import in_units, part_of, sum_by_part
-from .pickles import Named
 from .safetensors_files import DTYPE_NAMES, DTYPES, WEIGHT_DTYPES, TensorHeader
 from .saving import AtomicSaveMixin, saving_adapter
 from .state_dicts import TakesStateDicts
 from .stored import Stored, check_fit, headers_of, tensors_of
-from .torch_files import read_records, read_torch
+from .torch_files import read_torch
 from .whole_folders import LOCK, UNFINISHED, FolderLock, check_whole, holder, sync

@@ -17,8 +17,7 @@ from filelock import FileLock
 from ...configuration.errors import CheckpointError
 
 LOCK = ".llamoe-lock"
-# A file of conversions, and the beginning of a hidden folder's name in saves.
-UNFINISHED, EXCHANGING = ".llamoe-unfinished.json", ".llamoe-exchanging-"
+UNFINISHED = ".llamoe-unfinished.json"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
@@ -80,18 +79,12 @@ class FolderLock:
 
 
 def check_whole(folder: str | os.PathLike, subfolder: str = "") -> None:
-    """Raise a `CheckpointError` for a folder that a conversion or a save has left unfinished, or is writing."""
+    """Raise a `CheckpointError` for a folder that a conversion has left unfinished, or is writing."""
     place = Path(folder, subfolder)
     if (place / UNFINISHED).exists():
         raise CheckpointError(
             f"{place}: is unfinished. If no llamoe command is writing it any more, run that command again with "
             "--resume (resume=True); or remove the folder."
-        )
-    if place.is_dir() and any(place.glob(f"{EXCHANGING}*")):
-        raise CheckpointError(
-            f"{place}: not whole. A save into this folder was cut off, or goes on at this moment, while it exchanged "
-            "the older files for new ones. Save the model here again, or have the older files put back: "
-            f"from llamoe.modeling.checkpoints.saving import put_back; put_back({str(place)!r})"
         )
 
 

@@ -60,16 +60,11 @@ class Router(nn.Module):
             bias_E = torch.zeros(config.num_local_experts, dtype=torch.float32)
         self.register_buffer("balancing_bias", bias_E)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        update: Callable[[torch.Tensor], torch.Tensor | float] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits, scores and indices of the chosen experts.
 
         Args:
             hidden_states: `[T, H]`.
-            update: what adapters add to the logits of these rows.
 
         Returns:
             the logits `[T, E]`, then for the chosen experts the scores `[T, K]` (float32 if they multiply outputs,
@@ -77,8 +72,6 @@ class Router(nn.Module):
         """
         x_TH = jitter(hidden_states, self.jitter_noise, self.training)
         logits_TE = linear(x_TH, self.weight)
-        if update is not None:
-            logits_TE = (logits_TE + update(x_TH)).to(logits_TE.dtype)
         if self.training and self.dropout > 0:
             logits_TE = F.dropout(logits_TE, p=self.dropout)
         return self.choose_by(logits_TE)

@@ -7,10 +7,8 @@ from .distribution import Distributed
 from .gathering import (
     broadcast,
     is_sharded,
+    is_shared,
     joined,
-    meet_after_saving,
-    meet_before_saving,
     refuse_stages,
     sharded_adapter,
-    sharing_processes,
 )

@@ -1,6 +1,6 @@
 """Pictures and prompts for the multimodal model.
 
-Reading order: pixels, pictures, image_processor, processor.
+Reading order: pictures, processor.
 """
 
 from .pictures import read_picture

@@ -1,210 +1,131 @@
-"""Reads pictures, from files or as objects, for the processor, the examples and programs that receive files of others.
+"""Reads pictures from files and from objects, as RGB of 8 bits.
 
 Pillow opens every format it knows, by content and not by name: an EPS starts Ghostscript, and dozens of rare formats
-use decoders that are hardly reviewed. transformers opens paths through Pillow or through torchvision, with results
-that differ by release, and ignores the orientation of some photos. This file reads the formats that browsers show, in
-one way, and what is handed over as an object like the file that it came from.
+use decoders that are hardly reviewed. This file reads the formats that browsers show, turned upright. Stock's processor
+divides whatever numbers it is given by 255: 16-bit numbers come out as hundreds, floats between 0 and 1 as black. Here
+the dtype and the range say what is meant, and numbers that could mean two things, or nothing, are refused.
 """
 
-import base64
 import os
-import urllib.request
-from http.client import HTTPException
 from io import BytesIO
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import torch
 
-from .pixels import PictureError, as_8_bits
-
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-_EXPECTED = "expected a JPEG, PNG, WebP, GIF or BMP"
 # 256 MiB at three bytes a pixel. A larger picture may be a decompression bomb.
 MAX_PIXELS = 2**28 // 3
-# Most bytes that are downloaded.
-_MAX_BYTES = 2**28
+# Half a step of 8 bits in 0..1: what rounding errors add, and rounding takes off again.
+_SLACK = 0.5 / 255
+
+
+class PictureError(OSError, ValueError):
+    """A picture is missing, broken, too large, of a format that is not read, or of numbers that mean no colours."""
 
 
 def read_picture(source: str | os.PathLike | bytes | BinaryIO, *, max_pixels: int = MAX_PIXELS) -> "Image":
-    """Read a picture upright, as people see it; of an animation, the first frame.
+    """Read a picture file upright, as people see it; of an animation, the first frame.
 
     Args:
         source: a path, the bytes of a file, or a binary file that can seek.
         max_pixels: most pixels (width times height) to decode; at most twice `PIL.Image.MAX_IMAGE_PIXELS`.
 
     Returns:
-        a `PIL.Image.Image` in RGB, with every pixel read, turned by its EXIF orientation. Transparency is dropped and
-        CMYK converted as in transformers' `load_image`. 16-bit grey keeps its upper 8 bits, as Pillow does for 16-bit
-        colours.
+        a `PIL.Image.Image` in RGB, with every pixel read, as `as_rgb` makes it.
 
     Raises:
         PictureError: no such file, another format than JPEG, PNG, WebP, GIF and BMP, a damaged file, or more than
             `max_pixels`. It is an `OSError` and a `ValueError`.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
-    name, file = _file_of(source)
+    is_content = isinstance(source, (bytes, bytearray))
+    name = f"picture of {len(source):,} bytes" if is_content else getattr(source, "name", source)
+    # A pipe would be waited for.
+    if isinstance(source, (str, os.PathLike)) and not os.path.isfile(source):
+        raise PictureError(f"{name}: no such picture.")
     try:
-        with Image.open(file, formats=FORMATS) as picture:
+        with Image.open(BytesIO(source) if is_content else source, formats=FORMATS) as picture:
             width, height = picture.size
             if width * height > max_pixels:
-                raise PictureError(
-                    f"{name}: {width:,} x {height:,} pixels are more than {max_pixels:,}. Make the picture smaller."
-                )
-            return upright_of_8_bits(picture).convert("RGB")
-    except Image.DecompressionBombError as error:
-        raise PictureError(f"{name}: has too many pixels. Make the picture smaller ({error}).") from error
-    except UnidentifiedImageError as error:
-        raise PictureError(f"{name}: is not a picture, or of another format; {_EXPECTED}.") from error
-    except PictureError:
-        raise
+                raise PictureError(f"{width:,} x {height:,} pixels are more than {max_pixels:,}")
+            return as_rgb(picture)
     # A damaged file makes Pillow raise nearly anything.
     except Exception as error:
-        raise PictureError(f"{name}: is damaged and cannot be read as a picture ({error}).") from error
+        raise PictureError(
+            f"{name}: is not a picture, or of another format; expected a JPEG, PNG, WebP, GIF or BMP ({error})."
+        ) from error
 
 
-def read_pictures_in(images: Any) -> list[Any]:
-    """The pictures that a chat or a processor call hands over, read where they are files.
+def as_rgb(picture: Any) -> "Image":
+    """Turn a picture that is an object into RGB of 8 bits.
 
     Args:
-        images: a picture or a list of pictures, or for each text a list of its pictures. A picture is a path, a URL
-            (http, https), a `data:` URL, base64, the bytes of a file, a binary file, a `PIL.Image.Image`, or numbers:
-            an array, a tensor, or lists in lists, `[height, width]` or with channels first or last. Arrays with one
-            axis more are several pictures.
+        picture: a PIL image of any mode, which is turned by its EXIF orientation; or an array or tensor,
+            `[height, width]`, or with 1 to 4 channels first or last: of bool, of whole numbers in 0..255, of uint16,
+            int32 or int64 in 0..65535, of which the upper 8 bits count, or of floats in 0..1 or 0..255.
 
     Returns:
-        the same list, or list of lists, of PIL pictures, and arrays and tensors with three axes.
+        a `PIL.Image.Image`. Transparency is dropped, and CMYK converted as in transformers' `load_image`.
 
     Raises:
-        PictureError: see `read_picture`; or what is none of these, None, or lists beside pictures.
-    """
-    if not isinstance(images, (list, tuple)) or _axes(images) in (1, 2, 3):
-        return _pictures_of(images)
-    has_rows = [isinstance(entry, (list, tuple)) and _axes(entry) not in (1, 2, 3) for entry in images]
-    if any(has_rows) and not all(has_rows):
-        raise PictureError("images holds pictures beside lists of pictures; expected one or the other.")
-    if any(has_rows):
-        return [[picture for entry in row for picture in _pictures_of(entry)] for row in images]
-    return [picture for entry in images for picture in _pictures_of(entry)]
-
-
-def upright_of_8_bits(picture: "Image") -> "Image":
-    """A picture turned by its EXIF orientation, in a mode of 8 bits that converts to RGB.
-
-    Raises:
-        PictureError: numbers of mode I or F that have no plain reading, see `as_8_bits`.
+        PictureError: numbers in another range or with other axes, or none of these objects.
     """
     from PIL import Image, ImageOps
 
-    upright = ImageOps.exif_transpose(picture)
-    # 16 bits, however dark: the mode says so.
-    if upright.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
-    if upright.mode in ("I", "F"):
-        return Image.fromarray(as_8_bits(np.asarray(upright)).numpy())
-    # Colours that are multiplied by their opacity.
-    return upright.convert(upright.mode.upper()) if upright.mode in ("La", "RGBa") else upright
-
-
-def _pictures_of(image: Any) -> list[Any]:
-    """A picture in a list; several where an array holds several."""
-    from PIL import Image
-
-    if image is None:
+    if isinstance(picture, Image.Image):
+        upright = ImageOps.exif_transpose(picture)
+        if upright.mode.startswith("I;16"):
+            # 16 bits, however dark: the mode says so.
+            return Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8)).convert("RGB")
+        if upright.mode in ("I", "F"):
+            return as_rgb(np.asarray(upright))
+        # "La" and "RGBa" hold colours that are multiplied by their opacity.
+        return upright.convert({"La": "LA", "RGBa": "RGBA"}.get(upright.mode, upright.mode)).convert("RGB")
+    if isinstance(picture, torch.Tensor):
+        # NumPy has no bfloat16.
+        picture = (picture.float() if picture.is_floating_point() else picture).detach().cpu().numpy()
+    if not isinstance(picture, np.ndarray):
         raise PictureError(
-            "images holds None where a picture was expected. Leave it out, with its marker in the text; "
-            "images=None stands for no picture at all."
+            f"a {type(picture).__name__} is not a picture; expected a path, an address, a PIL image, an array or a "
+            "tensor, or one list of these for each text."
         )
-    if isinstance(image, Image.Image):
-        return [image]
-    if isinstance(image, (str, os.PathLike)):
-        return [_read_named(image)]
-    if isinstance(image, (bytes, bytearray, memoryview)):
-        return [read_picture(bytes(image))]
-    if hasattr(image, "read"):
-        return [read_picture(image)]
-    numbers = image
-    if isinstance(image, (list, tuple)) and _axes(image):
-        try:
-            numbers = np.asarray(image)
-        except ValueError as error:
-            raise PictureError(f"a picture of numbers in lists is not an array ({error}).") from error
-    elif not isinstance(image, torch.Tensor) and hasattr(image, "__array__"):
-        numbers = np.asarray(image)
-    if not isinstance(numbers, (np.ndarray, torch.Tensor)):
+    pixels = _as_8_bits(picture)
+    if pixels.ndim == 3 and pixels.shape[-1] not in (1, 2, 3, 4):
+        pixels = np.moveaxis(pixels, 0, -1)
+    if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[-1] not in (1, 2, 3, 4)):
         raise PictureError(
-            f"a {type(image).__name__} is not a picture; expected a path, an address, the bytes of a file, a PIL "
-            "image, an array or a tensor, or one list of these for each text."
+            f"a picture of shape {list(picture.shape)} is neither [height, width] nor has it 1 to 4 channels, first or "
+            "last."
         )
-    if numbers.ndim not in (2, 3, 4):
-        raise PictureError(
-            f"a picture of {str(numbers.dtype).removeprefix('torch.')} and shape {list(numbers.shape)} has no plain "
-            "reading; expected [height, width], with channels first or last, or several of these."
-        )
-    return list(numbers) if numbers.ndim == 4 else [numbers[None] if numbers.ndim == 2 else numbers]
+    if pixels.ndim == 3:
+        # Without transparency, grey as such.
+        pixels = pixels[..., :3] if pixels.shape[-1] > 2 else pixels[..., 0]
+    return Image.fromarray(np.ascontiguousarray(pixels)).convert("RGB")
 
 
-def _axes(image: Any) -> int:
-    """How deep the numbers stand in lists; 0 where no list ends in numbers."""
-    axes = 0
-    while isinstance(image, (list, tuple)) and image:
-        axes, image = axes + 1, image[0]
-    return axes if isinstance(image, (bool, int, float, np.number)) else 0
-
-
-def _read_named(image: str | os.PathLike) -> "Image":
-    text = os.fspath(image)
-    if text.startswith(("http://", "https://")):
-        return read_picture(_fetch(text))
-    if isinstance(image, os.PathLike) or os.path.exists(text):
-        return read_picture(text)
-    encoded = text.partition("base64,")[2] if text.startswith("data:") else text
-    try:
-        # Line breaks are usual in base64.
-        content = base64.b64decode("".join(encoded.split()), validate=True)
-    except ValueError as error:
-        shown = text if len(text) < 200 else f"{text[:99]}..."
-        raise PictureError(
-            f"{shown!r}: no such picture; neither a file nor an address (http, https) nor base64 of a picture."
-        ) from error
-    return read_picture(content)
-
-
-def _file_of(source: str | os.PathLike | bytes | BinaryIO) -> tuple[str, Path | BinaryIO]:
-    if isinstance(source, (bytes, bytearray)):
-        return f"picture of {len(source):,} bytes", BytesIO(source)
-    if not isinstance(source, (str, os.PathLike)):
-        if not hasattr(source, "read"):
-            raise PictureError(
-                f"a {type(source).__name__} is not a picture; expected a path, the bytes of a file, or a binary file."
-            )
-        return str(getattr(source, "name", "picture")), source
-    path = Path(source)
-    try:
-        is_there, is_file = path.exists(), path.is_file()
-    # A name that is too long or contains a zero byte.
-    except (OSError, ValueError) as error:
-        raise PictureError(f"{str(source)[:99]}: cannot be a file's name ({error}).") from error
-    if not is_there:
-        raise PictureError(f"{source}: no such picture.")
-    if not is_file:
-        raise PictureError(f"{source}: is not a file; {_EXPECTED}.")
-    return str(source), path
-
-
-def _fetch(address: str) -> bytes:
-    try:
-        # Some sites refuse requests without a user agent.
-        request = urllib.request.Request(address, headers={"User-Agent": "llamoe"})
-        with urllib.request.urlopen(request, timeout=60) as response:
-            content = response.read(_MAX_BYTES + 1)
-    except (OSError, ValueError, HTTPException) as error:
-        raise PictureError(f"{address}: cannot be fetched ({error}).") from error
-    if len(content) > _MAX_BYTES:
-        raise PictureError(f"{address}: the file is larger than {_MAX_BYTES:,} bytes.")
-    return content
+def _as_8_bits(numbers: np.ndarray) -> np.ndarray:
+    """Return an array's colours as uint8 of the same shape."""
+    name, kind = numbers.dtype.name, numbers.dtype.kind
+    if name == "uint8":
+        return numbers
+    if name == "bool":
+        return numbers.astype(np.uint8) * 255
+    low, high = (numbers.min(), numbers.max()) if kind in "iuf" and numbers.size else (np.nan, np.nan)
+    if kind == "f":
+        if -_SLACK <= low and (high <= 1 + _SLACK or 2 <= high <= 255 + _SLACK):
+            scale = 255 if high <= 1 + _SLACK else 1
+            return (numbers.astype(np.float32) * scale).round().clip(0, 255).astype(np.uint8)
+    elif name == "uint16":
+        if high > 255 or high == 0:
+            return (numbers >> 8).astype(np.uint8)
+    elif 0 <= low and high <= (255 if name in ("int8", "int16") else 65535):
+        return (numbers >> 8 if high > 255 else numbers).astype(np.uint8)
+    raise PictureError(
+        f"a picture of {name}, {list(numbers.shape)}, from {low:g} to {high:g} has no plain reading; expected uint8; "
+        "whole numbers in 0..255, or in 0..65535 as uint16, int32 or int64; floats in 0..1 or in 0..255; or bool."
+    )

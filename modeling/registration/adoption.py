@@ -6,9 +6,8 @@ config into ours, and the processor of Llama 4 is ours. Models inside of other m
 say) are chosen in the same place: they are ours too while `llama` is adopted.
 """
 
-import threading
-from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import transformers
 from transformers import CONFIG_MAPPING
@@ -26,55 +25,29 @@ _STAND_INS = {
 # Accepted name to stock model types: Llama 4 as a whole includes its parts.
 _NAMES = {name: (name,) for name in _STAND_INS} | {"llama4": ("llama4", "llama4_text", "llama4_vision_model")}
 
-_lock = threading.RLock()
+# Stock model types that are adopted, and what ends it.
 _undo: dict[str, list[Callable[[], None]]] = {}
-# Adoptions that are in force, by stock model type.
-_holders: defaultdict[str, set["Adoption"]] = defaultdict(set)
 
 
-class Adoption:
+class Adoption(AbstractContextManager):
     """Result of `adopt`: as a context manager it ends with its block, otherwise it stays until `release`.
 
     Attributes:
-        model_types: the stock model types that it adopts.
+        model_types: the stock model types that it adopted; without those that were adopted already.
     """
 
     def __init__(self, model_types: tuple[str, ...]):
         self.model_types = model_types
-        self._depth = 0
-
-    def _hold(self) -> None:
-        for model_type in self.model_types:
-            _holders[model_type].add(self)
-            if model_type not in _undo:
-                _undo[model_type] = _point_auto_classes(model_type)
-
-    def __enter__(self) -> "Adoption":
-        with _lock:
-            self._depth += 1
-            if self._depth == 1:
-                self._hold()
-        return self
 
     def __exit__(self, *_) -> None:
-        with _lock:
-            self._depth -= 1
-            if self._depth == 0:
-                for model_type in self.model_types:
-                    # `release` may have ended it already, and others may have adopted the type since.
-                    _holders[model_type].discard(self)
-                    _restore_unless_held(model_type)
-
-    def __repr__(self) -> str:
-        return f"<llamoe adoption of {', '.join(self.model_types)}>"
+        if self.model_types:
+            release(*self.model_types)
 
 
 def adopt(*model_types: str) -> Adoption:
     """Make the Auto classes return llamoe's models for stock checkpoints.
 
-    This holds in this process, for all threads, from the next load on; a load that has begun keeps its class. Several
-    calls add up to one adoption, which `release` ends. A `with` statement ends it with the block, unless it was in
-    force before or another block still needs it.
+    This holds in this process, for all threads, from the next load on; a load that has begun keeps its class.
 
     Args:
         *model_types: "llama" (LLaMA 1, 2, 3 and all their heads), "mistral", "ministral", "mixtral", "llama4" (the
@@ -82,15 +55,15 @@ def adopt(*model_types: str) -> Adoption:
             None: all.
 
     Returns:
-        a context manager, whose use is optional.
+        a context manager, whose use is optional: at the end of a `with` block what it has adopted is released.
 
     Raises:
         ValueError: a model type that llamoe has no models for; nothing is adopted then.
     """
-    adoption = Adoption(_stock_types("adopt", model_types))
-    with _lock:
-        adoption._hold()
-    return adoption
+    new = tuple(name for name in _stock_types("adopt", model_types) if name not in _undo)
+    for model_type in new:
+        _undo[model_type] = _point_auto_classes(model_type)
+    return Adoption(new)
 
 
 def release(*model_types: str) -> None:
@@ -102,11 +75,9 @@ def release(*model_types: str) -> None:
     Raises:
         ValueError: a model type that llamoe has no models for; nothing is released then.
     """
-    chosen = _stock_types("release", model_types)
-    with _lock:
-        for model_type in chosen:
-            _holders[model_type].clear()
-            _restore_unless_held(model_type)
+    for model_type in _stock_types("release", model_types):
+        for undo in _undo.pop(model_type, ()):
+            undo()
 
 
 def _stock_types(function: str, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -129,9 +100,3 @@ def _point_auto_classes(model_type: str) -> list[Callable[[], None]]:
     ]
     PROCESSED.add(model_type)
     return [*undo, lambda: PROCESSED.discard(model_type)]
-
-
-def _restore_unless_held(model_type: str) -> None:
-    if not _holders[model_type]:
-        for undo in _undo.pop(model_type, ()):
-            undo()

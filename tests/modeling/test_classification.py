@@ -438,9 +438,9 @@ def test_lora_for_classification(family, tmp_path):
 def test_several_rows_need_a_padding_token(family):
     model = pair("SequenceClassification")[1] if family == "dense" else mixture()
     model.config.pad_token_id = None
-    with pytest.raises(ValueError, match="pad_token_id"):
+    with pytest.raises(ValueError, match="padding token"):
         model(**rows())
-    with pytest.raises(ValueError, match=r"padding token"):
+    with pytest.raises(ValueError, match="padding token"):
         model(inputs_embeds=torch.randn(2, 9, 72))
     one = rows("none")["input_ids"][:1]
     with torch.no_grad():
@@ -450,23 +450,12 @@ def test_several_rows_need_a_padding_token(family):
 
 
 ROW = torch.zeros(3, dtype=torch.long)
-WRONG_TARGETS = [
-    ("SequenceClassification", {"labels": torch.tensor([1, 2])}),
-    ("SequenceClassification", {"labels": torch.tensor([1, 2, 5])}),
-    ("SequenceClassification", {"labels": torch.tensor([1, -1, 2])}),
-    ("SequenceClassification", {"labels": torch.rand(3)}),
-    ("TokenClassification", {"labels": ROW}),
-    ("TokenClassification", {"labels": torch.full((3, LENGTH), 9)}),
-    ("QuestionAnswering", {"start_positions": ROW, "end_positions": None}),
-    ("QuestionAnswering", {"start_positions": ROW, "end_positions": ROW[:2]}),
-]
 
 
-@pytest.mark.parametrize(("kind", "given"), WRONG_TARGETS)
-def test_wrong_targets(kind, given):
-    for model in (pair(kind)[1], mixture()) if kind == "SequenceClassification" else (pair(kind)[1],):
-        with pytest.raises(ValueError, match=[*given][-1]):
-            model(**rows(), **given)
+@pytest.mark.parametrize("labels", [ROW, torch.full((3, LENGTH), 9)], ids=["shape", "class"])
+def test_wrong_labels_of_tokens(labels):
+    with pytest.raises(ValueError, match="labels"):
+        pair("TokenClassification")[1](**rows(), labels=labels)
 
 
 @for_kinds
@@ -475,5 +464,3 @@ def test_config_and_inputs_of_others_are_refused(kind):
         ours(kind)(text_config())
     with pytest.raises(ValueError, match="'gpt2'"):
         ours(kind)(transformers.GPT2Config())
-    with pytest.raises(ValueError, match="input_ids"):
-        pair(kind)[1]()

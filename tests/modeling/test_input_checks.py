@@ -24,7 +24,8 @@ from transformers import Llama4VisionConfig
 import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.modeling.checkpoints import checkpoint_files, safetensors_files
-from llamoe.modeling.input_checks import check_inputs, check_next_tokens
+from llamoe.modeling.decoder import DecoderLayer
+from llamoe.modeling.input_checks import check_classes
 
 TENSOR = "model.layers.1.self_attn.q_proj.weight"
 SHAPE = [120, 72]
@@ -372,8 +373,6 @@ def test_saving_onto_a_file(tmp_path):
 IDS = torch.arange(3, 45).view(2, 21)
 EMBEDS = torch.ones(2, 21, 72)
 MASK = torch.ones_like(IDS)
-POSITIONS = torch.arange(21)[None]
-HIDES_TWO = torch.ones_like(IDS).index_fill_(1, torch.tensor([0, 1]), 0)
 
 
 @pytest.fixture(scope="module")
@@ -386,80 +385,36 @@ def heads():
     models = {name: make_asymmetric(getattr(llamoe, name)(config())) for name, config in configs}
     for model in models.values():
         for module in model.modules():
-            if hasattr(module, "input_layernorm"):
+            if isinstance(module, DecoderLayer):
                 module.register_forward_pre_hook(lambda *_: pytest.fail("a layer ran"))
     return models
 
 
 # The last of each is what the error names.
 BAD_INPUTS = [
+    {},
     {"input_ids": IDS, "inputs_embeds": EMBEDS},
-    {"input_ids": IDS[0]},
-    {"input_ids": IDS[None]},
-    {"input_ids": IDS.float()},
-    {"input_ids": IDS > 5},
-    {"input_ids": IDS.to(torch.int8)},
-    {"input_ids": IDS[:, :0]},
-    {"input_ids": IDS[:0]},
     {"input_ids": IDS + 80},
     {"input_ids": IDS - 4},
-    {"input_ids": IDS.tolist()},
-    {"input_ids": IDS.numpy()},
-    {"inputs_embeds": EMBEDS[0]},
-    {"inputs_embeds": EMBEDS[..., :70]},
-    {"inputs_embeds": EMBEDS.long()},
-    {"inputs_embeds": EMBEDS[:0]},
-    {"inputs_embeds": EMBEDS.tolist()},
     {"input_ids": IDS, "attention_mask": MASK[:, 1:]},
     {"input_ids": IDS, "attention_mask": torch.ones(2, 22)},
     {"input_ids": IDS, "attention_mask": torch.ones(3, 21)},
     {"input_ids": IDS, "attention_mask": MASK[0]},
-    {"input_ids": IDS, "attention_mask": torch.ones(2, 21, 21)},
-    {"input_ids": IDS, "attention_mask": MASK.tolist()},
-    {"input_ids": IDS, "position_ids": POSITIONS[:, 1:]},
-    {"input_ids": IDS, "position_ids": POSITIONS[0]},
-    {"input_ids": IDS, "position_ids": POSITIONS.expand(3, -1)},
-    {"input_ids": IDS, "position_ids": POSITIONS - 3},
-    {"input_ids": IDS, "attention_mask": HIDES_TWO, "position_ids": POSITIONS - 3},
+    {"input_ids": IDS, "attention_mask": torch.ones(2, 1, 21, 21, dtype=torch.long)},
     {"input_ids": IDS, "labels": IDS[:, 1:]},
     {"input_ids": IDS, "labels": IDS.T},
-    {"input_ids": IDS, "labels": IDS[:1]},
     {"input_ids": IDS, "labels": torch.where(IDS == 7, -1, IDS)},
     {"input_ids": IDS, "labels": IDS + 80},
-    {"input_ids": IDS, "labels": IDS.tolist()},
 ]
 NAMES = ["LlamoeDenseForCausalLM", "LlamoeForCausalLM", "LlamoeForConditionalGeneration"]
 
 
-@pytest.mark.parametrize(("number", "name"), in_turn(range(len(BAD_INPUTS)), NAMES))
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("number", range(len(BAD_INPUTS)))
 def test_bad_inputs(number, name, heads):
     given = BAD_INPUTS[number]
-    with pytest.raises(ValueError, match=[*given][-1]):
+    with pytest.raises(ValueError, match=[*given][-1] if given else "input_ids or inputs_embeds"):
         heads[name](**given)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_neither_ids_nor_embeddings(name, heads):
-    with pytest.raises(ValueError, match="input_ids and inputs_embeds"):
-        heads[name]()
-
-
-@pytest.mark.parametrize(
-    ("given", "name"),
-    in_turn(
-        [
-            {"input_ids": IDS.tolist()},
-            {"inputs": IDS.tolist()},
-            {"inputs": {"input_ids": IDS}},
-            {"input_ids": IDS[:0]},
-            {"inputs_embeds": EMBEDS[:0]},
-        ],
-        NAMES,
-    ),
-)
-def test_bad_inputs_of_generate(name, given, heads):
-    with pytest.raises(ValueError, match=[*given][-1]):
-        heads[name].generate(**given, max_new_tokens=2)
 
 
 @pytest.mark.parametrize("how", ["first of a row", "ignore_index", "shift_labels", "a loss of one's own"])
@@ -481,54 +436,11 @@ def test_labels_that_mean_something_else(how):
     assert torch.equal(model(input_ids=IDS, labels=labels, **extra).loss, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        ("SequenceClassification", {"input_ids": IDS.tolist()}),
-        ("SequenceClassification", {"input_ids": IDS, "labels": [0, 1]}),
-        ("SequenceClassification", {"input_ids": IDS[:0]}),
-        ("TokenClassification", {"input_ids": IDS.tolist()}),
-        ("TokenClassification", {"input_ids": IDS, "labels": (IDS % 2).tolist()}),
-        ("TokenClassification", {"input_ids": IDS, "labels": IDS % 2 - 1}),
-        ("QuestionAnswering", {"input_ids": IDS.tolist()}),
-        ("QuestionAnswering", {"input_ids": IDS, "end_positions": [2, 3], "start_positions": [0, 1]}),
-    ],
-)
-def test_bad_inputs_of_classifiers(name, given):
-    model = getattr(llamoe, f"LlamoeDenseFor{name}")(stock_dense_config(pad_token_id=0))
-    with pytest.raises(ValueError, match=[*given][-1]):
-        model(**given)
-
-
-@pytest.mark.parametrize("content", [{"max_new_tokens": -5}, {"max_new_tokens": "x"}], ids=str)
-def test_bad_generation_config(content, saved, tmp_path):
-    shutil.copytree(saved / "single", tmp_path / "model")
-    (tmp_path / "model/generation_config.json").write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="generation_config"):
-        load(tmp_path / "model")
-
-
-@pytest.mark.parametrize("padding", [-48, -47, -1, 46, 47, None])
-def test_padding_token_of_the_vocabulary(padding):
-    config = llamoe.LlamoeDenseConfig.from_dict(stock_dense_config(vocab_size=47).to_dict())
-    config.pad_token_id = padding
-    if padding in (-48, 47):
-        with pytest.raises(
-            ValueError, match=f"pad_token_id = {padding}: is not a token of a vocabulary of 47"
-        ):
-            llamoe.LlamoeDenseModel(config)
-    else:
-        llamoe.LlamoeDenseModel(config)
-
-
 @pytest.mark.parametrize(("device", "refused"), [("cpu", True), ("meta", False)])
-def test_values_are_looked_into_on_the_cpu_alone(device, refused):
+def test_values_are_read_on_the_cpu_alone(device, refused):
     """Elsewhere one would wait for them; tensors on the meta device have none."""
     with pytest.raises(ValueError, match="labels contain -1") if refused else nullcontext():
-        check_next_tokens(stock_dense_config(), torch.full((2, 3), -1, device=device))
-    tokens, mask, positions = (x.to(device) for x in (IDS, MASK, POSITIONS - 1))
-    with pytest.raises(ValueError, match="position_ids is -1") if refused else nullcontext():
-        check_inputs(llamoe.LlamoeTextConfig(), tokens, None, mask, positions, None)
+        check_classes(torch.full((2, 3), -1, device=device), 99)
 
 
 def test_mask_of_the_new_tokens_only(heads):
@@ -552,8 +464,7 @@ def ids_with_images(tiles, less=0):
 # What a tile may be is held against the tower by itself, in test_vision.py.
 BAD_PIXELS = {
     "shape": (PIXELS[0], 2, 0, "pixel_values"),
-    "list": (list(PIXELS), 2, 0, "pixel_values"),
-    "list_of_none": ([None], 2, 0, "pixel_values"),
+    "integers": (PIXELS.to(torch.uint8), 2, 0, "pixel_values"),
     "too_few_tokens": (torch.cat([PIXELS, PIXELS[:1]]), 2, 0, "8 image tokens.* 12 image features"),
     "too_many_tokens": (PIXELS[:1], 2, 0, "8 image tokens.* 4 image features"),
     "no_pixels": (None, 2, 0, "8 image tokens.* 0 image features"),
@@ -564,7 +475,6 @@ BAD_PIXELS = {
 
 @pytest.mark.parametrize("pixels", BAD_PIXELS)
 def test_bad_pixels(pixels, heads):
-    """Also where the numbers differ: the number of tiles is known before the tower runs."""
     given, tiles, less, says = BAD_PIXELS[pixels]
     with pytest.raises(ValueError, match=says):
         heads["LlamoeForConditionalGeneration"](input_ids=ids_with_images(tiles, less), pixel_values=given)

@@ -59,7 +59,7 @@ def test_ties_and_near_ties_go_stocks_way(dtype, monkeypatch):
         assert mine.dtype == its.dtype and torch.equal(mine, its)
 
 
-@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
+@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification"])
 def test_heads(head, tmp_path, record_parity):
     stock_class = getattr(transformers, f"MixtralFor{head}")
     stock, ours = pair(tmp_path, stock_class=stock_class, num_labels=3)

@@ -429,7 +429,6 @@ BAD_PIXELS = {
     "channels-last": torch.zeros(2, 56, 56, 3),
     "not-square": torch.zeros(2, 3, 56, 70),
     "small": torch.zeros(2, 3, 28, 28),
-    "empty": torch.zeros(0, 3, 56, 56),
     "uint8": torch.zeros(2, 3, 56, 56, dtype=torch.uint8),
     "int64": torch.zeros(2, 3, 56, 56, dtype=torch.int64),
 }

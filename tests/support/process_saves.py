@@ -2,7 +2,6 @@
 
 import os
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
-from llamoe.modeling._private_api import default_store, gather
+from llamoe.modeling._private_api import gather
 
 
 def fully_sharded(model):
@@ -71,31 +70,8 @@ def given(kind):
             parameter.mul_(1.5)
     folder = FOLDER / f"given-{kind}"
     model.save_pretrained(folder, state_dict=other.state_dict())
-    dist.barrier()  # a whole state dict needs no other process, and none waits
+    dist.barrier()
     return {"weights": saved_difference(folder, other)}
-
-
-@check("fsdp", "tensor", "torch")
-def alone(kind):
-    """Only the first process saves; the error names who is missing, and afterwards all can save together."""
-    model = load_sharded("text", kind)
-    folder = FOLDER / f"alone-{kind}"
-    message = ""
-    if dist.get_rank() == 0:
-        store = default_store()
-        patience = store.timeout
-        store.set_timeout(timedelta(seconds=1))
-        try:
-            model.save_pretrained(folder)
-        except RuntimeError as error:
-            message = str(error)
-        store.set_timeout(patience)
-    dist.barrier()
-    left = folder.exists()
-    dist.barrier()
-    model.save_pretrained(folder)
-    weights = saved_difference(folder, whole("text"))
-    return {"message": message, "left": left, "weights": weights}
 
 
 @check("fsdp", "tensor", "torch")

@@ -103,11 +103,10 @@ def test_rows_of_a_transposed_stack_are_read_alone(tmp_path, monkeypatch):
     assert sum(read) == stack.numel()
 
 
-def test_format_before_zip_files_is_read_whole(tmp_path):
-    torch.save(
-        {"x": BASE.t() if BASE.ndim == 2 else BASE}, tmp_path / "x.pth", _use_new_zipfile_serialization=False
-    )
-    assert torch.equal(open_pickle(tmp_path / "x.pth")[0]["x"].read(), BASE)
+def test_format_before_zip_files_is_refused(tmp_path):
+    torch.save({"x": BASE}, tmp_path / "x.pth", _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"x\.pth.*torch before 1\.6 has to be saved again"):
+        open_pickle(tmp_path / "x.pth")
 
 
 def test_what_is_no_dictionary_of_tensors_is_refused(tmp_path):

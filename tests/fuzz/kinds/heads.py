@@ -28,8 +28,8 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
         notes["way"] = "resized"
         resized(rng, subject, batch)
     else:
-        # Llama 4 has no other.
-        kind = rng.choice(HEADS[:1] if subject.fields["model_type"] == "llama4_text" else HEADS)
+        # Only the dense family finds answers.
+        kind = rng.choice(HEADS[:2] if subject.has_mixture else HEADS)
         notes["way"] = kind
         classify(rng, seed, subject, batch, kind)
 

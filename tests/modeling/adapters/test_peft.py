@@ -393,7 +393,7 @@ def test_prompt_learning_with_pictures(name):
     inputs = MULTIMODAL.inputs(padding=(0, 0, 0))
     base = model.get_base_model()
     with torch.no_grad():
-        embeds, _ = base._merge(inputs["input_ids"], None, inputs["pixel_values"], None, True)
+        embeds, _ = base._merge(inputs["input_ids"], None, inputs["pixel_values"], None)
     expected = run(by_text, inputs_embeds=embeds, attention_mask=inputs["attention_mask"])
     assert max_abs(run(model, **inputs), expected) < 1e-5
     assert max_abs(expected[:, -5:], run(base, **inputs)[:, -5:]) > 1e-3

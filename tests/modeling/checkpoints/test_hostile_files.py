@@ -298,10 +298,8 @@ HEADERS = {
         b'{"x":{"dtype":"F32","shape":[%s],"data_offsets":[0,4]}}' % b",".join([b"1" + b"0" * 4000] * 20_000),
         bytes(4),
     ),
-    "many_axes": lambda: safetensors({"x": entry([1] * 10**6, 0, 4)}, bytes(4)),
     "deep_entry": safetensors(b'{"x":' + b"[" * 900 + b"]" * 900 + b"}"),
     "long_name": lambda: safetensors({"x" * 10**6: 5}),
-    "lists": lambda: safetensors(b'{"x":[' + b"[]," * 20_000_000 + b"[]]}"),
     "metadata_of_a_hundred_megabytes": lambda: safetensors(
         b'{"__metadata__":{%s},"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
         % ", ".join(map('"%d": ""'.__mod__, range(6_000_000))).encode(),
@@ -326,4 +324,4 @@ def test_distributed_folder(model_copy, guard):
     """What the processes of a run saved, each for itself, is read by transformers before all else."""
     path = model_copy("single")
     (path / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"\xff" * 8)
-    guard.refused("load", "shard-00001.*header should be", folder=path)
+    guard.refused("load", "shard-00001.*is damaged", folder=path)

@@ -2,8 +2,9 @@
 
 import os
 import resource
+import shutil
 import stat
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from safetensors import SafetensorError
 from support.models import SHALLOW_MODELS, make_asymmetric, stock_dense_config
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, modeling_utils
 
-from llamoe.configuration.errors import CheckpointError
 from llamoe.modeling.checkpoints import saving
 
 pytestmark = pytest.mark.slow
@@ -193,13 +193,6 @@ FAILURES = {
     "Ctrl-C while writing": lambda _: raising(modeling_utils, "safe_save_file", KeyboardInterrupt(), 1),
     "Ctrl-C while flushing": lambda _: raising(os, "fsync", KeyboardInterrupt(), 2),
     "flushing finds the disk full": lambda _: raising(os, "fsync", OSError(28, "No space left"), 2),
-    **{
-        f"{type(error).__name__} at renaming {step}": lambda _, error=error, step=step: raising(
-            os, "rename", error, step
-        )
-        for step in range(0, 16, 3)
-        for error in [KeyboardInterrupt() if step % 2 else PermissionError(1, "Operation not permitted")]
-    },
 }
 
 
@@ -215,7 +208,7 @@ def test_the_older_model_stays_when_a_save_fails(failure, old):
     assert_holds(old, CASE.make())
 
 
-@pytest.mark.parametrize("failure", [name for name in FAILURES if "renaming" not in name])
+@pytest.mark.parametrize("failure", FAILURES)
 def test_a_new_folder_goes_when_its_first_save_fails(failure, tmp_path):
     folder = tmp_path / "new"
     with pytest.raises((OSError, SafetensorError, KeyboardInterrupt)), FAILURES[failure](folder):
@@ -260,74 +253,71 @@ def test_what_cannot_be_uploaded_is_saved(old, monkeypatch):
     assert "tokenizer.json" in files(old)
 
 
-# What a kill has left
+# Cut off between two renamings
 
 
-class Killed(BaseException):
-    """Nothing catches it but what catches everything."""
-
-
-def cut_off(folder, model, step, **options):
-    """Leave a folder as a kill before renaming number `step` does, without an end to the process."""
-    original = saving._undo
-    saving._undo = lambda *_: (_ for _ in ()).throw(Killed())
+def loads(folder, *candidates):
+    """Which of these models a folder holds; None if it does not load."""
     try:
-        with pytest.raises(Killed), raising(os, "rename", Killed(), step):
-            model.save_pretrained(folder, **options)
-    finally:
-        saving._undo = original
+        CASE.model_class.from_pretrained(folder)
+    except (OSError, ValueError):
+        with pytest.raises((OSError, ValueError)):
+            AutoModelForCausalLM.from_pretrained(folder)
+        return None
+    held = []
+    for number, model in enumerate(candidates):
+        with suppress(AssertionError):
+            assert_holds(folder, model)
+            held.append(number)
+    assert len(held) == 1
+    return held[0]
 
 
-# Two renamings write config.json and give the hidden folder its name.
-@pytest.mark.parametrize("step", [2, 3, 6, 9, 12, 15])
-def test_a_folder_that_is_not_whole_is_named_and_can_be_put_back(step, old):
-    before = contents(old)
-    cut_off(old, CASE.make(), step, **SHARDED)
-    for options in ({}, {"config": CASE.make_config()}, {"device_map": "cpu"}):
-        with pytest.raises(CheckpointError, match="folder: not whole"):
-            CASE.model_class.from_pretrained(old, **options)
-    with pytest.raises((OSError, ValueError)):
-        AutoModelForCausalLM.from_pretrained(old)
-    saving.put_back(old)
-    assert contents(old) == before
-    assert_holds(old, CASE.make(seed=1))
-    cut_off(old, CASE.make(), step, **SHARDED)
-    CASE.make(seed=2).save_pretrained(old)
-    assert_holds(old, CASE.make(seed=2))
-    assert not any(name.startswith(".") for name in files(old))
-
-
-def test_a_subfolder_that_is_not_whole(tmp_path):
-    CASE.make(seed=1).save_pretrained(tmp_path / "part", **SHARDED)
-    cut_off(tmp_path / "part", CASE.make(), 8, **SHARDED)
-    with pytest.raises(CheckpointError, match="part: not whole"):
-        CASE.model_class.from_pretrained(tmp_path, subfolder="part")
+@pytest.mark.parametrize(("before", "after"), [(SHARDED, SHARDED), (SHARDED, {}), ({}, SHARDED), ({}, {})])
+def test_a_folder_never_holds_a_part_of_each_of_two_models(before, after, tmp_path):
+    older, newer, folder = CASE.make(seed=1), CASE.make(), tmp_path / "model"
+    found = []
+    for call in ("unlink", "replace"):
+        for step in range(12):
+            shutil.rmtree(folder, ignore_errors=True)
+            older.save_pretrained(folder, **before)
+            with suppress(KeyboardInterrupt), raising(Path, call, KeyboardInterrupt(), step):
+                newer.save_pretrained(folder, **after)
+            found.append(loads(folder, older, newer))
+            newer.save_pretrained(folder, **after)
+            assert loads(folder, older, newer) == 1 and not any(
+                name.startswith(".") for name in files(folder)
+            )
+    assert {None, 1} <= {*found}
 
 
 def test_what_another_process_is_writing_is_left_alone(old):
-    theirs = saving._Save(old, None)
-    (theirs.new / "config.json").write_text("{}")
-    CASE.make().save_pretrained(old)
-    assert (theirs.new / "config.json").exists()
-    theirs.discard()
-    assert not any(name.startswith(".") for name in files(old))
+    with saving._Save(old, None).files() as theirs:
+        CASE.make().save_pretrained(old)
+        assert theirs.exists()
     assert_holds(old, CASE.make())
+
+
+def test_what_a_killed_process_has_left_is_removed(old):
+    name = saving._Save(old, None).new.name
+    (old / name).rename(old / name.replace(f"-{os.getpid()}-", "-4194999-"))
+    CASE.make().save_pretrained(old)
+    assert not any(name.startswith(".") for name in files(old))
 
 
 def test_no_loader_finds_a_model_without_the_adapter_beside_it(tmp_path):
     """While the adapter is exchanged, at each of the steps."""
     peft = pytest.importorskip("peft")
-    model = CASE.make()
-    model.save_pretrained(tmp_path)
-    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    model.save_pretrained(tmp_path)
-    before = contents(tmp_path)
-    for step in range(1, 10):  # of ten: one for the hidden folder, four out and five in
-        cut_off(tmp_path, model, step)
-        if {"config.json", "model.safetensors"} <= files(tmp_path):
-            assert {"adapter_config.json", "adapter_model.safetensors"} <= files(tmp_path), step
-        saving.put_back(tmp_path)
-        assert contents(tmp_path) == before
+    CASE.make().save_pretrained(tmp_path)
+    for call in ("unlink", "replace"):
+        for step in range(5):
+            model = CASE.make()
+            model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+            model.save_pretrained(tmp_path)
+            with suppress(KeyboardInterrupt), raising(Path, call, KeyboardInterrupt(), step):
+                model.save_pretrained(tmp_path)
+            with suppress(OSError, ValueError):
+                assert CASE.model_class.from_pretrained(tmp_path).peft_config
 
 
 def test_an_empty_path_is_not_the_current_folder(tmp_path, monkeypatch):

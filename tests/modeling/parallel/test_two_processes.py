@@ -237,16 +237,6 @@ def test_given_state_dicts_are_saved(measured, kind):
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "tensor", "torch"])
-def test_saving_alone_names_the_missing_processes(measured, kind):
-    first, second = both(measured, f"alone-{kind}")
-    assert first["message"].startswith("save_pretrained waits for process 1 since 1 s: the weights of this ")
-    assert "Call save_pretrained in every process" in first["message"]
-    for figures in (first, second):
-        assert not figures["left"]
-        assert figures["weights"] == 0  # saved together afterwards
-
-
-@pytest.mark.parametrize("kind", ["fsdp", "tensor", "torch"])
 def test_an_adapter_on_shards_is_saved(measured, kind):
     for figures in both(measured, f"adapters-{kind}"):
         assert figures["weights"] == 0

@@ -136,23 +136,6 @@ def ours_like(processor):
     )
 
 
-@pytest.mark.parametrize("max_patches", [1, 5, 16])
-def test_servers_learn_a_pictures_tokens(max_patches):
-    """vLLM's backend for transformers models plans with these counts before it has seen a picture."""
-    processor = ours_like(make_processor(max_patches=max_patches))
-    sizes = [(30, 40), (57, 90), (200, 60), (56, 56), (1000, 1500), (1, 900)]
-    counts = processor._get_num_multimodal_tokens(image_sizes=sizes)
-    patch = processor.tokenizer.convert_tokens_to_ids("<|patch|>")
-    for size, tokens, tiles in zip(sizes, counts.num_image_tokens, counts.num_image_patches, strict=True):
-        inputs = processor(
-            text="<|image|> ?", images=picture(*size), return_tensors="pt", return_mm_token_type_ids=True
-        )
-        assert len(inputs["pixel_values"]) == tiles
-        is_patch = inputs["input_ids"] == patch
-        assert int(is_patch.sum()) == tokens
-        assert torch.equal(torch.as_tensor(inputs["mm_token_type_ids"]) == 1, is_patch)
-
-
 def test_ours_gives_what_stocks_does(processor, pair, tmp_path):
     from transformers import AutoProcessor
 
@@ -189,7 +172,7 @@ def test_ours_gives_what_stocks_does(processor, pair, tmp_path):
 def test_markers_without_their_pictures_are_refused(text, pictures, processor):
     markers = str(text).count("<|image|>")
     images = [picture(60, 60, seed) for seed in range(pictures)] or None
-    with pytest.raises(ValueError, match=rf"{markers} image markers .* {pictures} images"):
+    with pytest.raises(ValueError, match=rf"{markers} <\|image\|> tokens"):
         ours_like(processor)(text=text, images=images, return_tensors="pt")
 
 
@@ -199,12 +182,12 @@ ONE, TWO = "<|image|> ?", "<|image|> and <|image|> ?"
 @pytest.mark.parametrize(
     ("rows", "texts", "message"),
     [
-        ([2, 0], [ONE, ONE], r"Text 0 \(of 2.* 1 image markers .* 2 images"),
-        ([1, 0], [ONE, ONE], r"Text 1 \(of 2.* 1 image markers .* 0 images"),
-        ([1, 2, 1], [TWO, ONE, ONE], r"Text 0 \(of 3.* 2 image markers .* 1 images"),
-        ([0, 0], ["what ?", ONE], r"Text 1 "),
-        ([1, 1], [TWO], "2 lists of pictures for 1 texts"),
-        ([2], [ONE, ONE], "1 lists of pictures for 2 texts"),
+        ([2, 0], [ONE, ONE], r"\[1, 1\] image markers.* \[2, 0\] pictures"),
+        ([1, 0], [ONE, ONE], r"\[1, 1\] image markers.* \[1, 0\] pictures"),
+        ([1, 2, 1], [TWO, ONE, ONE], r"\[2, 1, 1\] image markers.* \[1, 2, 1\] pictures"),
+        ([0, 0], ["what ?", ONE], r"\[0, 1\] image markers.* \[0, 0\] pictures"),
+        ([1, 1], [TWO], r"\[2\] image markers.* \[1, 1\] pictures"),
+        ([2], [ONE, ONE], r"\[1, 1\] image markers.* \[2\] pictures"),
         ([1, 0, 2], [ONE, "what ?", TWO], None),
         ([2], TWO, None),
         ([0, 0], ["what ?", "is"], None),

@@ -106,38 +106,6 @@ def test_models_cast_pixels_wherever_they_come_in(dtype, processors):
 # The tokenizer's words
 
 
-def test_it_answers_for_its_tokenizer(tiny):
-    _, processor = tiny
-    tokenizer = processor.tokenizer
-    assert processor.get_vocab() == tokenizer.get_vocab() and len(processor.get_vocab()) == 784
-    for name in (
-        "bos_token",
-        "eos_token",
-        "pad_token",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "vocab_size",
-    ):
-        assert getattr(processor, name) == getattr(tokenizer, name) is not None
-    ids = processor.convert_tokens_to_ids(["<|eot|>", "<|patch|>"])
-    assert ids == [5, 14] and processor.convert_ids_to_tokens(ids) == ["<|eot|>", "<|patch|>"]
-    assert processor.convert_tokens_to_string(["Ġred", "Ġcircle"]) == " red circle"
-    assert processor.backend_tokenizer is tokenizer.backend_tokenizer
-    assert (
-        processor.batch_decode([[5, 14]]) == ["<|eot|><|patch|>"]
-        and "pixel_values" in processor.model_input_names
-    )
-
-
-def test_what_a_trainer_sets_is_set_on_the_tokenizer():
-    processor = make_processor(llamoe.LlamoeProcessor)
-    processor.pad_token = processor.eos_token
-    assert processor.tokenizer.pad_token == processor.pad_token == "<|eot|>"
-    assert processor.pad_token_id == processor.tokenizer.eos_token_id
-    assert "pad_token" not in processor.to_dict()
-
-
 def question(picture=PICTURE):
     content = [{"type": "image", "path": str(picture)}, {"type": "text", "text": "What is in the picture?"}]
     return {"role": "user", "content": content}

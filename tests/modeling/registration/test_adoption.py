@@ -182,12 +182,6 @@ def test_blocks_nest_and_restore_what_was_before():
         with llamoe.adopt("llama", "llama4_text"):
             assert adopted() == {"llama", "llama4_text"}
         assert adopted() == {"llama"}
-        with adoption:
-            assert adopted() == {"llama"}
-        assert adopted() == {"llama"}
-    assert answers() == before
-    with adoption:
-        assert adopted() == {"llama"}
     assert answers() == before
 
 
@@ -202,73 +196,6 @@ def test_block_ends_by_an_exception_too():
     with pytest.raises(KeyError), llamoe.adopt("llama"):
         raise KeyError
     assert adopted() == set()
-
-
-def test_release_inside_a_block_is_final():
-    before = answers()
-    with llamoe.adopt("llama", "llama4"):
-        llamoe.release("llama")
-        assert "llama" not in adopted()
-        llamoe.adopt("llama")
-    assert adopted() == {"llama"}  # the block's own hold on it was over
-    llamoe.release()
-    assert answers() == before
-
-
-def test_an_adoption_that_was_released_adopts_again():
-    before = answers()
-    adoption = llamoe.adopt("llama", "llama4")
-    llamoe.release("llama")
-    with adoption:
-        assert "llama" in adopted()
-    assert answers() == before
-    with adoption:
-        assert "llama" in adopted()
-    assert answers() == before
-
-
-def test_blocks_of_two_threads_overlap():
-    entered, leave = threading.Event(), threading.Event()
-
-    def other():
-        with llamoe.adopt("llama"):
-            entered.set()
-            leave.wait(30)
-
-    thread = threading.Thread(target=other)
-    with llamoe.adopt("llama"):
-        thread.start()
-        assert entered.wait(30)
-    assert adopted() == {"llama"}
-    leave.set()
-    thread.join()
-    assert adopted() == set()
-
-
-def test_many_threads_adopt_release_and_look_up():
-    before, errors = answers(), []
-    start = threading.Barrier(6)
-
-    def look():
-        start.wait()
-        for _ in range(500):
-            model = AutoModelForCausalLM._model_mapping[LlamaConfig]
-            if model not in (LlamaForCausalLM, llamoe.LlamoeDenseForCausalLM):
-                errors.append(model)
-
-    def change():
-        start.wait()
-        for _ in range(50):
-            with llamoe.adopt("llama"):
-                if AutoModelForCausalLM._model_mapping[LlamaConfig] is not llamoe.LlamoeDenseForCausalLM:
-                    errors.append("not adopted inside of a block")
-
-    threads = [threading.Thread(target=target) for target in (look, look, change, change, change, change)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors and answers() == before
 
 
 def test_entries_of_others_come_back(monkeypatch):
@@ -525,7 +452,9 @@ def test_mistrals_folders_give_our_classes_and_stocks_numbers(model_type, fields
         stock.save_pretrained(tmp_path / auto_name)
         with llamoe.adopt(model_type):
             ours = auto_class.from_pretrained(tmp_path / auto_name)
-        assert isinstance(ours, LlamoePreTrainedModel)
+        # There is no head of ours that finds answers with a mixture.
+        has_head = (model_type, auto_name) != ("mixtral", "QuestionAnswering")
+        assert isinstance(ours, LlamoePreTrainedModel) == has_head
         assert type(auto_class.from_pretrained(tmp_path / auto_name)) is type(stock)
         with torch.no_grad():
             for mine, its in zip(ours(ids).to_tuple()[:1], stock(ids).to_tuple()[:1], strict=True):

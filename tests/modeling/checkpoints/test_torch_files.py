@@ -1,0 +1,121 @@
+"""Files of torch.save: where their tensors stand, and what is refused."""
+
+import io
+import os
+import zipfile
+
+import pytest
+import torch
+from support.hostile_files import code
+from support.spoilt_folders import refused
+
+import llamoe
+from llamoe.modeling.checkpoints.torch_files import read_torch
+
+SAVED = {
+    "transposed": torch.arange(12.0).view(3, 4).t(),
+    "part": torch.arange(12.0).view(3, 4)[1:, 2:],
+    "half": torch.arange(3).half(),
+    "parameter": torch.nn.Parameter(torch.arange(3.0)),
+    "scalar": torch.tensor(3.0),
+    "empty": torch.empty(0, 4),
+    "expanded": torch.ones(1).expand(2, 3),
+    "unsigned": torch.arange(3).to(torch.uint16),
+    "float8": torch.arange(3.0).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_header_is_what_torch_reads(name, tmp_path):
+    """Shape, dtype and numbers where the header says, for all that torch itself saves."""
+    value = SAVED[name]
+    shared = {"x": value, "again": value, "notes": {"epoch": 3, "rate": 0.5, "names": ("a", None, True)}}
+    torch.save({**shared, "stream": io.BytesIO(b"bytes")}, tmp_path / "x.bin")
+    content = read_torch(tmp_path / "x.bin")
+    assert content["notes"] == shared["notes"] and content["stream"].getvalue() == b"bytes"
+    raw = (tmp_path / "x.bin").read_bytes()
+    for header in (content["x"], content["again"]):
+        assert header.shape == tuple(value.shape)
+        strides = header.strides or torch.empty(header.shape).stride()
+        size = value.element_size()
+        places = sum(
+            (torch.arange(count).view(-1, *[1] * (value.ndim - axis - 1)) * strides[axis])
+            for axis, count in enumerate(value.shape)
+        )
+        places = torch.as_tensor(places).expand(value.shape).flatten().tolist()
+        found = b"".join(raw[header.begin + place * size :][:size] for place in places)
+        assert found == value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def rewrite(path, change):
+    """Write an archive anew with other records, without compression, as torch does."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    change(records)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in records.items():
+            archive.writestr(name, content)
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place(bytes(content))] ^= 1
+    path.write_bytes(content)
+
+
+def other(records, end, content):
+    name = next(name for name in records if name.endswith(end))
+    records[name] = content
+
+
+DAMAGES = {
+    "empty": lambda path: path.write_bytes(b""),
+    "text": lambda path: path.write_bytes(b"no weights"),
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "code": code,
+    "no pickle": lambda path: rewrite(path, lambda r: [r.pop(n) for n in [*r] if n.endswith("data.pkl")]),
+    "no storage": lambda path: rewrite(path, lambda r: [r.pop(n) for n in [*r] if n.endswith("/data/0")]),
+    "another order": lambda path: rewrite(path, lambda r: other(r, "byteorder", b"big")),
+    "a flipped name": lambda path: flip(path, lambda content: content.index(b"model.norm.weight") + 3),
+    "a flipped offset": lambda path: flip(path, lambda content: content.rindex(b"PK\1\2") + 43),
+    "before 1.6": lambda path: torch.save(torch.load(path), path, _use_new_zipfile_serialization=False),
+    "a list": lambda path: torch.save([torch.ones(2)], path),
+    "another key": lambda path: torch.save({"state_dict": torch.load(path)}, path),
+    "conjugate": lambda path: torch.save({"x": torch.ones(3, dtype=torch.complex64).conj()}, path),
+    "a program": lambda path: torch.jit.script(torch.nn.Linear(2, 3)).save(path),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_refused(damage, model_copy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = model_copy("bin")
+    DAMAGES[damage](path / "pytorch_model.bin")
+    assert "pytorch_model.bin" in refused(path, "pytorch_model.bin: ")
+    assert not (tmp_path / "was-run").exists()
+
+
+class Note:
+    """Something that is saved beside weights."""
+
+    number = 3
+
+
+def test_objects_that_torch_was_told_of(model_copy):
+    """`torch.serialization.add_safe_globals` is torch's own way to allow what a file of yours holds."""
+    path = model_copy("bin")
+    weights = torch.load(path / "pytorch_model.bin")
+    torch.save({**weights, "made": Note()}, path / "pytorch_model.bin")
+    refused(path, "pytorch_model.bin: .*Weights only load failed")
+    with torch.serialization.safe_globals([Note]):
+        llamoe.LlamoeDenseForCausalLM.from_pretrained(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.complex64, torch.float8_e5m2], ids=str)
+def test_dtype_that_no_weight_has(dtype, model_copy):
+    """torch copies whole numbers into a model's weights without a word."""
+    path, name = model_copy("bin"), "model.layers.1.mlp.up_proj.weight"
+    weights = torch.load(path / "pytorch_model.bin")
+    torch.save({**weights, name: (weights[name] * 50).to(dtype)}, path / "pytorch_model.bin")
+    refused(path, f"{name} has dtype .*, which is not a dtype of plain weights")
