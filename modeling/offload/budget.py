@@ -1,6 +1,5 @@
 """How much memory holds experts, and for how many of each kind there is room; what `ExpertsMemory` takes."""
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -31,8 +30,6 @@ class ExpertsMemory:
             system can.
         misses: "compute" computes rows of an expert that is not on the accelerator where it lies; "bring" copies it;
             "auto" takes what costs less time.
-        usage: a file of `model.save_experts_usage(path)`: the experts that were used most then are read while the
-            model loads. None: memory is empty at first.
     """
 
     size: int | str | None = None
@@ -40,7 +37,6 @@ class ExpertsMemory:
     readers: int = 8
     direct: bool | None = None
     misses: Literal["auto", "compute", "bring"] = "auto"
-    usage: str | os.PathLike | None = None
 
     def __post_init__(self):
         """Raise a `ValueError` for values that mean nothing."""

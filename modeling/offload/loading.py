@@ -25,7 +25,6 @@ from .resident import own_other_weights
 from .statistics import ExpertsStatistics
 from .store import Store
 from .training import offloaded_in, showing_devices_of_rows
-from .usage import read_usage, write_usage
 
 ALL = "experts"
 """In a device map: the routed experts of all layers."""
@@ -39,13 +38,11 @@ class OffloadRequest:
         places: names of experts, or `ALL`, to devices.
         memory: for recently used experts.
         is_explicit: whether the caller named a memory.
-        usage: what `memory.usage` says, once the layers are known.
     """
 
     places: dict[str, Any]
     memory: ExpertsMemory
     is_explicit: bool
-    usage: dict[str, list[int]] | None = None
 
 
 def take_request(kwargs: dict[str, Any]) -> OffloadRequest | None:
@@ -181,8 +178,6 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
         model.set_submodule(name, OffloadedExperts(taken[name], name, place, stored[name]))
         ignored.add(re.escape(name[name.find("layers.") :]) + r"\.")
     model._keys_to_ignore_on_load_unexpected = ignored
-    if request.memory.usage is not None:
-        request.usage = read_usage(request.memory.usage, taken)
     for place in set(chosen.values()):
         if request.memory.size is not None:
             divide({name: taken[name] for name in chosen if chosen[name] == place}, request.memory.size)
@@ -212,8 +207,7 @@ def attach_stores(model: nn.Module) -> None:
                 own = replace(memory, size=in_ram * sum(map(_nbytes, group)) // on_disk)
             layers = {experts.name: experts.shapes for experts in group}
             stored = {experts.name: experts.stored for experts in group}
-            usage = None if request.usage is None else {name: request.usage[name] for name in layers}
-            stores.append(Store(layers, stored, place, device, own, usage=usage))
+            stores.append(Store(layers, stored, place, device, own))
             for experts in group:
                 experts.connect(stores[-1])
         own_other_weights(model, memory.readers, memory.direct)
@@ -256,27 +250,6 @@ class OffloadMixin(nn.Module):
             for store in self._stores()
             for layer, counter in store.statistics.items()
         }
-
-    def save_experts_usage(self, path: str | os.PathLike) -> None:
-        """Write how often each offloaded expert was used, which `ExpertsMemory(usage=path)` takes at the next start.
-
-        Counted is each pass that asked for an expert, also one that checkpointing repeats, backward passes left out,
-        and half of what the file counted that this model was loaded with.
-
-        Args:
-            path: of a JSON file; one that is there is replaced.
-
-        Raises:
-            OSError: the file cannot be written.
-            ValueError: no experts are on disk or in RAM.
-        """
-        uses = {layer: counts for store in self._stores() for layer, counts in store.uses.items()}
-        if not uses:
-            raise ValueError(
-                "save_experts_usage: no experts of this model are on disk or in RAM. Load it with "
-                'device_map={"experts": "disk"}.'
-            )
-        write_usage(path, uses)
 
     def check_saving(self) -> None:
         """Raise a `ValueError` for offloaded experts that no file has as whole stacks: they cannot be written."""

@@ -71,7 +71,6 @@ class Store:
         place: "disk" or "cpu".
         device: of the rows.
         memory: what the caller of `from_pretrained` chose.
-        usage: name to the uses of the layer's experts in earlier processes. Those used most are there at once.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class Store:
         place: str,
         device: torch.device,
         memory: ExpertsMemory,
-        usage: Mapping[str, Sequence[int]] | None = None,
     ):
         self.place, self.device, self.memory = place, device, memory
         self.is_remote = device.type != "cpu"
@@ -101,8 +99,6 @@ class Store:
             if place == "cpu":
                 self._read_all()
             self._begin()
-            if usage is not None:
-                self._fill(usage)
         except BaseException:
             self.close()
             raise
@@ -133,24 +129,8 @@ class Store:
         self._process = os.getpid()
         self._lock = threading.RLock()
         self.statistics = {layer: Counter() for layer in self.layers}
-        self.uses = {layer: [0] * experts.num_experts for layer, experts in self.layers.items()}
         for slots in set(self.slots.values()):
             slots.cache = MatrixCache(slots.count, self.memory.policy())
-
-    def _fill(self, usage: Mapping[str, Sequence[int]]) -> None:
-        """Bring the experts that were used most, the most used one last, as if it had just been asked for."""
-        counts = {
-            (layer, expert): count for layer in usage for expert, count in enumerate(usage[layer]) if count
-        }
-        ranked = sorted(counts, key=counts.__getitem__, reverse=True)
-        for slots in set(self.slots.values()):
-            keys = [key for key in ranked if self.slots[key[0], slots.stack] is slots][: slots.count]
-            for _ in self._bring(slots, keys[::-1]):
-                pass
-        # Nobody has asked for any of them yet.
-        self.statistics = {layer: Counter() for layer in self.layers}
-        # What was long ago counts less with each start.
-        self.uses = {layer: [count // 2 for count in usage[layer]] for layer in self.layers}
 
     def probe(self, layer: str, stack: str) -> list[torch.Tensor]:
         """The parts of a matrix of a layer's sizes, dtypes and device, for questions about kernels."""
@@ -192,12 +172,9 @@ class Store:
             self.reader.restart()
             self._begin()
         slots, counter = self.slots[layer, stack], self.statistics[layer]
-        with self._lock:
-            if goes_back:
+        if goes_back:
+            with self._lock:
                 slots.cache.go_back()
-            elif stack == STACKS[0]:
-                for expert in hit:
-                    self.uses[layer][expert] += 1
         # At most as many as there are slots: more would evict the first ones before they are used.
         ahead = list(hit)[: slots.count] if later and self.place == "disk" else []
         if later and ahead:

@@ -1,7 +1,6 @@
 """Which matrix makes room: what is used least often, and what a pass and a layer need stays."""
 
 import random
-from collections import Counter
 
 import pytest
 
@@ -86,28 +85,6 @@ def test_what_was_used_long_ago_goes():
         [*often, *[[("a", 1), ("b", 1)], [("a", 2), ("b", 2)]] * 30, [("a", 0)]], 4, LeastOftenUsed
     )
     assert counts[-1] == (0, 1)
-
-
-# Hits of 16 tokens: 0.44 and 0.50, 0.64 and 0.73, 0.23 and 0.34, 0.38 and 0.63.
-@pytest.mark.parametrize(
-    ("law", "shape", "slots", "more"),
-    [
-        (1.2, (32, 8, 2), 64, 0.05),
-        (1.2, (32, 8, 2), 128, 0.07),
-        (0.6, (24, 16, 1), 96, 0.08),
-        (0.6, (24, 16, 1), 192, 0.2),
-    ],
-)
-def test_a_start_with_the_experts_used_most_finds_more(law, shape, slots, more):
-    passes = passes_by(law, *shape)[:200]
-    earlier, now = passes[:120], passes[120:136]
-    counts = Counter(key for asked in earlier for key in asked)
-    hot = [key for key, _ in counts.most_common(slots)][::-1]
-    cold, warm = (
-        sum(hits for hits, _ in simulate(its, slots)[-len(now) :]) / sum(map(len, now))
-        for its in (now, [hot, *now])
-    )
-    assert warm >= cold + more
 
 
 @pytest.mark.parametrize(
