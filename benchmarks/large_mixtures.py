@@ -130,6 +130,11 @@ def draw_routing(model: nn.Module, law: str, seed: int = 1) -> None:
             router.forward = forward
 
 
+def counted(model: Any, name: str) -> int:
+    """Sum one of the counts of `experts_statistics` over all layers."""
+    return sum(layer[name] for layer in model.experts_statistics().values())
+
+
 class _Arrived:
     """What stands for a matrix that is there (`Entry.arrival`)."""
 

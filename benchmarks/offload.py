@@ -24,13 +24,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 import llamoe
 from llamoe.modeling.moe import Experts
-from llamoe.modeling.offload import ExpertsMemory, ExpertsStatistics, LeastOftenUsed, LeastRecentlyUsed
+from llamoe.modeling.offload import ExpertsMemory, LeastOftenUsed, LeastRecentlyUsed
 from llamoe.modeling.offload.memory import pages
 
 from . import OURS
 from .clocks import WallClock
 from .harness import IN_BFLOAT16, ROUNDS, Cases, beyond, difference, summarize
-from .large_mixtures import LargeMixture, draw_routing, passes_of, simulate
+from .large_mixtures import LargeMixture, counted, draw_routing, passes_of, simulate
 from .processes import Watch, bytes_read, forget, in_process, status
 
 RESIDENT = "in memory"
@@ -209,8 +209,7 @@ def load(
         model = load_model(folder, device_map={"experts": "disk"}, experts_memory=memory)
 
         def counts() -> tuple[int, int, int]:
-            found = sum(model.experts_statistics().values(), ExpertsStatistics())
-            return found.hits, found.misses, found.bytes_read
+            return tuple(counted(model, name) for name in ("hits", "misses", "bytes_read"))
 
         return model.eval(), counts
     model = load_model(folder).eval()
@@ -295,7 +294,7 @@ def rate(folder: str, budget: int, rounds: int) -> dict:
     def whole_pass() -> int:
         model.experts_statistics(reset=True)
         model(input_ids=ids, use_cache=False)
-        return sum(model.experts_statistics().values(), ExpertsStatistics()).bytes_read
+        return counted(model, "bytes_read")
 
     def all_matrices() -> int:
         model.experts_statistics(reset=True)
@@ -304,7 +303,7 @@ def rate(folder: str, budget: int, rounds: int) -> dict:
                 for stack in ("gate_up_proj", "down_proj"):
                     for _ in store.walk(layer, stack, dict.fromkeys(range(num_experts), ((0, 1),))):
                         pass
-        return sum(model.experts_statistics().values(), ExpertsStatistics()).bytes_read
+        return counted(model, "bytes_read")
 
     nbytes = whole_pass()
     drive = LargeReads(paths)

@@ -22,7 +22,6 @@ from .budget import ExpertsMemory, bytes_of_expert, default_size, divide
 from .experts import OffloadedExperts
 from .pieces import find_pieces
 from .resident import own_other_weights
-from .statistics import ExpertsStatistics
 from .store import Store
 from .training import offloaded_in, showing_devices_of_rows
 
@@ -236,19 +235,23 @@ class OffloadMixin(nn.Module):
         with showing_devices_of_rows(self):
             return super().load_adapter(*args, **kwargs)  # type: ignore[misc]
 
-    def experts_statistics(self, reset: bool = False) -> dict[str, ExpertsStatistics]:
-        """Hits, misses, bytes and time of each layer whose experts are on disk or in RAM.
+    def experts_statistics(self, reset: bool = False) -> dict[str, dict[str, int]]:
+        """Count hits, misses and bytes read of each layer whose experts are on disk or in RAM.
+
+        An expert counts once for each pass in which rows need it. A hit was in the memory for recently used experts;
+        bytes came from files, or from RAM to the accelerator.
 
         Args:
             reset: whether to count from 0 again.
 
         Returns:
-            the name of the layer's experts to a copy of its counts; empty where all experts are on the device.
+            the name of the layer's experts to its "hits", "misses" and "bytes_read"; empty where all experts are on
+            the device.
         """
         return {
-            layer: counter.read(reset)
+            layer: counts
             for store in self._stores()
-            for layer, counter in store.statistics.items()
+            for layer, counts in store.read_statistics(reset).items()
         }
 
     def check_saving(self) -> None:

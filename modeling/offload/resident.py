@@ -15,7 +15,6 @@ from .experts import OffloadedExperts
 from .memory import ALIGNMENT, BLOCK, LEAST_BYTES_OF_DIRECT, pages
 from .pieces import Piece
 from .reading import Reader
-from .statistics import Counter
 
 
 def own_other_weights(model: nn.Module, threads: int, direct: bool | None) -> None:
@@ -56,7 +55,9 @@ def own_other_weights(model: nn.Module, threads: int, direct: bool | None) -> No
         for tensor, piece, blocks in large:
             around = piece.begin % BLOCK
             own = blocks[around : around + piece.nbytes].view(piece.dtype).view(piece.shape)
-            readings.append((tensor, own, reader.start([(piece, own, blocks)], "a weight", Counter())))
+            readings.append(
+                (tensor, own, reader.start([(piece, own, blocks)], "a weight", lambda count: None))
+            )
         for tensor, own, reading in readings:
             reading.result()
             tensor.data = own

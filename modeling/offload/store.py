@@ -27,10 +27,13 @@ from .matrix_cache import Entry, MatrixCache, Pins
 from .memory import BLOCK, pinned, slots_of, unit_of
 from .pieces import StoredLayer
 from .reading import Reader, Reading, closed
-from .statistics import Counter
 
 # Matrices that are asked for before the product that needs them.
 _LOOK_AHEAD = 8
+
+
+def _no_counts() -> dict[str, int]:
+    return {"hits": 0, "misses": 0, "bytes_read": 0}
 
 
 class _Slots:
@@ -84,6 +87,8 @@ class Store:
         self.place, self.device, self.memory = place, device, memory
         self.is_remote = device.type != "cpu"
         self.layers, self.stored = layers, stored
+        self.statistics = {layer: _no_counts() for layer in layers}
+        self._counting = threading.Lock()
         self.reader = Reader(memory.readers, memory.direct)
         # When nothing refers to the model any more: no thread and no file outlives it.
         self._end = weakref.finalize(self, self.reader.drop)
@@ -108,9 +113,20 @@ class Store:
         if self._end.detach():
             self.reader.close()
 
+    def _count(self, layer: str, **counts: int) -> None:
+        with self._counting:
+            for name, count in counts.items():
+                self.statistics[layer][name] += count
+
+    def read_statistics(self, reset: bool) -> dict[str, dict[str, int]]:
+        """Copy the counts of each layer; with `reset` they begin again at 0, and none is lost between."""
+        with self._counting:
+            result = {layer: dict(counts) for layer, counts in self.statistics.items()}
+            if reset:
+                self.statistics = {layer: _no_counts() for layer in self.layers}
+            return result
+
     def _read_all(self) -> None:
-        # Counted by nobody: this is loading.
-        counter = Counter()
         for layer, experts in self.layers.items():
             for stack in STACKS:
                 whole = self._in_ram[layer, stack] = [
@@ -120,15 +136,16 @@ class Store:
                     for part in experts.parts(stack)
                 ]
                 each = list(zip(*whole, strict=True))
-                for reading in [self._read(layer, stack, *one, {}, counter) for one in enumerate(each)]:
+                for reading in [self._read(layer, stack, *one, {}) for one in enumerate(each)]:
                     reading.result()
         self.reader.end_threads()
+        # That was loading.
+        self.read_statistics(reset=True)
 
     def _begin(self) -> None:
         """Begin with empty slots; their memory is not that of another process."""
         self._process = os.getpid()
         self._lock = threading.RLock()
-        self.statistics = {layer: Counter() for layer in self.layers}
         for slots in set(self.slots.values()):
             slots.cache = MatrixCache(slots.count, self.memory.policy())
 
@@ -171,7 +188,7 @@ class Store:
             # A forked process has the files, but neither the threads nor what they were reading.
             self.reader.restart()
             self._begin()
-        slots, counter = self.slots[layer, stack], self.statistics[layer]
+        slots = self.slots[layer, stack]
         if goes_back:
             with self._lock:
                 slots.cache.go_back()
@@ -186,7 +203,7 @@ class Store:
                 is_computed = expert in in_ram
                 parts = in_ram[expert] if is_computed else next(brought)
                 if is_computed and stack == STACKS[0]:
-                    counter.add(misses=1)
+                    self._count(layer, misses=1)
                 if is_computed and slots.cache.free and self.memory.misses == "auto":
                     # The accelerator copies it while the CPU computes, and the next pass finds it.
                     self.prefetch(layer, stack, [expert], is_counted=True)
@@ -196,8 +213,6 @@ class Store:
                     is_computed = may_compute and self._is_computed(layer, slots, parts, ranges)
                     # Not beside the host: the slot is free for another matrix when the walk goes on.
                     parts = parts if is_computed else [part.to(self.device) for part in parts]
-                if is_computed and stack == STACKS[0]:
-                    counter.add(computed=1)
                 yield parts
 
     def _computed_in_ram(self, layer: str, slots: _Slots, hit: Mapping[int, Ranges]) -> dict[int, Parts]:
@@ -236,7 +251,7 @@ class Store:
                         if entry is not None:
                             pins.append(entry)
                             coming.popleft()
-                            self._count(slots, entry)
+                            self._count_expert(slots, entry)
                     if entry is None and pins:
                         break
                     if entry is None:
@@ -261,16 +276,15 @@ class Store:
                 raise
         return entry
 
-    def _count(self, slots: _Slots, entry: Entry) -> None:
+    def _count_expert(self, slots: _Slots, entry: Entry) -> None:
         # An expert is asked for by its first matrix.
         if slots.stack == STACKS[0]:
-            self.statistics[entry.key[0]].add(hits=int(entry.is_counted), misses=int(not entry.is_counted))
+            self._count(entry.key[0], hits=int(entry.is_counted), misses=int(not entry.is_counted))
         entry.is_counted = True
 
     def _wait(self, slots: _Slots, pins: Pins) -> Parts:
         """The parts of the first pinned matrix, when it is there."""
         entry = pins[0]
-        begin, is_there = time.perf_counter(), entry.arrival.done()
         try:
             entry.arrival.result()
         except Exception:
@@ -278,8 +292,6 @@ class Store:
                 pins.popleft()
                 slots.cache.drop(entry)
             raise
-        if not is_there:
-            self.statistics[entry.key[0]].add(seconds=time.perf_counter() - begin)
         return entry.parts
 
     def _unpin(self, slots: _Slots, pins: Pins) -> None:
@@ -292,14 +304,13 @@ class Store:
     def _start(self, slots: _Slots, entry: Entry) -> None:
         """Begin to bring a matrix to its slot."""
         layer, expert = entry.key
-        counter = self.statistics[layer]
         if slots.copies:
             if not self._end.alive:
                 raise closed(f"expert {expert} of {layer}")
             # On an accelerator a resident model has memory of its own, at any address.
             entry.parts = slots.parts(entry.slot, {})
             sources = [part[expert] for part in self._in_ram[layer, slots.stack]]
-            counter.add(bytes_read=sum(source.nbytes for source in sources))
+            self._count(layer, bytes_read=sum(source.nbytes for source in sources))
             entry.arrival = slots.copies.start(zip(entry.parts, sources, strict=True), entry.slot)
             return
         pieces = self.stored[layer].pieces[slots.stack][expert]
@@ -310,7 +321,7 @@ class Store:
             for part in begins
             if unit_of(slots.shapes[part].nbytes) == BLOCK
         }
-        entry.arrival = self._read(layer, slots.stack, expert, entry.parts, blocks, counter)
+        entry.arrival = self._read(layer, slots.stack, expert, entry.parts, blocks)
 
     def _read(
         self,
@@ -319,7 +330,6 @@ class Store:
         expert: int,
         parts: Parts,
         blocks: Mapping[int, torch.Tensor],
-        counter: Counter,
     ) -> Reading:
         pieces, stored = [], self.stored[layer]
         for part, numbers in stored.numbers[stack][expert].items():
@@ -331,4 +341,6 @@ class Store:
             elif piece.rows is not None:
                 target = (target.T if self.layers[layer].is_transposed else target)[piece.rows]
             pieces.append((piece, target, blocks.get(piece.part)))
-        return self.reader.start(pieces, f"expert {expert} of {layer}", counter)
+        return self.reader.start(
+            pieces, f"expert {expert} of {layer}", lambda count: self._count(layer, bytes_read=count)
+        )

@@ -300,7 +300,7 @@ def test_another_policy_is_used(text_folder, ids):
         with torch.no_grad():
             for each in (ids, ids[:1, :9], ids):
                 assert torch.equal(resident(each).logits, model(each).logits)
-        found.append(sum(counts.hits for counts in model.experts_statistics().values()))
+        found.append(sum(counts["hits"] for counts in model.experts_statistics().values()))
     # Layers come round one after the other, so that the least recent expert is needed soonest.
     assert found[1] > found[0]
 

@@ -1,8 +1,6 @@
 """Each expert counts once for each pass that needs it, and the memory of all kinds of experts stays in the budget."""
 
-import dataclasses
 import math
-import pickle
 
 import pytest
 import torch
@@ -52,7 +50,6 @@ def test_experts_in_ram_come_to_free_slots_and_are_hits_from_then_on(costs, text
     found = counts(model)
     # Two layers of experts, of which each token needs one.
     assert (found.misses, found.hits) == (2, 6)
-    assert found.computed == (2 if costs is SLOW_LINK else 0)
     assert found.bytes_read == 2 * expert_bytes(resident)
 
 
@@ -107,10 +104,14 @@ def test_statistics_are_plain_data(text_folder, ids):
     _, model = load_both(text_folder)
     with torch.no_grad():
         model(ids)
-    found = model.experts_statistics(reset=True)["model.layers.1.feed_forward.experts"]
-    assert pickle.loads(pickle.dumps(found)) == found
-    assert set(dataclasses.asdict(found)) == {"hits", "misses", "bytes_read", "seconds", "computed"}
-    assert counts(model) == llamoe.ExpertsStatistics()
+    found = model.experts_statistics(reset=True)
+    assert list(found) == ["model.layers.1.feed_forward.experts", "model.layers.2.feed_forward.experts"]
+    assert all(layer["misses"] > 0 for layer in found.values())
+    nothing = {"hits": 0, "misses": 0, "bytes_read": 0}
+    assert model.experts_statistics() == dict.fromkeys(found, nothing)
+    # The caller's dictionary is a copy.
+    model.experts_statistics()["model.layers.1.feed_forward.experts"]["hits"] = 5
+    assert model.experts_statistics() == dict.fromkeys(found, nothing)
 
 
 def test_two_kinds_of_experts_share_the_budget(tmp_path):
