@@ -11,5 +11,4 @@ device map to such experts).
 from .budget import ExpertsMemory
 from .experts import OffloadedExperts
 from .loading import OffloadMixin, attach_stores, replace_with_offloaded, take_request
-from .matrix_cache import LeastOftenUsed, LeastRecentlyUsed
 from .training import freeze_for_training, let_accelerate_train, showing_devices_of_rows

@@ -147,7 +147,7 @@ class Store:
         self._process = os.getpid()
         self._lock = threading.RLock()
         for slots in set(self.slots.values()):
-            slots.cache = MatrixCache(slots.count, self.memory.policy())
+            slots.cache = MatrixCache(slots.count)
 
     def probe(self, layer: str, stack: str) -> list[torch.Tensor]:
         """The parts of a matrix of a layer's sizes, dtypes and device, for questions about kernels."""

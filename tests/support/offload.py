@@ -10,7 +10,7 @@ from transformers import BitsAndBytesConfig
 
 import llamoe
 from llamoe.modeling.kernels import cpp_kernels
-from llamoe.modeling.offload import ExpertsMemory, LeastOftenUsed, OffloadedExperts
+from llamoe.modeling.offload import ExpertsMemory, OffloadedExperts
 
 TEXT = {
     "vocab_size": 199, "hidden_size": 64, "intermediate_size": 48, "intermediate_size_mlp": 96, "num_hidden_layers": 3,
@@ -90,11 +90,11 @@ def counts(model) -> SimpleNamespace:
     )
 
 
-def load_both(folder, experts: int = 3, cls=None, policy=LeastOftenUsed, **kwargs):
+def load_both(folder, experts: int = 3, cls=None, **kwargs):
     """The model of a folder in memory, and with room for so many experts, which are on disk."""
     cls, kwargs = cls or llamoe_class(folder), {"dtype": "auto", **kwargs}
     resident = cls.from_pretrained(folder, **kwargs).eval()
-    memory = ExpertsMemory(experts * expert_bytes(resident), policy=policy)
+    memory = ExpertsMemory(experts * expert_bytes(resident))
     offloaded = cls.from_pretrained(folder, experts_memory=memory, **kwargs).eval()
     assert any(isinstance(module, OffloadedExperts) for module in offloaded.modules())
     return resident, offloaded

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.offload import check_equal, expert_bytes, load_both, mixtral, text_model
 
 import llamoe
-from llamoe.modeling.offload import ExpertsMemory, LeastRecentlyUsed, OffloadedExperts
+from llamoe.modeling.offload import ExpertsMemory, OffloadedExperts
 
 ON_DISK = {"experts": "disk"}
 
@@ -62,7 +62,7 @@ def test_memory_that_is_no_size_is_refused(memory, text_folder):
 @pytest.mark.parametrize(
     "field",
     [
-        {"readers": 0}, {"readers": 257}, {"readers": True}, {"readers": 1.5}, {"misses": "never"}, {"policy": 3},
+        {"readers": 0}, {"readers": 257}, {"readers": True}, {"readers": 1.5}, {"misses": "never"},
         {"direct": "yes"}, {"size": "many"},
     ],
 )  # fmt: skip
@@ -282,44 +282,6 @@ def test_refused_saving_leaves_the_own_folder_as_it_was(tmp_path, ids):
         model.save_pretrained(tmp_path)
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     check_equal(resident, model, ids)
-
-
-class MostRecentlyUsed(LeastRecentlyUsed):
-    """The matrix that was used last goes first."""
-
-    def victim(self, can_go):
-        return next((key for key in reversed(self._keys) if can_go(key)), None)
-
-
-def test_another_policy_is_used(text_folder, ids):
-    found = []
-    resident = load(text_folder)
-    size = 5 * expert_bytes(resident)
-    for policy in (LeastRecentlyUsed, MostRecentlyUsed):
-        model = load(text_folder, experts_memory=ExpertsMemory(size, policy=policy))
-        with torch.no_grad():
-            for each in (ids, ids[:1, :9], ids):
-                assert torch.equal(resident(each).logits, model(each).logits)
-        found.append(sum(counts["hits"] for counts in model.experts_statistics().values()))
-    # Layers come round one after the other, so that the least recent expert is needed soonest.
-    assert found[1] > found[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "victim", "told"),
-    [
-        ("NeverGoes", lambda self, can_go: None, "None"),
-        # Also while it is multiplied.
-        ("TakesAnything", lambda self, can_go: next(reversed(self._keys)), "cannot go"),
-        ("Invents", lambda self, can_go: "an expert", "'an expert'"),
-    ],
-)
-def test_policies_that_choose_wrongly_are_told(name, victim, told, text_folder, ids):
-    size = 3 * expert_bytes(text_model())
-    wrong = type(name, (LeastRecentlyUsed,), {"victim": victim})
-    model = load(text_folder, experts_memory=ExpertsMemory(size, policy=wrong))
-    with pytest.raises(ValueError, match=f"{name}.victim gave .*{told}"), torch.no_grad():
-        model(ids)
 
 
 def test_experts_to_be_trained_are_refused_outside_of_training_mode_too(text_folder, ids):

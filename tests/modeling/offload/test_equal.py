@@ -11,12 +11,12 @@ from support.offload import (
     freeze_experts,
     load_both,
     put_in_store,
-    simulate_lru,
     without_kernels,
 )
 
 import llamoe
-from llamoe.modeling.offload import ExpertsMemory, LeastRecentlyUsed
+from benchmarks.large_mixtures import simulate
+from llamoe.modeling.offload import ExpertsMemory
 from llamoe.modeling.offload.store import Store
 
 # A place, whether rows are on a device that stands in for an accelerator, and what becomes of a miss.
@@ -148,10 +148,10 @@ def test_maps_name_some_layers(device_map, folders, ids):
 
 @pytest.mark.parametrize("slots", [2, 5, 9])
 def test_hits_are_those_of_a_simulated_cache(slots, folders, ids):
-    resident, offloaded = load_both(folders["text"], slots, policy=LeastRecentlyUsed)
+    resident, offloaded = load_both(folders["text"], slots)
     with llamoe.trace_experts(offloaded) as trace:
         offloaded.generate(ids[:1], max_new_tokens=25, do_sample=False, eos_token_id=-1)
-    hits, misses = simulate_lru((key for keys in asked_in(trace) for key in keys), slots)
+    hits, misses = map(sum, zip(*simulate(asked_in(trace), slots), strict=True))
     found = counts(offloaded)
     assert (found.hits, found.misses) == (hits, misses)
     assert found.bytes_read == misses * expert_bytes(resident)

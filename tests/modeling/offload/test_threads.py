@@ -13,7 +13,7 @@ from support.offload import expert_bytes, freeze_experts, load_both, put_in_stor
 
 import llamoe
 from llamoe.modeling.offload import ExpertsMemory
-from llamoe.modeling.offload.matrix_cache import LeastRecentlyUsed, MatrixCache
+from llamoe.modeling.offload.matrix_cache import MatrixCache
 
 pytestmark = pytest.mark.slow
 
@@ -187,7 +187,7 @@ class Arriving:
 
 def test_a_slot_that_is_written_to_is_nobody_else_s():
     """Also where nobody waits for the matrix any more, as after an interrupt."""
-    cache = MatrixCache(1, LeastRecentlyUsed())
+    cache = MatrixCache(1)
     first = cache.put("a")
     first.arrival = Arriving()
     assert cache.put("b") is None
@@ -201,7 +201,7 @@ def test_a_slot_that_is_written_to_is_nobody_else_s():
 
 
 def test_two_that_wait_for_a_lost_matrix_do_not_lose_its_successor():
-    cache = MatrixCache(2, LeastRecentlyUsed())
+    cache = MatrixCache(2)
     users, first = [cache.pins(), cache.pins()], cache.put("a")
     for pins in users:
         pins.append(first)
@@ -224,7 +224,7 @@ def test_two_that_wait_for_a_lost_matrix_do_not_lose_its_successor():
 
 
 def test_a_matrix_that_was_only_fetched_ahead_and_lost_is_asked_for_again():
-    cache = MatrixCache(1, LeastRecentlyUsed())
+    cache = MatrixCache(1)
     entry = cache.put("a")
     entry.arrival = Arriving(is_done=True, is_lost=True)
     assert cache.get("a") is None
