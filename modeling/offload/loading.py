@@ -21,7 +21,6 @@ from ..moe import Experts
 from .budget import ExpertsMemory, bytes_of_expert, default_size, divide
 from .experts import OffloadedExperts
 from .pieces import find_pieces
-from .resident import own_other_weights
 from .store import Store
 from .training import offloaded_in, showing_devices_of_rows
 
@@ -209,7 +208,6 @@ def attach_stores(model: nn.Module) -> None:
             stores.append(Store(layers, stored, place, device, own))
             for experts in group:
                 experts.connect(stores[-1])
-        own_other_weights(model, memory.readers, memory.direct)
     except BaseException:
         for store in stores:
             store.close()

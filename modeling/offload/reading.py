@@ -117,15 +117,6 @@ class Reader:
                         f"{path}: has changed while the model was loaded. Load it again when nothing writes to it."
                     )
 
-    def open_file(self, path: str, inode: int) -> bool:
-        """Open the file of a path; False where there is no file any more, or another one."""
-        if path not in self.files:
-            try:
-                self.files[path] = _File(path, self._direct is not False)
-            except CheckpointError:
-                return False
-        return self.files[path].stamp.inode == inode
-
     def check(self) -> None:
         """Raise a `CheckpointError` if a file is not what it was, or the model is closed."""
         if self.is_closed:
