@@ -18,7 +18,6 @@ from .pieces import Piece, StoredLayer
 
 # Bytes of one request: large enough for a drive's full rate, small enough that several threads share an expert.
 _REQUEST_BYTES = 4 << 20
-_THREADS = "llamoe-experts"
 
 
 class _File:
@@ -95,15 +94,11 @@ class Reader:
     """A pool of threads with the files that they read."""
 
     def __init__(self, threads: int, direct: bool | None):
-        self._threads, self._direct = threads, direct
+        self._direct = direct
         self.files: dict[str, _File] = {}
         self._buffers = threading.local()
         self.is_closed = False
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin with new threads; a forked process has none of them."""
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix=_THREADS)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="llamoe-experts")
 
     def open(self, layers: Mapping[str, StoredLayer]) -> None:
         """Open the files of layers; raises a `CheckpointError` if one has changed since its header was read."""

@@ -9,7 +9,6 @@ always a thread that can go on. What an interrupt leaves on its way comes nevert
 Locks are those without Python code between taking and knowing it, where an interrupt could come.
 """
 
-import os
 import threading
 import time
 import weakref
@@ -46,7 +45,6 @@ class _Slots:
         max_rows_on_host: up to this many rows are multiplied where a matrix lies; None until that is measured.
     """
 
-    cache: MatrixCache
     max_rows_on_host: float | None = None
 
     def __init__(self, stack: str, experts: Experts, count: int, place: str, device: torch.device):
@@ -55,6 +53,7 @@ class _Slots:
         where = device if place == "cpu" else torch.device("cpu")
         self.memory = [slots_of(count, part.nbytes, where, where.type != device.type) for part in self.shapes]
         self.copies = Copies(device, self.memory) if place == "cpu" else None
+        self.cache = MatrixCache(count)
 
     def parts(self, slot: int, begins: Mapping[int, int]) -> list[torch.Tensor]:
         """The parts of a slot's matrix; those with a first byte in a file begin at the same byte of a unit."""
@@ -88,7 +87,7 @@ class Store:
         self.is_remote = device.type != "cpu"
         self.layers, self.stored = layers, stored
         self.statistics = {layer: _no_counts() for layer in layers}
-        self._counting = threading.Lock()
+        self._counting, self._lock = threading.Lock(), threading.RLock()
         self.reader = Reader(memory.readers, memory.direct)
         # When nothing refers to the model any more: no thread and no file outlives it.
         self._end = weakref.finalize(self, self.reader.drop)
@@ -103,7 +102,6 @@ class Store:
                     self.slots |= {(layer, stack): slots for layer in kind}
             if place == "cpu":
                 self._read_all()
-            self._begin()
         except BaseException:
             self.close()
             raise
@@ -142,13 +140,6 @@ class Store:
         # That was loading.
         self.read_statistics(reset=True)
 
-    def _begin(self) -> None:
-        """Begin with empty slots; their memory is not that of another process."""
-        self._process = os.getpid()
-        self._lock = threading.RLock()
-        for slots in set(self.slots.values()):
-            slots.cache = MatrixCache(slots.count)
-
     def probe(self, layer: str, stack: str) -> list[torch.Tensor]:
         """The parts of a matrix of a layer's sizes, dtypes and device, for questions about kernels."""
         return self.slots[layer, stack].parts(0, {})
@@ -184,10 +175,6 @@ class Store:
         """
         if not self._end.alive:
             raise closed(f"expert {next(iter(hit), 0)} of {layer}")
-        if self._process != os.getpid():
-            # A forked process has the files, but neither the threads nor what they were reading.
-            self.reader.restart()
-            self._begin()
         slots = self.slots[layer, stack]
         if goes_back:
             with self._lock:
