@@ -25,7 +25,7 @@ class ExpertsMemory:
         direct: whether files are read past the system's page cache; None: for matrices from 1 MiB, where the file
             system can.
         misses: "compute" computes rows of an expert that is not on the accelerator where it lies; "bring" copies it;
-            "auto" takes what costs less time.
+            "auto" computes few rows, and copies for more.
     """
 
     size: int | str | None = None

@@ -20,8 +20,8 @@ import torch
 
 from ..formats import Parts
 from ..moe import STACKS, Experts, Ranges
-from .accelerator import Copies, max_rows_on_host
 from .budget import ExpertsMemory, default_size, divide
+from .copies import Copies
 from .matrix_cache import Entry, MatrixCache, Pins
 from .memory import BLOCK, pinned, slots_of, unit_of
 from .pieces import StoredLayer
@@ -29,6 +29,9 @@ from .reading import Reader, Reading, closed
 
 # Matrices that are asked for before the product that needs them.
 _LOOK_AHEAD = 8
+# Up to so many rows of an expert are computed in RAM, from where one read of its matrix takes less time than its way
+# over the link to an accelerator. More rows would cost the host products. No accelerator was timed.
+_MAX_ROWS_IN_RAM = 4
 
 
 def _no_counts() -> dict[str, int]:
@@ -42,10 +45,7 @@ class _Slots:
         shapes: of each part a meta tensor of one matrix.
         memory: of each part `[slots, bytes]`.
         copies: how matrices come from RAM; None if they come from disk.
-        max_rows_on_host: up to this many rows are multiplied where a matrix lies; None until that is measured.
     """
-
-    max_rows_on_host: float | None = None
 
     def __init__(self, stack: str, experts: Experts, count: int, place: str, device: torch.device):
         self.stack, self.count = stack, count
@@ -197,7 +197,7 @@ class Store:
                 if later and expert in ahead[1:]:
                     self.prefetch(layer, later, [expert])
                 if self.is_remote and self.place == "disk":
-                    is_computed = may_compute and self._is_computed(layer, slots, parts, ranges)
+                    is_computed = may_compute and self._is_computed(ranges)
                     # Not beside the host: the slot is free for another matrix when the walk goes on.
                     parts = parts if is_computed else [part.to(self.device) for part in parts]
                 yield parts
@@ -207,23 +207,15 @@ class Store:
         found = {}
         for expert, ranges in hit.items():
             parts = [part[expert] for part in self._in_ram[layer, slots.stack]]
-            if (layer, expert) not in slots.cache and self._is_computed(layer, slots, parts, ranges):
+            if (layer, expert) not in slots.cache and self._is_computed(ranges):
                 found[expert] = parts
         return found
 
-    def _is_computed(self, layer: str, slots: _Slots, parts: Parts, ranges: Ranges) -> bool:
+    def _is_computed(self, ranges: Ranges) -> bool:
         """Whether rows are computed where a matrix lies, rather than the matrix brought."""
         if self.memory.misses != "auto":
             return self.memory.misses == "compute"
-        if slots.max_rows_on_host is None:
-            experts = self.layers[layer]
-            form, sizes = experts.formats[slots.stack], experts.sizes_of(slots.stack)
-            x = torch.zeros(64, sizes[1]).to(form.compute_dtype)
-            slots.max_rows_on_host = max_rows_on_host(
-                lambda: [part.to(self.device, copy=True) for part in parts],
-                lambda rows: form.multiply(x[:rows], parts, sizes),
-            )
-        return sum(end - start for start, end in ranges) <= slots.max_rows_on_host
+        return sum(end - start for start, end in ranges) <= _MAX_ROWS_IN_RAM
 
     def _bring(self, slots: _Slots, keys: Sequence[tuple[str, int]]) -> Iterator[Parts]:
         """Matrices, each pinned until the next is asked for; the next ones come meanwhile."""
