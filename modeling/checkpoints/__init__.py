@@ -24,7 +24,6 @@ from .checkpoint_files import (
     wrapper_prefix,
 )
 from .device_map import (
-    STRATEGIES,
     check_devices,
     check_on_disk,
     device_of,

@@ -37,12 +37,8 @@ class ExpertsMemory:
         """Raise a `ValueError` for values that mean nothing."""
         if self.size is not None:
             object.__setattr__(self, "size", bytes_of("experts_memory", self.size, least=1))
-        if type(self.readers) is not int or not 1 <= self.readers <= 256:
-            raise ValueError(f"ExpertsMemory(readers={self.readers!r}): give a number of threads, 1 to 256.")
         if self.misses not in ("auto", "compute", "bring"):
             raise ValueError(f"ExpertsMemory(misses={self.misses!r}): give 'auto', 'compute' or 'bring'.")
-        if not isinstance(self.direct, bool | None):
-            raise ValueError(f"ExpertsMemory(direct={self.direct!r}): give True, False, or None.")
 
 
 def default_size(device: torch.device) -> int:

@@ -82,12 +82,6 @@ class OffloadedExperts(Experts):
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
 
-    def __reduce__(self):
-        raise TypeError(
-            f"{self.name} cannot be pickled: its experts are in the files of the checkpoint. Save the model by "
-            "save_pretrained, or load it in each process."
-        )
-
     @property
     def storage(self) -> str:
         """Where they are, for errors."""

@@ -265,7 +265,7 @@ def test_sharing_is_refused_before_the_first_step(kind, folders):
 @pytest.mark.parametrize("name", ["is_deepspeed_zero3_enabled", "is_fsdp_enabled"])
 def test_sharing_is_refused_when_a_model_is_loaded(name, folders, monkeypatch):
     monkeypatch.setattr(loading, name, lambda: True)
-    with pytest.raises(ValueError, match="for one process, and (ZeRO-3|FSDP) is on"):
+    with pytest.raises(ValueError, match="for one process: .*ZeRO-3 and FSDP"):
         load_both(folders["text"], 2)
 
 
