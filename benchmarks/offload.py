@@ -289,7 +289,7 @@ def rate(folder: str, budget: int, rounds: int) -> dict:
     def all_matrices() -> int:
         model.experts_statistics(reset=True)
         for store in model._stores():
-            for layer in store.statistics:
+            for layer in store.layers:
                 for stack in ("gate_up_proj", "down_proj"):
                     for _ in store.walk(layer, stack, dict.fromkeys(range(num_experts), ((0, 1),))):
                         pass

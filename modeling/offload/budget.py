@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Literal
 
 import torch
@@ -80,5 +79,5 @@ def divide(layers: Mapping[str, Experts], budget: int) -> list[tuple[list[str], 
         )
     more = [sum(layers[layer].num_experts for layer in kind) - 1 for kind in kinds]
     rest = sum(count * size for count, size in zip(more, sizes, strict=True))
-    share = min(1, Fraction(budget - sum(sizes), rest)) if rest else 0
-    return [(kind, 1 + int(share * count)) for kind, count in zip(kinds, more, strict=True)]
+    spare = min(budget - sum(sizes), rest)
+    return [(kind, 1 + (count and count * spare // rest)) for kind, count in zip(kinds, more, strict=True)]

@@ -188,12 +188,8 @@ class OffloadedStack(Stack):
             # Outside of training mode a forward pass may be for its results alone, also with gradients switched on.
             self.experts.check_frozen()
         hit = _by_expert((group for group in groups if group[0] < self.num_experts), transposed)
-        # The stack that multiplies the results, in a forward pass or back.
-        later = STACKS[not transposed] if self.name == STACKS[transposed] else None
-        with closing(
-            self.experts.store.walk(self.experts.name, self.name, hit, later, goes_back=transposed)
-        ) as found:
-            yield from zip(found, hit.values(), strict=True)
+        with closing(self.experts.store.walk(self.experts.name, self.name, hit, transposed)) as matrices:
+            yield from zip(matrices, hit.values(), strict=True)
 
     # Compilers leave out what reads files.
     @torch.compiler.disable

@@ -215,9 +215,7 @@ class OffloadMixin(nn.Module):
             the device.
         """
         return {
-            layer: counts
-            for store in self._stores()
-            for layer, counts in store.read_statistics(reset).items()
+            layer: counts for store in self._stores() for layer, counts in store.statistics(reset).items()
         }
 
     def check_saving(self) -> None:

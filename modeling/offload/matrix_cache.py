@@ -49,12 +49,15 @@ class MatrixCache:
         self._entries: OrderedDict[Key, Entry] = OrderedDict()
         self._pins: weakref.WeakSet[Pins] = weakref.WeakSet()
         self._uses = _Uses()
-        self.free = list(range(slots))[::-1]
-        """Slots without a matrix."""
 
     def __contains__(self, key: Key) -> bool:
         """Whether a matrix is there, or on its way."""
         return key in self._entries
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a slot has no matrix."""
+        return len(self._entries) < self._slots
 
     def go_back(self) -> None:
         """Note that a layer's backward pass begins."""
@@ -69,7 +72,8 @@ class MatrixCache:
     def get(self, key: Key) -> Entry | None:
         """Return the matrix of a key; None if it is neither there nor on its way."""
         entry = self._entries.get(key)
-        if entry is not None and not self._has_come(entry):
+        if entry is not None and (entry.arrival is None or entry.arrival.failed()):
+            # Nobody writes to its slot any more, and whoever waits for it meets its error.
             self.drop(entry)
             return None
         if entry is not None:
@@ -78,25 +82,21 @@ class MatrixCache:
 
     def put(self, key: Key) -> Entry | None:
         """Give a matrix a slot; None if all are in use."""
-        if not self.free and not self._evict():
-            # An interrupt may have left a slot to nobody.
-            used = {entry.slot for entry in [*self._entries.values(), *self._pinned()]}
-            self.free = [slot for slot in range(self._slots) if slot not in used]
-        if not self.free:
+        if self.has_room:
+            used = {entry.slot for entry in self._entries.values()}
+            slot = next(slot for slot in range(self._slots) if slot not in used)
+        elif (victim := self._victim()) is not None:
+            self.drop(victim)
+            slot = victim.slot
+        else:
             return None
-        entry = self._entries[key] = Entry(key, self.free.pop())
+        entry = self._entries[key] = Entry(key, slot)
         self._touch(key)
         return entry
 
     def drop(self, entry: Entry) -> None:
-        """Forget a matrix; its slot is free when nobody has pinned it.
-
-        Where it did not come, another may be on its way under the same key already.
-        """
-        if self._entries.get(entry.key) is entry:
-            del self._entries[entry.key]
-        if entry not in self._pinned():
-            self.free.append(entry.slot)
+        """Forget a matrix; its slot can have another one."""
+        del self._entries[entry.key]
 
     def _touch(self, key: Key) -> None:
         self._uses.count(key)
@@ -105,21 +105,15 @@ class MatrixCache:
     def _pinned(self) -> list[Entry]:
         return [entry for pins in self._pins for entry in pins]
 
-    def _has_come(self, entry: Entry) -> bool:
-        """Whether a matrix is there or on its way; one that others wait for is theirs to drop."""
-        return entry.arrival is not None and (not entry.arrival.failed() or entry in self._pinned())
-
-    def _evict(self) -> bool:
+    def _victim(self) -> Entry | None:
         pinned = self._pinned()
 
         def can_go(key: Key) -> bool:
             entry = self._entries[key]
             return entry not in pinned and (entry.arrival is None or entry.arrival.done())
 
-        victim = self._uses.victim(list(self._entries), can_go)
-        if victim is not None:
-            self.drop(self._entries[victim])
-        return victim is not None
+        key = self._uses.least_used(list(self._entries), can_go)
+        return None if key is None else self._entries[key]
 
 
 @dataclass
@@ -182,7 +176,7 @@ class _Uses:
     def _half_life(self) -> int:
         return 4 * len(self._uses)
 
-    def victim(self, keys: list[Key], can_go: Callable[[Key], bool]) -> Key | None:
+    def least_used(self, keys: list[Key], can_go: Callable[[Key], bool]) -> Key | None:
         """Choose the matrix to evict, for which `can_go` is true; None if there is none.
 
         Args:
@@ -191,7 +185,7 @@ class _Uses:
         """
         # As many as the pass before used: this one may be a prompt.
         kept = self._pass_uses if 2 * self._pass_uses <= len(keys) else 0
-        chosen, least = None, math.inf
+        victim, least = None, math.inf
         for key in () if self.trains else keys:
             use = self._uses[key]
             if use.visit == self._visit or self._time - use.time < kept:
@@ -199,5 +193,5 @@ class _Uses:
             # In the order of the counts now, whenever that is.
             rank = math.log2(use.count) + use.time / self._half_life
             if rank < least and can_go(key):
-                chosen, least = key, rank
-        return next(filter(can_go, keys), None) if chosen is None else chosen
+                victim, least = key, rank
+        return next(filter(can_go, keys), None) if victim is None else victim
