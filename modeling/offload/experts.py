@@ -116,18 +116,14 @@ class OffloadedExperts(Experts):
                     "from: load the model into memory to give it other weights."
                 )
 
-    def check_cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Raise a `ValueError` for a function for all tensors that changes the dtype."""
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        # Nothing moves: a product brings matrices to the rows, or rows to the matrices.
         moved = fn(torch.empty(0, dtype=self.dtype))
         if moved.dtype != self.dtype and not self.is_packed:
             raise ValueError(
                 f"{self.name} is read in {self.dtype} from where it lies, and cannot become {moved.dtype} in place: "
                 f"load the model with dtype={moved.dtype}."
             )
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        # Nothing moves: a product brings matrices to the rows, or rows to the matrices.
-        self.check_cast(fn)
         return self
 
     def check_frozen(self) -> None:

@@ -7,7 +7,7 @@ them; when all else is loaded, each gets its store.
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -231,19 +231,12 @@ class OffloadMixin(nn.Module):
             # What is saved are maps of these files.
             store.reader.check()
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        # A cast is refused before the first layer has changed.
-        for experts in offloaded_in(self):
-            experts.check_cast(fn)
-        return super()._apply(fn, recurse)
-
     def dequantize(self, *args: Any, **kwargs: Any) -> Any:
         """As `PreTrainedModel.dequantize`; raises a `ValueError` for offloaded packed experts."""
         for experts in offloaded_in(self):
             if experts.is_packed:
                 raise ValueError(
-                    f"dequantize: {experts.name} is {experts.storage}, where nothing can be changed. Load the model "
-                    "into memory."
+                    f"dequantize: {experts.name} is {experts.storage}: load the model into memory."
                 )
         return super().dequantize(*args, **kwargs)  # type: ignore[misc]
 

@@ -190,21 +190,14 @@ class Reader:
         """End the threads; nothing can be read any more."""
         self._pool.shutdown(wait=is_waiting, cancel_futures=True)
 
-    def close(self) -> None:
-        """End the threads and close the files."""
-        self.is_closed = True
-        self.end_threads()
-        files, self.files = self.files, {}
-        for file in files.values():
-            file.close()
+    def close(self, is_waiting: bool = True) -> None:
+        """End the threads; a file is closed when the last thread that reads it has ended.
 
-    def drop(self) -> None:
-        """End the threads without waiting for them; a file is closed when the last thread that reads it has ended.
-
-        For the garbage collector. It may run in a thread that is just starting, which holds locks that `join` needs.
+        The garbage collector does not wait. It may run in a thread that is just starting, which holds locks that `join`
+        needs.
         """
         self.is_closed = True
-        self.end_threads(is_waiting=False)
+        self.end_threads(is_waiting)
         self.files = {}
 
 

@@ -86,7 +86,7 @@ class Store:
         self._counting, self._lock = threading.Lock(), threading.RLock()
         self.reader = Reader(memory.readers, memory.direct)
         # When nothing refers to the model any more: no thread and no file outlives it.
-        self._end = weakref.finalize(self, self.reader.drop)
+        self._end = weakref.finalize(self, self.reader.close, is_waiting=False)
         self.slots: dict[tuple[str, str], _Slots] = {}
         self._in_ram: dict[tuple[str, str], list[torch.Tensor]] = {}
         try:
