@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 
-from ...configuration.checks import listed
 from ..checkpoints import current_loading, device_of, names_in_model
 from ..moe import Experts
 from .budget import ExpertsMemory, bytes_of_expert, default_size
@@ -94,8 +93,8 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
     """Take the experts that were asked for out of an empty model, before its weights are read.
 
     Raises:
-        ValueError: experts that are not in the files as they should be, weights that are in no safetensors file, or
-            experts that are to be quantized while they are loaded.
+        ValueError: experts that are not in the files as they are to be in memory, or weights that are in no safetensors
+            file.
     """
     request = current_loading().offload
     if request is None:
@@ -119,25 +118,17 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
         if load_config.disk_offload_folder is not None and files:
             device_map.update(chosen)
             return
-        found = (
-            f"{files[0]}: convert first, by `llamoe convert IN OUT`."
-            if files
-            else "a state dict in memory: save them first, by save_pretrained, and load that folder."
-        )
         raise ValueError(
-            f"device_map puts experts on {listed(sorted(set(chosen.values())))}, from where they are read out of "
-            f"safetensors files, but the weights are {found}"
+            "device_map puts experts on disk or in RAM, from where they are read out of safetensors files, but the "
+            f"weights are in {files[0] if files else 'a state dict'}: write a folder by `llamoe convert` or "
+            "save_pretrained, and load that."
         )
     taken: dict[str, Any] = {name: layers[name] for name in chosen}
-    quantizer = load_config.hf_quantizer
-    is_read_packed = getattr(quantizer, "pre_quantized", False)
-    for name, experts in taken.items():
-        if experts.is_packed and not is_read_packed:
-            raise ValueError(
-                f"device_map puts {name} on {chosen[name]!r}, where experts are read as they are stored, but they are "
-                f"to be {experts.format.exact.key}: quantize the checkpoint first, by `llamoe quantize IN OUT --to "
-                "int4`, and load OUT."
-            )
+    packed = [name for name in taken if taken[name].is_packed]
+    if packed and not load_config.hf_quantizer.pre_quantized:
+        raise ValueError(
+            f"{packed[0]} is read as it is stored: quantize the folder first, by `llamoe quantize IN OUT --to int4`."
+        )
     # The files are needed as long as the model is, wherever the process may go.
     stored = find_pieces(
         taken, map(os.path.abspath, files), names_in_model(model, load_config.weight_mapping)
@@ -157,29 +148,21 @@ def attach_stores(model: nn.Module) -> None:
     if not waiting:
         return
     device_map = getattr(model, "hf_device_map", None) or {"": "cpu"}
-    request: Any = current_loading().offload
-    memory = request.memory
+    memory: ExpertsMemory = current_loading().offload.memory
     in_ram = default_size(torch.device("cpu")) if memory.size is None else memory.size
     on_disk = sum(_nbytes(experts) for experts in waiting if experts.place == "disk")
     groups: dict[tuple[str, torch.device], list[OffloadedExperts]] = {}
     for experts in waiting:
         groups.setdefault((experts.place, _rows_device(experts.name, device_map)), []).append(experts)
-    stores: list[Store] = []
-    try:
-        for (place, device), group in groups.items():
-            own = memory
-            if place == "disk":
-                # Layers that compute on several devices share the memory in RAM.
-                own = replace(memory, size=in_ram * sum(map(_nbytes, group)) // on_disk)
-            layers = {experts.name: experts.shapes for experts in group}
-            stored = {experts.name: experts.stored for experts in group}
-            stores.append(Store(layers, stored, place, device, own))
-            for experts in group:
-                experts.connect(stores[-1])
-    except BaseException:
-        for store in stores:
-            store.close()
-        raise
+    for (place, device), group in groups.items():
+        own = memory
+        if place == "disk":
+            # Layers that compute on several devices share the memory in RAM.
+            own = replace(memory, size=in_ram * sum(map(_nbytes, group)) // on_disk)
+        layers = {experts.name: experts.shapes for experts in group}
+        store = Store(layers, {experts.name: experts.stored for experts in group}, place, device, own)
+        for experts in group:
+            experts.connect(store)
     model.hf_device_map = {**device_map, **{experts.name: experts.place for experts in waiting}}
 
 
