@@ -28,13 +28,7 @@ class _File:
 
     def __init__(self, path: str, is_direct: bool):
         self.path = path
-        try:
-            self.file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: cannot be opened ({error.strerror}), and experts are read from it. Bring the file back, and "
-                "load the model again."
-            ) from error
+        self.file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         self.stamp = stamp_of(os.fstat(self.file))
         if hasattr(os, "posix_fadvise"):
             # What lies around an expert is not needed.
@@ -64,18 +58,14 @@ class _File:
             is_direct = self.direct is not None and got % BLOCK == 0
             try:
                 count = os.preadv(self.direct if is_direct else self.file, [memory[got:]], begin + got)
+                if count <= 0:
+                    raise OSError(f"{got:,} bytes came of {needed:,}: the file was cut short")
             except OSError as error:
                 self.check(what)
                 raise CheckpointError(
                     f"{self.path}: {what} cannot be read: {error.strerror or error} (bytes {begin:,} to "
-                    f"{begin + needed:,}). Check the drive, and ask again."
+                    f"{begin + needed:,}). Check the drive and the file, and ask again."
                 ) from error
-            if count <= 0:
-                self.check(what)
-                raise CheckpointError(
-                    f"{self.path}: {what} cannot be read: {got:,} bytes came of {needed:,} from byte {begin:,} on. The "
-                    "file was cut short; copy it again, and load the model again."
-                )
             got += count
         return got
 
@@ -231,17 +221,16 @@ class Reading:
 
     def result(self) -> None:
         """Wait for all threads, also after an error: memory that one still writes cannot be used again."""
-        found: Exception | None = None
+        first: BaseException | None = None
         for job in self._jobs:
             # `concurrent.futures.wait` never learns of jobs that the end of their pool cancels.
             try:
-                job.result()
+                error = job.exception()
             except CancelledError:
-                found = closed(self._what)
-            except Exception as error:
-                found = found or error
-        if found is not None:
-            raise found
+                error = closed(self._what)
+            first = first or error
+        if first is not None:
+            raise first
 
 
 def closed(what: str) -> CheckpointError:

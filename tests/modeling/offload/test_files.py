@@ -158,18 +158,6 @@ def test_folders_are_equal(kind, text_folder, ids, tmp_path):
     assert "files" not in kind or len(list(tmp_path.glob("*.safetensors"))) > 4
 
 
-@pytest.mark.parametrize("direct", [True, None])
-def test_memory_as_a_file_system_is_equal(direct, text_folder, ids):
-    if not os.path.isdir("/dev/shm"):
-        pytest.skip("there is no /dev/shm here")
-    folder = Path(f"/dev/shm/llamoe-{os.getpid()}")
-    try:
-        shutil.copytree(text_folder, folder)
-        check_equal(CAUSAL.from_pretrained(folder).eval(), on_disk(folder, direct=direct), ids)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 @pytest.mark.parametrize("error", [errno.EINVAL, errno.EOPNOTSUPP])
 def test_file_systems_without_direct_reads_fall_back(error, text_folder, ids, monkeypatch):
     open_file = os.open
