@@ -1,13 +1,13 @@
-"""Routed experts whose matrices are offloaded.
+"""Routed experts whose matrices are offloaded, their stacks, and the product of rows with a stack in training.
 
 A product asks for one matrix at a time. It is in a slot of the memory for recently used ones, or it is brought there,
 and is multiplied as a slice of a stack would be, in the same order.
 
-Shapes: N rows, E experts, S slots, I columns in, O columns out.
+Shapes: N rows, E experts, I columns in, O columns out.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -183,7 +183,10 @@ class OffloadedStack(Stack):
         if transposed:
             # Outside of training mode a forward pass may be for its results alone, also with gradients switched on.
             self.experts.check_frozen()
-        hit = _by_expert((group for group in groups if group[0] < self.num_experts), transposed)
+        hit: dict[int, list[tuple[int, int]]] = {}
+        for expert, start, end in sorted(groups, reverse=transposed):
+            if expert < self.num_experts:
+                hit.setdefault(expert, []).append((start, end))
         with closing(self.experts.store.walk(self.experts.name, self.name, hit, transposed)) as matrices:
             yield from zip(matrices, hit.values(), strict=True)
 
@@ -212,7 +215,10 @@ class OffloadedStack(Stack):
 
 
 class _Product(torch.autograd.Function):
-    """The product of sorted rows with an offloaded stack, which is frozen: only the rows have a gradient."""
+    """The product of sorted rows with an offloaded stack, which is frozen: only the rows have a gradient.
+
+    The backward pass asks the store for the matrices again.
+    """
 
     @staticmethod
     def forward(
@@ -226,11 +232,3 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (ends_E,) = ctx.saved_tensors
         return _Product.apply(grad.contiguous(), ctx.stack, ends_E, not ctx.transposed), None, None, None
-
-
-def _by_expert(groups: Iterable[Group], descending: bool = False) -> dict[int, list[tuple[int, int]]]:
-    """Each expert once, in ascending or descending order, with the first and last row + 1 of each of its groups."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for expert, start, end in sorted(groups, reverse=descending):
-        found.setdefault(expert, []).append((start, end))
-    return found
