@@ -19,7 +19,6 @@ from .grouped_product import (
     multiply_groups,
     multiply_one,
     multiply_sorted,
-    register_holder,
 )
 from .layer import MixtureOfExperts, Router
 from .losses import RouterLossMixin, expert_load

@@ -1,13 +1,13 @@
-"""Routed experts whose matrices are offloaded.
+"""Routed experts whose matrices are offloaded, their stacks, and the product of rows with a stack in training.
 
 A product asks for one matrix at a time. It is in a slot of the memory for recently used ones, or it is brought there,
 and is multiplied as a slice of a stack would be, in the same order.
 
-Shapes: N rows, E experts, S slots, I columns in, O columns out.
+Shapes: N rows, E experts, I columns in, O columns out.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,17 @@ from safetensors import safe_open
 from torch import nn
 
 from ..formats import Format, Parts, Sizes
-from ..moe import STACKS, Experts, Group, Ranges, Stack, grouped_mm_fits, multiply_sorted, register_holder
+from ..moe import (
+    STACKS,
+    Experts,
+    Group,
+    Ranges,
+    Stack,
+    grouped_mm_fits,
+    groups_between,
+    multiply_groups,
+    multiply_sorted,
+)
 from .pieces import StoredLayer
 from .store import Store
 
@@ -46,7 +56,6 @@ class OffloadedExperts(Experts):
         # Where they are, the dtype cannot change.
         self._formats = experts.formats
         self._sizes = {stack: experts.sizes_of(stack) for stack in STACKS}
-        self.number = register_holder(self)
         self.store: Store | None = None
 
     def connect(self, store: Store) -> None:
@@ -71,14 +80,7 @@ class OffloadedExperts(Experts):
         shared = self.store, self.shapes, self.stored, *self.parameters(), *self.buffers()
         memo |= {id(each): each for each in shared}
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        new.number = register_holder(new)
         return new
-
-    def __reduce__(self):
-        raise TypeError(
-            f"{self.name} cannot be pickled: its experts are in the files of the checkpoint. Save the model by "
-            "save_pretrained, or load it in each process."
-        )
 
     @property
     def storage(self) -> str:
@@ -114,18 +116,14 @@ class OffloadedExperts(Experts):
                     "from: load the model into memory to give it other weights."
                 )
 
-    def check_cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Raise a `ValueError` for a function for all tensors that changes the dtype."""
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        # Nothing moves: a product brings matrices to the rows, or rows to the matrices.
         moved = fn(torch.empty(0, dtype=self.dtype))
         if moved.dtype != self.dtype and not self.is_packed:
             raise ValueError(
                 f"{self.name} is read in {self.dtype} from where it lies, and cannot become {moved.dtype} in place: "
                 f"load the model with dtype={moved.dtype}."
             )
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        # Nothing moves: a product brings matrices to the rows, or rows to the matrices.
-        self.check_cast(fn)
         return self
 
     def check_frozen(self) -> None:
@@ -166,10 +164,11 @@ class OffloadedExperts(Experts):
 class OffloadedStack(Stack):
     """The matrices of one stack, which a store brings."""
 
+    is_offloaded = True
+
     def __init__(self, experts: OffloadedExperts, name: str, form: Format):
         self.experts, self.name, self.form, self.parts = experts, name, form, []
         self.sizes, self.num_experts = experts.sizes_of(name), experts.num_experts
-        self.source = f"{experts.number}:{name}"
 
     def bring(self, groups: Sequence[Group], transposed: bool) -> Iterator[tuple[Parts, Ranges]]:
         """As `Stack.bring`; the experts are brought to the rows, or stay where they are.
@@ -184,13 +183,18 @@ class OffloadedStack(Stack):
         if transposed:
             # Outside of training mode a forward pass may be for its results alone, also with gradients switched on.
             self.experts.check_frozen()
-        hit = _by_expert((group for group in groups if group[0] < self.num_experts), transposed)
-        # The stack that multiplies the results, in a forward pass or back.
-        later = STACKS[not transposed] if self.name == STACKS[transposed] else None
-        with closing(
-            self.experts.store.walk(self.experts.name, self.name, hit, later, goes_back=transposed)
-        ) as found:
-            yield from zip(found, hit.values(), strict=True)
+        hit: dict[int, list[tuple[int, int]]] = {}
+        for expert, start, end in sorted(groups, reverse=transposed):
+            if expert < self.num_experts:
+                hit.setdefault(expert, []).append((start, end))
+        with closing(self.experts.store.walk(self.experts.name, self.name, hit, transposed)) as matrices:
+            yield from zip(matrices, hit.values(), strict=True)
+
+    # Compilers leave out what reads files.
+    @torch.compiler.disable
+    def multiply_sorted(self, x_NI: torch.Tensor, ends_E: torch.Tensor, transposed: bool) -> torch.Tensor:
+        """As `moe.multiply_sorted`."""
+        return _Product.apply(x_NI, self, ends_E, transposed)
 
     def matrices(self) -> "OffloadedStack":
         """The matrices `[I, O]`, each read when it is asked for."""
@@ -210,9 +214,21 @@ class OffloadedStack(Stack):
         return multiply_sorted(x_NI, self, ends_E)
 
 
-def _by_expert(groups: Iterable[Group], descending: bool = False) -> dict[int, list[tuple[int, int]]]:
-    """Each expert once, in ascending or descending order, with the first and last row + 1 of each of its groups."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for expert, start, end in sorted(groups, reverse=descending):
-        found.setdefault(expert, []).append((start, end))
-    return found
+class _Product(torch.autograd.Function):
+    """The product of sorted rows with an offloaded stack, which is frozen: only the rows have a gradient.
+
+    The backward pass asks the store for the matrices again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NI: torch.Tensor, stack: OffloadedStack, ends_E: torch.Tensor, transposed: bool
+    ) -> torch.Tensor:
+        ctx.stack, ctx.transposed = stack, transposed
+        ctx.save_for_backward(ends_E)
+        return multiply_groups(x_NI, stack, groups_between(ends_E, len(x_NI)), transposed).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (ends_E,) = ctx.saved_tensors
+        return _Product.apply(grad.contiguous(), ctx.stack, ends_E, not ctx.transposed), None, None, None

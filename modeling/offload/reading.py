@@ -6,7 +6,7 @@ time of change: what is read is never half of one version and half of another.
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import torch
@@ -15,11 +15,9 @@ from ...configuration.errors import CheckpointError
 from ...configuration.json_files import stamp_of
 from .memory import BLOCK, LEAST_BYTES_OF_DIRECT, open_direct, pages
 from .pieces import Piece, StoredLayer
-from .statistics import Counter
 
 # Bytes of one request: large enough for a drive's full rate, small enough that several threads share an expert.
 _REQUEST_BYTES = 4 << 20
-_THREADS = "llamoe-experts"
 
 
 class _File:
@@ -30,13 +28,7 @@ class _File:
 
     def __init__(self, path: str, is_direct: bool):
         self.path = path
-        try:
-            self.file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: cannot be opened ({error.strerror}), and experts are read from it. Bring the file back, and "
-                "load the model again."
-            ) from error
+        self.file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         self.stamp = stamp_of(os.fstat(self.file))
         if hasattr(os, "posix_fadvise"):
             # What lies around an expert is not needed.
@@ -66,18 +58,14 @@ class _File:
             is_direct = self.direct is not None and got % BLOCK == 0
             try:
                 count = os.preadv(self.direct if is_direct else self.file, [memory[got:]], begin + got)
+                if count <= 0:
+                    raise OSError(f"{got:,} bytes came of {needed:,}: the file was cut short")
             except OSError as error:
                 self.check(what)
                 raise CheckpointError(
                     f"{self.path}: {what} cannot be read: {error.strerror or error} (bytes {begin:,} to "
-                    f"{begin + needed:,}). Check the drive, and ask again."
+                    f"{begin + needed:,}). Check the drive and the file, and ask again."
                 ) from error
-            if count <= 0:
-                self.check(what)
-                raise CheckpointError(
-                    f"{self.path}: {what} cannot be read: {got:,} bytes came of {needed:,} from byte {begin:,} on. The "
-                    "file was cut short; copy it again, and load the model again."
-                )
             got += count
         return got
 
@@ -96,15 +84,11 @@ class Reader:
     """A pool of threads with the files that they read."""
 
     def __init__(self, threads: int, direct: bool | None):
-        self._threads, self._direct = threads, direct
+        self._direct = direct
         self.files: dict[str, _File] = {}
         self._buffers = threading.local()
         self.is_closed = False
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin with new threads; a forked process has none of them."""
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix=_THREADS)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="llamoe-experts")
 
     def open(self, layers: Mapping[str, StoredLayer]) -> None:
         """Open the files of layers; raises a `CheckpointError` if one has changed since its header was read."""
@@ -118,15 +102,6 @@ class Reader:
                         f"{path}: has changed while the model was loaded. Load it again when nothing writes to it."
                     )
 
-    def open_file(self, path: str, inode: int) -> bool:
-        """Open the file of a path; False where there is no file any more, or another one."""
-        if path not in self.files:
-            try:
-                self.files[path] = _File(path, self._direct is not False)
-            except CheckpointError:
-                return False
-        return self.files[path].stamp.inode == inode
-
     def check(self) -> None:
         """Raise a `CheckpointError` if a file is not what it was, or the model is closed."""
         if self.is_closed:
@@ -135,22 +110,25 @@ class Reader:
             file.check("the model")
 
     def start(
-        self, pieces: list[tuple[Piece, torch.Tensor, torch.Tensor | None]], what: str, counter: Counter
+        self,
+        pieces: list[tuple[Piece, torch.Tensor, torch.Tensor | None]],
+        what: str,
+        count: Callable[[int], None],
     ) -> "Reading":
-        """Begin to read pieces, and count the bytes that come; raises a `CheckpointError` if the model is closed.
+        """Begin to read pieces; raises a `CheckpointError` if the model is closed.
 
         Args:
             pieces: each with its target, a tensor of the piece's shape, and the bytes of whole blocks around it, where
                 the target is as far from the beginning of a block as in the file, and those bytes are free.
             what: name of the expert, for errors.
-            counter: of the bytes.
+            count: takes the number of bytes that each request has read, in its thread.
         """
         jobs: list[Future] = []
         try:
             for piece, target, blocks in pieces:
                 file = self.files[piece.path]
                 for request in _requests(piece, target, None if file.direct is None else blocks):
-                    jobs.append(self._pool.submit(self._read, file, what, counter, *request))
+                    jobs.append(self._pool.submit(self._read, file, what, count, *request))
         except BaseException as error:
             # The memory is somebody else's next.
             for job in jobs:
@@ -165,7 +143,7 @@ class Reader:
         self,
         file: _File,
         what: str,
-        counter: Counter,
+        count: Callable[[int], None],
         begin: int,
         size: int,
         target: torch.Tensor,
@@ -189,7 +167,7 @@ class Reader:
                 stored = stored.clone()
             target.copy_(stored.view(dtype).view(target.shape))
         file.check(what)
-        counter.add(bytes_read=got)
+        count(got)
 
     def _buffer(self, size: int) -> memoryview:
         """Memory of this thread, which begins at a page."""
@@ -202,21 +180,14 @@ class Reader:
         """End the threads; nothing can be read any more."""
         self._pool.shutdown(wait=is_waiting, cancel_futures=True)
 
-    def close(self) -> None:
-        """End the threads and close the files."""
-        self.is_closed = True
-        self.end_threads()
-        files, self.files = self.files, {}
-        for file in files.values():
-            file.close()
+    def close(self, is_waiting: bool = True) -> None:
+        """End the threads; a file is closed when the last thread that reads it has ended.
 
-    def drop(self) -> None:
-        """End the threads without waiting for them; a file is closed when the last thread that reads it has ended.
-
-        For the garbage collector. It may run in a thread that is just starting, which holds locks that `join` needs.
+        The garbage collector does not wait. It may run in a thread that is just starting, which holds locks that `join`
+        needs.
         """
         self.is_closed = True
-        self.end_threads(is_waiting=False)
+        self.end_threads(is_waiting)
         self.files = {}
 
 
@@ -250,17 +221,16 @@ class Reading:
 
     def result(self) -> None:
         """Wait for all threads, also after an error: memory that one still writes cannot be used again."""
-        found: Exception | None = None
+        first: BaseException | None = None
         for job in self._jobs:
             # `concurrent.futures.wait` never learns of jobs that the end of their pool cancels.
             try:
-                job.result()
+                error = job.exception()
             except CancelledError:
-                found = closed(self._what)
-            except Exception as error:
-                found = found or error
-        if found is not None:
-            raise found
+                error = closed(self._what)
+            first = first or error
+        if first is not None:
+            raise first
 
 
 def closed(what: str) -> CheckpointError:

@@ -275,7 +275,7 @@ def test_the_gradient_of_the_operator_is_its_derivative():
         stack = plain_stack(given.detach())
         rows = multiply_groups(x.detach(), stack, groups_between(ends, len(x)))
         assert max_abs(product(x, given), rows) == 0
-        operands = x.detach(), stack.parts, "", stack.form.key, list(stack.sizes), ends, False, False
+        operands = x.detach(), stack.parts, stack.form.key, list(stack.sizes), ends, False, False
         torch.library.opcheck(product_operator, operands)
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import programs
 from support.models import run
 from support.offload import check_equal, counts, expert_bytes, llamoe_class, load_both, mixtral, text_model
 
@@ -157,18 +156,6 @@ def test_folders_are_equal(kind, text_folder, ids, tmp_path):
     resident, model = load_both(make(text_folder, tmp_path) or tmp_path, 2, **how)
     check_equal(resident, model, ids)
     assert "files" not in kind or len(list(tmp_path.glob("*.safetensors"))) > 4
-
-
-@pytest.mark.parametrize("direct", [True, None])
-def test_memory_as_a_file_system_is_equal(direct, text_folder, ids):
-    if not os.path.isdir("/dev/shm"):
-        pytest.skip("there is no /dev/shm here")
-    folder = Path(f"/dev/shm/llamoe-{os.getpid()}")
-    try:
-        shutil.copytree(text_folder, folder)
-        check_equal(CAUSAL.from_pretrained(folder).eval(), on_disk(folder, direct=direct), ids)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.parametrize("error", [errno.EINVAL, errno.EOPNOTSUPP])
@@ -365,28 +352,6 @@ def test_errors_that_go_away_leave_nothing_behind(broken, direct, text_folder, i
     with torch.no_grad():
         assert all(torch.equal(resident(ids).logits, logits) for logits in answers)
     check_equal(resident, model, ids)
-
-
-CUT = """
-import os, sys, torch, llamoe
-ids = torch.arange(3, 40)[None]
-model = llamoe.LlamoeForCausalLM.from_pretrained(sys.argv[1], experts_memory="80KB").eval()
-with torch.no_grad():
-    model(ids)
-    os.truncate(sys.argv[1] + "/model.safetensors", 100_000)
-    try:
-        model(ids)
-    except llamoe.CheckpointError as error:
-        print(error)
-"""
-
-
-def test_a_cut_file_of_all_weights_is_told(text_folder, tmp_path):
-    # In a process of its own: memory that is a map of the file would end it.
-    shutil.copytree(text_folder, tmp_path / "model")
-    run = programs.run(["-c", CUT, tmp_path / "model"])
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert re.search(r"has changed since the model was loaded \([\d,]+ bytes then, 100,000 now\)", run.stdout)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import os
 import re
-from contextlib import closing, nullcontext
+from contextlib import closing
 from pathlib import Path
 from unittest import mock
 
@@ -24,11 +24,10 @@ from support.offload import (
     train,
     without_kernels,
 )
-from support.paths import TINY
-from transformers import AutoModelForImageTextToText, Trainer
+from transformers import Trainer
 
 import llamoe
-from llamoe.modeling.offload import ExpertsMemory, LeastOftenUsed, LeastRecentlyUsed, loading
+from llamoe.modeling.offload import ExpertsMemory, loading
 from llamoe.modeling.offload.store import Store
 
 pytestmark = pytest.mark.slow
@@ -83,38 +82,16 @@ def test_adapters_train_beside_experts_in_ram(misses, folders, ids, monkeypatch)
     assert same_bits(trained, weights)
 
 
-def test_pictures_train_bit_for_bit(ids):
-    found = []
-    for more in ({}, {"experts_memory": "200KB"}):
-        model = AutoModelForImageTextToText.from_pretrained(TINY, dtype="auto", **more)
-        processor = llamoe.LlamoeProcessor.from_pretrained(TINY)
-        picture = torch.randint(
-            0, 255, (3, 70, 90), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
-        )
-        content = [{"type": "image", "image": picture}, {"type": "text", "text": "What is here?"}]
-        inputs = processor.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=True, return_dict=True, return_tensors="pt",
-        ).to(dtype=model.dtype)  # fmt: skip
-        torch.manual_seed(3)
-        adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=2, vision=True, dropout=0.1)).train()
-        for _ in range(2):
-            adapted(**inputs, labels=inputs["input_ids"]).loss.backward()
-        found.append({name: p.grad for name, p in adapted.named_parameters() if p.grad is not None})
-    assert same_bits(*found)
-    assert any(".experts." in name for name in found[0]) and any("vision_model" in name for name in found[0])
-
-
 def file_bytes() -> int:
     """Bytes that this process has asked files for."""
     return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize("policy", [LeastRecentlyUsed, LeastOftenUsed])
 @pytest.mark.parametrize("room", [1, 2, 5, 7, 9])
-def test_each_expert_is_read_once_a_pass(room, policy, checkpointing, folders, ids):
+def test_each_expert_is_read_once_a_pass(room, checkpointing, folders, ids):
     """Passes back ask in the reverse order; what is computed again is not read again if there is room for a layer."""
-    resident, model = load_both(folders["mixtral"], room, policy=policy)
+    resident, model = load_both(folders["mixtral"], room)
     if checkpointing:
         model.gradient_checkpointing_enable()
     adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=3)).train()
@@ -267,7 +244,7 @@ def test_sharing_is_refused_before_the_first_step(kind, folders):
 @pytest.mark.parametrize("name", ["is_deepspeed_zero3_enabled", "is_fsdp_enabled"])
 def test_sharing_is_refused_when_a_model_is_loaded(name, folders, monkeypatch):
     monkeypatch.setattr(loading, name, lambda: True)
-    with pytest.raises(ValueError, match="for one process, and (ZeRO-3|FSDP) is on"):
+    with pytest.raises(ValueError, match="for one process: .*ZeRO-3 and FSDP"):
         load_both(folders["text"], 2)
 
 
@@ -298,29 +275,3 @@ def test_the_next_expert_is_read_while_the_last_multiplies(folders, ids, monkeyp
             assert read in events[:at] and read not in events[at : at + 1]
             ahead[later > expert] += 1
     assert min(ahead.values()) > 8
-
-
-def test_averages_of_8_bits_serve_adapters_of_offloaded_experts(folders, tmp_path):
-    found = []
-    for model in load_both(folders["int4"], 2):
-        trainer = trainer_of(model, tmp_path, rank=8, optim="adamw_bnb_8bit")
-        trainer.train()
-        averages = {state["state1"].dtype for state in trainer.optimizer.optimizer.state.values()}
-        # Tensors of fewer than 4,096 numbers keep float32.
-        assert torch.uint8 in averages
-        found.append(result_of(trainer))
-    assert found[0][0] == found[1][0] and same_bits(found[0][1], found[1][1])
-
-
-def test_activations_may_be_kept_elsewhere(folders, ids):
-    """As beside a GPU, in RAM: `save_on_cpu` packs what autograd keeps."""
-    found = []
-    for keeping in (nullcontext, torch.autograd.graph.save_on_cpu):
-        _, model = load_both(folders["mixtral"], 2)
-        torch.manual_seed(3)
-        adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=3)).train()
-        with keeping():
-            loss = adapted(input_ids=ids, labels=ids).loss
-        loss.backward()
-        found.append({name: p.grad for name, p in adapted.named_parameters() if p.grad is not None})
-    assert found[0] and same_bits(*found)
