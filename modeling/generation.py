@@ -19,7 +19,7 @@ from ._compat import CACHE, CACHE_OF_A_PASS
 from .adapters import names_of_tiles, repeat_names
 from .attention import rules_of
 from .input_checks import check_tensors
-from .moe import check_kernels, forget_factors
+from .moe import check_kernels
 
 
 def is_first_pass(past_key_values: Cache | None) -> bool:
@@ -63,7 +63,6 @@ class CheckedGeneration(GenerationMixin):
             # The name that transformers had for it before; it would warn of this line.
             kwargs[CACHE] = kwargs.pop("past_key_values")
         check_kernels(self)  # pyright: ignore[reportArgumentType]
-        forget_factors(self)  # pyright: ignore[reportArgumentType]
         return super().generate(inputs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     # Positions that `generate` counts itself are the tokens' indices, where no mask hides a token. A model that is not
@@ -178,7 +177,6 @@ class ChunkedGeneration(CheckedGeneration):
         if getattr(self, "_cached_continuous_batching_manager", None) is not None:
             return super().init_continuous_batching(*args, **kwargs)
         check_kernels(self)  # pyright: ignore[reportArgumentType]
-        forget_factors(self)  # pyright: ignore[reportArgumentType]
         model: Any = self if _chunk_size(self.config) is None else _WithinOneChunk(self)
         manager = GenerationMixin.init_continuous_batching(model, *args, **kwargs)
         add_request = manager.add_request
