@@ -2,8 +2,8 @@
 
 Reading order: products (each expert's rows times its matrix), low_rank (what adapters add to it), state_dicts (experts
 that come one by one), experts (the module: rows sorted by expert, the gate, and the loop that defines the result),
-layer (which experts, with what weight), losses (router losses and the load of experts), balancing (routers watched in training, and
-balanced without a loss), trace (which experts compute which tokens).
+layer (which experts, with what weight), losses (router losses and the load of experts), balancing (routers watched in
+training, and balanced without a loss), trace (which experts compute which tokens).
 """
 
 from .balancing import RouterWatch, watch_routers
