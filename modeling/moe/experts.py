@@ -326,16 +326,9 @@ class Experts(TakesSingleExperts):
     ) -> bool:
         """Return whether Triton kernels multiply so many rows on this device, and are right.
 
-        They ask the host for nothing, so that a step fits into a CUDA graph. Of plain experts they have no gradient.
+        They ask the host for nothing, so that a step fits into a CUDA graph.
         """
-        # An exported program serves all numbers of rows.
-        if self.is_offloaded or not may_have_gpu_kernel(self.device) or is_exported():
-            return False
-        if self.is_packed:
-            most = self.num_experts * max_rows_of_matrix(self.device)
-        else:
-            most = 0 if needs_gradient else few_rows_limit(self.device)
-        if num_rows > most:
+        if num_rows > self.kernel_max_rows(needs_gradient):
             return False
         dtype = self.product_dtype()
         stacks = [(self.stack(name), False) for name in STACKS]
@@ -348,6 +341,15 @@ class Experts(TakesSingleExperts):
             ):
                 return False
         return True
+
+    def kernel_max_rows(self, needs_gradient: bool) -> int:
+        """Return the number of rows up to which kernels are faster; -1 where there are none, as for plain gradients."""
+        # An exported program serves all numbers of rows.
+        if self.is_offloaded or not may_have_gpu_kernel(self.device) or is_exported():
+            return -1
+        if self.is_packed:
+            return self.num_experts * max_rows_of_matrix(self.device)
+        return -1 if needs_gradient else few_rows_limit(self.device)
 
     def _follow_transform(
         self,
