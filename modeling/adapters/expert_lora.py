@@ -19,7 +19,7 @@ from peft import LoraConfig
 from peft.tuners.lora import layer
 from torch import nn
 
-from ..moe import IMPLEMENTATION, NO_LORA, ExpertsLora, LowRank
+from ..moe import NO_LORA, ExpertsLora, LowRank
 from .expert_begin import begin_by_expert, without_dropout
 from .expert_layout import by_expert
 
@@ -109,7 +109,7 @@ class ParamWrapper(layer.ParamWrapper):
         """Return the experts' output for rows `[N, H]`; `lora` is that of the wrapper around this one.
 
         Raises:
-            ValueError: adapters for each row of a batch, or experts that another library computes.
+            ValueError: adapters for each row of a batch.
         """
         if adapter_names is not None and any(name in self.lora_A for name in adapter_names):
             raise ValueError(
@@ -122,16 +122,10 @@ class ParamWrapper(layer.ParamWrapper):
             lora = self.active_lora(lora)
         if not lora.updates():
             return self.base_layer(x, *args, **kwargs)
-        experts: Any = self.get_base_layer()
-        name = experts.config._experts_implementation
-        if name not in (None, IMPLEMENTATION):
-            raise ValueError(
-                f'experts_implementation="{name}" has no place for LoRA on experts: choose "{IMPLEMENTATION}", or '
-                "merge the adapters."
-            )
         if isinstance(self.base_layer, ParamWrapper) or self.expert_mesh() is None:
             return self.base_layer(x, *args, lora=lora, **kwargs)
         # transformers' exchange of tokens between processes stands before the experts, and passes on nothing else.
+        experts: Any = self.get_base_layer()
         experts.lora = lora
         try:
             return self.base_layer(x, *args, **kwargs)

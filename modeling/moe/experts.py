@@ -71,9 +71,8 @@ class Implementations(ExpertsInterface):
         name = experts_implementation or IMPLEMENTATION
         if name == IMPLEMENTATION:
             return default
-        if name == "eager":
-            return partial(_eager, default)
-        return partial(_checked, super().get_interface(name, default))
+        function = partial(_eager, default) if name == "eager" else super().get_interface(name, default)
+        return partial(_without_lora, function)
 
 
 IMPLEMENTATIONS = Implementations()
@@ -86,9 +85,17 @@ def _eager(compute: Callable, experts: Any, *args: torch.Tensor) -> torch.Tensor
     return experts.loop_over_experts(*args)
 
 
-def _checked(function: Callable, experts: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    experts.check_implementation(experts.config._experts_implementation)
-    return function(experts, *args, **kwargs)
+def _without_lora(
+    function: Callable, experts: Any, *args: Any, lora: ExpertsLora | None = None
+) -> torch.Tensor:
+    name = experts.config._experts_implementation
+    experts.check_implementation(name)
+    if (experts.lora if lora is None else lora).updates():
+        raise ValueError(
+            f'experts_implementation="{name}" has no place for LoRA on experts: choose "{IMPLEMENTATION}", or merge '
+            "the adapters."
+        )
+    return function(experts, *args)
 
 
 def _refuse_other_experts(experts: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """LoRA beside the experts' products, against peft's own way, which adds it to the weights."""
 
+import copy
 import logging
 from contextlib import nullcontext
-from types import MethodType
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.distributed import DistributedConfig
 
 import llamoe
+from llamoe.modeling.adapters.expert_lora import ParamWrapper
 from llamoe.modeling.checkpoints import in_units
 from llamoe.modeling.formats import Int4
 from llamoe.modeling.moe import STACKS as STACK_NAMES
@@ -43,6 +44,13 @@ def adapted(implementation="llamoe", rank=3, model=None, **options):
 ADAPTED = {}
 
 
+class InPeftsWay(ParamWrapper):
+    forward = layer.ParamWrapper.forward
+
+
+InPeftsWay.__name__ = "ParamWrapper"
+
+
 def adapt(implementation, rank, model, **options):
     """Adapt by an implementation of experts, or in peft's own way, around the experts' definition."""
     model.set_experts_implementation("eager" if implementation == "peft" else implementation)
@@ -51,7 +59,7 @@ def adapt(implementation, rank, model, **options):
     model = get_peft_model(model, LoraConfig(**options)).eval()
     if implementation == "peft":
         for wrapper in wrappers(model):
-            wrapper.forward = MethodType(layer.ParamWrapper.forward, wrapper)
+            wrapper.__class__ = InPeftsWay
     return model
 
 
@@ -445,7 +453,7 @@ def beside(experts, leaves):
 
 def within(experts, leaves):
     """The same in float64, with the update added to the weights: peft's way."""
-    whole = Experts(experts.config).double()
+    whole = Experts(copy.deepcopy(experts.config)).double()
 
     def compute(x, ids, weights):
         stacks = {}
