@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import triton_interpreter  # noqa: F401
+from support.mixtures import forced
 from support.models import MODELS, make_asymmetric, max_abs, stock_text_config
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import CompileConfig
@@ -22,10 +23,10 @@ from triton.runtime.errors import OutOfResources
 import llamoe
 from llamoe.modeling.formats import gpu_kernels
 from llamoe.modeling.kernels import packed_rows_triton
-from llamoe.modeling.moe import dispatch, grouped_product
-from llamoe.modeling.moe.dispatch import check_kernels
+from llamoe.modeling.moe import check_kernels, products
+from llamoe.modeling.moe import experts as moe_experts
 from llamoe.modeling.moe.experts import Experts
-from llamoe.modeling.moe.grouped_product import plain_stack
+from llamoe.modeling.moe.products import plain_stack
 from llamoe_command import doctor_steps
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels would need a GPU"
@@ -51,8 +52,8 @@ def two_counts(monkeypatch):
 @pytest.fixture
 def on_a_gpu(monkeypatch, two_counts):
     """The CPU as a device that takes kernels, for up to 64 rows."""
-    monkeypatch.setattr(dispatch, "_is_on_host", lambda weight: weight.is_meta)
-    monkeypatch.setattr(dispatch, "few_rows_limit", lambda device: 64)
+    monkeypatch.setattr(moe_experts, "may_have_gpu_kernel", lambda device: device.type != "meta")
+    monkeypatch.setattr(moe_experts, "few_rows_limit", lambda device: 64)
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def launches(monkeypatch):
         counted.append(len(x_NC))
         return product(x_NC, *args, **kwargs)
 
-    for module in (gpu_kernels, grouped_product):
+    for module in (gpu_kernels, products):
         monkeypatch.setattr(module, "packed_product", run)
     return counted
 
@@ -266,12 +267,12 @@ def test_a_spoilt_kernel_is_not_used_and_said_once(how, on_a_gpu, caplog, monkey
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "does not use its kernel" in record.getMessage()
     caplog.clear()
-    experts.config._experts_implementation = "llamoe_kernel"
-    if how == "does not compile":
-        with pytest.raises(Exception, match="no such M"):
-            experts(*inputs)
-    else:
-        assert max_abs(experts(*inputs), by_hand(experts, *inputs)) > 1e-3
+    with forced("kernels"):
+        if how == "does not compile":
+            with pytest.raises(Exception, match="no such M"):
+                experts(*inputs)
+        else:
+            assert max_abs(experts(*inputs), by_hand(experts, *inputs)) > 1e-3
     assert not caplog.records
 
 
@@ -369,12 +370,12 @@ def test_fake_tensors_are_told_what_is_known(on_a_gpu, launches):
 
 
 @torch.no_grad()
-def test_nothing_is_checked_where_nothing_may_be(two_counts, launches):
+def test_nothing_is_checked_where_nothing_may_be(on_a_gpu, launches):
     """As while a CUDA graph is captured, where only what is known counts."""
     experts = make_experts()
-    assert not dispatch._kernel_serves(experts, {}, False, may_check=False) and launches == []
-    assert dispatch._kernel_serves(experts, {}, False, may_check=True) and launches
-    assert dispatch._kernel_serves(experts, {}, False, may_check=False)
+    assert not experts.has_kernels(1, False, may_check=False) and launches == []
+    assert experts.has_kernels(1, False, may_check=True) and launches
+    assert experts.has_kernels(1, False, may_check=False)
 
 
 def test_a_check_holds_for_its_strides(two_counts, launches):
@@ -409,13 +410,13 @@ def test_generate_checks_before_it_compiles(on_a_gpu, launches):
     given = model.generate(**inputs, **options, compile_config=compile_config)
     assert len(graphs) == 1 and has_kernel(graphs[0])
     assert launches[-7:] == [17, *[4, 4] * 3]
-    model.set_experts_implementation("llamoe_loop")
+    model.set_experts_implementation("eager")
     assert torch.equal(given, model.generate(**inputs, **options, disable_compile=True))
 
 
 def test_check_kernels_checks_nothing_that_is_not_asked_for(on_a_gpu, launches):
     experts = make_experts()
-    for name in ("llamoe_loop", "llamoe_grouped", "llamoe_kernel", "eager", "batched_mm"):
+    for name in ("eager", "batched_mm"):
         experts.config._experts_implementation = name
         check_kernels(experts)
     experts.config._experts_implementation = "llamoe"

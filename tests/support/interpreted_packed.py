@@ -3,25 +3,25 @@
 Truth is float64: of our int4 the layout written out here, of bitsandbytes its own dequantization.
 """
 
+import contextlib
 import importlib.util
 import logging
 import os
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from support import triton_interpreter  # noqa: F401
+from support.mixtures import forced
 from support.models import make_asymmetric, stock_mixtral_config, stock_text_config
 
 import llamoe
 from llamoe.modeling import formats
 from llamoe.modeling.formats import Bnb4Bit, Bnb4BitNested, Bnb8Bit, Int4, Int8, Plain, gpu_kernels
 from llamoe.modeling.kernels import packed_outer_product, packed_product, packed_rows, packed_rows_triton
-from llamoe.modeling.moe import Experts, LowRank, OutputFirstExperts, dispatch, grouped_product
+from llamoe.modeling.moe import Experts, ExpertsLora, LowRank, OutputFirstExperts, check_kernels, products
 from llamoe.modeling.moe import experts as moe_experts
-from llamoe.modeling.moe.dispatch import check_kernels, choose_path, compute_experts
 from llamoe.modeling.quantization import QuantizedExperts, QuantizedLinear
 from llamoe.modeling.quantization.bnb_experts import BitsAndBytesExperts
 
@@ -58,10 +58,8 @@ def nothing_known(monkeypatch):
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """The CPU as a device that takes kernels; checks try a few launches alone, for the interpreter is slow."""
-    for module in (gpu_kernels, dispatch):
+    for module in (gpu_kernels, moe_experts):
         monkeypatch.setattr(module, "may_have_gpu_kernel", lambda device: True)
-    monkeypatch.setattr(dispatch, "_is_on_host", lambda weight: weight.is_meta)
-    monkeypatch.setattr(moe_experts, "has_gpu", lambda: True)
     monkeypatch.setattr(gpu_kernels, "TILES", (16,))
     monkeypatch.setattr(gpu_kernels, "row_counts_of_launches", lambda *sizes: [1, 7, 29])
 
@@ -91,8 +89,8 @@ def nobody_counts(monkeypatch):
     def refuse(*_):
         raise AssertionError("the host counted rows")
 
-    monkeypatch.setattr(grouped_product, "groups_between", refuse)
-    monkeypatch.setattr(dispatch, "groups_between", refuse)
+    for module in (products, moe_experts):
+        monkeypatch.setattr(module, "groups_between", refuse)
 
 
 def draw_stack(form, sizes, num_experts=3):
@@ -316,9 +314,9 @@ def distance(given, truth):
 def test_experts_are_computed_without_the_host(weights, family, top_k, on_a_gpu, nobody_counts, monkeypatch):
     packed, plain = make_experts(weights, family)
     launches = []
-    product = grouped_product.packed_product
+    product = products.packed_product
     monkeypatch.setattr(
-        grouped_product,
+        products,
         "packed_product",
         lambda x, *rest, **kwargs: launches.append(len(x)) or product(x, *rest, **kwargs),
     )
@@ -337,34 +335,42 @@ def low_rank(num_out, num_in, dtype):
     return LowRank(*(each.to(dtype).requires_grad_() for each in (a, b)), 0.5, torch.nn.Identity())
 
 
+def lora_of_both():
+    return ExpertsLora((low_rank(128, 96, FP32),), (low_rank(96, 64, FP32),))
+
+
 @pytest.mark.parametrize("weights", ["int4", "nf4"])
 def test_adapters_train_on_packed_experts(weights, checked, monkeypatch):
     """Outputs, gradients of the rows and of all factors, against autograd in float64."""
     packed, plain = make_experts(weights)
     x, ids, scores = rows_for(17, 1)
     # Factors are checked, too, with random numbers in their places.
-    ours = {"gate_up_proj": [low_rank(128, 96, FP32)], "down_proj": [low_rank(96, 64, FP32)]}
-    wide = {
-        name: [
-            LowRank(*(t.detach().double().requires_grad_() for t in (u.a_EIr, u.b_OrE)), u.scale, u.dropout)
-            for u in updates
-        ]
-        for name, updates in ours.items()
-    }
+    ours = lora_of_both()
+    wide = ExpertsLora(
+        *(
+            tuple(
+                LowRank(
+                    *(t.detach().double().requires_grad_() for t in (u.a_EIr, u.b_OrE)), u.scale, u.dropout
+                )
+                for u in updates
+            )
+            for updates in (ours.gate_up_proj, ours.down_proj)
+        )
+    )
     results = []
-    for experts, updates, rows, path in ((plain, wide, x.double(), "loop"), (packed, ours, x, None)):
+    for experts, lora, rows in ((plain, wide, x.double()), (packed, ours, x)):
         if experts is packed:
-            monkeypatch.setattr(grouped_product, "groups_between", None)
+            monkeypatch.setattr(products, "groups_between", None)
         rows = rows.detach().requires_grad_()
-        y = compute_experts(experts, rows, ids, scores.to(rows.dtype), path, updates)
+        with contextlib.nullcontext() if experts is packed else forced("operators"):
+            y = experts(rows, ids, scores.to(rows.dtype), lora)
         (y.double() * torch.linspace(-1, 2, y.numel()).view_as(y)).sum().backward()
-        factors = [t.grad for each in updates.values() for u in each for t in (u.a_EIr, u.b_OrE)]
-        results.append([y.detach(), rows.grad, *factors])
+        results.append([y.detach(), rows.grad, *(factor.grad for factor in lora.factors())])
     for truth, given in zip(*results, strict=True):
         # Gradients pass twice as many roundings.
         assert distance(given, truth) < 2 * CLOSE
     with torch.no_grad():
-        assert distance(compute_experts(packed, x, ids, scores, updates=ours), results[0][0]) < CLOSE
+        assert distance(packed(x, ids, scores, ours), results[0][0]) < CLOSE
 
 
 @torch.no_grad()
@@ -373,16 +379,17 @@ def test_adapters_train_on_packed_experts(weights, checked, monkeypatch):
 def test_adapters_on_plain_experts(num_tokens, top_k, factor, on_a_gpu, nobody_counts):
     """Unsorted and sorted, against merged weights in float64; also with a new adapter, whose second factor is zero."""
     _, plain = make_experts("int4")
-    updates = {"gate_up_proj": [low_rank(128, 96, FP32)], "down_proj": [low_rank(96, 64, FP32)]}
+    lora = lora_of_both()
     x, ids, scores = rows_for(num_tokens, top_k)
     weights = {name: parameter.clone() for name, parameter in plain.named_parameters()}
-    for name, [update] in updates.items():
+    for name in weights:
+        [update] = lora.of(name)
         update.b_OrE.mul_(factor)
         product = torch.einsum("eir,ore->eio", update.a_EIr.double(), update.b_OrE.double())
         getattr(plain, name).add_(update.scale * product)
     expected = plain.loop_over_experts(x.double(), ids, scores.double())
     plain.load_state_dict(weights)
-    given = compute_experts(plain.float(), x.float(), ids, scores.float(), updates=updates)
+    given = plain.float()(x.float(), ids, scores.float(), lora)
     assert distance(given, expected) < 1e-5
     # Two stacks, and two factors of each.
     assert [kind.numbers[3] for kind in gpu_kernels._FAILURES] == [0, 0, 1, 1, 1, 1]
@@ -519,20 +526,6 @@ def test_what_has_no_kernel_is_said(change, sentence, on_a_gpu, monkeypatch):
         monkeypatch.setattr(packed_rows, "_HAS_TRITON", False)
     reason = partial(gpu_kernels.why_no_kernel, Int4(32), (64, 32), BF16, torch.device("cuda"))
     assert __import__("re").search(sentence, reason())
-    stand_in = SimpleNamespace(
-        **{
-            name: getattr(packed, name)
-            for name in ("is_packed", "formats", "sizes_of", "refusal", "num_experts")
-        },
-        down_proj=packed.down_proj,
-        device=torch.device("cuda", 0),
-        format=packed.format,
-        storage=packed.storage,
-        hidden_act="silu",
-        fits_grouped_mm=lambda **_: False,
-    )
-    assert choose_path(stand_in, 4, BF16, False) == "loop"
-    assert sentence.split(".*")[0] in dispatch.why_not("kernel", stand_in, 4, BF16, False)
 
 
 def test_sizes_without_a_kernel():

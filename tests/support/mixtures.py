@@ -1,5 +1,8 @@
 """Experts and rows for them, and what they compute, written out in float64."""
 
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import torch
 from support.models import make_asymmetric, stock_mixtral_config, stock_text_config
 from torch.nn import functional as F
@@ -46,3 +49,10 @@ def by_hand(experts, x, ids, weights):
                 terms.append(factor * ((F.silu(gate) * up) @ down[expert]))
         out.append(torch.stack(terms).sum(0))
     return torch.stack(out) if out else x.double()
+
+
+@contextmanager
+def forced(way):
+    """Have experts computed in one way, whatever their sizes and device."""
+    with patch.object(Experts, "way", lambda *_: way):
+        yield

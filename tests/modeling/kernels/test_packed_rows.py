@@ -30,7 +30,7 @@ from llamoe.modeling.kernels.packed_rows import (
     rows_of_tile,
     tile_of,
 )
-from llamoe.modeling.moe import dispatch
+from llamoe.modeling.moe import check_kernels
 from llamoe.modeling.moe import experts as moe_experts
 
 pytestmark = pytest.mark.slow
@@ -324,12 +324,10 @@ def test_everything_that_a_step_multiplies_is_checked_before_it(monkeypatch):
         seen.append((form.key, sizes, num_experts))
         return True
 
-    for module in (dispatch, gpu_kernels):
+    for module in (moe_experts, gpu_kernels):
         monkeypatch.setattr(module, "kernels_are_right", record)
         monkeypatch.setattr(module, "may_have_gpu_kernel", lambda device: True)
         monkeypatch.setattr(module, "why_no_kernel", lambda *_: None)
-    monkeypatch.setattr(dispatch, "_is_on_host", lambda weight: False)
-    monkeypatch.setattr(moe_experts, "has_gpu", lambda: True)
     targets = [f"feed_forward.experts.{name}_proj" for name in ("gate_up", "down")]
     model = get_peft_model(
         packed("text", "int4"), LoraConfig(r=4, target_modules=[], target_parameters=targets)
@@ -337,7 +335,7 @@ def test_everything_that_a_step_multiplies_is_checked_before_it(monkeypatch):
     for is_adapted in (True, False):
         seen.clear()
         with contextlib.nullcontext() if is_adapted else model.disable_adapter():
-            dispatch.check_kernels(model.get_base_model())
+            check_kernels(model.get_base_model())
         # q, k, v and o; the mixture's two stacks and its shared expert.
         assert {sizes for key, sizes, count in seen if count == 0} >= {(192, 128), (48, 128), (128, 192)}
         assert {sizes for key, sizes, count in seen if key == "int4:32" and count == 5} == {
