@@ -153,8 +153,7 @@ def kernels_are_right(
             if failure and kind.is_of_few_rows:
                 logger.warning(
                     "llamoe does not use its kernel for few rows on %s, %s, experts %s: %s. torch's grouped product "
-                    "takes its place, or a loop where that does not fit. LLAMOE_EXPERTS=llamoe_kernel uses the kernel "
-                    "all the same.",
+                    "takes its place, or a loop where that does not fit.",
                     device,
                     dtype,
                     [num_experts, *sizes],

@@ -56,8 +56,8 @@ def test_what_fits(hopper, fits, case, monkeypatch):
 
 
 def test_weights_that_autocast_would_cast_do_not_fit(hopper, monkeypatch):
-    with torch.autocast("cuda", BF16):
-        assert has_kernels(monkeypatch, dtype=BF16) and not has_kernels(monkeypatch, dtype=torch.float32)
+    monkeypatch.setattr(Experts, "product_dtype", lambda self: BF16)
+    assert has_kernels(monkeypatch, dtype=BF16) and not has_kernels(monkeypatch, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
