@@ -43,7 +43,6 @@ from ..parallel import (
     sharded_adapter,
     sharing_processes,
 )
-from .state_dicts import check_loaded
 from .whole_folders import EXCHANGING, FolderLock, sync
 
 # Prefixes of the hidden folder: while files are written, and after they were exchanged.
@@ -240,11 +239,10 @@ class AtomicSaveMixin(PreTrainedModel):
 
         Raises:
             ValueError: a model in pipeline stages, of which no process has all weights, or one inside of a
-                `PeftModel`, whose weights have other names, or one of which half a mixture was loaded.
+                `PeftModel`, whose weights have other names.
             RuntimeError: a process that shares the weights did not call this within the process group's timeout.
         """
         refuse_stages(self)
-        check_loaded(self)
         if state_dict is None:
             adapted = self._hf_peft_config_loaded
             state_dict = sharded_adapter(self) if adapted else _without_wrappers(self)
