@@ -4,7 +4,7 @@ Weights are random. Routing then says nothing of trained models, so it is drawn:
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,7 @@ from torch import nn
 
 import llamoe
 from llamoe.modeling.moe import Router
-from llamoe.modeling.offload import LeastOftenUsed
-from llamoe.modeling.offload.matrix_cache import MatrixCache, Policy
+from llamoe.modeling.offload.matrix_cache import MatrixCache
 
 Expert = tuple[int, int]
 """A mixture layer and an expert."""
@@ -130,6 +129,11 @@ def draw_routing(model: nn.Module, law: str, seed: int = 1) -> None:
             router.forward = forward
 
 
+def counted(model: Any, name: str) -> int:
+    """Sum one of the counts of `experts_statistics` over all layers."""
+    return sum(layer[name] for layer in model.experts_statistics().values())
+
+
 class _Arrived:
     """What stands for a matrix that is there (`Entry.arrival`)."""
 
@@ -140,26 +144,28 @@ class _Arrived:
         return False
 
 
-def simulate(
-    passes: Iterable[Collection[Expert]], slots: int, policy: Callable[[], Policy] = LeastOftenUsed
-) -> list[tuple[int, int]]:
+def ask(cache: MatrixCache, expert: Expert) -> tuple[int, bool]:
+    """Ask a table of slots for an expert, which comes at once; its slot, and whether it was there."""
+    entry: Any = cache.get(expert)
+    if entry is not None:
+        return entry.slot, True
+    entry = cache.put(expert)
+    entry.arrival = _Arrived()
+    return entry.slot, False
+
+
+def simulate(passes: Iterable[Collection[Expert]], slots: int) -> list[tuple[int, int]]:
     """Hits and misses of each pass, by the store's own table of slots, without matrices.
 
     Args:
         passes: what each asks for, in its order.
         slots: number of experts that have room.
-        policy: makes what says which expert makes room.
     """
-    cache, found = MatrixCache(slots, policy()), []
-    for asked in passes:
-        misses = 0
-        for expert in asked:
-            if cache.get(expert) is None:
-                entry: Any = cache.put(expert)
-                entry.arrival = _Arrived()
-                misses += 1
-        found.append((len(asked) - misses, misses))
-    return found
+    cache, counts = MatrixCache(slots), []
+    for experts in passes:
+        hits = sum(ask(cache, expert)[1] for expert in experts)
+        counts.append((hits, len(experts) - hits))
+    return counts
 
 
 def passes_of(experts_LTK: torch.Tensor) -> list[list[Expert]]:

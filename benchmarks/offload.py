@@ -16,7 +16,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 from accelerate import dispatch_model
@@ -24,13 +23,14 @@ from transformers import DynamicCache, PreTrainedModel
 
 import llamoe
 from llamoe.modeling.moe import Experts
-from llamoe.modeling.offload import ExpertsMemory, ExpertsStatistics, LeastOftenUsed, LeastRecentlyUsed
+from llamoe.modeling.offload import ExpertsMemory
+from llamoe.modeling.offload.matrix_cache import MatrixCache
 from llamoe.modeling.offload.memory import pages
 
 from . import OURS
 from .clocks import WallClock
 from .harness import IN_BFLOAT16, ROUNDS, Cases, beyond, difference, summarize
-from .large_mixtures import LargeMixture, draw_routing, passes_of, simulate
+from .large_mixtures import LargeMixture, ask, counted, draw_routing, passes_of, simulate
 from .processes import Watch, bytes_read, forget, in_process, status
 
 RESIDENT = "in memory"
@@ -94,13 +94,9 @@ def _tokens(mixture: LargeMixture, law: str, share: float, given: dict, rounds: 
     ours = rows[OURS]
     if expected and "seconds" in ours:
         passes = [[(layer, expert) for layer, expert in asked] for asked in expected["passes"]]
-        for fact, policy in (
-            ("simulated_hit_rate", LeastOftenUsed),
-            ("hit_rate_of_lru", LeastRecentlyUsed),
-        ):
-            counts = simulate(passes, room // mixture.expert_bytes, policy)[given["warm"] :]
-            hits, misses = (sum(count[index] for count in counts) for index in (0, 1))
-            facts[fact] = hits / (hits + misses)
+        counts = simulate(passes, room // mixture.expert_bytes)[given["warm"] :]
+        hits, misses = (sum(count[index] for count in counts) for index in (0, 1))
+        facts["simulated_hit_rate"] = hits / (hits + misses)
         facts["hit_rate_error"] = abs(ours["hit_rate"] - facts["simulated_hit_rate"])
     if "seconds" in ours:
         facts["megabytes_beyond"] = (ours["peak_bytes"] - room - mixture.expert_bytes) / 1e6
@@ -160,32 +156,26 @@ class Advised:
 
     def __init__(self, model: PreTrainedModel, budget: int):
         self._libc = ctypes.CDLL(None, use_errno=True)
-        self._held: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self._policy = LeastOftenUsed()
+        # Of each slot, which here is no memory.
+        self._matrices: dict[int, list[torch.Tensor]] = {}
         self.hits = self.misses = 0
         layers = [module for module in model.modules() if isinstance(module, Experts)]
         for layer, experts in enumerate(layers):
             stacks = experts.gate_up_proj.data, experts.down_proj.data
-            self._room = budget // sum(stack[0].nbytes for stack in stacks)
+            self._cache = MatrixCache(budget // sum(stack[0].nbytes for stack in stacks))
             experts.register_forward_pre_hook(
                 lambda _, args, layer=layer, stacks=stacks: self._before(layer, stacks, args[1])
             )
 
     def _before(self, layer: int, stacks: tuple[torch.Tensor, ...], chosen: torch.Tensor) -> None:
         for expert in chosen.unique().tolist():
-            key = layer, expert
-            if key in self._held:
-                self.hits += 1
-                self._policy.touch(key)
-                continue
-            self.misses += 1
-            if len(self._held) == self._room:
-                victim: Any = self._policy.victim(self._held.__contains__)
-                self._policy.forget(victim)
-                self._advise(self._held.pop(victim), self.PAGEOUT)
-            self._held[key] = [stack[expert] for stack in stacks]
-            self._policy.touch(key)
-            self._advise(self._held[key], self.WILLNEED)
+            slot, is_hit = ask(self._cache, (layer, expert))
+            self.hits += is_hit
+            self.misses += not is_hit
+            if not is_hit:
+                self._advise(self._matrices.get(slot, []), self.PAGEOUT)
+                self._matrices[slot] = [stack[expert] for stack in stacks]
+                self._advise(self._matrices[slot], self.WILLNEED)
 
     def _advise(self, matrices: list[torch.Tensor], advice: int) -> None:
         for matrix in matrices:
@@ -209,8 +199,7 @@ def load(
         model = load_model(folder, device_map={"experts": "disk"}, experts_memory=memory)
 
         def counts() -> tuple[int, int, int]:
-            found = sum(model.experts_statistics().values(), ExpertsStatistics())
-            return found.hits, found.misses, found.bytes_read
+            return tuple(counted(model, name) for name in ("hits", "misses", "bytes_read"))
 
         return model.eval(), counts
     model = load_model(folder).eval()
@@ -295,7 +284,7 @@ def rate(folder: str, budget: int, rounds: int) -> dict:
     def whole_pass() -> int:
         model.experts_statistics(reset=True)
         model(input_ids=ids, use_cache=False)
-        return sum(model.experts_statistics().values(), ExpertsStatistics()).bytes_read
+        return counted(model, "bytes_read")
 
     def all_matrices() -> int:
         model.experts_statistics(reset=True)
@@ -304,7 +293,7 @@ def rate(folder: str, budget: int, rounds: int) -> dict:
                 for stack in ("gate_up_proj", "down_proj"):
                     for _ in store.walk(layer, stack, dict.fromkeys(range(num_experts), ((0, 1),))):
                         pass
-        return sum(model.experts_statistics().values(), ExpertsStatistics()).bytes_read
+        return counted(model, "bytes_read")
 
     nbytes = whole_pass()
     drive = LargeReads(paths)

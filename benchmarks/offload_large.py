@@ -17,11 +17,10 @@ from pathlib import Path
 import torch
 
 import llamoe
-from llamoe.modeling.offload import ExpertsStatistics
 
 from .command_line import RESULTS
 from .hardware import describe
-from .large_mixtures import LargeMixture
+from .large_mixtures import LargeMixture, counted
 from .processes import Watch, bytes_read, forget, in_process, status
 
 # 12.9 GB of experts of 12.6 MB.
@@ -54,7 +53,7 @@ def generate(folder: str, gigabytes: float | None) -> dict:
     from_first, begun = bytes_read(), time.perf_counter()
     tokens = model.generate(ids, max_new_tokens=TOKENS, **options)[0, PROMPT:].tolist()
     seconds = time.perf_counter() - begun
-    found = sum(model.experts_statistics().values(), ExpertsStatistics())
+    hits, misses = counted(model, "hits"), counted(model, "misses")
     return {
         "tokens": tokens,
         "load_seconds": loaded,
@@ -62,7 +61,7 @@ def generate(folder: str, gigabytes: float | None) -> dict:
         "seconds": seconds,
         "read_bytes_first": from_first - at,
         "read_bytes": bytes_read() - from_first,
-        "hits": "—" if gigabytes is None else f"{found.hit_rate:.1%}",
+        "hits": "—" if gigabytes is None else f"{hits / (hits + misses):.1%}",
         "peak_bytes": status("VmHWM"),
         "anonymous_bytes": watched.stop(),
     }

@@ -45,6 +45,7 @@ from llamoe.planning import Source, measure_rates
 
 from .command_line import RESULTS
 from .hardware import describe
+from .large_mixtures import counted
 from .processes import bytes_read, forget, in_process, status
 
 NEW_TOKENS, SHORT, LONG, STEPS, ROW, RANK = 16, 16, 256, 3, 32, 8
@@ -172,14 +173,12 @@ class Tokens(BaseStreamer):
 
 def now(model: Any, waiting: Waiting) -> dict[str, float]:
     """Seconds, bytes that were read, bytes of missed experts, and seconds of reading, until now."""
-    found = model.experts_statistics()
-    missed = sum(counts.misses for counts in found.values())
-    asked = sum(counts.hits + counts.misses for counts in found.values())
+    missed = counted(model, "misses")
     return {
         "seconds": time.perf_counter(),
         "read": bytes_read(),
         "missed": missed,
-        "asked": asked,
+        "asked": missed + counted(model, "hits"),
         "reading": waiting.seconds,
     }
 

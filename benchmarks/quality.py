@@ -31,7 +31,6 @@ from transformers import (
 import llamoe
 from llamoe.modeling.formats import Int4, Int8
 from llamoe.modeling.kernels import cpp_kernels, float32_blocks, rows_in_bytes
-from llamoe.modeling.offload import LeastOftenUsed, LeastRecentlyUsed
 from llamoe.modeling.quantization.plain_experts import stored_bytes
 
 from .command_line import RESULTS
@@ -363,7 +362,6 @@ def hits(count: int = HITS_COUNT, figure: Path = ROOT / "docs/expert_hit_rates.s
     )
     lines: dict[str, list[float]] = {
         "tokens of answers": [],
-        "the same, least recently used goes": [],
         "prompts": [],
         "most used ones, for answers": [],
     }
@@ -371,27 +369,21 @@ def hits(count: int = HITS_COUNT, figure: Path = ROOT / "docs/expert_hit_rates.s
     for each, is_prompt in zip(passes, of_prompts, strict=True):
         asked[is_prompt] += len(each)
     for room in range(1, total + 1):
-        rates = {}
-        for policy in (LeastOftenUsed, LeastRecentlyUsed):
-            found = Counter()
-            for (pass_hits, _), is_prompt in zip(simulate(passes, room, policy), of_prompts, strict=True):
-                found[is_prompt] += pass_hits
-            rates[policy] = [found[is_prompt] / asked[is_prompt] for is_prompt in (False, True)]
+        found = Counter()
+        for (pass_hits, _), is_prompt in zip(simulate(passes, room), of_prompts, strict=True):
+            found[is_prompt] += pass_hits
+        of_answer, of_prompt = (found[is_prompt] / asked[is_prompt] for is_prompt in (False, True))
         kept = sum(number for _, number in used.most_common(room)) / used.total()
-        (often, of_prompt), (recent, _) = rates[LeastOftenUsed], rates[LeastRecentlyUsed]
-        for values, value in zip(lines.values(), (often, recent, of_prompt, kept), strict=True):
+        for values, value in zip(lines.values(), (of_answer, of_prompt, kept), strict=True):
             values.append(value)
     draw_hits([room / total for room in range(1, total + 1)], lines, figure)
     rows = [
         f"| {room} of {total} | " + " | ".join(f"{value:.1%}" for value in (*values, room / total)) + " |"
         for room, values in enumerate(zip(*lines.values(), strict=True), start=1)
     ]
-    head = (
-        "| experts in memory | answers | answers, least recently used evicted | prompts "
-        "| answers, the most used kept | even choices |\n|---|---|---|---|---|---|"
-    )
+    head = "| experts in memory | answers | prompts | answers, the most used kept | even choices |"
     said = f"{count} questions; {asked[False]:,} choices for tokens of answers, {asked[True]:,} experts of prompts."
-    return "\n".join([said, "", head, *rows])
+    return "\n".join([said, "", head, "|---|---|---|---|---|", *rows])
 
 
 def draw_hits(shares: list[float], lines: dict[str, list[float]], path: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from . import AGAIN, OURS, REFERENCE, bars
+from . import AGAIN, REFERENCE, bars
 
 ROOT = Path(__file__).parents[1]
 
@@ -236,8 +236,7 @@ def _aside(case: dict, name: str) -> str:
         said.append(f"{first[name]} of {case['new']} tokens")
     row = case["contestants"][name]
     if "hit_rate" in row:
-        lru = f", {case['hit_rate_of_lru']:.1%} by least recently used" if "hit_rate_of_lru" in case else ""
-        said.append(f"{row['hit_rate']:.1%} hits{lru if name == OURS else ''}")
+        said.append(f"{row['hit_rate']:.1%} hits")
     if "read_bytes" in row:
         said.append(f"{row['read_bytes'] / 1e6:.1f} MB read")
     return f" ({', '.join(said)})" if said else ""

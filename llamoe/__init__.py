@@ -55,7 +55,7 @@ from llamoe.modeling.decoder import (  # noqa: E402
 )
 from llamoe.modeling.moe import ExpertTrace, RouterWatch, trace_experts, watch_routers  # noqa: E402
 from llamoe.modeling.multimodal import LlamoeForConditionalGeneration, LlamoeModel  # noqa: E402
-from llamoe.modeling.offload import ExpertsMemory, ExpertsStatistics  # noqa: E402
+from llamoe.modeling.offload import ExpertsMemory  # noqa: E402
 from llamoe.modeling.processing import LlamoeProcessor, read_picture  # noqa: E402
 from llamoe.modeling.registration import adopt, release  # noqa: E402
 from llamoe.modeling.registration import register as _register  # noqa: E402
@@ -79,7 +79,6 @@ __all__ = [
     "ConfigurationError",
     "ExpertTrace",
     "ExpertsMemory",
-    "ExpertsStatistics",
     "LlamoeConfig",
     "LlamoeDenseConfig",
     "LlamoeDenseForCausalLM",

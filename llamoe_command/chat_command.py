@@ -47,13 +47,6 @@ def chat(
             help="Place the model as `llamoe inspect FOLDER --plan --save FILE` has planned it.",
         ),
     ] = None,
-    experts_usage: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="<file>",
-            help="Count in this file how often experts on disk are used; those used most are there at the next start.",
-        ),
-    ] = None,
     adapter: Annotated[
         Path | None,
         typer.Option(
@@ -99,11 +92,6 @@ def chat(
         if device_map != "auto" or experts_memory is not None:
             raise ValueError("--plan places the model: leave --device-map and --experts-memory out.")
         placement |= _read_plan(plan)
-        experts_memory = placement["experts_memory"]
-    if experts_usage is not None and experts_memory is None:
-        raise ValueError("--experts-usage counts experts on disk: give --experts-memory, too.")
-    if experts_usage is not None and not experts_usage.parent.is_dir():
-        raise ValueError(f"--experts-usage: {experts_usage.parent} is not a folder.")
     if missing := [name for name in ("gradio", "matplotlib") if find_spec(name) is None]:
         raise ValueError(f"the page needs {' and '.join(missing)}: pip install 'llamoe[page]'")
     free_port = find_port(host, port)
@@ -112,7 +100,6 @@ def chat(
         host,
         free_port,
         placement,
-        experts_usage=experts_usage,
         adapter=adapter,
         pictures=pictures,
         open_browser=open_browser,

@@ -51,11 +51,6 @@ def seconds_of_step(
             found[what] = found.get(what, 0.0) + size / rate
 
     home = b.ram if main == "cpu" else b.gpu
-    beside, way = 1 / home, "RAM"
-    if main != "cpu":
-        # An expert in RAM is computed there or brought, whichever is sooner.
-        beside = min(1 / b.ram, 1 / b.link)
-        way = "RAM" if b.ram >= b.link else "the link to the accelerator"
     for unit, place, offloaded in placed:
         own = unit.weights if unit.is_read else 0
         routed = bytes_of_step([unit], chosen, rows)
@@ -72,8 +67,9 @@ def seconds_of_step(
             add("experts where they are computed", routed, home)
         elif offloaded == "cpu":
             add("experts held by the accelerator", routed * hit_share, home)
-            add(f"experts from {way}", routed * (1 - hit_share), 1 / beside)
+            # The few rows of a step are computed there.
+            add("experts from RAM", routed * (1 - hit_share), b.ram)
         else:
             add("experts from the drive", routed * (1 - hit_share), b.drive)
-            add(f"experts from {way}", routed, 1 / beside)
+            add("experts from RAM", routed, b.ram)
     return found

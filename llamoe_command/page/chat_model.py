@@ -230,8 +230,8 @@ class ChatModel:
                     stopping_criteria=StoppingCriteriaList([is_stopped]),
                 )
                 layers = self.model.experts_statistics().values()
-                counts = sum(layer.hits for layer in layers), sum(layer.misses for layer in layers)
-                outcome.append(Outcome(record, times, *counts))
+                hits, misses = (sum(layer[name] for layer in layers) for name in ("hits", "misses"))
+                outcome.append(Outcome(record, times, hits, misses))
                 on_end(outcome[0])
             # Whatever it is, the reader of the stream raises it.
             except BaseException as error:

@@ -31,7 +31,6 @@ def serve(
     port: int,
     placement: dict[str, Any],
     *,
-    experts_usage: Path | None,
     adapter: Path | None,
     pictures: Sequence[Path],
     open_browser: bool,
@@ -43,8 +42,6 @@ def serve(
         host: address to listen on.
         port: a free one.
         placement: dtype, device_map and experts_memory, as in `from_pretrained`.
-        experts_usage: file with the uses of experts on disk, from which the model starts if it is there, and which is
-            written at the end.
         adapter: folder of an adapter, which the page lets one switch on and off.
         pictures: to click on.
         open_browser: whether to open the page, where there is a display.
@@ -55,9 +52,6 @@ def serve(
     """
     for path in pictures:
         llamoe.read_picture(path)
-    if (size := placement["experts_memory"]) is not None:
-        there = experts_usage if experts_usage is not None and experts_usage.exists() else None
-        placement = {**placement, "experts_memory": llamoe.ExpertsMemory(size, usage=there)}
     chat = ChatModel(folder, **placement, adapter=adapter)
     if pictures and not chat.sees_pictures:
         raise ValueError(f"{folder} has no vision tower, so its page takes no --picture.")
@@ -93,5 +87,3 @@ def serve(
         page.block_thread()
     finally:
         page.close(verbose=False)
-        if experts_usage is not None:
-            chat.model.save_experts_usage(experts_usage)

@@ -24,7 +24,6 @@ from .checkpoint_files import (
     wrapper_prefix,
 )
 from .device_map import (
-    STRATEGIES,
     check_devices,
     check_on_disk,
     device_of,
@@ -43,7 +42,7 @@ from .expert_index import (
     suffixes_in_files,
 )
 from .load_weights import make_weights
-from .mapped_memory import MappedFiles, forget_pages, return_freed_memory
+from .mapped_memory import forget_pages, return_freed_memory
 from .other_loaders import replace_loaders, replace_trainers_loader
 from .parts import in_units, part_of, sum_by_part
 from .pickles import Named

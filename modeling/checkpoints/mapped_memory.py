@@ -3,8 +3,6 @@
 import ctypes
 import mmap
 import sys
-from bisect import bisect_right
-from typing import NamedTuple
 
 import torch
 
@@ -13,15 +11,11 @@ _MADV_DONTNEED = 4
 _WORTH_A_LOOK = 1 << 18
 
 
-def forget_pages(tensor: torch.Tensor, maps: "MappedFiles | None" = None) -> None:
+def forget_pages(tensor: torch.Tensor) -> None:
     """Drop the pages of a tensor that was read from a mapped safetensors file; the file keeps its numbers.
 
     Loading a checkpoint otherwise leaves all of it in this process' resident memory until the system needs the memory.
     Does nothing for other tensors, and on other systems than Linux.
-
-    Args:
-        tensor: of any device.
-        maps: what is mapped, where that is known already.
     """
     if (
         sys.platform != "linux"
@@ -39,53 +33,19 @@ def forget_pages(tensor: torch.Tensor, maps: "MappedFiles | None" = None) -> Non
     assert storage.data_ptr() <= first <= last <= storage.data_ptr() + storage.nbytes()
     start, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
     # Memory that is not backed by a file would lose its content.
-    if end - start >= _WORTH_A_LOOK and (maps or MappedFiles())._at(start, end) is not None:
+    if end - start >= _WORTH_A_LOOK and _is_mapped(start, end):
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
 
 
-class MappedFile(NamedTuple):
-    """The file that memory is a map of.
-
-    Attributes:
-        path: as the system knows it.
-        begin: the first byte's number in the file.
-        inode: of the file, which may have another path by now.
-    """
-
-    path: str
-    begin: int
-    inode: int
-
-
-class MappedFiles:
-    """The safetensors files that this process has mapped now; none on other systems than Linux."""
-
-    def __init__(self):
-        self._lows: list[int] = []
-        self._maps: list[tuple[int, MappedFile]] = []
-        if sys.platform != "linux":
-            return
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if line.endswith(".safetensors\n"):
-                    addresses, _, offset, _, inode, path = line[:-1].split(maxsplit=5)
-                    low, high = (int(part, 16) for part in addresses.split("-"))
-                    self._lows.append(low)
-                    self._maps.append((high, MappedFile(path, int(offset, 16), int(inode))))
-
-    def file_of(self, tensor: torch.Tensor) -> MappedFile | None:
-        """The file that a tensor is a map of, as a whole; None for other tensors."""
-        if not self._lows or tensor.device.type != "cpu" or not tensor.nbytes:
-            return None
-        first = tensor.data_ptr()
-        return self._at(first, first + tensor.nbytes)
-
-    def _at(self, start: int, end: int) -> MappedFile | None:
-        number = bisect_right(self._lows, start) - 1
-        if number < 0 or self._maps[number][0] < end:
-            return None
-        file = self._maps[number][1]
-        return file._replace(begin=file.begin + start - self._lows[number])
+def _is_mapped(start: int, end: int) -> bool:
+    """Whether a range of addresses is within one safetensors file that this process has mapped."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.endswith(".safetensors\n"):
+                low, high = (int(part, 16) for part in line.split(maxsplit=1)[0].split("-"))
+                if low <= start and end <= high:
+                    return True
+    return False
 
 
 def return_freed_memory() -> None:

@@ -17,7 +17,7 @@ from .experts import (
 from .layer import MixtureOfExperts, Router
 from .losses import RouterLossMixin, expert_load
 from .low_rank import NO_LORA, ExpertsLora, LowRank
-from .products import Group, Ranges, Stack, groups_between, multiply_groups, multiply_one, register_holder
+from .products import Group, Ranges, Stack, groups_between, multiply_groups, multiply_one
 from .state_dicts import (
     PARTS_OF_STACKS,
     PLACES,

@@ -9,8 +9,6 @@ runs kernels that find each expert's rows on the device. On GPUs torch's `groupe
 Shapes: N rows, E experts, I columns in, O columns out.
 """
 
-import itertools
-import weakref
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Any
@@ -54,10 +52,10 @@ class Stack:
         parts: of all matrices, each with an axis for experts in front.
         sizes: O and I.
         num_experts: E.
-        source: text by which the operator finds a stack that is not in memory; "" for this one.
+        is_offloaded: whether its matrices are not in memory, so that they can be no inputs of an operator.
     """
 
-    source = ""
+    is_offloaded = False
 
     def __init__(self, form: Format, parts: Parts, sizes: Sizes):
         self.form, self.parts, self.sizes = form, parts, sizes
@@ -74,6 +72,10 @@ class Stack:
         # `unbind` once: indexing a stack per expert would write a full-size gradient for each of them.
         each = zip(*(part.unbind(0) for part in self.parts), strict=True)
         return [self.form.matrix(parts, self.sizes, self.form.compute_dtype).T for parts in each]
+
+    def multiply_sorted(self, x_NI: torch.Tensor, ends_E: torch.Tensor, transposed: bool) -> torch.Tensor:
+        """Multiply sorted rows for autograd, where the stack is offloaded."""
+        raise NotImplementedError
 
     def multiply_on_device(
         self, x_NI: torch.Tensor, groups: torch.Tensor, by_id: bool, transposed: bool
@@ -153,17 +155,6 @@ def _multiply_outer(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: torch.Ten
     return out_EIO
 
 
-_HOLDERS: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
-_NUMBERS = itertools.count()
-
-
-def register_holder(experts: Any) -> int:
-    """A number by which the operator, which takes no objects, finds experts whose stacks are not in memory."""
-    number = next(_NUMBERS)
-    _HOLDERS[number] = experts
-    return number
-
-
 # The host counts the rows; a captured CUDA stream cannot wait for it.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
@@ -173,8 +164,7 @@ def _define_product(name: str, tags: Sequence[torch.Tag]) -> Any:
 
     Its arguments are:
         x: `[N, I]`, or `[N, O]` if `transposed`; sorted by expert unless `by_id`.
-        parts: of all experts, or of one matrix; none if there is a source.
-        source: of a stack that is not in memory: the holder's number and the stack's name.
+        parts: of all experts, or of one matrix.
         key: of the format.
         sizes: O and I.
         ends_E: `[E]` integers, the index after each expert's last row; `[N]`, the expert of each, if `by_id`; None for
@@ -188,14 +178,13 @@ def _define_product(name: str, tags: Sequence[torch.Tag]) -> Any:
     def operator(
         x: torch.Tensor,
         parts: Sequence[torch.Tensor],
-        source: str,
         key: str,
         sizes: Sequence[int],
         ends_E: torch.Tensor | None,
         transposed: bool,
         by_id: bool,
     ) -> torch.Tensor:
-        form, stack = format_of(key), None
+        form = format_of(key)
         # Autocast would cast rows and matrices to its dtype, and back.
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             if ends_E is None:
@@ -203,25 +192,18 @@ def _define_product(name: str, tags: Sequence[torch.Tag]) -> Any:
             elif not waits:
                 y = Stack(form, parts, tuple(sizes)).multiply_on_device(x, ends_E, by_id, transposed)
             else:
-                if source:
-                    number, _, stack_name = source.partition(":")
-                    stack = _HOLDERS[int(number)].stack(stack_name)
-                    stack.form = form
-                else:
-                    stack = Stack(form, parts, tuple(sizes))
+                stack = Stack(form, parts, tuple(sizes))
                 y = multiply_groups(x, stack, groups_between(ends_E, len(x)), transposed)
             # The results of operators may not be views.
             return y.clone(memory_format=torch.contiguous_format) if y._base is not None else y.contiguous()
 
     @operator.register_fake
-    def _(x, parts, source, key, sizes, ends_E, transposed, by_id):
+    def _(x, parts, key, sizes, ends_E, transposed, by_id):
         return x.new_empty(x.shape[0], sizes[1] if transposed else sizes[0])
 
     def save(ctx, inputs, output):
-        x, parts, ctx.source, ctx.key, ctx.sizes, ends_E, ctx.transposed, ctx.by_id = inputs
+        x, parts, ctx.key, ctx.sizes, ends_E, ctx.transposed, ctx.by_id = inputs
         needs_x, *needs_parts = ctx.needs_input_grad[: 1 + len(parts)]
-        # The copy of a model may be gone before its last backward pass.
-        ctx.holder = _HOLDERS[int(ctx.source.partition(":")[0])] if ctx.source else None
         # The weight's gradient needs the rows; frozen experts, as under LoRA, need not save them.
         ctx.save_for_backward(x if any(needs_parts) else None, ends_E, *(parts if needs_x else ()))
 
@@ -231,7 +213,7 @@ def _define_product(name: str, tags: Sequence[torch.Tag]) -> Any:
         grad = grad.contiguous()
         grad_x, grad_parts = None, [None] * len(needs_parts)
         if needs_x:
-            given = grad, parts, ctx.source, ctx.key, ctx.sizes, ends_E
+            given = grad, parts, ctx.key, ctx.sizes, ends_E
             grad_x = operator(*given, not ctx.transposed, ctx.by_id)
         if x is not None:
             assert not ctx.by_id, "gradients of weights need sorted rows"
@@ -240,7 +222,7 @@ def _define_product(name: str, tags: Sequence[torch.Tag]) -> Any:
             outer = grouped_outer_product if waits else device_outer_product
             grad_parts = [outer(*rows, ends_E).to(form.compute_dtype)]
         # A list of inputs has a list of gradients.
-        return grad_x, grad_parts, None, None, None, None, None, None
+        return grad_x, grad_parts, None, None, None, None, None
 
     operator.register_autograd(differentiate, setup_context=save)
     return operator
@@ -264,12 +246,15 @@ def multiply_sorted(
             end undefined; elsewhere they are zero.
         transposed: as in `multiply_groups`.
     """
+    if stack.is_offloaded:
+        stack.form = _followed(stack.form, x_NI)
+        return stack.multiply_sorted(x_NI, ends_E, transposed)
     if not transposed and takes_grouped_mm(x_NI, stack):
         form: Any = stack.form
         return F.grouped_mm(x_NI, form.input_first(stack.parts).to(x_NI.dtype), offs=ends_E)
     # A tracer has tensors in the place of a weight's sizes.
     key, sizes = _followed(stack.form, x_NI).key, [int(size) for size in stack.sizes]
-    return product_operator(x_NI, list(stack.parts), stack.source, key, sizes, ends_E, transposed, False)
+    return product_operator(x_NI, list(stack.parts), key, sizes, ends_E, transposed, False)
 
 
 def takes_grouped_mm(x_NI: torch.Tensor, stack: Stack) -> bool:
@@ -283,7 +268,7 @@ def takes_grouped_mm(x_NI: torch.Tensor, stack: Stack) -> bool:
     groups for bfloat16 on capability 9 and 10, for fewer than 1024 matrices (GroupMM.cu); compilers, which may put the
     product into a CUDA graph, get no other.
     """
-    if not (x_NI.is_cuda and isinstance(stack.form, Plain)) or stack.source:
+    if not (x_NI.is_cuda and isinstance(stack.form, Plain)):
         return False
     dtype, weight, is_compiled = x_NI.dtype, stack.parts[0], is_recorded(x_NI)
     capability = torch.cuda.get_device_capability(x_NI.device)
@@ -315,14 +300,14 @@ def multiply_on_device(
         # An operator's call takes longer on the host than the launch of a kernel.
         return stack.multiply_on_device(x_NI, groups, by_id, transposed=False)
     key, sizes = _followed(stack.form, x_NI).key, [int(size) for size in stack.sizes]
-    return device_operator(x_NI, list(stack.parts), "", key, sizes, groups, False, by_id)
+    return device_operator(x_NI, list(stack.parts), key, sizes, groups, False, by_id)
 
 
 def multiply_one(form: Format, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
     """Rows times the transpose of one matrix, which gets no gradient: `[N, O]` in the dtype of the rows."""
     x = form.cast(x_NI)
     if needs_operator(x):
-        y = device_operator(x, list(parts), "", _followed(form, x).key, list(sizes), None, False, False)
+        y = device_operator(x, list(parts), _followed(form, x).key, list(sizes), None, False, False)
     else:
         y = form.multiply(x, parts, sizes)
     return y if x is x_NI else y.to(x_NI.dtype)

@@ -1,7 +1,6 @@
 """How much memory holds experts, and for how many of each kind there is room; what `ExpertsMemory` takes."""
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -10,7 +9,6 @@ import torch
 
 from ...configuration.sizes import bytes_of
 from ..moe import Experts
-from .matrix_cache import LeastOftenUsed, Policy
 
 # Of the memory that is available when a model is loaded, the share that experts may take where nobody names a size.
 _SHARE_OF_AVAILABLE = 0.5
@@ -23,41 +21,24 @@ class ExpertsMemory:
     Attributes:
         size: bytes, or a text like "8GB" or "8GiB": memory for recently used experts. Of experts on disk it is RAM, of
             experts in RAM memory of the accelerator. None: half of what is available, at most all of these experts.
-        policy: a class or function without arguments that makes the object which says what matrix is evicted
-            (`matrix_cache.Policy`), such as `LeastOftenUsed` or `LeastRecentlyUsed`; called twice for each size of
-            expert: gate and up are one matrix, down is another.
         readers: threads that read from files.
         direct: whether files are read past the system's page cache; None: for matrices from 1 MiB, where the file
             system can.
         misses: "compute" computes rows of an expert that is not on the accelerator where it lies; "bring" copies it;
-            "auto" takes what costs less time.
-        usage: a file of `model.save_experts_usage(path)`: the experts that were used most then are read while the
-            model loads. None: memory is empty at first.
+            "auto" computes few rows, and copies for more.
     """
 
     size: int | str | None = None
-    policy: Callable[[], Policy] = LeastOftenUsed
     readers: int = 8
     direct: bool | None = None
     misses: Literal["auto", "compute", "bring"] = "auto"
-    usage: str | os.PathLike | None = None
 
     def __post_init__(self):
         """Raise a `ValueError` for values that mean nothing."""
         if self.size is not None:
             object.__setattr__(self, "size", bytes_of("experts_memory", self.size, least=1))
-        if type(self.readers) is not int or not 1 <= self.readers <= 256:
-            raise ValueError(f"ExpertsMemory(readers={self.readers!r}): give a number of threads, 1 to 256.")
         if self.misses not in ("auto", "compute", "bring"):
             raise ValueError(f"ExpertsMemory(misses={self.misses!r}): give 'auto', 'compute' or 'bring'.")
-        if not isinstance(self.direct, bool | None):
-            raise ValueError(f"ExpertsMemory(direct={self.direct!r}): give True, False, or None.")
-        made = self.policy() if callable(self.policy) else None
-        if not all(callable(getattr(made, name, None)) for name in ("touch", "forget", "victim")):
-            raise ValueError(
-                f"ExpertsMemory(policy={self.policy!r}): give a class or function that makes an object with touch, "
-                "forget and victim, such as LeastRecentlyUsed."
-            )
 
 
 def default_size(device: torch.device) -> int:

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ..formats import Format, Parts, Sizes
-from ..moe import STACKS, Experts, Group, Ranges, Stack, register_holder
+from ..moe import STACKS, Experts, Group, Ranges, Stack, groups_between, multiply_groups
 from .pieces import StoredLayer
 from .store import Store
 
@@ -45,7 +45,6 @@ class OffloadedExperts(Experts):
         # Where they are, the dtype cannot change.
         self._formats = experts.formats
         self._sizes = {stack: experts.sizes_of(stack) for stack in STACKS}
-        self.number = register_holder(self)
         self.store: Store | None = None
 
     def connect(self, store: Store) -> None:
@@ -70,14 +69,7 @@ class OffloadedExperts(Experts):
         shared = self.store, self.shapes, self.stored, *self.parameters(), *self.buffers()
         memo |= {id(each): each for each in shared}
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        new.number = register_holder(new)
         return new
-
-    def __reduce__(self):
-        raise TypeError(
-            f"{self.name} cannot be pickled: its experts are in the files of the checkpoint. Save the model by "
-            "save_pretrained, or load it in each process."
-        )
 
     @property
     def storage(self) -> str:
@@ -158,10 +150,11 @@ class OffloadedExperts(Experts):
 class OffloadedStack(Stack):
     """The matrices of one stack, which a store brings."""
 
+    is_offloaded = True
+
     def __init__(self, experts: OffloadedExperts, name: str, form: Format):
         self.experts, self.name, self.form, self.parts = experts, name, form, []
         self.sizes, self.num_experts = experts.sizes_of(name), experts.num_experts
-        self.source = f"{experts.number}:{name}"
 
     def bring(self, groups: Sequence[Group], transposed: bool) -> Iterator[tuple[Parts, Ranges]]:
         """As `Stack.bring`; the experts are brought to the rows, or stay where they are.
@@ -184,6 +177,12 @@ class OffloadedStack(Stack):
         ) as found:
             yield from zip(found, hit.values(), strict=True)
 
+    # Compilers leave out what reads files.
+    @torch.compiler.disable
+    def multiply_sorted(self, x_NI: torch.Tensor, ends_E: torch.Tensor, transposed: bool) -> torch.Tensor:
+        """As `moe.multiply_sorted`."""
+        return _Product.apply(x_NI, self, ends_E, transposed)
+
     def matrices(self) -> "OffloadedStack":
         """The matrices `[I, O]`, each read when it is asked for."""
         return self
@@ -194,6 +193,23 @@ class OffloadedStack(Stack):
             matrix = self.form.matrix(next(found), self.sizes, self.form.compute_dtype).T
             # The slot is free for another expert when this returns.
             return matrix.to(self.experts.device, copy=True)
+
+
+class _Product(torch.autograd.Function):
+    """The product of sorted rows with an offloaded stack, which is frozen: only the rows have a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NI: torch.Tensor, stack: OffloadedStack, ends_E: torch.Tensor, transposed: bool
+    ) -> torch.Tensor:
+        ctx.stack, ctx.transposed = stack, transposed
+        ctx.save_for_backward(ends_E)
+        return multiply_groups(x_NI, stack, groups_between(ends_E, len(x_NI)), transposed).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (ends_E,) = ctx.saved_tensors
+        return _Product.apply(grad.contiguous(), ctx.stack, ends_E, not ctx.transposed), None, None, None
 
 
 def _by_expert(groups: Iterable[Group], descending: bool = False) -> dict[int, list[tuple[int, int]]]:

@@ -16,16 +16,13 @@ from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 
 from ...configuration.checks import listed
-from ..checkpoints import STRATEGIES, current_loading, device_of, names_in_model
+from ..checkpoints import current_loading, device_of, names_in_model
 from ..moe import Experts
-from .budget import ExpertsMemory, bytes_of_expert, default_size, divide
+from .budget import ExpertsMemory, bytes_of_expert, default_size
 from .experts import OffloadedExperts
 from .pieces import find_pieces
-from .resident import own_other_weights
-from .statistics import ExpertsStatistics
 from .store import Store
 from .training import offloaded_in, showing_devices_of_rows
-from .usage import read_usage, write_usage
 
 ALL = "experts"
 """In a device map: the routed experts of all layers."""
@@ -33,43 +30,28 @@ ALL = "experts"
 
 @dataclass
 class OffloadRequest:
-    """What `from_pretrained` was asked for.
-
-    Attributes:
-        places: names of experts, or `ALL`, to devices.
-        memory: for recently used experts.
-        is_explicit: whether the caller named a memory.
-        usage: what `memory.usage` says, once the layers are known.
-    """
+    """What `from_pretrained` was asked for: names of experts, or `ALL`, to devices, and memory for recent ones."""
 
     places: dict[str, Any]
     memory: ExpertsMemory
-    is_explicit: bool
-    usage: dict[str, list[int]] | None = None
 
 
 def take_request(kwargs: dict[str, Any]) -> OffloadRequest | None:
     """Take what is asked for out of the arguments of `from_pretrained`: those that are left place no experts.
 
     Raises:
-        ValueError: a memory that is none, or that no experts need.
+        ValueError: a memory that is none, or several processes.
     """
     memory, device_map = kwargs.pop("experts_memory", None), kwargs.get("device_map")
     if device_map == "disk":
         # Like every other device's name, it means the whole model.
         device_map = {"": "disk"}
-    is_explicit = memory is not None
-    if not is_explicit and not isinstance(device_map, Mapping):
-        return None
+    elif memory is not None and not isinstance(device_map, Mapping):
+        device_map = {ALL: "disk"} if device_map is None else {"": device_map, ALL: "disk"}
     if not isinstance(memory, ExpertsMemory):
         memory = ExpertsMemory(memory)
     if not isinstance(device_map, Mapping):
-        if device_map in STRATEGIES:
-            raise ValueError(
-                f"experts_memory={memory.size} beside device_map={device_map!r}, which places whole layers: "
-                'give device_map={"experts": "disk"} or {"": 0, "experts": "cpu"}, or what llamoe.plan_placement plans.'
-            )
-        device_map = {ALL: "disk"} if device_map is None else {"": device_map, ALL: "disk"}
+        return None
     # Other devices than these two may stand for all layers, too.
     places = {
         name: device
@@ -78,27 +60,21 @@ def take_request(kwargs: dict[str, Any]) -> OffloadRequest | None:
     }
     # A copy: it is changed in place once the model is known.
     kwargs["device_map"] = {name: device for name, device in device_map.items() if name not in places}
-    if is_explicit and not any(map(_is_place, places.values())):
-        raise ValueError(
-            f"experts_memory={memory.size} is for experts on disk or in RAM, but device_map names none: give "
-            '{"": "cpu", "experts": "disk"}, or other devices in place of these.'
-        )
     if not places:
         return None
-    if kwargs.get("distributed_config") is not None or kwargs.get("tp_plan") is not None:
+    if (
+        kwargs.get("distributed_config") is not None
+        or kwargs.get("tp_plan") is not None
+        or is_deepspeed_zero3_enabled()
+        or is_fsdp_enabled()
+    ):
         raise ValueError(
-            "Experts on disk or in RAM are for one process: leave distributed_config and tp_plan out, or the "
-            "experts out of device_map."
-        )
-    sharing = "ZeRO-3" if is_deepspeed_zero3_enabled() else "FSDP" if is_fsdp_enabled() else None
-    if sharing is not None:
-        raise ValueError(
-            f"Experts on disk or in RAM are for one process, and {sharing} is on, which shares all weights: start "
-            "without it, or leave the experts out of device_map."
+            "Experts on disk or in RAM are for one process: leave distributed_config, tp_plan, ZeRO-3 and FSDP out, "
+            "or the experts out of device_map."
         )
     here = torch.accelerator.current_device_index() if torch.accelerator.is_available() else "cpu"
     kwargs["device_map"] = kwargs["device_map"] or {"": here}
-    return OffloadRequest(places, memory, is_explicit)
+    return OffloadRequest(places, memory)
 
 
 def _is_place(device: Any) -> bool:
@@ -118,8 +94,8 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
     """Take the experts that were asked for out of an empty model, before its weights are read.
 
     Raises:
-        ValueError: a model without experts, one that is not in the files as it should be, weights that are in no
-            safetensors file, or experts that are to be quantized while they are loaded.
+        ValueError: experts that are not in the files as they should be, weights that are in no safetensors file, or
+            experts that are to be quantized while they are loaded.
     """
     request = current_loading().offload
     if request is None:
@@ -127,10 +103,6 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
     places = {name: device for name, device in request.places.items() if name != ALL}
     if ALL in request.places:
-        if not layers:
-            raise ValueError(
-                f"device_map[{ALL!r}] = {request.places[ALL]!r}, but {type(model).__name__} has no routed experts."
-            )
         places = {**dict.fromkeys(layers, request.places[ALL]), **places}
     device_map = load_config.device_map
     chosen: dict[str, str] = {}
@@ -142,15 +114,9 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
         else:
             chosen[name] = str(device)
     if not chosen:
-        # Names that the model does not have are told with the rest of the map.
-        if request.is_explicit and places.keys() <= layers.keys():
-            raise ValueError(
-                "experts_memory is for experts on disk, or in RAM beside an accelerator; here they are where they are "
-                'computed. Leave it out, or give device_map={"experts": "disk"}.'
-            )
         return
     if not files or not all(str(file).endswith(".safetensors") for file in files):
-        if load_config.disk_offload_folder is not None and files and not request.is_explicit:
+        if load_config.disk_offload_folder is not None and files:
             device_map.update(chosen)
             return
         found = (
@@ -181,11 +147,6 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
         model.set_submodule(name, OffloadedExperts(taken[name], name, place, stored[name]))
         ignored.add(re.escape(name[name.find("layers.") :]) + r"\.")
     model._keys_to_ignore_on_load_unexpected = ignored
-    if request.memory.usage is not None:
-        request.usage = read_usage(request.memory.usage, taken)
-    for place in set(chosen.values()):
-        if request.memory.size is not None:
-            divide({name: taken[name] for name in chosen if chosen[name] == place}, request.memory.size)
 
 
 # Threads write to what is made here, outside of a mode that the caller may be in.
@@ -212,11 +173,9 @@ def attach_stores(model: nn.Module) -> None:
                 own = replace(memory, size=in_ram * sum(map(_nbytes, group)) // on_disk)
             layers = {experts.name: experts.shapes for experts in group}
             stored = {experts.name: experts.stored for experts in group}
-            usage = None if request.usage is None else {name: request.usage[name] for name in layers}
-            stores.append(Store(layers, stored, place, device, own, usage=usage))
+            stores.append(Store(layers, stored, place, device, own))
             for experts in group:
                 experts.connect(stores[-1])
-        own_other_weights(model, memory.readers, memory.direct)
     except BaseException:
         for store in stores:
             store.close()
@@ -242,41 +201,24 @@ class OffloadMixin(nn.Module):
         with showing_devices_of_rows(self):
             return super().load_adapter(*args, **kwargs)  # type: ignore[misc]
 
-    def experts_statistics(self, reset: bool = False) -> dict[str, ExpertsStatistics]:
-        """Hits, misses, bytes and time of each layer whose experts are on disk or in RAM.
+    def experts_statistics(self, reset: bool = False) -> dict[str, dict[str, int]]:
+        """Count hits, misses and bytes read of each layer whose experts are on disk or in RAM.
+
+        An expert counts once for each pass in which rows need it. A hit was in the memory for recently used experts;
+        bytes came from files, or from RAM to the accelerator.
 
         Args:
             reset: whether to count from 0 again.
 
         Returns:
-            the name of the layer's experts to a copy of its counts; empty where all experts are on the device.
+            the name of the layer's experts to its "hits", "misses" and "bytes_read"; empty where all experts are on
+            the device.
         """
         return {
-            layer: counter.read(reset)
+            layer: counts
             for store in self._stores()
-            for layer, counter in store.statistics.items()
+            for layer, counts in store.read_statistics(reset).items()
         }
-
-    def save_experts_usage(self, path: str | os.PathLike) -> None:
-        """Write how often each offloaded expert was used, which `ExpertsMemory(usage=path)` takes at the next start.
-
-        Counted is each pass that asked for an expert, also one that checkpointing repeats, backward passes left out,
-        and half of what the file counted that this model was loaded with.
-
-        Args:
-            path: of a JSON file; one that is there is replaced.
-
-        Raises:
-            OSError: the file cannot be written.
-            ValueError: no experts are on disk or in RAM.
-        """
-        uses = {layer: counts for store in self._stores() for layer, counts in store.uses.items()}
-        if not uses:
-            raise ValueError(
-                "save_experts_usage: no experts of this model are on disk or in RAM. Load it with "
-                'device_map={"experts": "disk"}.'
-            )
-        write_usage(path, uses)
 
     def check_saving(self) -> None:
         """Raise a `ValueError` for offloaded experts that no file has as whole stacks: they cannot be written."""

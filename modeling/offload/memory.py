@@ -22,7 +22,7 @@ ALIGNMENT = 64
 LEAST_BYTES_OF_DIRECT = 1 << 20
 """Smaller matrices would be read with much around them."""
 _HUGE_PAGE = 2 << 20
-# A forked process has its own: it may put other matrices into the slots.
+# A forked process must not multiply by what this one reads into a slot later.
 _PRIVATE: Any = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
@@ -57,7 +57,6 @@ class _Pinned(mmap.mmap):
     """Pages that CUDA knows, and is told of when they go."""
 
     address: int | None = None
-    process: int | None = None
 
     @classmethod
     def of(cls, size: int) -> "_Pinned | None":
@@ -74,12 +73,11 @@ class _Pinned(mmap.mmap):
                 error,
             )
             return None
-        memory.address, memory.process = address, os.getpid()
+        memory.address = address
         return memory
 
     def __del__(self):
-        # Another process that was forked has not pinned them.
-        if self.address is not None and self.process == os.getpid():
+        if self.address is not None:
             with suppress(Exception):
                 # Copies may be on their way.
                 torch.cuda.synchronize()

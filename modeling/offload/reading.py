@@ -6,7 +6,7 @@ time of change: what is read is never half of one version and half of another.
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import torch
@@ -15,11 +15,9 @@ from ...configuration.errors import CheckpointError
 from ...configuration.json_files import stamp_of
 from .memory import BLOCK, LEAST_BYTES_OF_DIRECT, open_direct, pages
 from .pieces import Piece, StoredLayer
-from .statistics import Counter
 
 # Bytes of one request: large enough for a drive's full rate, small enough that several threads share an expert.
 _REQUEST_BYTES = 4 << 20
-_THREADS = "llamoe-experts"
 
 
 class _File:
@@ -96,15 +94,11 @@ class Reader:
     """A pool of threads with the files that they read."""
 
     def __init__(self, threads: int, direct: bool | None):
-        self._threads, self._direct = threads, direct
+        self._direct = direct
         self.files: dict[str, _File] = {}
         self._buffers = threading.local()
         self.is_closed = False
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin with new threads; a forked process has none of them."""
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix=_THREADS)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="llamoe-experts")
 
     def open(self, layers: Mapping[str, StoredLayer]) -> None:
         """Open the files of layers; raises a `CheckpointError` if one has changed since its header was read."""
@@ -118,15 +112,6 @@ class Reader:
                         f"{path}: has changed while the model was loaded. Load it again when nothing writes to it."
                     )
 
-    def open_file(self, path: str, inode: int) -> bool:
-        """Open the file of a path; False where there is no file any more, or another one."""
-        if path not in self.files:
-            try:
-                self.files[path] = _File(path, self._direct is not False)
-            except CheckpointError:
-                return False
-        return self.files[path].stamp.inode == inode
-
     def check(self) -> None:
         """Raise a `CheckpointError` if a file is not what it was, or the model is closed."""
         if self.is_closed:
@@ -135,22 +120,25 @@ class Reader:
             file.check("the model")
 
     def start(
-        self, pieces: list[tuple[Piece, torch.Tensor, torch.Tensor | None]], what: str, counter: Counter
+        self,
+        pieces: list[tuple[Piece, torch.Tensor, torch.Tensor | None]],
+        what: str,
+        count: Callable[[int], None],
     ) -> "Reading":
-        """Begin to read pieces, and count the bytes that come; raises a `CheckpointError` if the model is closed.
+        """Begin to read pieces; raises a `CheckpointError` if the model is closed.
 
         Args:
             pieces: each with its target, a tensor of the piece's shape, and the bytes of whole blocks around it, where
                 the target is as far from the beginning of a block as in the file, and those bytes are free.
             what: name of the expert, for errors.
-            counter: of the bytes.
+            count: takes the number of bytes that each request has read, in its thread.
         """
         jobs: list[Future] = []
         try:
             for piece, target, blocks in pieces:
                 file = self.files[piece.path]
                 for request in _requests(piece, target, None if file.direct is None else blocks):
-                    jobs.append(self._pool.submit(self._read, file, what, counter, *request))
+                    jobs.append(self._pool.submit(self._read, file, what, count, *request))
         except BaseException as error:
             # The memory is somebody else's next.
             for job in jobs:
@@ -165,7 +153,7 @@ class Reader:
         self,
         file: _File,
         what: str,
-        counter: Counter,
+        count: Callable[[int], None],
         begin: int,
         size: int,
         target: torch.Tensor,
@@ -189,7 +177,7 @@ class Reader:
                 stored = stored.clone()
             target.copy_(stored.view(dtype).view(target.shape))
         file.check(what)
-        counter.add(bytes_read=got)
+        count(got)
 
     def _buffer(self, size: int) -> memoryview:
         """Memory of this thread, which begins at a page."""

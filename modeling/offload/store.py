@@ -9,7 +9,6 @@ always a thread that can go on. What an interrupt leaves on its way comes nevert
 Locks are those without Python code between taking and knowing it, where an interrupt could come.
 """
 
-import os
 import threading
 import time
 import weakref
@@ -21,16 +20,22 @@ import torch
 
 from ..formats import Parts
 from ..moe import STACKS, Experts, Ranges
-from .accelerator import Copies, max_rows_on_host
 from .budget import ExpertsMemory, default_size, divide
+from .copies import Copies
 from .matrix_cache import Entry, MatrixCache, Pins
 from .memory import BLOCK, pinned, slots_of, unit_of
 from .pieces import StoredLayer
 from .reading import Reader, Reading, closed
-from .statistics import Counter
 
 # Matrices that are asked for before the product that needs them.
 _LOOK_AHEAD = 8
+# Up to so many rows of an expert are computed in RAM, from where one read of its matrix takes less time than its way
+# over the link to an accelerator. More rows would cost the host products. No accelerator was timed.
+_MAX_ROWS_IN_RAM = 4
+
+
+def _no_counts() -> dict[str, int]:
+    return {"hits": 0, "misses": 0, "bytes_read": 0}
 
 
 class _Slots:
@@ -40,11 +45,7 @@ class _Slots:
         shapes: of each part a meta tensor of one matrix.
         memory: of each part `[slots, bytes]`.
         copies: how matrices come from RAM; None if they come from disk.
-        max_rows_on_host: up to this many rows are multiplied where a matrix lies; None until that is measured.
     """
-
-    cache: MatrixCache
-    max_rows_on_host: float | None = None
 
     def __init__(self, stack: str, experts: Experts, count: int, place: str, device: torch.device):
         self.stack, self.count = stack, count
@@ -52,6 +53,7 @@ class _Slots:
         where = device if place == "cpu" else torch.device("cpu")
         self.memory = [slots_of(count, part.nbytes, where, where.type != device.type) for part in self.shapes]
         self.copies = Copies(device, self.memory) if place == "cpu" else None
+        self.cache = MatrixCache(count)
 
     def parts(self, slot: int, begins: Mapping[int, int]) -> list[torch.Tensor]:
         """The parts of a slot's matrix; those with a first byte in a file begin at the same byte of a unit."""
@@ -71,7 +73,6 @@ class Store:
         place: "disk" or "cpu".
         device: of the rows.
         memory: what the caller of `from_pretrained` chose.
-        usage: name to the uses of the layer's experts in earlier processes. Those used most are there at once.
     """
 
     def __init__(
@@ -81,11 +82,12 @@ class Store:
         place: str,
         device: torch.device,
         memory: ExpertsMemory,
-        usage: Mapping[str, Sequence[int]] | None = None,
     ):
         self.place, self.device, self.memory = place, device, memory
         self.is_remote = device.type != "cpu"
         self.layers, self.stored = layers, stored
+        self.statistics = {layer: _no_counts() for layer in layers}
+        self._counting, self._lock = threading.Lock(), threading.RLock()
         self.reader = Reader(memory.readers, memory.direct)
         # When nothing refers to the model any more: no thread and no file outlives it.
         self._end = weakref.finalize(self, self.reader.drop)
@@ -100,9 +102,6 @@ class Store:
                     self.slots |= {(layer, stack): slots for layer in kind}
             if place == "cpu":
                 self._read_all()
-            self._begin()
-            if usage is not None:
-                self._fill(usage)
         except BaseException:
             self.close()
             raise
@@ -112,9 +111,20 @@ class Store:
         if self._end.detach():
             self.reader.close()
 
+    def _count(self, layer: str, **counts: int) -> None:
+        with self._counting:
+            for name, count in counts.items():
+                self.statistics[layer][name] += count
+
+    def read_statistics(self, reset: bool) -> dict[str, dict[str, int]]:
+        """Copy the counts of each layer; with `reset` they begin again at 0, and none is lost between."""
+        with self._counting:
+            result = {layer: dict(counts) for layer, counts in self.statistics.items()}
+            if reset:
+                self.statistics = {layer: _no_counts() for layer in self.layers}
+            return result
+
     def _read_all(self) -> None:
-        # Counted by nobody: this is loading.
-        counter = Counter()
         for layer, experts in self.layers.items():
             for stack in STACKS:
                 whole = self._in_ram[layer, stack] = [
@@ -124,33 +134,11 @@ class Store:
                     for part in experts.parts(stack)
                 ]
                 each = list(zip(*whole, strict=True))
-                for reading in [self._read(layer, stack, *one, {}, counter) for one in enumerate(each)]:
+                for reading in [self._read(layer, stack, *one, {}) for one in enumerate(each)]:
                     reading.result()
         self.reader.end_threads()
-
-    def _begin(self) -> None:
-        """Begin with empty slots; their memory is not that of another process."""
-        self._process = os.getpid()
-        self._lock = threading.RLock()
-        self.statistics = {layer: Counter() for layer in self.layers}
-        self.uses = {layer: [0] * experts.num_experts for layer, experts in self.layers.items()}
-        for slots in set(self.slots.values()):
-            slots.cache = MatrixCache(slots.count, self.memory.policy())
-
-    def _fill(self, usage: Mapping[str, Sequence[int]]) -> None:
-        """Bring the experts that were used most, the most used one last, as if it had just been asked for."""
-        counts = {
-            (layer, expert): count for layer in usage for expert, count in enumerate(usage[layer]) if count
-        }
-        ranked = sorted(counts, key=counts.__getitem__, reverse=True)
-        for slots in set(self.slots.values()):
-            keys = [key for key in ranked if self.slots[key[0], slots.stack] is slots][: slots.count]
-            for _ in self._bring(slots, keys[::-1]):
-                pass
-        # Nobody has asked for any of them yet.
-        self.statistics = {layer: Counter() for layer in self.layers}
-        # What was long ago counts less with each start.
-        self.uses = {layer: [count // 2 for count in usage[layer]] for layer in self.layers}
+        # That was loading.
+        self.read_statistics(reset=True)
 
     def probe(self, layer: str, stack: str) -> list[torch.Tensor]:
         """The parts of a matrix of a layer's sizes, dtypes and device, for questions about kernels."""
@@ -187,17 +175,10 @@ class Store:
         """
         if not self._end.alive:
             raise closed(f"expert {next(iter(hit), 0)} of {layer}")
-        if self._process != os.getpid():
-            # A forked process has the files, but neither the threads nor what they were reading.
-            self.reader.restart()
-            self._begin()
-        slots, counter = self.slots[layer, stack], self.statistics[layer]
-        with self._lock:
-            if goes_back:
+        slots = self.slots[layer, stack]
+        if goes_back:
+            with self._lock:
                 slots.cache.go_back()
-            elif stack == STACKS[0]:
-                for expert in hit:
-                    self.uses[layer][expert] += 1
         # At most as many as there are slots: more would evict the first ones before they are used.
         ahead = list(hit)[: slots.count] if later and self.place == "disk" else []
         if later and ahead:
@@ -209,18 +190,16 @@ class Store:
                 is_computed = expert in in_ram
                 parts = in_ram[expert] if is_computed else next(brought)
                 if is_computed and stack == STACKS[0]:
-                    counter.add(misses=1)
+                    self._count(layer, misses=1)
                 if is_computed and slots.cache.free and self.memory.misses == "auto":
                     # The accelerator copies it while the CPU computes, and the next pass finds it.
                     self.prefetch(layer, stack, [expert], is_counted=True)
                 if later and expert in ahead[1:]:
                     self.prefetch(layer, later, [expert])
                 if self.is_remote and self.place == "disk":
-                    is_computed = may_compute and self._is_computed(layer, slots, parts, ranges)
+                    is_computed = may_compute and self._is_computed(ranges)
                     # Not beside the host: the slot is free for another matrix when the walk goes on.
                     parts = parts if is_computed else [part.to(self.device) for part in parts]
-                if is_computed and stack == STACKS[0]:
-                    counter.add(computed=1)
                 yield parts
 
     def _computed_in_ram(self, layer: str, slots: _Slots, hit: Mapping[int, Ranges]) -> dict[int, Parts]:
@@ -228,23 +207,15 @@ class Store:
         found = {}
         for expert, ranges in hit.items():
             parts = [part[expert] for part in self._in_ram[layer, slots.stack]]
-            if (layer, expert) not in slots.cache and self._is_computed(layer, slots, parts, ranges):
+            if (layer, expert) not in slots.cache and self._is_computed(ranges):
                 found[expert] = parts
         return found
 
-    def _is_computed(self, layer: str, slots: _Slots, parts: Parts, ranges: Ranges) -> bool:
+    def _is_computed(self, ranges: Ranges) -> bool:
         """Whether rows are computed where a matrix lies, rather than the matrix brought."""
         if self.memory.misses != "auto":
             return self.memory.misses == "compute"
-        if slots.max_rows_on_host is None:
-            experts = self.layers[layer]
-            form, sizes = experts.formats[slots.stack], experts.sizes_of(slots.stack)
-            x = torch.zeros(64, sizes[1]).to(form.compute_dtype)
-            slots.max_rows_on_host = max_rows_on_host(
-                lambda: [part.to(self.device, copy=True) for part in parts],
-                lambda rows: form.multiply(x[:rows], parts, sizes),
-            )
-        return sum(end - start for start, end in ranges) <= slots.max_rows_on_host
+        return sum(end - start for start, end in ranges) <= _MAX_ROWS_IN_RAM
 
     def _bring(self, slots: _Slots, keys: Sequence[tuple[str, int]]) -> Iterator[Parts]:
         """Matrices, each pinned until the next is asked for; the next ones come meanwhile."""
@@ -259,7 +230,7 @@ class Store:
                         if entry is not None:
                             pins.append(entry)
                             coming.popleft()
-                            self._count(slots, entry)
+                            self._count_expert(slots, entry)
                     if entry is None and pins:
                         break
                     if entry is None:
@@ -284,16 +255,15 @@ class Store:
                 raise
         return entry
 
-    def _count(self, slots: _Slots, entry: Entry) -> None:
+    def _count_expert(self, slots: _Slots, entry: Entry) -> None:
         # An expert is asked for by its first matrix.
         if slots.stack == STACKS[0]:
-            self.statistics[entry.key[0]].add(hits=int(entry.is_counted), misses=int(not entry.is_counted))
+            self._count(entry.key[0], hits=int(entry.is_counted), misses=int(not entry.is_counted))
         entry.is_counted = True
 
     def _wait(self, slots: _Slots, pins: Pins) -> Parts:
         """The parts of the first pinned matrix, when it is there."""
         entry = pins[0]
-        begin, is_there = time.perf_counter(), entry.arrival.done()
         try:
             entry.arrival.result()
         except Exception:
@@ -301,8 +271,6 @@ class Store:
                 pins.popleft()
                 slots.cache.drop(entry)
             raise
-        if not is_there:
-            self.statistics[entry.key[0]].add(seconds=time.perf_counter() - begin)
         return entry.parts
 
     def _unpin(self, slots: _Slots, pins: Pins) -> None:
@@ -315,14 +283,13 @@ class Store:
     def _start(self, slots: _Slots, entry: Entry) -> None:
         """Begin to bring a matrix to its slot."""
         layer, expert = entry.key
-        counter = self.statistics[layer]
         if slots.copies:
             if not self._end.alive:
                 raise closed(f"expert {expert} of {layer}")
             # On an accelerator a resident model has memory of its own, at any address.
             entry.parts = slots.parts(entry.slot, {})
             sources = [part[expert] for part in self._in_ram[layer, slots.stack]]
-            counter.add(bytes_read=sum(source.nbytes for source in sources))
+            self._count(layer, bytes_read=sum(source.nbytes for source in sources))
             entry.arrival = slots.copies.start(zip(entry.parts, sources, strict=True), entry.slot)
             return
         pieces = self.stored[layer].pieces[slots.stack][expert]
@@ -333,7 +300,7 @@ class Store:
             for part in begins
             if unit_of(slots.shapes[part].nbytes) == BLOCK
         }
-        entry.arrival = self._read(layer, slots.stack, expert, entry.parts, blocks, counter)
+        entry.arrival = self._read(layer, slots.stack, expert, entry.parts, blocks)
 
     def _read(
         self,
@@ -342,7 +309,6 @@ class Store:
         expert: int,
         parts: Parts,
         blocks: Mapping[int, torch.Tensor],
-        counter: Counter,
     ) -> Reading:
         pieces, stored = [], self.stored[layer]
         for part, numbers in stored.numbers[stack][expert].items():
@@ -354,4 +320,6 @@ class Store:
             elif piece.rows is not None:
                 target = (target.T if self.layers[layer].is_transposed else target)[piece.rows]
             pieces.append((piece, target, blocks.get(piece.part)))
-        return self.reader.start(pieces, f"expert {expert} of {layer}", counter)
+        return self.reader.start(
+            pieces, f"expert {expert} of {layer}", lambda count: self._count(layer, bytes_read=count)
+        )

@@ -158,7 +158,7 @@ def test_a_plan_with_experts_on_disk_loads_and_changes_no_bit(name, tmp_path):
     assert plan.device_map == {"": "cpu", "experts": "disk"}
     placed = case.model_class.from_pretrained(tmp_path, **plan.arguments())
     assert torch.equal(run(placed, **inputs), expected)
-    assert sum(counts.misses for counts in placed.experts_statistics().values()) > 0
+    assert sum(counts["misses"] for counts in placed.experts_statistics().values()) > 0
     placed.close()
     little = plan_placement(tmp_path, gpus=0, ram=int(rest * 0.9) + cache, context=40, headroom=0)
     assert little.device_map["experts"] == "disk" and little.weights["disk"] > experts
@@ -322,7 +322,7 @@ def test_scouts_experts_in_four_bits_are_read_at_the_known_rates():
     assert disk.tokens_per_second == pytest.approx(1 / sum(disk.seconds.values()))
     maverick = plan_placement("llama-4-maverick", gpus=["20GB"], ram="256GB", bits=4)
     assert maverick.expert_bytes_per_step == pytest.approx(1.70e9, rel=2e-3)
-    # Of sixteen experts two rows choose one or two; from slow memory they come to the accelerator.
+    # Of sixteen experts two rows choose one or two; they are computed in RAM, whatever the link's rate.
     two = plan_placement(
         SCOUT, gpus=["14.5GB"], ram="64GB", bits=4, context=1024, batch=2,
         bandwidths={"ram": "20GB", "link": "25GB"},
@@ -330,9 +330,7 @@ def test_scouts_experts_in_four_bits_are_read_at_the_known_rates():
     times = 2 - 1 / 16
     assert two.expert_bytes_per_step == pytest.approx(times * plan.expert_bytes_per_step, rel=1e-6)
     missed = 1 - two.hit_share
-    assert rate(two, "experts from the link to the accelerator") == pytest.approx(
-        25 / 3.397 / times, rel=1e-3
-    )
+    assert rate(two, "experts from RAM") == pytest.approx(20 / 3.397 / times, rel=1e-3)
 
 
 def test_what_is_read_at_rest_is_counted_once():

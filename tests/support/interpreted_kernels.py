@@ -275,7 +275,7 @@ def test_it_is_an_operator():
     """Its shapes without its numbers, that nothing is changed or aliased, and all of it within one graph."""
     x, gate_up, _, ids = draw(5, 3)
     stack = plain_stack(gate_up)
-    inputs = x, list(stack.parts), "", stack.form.key, list(stack.sizes), ids, False, True
+    inputs = x, list(stack.parts), stack.form.key, list(stack.sizes), ids, False, True
     checked = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(products.device_operator, inputs, test_utils=checked)
 

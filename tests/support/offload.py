@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from transformers import BitsAndBytesConfig
 
 import llamoe
 from llamoe.modeling.kernels import cpp_kernels
-from llamoe.modeling.offload import ExpertsMemory, ExpertsStatistics, LeastOftenUsed, OffloadedExperts
+from llamoe.modeling.offload import ExpertsMemory, OffloadedExperts
 
 TEXT = {
     "vocab_size": 199, "hidden_size": 64, "intermediate_size": 48, "intermediate_size_mlp": 96, "num_hidden_layers": 3,
@@ -81,16 +82,19 @@ def expert_bytes(model) -> int:
     return sum(tensor[0].nbytes for tensor in [*experts.parameters(), *experts.buffers()])
 
 
-def counts(model) -> ExpertsStatistics:
+def counts(model) -> SimpleNamespace:
     """What all layers together counted."""
-    return sum(model.experts_statistics().values(), ExpertsStatistics())
+    layers = model.experts_statistics().values()
+    return SimpleNamespace(
+        **{name: sum(layer[name] for layer in layers) for name in ("hits", "misses", "bytes_read")}
+    )
 
 
-def load_both(folder, experts: int = 3, cls=None, policy=LeastOftenUsed, **kwargs):
+def load_both(folder, experts: int = 3, cls=None, **kwargs):
     """The model of a folder in memory, and with room for so many experts, which are on disk."""
     cls, kwargs = cls or llamoe_class(folder), {"dtype": "auto", **kwargs}
     resident = cls.from_pretrained(folder, **kwargs).eval()
-    memory = ExpertsMemory(experts * expert_bytes(resident), policy=policy)
+    memory = ExpertsMemory(experts * expert_bytes(resident))
     offloaded = cls.from_pretrained(folder, experts_memory=memory, **kwargs).eval()
     assert any(isinstance(module, OffloadedExperts) for module in offloaded.modules())
     return resident, offloaded

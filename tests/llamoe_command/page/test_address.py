@@ -129,8 +129,3 @@ def test_a_folder_or_picture_that_does_not_fit_ends_the_command_with_a_sentence(
         assert status == 2 and "Give what `llamoe inspect FOLDER --plan --save FILE` wrote." in told
     status, told = chat(capsys, llama, "--plan", plan, "--experts-memory", "1MB")
     assert status == 2 and "leave --device-map and --experts-memory out" in told
-    status, told = chat(capsys, llama, "--experts-usage", tmp_path / "usage.json")
-    assert status == 2 and "--experts-usage counts experts on disk: give --experts-memory, too." in told
-    words = "--experts-memory", "1MB", "--experts-usage", tmp_path / "none" / "usage.json"
-    status, told = chat(capsys, llama, *words)
-    assert status == 2 and f"--experts-usage: {tmp_path / 'none'} is not a folder." in told

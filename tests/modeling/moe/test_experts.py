@@ -175,11 +175,8 @@ def test_compilers_get_no_product_that_waits_for_the_host(
     for is_compiled, expected in ((False, in_eager), (True, compiled)):
         monkeypatch.setattr(products, "is_recorded", lambda x, it=is_compiled: it)
         assert takes_grouped_mm(on_gpu(dtype), stack) is expected
-    # Packed stacks, and those that are elsewhere, are no stacks of numbers in memory.
     packed = Stack(SimpleNamespace(), stack.parts, stack.sizes)
-    away = plain_stack(stack.parts[0])
-    away.source = "0:down_proj"
-    assert not takes_grouped_mm(on_gpu(dtype), packed) and not takes_grouped_mm(on_gpu(dtype), away)
+    assert not takes_grouped_mm(on_gpu(dtype), packed)
 
 
 # The same numbers
@@ -308,7 +305,7 @@ def test_the_gradient_of_the_operator_is_its_derivative():
         rows = multiply_groups(x.detach(), stack, groups_between(ends, len(x)))
         assert max_abs(product(x, given), rows) == 0 and not rows[5].any()
         assert max_abs(rows[:5], by_row) < 1e-12
-        operands = x.detach(), stack.parts, "", stack.form.key, list(stack.sizes), ends, False, False
+        operands = x.detach(), stack.parts, stack.form.key, list(stack.sizes), ends, False, False
         torch.library.opcheck(product_operator, operands)
 
 

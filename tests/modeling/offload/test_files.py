@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import programs
 from support.models import run
 from support.offload import check_equal, counts, expert_bytes, llamoe_class, load_both, mixtral, text_model
 
@@ -365,28 +364,6 @@ def test_errors_that_go_away_leave_nothing_behind(broken, direct, text_folder, i
     with torch.no_grad():
         assert all(torch.equal(resident(ids).logits, logits) for logits in answers)
     check_equal(resident, model, ids)
-
-
-CUT = """
-import os, sys, torch, llamoe
-ids = torch.arange(3, 40)[None]
-model = llamoe.LlamoeForCausalLM.from_pretrained(sys.argv[1], experts_memory="80KB").eval()
-with torch.no_grad():
-    model(ids)
-    os.truncate(sys.argv[1] + "/model.safetensors", 100_000)
-    try:
-        model(ids)
-    except llamoe.CheckpointError as error:
-        print(error)
-"""
-
-
-def test_a_cut_file_of_all_weights_is_told(text_folder, tmp_path):
-    # In a process of its own: memory that is a map of the file would end it.
-    shutil.copytree(text_folder, tmp_path / "model")
-    run = programs.run(["-c", CUT, tmp_path / "model"])
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert re.search(r"has changed since the model was loaded \([\d,]+ bytes then, 100,000 now\)", run.stdout)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_the_committed_model_sees_pictures(ids):
     ).to(dtype=model.dtype)  # fmt: skip
     with torch.no_grad():
         assert torch.equal(resident(**inputs).logits, model(**inputs).logits)
-    assert sum(counts.misses for counts in model.experts_statistics().values()) > 5
+    assert sum(counts["misses"] for counts in model.experts_statistics().values()) > 5
 
 
 def test_other_parts_may_be_on_disk_too(text_folder, ids, tmp_path):
@@ -95,7 +95,9 @@ def test_a_default_budget_holds_all_experts(text_folder, ids):
         model(ids)
         model.experts_statistics(reset=True)
         model(ids)
-    assert {(counts.misses, counts.bytes_read) for counts in model.experts_statistics().values()} == {(0, 0)}
+    assert {(counts["misses"], counts["bytes_read"]) for counts in model.experts_statistics().values()} == {
+        (0, 0)
+    }
 
 
 def test_models_without_experts_elsewhere_have_no_statistics(text_folder):

@@ -24,7 +24,8 @@ before = status("VmRSS")
 model = llamoe.LlamoeForCausalLM.from_pretrained(sys.argv[1], dtype="auto", experts_memory=int(sys.argv[2]))
 answer = model.generate(torch.arange(3, 40)[None], max_new_tokens=20, do_sample=False, eos_token_id=-1)
 rest = sum(p.nbytes for n, p in model.named_parameters() if ".experts." not in n)
-counts = sum(model.experts_statistics().values(), llamoe.ExpertsStatistics())
+counts = model.experts_statistics().values()
+misses, read = (sum(layer[name] for layer in counts) for name in ("misses", "bytes_read"))
 adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=2)).train()
 trained = [p for p in adapted.parameters() if p.requires_grad]
 optimizer = torch.optim.AdamW(trained)
@@ -34,7 +35,7 @@ for _ in range(2):
     optimizer.zero_grad()
 # Weights, gradients and two averages.
 rest += 4 * sum(p.nbytes for p in trained)
-print(json.dumps([before, status("VmHWM"), rest, counts.misses, counts.bytes_read, answer[0].tolist()]))
+print(json.dumps([before, status("VmHWM"), rest, misses, read, answer[0].tolist()]))
 """
 
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from llamoe.modeling.offload import accelerator, memory
+from llamoe.modeling.offload import copies, memory
 
 
 class Runtime:
@@ -97,14 +97,14 @@ def test_a_copy_waits_for_what_made_the_slots_and_keeps_them(monkeypatch):
         def record_stream(self, stream):
             notes.append(("is kept for", stream))
 
-    monkeypatch.setattr(accelerator.torch, "Stream", Stream)
+    monkeypatch.setattr(copies.torch, "Stream", Stream)
     current = Stream()
-    monkeypatch.setattr(accelerator.torch.accelerator, "current_stream", lambda device: current)
+    monkeypatch.setattr(copies.torch.accelerator, "current_stream", lambda device: current)
     slots = torch.zeros(2, 7).as_subclass(Slots)
-    copies = accelerator.Copies(torch.device("cuda", 0), [slots])
+    ours = copies.Copies(torch.device("cuda", 0), [slots])
     source = torch.arange(7.0)
-    copies.start([(torch.Tensor(slots)[0], source)], 0)
-    assert notes == [("waits for", current), ("is kept for", copies._stream), "copies"]
-    copies.leave(0)
-    copies.start([(torch.Tensor(slots)[0], source)], 0)
+    ours.start([(torch.Tensor(slots)[0], source)], 0)
+    assert notes == [("waits for", current), ("is kept for", ours._stream), "copies"]
+    ours.leave(0)
+    ours.start([(torch.Tensor(slots)[0], source)], 0)
     assert notes[3:] == [("waits for", "event"), "copies"]

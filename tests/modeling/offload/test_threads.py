@@ -2,7 +2,6 @@
 
 import errno
 import gc
-import multiprocessing
 import os
 import threading
 import time
@@ -13,7 +12,8 @@ from support.offload import expert_bytes, freeze_experts, load_both, put_in_stor
 
 import llamoe
 from llamoe.modeling.offload import ExpertsMemory
-from llamoe.modeling.offload.matrix_cache import LeastRecentlyUsed, MatrixCache
+from llamoe.modeling.offload.matrix_cache import MatrixCache
+from llamoe.modeling.offload.memory import slots_of
 
 pytestmark = pytest.mark.slow
 
@@ -172,6 +172,19 @@ def test_an_interrupt_leaves_the_model_whole(where, slots, logits_and_model, ids
         assert torch.equal(one, other)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, which this system lacks")
+@pytest.mark.parametrize("size", [100, 3 << 20])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_slots_of_its_own(size):
+    """Else one would multiply by what the other has read over its matrix."""
+    memory = slots_of(2, size, torch.device("cpu"), is_pinned=False).fill_(1)
+    if (child := os.fork()) == 0:
+        memory.fill_(2)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bool((memory == 1).all())
+
+
 class Arriving:
     """A matrix on its way, and what becomes of it."""
 
@@ -187,7 +200,7 @@ class Arriving:
 
 def test_a_slot_that_is_written_to_is_nobody_else_s():
     """Also where nobody waits for the matrix any more, as after an interrupt."""
-    cache = MatrixCache(1, LeastRecentlyUsed())
+    cache = MatrixCache(1)
     first = cache.put("a")
     first.arrival = Arriving()
     assert cache.put("b") is None
@@ -201,7 +214,7 @@ def test_a_slot_that_is_written_to_is_nobody_else_s():
 
 
 def test_two_that_wait_for_a_lost_matrix_do_not_lose_its_successor():
-    cache = MatrixCache(2, LeastRecentlyUsed())
+    cache = MatrixCache(2)
     users, first = [cache.pins(), cache.pins()], cache.put("a")
     for pins in users:
         pins.append(first)
@@ -224,7 +237,7 @@ def test_two_that_wait_for_a_lost_matrix_do_not_lose_its_successor():
 
 
 def test_a_matrix_that_was_only_fetched_ahead_and_lost_is_asked_for_again():
-    cache = MatrixCache(1, LeastRecentlyUsed())
+    cache = MatrixCache(1)
     entry = cache.put("a")
     entry.arrival = Arriving(is_done=True, is_lost=True)
     assert cache.get("a") is None
@@ -312,72 +325,3 @@ def test_a_model_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(MemoryError):
         llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, experts_memory=memory)
     assert not _files(tmp_path)
-
-
-def _child(model, prompt, queue):
-    torch.set_num_threads(1)
-    queue.put(answer(model, prompt).tolist())
-
-
-class Forked:
-    """A process that answers a prompt with its parent's model."""
-
-    def __init__(self, model, prompt):
-        context = multiprocessing.get_context("fork")
-        self.queue = context.Queue()
-        self.process = context.Process(target=_child, args=(model, prompt, self.queue), daemon=True)
-
-    def __enter__(self):
-        self.process.start()
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-
-    def answers(self, expected):
-        assert self.queue.get(timeout=LONG) == expected.tolist()
-        self.process.join(LONG)
-        assert self.process.exitcode == 0
-
-
-def forks(test):
-    """Mark a test that forks."""
-    has_fork = "fork" in multiprocessing.get_all_start_methods()
-    test = pytest.mark.skipif(not has_fork, reason="needs fork, which this system lacks")(test)
-    return pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")(test)
-
-
-@forks
-@pytest.mark.parametrize("slots", [1, 5])
-def test_a_forked_process_changes_nothing_of_its_parent(slots, logits_and_model):
-    """Forked before anything is read, and later: it puts other experts into its slots, the parent uses its own."""
-    asked, expected, model = logits_and_model(slots, 4)
-    for mine, its in ((None, 0), (0, 1), (2, 3)):
-        if mine is not None:
-            assert torch.equal(answer(model, asked[mine]), expected[mine])
-        with Forked(model, asked[its]) as child:
-            child.answers(expected[its])
-        assert torch.equal(answer(model, asked[mine or 0]), expected[mine or 0])
-
-
-@forks
-def test_a_process_forked_while_an_expert_is_read_reads_it_again(logits_and_model, monkeypatch):
-    asked, expected, model = logits_and_model(2, 2)
-    (store,) = model._stores()
-    read, may_go_on, parent = os.preadv, threading.Event(), os.getpid()
-
-    def preadv(*arguments):
-        if os.getpid() == parent:
-            may_go_on.wait(LONG)
-        return read(*arguments)
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    try:
-        for layer in store.statistics:
-            for stack in ("gate_up_proj", "down_proj"):
-                store.prefetch(layer, stack, [0, 1])
-        with Forked(model, asked[0]) as child:
-            child.answers(expected[0])
-    finally:
-        may_go_on.set()
-    assert torch.equal(answer(model, asked[0]), expected[0])

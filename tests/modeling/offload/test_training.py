@@ -28,7 +28,7 @@ from support.paths import TINY
 from transformers import AutoModelForImageTextToText, Trainer
 
 import llamoe
-from llamoe.modeling.offload import ExpertsMemory, LeastOftenUsed, LeastRecentlyUsed, loading
+from llamoe.modeling.offload import ExpertsMemory, loading
 from llamoe.modeling.offload.store import Store
 
 pytestmark = pytest.mark.slow
@@ -110,11 +110,10 @@ def file_bytes() -> int:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize("policy", [LeastRecentlyUsed, LeastOftenUsed])
 @pytest.mark.parametrize("room", [1, 2, 5, 7, 9])
-def test_each_expert_is_read_once_a_pass(room, policy, checkpointing, folders, ids):
+def test_each_expert_is_read_once_a_pass(room, checkpointing, folders, ids):
     """Passes back ask in the reverse order; what is computed again is not read again if there is room for a layer."""
-    resident, model = load_both(folders["mixtral"], room, policy=policy)
+    resident, model = load_both(folders["mixtral"], room)
     if checkpointing:
         model.gradient_checkpointing_enable()
     adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=3)).train()
@@ -266,7 +265,7 @@ def test_sharing_is_refused_before_the_first_step(kind, folders):
 @pytest.mark.parametrize("name", ["is_deepspeed_zero3_enabled", "is_fsdp_enabled"])
 def test_sharing_is_refused_when_a_model_is_loaded(name, folders, monkeypatch):
     monkeypatch.setattr(loading, name, lambda: True)
-    with pytest.raises(ValueError, match="for one process, and (ZeRO-3|FSDP) is on"):
+    with pytest.raises(ValueError, match="for one process: .*ZeRO-3 and FSDP"):
         load_both(folders["text"], 2)
 
 

@@ -1,38 +1,9 @@
-"""Experts in RAM beside an accelerator: copies to it, and when it is cheaper to compute in RAM.
+"""Copies of matrices from RAM to an accelerator."""
 
-Bringing an expert costs its bytes over the link, whatever the number of rows. Computing it on the CPU costs its bytes
-from RAM for few rows, and the products for many. Both rates are measured on the first expert that is missed.
-"""
-
-import math
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-
-# Of a long product.
-_ROWS = 64
-
-
-def max_rows_on_host(bring: Callable[[], object], compute: Callable[[int], object]) -> float:
-    """Number of rows up to which `compute` takes less time, where a matrix lies, than to `bring` it; maybe infinite."""
-
-    def seconds(work: Callable[[], object]) -> float:
-        times = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            work()
-            if torch.accelerator.is_available():
-                torch.accelerator.synchronize()
-            times.append(time.perf_counter() - begin)
-        return min(times)
-
-    first, many, brought = seconds(lambda: compute(1)), seconds(lambda: compute(_ROWS)), seconds(bring)
-    if first >= brought:
-        return 0
-    further = (many - first) / (_ROWS - 1)
-    return math.inf if further <= 0 else 1 + (brought - first) / further
 
 
 class Copies:
