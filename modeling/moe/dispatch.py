@@ -7,7 +7,7 @@ Three paths have the same result as the loop that defines it (`experts`):
   stacks of experts that see few rows each.
 * `kernel`: few rows on a GPU, without gradients. A kernel finds the hit experts on the device and reads each once:
   nothing waits for the host, and a step fits into a CUDA graph. Before its first use its results are checked on
-  this device (`formats.gpu_kernels`). Packed experts on a GPU take it for more rows, with gradients and adapters, too
+  this device (`kernels.packed_rows`). Packed experts on a GPU take it for more rows, with gradients and adapters, too
   (`kernels.packed_rows`).
 * `grouped`: many rows on a GPU, output-first experts of 16 bits on the CPU, and all other training. Sort once, then
   torch's grouped product.
@@ -35,7 +35,7 @@ from transformers.integrations.moe import (
 )
 
 from .._private_api import is_forward_ad
-from ..formats import check_one, kernels_are_right, may_have_gpu_kernel, why_no_kernel
+from ..formats import has_gpu_kernel, may_have_gpu_kernel, why_no_kernel
 from ..kernels import (
     CPU_LOOP_MAX_ROWS_PER_EXPERT,
     CPU_UNSORTED_MAX_ROWS,
@@ -157,18 +157,15 @@ def _refuse_capture(path: Path, dtype: torch.dtype, device: torch.device) -> Non
 
 def _kernel_serves(experts: Any, updates: Updates, needs_gradient: bool, may_check: bool) -> bool:
     """Whether the kernels are right for these experts, and for the adapters that they are multiplied with."""
-    stacks = [(experts.stack(name), False) for name in STACKS]
+    stacks = [experts.stack(name) for name in STACKS]
     updates = in_dtype(updates, compute_dtype(experts))
-    stacks += [(stack, True) for each in updates.values() for update in each for stack in update.stacks()]
+    stacks += [stack for each in updates.values() for update in each for stack in update.stacks()]
     directions = (False, True) if needs_gradient else (False,)
-    for stack, is_factor in stacks:
-        form = stack.form.exact
-        dtype, count = form.compute_dtype, stack.num_experts
-        if why_no_kernel(form, stack.sizes, dtype, experts.device) or not kernels_are_right(
-            form, stack.parts, stack.sizes, dtype, count, directions, may_check, is_factor
-        ):
-            return False
-    return True
+    return all(
+        has_gpu_kernel(stack.form, stack.parts, stack.sizes, None, stack.num_experts, transposed, may_check)
+        for stack in stacks
+        for transposed in directions
+    )
 
 
 def _products_by_kernel(
@@ -294,7 +291,8 @@ def check_kernels(model: torch.nn.Module) -> None:
                 of_module = updates.get(id(module), {})
                 _kernel_serves(module, of_module, needs_gradient=False, may_check=True)
         elif isinstance(module, torch.nn.Linear) and hasattr(module, "format"):
-            check_one(module.format, module.parts(), (module.out_features, module.in_features))
+            if may_have_gpu_kernel(module.weight.device):
+                has_gpu_kernel(module.format, module.parts(), (module.out_features, module.in_features))
 
 
 def _chosen_by_rows(experts: Any) -> bool:
@@ -346,7 +344,7 @@ def why_not(
             kind = "packed experts is" if is_packed else "experts knows no adapter: those with adapters are"
             return f"the kernel for {kind} for CUDA devices ({experts.device} here)."
         for name in STACKS:
-            reason = why_no_kernel(experts.formats[name], experts.sizes_of(name), dtype, experts.device)
+            reason = why_no_kernel(experts.formats[name], dtype, experts.device)
             if is_plain and (reason or num_rows > TRITON_MAX_ROWS):
                 return (
                     f"the kernel takes up to {TRITON_MAX_ROWS} rows ({num_rows} here) of 16 or 32 bits in the weights' "

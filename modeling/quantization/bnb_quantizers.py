@@ -19,7 +19,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .._private_api import forget_conversions, replace_quantizer
 from ..checkpoints import AtomicSaveMixin, Stored
-from ..formats import BitsAndBytesFormat, Bnb4Bit, Bnb4BitNested, Bnb8Bit
+from ..formats import BitsAndBytesFormat, Bnb4Bit, Bnb8Bit
 from ..layers import Linear
 from ..moe import STACKS, Experts, Router
 from .bnb_experts import BitsAndBytesExperts, packed_experts
@@ -48,10 +48,11 @@ class QuantizesExperts(_Base):
             return Bnb8Bit(dtype), dtype
         state = None if kinds is None else first_state(kinds)
         is_nested = config.bnb_4bit_use_double_quant if kinds is None else "nested_absmax" in kinds
-        form = (Bnb4BitNested if is_nested else Bnb4Bit)(
+        form = Bnb4Bit(
             config.bnb_4bit_compute_dtype,
             quant_type=config.bnb_4bit_quant_type,
             blocksize=64 if state is None else state["blocksize"],
+            is_nested=is_nested,
         )
         return form, dtype if state is None else state["dtype"]
 

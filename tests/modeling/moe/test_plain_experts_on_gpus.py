@@ -12,7 +12,7 @@ from support.models import make_asymmetric, stock_text_config
 from torch import nn
 
 import llamoe
-from llamoe.modeling.formats import gpu_kernels, plain_format
+from llamoe.modeling.formats import plain_format
 from llamoe.modeling.kernels import packed_rows
 from llamoe.modeling.kernels.limits import TRITON_MAX_ROWS
 from llamoe.modeling.moe import grouped_mm_limits, grouped_product
@@ -249,7 +249,7 @@ def assert_near(given, experts, inputs):
 
 @pytest.fixture
 def nothing_known(monkeypatch):
-    monkeypatch.setattr(gpu_kernels, "_FAILURES", {})
+    monkeypatch.setattr(packed_rows, "_FAILURES", {})
 
 
 @pytest.mark.gpu
@@ -261,7 +261,7 @@ def test_first_use_on_a_gpu(sizes, dtype, nothing_known):
     experts = experts_on_gpu(dtype, hidden_size=sizes[0], intermediate_size=sizes[1])
     inputs = rows_on_gpu(experts, 5)
     assert_near(experts(*inputs), experts, inputs)
-    assert list(gpu_kernels._FAILURES.values()) == ["", ""]
+    assert list(packed_rows._FAILURES.values()) == ["", ""]
 
 
 @pytest.mark.gpu
@@ -273,7 +273,7 @@ def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
     experts(*inputs)
     torch.cuda.synchronize()
     launched = []
-    for module in (gpu_kernels, grouped_product):
+    for module in (packed_rows, grouped_product):
         product = module.packed_product
         monkeypatch.setattr(
             module, "packed_product", lambda *args, it=product: launched.append(1) or it(*args)
@@ -287,7 +287,7 @@ def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
     graph.replay()
     assert_near(captured, experts, inputs)
 
-    gpu_kernels._FAILURES.clear()
+    packed_rows._FAILURES.clear()
     experts.config._experts_implementation = "llamoe_grouped"
     experts(*inputs)  # what the capture will take, warmed up
     experts.config._experts_implementation = "llamoe"
