@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 import llamoe
-from llamoe.modeling.formats import gpu_kernels
+from llamoe.modeling.kernels import kernel_failures
 from llamoe.modeling.moe import Experts
 
 from . import qlora
@@ -280,7 +280,7 @@ def parity(proof: Proof) -> None:
                 proof.say(f"{name}: gradients", apart)
         if family in ("dense", "mixtral", "llama4"):
             _judge_tokens(proof, family)
-    proof.judge("kernels that failed their check", len(gpu_kernels.failures()), most=0)
+    proof.judge("kernels that failed their check", len(kernel_failures()), most=0)
 
 
 @torch.no_grad()

@@ -25,11 +25,12 @@ from transformers.utils import (
 
 import llamoe
 from llamoe.modeling.checkpoints import devices_here
-from llamoe.modeling.formats import Int4, find_difference, torchs_block, why_no_kernel
+from llamoe.modeling.formats import Int4, has_gpu_kernel, torchs_block, why_no_kernel
 from llamoe.modeling.kernels import (
     SHORTCUTS_ARE_ON,
     cpp_instructions,
     few_rows_limit,
+    kernel_failures,
     max_rows_of_matrix,
     plain_max_rows,
     rows_of_torch,
@@ -271,7 +272,7 @@ def _ways(models: dict[str, dict[torch.dtype, Any]], rows: int, needs_gradient: 
 
 def _why_no_kernel(model: Any) -> str | None:
     experts = _experts(model)
-    return why_no_kernel(experts.format, experts.sizes_of("down_proj"), experts.dtype, model.device)
+    return why_no_kernel(experts.format, experts.dtype, model.device)
 
 
 def _kernel_for_few_rows(device: torch.device, model: Any, try_kernel: bool) -> Step:
@@ -285,8 +286,8 @@ def _kernel_for_few_rows(device: torch.device, model: Any, try_kernel: bool) -> 
         )
     experts = _experts(_tiny("Mixtral", device, torch.bfloat16, **_CHECKED))
     for stack in map(experts.stack, STACKS):
-        form, count = stack.form, stack.num_experts
-        if failure := find_difference(form, stack.parts, stack.sizes, form.compute_dtype, count, False):
+        if not has_gpu_kernel(stack.form, stack.parts, stack.sizes, num_experts=stack.num_experts):
+            failure = ". ".join(kernel_failures())
             advice = "torch's grouped product takes its place; report the failure with what doctor prints"
             return Step(name, step, "wrong, not used", failure, advice)
     return Step(name, step, f"{served_by}; checked, and right here")

@@ -56,11 +56,6 @@ class Plain(Format):
         # Autocast leaves float64 alone.
         return self.compute_dtype if self.compute_dtype == torch.float64 else dtype
 
-    def gpu_kernel_refusal(self, sizes: Sizes, dtype: torch.dtype) -> str | None:
-        if dtype != self.compute_dtype:
-            return f"The kernels take rows in the dtype of plain weights, {self.compute_dtype}, not {dtype}."
-        return super().gpu_kernel_refusal(sizes, dtype)
-
     def for_gpu_kernel(self, parts: Parts, sizes: Sizes) -> GpuMatrix | None:
         weight_OI = self.input_first(parts).mT
         apart = weight_OI.stride(0) if weight_OI.dim() == 3 else 0

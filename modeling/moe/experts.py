@@ -31,15 +31,7 @@ from transformers.integrations.moe import (
 )
 
 from .._private_api import is_under_vmap
-from ..formats import (
-    Format,
-    Sizes,
-    check_one,
-    kernels_are_right,
-    may_have_gpu_kernel,
-    plain_format,
-    why_no_kernel,
-)
+from ..formats import Format, Sizes, has_gpu_kernel, may_have_gpu_kernel, plain_format
 from ..kernels import (
     CPU_UNSORTED_MAX_ROWS,
     SHORTCUTS_ARE_ON,
@@ -338,16 +330,18 @@ class Experts(TakesSingleExperts):
         if num_rows > self.kernel_max_rows(needs_gradient):
             return False
         dtype = self.product_dtype()
-        stacks = [(self.stack(name), False) for name in STACKS]
-        stacks += [(stack, True) for update in lora.updates() for stack in update.stacks(dtype)]
-        directions = (False, True) if needs_gradient else (False,)
-        for stack, is_factor in stacks:
-            form, sizes, count = stack.form.exact, stack.sizes, stack.num_experts
-            if why_no_kernel(form, sizes, dtype, self.device) or not kernels_are_right(
-                form, stack.parts, sizes, form.compute_dtype, count, directions, may_check, is_factor
-            ):
-                return False
-        return True
+        stacks = [self.stack(name) for name in STACKS]
+        if any(stack.form.compute_dtype != dtype for stack in stacks):
+            # Autocast would have the kernels cast the weights.
+            return False
+        stacks += [stack for update in lora.updates() for stack in update.stacks(dtype)]
+        return all(
+            has_gpu_kernel(
+                stack.form, stack.parts, stack.sizes, None, stack.num_experts, transposed, may_check
+            )
+            for stack in stacks
+            for transposed in ((False, True) if needs_gradient else (False,))
+        )
 
     def kernel_max_rows(self, needs_gradient: bool) -> int:
         """Return the number of rows up to which kernels are faster; -1 where there are none, as for plain gradients."""
@@ -431,4 +425,5 @@ def check_kernels(model: nn.Module) -> None:
             if type(module.down_proj) is nn.Parameter:
                 module.has_kernels(1, needs_gradient=False, lora=loras.get(id(module), NO_LORA))
         elif isinstance(module, nn.Linear) and hasattr(module, "format"):
-            check_one(module.format, module.parts(), (module.out_features, module.in_features))
+            if may_have_gpu_kernel(module.weight.device):
+                has_gpu_kernel(module.format, module.parts(), (module.out_features, module.in_features))

@@ -22,7 +22,6 @@ from ..kernels import (
     is_exported,
     is_recorded,
     needs_float32,
-    packed_outer_product,
     packed_product,
 )
 
@@ -219,8 +218,7 @@ def _define_product(name: str, tags: Sequence[torch.Tag]) -> Any:
             assert not ctx.by_id, "gradients of weights need sorted rows"
             form: Any = format_of(ctx.key)
             rows = (x, grad) if form.is_input_first != ctx.transposed else (grad, x)
-            outer = grouped_outer_product if waits else device_outer_product
-            grad_parts = [outer(*rows, ends_E).to(form.compute_dtype)]
+            grad_parts = [grouped_outer_product(*rows, ends_E).to(form.compute_dtype)]
         # A list of inputs has a list of gradients.
         return grad_x, grad_parts, None, None, None, None, None
 
@@ -328,40 +326,36 @@ def needs_operator(x: torch.Tensor) -> bool:
     )
 
 
-def _define_outer_product(name: str, tags: Sequence[torch.Tag]) -> Any:
-    """The operator of this name: the gradient of a product with respect to a plain weight, `[E, I, O]`.
+@torch.library.custom_op("llamoe::grouped_outer_product", mutates_args=(), tags=_TAGS)
+def grouped_outer_product(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """The gradient of a product with respect to a plain weight, `[E, I, O]`.
 
-    Its arguments are:
+    Args:
         x_NI: `[N, I]`, sorted by expert.
         grad_NO: `[N, O]`, gradient of the result.
         ends_E: as in `multiply_sorted`.
     """
-    waits = len(tags) > 0
-
-    @torch.library.custom_op(f"llamoe::{name}", mutates_args=(), tags=tuple(tags))
-    def operator(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        return (_multiply_outer if waits else packed_outer_product)(x_NI, grad_NO, ends_E)
-
-    @operator.register_fake
-    def _(x_NI, grad_NO, ends_E):
-        return x_NI.new_empty(ends_E.shape[0], x_NI.shape[1], grad_NO.shape[1])
-
-    def save(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    def differentiate(ctx, grad_EIO):
-        x_NI, grad_NO, ends_E = ctx.saved_tensors
-        needs_x, needs_grad = ctx.needs_input_grad[:2]
-        stack = plain_stack(grad_EIO)
-        return (
-            multiply_sorted(grad_NO, stack, ends_E, transposed=True) if needs_x else None,
-            multiply_sorted(x_NI, stack, ends_E) if needs_grad else None,
-            None,
-        )
-
-    operator.register_autograd(differentiate, setup_context=save)
-    return operator
+    return _multiply_outer(x_NI, grad_NO, ends_E)
 
 
-grouped_outer_product = _define_outer_product("grouped_outer_product", _TAGS)
-device_outer_product = _define_outer_product("device_outer_product", ())
+@grouped_outer_product.register_fake
+def _(x_NI, grad_NO, ends_E):
+    return x_NI.new_empty(ends_E.shape[0], x_NI.shape[1], grad_NO.shape[1])
+
+
+def _save_factors(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_outer(ctx, grad_EIO):
+    x_NI, grad_NO, ends_E = ctx.saved_tensors
+    needs_x, needs_grad = ctx.needs_input_grad[:2]
+    stack = plain_stack(grad_EIO)
+    return (
+        multiply_sorted(grad_NO, stack, ends_E, transposed=True) if needs_x else None,
+        multiply_sorted(x_NI, stack, ends_E) if needs_grad else None,
+        None,
+    )
+
+
+grouped_outer_product.register_autograd(_differentiate_outer, setup_context=_save_factors)

@@ -49,7 +49,7 @@ def interpreted(seed: int) -> str:
     vars(moe_experts).update(
         may_have_gpu_kernel=lambda device: True,
         few_rows_limit=lambda device: TRITON_MAX_ROWS,
-        kernels_are_right=lambda *_: True,
+        has_gpu_kernel=lambda *_: True,
     )
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     dtypes = ["float32", "float32", "bfloat16", "float16"]

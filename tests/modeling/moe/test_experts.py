@@ -100,8 +100,7 @@ def test_rows_and_gradients_decide_on_a_gpu(num_rows, needs_gradient, kernels_fi
     """On a card that takes the kernels for up to 64 rows; experts on disk are counted by the host."""
     monkeypatch.setattr(moe_experts, "may_have_gpu_kernel", lambda device: True)
     monkeypatch.setattr(moe_experts, "few_rows_limit", lambda device: 64)
-    monkeypatch.setattr(moe_experts, "why_no_kernel", lambda *_: None if kernels_fit else "It does not fit.")
-    monkeypatch.setattr(moe_experts, "kernels_are_right", lambda *_: True)
+    monkeypatch.setattr(moe_experts, "has_gpu_kernel", lambda *_: kernels_fit)
     monkeypatch.setattr(Experts, "device", CUDA)
     experts = make_experts()
     assert experts.way(num_rows, needs_gradient) == expected

@@ -11,7 +11,7 @@ from support.models import make_asymmetric, stock_text_config
 from torch import nn
 
 import llamoe
-from llamoe.modeling.formats import gpu_kernels
+from llamoe.modeling.formats import why_no_kernel
 from llamoe.modeling.kernels import packed_rows
 from llamoe.modeling.moe import experts as moe_experts
 from llamoe.modeling.moe import products
@@ -33,7 +33,9 @@ def hopper(monkeypatch):
 def has_kernels(monkeypatch, num_rows=4, dtype=BF16, device=CUDA, needs_gradient=False, sizes="odd"):
     """Whether experts of these numbers that lie on a device have kernels that a check finds right."""
     monkeypatch.setattr(Experts, "device", device)
-    monkeypatch.setattr(moe_experts, "kernels_are_right", lambda *_: True)
+    monkeypatch.setattr(
+        moe_experts, "has_gpu_kernel", lambda form, *_: not why_no_kernel(form, dtype, device)
+    )
     return make_experts(sizes, dtype).has_kernels(num_rows, needs_gradient)
 
 
@@ -239,7 +241,7 @@ def assert_near(given, experts, inputs):
 
 @pytest.fixture
 def nothing_known(monkeypatch):
-    monkeypatch.setattr(gpu_kernels, "_FAILURES", {})
+    monkeypatch.setattr(packed_rows, "_FAILURES", {})
 
 
 @pytest.mark.gpu
@@ -251,7 +253,7 @@ def test_first_use_on_a_gpu(sizes, dtype, nothing_known):
     experts = experts_on_gpu(dtype, hidden_size=sizes[0], intermediate_size=sizes[1])
     inputs = rows_on_gpu(experts, 5)
     assert_near(experts(*inputs), experts, inputs)
-    assert list(gpu_kernels._FAILURES.values()) == ["", ""]
+    assert list(packed_rows._FAILURES.values()) == ["", ""]
 
 
 @pytest.mark.gpu
@@ -263,7 +265,7 @@ def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
     experts(*inputs)
     torch.cuda.synchronize()
     launched = []
-    for module in (gpu_kernels, products):
+    for module in (packed_rows, products):
         product = module.packed_product
         monkeypatch.setattr(
             module, "packed_product", lambda *args, it=product: launched.append(1) or it(*args)
@@ -277,7 +279,7 @@ def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
     graph.replay()
     assert_near(captured, experts, inputs)
 
-    gpu_kernels._FAILURES.clear()
+    packed_rows._FAILURES.clear()
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         return  # torch's grouped product asks the host there
     with forced("operators"):
