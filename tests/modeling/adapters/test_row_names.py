@@ -20,12 +20,12 @@ NAMES = ["second", "first", "__base__"]
 
 @pytest.fixture(scope="module", params=[MULTIMODAL, MIXTRAL, TEXT], ids=lambda case: case.name)
 def adapted(request):
-    """Two adapters of all linear layers, of tower and projector, too, of stacks and routers."""
+    """Two adapters of all linear layers, of tower and projector, too, and of routers."""
     case = request.param
     torch.manual_seed(1)
     model = case.make()
     config = llamoe.lora_config(
-        model, r=3, lora_alpha=2, vision=case.has_images, router=True, init_lora_weights=False
+        model, r=3, lora_alpha=2, experts=False, vision=case.has_images, router=True, init_lora_weights=False
     )
     model = get_peft_model(model, config, "first")
     model.add_adapter("second", config)

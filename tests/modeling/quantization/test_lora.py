@@ -153,22 +153,6 @@ def test_peft_prepares_a_packed_model_for_training(weights):
         assert torch.equal(gradient, found[1][name]), name
 
 
-def test_adapters_of_a_batch_are_each_what_they_are_alone(monkeypatch):
-    route_by_position(monkeypatch)
-    model = adapt(load(folder("text"), "int4", activations="float"))
-    model.add_adapter("other", llamoe.lora_config(model.get_base_model(), r=5))
-    model.set_adapter("other")
-    shake(model)
-    ids = token_ids(3)
-    expected = logits(model, ids)[:1]
-    model.set_adapter("default")
-    expected = torch.cat([expected, logits(model, ids)[1:2]])
-    with model.disable_adapter():
-        expected = torch.cat([expected, logits(model, ids)[2:]])
-    found = logits(model, ids, adapter_names=["other", "default", "__base__"])
-    assert distance(found, expected) < CLOSE
-
-
 def layers(model):
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
