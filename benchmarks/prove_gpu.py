@@ -28,8 +28,8 @@ import torch
 from torch import nn
 
 import llamoe
-from llamoe.modeling.formats import gpu_kernels
-from llamoe.modeling.moe.dispatch import compute_experts
+from llamoe.modeling.kernels import kernel_failures
+from llamoe.modeling.moe import Experts
 
 from . import qlora
 from .clocks import DeviceClock, ProcessorClock
@@ -216,7 +216,7 @@ def kernels(proof: Proof) -> None:
             x = proof.setting().randn(rows, hidden)
             ids = (torch.arange(rows, device=proof.device) * 3 % experts.num_experts)[:, None]
             ones = torch.ones(rows, 1, device=proof.device, dtype=x.dtype)
-            run = partial(compute_experts, experts, x, ids, ones)
+            run = partial(experts, x, ids, ones)
             expected = plain.loop_over_experts(x.float(), ids, ones.float())
             error = ((run() - expected).abs().max() / expected.abs().max()).item()
             # Rows, products and results are rounded to 8 bits, as in 16-bit models.
@@ -280,7 +280,7 @@ def parity(proof: Proof) -> None:
                 proof.say(f"{name}: gradients", apart)
         if family in ("dense", "mixtral", "llama4"):
             _judge_tokens(proof, family)
-    proof.judge("kernels that failed their check", len(gpu_kernels.failures()), most=0)
+    proof.judge("kernels that failed their check", len(kernel_failures()), most=0)
 
 
 @torch.no_grad()
@@ -431,7 +431,7 @@ def offload(proof: Proof) -> None:
         finally:
             memory.pinned = original
         if place == "cpu":
-            stacks = sum(_nbytes(each) for each in resident.modules() if hasattr(each, "takes_llamoe_paths"))
+            stacks = sum(_nbytes(each) for each in resident.modules() if isinstance(each, Experts))
             proof.judge(
                 "experts in RAM: bytes asked to be locked over theirs", asked[0] / stacks, most=MOST_PINNED
             )
@@ -521,7 +521,7 @@ def speed(proof: Proof) -> None:
         with torch.no_grad():
             model = qlora.build(proof.setting(), layers, weights, proof.small)
             seconds = _step_seconds(proof, model)
-        experts = [each for each in model.modules() if hasattr(each, "takes_llamoe_paths")]
+        experts = [each for each in model.modules() if isinstance(each, Experts)]
         idle = sum(_nbytes(each) * (1 - 1 / each.num_experts) for each in experts)
         read = _nbytes(model) - _nbytes(model.get_input_embeddings()) - idle
         proof.say(f"{weights}: milliseconds a token and layer", round(1e3 * seconds / layers, 3))

@@ -25,26 +25,25 @@ from transformers.utils import (
 
 import llamoe
 from llamoe.modeling.checkpoints import devices_here
-from llamoe.modeling.formats import Int4, find_difference, torchs_block
+from llamoe.modeling.formats import Int4, has_gpu_kernel, torchs_block, why_no_kernel
 from llamoe.modeling.kernels import (
     SHORTCUTS_ARE_ON,
     cpp_instructions,
     few_rows_limit,
+    kernel_failures,
     max_rows_of_matrix,
     plain_max_rows,
     rows_of_torch,
     why_no_cpp_kernels,
     why_no_gpu_kernel,
 )
-from llamoe.modeling.moe import IMPLEMENTATION, STACKS, choose_path, why_not
+from llamoe.modeling.moe import IMPLEMENTATION, STACKS, Experts
 
 # Rows of a step of decoding, and of a long prompt or a training step.
 _FEW, _MANY = 1, 4096
-_PATHS = {
-    "loop": "a loop over the hit experts",
-    "kernel": "llamoe's Triton kernel for few rows",
-    "grouped": "torch's grouped product",
-}
+_LOOP = "a loop over the hit experts"
+_KERNEL = "llamoe's Triton kernel for few rows"
+_GROUPED = "torch's grouped product, or a loop over the hit experts where it does not take them"
 _FLASH = {
     "flash_attention_2": is_flash_attn_2_available,
     "flash_attention_3": is_flash_attn_3_available,
@@ -172,7 +171,7 @@ def _steps_of_models(device: torch.device, try_kernel: bool) -> Iterator[Step]:
             ("experts, many tokens", _MANY, False),
             ("experts, training", _MANY, True),
         ):
-            yield Step(name, step, _paths(models, rows, needs_gradient))
+            yield Step(name, step, _ways(models, rows, needs_gradient))
     if device.type != "cpu":
         yield _kernel_for_few_rows(device, one, try_kernel)
 
@@ -191,7 +190,7 @@ def _tiny(family: str, device: torch.device, dtype: torch.dtype, **sizes: int) -
 
 
 def _experts(model: Any) -> Any:
-    return next(module for module in model.modules() if getattr(module, "takes_llamoe_paths", False))
+    return next(module for module in model.modules() if isinstance(module, Experts))
 
 
 def _attention(device: torch.device, implementation: str) -> Iterator[Step]:
@@ -248,13 +247,16 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _paths(models: dict[str, dict[torch.dtype, Any]], rows: int, needs_gradient: bool) -> str:
-    """The paths of both families in both dtypes, in words."""
+def _ways(models: dict[str, dict[torch.dtype, Any]], rows: int, needs_gradient: bool) -> str:
+    """Say how experts of both families are computed in both dtypes."""
     found: dict[str, dict[str, list[str]]] = {}
     for family, by_dtype in models.items():
         for dtype, model in by_dtype.items():
-            path = choose_path(_experts(model), rows, dtype, needs_gradient)
-            named = found.setdefault(_PATHS[path], {})
+            experts = _experts(model)
+            words = _LOOP if model.device.type == "cpu" else _GROUPED
+            if rows <= experts.kernel_max_rows(needs_gradient):
+                words = words if _why_no_kernel(model) else _KERNEL
+            named = found.setdefault(words, {})
             named.setdefault(family, []).append(_name(dtype))
     if len(found) == 1:
         return next(iter(found))
@@ -268,9 +270,14 @@ def _paths(models: dict[str, dict[torch.dtype, Any]], rows: int, needs_gradient:
     return "; ".join(f"{words} ({where})" for words, where in told.items())
 
 
+def _why_no_kernel(model: Any) -> str | None:
+    experts = _experts(model)
+    return why_no_kernel(experts.format, experts.dtype, model.device)
+
+
 def _kernel_for_few_rows(device: torch.device, model: Any, try_kernel: bool) -> Step:
     name, step = str(device), "kernel for few rows of experts"
-    if reason := why_not("kernel", _experts(model), 1, torch.bfloat16, False):
+    if reason := _why_no_kernel(model):
         return Step(name, step, "cannot be used", reason)
     served_by = f"up to {few_rows_limit(device)} rows"
     if not try_kernel:
@@ -279,8 +286,8 @@ def _kernel_for_few_rows(device: torch.device, model: Any, try_kernel: bool) -> 
         )
     experts = _experts(_tiny("Mixtral", device, torch.bfloat16, **_CHECKED))
     for stack in map(experts.stack, STACKS):
-        form, count = stack.form, stack.num_experts
-        if failure := find_difference(form, stack.parts, stack.sizes, form.compute_dtype, count, False):
+        if not has_gpu_kernel(stack.form, stack.parts, stack.sizes, num_experts=stack.num_experts):
+            failure = ". ".join(kernel_failures())
             advice = "torch's grouped product takes its place; report the failure with what doctor prints"
             return Step(name, step, "wrong, not used", failure, advice)
     return Step(name, step, f"{served_by}; checked, and right here")

@@ -42,6 +42,13 @@ def has_modes() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
 
 
+def is_under_vmap() -> bool:
+    """Whether `torch.func.vmap` is among the active transforms: no values can be read under it (torch 2.15)."""
+    functorch = torch._C._functorch
+    stack = functorch.get_interpreter_stack() or ()
+    return any(level.key() == functorch.TransformType.Vmap for level in stack)
+
+
 def torch_modes_active() -> bool:
     """Whether a transform of `torch.func`, forward-mode differentiation, a mode or a global hook is active.
 

@@ -157,8 +157,7 @@ class LlamoePreTrainedModel(
             raise ValueError(f"The environment variable LLAMOE_EXPERTS is {name!r}. {error}") from None
 
     def _grouped_mm_can_dispatch(self) -> bool:
-        # transformers asks every part of a multimodal model, also the tower, which has no experts. The experts
-        # themselves handle sizes that the kernel does not support.
+        # transformers asks every part of a multimodal model, also the tower, which has no experts.
         return True
 
     @staticmethod
@@ -330,13 +329,7 @@ class LlamoePreTrainedModel(
         modules = self.modules() if self._has_experts else ()
         experts = next((module for module in modules if isinstance(module, Experts)), None)
         if experts is not None:
-            implementation = text_config._experts_implementation
-            # Offloaded weights are brought to the hook's device when they are needed.
-            device = getattr(getattr(experts, "_hf_hook", None), "execution_device", None)
-            device = None if device is None else torch.device(device)
-            if implementation == "grouped_mm" and not experts.fits_grouped_mm(device):
-                implementation = "eager (grouped_mm does not take these sizes and dtype)"
-            message += f", experts {implementation}"
+            message += f", experts {text_config._experts_implementation}"
         logger.info(message)
 
     def save_pretrained(

@@ -8,7 +8,7 @@ from transformers import GenerationMixin, PreTrainedConfig, ProcessorMixin
 
 from ._compat import CACHE, CACHE_OF_A_PASS
 from .attention import rules_of
-from .moe import check_kernels, forget_factors
+from .moe import check_kernels
 
 
 class Generation(GenerationMixin):
@@ -19,7 +19,6 @@ class Generation(GenerationMixin):
     def generate(self, inputs=None, *args, **kwargs):
         """Generate tokens; arguments as in `GenerationMixin.generate`."""
         check_kernels(self)  # pyright: ignore[reportArgumentType]
-        forget_factors(self)  # pyright: ignore[reportArgumentType]
         return super().generate(inputs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     # transformers reads the names of arguments off this method.
@@ -45,14 +44,13 @@ class Generation(GenerationMixin):
 
 
 class ChunkedGeneration(Generation):
-    """`generate` and continuous batching for decoders with chunked layers."""
+    """`generate` for decoders with chunked layers."""
 
     def generate(self, inputs=None, *args, **kwargs):
         """Generate tokens; arguments as in `GenerationMixin.generate`.
 
         Raises:
-            ValueError: prompts padded on the right that do not fit into a
-                chunk together with the new tokens.
+            ValueError: prompts padded on the right that do not fit into a chunk together with the new tokens.
         """
         if "pixel_values" in kwargs and kwargs["pixel_values"] is None:
             # A prompt without pictures; newer releases would encode None.

@@ -19,7 +19,7 @@ from peft import LoraConfig
 from peft.tuners.lora import layer
 from torch import nn
 
-from ..moe import IMPLEMENTATION, LowRank, Updates, implementation_can
+from ..moe import NO_LORA, ExpertsLora, LowRank
 from .expert_begin import begin_by_expert, without_dropout
 from .expert_layout import by_expert
 
@@ -52,13 +52,7 @@ class ParamWrapper(layer.ParamWrapper):
                     f"target_parameters names {parameter_name}. Leave {field.name} out, or the stacks."
                 )
         super().__init__(base_layer, adapter_name, parameter_name, config=without_dropout(config), **kwargs)
-        # By adapter; see `moe.low_rank`.
-        self.kept_factors: dict[str, dict[str, Any]] = {}
         self._set_dropout(adapter_name, config)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what is kept of factors, which a copy makes anew."""
-        return {**self.__dict__, "kept_factors": {}}
 
     def update_layer(
         self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any
@@ -108,42 +102,31 @@ class ParamWrapper(layer.ParamWrapper):
         self,
         x: torch.Tensor,
         *args: Any,
-        updates: Updates | None = None,
+        lora: ExpertsLora = NO_LORA,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """The experts' output for rows `[N, H]`.
-
-        `updates` are those of the wrapper around this one.
-
-        Raises:
-            ValueError: dropout with experts that another library computes.
-        """
-        if not _computed_here(self.get_base_layer()):
-            self._refuse_what_peft_cannot()
-            return super().forward(x, *args, **kwargs)
+        """Return the experts' output for rows `[N, H]`; `lora` is that of the wrapper around this one."""
         if self.disable_adapters and self.merged:
             self.unmerge()
-        is_off = self.disable_adapters or self.merged
-        found = () if is_off else self._active()
-        if found:
-            updates = (
-                {self.parameter_name: found} if updates is None else {**updates, self.parameter_name: found}
-            )
-        if updates is None:
+        lora = self.active_lora(lora)
+        if not lora.updates():
             return self.base_layer(x, *args, **kwargs)
         if isinstance(self.base_layer, ParamWrapper) or self.expert_mesh() is None:
-            return self.base_layer(x, *args, updates=updates, **kwargs)
+            return self.base_layer(x, *args, lora=lora, **kwargs)
         # transformers' exchange of tokens between processes stands before the experts, and passes on nothing else.
-        self.base_layer.updates = updates
+        experts: Any = self.get_base_layer()
+        experts.lora = lora
         try:
             return self.base_layer(x, *args, **kwargs)
         finally:
-            self.base_layer.updates = None
+            experts.lora = NO_LORA
 
-    def active_updates(self) -> Updates:
-        """What the active adapters add to the stack, by its name; nothing if they are off or merged."""
-        found = [] if self.disable_adapters or self.merged else self._active()
-        return {self.parameter_name: found} if found else {}
+    def active_lora(self, lora: ExpertsLora = NO_LORA) -> ExpertsLora:
+        """Return `lora` with what the active adapters add to this stack; nothing if they are off or merged."""
+        if self.disable_adapters or self.merged:
+            return lora
+        updates = [self.update_of(name) for name in self.active_adapters if name in self.lora_A]
+        return lora.with_stack(self.parameter_name, updates)
 
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
         """What merging adds to the stack: to that part of it which this process holds."""
@@ -172,30 +155,6 @@ class ParamWrapper(layer.ParamWrapper):
         whole = DTensor.from_local(factor, mesh, [Replicate()], run_check=False)
         return whole.redistribute(placements=[Shard(dim)]).to_local()
 
-    def _refuse_what_peft_cannot(self) -> None:
-        experts: Any = self.get_base_layer()
-        asked = None
-        active = (
-            () if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
-        )
-        if self.training and any(getattr(self.lora_dropout[name], "p", 0) for name in active):
-            asked = "dropout"
-        if self.expert_mesh() is not None:
-            asked = "experts that several processes share (ep_size)"
-        if experts.storage is not None and active:
-            asked = f"experts that are {experts.storage}"
-        if asked:
-            raise ValueError(
-                f'experts_implementation="{experts.config._experts_implementation}" adds LoRA to the weights, '
-                f'which allows no {asked}. Choose "{IMPLEMENTATION}".'
-            )
-
-    def _active(self) -> list[LowRank]:
-        """The updates of the active adapters."""
-        return [
-            self.update_of(name, self.scaling[name]) for name in self.active_adapters if name in self.lora_A
-        ]
-
     def concatenate(self, adapters: Sequence[str], weights: Sequence[float], adapter_name: str) -> None:
         """Make one adapter the weighted sum of others, with the sum of their ranks.
 
@@ -212,17 +171,11 @@ class ParamWrapper(layer.ParamWrapper):
             # With a `rank_pattern` peft makes room for the largest of all ranks.
             by_expert(whole, dim, self.num_experts)[:, : joined.shape[1]] = joined
 
-    def update_of(self, name: str, scale: float) -> LowRank:
-        """An adapter's factors, `[E, I, r]` and `[O, r, E]`; peft holds `[E * r, I]` and `[O, r * E]`."""
+    def update_of(self, name: str) -> LowRank:
+        """Return an adapter's factors, `[E, I, r]` and `[O, r, E]`; peft holds `[E * r, I]` and `[O, r * E]`."""
         a_ErI = self._of_own_experts(by_expert(self.lora_A[name].weight, 0, self.num_experts), 0)
         b_OrE = self._of_own_experts(by_expert(self.lora_B[name].weight, 1, self.num_experts), 2)
-        kept = self.kept_factors.setdefault(name, {})
-        return LowRank(a_ErI.transpose(1, 2), b_OrE, scale, self.lora_dropout[name], kept)
-
-
-def _computed_here(experts: Any) -> bool:
-    """Whether llamoe computes these experts; other libraries' ways do not know updates."""
-    return implementation_can(experts.config._experts_implementation, "adapted")
+        return LowRank(a_ErI.transpose(1, 2), b_OrE, self.scaling[name], self.lora_dropout[name])
 
 
 def stacks_of(model: nn.Module, adapters: Sequence[str]) -> list[ParamWrapper]:

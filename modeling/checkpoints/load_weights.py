@@ -1,8 +1,9 @@
 """Weights that a checkpoint stores otherwise than the model holds them, as transformers' loader takes them.
 
 The loader reads a tensor's slices when it sets the parameter. Here it is given the parts of weights that no file has,
-which are made at that moment. Of a stack each expert is read, moved to the device, written to its place (or quantized,
-or unpacked, as its module does it) and forgotten. Where processes share a model, the loader asks each for its shard.
+which are made at that moment. Of a stack each expert is read, moved to the device, written to its place and forgotten.
+Where processes share a model, the loader asks each for its shard. A weight that is to be quantized is given whole: the
+quantizer's own operation follows.
 """
 
 import re
@@ -25,11 +26,9 @@ from .expert_index import (
     names_in_model,
 )
 from .mapped_memory import forget_pages, return_freed_memory
-from .safetensors_files import DTYPE_NAMES, DTYPES
+from .safetensors_files import DTYPE_NAMES
 from .stored import Stored, headers_of, tensors_of
 
-# In which weights are quantized as they were stored.
-_FLOATS = {"F32", "F16", "BF16"}
 # The tensors of a packed router's weight: its name, and what follows it or stands in its place.
 _ROUTER = re.compile(r"(.*\.(?:feed_forward\.router|mlp\.gate)\.)(?:weight(?:\.(.+))?|(SCB|weight_format))")
 
@@ -55,12 +54,12 @@ def make_weights(
 
     Raises:
         CheckpointError: an expert is missing, there twice, or has another shape or dtype than the model's.
-        ValueError: packed experts that processes cannot share, or single ones that ZeRO-3 does not load.
+        ValueError: single experts that ZeRO-3 does not load.
     """
     quantizer = load_config.hf_quantizer
     is_packed = quantizer is not None and quantizer.pre_quantized
     names = names_in_model(model, load_config.weight_mapping)
-    experts, linears, as_linears = {}, {}, None
+    experts, as_linears = {}, None
     for name, module in model.named_modules():
         if isinstance(module, Experts):
             # Offloaded experts have others that know their shapes.
@@ -69,18 +68,11 @@ def make_weights(
                 as_linears = shapes
             if not module.is_offloaded:
                 experts[name] = module
-        elif getattr(module, "is_packed", False) and not is_packed:
-            linears[f"{name}.weight"] = module
-    if not (experts or linears or as_linears):
+    if not (experts or as_linears):
         return state_dict, []
     stored = headers_of(files) if state_dict is None else tensors_of(state_dict)
-    is_as_stored = state_dict is None and getattr(quantizer, "quantizes_as_stored", False)
-    dtype = _dtype_to_quantize(stored) if is_as_stored else None
     index = index_experts(experts, stored, names, is_packed) if experts else {}
-    made: dict[str, _Made] = dict(_stacks(experts, index, is_packed, load_config, dtype))
-    for tensor in stored if linears else ():
-        if key := next((key for key in names(tensor.name) if key in linears), None):
-            made[key] = _Linear(linears[key], tensor, dtype or load_config.dtype)
+    made: dict[str, _Made] = dict(_stacks(experts, index, is_packed, load_config))
     if as_linears is not None:
         made |= _routers(as_linears, stored, names)
     if not made:
@@ -110,39 +102,20 @@ def _routers(
     }
 
 
-def _dtype_to_quantize(stored: Iterable[Stored]) -> torch.dtype | None:
-    """The dtype in which weights of these files are quantized; None without plain ones.
-
-    It is theirs: a cast would copy whole stacks, and round weights that are rounded again. Of files with several dtypes
-    weights are read in bfloat16.
-    """
-    found = {tensor.dtype for tensor in stored} & _FLOATS
-    if not found:
-        return None
-    return DTYPES[found.pop()] if len(found) == 1 else torch.bfloat16
-
-
 def _stacks(
     layers: Mapping[str, Experts],
     index: Index,
     is_packed: bool,
     load_config: Any,
-    dtype: torch.dtype | None,
 ) -> Iterator[tuple[str, "_Made"]]:
     """The stacks that are not stored as the model holds them, by name."""
     for layer, found in index.items():
         experts = layers[layer]
-        packs = experts.is_packed
         is_single = any(stack.single for stack in found.values())
-        if not (is_single or packs and not is_packed or experts.is_packed_one_by_one):
+        if not (is_single or experts.is_packed):
             continue
         check_experts(layer, experts, found, is_packed, load_config.ignore_mismatched_sizes)
-        if packs and load_config.device_mesh is not None:
-            raise ValueError(
-                f"{layer} is to be quantized, and such experts cannot be shared by several processes (tp_plan, "
-                "tp_size, ep_size): leave these out, or name the experts in llm_int8_skip_modules."
-            )
-        if not packs and is_deepspeed_zero3_enabled():
+        if not experts.is_packed and is_deepspeed_zero3_enabled():
             # Those of Mixtral transformers fuses.
             if experts.is_transposed:
                 first = next(stack.first for stack in found.values() if stack.single)
@@ -152,8 +125,8 @@ def _stacks(
                 )
             continue
         for stack, each in found.items():
-            if packs:
-                yield f"{layer}.{stack}", _PackedStack(experts, stack, each, dtype)
+            if each.single and is_packed and experts.is_packed:
+                yield f"{layer}.{stack}", _PackedStack(experts, stack, each)
             elif each.single:
                 yield f"{layer}.{stack}", _PlainStack(experts, stack, each)
 
@@ -198,21 +171,6 @@ class _Made:
         raise NotImplementedError
 
 
-class _Linear(_Made):
-    """The weight of a linear layer that is quantized now."""
-
-    def __init__(self, module: Any, stored: Stored, dtype: torch.dtype):
-        super().__init__()
-        self._module, self._dtype = module, dtype
-        self.parts, self.stored = module.part_shapes(), [{WEIGHT: stored}]
-
-    def make(self, device: torch.device, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-        weight = self.stored[0].pop(WEIGHT).content
-        parts = self._module.quantize(weight.to(device, self._dtype))
-        forget_pages(weight)
-        return parts
-
-
 class _Router(_Made):
     """The weight of a router that is packed as an expert's matrix would be."""
 
@@ -233,17 +191,10 @@ class _Stack(_Made):
         super().__init__()
         self._experts: Any = experts
         self._name, self._stack = name, stored
-        self.stored = [stored.whole, *stored.single.values()]
+        self.stored = [*stored.single.values()]
 
     def _one_by_one(self) -> Iterator[Sequence[Mapping[str, Stored]]]:
         """Of each expert its matrices `[out, in]`, gate before up or both in one, as tensors by kind."""
-        if not self._stack.single:
-            whole = self._stack.whole[""]
-            for number, one in enumerate(whole.content.unbind(0)):
-                matrix = one.T if self._experts.is_transposed else one
-                yield [{WEIGHT: whole._replace(name=f"{whole.name}[{number}]", content=matrix)}]
-                forget_pages(one)
-            return
         count, places = (1 + max(each) for each in zip(*self._stack.single, strict=True))
         for number in range(count):
             matrices = [self._stack.single[number, place] for place in range(places)]
@@ -253,15 +204,14 @@ class _Stack(_Made):
 
 
 class _PackedStack(_Stack):
-    """A stack that is quantized now, or whose experts are packed one by one."""
+    """A stack whose experts are packed one by one."""
 
-    def __init__(self, experts: Any, name: str, stored: StoredStack, dtype: torch.dtype | None):
+    def __init__(self, experts: Any, name: str, stored: StoredStack):
         super().__init__(experts, name, stored)
-        self._dtype = dtype
         self.parts = {own: part for own, part in experts.part_shapes().items() if own.startswith(name)}
 
     def make(self, device: torch.device, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-        return self._experts.parts_of_checkpoint(self._name, self._one_by_one(), device, self._dtype)
+        return self._experts.parts_of_checkpoint(self._name, self._one_by_one(), device)
 
 
 class _PlainStack(_Stack):
@@ -274,7 +224,7 @@ class _PlainStack(_Stack):
         count, places = (1 + max(each) for each in zip(*stored.single, strict=True))
         sizes = first.shape[0] * places, first.shape[1]
         shape = (count, *(sizes[::-1] if experts.is_transposed else sizes))
-        self.parts = {name: (shape, getattr(experts, name).dtype)}
+        self.parts = {name: (shape, experts.dtype)}
         self._matrices = PARTS_OF_STACKS[experts.is_transposed][name]
 
     def make(self, device: torch.device, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

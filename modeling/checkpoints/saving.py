@@ -27,7 +27,6 @@ from transformers import PreTrainedModel
 
 from ...configuration.hub import MODULE_NAME, is_our_module
 from ..parallel import broadcast, is_sharded, is_shared, joined, refuse_stages, sharded_adapter
-from .state_dicts import check_loaded
 from .whole_folders import sync
 
 # If shards of a job's processes exist, transformers reads no other weights.
@@ -186,10 +185,9 @@ class AtomicSaveMixin(PreTrainedModel):
 
         Raises:
             ValueError: a model in pipeline stages, of which no process has all weights, or one inside of a
-                `PeftModel`, whose weights have other names, or one of which half a mixture was loaded.
+                `PeftModel`, whose weights have other names.
         """
         refuse_stages(self)
-        check_loaded(self)
         if state_dict is None:
             adapted = self._hf_peft_config_loaded
             state_dict = sharded_adapter(self) if adapted else _without_wrappers(self)

@@ -6,8 +6,8 @@ in the model, below wrappers too (peft, DDP, FSDP, a compiler, a user's module),
 theirs (`moe.state_dicts`).
 
 torch takes what fits, and with `strict=False` only returns the rest. So here a mixture is never loaded in part: the
-error comes before the first weight changes. State dicts that are parts of a checkpoint are told by what else they lack;
-their experts wait for the others (`TakesSingleExperts.half_loaded`).
+error comes before the first weight changes. Where a loader reads several state dicts (`in_parts`), experts wait for the
+others of their layer.
 """
 
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -86,14 +86,25 @@ class _Parts:
                 for tied, own, value in _halves_of_ties(state_dict, prefix, names):
                     if not own.is_meta:
                         state_dict.update({prefix + name: value for name in tied})
-            for name, experts in self.given[id(model)].names.experts.items():
-                path, is_transposed = f"{prefix}{name}.", experts.is_transposed
-                for stack, found in take_matrices(state_dict, path, is_transposed).items():
-                    waiting = self._waiting.setdefault(path + stack, {})
-                    waiting |= found
-                    if not experts.lacks(stack, set(waiting)):
-                        state_dict[path + stack] = fuse(self._waiting.pop(path + stack), is_transposed, path)
+            self.fuse_whole(state_dict, prefix, names)
         return state_dict
+
+    def fuse_whole(self, state_dict: MutableMapping[str, Any], prefix: str, names: ModelNames) -> set[str]:
+        """Take single experts out of a state dict; put in the stacks of which all are there now.
+
+        Returns:
+            the names of these stacks in the model.
+        """
+        whole = set()
+        for name, experts in names.experts.items():
+            path, is_transposed = f"{prefix}{name}.", experts.is_transposed
+            for stack, found in take_matrices(state_dict, path, is_transposed).items():
+                waiting = self._waiting.setdefault(path + stack, {})
+                waiting |= found
+                if not experts.lacks(stack, set(waiting)):
+                    state_dict[path + stack] = fuse(self._waiting.pop(path + stack), is_transposed, path)
+                    whole.add(f"{name}.{stack}")
+        return whole
 
     def check(self) -> None:
         """Check that the parts were a whole."""
@@ -105,7 +116,6 @@ class _Parts:
                 f"The checkpoint has half a mixture: {stack} lacks all experts but "
                 f"{listed(sorted({matrix.number for matrix in found}))}, or some of their matrices."
             )
-        check_loaded(self.model)
 
     def gave(self, name: str) -> bool:
         """Whether a tensor of the model was given, under whatever name."""
@@ -114,13 +124,6 @@ class _Parts:
             for given in self.given.values()
             if name.startswith(given.prefix)
         )
-
-
-def check_loaded(model: nn.Module) -> None:
-    """Raise a `CheckpointError` if some experts of a layer were loaded, and others not."""
-    for module in model.modules():
-        if isinstance(module, Experts):
-            module.check_whole()
 
 
 _parts: ContextVar[_Parts | None] = ContextVar("llamoe_state_dict_parts", default=None)
@@ -176,7 +179,9 @@ class TakesStateDicts(PreTrainedModel):
         if not local_metadata.get("assign_to_params_buffers"):
             _check_memory(given, names, state_dict)
         _tie(state_dict, prefix, names)
-        for name in given.renamed & given.whole:
+        parts = _parts.get()
+        fused = set() if parts is None else parts.fuse_whole(state_dict, prefix, names)
+        for name in given.renamed & given.whole | fused:
             # torch distributes what has the model's names already.
             state_dict[prefix + name] = like(names.tensors[name], state_dict[prefix + name])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)

@@ -91,7 +91,7 @@ def check_fit(model: PreTrainedModel, files: Iterable[str], load_config: Any) ->
         CheckpointError: a tensor has another shape than the model, or a dtype that no weight has.
     """
     quantizer = load_config.hf_quantizer
-    if quantizer is not None and not getattr(quantizer, "quantizes_as_stored", False):
+    if quantizer is not None and not getattr(quantizer, "checks_shapes", False):
         return
     # Under DeepSpeed's ZeRO-3 the empty model is in parts already.
     expected: dict[str, Any] = {

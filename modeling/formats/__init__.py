@@ -1,16 +1,17 @@
 """What the numbers of a matrix are: plain ones of 16 to 64 bits, int4, int8, and bitsandbytes' formats.
 
 Reading order: format (the questions that each format answers), plain, int4_layout (where a code stands in memory and
-files), scales (codes and scales of weights), gpu_kernels (what has a kernel on a GPU), int4, int8, bnb. Formats know
-no modules.
+files), scales (codes and scales of weights), int4, int8, bnb. Formats know no modules.
 """
 
-from .bnb import BLOCKSIZES, NESTED_BLOCKSIZE, BitsAndBytesFormat, Bnb4Bit, Bnb4BitNested, Bnb8Bit, code_of
-from .format import MAKERS, Format, Parts, Sizes, format_of
-from .gpu_kernels import (
-    check_one,
-    find_difference,
-    kernels_are_right,
+from .bnb import BLOCKSIZES, NESTED_BLOCKSIZE, BitsAndBytesFormat, Bnb4Bit, Bnb8Bit, code_of
+from .format import (
+    MAKERS,
+    Format,
+    Parts,
+    Sizes,
+    format_of,
+    has_gpu_kernel,
     may_have_gpu_kernel,
     why_no_kernel,
 )

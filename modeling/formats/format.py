@@ -10,11 +10,19 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from ..kernels import GpuMatrix
+from ..kernels import (
+    GpuMatrix,
+    find_difference,
+    is_right,
+    linear,
+    max_rows_of_matrix,
+    packed_product,
+    why_no_gpu_kernel,
+)
 
 Parts = Sequence[torch.Tensor]
 Sizes = tuple[int, int]
@@ -77,9 +85,13 @@ class Format(ABC):
     def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
         """The matrix `[O, I]` that the parts mean; mostly a view with other strides."""
 
-    @abstractmethod
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         """The rows times the transpose of the matrix, `[N, O]`, both in `compute_dtype`."""
+        return linear(x_NI, self.matrix(parts, sizes, x_NI.dtype))
+
+    def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
+        """The rows times the matrix, `[N, I]`: the gradient of `multiply`."""
+        return linear(x_NO, self.matrix(parts, sizes, x_NO.dtype).T)
 
     def cast(self, x: torch.Tensor) -> torch.Tensor:
         """Rows in a dtype that the products take."""
@@ -89,21 +101,82 @@ class Format(ABC):
         """Dtype of the products where autocast asks for one; packed weights have one of their own."""
         return self.compute_dtype
 
-    def gpu_kernel_refusal(self, sizes: Sizes, dtype: torch.dtype) -> str | None:
-        """Why the Triton kernels do not multiply rows of a dtype by matrices of these sizes; None if they do."""
-        if type(self).for_gpu_kernel is Format.for_gpu_kernel:
-            return f"{self.key} has no Triton kernel."
-        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return f"The kernels take rows of bfloat16, float16 or float32, not {dtype}."
-        return None
-
     def for_gpu_kernel(self, parts: Parts, sizes: Sizes) -> GpuMatrix | None:
         """The matrix for `kernels.packed_product`, or a stack of them; None if it does not know this format."""
         return None
 
-    def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        """The rows times the matrix, `[N, I]`: the gradient of `multiply`."""
-        return x_NO @ self.matrix(parts, sizes, x_NO.dtype)
+    def product_by_gpu_kernel(
+        self, x_NC: torch.Tensor, parts: Parts, sizes: Sizes, transposed: bool = False
+    ) -> torch.Tensor | None:
+        """The product of few rows with one matrix by a Triton kernel; None where unpacking the matrix is better."""
+        device = parts[0].device
+        if not may_have_gpu_kernel(device) or len(x_NC) > max_rows_of_matrix(device):
+            return None
+        if not has_gpu_kernel(self, parts, sizes, x_NC.dtype, transposed=transposed):
+            return None
+        matrix: Any = self.for_gpu_kernel(parts, sizes)
+        return packed_product(x_NC, matrix, transposed=transposed)
+
+
+def may_have_gpu_kernel(device: torch.device) -> bool:
+    """Whether packed matrices on a device may have kernels there: asked for each product, so of the type alone."""
+    return device.type == "cuda"
+
+
+def why_no_kernel(form: Format, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why no Triton kernel multiplies rows of a dtype by matrices of a format, as a sentence; None if one can."""
+    if type(form).for_gpu_kernel is Format.for_gpu_kernel:
+        return f"{form.key} has no Triton kernel."
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"The kernels take rows of bfloat16, float16 or float32, not {dtype}."
+    if not form.is_packed and dtype != form.compute_dtype:
+        return f"The kernels take rows in the dtype of plain weights, {form.compute_dtype}, not {dtype}."
+    return _why_no_gpu_kernel(device)
+
+
+# A compiler runs this function while it traces, and takes its result as a constant.
+_why_no_gpu_kernel = torch.compiler.assume_constant_result(why_no_gpu_kernel)
+
+
+def has_gpu_kernel(
+    form: Format,
+    parts: Parts,
+    sizes: Sizes,
+    dtype: torch.dtype | None = None,
+    num_experts: int = 0,
+    transposed: bool = False,
+    may_check: bool = True,
+) -> bool:
+    """Whether a Triton kernel multiplies matrices like this one, and is right; the first call checks it.
+
+    Args:
+        form: of the parts.
+        parts: of one matrix, or of a stack.
+        sizes: O and I.
+        dtype: of the rows; default: the format's.
+        num_experts: E; 0 for one matrix.
+        transposed: for the product of gradients.
+        may_check: whether kernels may be launched and waited for; otherwise only earlier checks count.
+    """
+    form, device, dtype = form.exact, parts[0].device, dtype or form.compute_dtype
+    if why_no_kernel(form, dtype, device):
+        return False
+
+    def find() -> str:
+        # The factors of a new adapter are zeros, and with those anything would be right.
+        given = parts if form.is_packed or parts[0].any() else [torch.randn_like(parts[0])]
+        matrix: Any = form.for_gpu_kernel(given, sizes)
+
+        def unpacked(expert: int) -> torch.Tensor:
+            of_one = [part[expert] for part in given] if num_experts else given
+            return form.matrix(of_one, sizes, dtype).to(dtype)
+
+        return find_difference(matrix, unpacked, dtype, num_experts, transposed)
+
+    # Making a text turns sizes that a compiler leaves open into numbers.
+    numbers = (*sizes, num_experts, *parts[0].stride())
+    name = f"{form.key} [{' '.join(f'{each}' for each in numbers)}]{' transposed' if transposed else ''}"
+    return is_right(name, dtype, device, find, may_check)
 
 
 MAKERS: dict[str, Callable[..., Format]] = {}

@@ -22,7 +22,6 @@ from ..kernels import (
     rows_in_bytes,
 )
 from .format import MAKERS, Format, Parts, Sizes, chunk_of
-from .gpu_kernels import product_by_gpu_kernel
 from .int4_layout import (
     BLOCK,
     ROWS_MULTIPLE,
@@ -138,7 +137,7 @@ class Int4(Format):
         return GpuMatrix("int4", sizes, codes, scales.view(torch.int32), group=self.group_size)
 
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        if (y_NO := product_by_gpu_kernel(self, x_NI, parts, sizes)) is not None:
+        if (y_NO := self.product_by_gpu_kernel(x_NI, parts, sizes)) is not None:
             return y_NO
         packed, scales = parts
         if padding := packed.shape[1] * 2 - x_NI.shape[1]:
@@ -191,7 +190,7 @@ class Int4(Format):
             yield some, weight_PO
 
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        if (y_NI := product_by_gpu_kernel(self, x_NO, parts, sizes, transposed=True)) is not None:
+        if (y_NI := self.product_by_gpu_kernel(x_NO, parts, sizes, transposed=True)) is not None:
             return y_NI
         if not needs_float32(x_NO):
             return (x_NO @ self._unpacked(parts, x_NO).T)[:, : sizes[1]]

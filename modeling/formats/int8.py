@@ -19,7 +19,6 @@ from ..kernels import (
     rows_in_bytes,
 )
 from .format import MAKERS, Format, Parts, Sizes, chunk_of
-from .gpu_kernels import product_by_gpu_kernel
 from .int4_layout import ROWS_MULTIPLE
 from .scales import symmetric
 
@@ -82,7 +81,7 @@ class Int8(Format):
         return GpuMatrix("dense", sizes, *parts, strides=(sizes[0] * sizes[1], sizes[1], 1))
 
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        if (y_NO := product_by_gpu_kernel(self, x_NI, parts, sizes)) is not None:
+        if (y_NO := self.product_by_gpu_kernel(x_NI, parts, sizes)) is not None:
             return y_NO
         codes, scales = parts
         if len(x_NI) <= self.kernel_max_rows and codes.is_cpu:
@@ -103,7 +102,7 @@ class Int8(Format):
         return y_NO.mul_(scales).to(x_NI.dtype)
 
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        if (y_NI := product_by_gpu_kernel(self, x_NO, parts, sizes, transposed=True)) is not None:
+        if (y_NI := self.product_by_gpu_kernel(x_NO, parts, sizes, transposed=True)) is not None:
             return y_NI
         codes, scales = parts
         if not needs_float32(x_NO):

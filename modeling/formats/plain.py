@@ -6,7 +6,6 @@ Shapes: O outputs, I inputs, N rows.
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 
 from ..kernels import GpuMatrix, linear
 from .format import MAKERS, Format, Parts, Sizes
@@ -20,19 +19,17 @@ class Plain(Format):
 
     Attributes:
         is_input_first: whether the part is `[I, O]`.
-        by_grouped_mm: whether torch's grouped product multiplies it, so that one expert has the bits of a stack.
     """
 
     compute_dtype: torch.dtype
     is_input_first: bool = False
-    by_grouped_mm: bool = False
     suffixes = ("",)
     is_packed = False
 
     @property
     def key(self) -> str:
         dtype = str(self.compute_dtype).removeprefix("torch.")
-        return f"plain:{dtype}:{int(self.is_input_first)}:{int(self.by_grouped_mm)}"
+        return f"plain:{dtype}:{int(self.is_input_first)}"
 
     @property
     def alignment(self) -> int:
@@ -59,11 +56,6 @@ class Plain(Format):
         # Autocast leaves float64 alone.
         return self.compute_dtype if self.compute_dtype == torch.float64 else dtype
 
-    def gpu_kernel_refusal(self, sizes: Sizes, dtype: torch.dtype) -> str | None:
-        if dtype != self.compute_dtype:
-            return f"The kernels take rows in the dtype of plain weights, {self.compute_dtype}, not {dtype}."
-        return super().gpu_kernel_refusal(sizes, dtype)
-
     def for_gpu_kernel(self, parts: Parts, sizes: Sizes) -> GpuMatrix | None:
         weight_OI = self.input_first(parts).mT
         apart = weight_OI.stride(0) if weight_OI.dim() == 3 else 0
@@ -71,9 +63,6 @@ class Plain(Format):
 
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         weight_IO = self.input_first(parts).to(x_NI.dtype)
-        if self.by_grouped_mm:
-            ends = torch.tensor([len(x_NI)], dtype=torch.int32, device=x_NI.device)
-            return F.grouped_mm(x_NI, weight_IO[None], offs=ends)
         return linear(x_NI, weight_IO.T)
 
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
@@ -94,4 +83,4 @@ def plain_format(dtype: torch.dtype, is_input_first: bool) -> Plain:
     return _PLAIN[is_input_first].get(dtype) or Plain(dtype, is_input_first)
 
 
-MAKERS["plain"] = lambda dtype, *flags: Plain(getattr(torch, dtype), *(flag == "1" for flag in flags))
+MAKERS["plain"] = lambda dtype, is_input_first: plain_format(getattr(torch, dtype), is_input_first == "1")

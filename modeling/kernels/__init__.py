@@ -3,7 +3,7 @@
 Reading order: limits (how many rows are few), tracing (whether a compiler or tracer records the pass), waiting (what a
 user waits for), cpp_kernels (products of few rows, and attention of one query, on a CPU), float32_blocks (16 bits on a
 CPU without instructions for them), cpu (the product that linear layers ask for, and its guard), single_queries
-(attention of one token a row), packed_rows_triton, packed_rows (packed matrices on a GPU, and plain ones for few rows).
+(attention of one token a row), packed_rows_triton, packed_rows (packed matrices on a GPU, and plain ones for few rows; their check).
 Files named `…_triton` import Triton, which is not installed everywhere and takes long to import; the others import it
 only when a kernel is about to run.
 """
@@ -28,7 +28,6 @@ from .float32_blocks import (
     rows_of_torch,
 )
 from .limits import (
-    CPU_LOOP_MAX_ROWS_PER_EXPERT,
     CPU_UNSORTED_MAX_ROWS,
     FEW_BITS_FLOAT_MAX_ROWS,
     INT4_TORCH_MAX_ROWS,
@@ -38,14 +37,14 @@ from .limits import (
     TRITON_UNSORTED_MAX_ROWS,
 )
 from .packed_rows import (
-    TILES,
     GpuMatrix,
     few_rows_limit,
+    find_difference,
     has_gpu,
+    is_right,
+    kernel_failures,
     max_rows_of_matrix,
-    packed_outer_product,
     packed_product,
-    row_counts_of_launches,
     why_no_gpu_kernel,
 )
 from .single_queries import are_single_queries, attend_to_single_queries

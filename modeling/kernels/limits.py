@@ -31,8 +31,6 @@ INT8_TORCH_MAX_ROWS = 12
 # Experts (`moe`).
 CPU_UNSORTED_MAX_ROWS = 4
 """Rows of all experts that a CPU leaves unsorted: reading an expert twice is cheaper."""
-CPU_LOOP_MAX_ROWS_PER_EXPERT = 3
-"""Rows an expert, on average, for which training large experts on a CPU takes the loop."""
 PEFT_ORDER_MAX_ROWS = 16
 """Rows of all experts that the CPU multiplies by adapters in peft's order: copying into the stacks' costs more."""
 

@@ -1,36 +1,24 @@
-"""Rows times matrices on a GPU, packed or plain: one matrix, or that of each row's expert, unknown to the host.
+"""Rows times packed matrices on a GPU: one matrix, or that of each row's expert, unknown to the host.
 
 Codes are unpacked in registers and multiplied there: of a matrix, only its bytes in memory are read, once for each tile
-of rows. Launches and grids depend on shapes alone, so that a CUDA graph may hold them. Of plain matrices few rows come
-here: torch's grouped product asks the host for the rows of each expert on most cards, and copies of an expert for each
-of its rows are written and read once more.
+of rows. Launches and grids depend on shapes alone, so that a CUDA graph may hold them. Up to
+`TRITON_UNSORTED_MAX_ROWS` rows come in any order with the number of each row's expert, and every hit expert is read
+once; more rows are sorted by expert. Plain matrices of few rows are multiplied likewise.
 
-**Few rows** are bound by memory. Up to `TRITON_UNSORTED_MAX_ROWS` rows come in any order with the number of each
-row's expert, and every hit expert is read once. A multiprocessor issues 128 lanes a clock, and gets these bytes of
-memory: 15 on an H100, 13 on an A100, 7 on a 3090, 4 on a 5090, 3 on a 4090. For a weight of 4 bits that leaves time for
-4, 5, 10, 15 and 20 instructions. int4 takes 3.5 (counted in what the assembler makes for sm_90), int8 4.6 of twice as
-many. bitsandbytes' 4 bits take 8.6, since each code is looked up: the memory's speed on consumers' cards, half of it
-on an H100.
-
-**Many rows** are sorted, and bound by tensor cores. A tile of 128 rows unpacks its weights for itself, which with
-everything else takes 16 (sm_90) to 23 (sm_80) instructions a weight of int4: 0.12 to 0.18 clocks, where the product
-alone takes 0.03 on an H100, 0.12 on an A100 and 0.5 on a 3090 or 4090. Unpacking a matrix once into memory, for torch's
-product, writes and reads 4.5 bytes a weight: 0.3 clocks on an H100 and an A100, 0.7 on a 3090, 1.4 on a 4090, and for
-experts the host must know the numbers of rows. That pays from 430 rows an expert on an H100, 800 on an A100, and more
-where tensor cores are the bound anyway: `TRITON_MAX_ROWS_A_MATRIX`.
-
-**Rows of float32** are multiplied without tensor cores, and much of what packed weights need then does not fit into
-registers: right, and slow.
-
-No card was timed.
+A kernel cannot be known to be right on a device on which it never ran. `is_right` launches it there before its first
+use, and compares it with the unpacked product; no kernel that fails or is wrong is used in this process. No card was
+timed.
 
 Shapes: N rows, E experts, O outputs, I inputs, C terms of a sum (I, or O if transposed), S splits of the sum.
 """
 
 import contextlib
+import functools
 import importlib.util
+import logging
 import os
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -40,6 +28,9 @@ from .limits import (
     TRITON_PREFERRED_MAX_ROWS,
     TRITON_UNSORTED_MAX_ROWS,
 )
+from .waiting import log_if_slow
+
+logger = logging.getLogger("llamoe")
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Triton reads this variable when it is imported; its interpreter runs kernels in Python, on the CPU too.
@@ -52,7 +43,10 @@ _MAX_SPLITS = 16
 # Programs, and their warps, that a multiprocessor shall have at least, to hide the memory's latency.
 _PROGRAMS, _WARPS = 4, 8
 _ONE, _ENDS, _IDS = 0, 1, 2
-_KINDS = {"int4": 4, "table": 5, "dense": 16}
+# Numbers of unsorted rows that a check tries: one for each tile that they may have.
+_UNSORTED_ROWS = (13, 29)
+# Columns of a weight that a check casts to float32 at once.
+_COLUMNS = 512
 
 
 class GpuMatrix(NamedTuple):
@@ -60,16 +54,11 @@ class GpuMatrix(NamedTuple):
 
     Attributes:
         kind: "int4": codes as in `formats.int4_layout`, a scale and an offset for each output and group of inputs.
-            "table": bitsandbytes' 4 bits. "dense": a number for each weight, maybe with a scale for each output.
+            "dense": a number for each weight, maybe with a scale for each output.
         sizes: O and I.
         codes: contiguous, unless dense.
-        scales: int4: int32 with the bits of both bfloat16 numbers. table: float32, or codes of them. dense: any float.
-        group: weights that share a scale.
-        part: of a scale, that multiplies a code.
-        table: the 16 float32 numbers that codes mean.
-        nested: double quantization: for 256 scales the scale of their codes; `offset` is added to all of a matrix,
-            and `dynamic` has the 256 numbers that the codes mean.
-        matrices: that lie upon each other in one of `[O, I]`, with nested scales of their own.
+        scales: int4: int32 with the bits of both bfloat16 numbers. dense: any float.
+        group: inputs that share a scale, of int4.
         strides: of dense matrices, by expert, output and input.
     """
 
@@ -78,12 +67,6 @@ class GpuMatrix(NamedTuple):
     codes: torch.Tensor
     scales: torch.Tensor | None = None
     group: int = 1
-    part: float = 1.0
-    table: torch.Tensor | None = None
-    nested: torch.Tensor | None = None
-    offset: torch.Tensor | None = None
-    dynamic: torch.Tensor | None = None
-    matrices: int = 1
     strides: tuple[int, int, int] = (0, 0, 0)
 
 
@@ -155,7 +138,7 @@ def packed_product(
 
     Args:
         x_NC: `[N, I]`, or `[N, O]` if `transposed`.
-        matrix: one, or a stack. Rows of a table's matrix are whole blocks; plain weights have the rows' dtype.
+        matrix: one, or a stack. Plain weights have the rows' dtype.
         groups: None for one matrix. `[E]` integers: the rows are sorted by expert, and an expert's end at its number.
             `[N]` integers if `by_id`: the expert of each row; those outside of `0 … E - 1` stand for none.
         num_experts: E.
@@ -184,15 +167,14 @@ def packed_product(
     parts_SNO = out_NO
     if splits > 1:
         parts_SNO = x_NC.new_empty(splits, num_rows, num_columns, dtype=torch.float32)
-    unused = matrix.codes
-    optional: list[Any] = [matrix.scales, matrix.table, matrix.nested, matrix.offset, matrix.dynamic]
     on_device = torch.cuda.device(x_NC.device) if x_NC.is_cuda else contextlib.nullcontext()
     with on_device:
         packed_rows_triton.product_kernel[launch.row_tiles, launch.column_tiles, splits](
             x_NC,
             matrix.codes,
-            *(unused if each is None else each for each in optional),
-            unused if groups is None else groups,
+            # Arguments that a kind does not use.
+            matrix.codes if matrix.scales is None else matrix.scales,
+            matrix.codes if groups is None else groups,
             parts_SNO,
             num_rows,
             num_experts,
@@ -213,38 +195,12 @@ def packed_product(
     return out_NO
 
 
-def packed_outer_product(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """`[E, I, O]`: for each expert, its rows of `x_NI`, transposed, times its rows of `grad_NO`, sorted by expert."""
-    from . import packed_rows_triton
-
-    (_, num_in), num_out = x_NI.shape, grad_NO.shape[1]
-    out_EIO = x_NI.new_empty(len(ends_E), num_in, num_out)
-    rows, columns = (min(64, _power_of_two(size)) for size in (num_in, num_out))
-    on_device = torch.cuda.device(x_NI.device) if x_NI.is_cuda else contextlib.nullcontext()
-    with on_device:
-        packed_rows_triton.outer_kernel[len(ends_E), -(-num_in // rows), -(-num_out // columns)](
-            x_NI.contiguous(),
-            grad_NO.contiguous(),
-            ends_E,
-            out_EIO,
-            num_in,
-            num_out,
-            M=32 if x_NI.itemsize == 4 else 64,
-            ROWS=rows,
-            COLUMNS=columns,
-            STAGES=3,
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
-    return out_EIO
-
-
 def constants(
     matrix: GpuMatrix, tile: Tile, by: int, num_experts: int, transposed: bool
 ) -> dict[str, int | float]:
     """Compile-time constants of the kernel."""
     return dict(
-        KIND=_KINDS[matrix.kind],
+        IS_INT4=int(matrix.kind == "int4"),
         TRANSPOSED=int(transposed),
         BY=by,
         GROUPS=1 << num_experts.bit_length(),
@@ -254,10 +210,7 @@ def constants(
         STAGES=tile.stages,
         GROUP=matrix.group,
         REST=matrix.sizes[0] % 64,
-        MATRICES=matrix.matrices,
-        NESTED=int(matrix.nested is not None),
         SCALED=int(matrix.scales is not None),
-        PART=matrix.part,
     )
 
 
@@ -289,24 +242,6 @@ def launch_of(
     return Launch(tile, row_tiles, column_tiles, split_size)
 
 
-def row_counts_of_launches(
-    matrix: GpuMatrix, itemsize: int, device: torch.device, num_experts: int
-) -> list[int]:
-    """Numbers of rows that together launch every kernel which any number up to `TRITON_MAX_ROWS` launches.
-
-    They are the first and last of each range of numbers that shares compiled code and the split of the sums. Arguments
-    as in `launch_of`.
-    """
-
-    def launch(num_rows: int) -> tuple[int, Tile, int]:
-        by = _IDS if num_rows <= TRITON_UNSORTED_MAX_ROWS else _ENDS
-        found = launch_of(matrix, num_rows, itemsize, device, num_experts, by)
-        return by, found.tile, found.split_size
-
-    borders = [n for n in range(2, TRITON_MAX_ROWS + 1) if launch(n) != launch(n - 1)]
-    return sorted({1, *(n - 1 for n in borders), *borders, TRITON_MAX_ROWS})
-
-
 def rows_of_tile(num_rows: int, num_experts: int, by: int) -> int:
     """Rows of a tile: those of one expert, where they are sorted twice the average, since routing is uneven."""
     wanted = num_rows if by != _ENDS else 2 * num_rows // num_experts
@@ -321,18 +256,10 @@ def tile_of(matrix: GpuMatrix, itemsize: int, transposed: bool, rows: int) -> Ti
         # A step, or a tile of a transposed product, has inputs of one group.
         if transposed:
             columns, depth = min(matrix.group, 64), 64
-        elif is_large:
-            # More would not fit into registers.
+        else:
+            # Few rows need many codes on their way from memory; with many rows more would not fit into registers.
+            columns = 128 if rows <= 16 else columns
             depth = min(matrix.group, 32 if rows >= 128 else 64)
-        else:
-            # Eight sums of 16 columns are as many as one warp computes without another doing the same; with 32 rows
-            # their registers suffice for half of it.
-            columns, depth = (128, 64) if rows <= 16 else (64, 64)
-    elif matrix.kind == "table":
-        if transposed:
-            columns = min(matrix.group, columns)
-        else:
-            columns, depth = (128 if rows <= 16 and itemsize == 2 else columns), min(matrix.group, depth)
     else:
         num_out, num_in = matrix.sizes
         if not is_large:
@@ -343,7 +270,7 @@ def tile_of(matrix: GpuMatrix, itemsize: int, transposed: bool, rows: int) -> Ti
     if itemsize == 4 and not (matrix.kind == "int4" and transposed):
         depth = min(depth, 32)
     # With four warps the sums of 64 rows spill from registers on capability 8.0 and 12.0.
-    warps = 8 if is_large else 1 if matrix.kind == "int4" and not transposed and not is_large else 4
+    warps = 8 if is_large else 4
     return Tile(rows, columns, depth, 4 if warps == 4 else 3, warps)
 
 
@@ -364,3 +291,151 @@ def _power_of_two(size: int) -> int:
 
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+# By what was checked: how the kernel differs from the unpacked product, or fails; empty if it is right.
+_FAILURES: dict[tuple[str, torch.dtype, torch.device], str] = {}
+
+
+def kernel_failures() -> list[str]:
+    """What is wrong with kernels that this process has checked."""
+    return [failure for failure in _FAILURES.values() if failure]
+
+
+def is_right(
+    name: str, dtype: torch.dtype, device: torch.device, find: Callable[[], str], may_check: bool
+) -> bool:
+    """Whether a kernel is right on a device. The first call checks it: that compiles for seconds, and waits.
+
+    Args:
+        name: format, sizes, strides and direction of the product.
+        dtype: of the rows.
+        find: calls `find_difference`.
+        may_check: whether kernels may be launched; otherwise only an earlier check counts. It does also while a CUDA
+            graph is captured.
+    """
+    if not may_check or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return _is_known(name, dtype, device)
+    if (name, dtype, device) not in _FAILURES:
+        with log_if_slow("llamoe: checking a kernel for packed weights, once in this process"):
+            _FAILURES[name, dtype, device] = failure = find()
+        if failure:
+            logger.warning(
+                "llamoe does not use its Triton kernel for %s in %s on %s: %s. torch's products take its place, which "
+                "is slower.",
+                name,
+                dtype,
+                device,
+                failure,
+            )
+    return not _FAILURES[name, dtype, device]
+
+
+# A compiler runs this function while it traces, and takes its result as a constant.
+@torch.compiler.assume_constant_result
+def _is_known(name: str, dtype: torch.dtype, device: torch.device) -> bool:
+    if (name, dtype, device) not in _FAILURES:
+        _say_that_a_graph_lacks(name, dtype, device)
+    return _FAILURES.get((name, dtype, device)) == ""
+
+
+@functools.cache
+def _say_that_a_graph_lacks(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    logger.info(
+        "llamoe: a graph is made before the kernel for %s was checked on %s (%s), so it is not used in it. One pass of "
+        "few tokens, or for training one step, before compiling or capturing has it checked.",
+        name,
+        device,
+        dtype,
+    )
+
+
+@torch.no_grad()
+def find_difference(
+    matrix: GpuMatrix,
+    unpacked: Callable[[int], torch.Tensor],
+    dtype: torch.dtype,
+    num_experts: int = 0,
+    transposed: bool = False,
+) -> str:
+    """How the kernels differ from the product of unpacked weights, or fail, in words; empty if they are right.
+
+    Rows are random, the same each time; the caller's random state is kept. Half of them go to the last expert, the
+    others to the first few, and every seventh to none. All tiles are tried.
+
+    Args:
+        matrix: one, or a stack.
+        unpacked: gives the matrix `[O, I]` of an expert in `dtype`.
+        dtype: of the rows.
+        num_experts: E; 0 for one matrix.
+        transposed: for the product of gradients.
+    """
+    device, terms = matrix.codes.device, matrix.sizes[not transposed]
+    launches = [(2 * tile + 5, tile, False) for tile in TILES]
+    if num_experts and not transposed:
+        launches += [(rows, None, True) for rows in _UNSORTED_ROWS]
+    rows = 0
+    try:
+        for rows, tile, by_id in launches:
+            x_NC = torch.randn(rows, terms, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+            place_N = torch.arange(rows, device=device)
+            ids_N = torch.where(place_N % 2 == 0, num_experts - 1, place_N % min(max(num_experts, 1), 4))
+            ids_N = torch.where(place_N % 7 == 3, num_experts, ids_N)
+            groups = ids_N
+            if not num_experts:
+                groups, ids_N = None, torch.zeros_like(ids_N)
+            elif not by_id:
+                ids_N = ids_N.sort()[0]
+                experts = torch.arange(num_experts, device=device)
+                groups = torch.searchsorted(ids_N, experts, right=True, out_int32=True)
+            given_NO = packed_product(x_NC, matrix, groups, max(num_experts, 1), by_id, transposed, tile)
+            y_NO, allowed_NO = _expected(x_NC, ids_N, unpacked, max(num_experts, 1), transposed)
+            # Where weights overflow, no result is right or wrong.
+            is_comparable_NO = y_NO.abs() < torch.finfo(dtype).max / 2
+            error_NO = (given_NO.to(y_NO.dtype) - y_NO).abs()
+            is_wrong_NO = ~(error_NO <= allowed_NO) & is_comparable_NO
+            if is_wrong_NO.any():
+                row, column = is_wrong_NO.nonzero()[0].tolist()
+                return (
+                    f"with {rows} rows {int(is_wrong_NO.sum())} of {y_NO.numel()} numbers are wrong: {row}, {column} is "
+                    f"{given_NO[row, column]:.6g} in place of {y_NO[row, column]:.6g}"
+                )
+    except torch.OutOfMemoryError:
+        # It says nothing of the kernel, and later there may be room.
+        raise
+    # Compilers, assemblers and drivers raise errors of their own kinds, and a model must run without them.
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return f"with {rows} rows {type(error).__name__}: {lines[0][:300]}"
+    return ""
+
+
+def _expected(
+    x_NC: torch.Tensor,
+    ids_N: torch.Tensor,
+    unpacked: Callable[[int], torch.Tensor],
+    num_experts: int,
+    transposed: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums in float32 (float64 for float32 rows) over unpacked weights, `[N, O]`, and how far rounding may lead.
+
+    With e the spacing of the dtype's numbers at one, the kernels may leave a weight unrounded, which differs by up to
+    e / 2 of it, by a fifth of e on average. That happens independently, so the root of the sum of squares, s, bounds
+    the effect: 2 e s are ten deviations. The result is rounded once, e |y|, and the order of float32 sums of n numbers
+    adds e32 sqrt(n) of s, four times.
+    """
+    dtype = x_NC.dtype
+    wide = torch.float64 if dtype == torch.float32 else torch.float32
+    step, step32 = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
+    of_spread = 2 * step + 4 * step32 * x_NC.shape[1] ** 0.5
+    sums, allowed = [], []
+    for expert in ids_N.unique().tolist():
+        # Rows without an expert are zero.
+        matrix = unpacked(expert) if expert < num_experts else torch.zeros_like(unpacked(0))
+        x = x_NC[ids_N == expert].to(wide)
+        columns = (matrix if transposed else matrix.T).split(_COLUMNS, dim=1)
+        sums.append(torch.cat([x @ some.to(wide) for some in columns], 1))
+        spread = torch.cat([x.square() @ some.to(wide).square() for some in columns], 1).sqrt()
+        allowed.append(step * sums[-1].abs() + of_spread * spread)
+    place_N = ids_N.sort(stable=True)[1].argsort()
+    return torch.cat(sums)[place_N], torch.cat(allowed)[place_N]

@@ -1,11 +1,8 @@
 """Triton kernels of `packed_rows`: rows times each expert's matrix; a packed one stays so until it is in registers.
 
 One program computes a tile of rows and outputs of one expert. It finds both on the device: the host knows shapes alone.
-Codes of 4 bits come two to a byte, so a loaded tile is two tiles of weights. Which weights share a byte decides how:
-
-* int4, `x W^T`: two outputs of one input, which are two sums. `x W` for gradients: two terms of one sum. For few rows
-  words of eight are loaded, which are eight sums.
-* bitsandbytes' 4 bits: two inputs of one output, so the other way round.
+Codes of int4 come two to a byte, two outputs of one input. So a loaded tile is two tiles of weights: two sums in
+`x W^T`, and two terms of one sum in `x W`, for gradients.
 
 Weights are rounded to the rows' dtype, as where a matrix is unpacked first, and sums are float32.
 
@@ -19,16 +16,8 @@ from triton import knobs
 # The interpreter keeps bfloat16 as integers: it multiplies those integers, and truncates when converting to bfloat16.
 _INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
 
-# Kinds of matrices, and what says which rows are whose.
-INT4, TABLE, DENSE = tl.constexpr(4), tl.constexpr(5), tl.constexpr(16)
+# What says which rows are whose.
 ONE, ENDS, IDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-
-# (128 + code) - 136 of byte 0 … 3 of two words, times a scale, plus an offset.
-_PAIRS = (
-    "{{ .reg .b32 t, a, b; mov.b32 a, 0x3F803F80; mov.b32 b, 0xC308C308; prmt.b32 t, $1, $2, 0x0{1}0{0}; "
-    "lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 t, t, a, b; fma.rn.bf16x2 $0, t, $3, $4; }}"
-)
-_BYTES_0, _BYTES_1, _BYTES_2, _BYTES_3 = (tl.constexpr(_PAIRS.format(byte, byte + 4)) for byte in range(4))
 
 # Triton must not specialise these arguments for 1 and for multiples of 16: one kernel then serves all numbers of rows
 # that share its constants, so a check of one of them holds for all.
@@ -111,39 +100,6 @@ def _shifted(codes, bits):
 
 
 @triton.jit
-def _int4_weights_of_byte(codes, BYTE: tl.constexpr, words, dtype: tl.constexpr):
-    """`_int4_weights` of the low four bits of a byte of each of `codes`: the same numbers in half the instructions.
-
-    Two weights share a register. The bytes of both, 128 + code by its bits in bfloat16, code - 8, and one rounded
-    multiplication and addition.
-    """
-    # Triton compiles what follows a return, so no branch may end early.
-    if _INTERPRETED or dtype != tl.bfloat16:
-        return _int4_weights(_shifted((codes >> (8 * BYTE)) & 15, 0x43000000), words, dtype)
-    else:
-        scale = (words & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        offset = (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        codes, scale, offset = (
-            tl.broadcast(codes, scale)[0],
-            tl.broadcast(scale, codes)[0],
-            tl.broadcast(offset, codes)[0],
-        )
-        if BYTE == 0:
-            return _pairs(codes, scale, offset, _BYTES_0)
-        elif BYTE == 1:
-            return _pairs(codes, scale, offset, _BYTES_1)
-        elif BYTE == 2:
-            return _pairs(codes, scale, offset, _BYTES_2)
-        else:
-            return _pairs(codes, scale, offset, _BYTES_3)
-
-
-@triton.jit
-def _pairs(codes, scale, offset, ASM: tl.constexpr):
-    return tl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [codes, scale, offset], tl.bfloat16, True, 2)
-
-
-@triton.jit
 def _int4(
     x_ptrs,
     codes_ptr,  # of the expert
@@ -205,96 +161,6 @@ def _int4(
 
 
 @triton.jit
-def _int4_words(
-    x_ptrs,
-    codes_ptr,  # of the expert
-    words_ptr,  # likewise
-    out_ptr,
-    rows,
-    row_exists,
-    column_block,
-    first,
-    last,
-    num_out,
-    num_in,
-    padded_in,
-    M: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    GROUP: tl.constexpr,
-    REST: tl.constexpr,
-):
-    """Write the sums for few rows. Codes are loaded as words of eight, which are eight sums: loads are few and wide."""
-    dtype: tl.constexpr = x_ptrs.dtype.element_ty
-    WORDS: tl.constexpr = COLUMNS // 8
-    STEP: tl.constexpr = DEPTH if DEPTH < GROUP else GROUP
-    word = tl.arange(0, WORDS)
-    block = column_block * (COLUMNS // 64) + word // 8
-    output, apart, beside, pitch = block * 64 + word % 8 * 4, 1, 32, tl.full((WORDS,), 8, tl.int32)
-    exists = output < num_out
-    if REST > 0:
-        is_rest = block == num_out // 64
-        output = tl.where(is_rest, block * 64 + word % 8 * 8, output)
-        apart = tl.where(is_rest, 2, 1)
-        beside = tl.where(is_rest, 1, 32)
-        pitch = tl.where(is_rest, REST // 8, 8)
-        exists = output < num_out
-    deep = tl.arange(0, STEP)
-    codes_ptrs = (
-        codes_ptr.to(tl.pointer_type(tl.int32))
-        + block.to(tl.int64)[None, :] * (padded_in * 8)
-        + (word % 8)[None, :]
-        + (first + deep)[:, None] * pitch[None, :]
-    )
-    words_ptr += tl.cast(first // GROUP, tl.int64) * num_out + output
-    sum0 = tl.zeros((M, WORDS), tl.float32)
-    sum1 = tl.zeros((M, WORDS), tl.float32)
-    sum2 = tl.zeros((M, WORDS), tl.float32)
-    sum3 = tl.zeros((M, WORDS), tl.float32)
-    sum4 = tl.zeros((M, WORDS), tl.float32)
-    sum5 = tl.zeros((M, WORDS), tl.float32)
-    sum6 = tl.zeros((M, WORDS), tl.float32)
-    sum7 = tl.zeros((M, WORDS), tl.float32)
-    for begin in tl.range(first, last, DEPTH, num_stages=STAGES):
-        for part in tl.static_range(0, DEPTH, STEP):
-            is_in = begin + part < last
-            x = tl.load(
-                x_ptrs + part, mask=row_exists[:, None] & (deep < num_in - begin - part)[None, :], other=0.0
-            )
-            codes = tl.load(codes_ptrs + part * pitch[None, :], mask=exists[None, :] & is_in, other=0)
-            high = codes >> 4
-            here = words_ptr + ((begin + part) // GROUP - first // GROUP) * num_out
-            mask = exists & is_in
-            scales0 = tl.load(here, mask=mask, other=0)[None, :]
-            scales1 = tl.load(here + beside, mask=mask, other=0)[None, :]
-            scales2 = tl.load(here + apart, mask=mask, other=0)[None, :]
-            scales3 = tl.load(here + apart + beside, mask=mask, other=0)[None, :]
-            scales4 = tl.load(here + 2 * apart, mask=mask, other=0)[None, :]
-            scales5 = tl.load(here + 2 * apart + beside, mask=mask, other=0)[None, :]
-            scales6 = tl.load(here + 3 * apart, mask=mask, other=0)[None, :]
-            scales7 = tl.load(here + 3 * apart + beside, mask=mask, other=0)[None, :]
-            sum0 = _dot(x, _int4_weights_of_byte(codes, 0, scales0, dtype), sum0)
-            sum1 = _dot(x, _int4_weights_of_byte(high, 0, scales1, dtype), sum1)
-            sum2 = _dot(x, _int4_weights_of_byte(codes, 1, scales2, dtype), sum2)
-            sum3 = _dot(x, _int4_weights_of_byte(high, 1, scales3, dtype), sum3)
-            sum4 = _dot(x, _int4_weights_of_byte(codes, 2, scales4, dtype), sum4)
-            sum5 = _dot(x, _int4_weights_of_byte(high, 2, scales5, dtype), sum5)
-            sum6 = _dot(x, _int4_weights_of_byte(codes, 3, scales6, dtype), sum6)
-            sum7 = _dot(x, _int4_weights_of_byte(high, 3, scales7, dtype), sum7)
-        x_ptrs += DEPTH
-        codes_ptrs += DEPTH * pitch[None, :]
-    _store(out_ptr, rows, row_exists, output, exists, num_out, sum0)
-    _store(out_ptr, rows, row_exists, output + beside, exists, num_out, sum1)
-    _store(out_ptr, rows, row_exists, output + apart, exists, num_out, sum2)
-    _store(out_ptr, rows, row_exists, output + apart + beside, exists, num_out, sum3)
-    _store(out_ptr, rows, row_exists, output + 2 * apart, exists, num_out, sum4)
-    _store(out_ptr, rows, row_exists, output + 2 * apart + beside, exists, num_out, sum5)
-    _store(out_ptr, rows, row_exists, output + 3 * apart, exists, num_out, sum6)
-    _store(out_ptr, rows, row_exists, output + 3 * apart + beside, exists, num_out, sum7)
-
-
-@triton.jit
 def _int4_transposed(
     x_ptr,
     rows,
@@ -345,168 +211,6 @@ def _int4_transposed(
 
 
 @triton.jit
-def _absmax(
-    scales_ptr,
-    nested_ptr,
-    offset_ptr,
-    dynamic_ptr,
-    expert,
-    output,
-    block,  # of the output's row
-    exists,
-    num_out,
-    blocks_of_row,
-    MATRICES: tl.constexpr,
-    NESTED: tl.constexpr,
-):
-    """Scales of bitsandbytes' blocks, `[…]` like `output`; with double quantization they are codes themselves."""
-    place = (expert.to(tl.int64) * num_out + output) * blocks_of_row + block
-    if not NESTED:
-        return tl.load(scales_ptr + place, mask=exists, other=0.0)
-    else:
-        rows_of_matrix = num_out // MATRICES
-        matrix = expert * MATRICES + output // rows_of_matrix
-        block_of_matrix = (output % rows_of_matrix) * blocks_of_row + block
-        nested = matrix.to(tl.int64) * tl.cdiv(rows_of_matrix * blocks_of_row, 256) + block_of_matrix // 256
-        codes = tl.load(scales_ptr + place, mask=exists, other=0)
-        values = tl.load(dynamic_ptr + codes.to(tl.int32))
-        return values * tl.load(nested_ptr + nested, mask=exists, other=0.0) + tl.load(
-            offset_ptr + matrix, mask=exists, other=0.0
-        )
-
-
-@triton.jit
-def _look_up(table, codes):
-    """The numbers that codes mean, of a table `[16]` that threads hold: Triton exchanges them between these."""
-    flat = tl.gather(table, tl.reshape(codes, (codes.shape[0] * codes.shape[1],)), 0)
-    return tl.reshape(flat, codes.shape)
-
-
-@triton.jit
-def _table(
-    x_ptr,
-    rows,
-    codes_ptr,  # of the expert
-    scales_ptr,
-    table_ptr,
-    nested_ptr,
-    offset_ptr,
-    dynamic_ptr,
-    expert,
-    row_exists,
-    column_block,
-    first,
-    last,
-    num_out,
-    num_in,
-    M: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    GROUP: tl.constexpr,
-    MATRICES: tl.constexpr,
-    NESTED: tl.constexpr,
-):
-    """Sums `[M, COLUMNS]`, and which outputs these are; the first of a byte's inputs is in its high bits."""
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    columns = column_block * COLUMNS + tl.arange(0, COLUMNS)
-    exists = columns < num_out
-    pair = tl.arange(0, DEPTH // 2)
-    x_ptrs = x_ptr + rows[:, None].to(tl.int64) * num_in + first + 2 * pair[None, :]
-    codes_ptrs = codes_ptr + columns[None, :].to(tl.int64) * (num_in // 2) + first // 2 + pair[:, None]
-    total = tl.zeros((M, COLUMNS), tl.float32)
-    table = tl.load(table_ptr + tl.arange(0, 16))
-    for begin in tl.range(first, last, DEPTH, num_stages=STAGES):
-        # Rows of a matrix are whole blocks, of which a step takes one or a part.
-        mask = row_exists[:, None] & (pair < (num_in - begin) // 2)[None, :]
-        x_first = tl.load(x_ptrs, mask=mask, other=0.0)
-        x_second = tl.load(x_ptrs + 1, mask=mask, other=0.0)
-        codes = tl.load(codes_ptrs, mask=exists[None, :], other=0).to(tl.int32)
-        scale = _absmax(
-            scales_ptr,
-            nested_ptr,
-            offset_ptr,
-            dynamic_ptr,
-            expert,
-            columns,
-            begin // GROUP,
-            exists,
-            num_out,
-            num_in // GROUP,
-            MATRICES,
-            NESTED,
-        )[None, :]
-        first_weights = _round(_look_up(table, codes >> 4) * scale, dtype)
-        second_weights = _round(_look_up(table, codes & 15) * scale, dtype)
-        total = _dot(x_first, first_weights, total)
-        total = _dot(x_second, second_weights, total)
-        x_ptrs += DEPTH
-        codes_ptrs += DEPTH // 2
-    return total, columns, exists
-
-
-@triton.jit
-def _table_transposed(
-    x_ptrs,
-    codes_ptr,  # of the expert
-    scales_ptr,
-    table_ptr,
-    nested_ptr,
-    offset_ptr,
-    dynamic_ptr,
-    expert,
-    row_exists,
-    column_block,
-    first,
-    last,
-    num_out,
-    num_in,
-    M: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    GROUP: tl.constexpr,
-    MATRICES: tl.constexpr,
-    NESTED: tl.constexpr,
-):
-    """Sums of the first and the second inputs of all bytes, `[M, COLUMNS / 2]`, and which inputs these are."""
-    dtype: tl.constexpr = x_ptrs.dtype.element_ty
-    # All inputs of a tile are in one block.
-    pair = column_block * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
-    exists = pair < num_in // 2
-    deep = tl.arange(0, DEPTH)
-    codes_ptrs = codes_ptr + (first + deep)[:, None].to(tl.int64) * (num_in // 2) + pair[None, :]
-    first_total = tl.zeros((M, COLUMNS // 2), tl.float32)
-    second_total = tl.zeros((M, COLUMNS // 2), tl.float32)
-    table = tl.load(table_ptr + tl.arange(0, 16))
-    for begin in tl.range(first, last, DEPTH, num_stages=STAGES):
-        has_output = deep < num_out - begin
-        x = tl.load(x_ptrs, mask=row_exists[:, None] & has_output[None, :], other=0.0)
-        codes = tl.load(codes_ptrs, mask=has_output[:, None] & exists[None, :], other=0).to(tl.int32)
-        scale = _absmax(
-            scales_ptr,
-            nested_ptr,
-            offset_ptr,
-            dynamic_ptr,
-            expert,
-            begin + deep,
-            column_block * COLUMNS // GROUP,
-            has_output,
-            num_out,
-            num_in // GROUP,
-            MATRICES,
-            NESTED,
-        )[:, None]
-        first_weights = _round(_look_up(table, codes >> 4) * scale, dtype)
-        second_weights = _round(_look_up(table, codes & 15) * scale, dtype)
-        first_total = _dot(x, first_weights, first_total)
-        second_total = _dot(x, second_weights, second_total)
-        x_ptrs += DEPTH
-        codes_ptrs += DEPTH * tl.cast(num_in // 2, tl.int64)
-    return first_total, second_total, 2 * pair, 2 * pair + 1, exists
-
-
-@triton.jit
 def _dense(
     x_ptrs,
     weight_ptr,  # of the expert
@@ -525,7 +229,6 @@ def _dense(
     STAGES: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     SCALED: tl.constexpr,
-    PART: tl.constexpr,  # of a scale
 ):
     """Sums `[M, COLUMNS]` over a matrix with a number for each weight, in any strides, and which columns these are."""
     dtype: tl.constexpr = x_ptrs.dtype.element_ty
@@ -543,7 +246,7 @@ def _dense(
         x = tl.load(x_ptrs, mask=row_exists[:, None] & has_term[None, :], other=0.0)
         weight = tl.load(weight_ptrs, mask=has_term[:, None] & exists[None, :], other=0)
         if SCALED and TRANSPOSED:
-            scale = tl.load(scales_ptr + begin + deep, mask=has_term, other=0.0).to(tl.float32) * PART
+            scale = tl.load(scales_ptr + begin + deep, mask=has_term, other=0.0).to(tl.float32)
             weight = _round(weight.to(tl.float32) * scale[:, None], dtype)
         elif SCALED:
             # Whole numbers up to 128 are exact in all dtypes.
@@ -552,7 +255,7 @@ def _dense(
         x_ptrs += DEPTH
         weight_ptrs += DEPTH * tl.cast(stride_term, tl.int64)
     if SCALED and not TRANSPOSED:
-        scale = tl.load(scales_ptr + columns, mask=exists, other=0.0).to(tl.float32) * PART
+        scale = tl.load(scales_ptr + columns, mask=exists, other=0.0).to(tl.float32)
         total = total * scale[None, :]
     return total, columns, exists
 
@@ -562,10 +265,6 @@ def product_kernel(
     x_ptr,  # [N, C], contiguous
     codes_ptr,  # of all experts
     scales_ptr,
-    table_ptr,
-    nested_ptr,
-    offset_ptr,
-    dynamic_ptr,
     groups_ptr,
     out_ptr,  # [S, N, columns], contiguous
     num_rows,
@@ -577,7 +276,7 @@ def product_kernel(
     stride_expert,  # of dense matrices
     stride_out,
     stride_in,
-    KIND: tl.constexpr,
+    IS_INT4: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     BY: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -587,10 +286,7 @@ def product_kernel(
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
     REST: tl.constexpr,
-    MATRICES: tl.constexpr,
-    NESTED: tl.constexpr,
     SCALED: tl.constexpr,
-    PART: tl.constexpr,
 ):
     """Write the products, or a split's part of them; zeros for rows without an expert. Grid: tiles, columns, S."""
     expert, rows, row_exists = _rows_of_program(groups_ptr, num_rows, num_experts, BY, M, GROUPS)
@@ -604,7 +300,7 @@ def product_kernel(
     if expert < num_experts:
         far = expert.to(tl.int64)
         x_ptrs = x_ptr + rows[:, None].to(tl.int64) * num_terms + first + tl.arange(0, DEPTH)[None, :]
-        if KIND == INT4:
+        if IS_INT4:
             codes_ptr += far * num_out * (padded_in // 2)
             scales_ptr += far * num_out * (padded_in // GROUP)
             if TRANSPOSED:
@@ -613,12 +309,6 @@ def product_kernel(
                     padded_in, M, COLUMNS, STAGES, GROUP, REST,
                 )  # fmt: skip
                 _store(out_ptr, rows, row_exists, columns, exists, num_columns, sums)
-            elif M <= 32:
-                _int4_words(
-                    x_ptr + rows[:, None].to(tl.int64) * num_terms + first + tl.arange(0, min(DEPTH, GROUP))[None, :],
-                    codes_ptr, scales_ptr, out_ptr, rows, row_exists, column_block, first, last, num_out, num_in,
-                    padded_in, M, COLUMNS, DEPTH, STAGES, GROUP, REST,
-                )  # fmt: skip
             else:
                 sums, more, columns, more_columns, exists = _int4(
                     x_ptrs, codes_ptr, scales_ptr, row_exists, column_block, first, last, num_out, num_in,
@@ -626,23 +316,6 @@ def product_kernel(
                 )  # fmt: skip
                 _store(out_ptr, rows, row_exists, columns, exists, num_columns, sums)
                 _store(out_ptr, rows, row_exists, more_columns, exists, num_columns, more)
-        elif KIND == TABLE:
-            codes_ptr += far * num_out * (num_in // 2)
-            if TRANSPOSED:
-                sums, more, columns, more_columns, exists = _table_transposed(
-                    x_ptrs, codes_ptr, scales_ptr, table_ptr, nested_ptr, offset_ptr, dynamic_ptr, expert,
-                    row_exists, column_block, first, last, num_out, num_in, M, COLUMNS, DEPTH, STAGES, GROUP,
-                    MATRICES, NESTED,
-                )  # fmt: skip
-                _store(out_ptr, rows, row_exists, columns, exists, num_columns, sums)
-                _store(out_ptr, rows, row_exists, more_columns, exists, num_columns, more)
-            else:
-                sums, columns, exists = _table(
-                    x_ptr, rows, codes_ptr, scales_ptr, table_ptr, nested_ptr, offset_ptr, dynamic_ptr, expert,
-                    row_exists, column_block, first, last, num_out, num_in, M, COLUMNS, DEPTH, STAGES, GROUP,
-                    MATRICES, NESTED,
-                )  # fmt: skip
-                _store(out_ptr, rows, row_exists, columns, exists, num_columns, sums)
         else:
             codes_ptr += far * stride_expert
             if SCALED:
@@ -650,47 +323,13 @@ def product_kernel(
             sums, columns, exists = _dense(
                 x_ptrs, codes_ptr, scales_ptr, row_exists, column_block, first, last, num_terms, num_columns,
                 stride_out if TRANSPOSED else stride_in, stride_in if TRANSPOSED else stride_out,
-                M, COLUMNS, DEPTH, STAGES, TRANSPOSED, SCALED, PART,
+                M, COLUMNS, DEPTH, STAGES, TRANSPOSED, SCALED,
             )  # fmt: skip
             _store(out_ptr, rows, row_exists, columns, exists, num_columns, sums)
     elif expert == num_experts:
         columns = column_block * COLUMNS + tl.arange(0, COLUMNS)
         zeros = tl.zeros((M, COLUMNS), tl.float32)
         _store(out_ptr, rows, row_exists, columns, columns < num_columns, num_columns, zeros)
-
-
-@triton.jit(do_not_specialize=_COUNTS)
-def outer_kernel(
-    x_ptr,  # [N, I], contiguous
-    grad_ptr,  # [N, O], contiguous
-    ends_ptr,
-    out_ptr,  # [E, I, O], contiguous
-    num_in,
-    num_out,
-    M: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Write x^T grad of each expert's rows, zeros for one without rows. Grid: experts, tiles of I, tiles of O."""
-    expert = tl.program_id(0)
-    begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(ends_ptr + expert)
-    inputs = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    outputs = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in tl.range(begin, end, M, num_stages=STAGES):
-        rows = first + tl.arange(0, M)
-        far = rows.to(tl.int64)
-        x_ptrs = x_ptr + inputs[:, None] + far[None, :] * num_in
-        x = tl.load(x_ptrs, mask=(inputs < num_in)[:, None] & (rows < end)[None, :], other=0.0)
-        grad_ptrs = grad_ptr + far[:, None] * num_out + outputs[None, :]
-        grad = tl.load(grad_ptrs, mask=(rows < end)[:, None] & (outputs < num_out)[None, :], other=0.0)
-        total = _dot(x, grad, total)
-    ptrs = out_ptr + expert.to(tl.int64) * num_in * num_out
-    ptrs = ptrs + inputs[:, None].to(tl.int64) * num_out + outputs[None, :]
-    mask = (inputs < num_in)[:, None] & (outputs < num_out)[None, :]
-    tl.store(ptrs, _round(total, out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=_COUNTS)

@@ -1,73 +1,104 @@
-"""The experts, whatever the format of their numbers, and the loop over experts that defines their result.
+"""The experts: rows sorted by expert, a product, the gate, a product; and the loop that defines their result.
 
-They answer one thing: the products of these rows with these experts, and what adapters add to them
-(`Experts.products`). They have no part in the choice of rows and experts, nor in how rows are sorted and multiplied
-(`dispatch`). Here expert e is slice e of two stacks in memory, whose numbers `formats` knows. `quantization` has
-experts whose stacks are codes, `offload` those whose stacks are not in memory: they say where tensors are.
+`Experts.forward` multiplies the rows of the chosen experts. On a CPU in inference the host counts the rows, which costs
+nothing, and multiplies expert by expert; a few rows go to their experts unsorted. Few rows on a GPU, and packed experts
+there, go through kernels that find the hit experts on the device: nothing waits for the host, and a step fits into a
+CUDA graph. All else is multiplied by operators that autograd and compilers follow (`products`).
 
-`loop_over_experts` is the definition: the formula of an expert for each expert in turn. Every other way to compute
-experts is compared with it.
+Here expert e is slice e of two stacks in memory, whose numbers `formats` knows. `quantization` has experts whose stacks
+are codes, `offload` those whose stacks are not in memory: they say where tensors are.
 
-Shapes: T tokens, k experts a token, N rows, E experts, H hidden_size, I intermediate_size, F = 2 * I.
+`loop_over_experts` is the definition: the formula of an expert for each expert in turn.
+
+`set_experts_implementation` chooses `llamoe`, this `forward`; `eager`, the definition; or transformers' own functions,
+which compute plain stacks in memory without adapters. `generate` keeps `llamoe`; `grouped_mm` it replaces by
+`batched_mm`, which copies an expert for each token.
+
+Shapes: T tokens, k experts a token, N = T * k rows, E experts, H hidden_size, I intermediate_size.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
+from transformers.integrations.moe import (
+    ExpertsInterface,
+    batched_mm_experts_forward,
+    use_experts_implementation,
+)
 
-from ..formats import Format, Sizes, plain_format
-from ..kernels import has_gpu
+from .._private_api import is_under_vmap
+from ..formats import Format, Sizes, has_gpu_kernel, may_have_gpu_kernel, plain_format
+from ..kernels import (
+    CPU_UNSORTED_MAX_ROWS,
+    SHORTCUTS_ARE_ON,
+    TRITON_UNSORTED_MAX_ROWS,
+    few_rows_limit,
+    is_exported,
+    is_recorded,
+    is_transformed,
+    max_rows_of_matrix,
+)
 from ..layers import activation
-from .grouped_mm_limits import grouped_mm_fits
-from .grouped_product import Stack
-from .low_rank import Updates
+from .low_rank import NO_LORA, ExpertsLora
+from .products import Stack, groups_between, multiply_groups, multiply_on_device, multiply_sorted
 from .state_dicts import TakesSingleExperts
 
+Way = Literal["host", "kernels", "operators"]
+"""How products get the rows of each expert: the host counts them, kernels find them, or operators hide that."""
 IMPLEMENTATION = "llamoe"
 """The default name in transformers' registry of experts implementations."""
 STACKS = ("gate_up_proj", "down_proj")
 """Names of the stacks, in the order in which they multiply."""
 
-_ABILITIES = {
-    "llamoe": ("packed", "offloaded", "adapted"),
-    "llamoe_loop": ("packed", "offloaded", "adapted"),
-    "llamoe_grouped": ("offloaded", "adapted"),
-    "llamoe_kernel": ("adapted",),
-    "eager": ("packed", "offloaded"),
-}
-
-
-def implementation_can(name: str | None, ability: str) -> bool:
-    """Whether an experts implementation computes more than plain stacks in memory.
-
-    Args:
-        name: transformers' own, which are in no table here, compute nothing else; None is the default.
-        ability: "packed" stacks, stacks "offloaded", or what adapters add to rows, "adapted".
-    """
-    return ability in _ABILITIES.get(name or IMPLEMENTATION, ())
-
 
 class Implementations(ExpertsInterface):
-    """transformers' registry of experts implementations, with a default for experts outside of a model."""
+    """transformers' registry of experts implementations, as ours look functions up."""
 
     def get_interface(self, experts_implementation: str | None, default: Callable) -> Callable:
-        """The function of this name; of `llamoe` where no model has chosen a name."""
+        """Return the function of a name; `Experts.forward` itself where it is `llamoe`, or no model has chosen one."""
         name = experts_implementation or IMPLEMENTATION
-        function = super().get_interface(name, default)
-        return function if name in _ABILITIES else partial(_checked, function)
-
-
-def _checked(function: Callable, experts: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    experts.check_implementation(experts.config._experts_implementation)
-    return function(experts, *args, **kwargs)
+        if name == IMPLEMENTATION:
+            return default
+        function = partial(_eager, default) if name == "eager" else super().get_interface(name, default)
+        return partial(_without_lora, function)
 
 
 IMPLEMENTATIONS = Implementations()
+
+
+def _eager(compute: Callable, experts: Any, *args: torch.Tensor) -> torch.Tensor:
+    """Compute the loop that defines the result, or, where compilers and tracers cannot follow it, `compute`."""
+    if is_recorded(args[0]) and not is_transformed():
+        return compute(experts, *args)
+    return experts.loop_over_experts(*args)
+
+
+def _without_lora(
+    function: Callable, experts: Any, *args: Any, lora: ExpertsLora | None = None
+) -> torch.Tensor:
+    name = experts.config._experts_implementation
+    experts.check_implementation(name)
+    if (experts.lora if lora is None else lora).updates():
+        raise ValueError(
+            f'experts_implementation="{name}" has no place for LoRA on experts: choose "{IMPLEMENTATION}", or merge '
+            "the adapters."
+        )
+    return function(experts, *args)
+
+
+def _refuse_other_experts(experts: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    raise ValueError(
+        f'experts_implementation="{IMPLEMENTATION}" computes llamoe\'s own experts, not {type(experts).__name__}: '
+        'choose "grouped_mm" or another of transformers\'.'
+    )
+
+
+# So that the name is known; ours do not ask for its function.
+ExpertsInterface.register(IMPLEMENTATION, _refuse_other_experts)
 
 
 @use_experts_implementation(experts_interface=IMPLEMENTATIONS, is_transposed=True)
@@ -77,10 +108,8 @@ class Experts(TakesSingleExperts):
     # Quantizers, peft and transformers' backends rely on these names, shapes and their order.
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
-    # `dispatch` accepts only experts with this mark.
-    takes_llamoe_paths = True
     # What adapters add, where a call cannot carry it: processes that share experts pass on rows alone.
-    updates: Updates | None = None
+    lora: ExpertsLora = NO_LORA
     # Whether files have packed experts one by one, as linear layers.
     is_packed_one_by_one = False
     # Whether the stacks are on disk or in RAM, from where one matrix at a time is brought.
@@ -129,27 +158,17 @@ class Experts(TakesSingleExperts):
         """How the weights are kept, for errors; None for plain stacks in memory, which alone can be changed."""
         return None
 
-    def refusal(self, name: str | None) -> str | None:
-        """What an experts implementation of this name needs and these experts are not; None if it can compute them."""
-        needs = {"packed": self.is_packed, "offloaded": self.is_offloaded}
-        if name == "llamoe_kernel" and self.is_packed and not self.is_offloaded:
-            if has_gpu():
-                return None
-            return (
-                f"takes packed experts on a CUDA device alone; these are {self.storage}, and there is none."
-            )
-        if all(implementation_can(name, need) for need, is_real in needs.items() if is_real):
-            return None
-        return f"needs stacks of 16 or 32 bits in memory, but these experts are {self.storage}."
-
     def check_implementation(self, name: str | None) -> None:
         """Refuse an experts implementation that wants whole stacks of numbers where there are none.
 
         Raises:
-            ValueError: one that does not know packed stacks, or offloaded stacks.
+            ValueError: one of transformers' own, for packed or offloaded stacks.
         """
-        if reason := self.refusal(name):
-            raise ValueError(f'experts_implementation="{name}" {reason} Choose "{IMPLEMENTATION}".')
+        if self.storage is not None and name not in (None, IMPLEMENTATION, "eager"):
+            raise ValueError(
+                f'experts_implementation="{name}" needs stacks of 16 or 32 bits in memory, but these experts are '
+                f'{self.storage}. Choose "{IMPLEMENTATION}".'
+            )
 
     def stack(self, name: str) -> Stack:
         """The matrices of a stack, for products."""
@@ -164,7 +183,7 @@ class Experts(TakesSingleExperts):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the products."""
+        """Dtype of the products, outside of autocast."""
         return self.format.compute_dtype
 
     @property
@@ -186,24 +205,173 @@ class Experts(TakesSingleExperts):
         return {name: self.stack_shape(name) for name in STACKS}
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        lora: ExpertsLora | None = None,
     ) -> torch.Tensor:
-        """Send each token to its experts, in the way that `config._experts_implementation` names.
+        """Send each token to its experts.
 
         Args:
             hidden_states: `[T, H]`.
             top_k_index: `[T, k]` experts of each token; ids of `num_experts` and above are skipped.
             top_k_weights: `[T, k]` factors of the experts' outputs.
+            lora: what adapters add to the products of the stacks.
 
         Returns:
-            `[T, H]`, summed over the k experts.
+            `[T, H]` in the dtype of `hidden_states`, summed over the k experts.
+
+        Raises:
+            ValueError: transforms of torch.func, for packed or offloaded stacks or adapters.
         """
-        return self.loop_over_experts(hidden_states, top_k_index, top_k_weights)
+        lora = self.lora if lora is None else lora
+        if is_transformed():
+            return self._follow_transform(hidden_states, top_k_index, top_k_weights, lora)
+        x_TH = hidden_states.to(self.product_dtype())
+        needs_gradient = torch.is_grad_enabled() and any(
+            tensor.requires_grad
+            for tensor in (hidden_states, top_k_weights, self.gate_up_proj, self.down_proj, *lora.factors())
+        )
+        num_tokens, top_k = top_k_index.shape
+        ids_N = top_k_index.reshape(-1)
+        way = self.way(len(ids_N), needs_gradient, lora, is_recorded(hidden_states))
+        if not needs_gradient and len(ids_N) <= _UNSORTED_MAX_ROWS[way]:
+            y_NH = self._products_of_choices(x_TH, ids_N, top_k, way, lora)
+        else:
+            y_NH = self._products_of_sorted(x_TH, ids_N, top_k, way, lora)
+        y_NH = y_NH * top_k_weights.reshape(-1, 1)
+        y_TH = y_NH if top_k == 1 else y_NH.unflatten(0, (num_tokens, top_k)).sum(1)
+        return y_TH.to(hidden_states.dtype)
+
+    def _products_of_choices(
+        self, x_TH: torch.Tensor, ids_N: torch.Tensor, top_k: int, way: Way, lora: ExpertsLora
+    ) -> torch.Tensor:
+        """Return the outputs of all choices, `[N, H]`, of so few rows that sorting them would take longer."""
+        x_NH = x_TH.contiguous() if top_k == 1 else x_TH.repeat_interleave(top_k, 0)
+        if way == "host":
+            groups = [(expert, row, row + 1) for row, expert in enumerate(ids_N.tolist())]
+            return self.products(x_NH, groups, multiply_groups, lora)
+        # Same layout as in the check: kernels are compiled for the dtype of the ids.
+        multiply = partial(multiply_on_device, by_id=True)
+        return self.products(x_NH, ids_N.long().contiguous(), multiply, lora)
+
+    def _products_of_sorted(
+        self, x_TH: torch.Tensor, ids_N: torch.Tensor, top_k: int, way: Way, lora: ExpertsLora
+    ) -> torch.Tensor:
+        """Return the outputs of all choices, `[N, H]`; the rows are sorted by expert in between."""
+        # Ids of `num_experts` and above sort last, past every expert's end.
+        ids_N, order_N = ids_N.sort(stable=True)
+        expert_E = torch.arange(self.num_experts, device=ids_N.device)
+        ends_E = torch.searchsorted(ids_N, expert_E, right=True, out_int32=True)
+        x_NH = x_TH.index_select(0, order_N // top_k)
+        if way == "host":
+            y_NH = self.products(x_NH, groups_between(ends_E, len(ids_N)), multiply_groups, lora)
+        elif way == "kernels":
+            y_NH = self.products(x_NH, ends_E, multiply_on_device, lora)
+        elif self._is_expert_parallel:
+            # torch's grouped product leaves rows past the last end undefined, in forward and in backward.
+            is_past_N1 = (ids_N >= self.num_experts)[:, None]
+            y_NH = self.products(x_NH.masked_fill(is_past_N1, 0), ends_E, multiply_sorted, lora)
+            y_NH = y_NH.masked_fill(is_past_N1, 0)
+        else:
+            y_NH = self.products(x_NH, ends_E, multiply_sorted, lora)
+        place_N = torch.empty_like(order_N)
+        place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+        return y_NH.index_select(0, place_N)
+
+    def products(
+        self, x_NH: torch.Tensor, groups: Any, multiply: Callable[..., torch.Tensor], lora: ExpertsLora
+    ) -> torch.Tensor:
+        """Return the outputs of these rows' experts, `[N, H]`: `down(act(gate(x)) * up(x))`.
+
+        Args:
+            x_NH: rows, grouped by expert.
+            groups: which rows belong to which expert, in the form that `multiply` takes.
+            multiply: the product of rows, a stack, and `groups`.
+            lora: what adapters add to the products.
+        """
+
+        def product(x: torch.Tensor, name: str) -> torch.Tensor:
+            y = multiply(x, self.stack(name), groups)
+            for update in lora.of(name):
+                y = update.add(y, x, groups, multiply)
+            return y
+
+        gate_NI, up_NI = product(x_NH, "gate_up_proj").chunk(2, dim=-1)
+        return product(self.act_fn(gate_NI) * up_NI, "down_proj")
+
+    def product_dtype(self) -> torch.dtype:
+        """Return the dtype in which experts are computed: autocast's, or the weights' own."""
+        device_type = self.device.type
+        if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+            return self.dtype
+        return self.format.dtype_in_autocast(torch.get_autocast_dtype(device_type))
+
+    def way(
+        self, num_rows: int, needs_gradient: bool, lora: ExpertsLora = NO_LORA, is_traced: bool = False
+    ) -> Way:
+        """Return how the products of so many rows get the rows of each expert.
+
+        Only sizes, dtypes, the device and the need for gradients decide, so that a compiler decides once.
+        """
+        if self.has_kernels(num_rows, needs_gradient, lora, may_check=not is_traced):
+            return "kernels"
+        is_counted = self.device.type == "cpu" or self.storage is not None
+        return "host" if is_counted and not (needs_gradient or is_traced) else "operators"
+
+    def has_kernels(
+        self, num_rows: int, needs_gradient: bool, lora: ExpertsLora = NO_LORA, may_check: bool = True
+    ) -> bool:
+        """Return whether Triton kernels multiply so many rows on this device, and are right.
+
+        They ask the host for nothing, so that a step fits into a CUDA graph.
+        """
+        if num_rows > self.kernel_max_rows(needs_gradient):
+            return False
+        dtype = self.product_dtype()
+        stacks = [self.stack(name) for name in STACKS]
+        if any(stack.form.compute_dtype != dtype for stack in stacks):
+            # Autocast would have the kernels cast the weights.
+            return False
+        stacks += [stack for update in lora.updates() for stack in update.stacks(dtype)]
+        return all(
+            has_gpu_kernel(
+                stack.form, stack.parts, stack.sizes, None, stack.num_experts, transposed, may_check
+            )
+            for stack in stacks
+            for transposed in ((False, True) if needs_gradient else (False,))
+        )
+
+    def kernel_max_rows(self, needs_gradient: bool) -> int:
+        """Return the number of rows up to which kernels are faster; -1 where there are none, as for plain gradients."""
+        # An exported program serves all numbers of rows.
+        if self.is_offloaded or not may_have_gpu_kernel(self.device) or is_exported():
+            return -1
+        if self.is_packed:
+            return self.num_experts * max_rows_of_matrix(self.device)
+        return -1 if needs_gradient else few_rows_limit(self.device)
+
+    def _follow_transform(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        lora: ExpertsLora,
+    ) -> torch.Tensor:
+        """Compute by torch's own operators, which alone the transforms of torch.func follow."""
+        if self.storage is not None or lora.updates():
+            raise ValueError(
+                "Experts that are packed or offloaded, or have adapters, do not follow transforms of torch.func. "
+                'experts_implementation="eager" follows grad and jvp without adapters.'
+            )
+        follow = batched_mm_experts_forward if is_under_vmap() else type(self).loop_over_experts
+        return follow(self, hidden_states, top_k_index, top_k_weights)
 
     def loop_over_experts(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """The definition: each chosen expert in turn computes the tokens that chose it."""
+        """Compute the definition: each chosen expert in turn computes the tokens that chose it."""
         result = torch.zeros_like(hidden_states)
         gate_up, down = (self.stack(name).matrices() for name in STACKS)
         chosen = [expert for expert in top_k_index.unique().tolist() if expert < self.num_experts]
@@ -216,48 +384,17 @@ class Experts(TakesSingleExperts):
             result.index_add_(0, tokens, weighted.to(result.dtype))
         return result
 
-    def products(
-        self,
-        x_NH: torch.Tensor,
-        groups: Any,
-        multiply: Callable[[torch.Tensor, Stack, Any], torch.Tensor],
-        updates: Updates,
-    ) -> torch.Tensor:
-        """The outputs of these rows' experts, `[N, H]`: `down(act(gate(x)) * up(x))`.
-
-        Args:
-            x_NH: rows, grouped by expert.
-            groups: which rows belong to which expert, in the form that `multiply` takes.
-            multiply: the product of rows, a stack, and `groups`.
-            updates: what adapters add to a stack's products.
-        """
-
-        def product(x: torch.Tensor, name: str) -> torch.Tensor:
-            stack = self.stack(name)
-            y = multiply(stack.form.cast(x), stack, groups)
-            for update in updates.get(name, ()):
-                y = update.add(y, x, groups, multiply)
-            return y
-
-        gate_NI, up_NI = product(x_NH, "gate_up_proj").chunk(2, dim=-1)
-        return product(self.act_fn(gate_NI) * up_NI, "down_proj")
-
-    def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
-        """Whether torch's grouped product exists on a device and takes weights of these sizes and dtype.
-
-        Args:
-            device: default: the weights' device.
-            dtype: dtype of the product; default: that of the weights.
-        """
-        if self.storage is not None:
-            return False
-        weight = self.down_proj
-        return grouped_mm_fits((self.gate_up_proj, weight), device or weight.device, dtype or weight.dtype)
-
     def extra_repr(self) -> str:
         """Show the sizes in `print(model)`."""
         hidden_size, intermediate_size = self.sizes_of("down_proj")
         return f"num_experts={self.num_experts}, {hidden_size=}, {intermediate_size=}"
+
+
+_UNSORTED_MAX_ROWS: Mapping[Way, int] = {
+    "host": CPU_UNSORTED_MAX_ROWS if SHORTCUTS_ARE_ON else -1,
+    "kernels": TRITON_UNSORTED_MAX_ROWS,
+    "operators": -1,
+}
 
 
 class OutputFirstExperts(Experts):
@@ -270,3 +407,23 @@ class OutputFirstExperts(Experts):
 
     def _empty_stack(self, size_in: int, size_out: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(self.num_experts, size_out, size_in))
+
+
+def check_kernels(model: nn.Module) -> None:
+    """Check the kernels for all experts and packed layers of a model, before a compiler or CUDA graph starts.
+
+    Where nothing is left to check, this only visits each module.
+    """
+    loras: dict[int, ExpertsLora] = {}
+    for module in model.modules():
+        if (active := getattr(module, "active_lora", None)) is not None:
+            experts = module.get_base_layer()
+            loras[id(experts)] = active(loras.get(id(experts), NO_LORA))
+    for module in model.modules():
+        if isinstance(module, Experts) and module.config._experts_implementation in (None, IMPLEMENTATION):
+            # Sharded or offloaded parameters are checked in the first pass, when their data is here.
+            if type(module.down_proj) is nn.Parameter:
+                module.has_kernels(1, needs_gradient=False, lora=loras.get(id(module), NO_LORA))
+        elif isinstance(module, nn.Linear) and hasattr(module, "format"):
+            if may_have_gpu_kernel(module.weight.device):
+                has_gpu_kernel(module.format, module.parts(), (module.out_features, module.in_features))

@@ -1,8 +1,6 @@
 """Experts that a state dict has one by one: their names, and how a module takes them into its stacks.
 
 Files of Mixtral have them so, and so have folders of Llama 4 from quantizers and trainers. Each matrix is `[out, in]`.
-The experts of a layer may come in several state dicts, as shards of a folder do: each is written to its place in the
-stack, and until the last is there the module does not compute.
 
 Shapes: E experts, H hidden_size, I intermediate_size.
 """
@@ -10,7 +8,6 @@ Shapes: E experts, H hidden_size, I intermediate_size.
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from functools import lru_cache, reduce
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -77,93 +74,28 @@ def missing_matrices(
 
 
 class TakesSingleExperts(nn.Module):
-    """A base class of experts in stacks, which `load_state_dict` may also give one by one."""
+    """A base class of experts in stacks, which `load_state_dict` may also give one by one, a layer at a time."""
 
     num_experts: int
     is_transposed: bool
-    half_loaded: Mapping[str, set[ExpertMatrix]] = MappingProxyType({})
-    """For each stack of which some matrices were loaded, and others not: those that were."""
-    _loaded_as = "experts"
-    _refusal: Any = None
 
     def _load_from_state_dict(
-        self,
-        state_dict: MutableMapping[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        assigns = local_metadata.get("assign_to_params_buffers", False)
-        half, completed = dict(self.half_loaded), []
         for stack, found in take_matrices(state_dict, prefix, self.is_transposed).items():
-            if not self.lacks(stack, set(found)):
-                state_dict[prefix + stack] = like(
-                    self._parameters[stack], fuse(found, self.is_transposed, prefix)
+            if lost := self.lacks(stack, set(found)):
+                raise CheckpointError(
+                    f"The state dict has half a mixture: {listed(f'{prefix}{matrix}' for matrix in lost)} missing. "
+                    "Give all experts of a layer in one state dict."
                 )
-                continue
-            self._write(stack, found, prefix, assigns)
-            half[stack] = half.get(stack, set()) | set(found)
-            if not self.lacks(stack, half[stack]):
-                completed.append(prefix + stack)
-                del half[stack]
-        for stack in [stack for stack in half if prefix + stack in state_dict]:
-            del half[stack]
-        self._loaded_as = prefix.removesuffix(".") or self._loaded_as
-        self._note_half_loaded(half)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        missing_keys[:] = [key for key in missing_keys if key not in completed]
+            state_dict[prefix + stack] = like(
+                self._parameters[stack], fuse(found, self.is_transposed, prefix)
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def lacks(self, stack: str, found: set[ExpertMatrix]) -> list[ExpertMatrix]:
-        """The matrices of a stack beside those that were found."""
+        """Return the matrices of a stack beside those that were found."""
         return [*missing_matrices(found, stack, self.num_experts, self.is_transposed)]
-
-    @torch.no_grad()
-    def _write(
-        self, stack: str, found: Mapping[ExpertMatrix, torch.Tensor], prefix: str, assigns: bool
-    ) -> None:
-        own: Any = self._parameters[stack]
-        first = next(iter(found.values()))
-        if isinstance(own, DTensor) or own.dim() != 3 or own.is_meta and not assigns:
-            raise CheckpointError(
-                f"{prefix}{next(iter(found))} comes without the other experts of its layer, and {prefix}{stack} is "
-                f"{'on the meta device' if own.is_meta else 'in shards'}, where it cannot be written: give all experts "
-                "of a layer in one state dict."
-            )
-        if own.is_meta:
-            own = nn.Parameter(torch.empty_like(own, dtype=first.dtype, device=first.device))
-            setattr(self, stack, own)
-        for matrix, tensor in found.items():
-            put_matrix(tensor, own, matrix, self.is_transposed, prefix)
-
-    def _note_half_loaded(self, half: dict[str, set[ExpertMatrix]]) -> None:
-        self.half_loaded = half
-        if half and self._refusal is None:
-            self._refusal = self.register_forward_pre_hook(_refuse)
-        elif not half and self._refusal is not None:
-            self._refusal.remove()
-            self._refusal = None
-
-    def check_whole(self) -> None:
-        """Raise a `CheckpointError` if some experts of this layer were loaded, and others not."""
-        lost = [
-            f"{self._loaded_as}.{matrix}"
-            for stack, found in self.half_loaded.items()
-            for matrix in self.lacks(stack, found)
-        ]
-        if lost:
-            raise CheckpointError(
-                "Half of a mixture was loaded: load_state_dict was given other experts of this layer, and not "
-                f"{listed(lost)}. Load these, too."
-            )
-
-
-def _refuse(module: TakesSingleExperts, args: Any) -> None:
-    module.check_whole()
 
 
 def take_matrices(

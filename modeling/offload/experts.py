@@ -9,7 +9,6 @@ Shapes: N rows, E experts, I columns in, O columns out.
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,17 +16,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ..formats import Format, Parts, Sizes
-from ..moe import (
-    STACKS,
-    Experts,
-    Group,
-    Ranges,
-    Stack,
-    grouped_mm_fits,
-    groups_between,
-    multiply_groups,
-    multiply_sorted,
-)
+from ..moe import STACKS, Experts, Group, Ranges, Stack, groups_between, multiply_groups
 from .pieces import StoredLayer
 from .store import Store
 
@@ -149,13 +138,6 @@ class OffloadedExperts(Experts):
         """The matrices of a stack, for products."""
         return OffloadedStack(self, name, self._formats[name])
 
-    def fits_grouped_mm(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> bool:
-        """As `Experts.fits_grouped_mm`."""
-        if self.shapes.storage is not None:
-            return False
-        stacks = [self.store.probe(self.name, name)[0][None] for name in STACKS]
-        return grouped_mm_fits(stacks, device or self.device, dtype or stacks[1].dtype)
-
     def extra_repr(self) -> str:
         """Show the sizes and the place in `print(model)`."""
         return f"{self.shapes.extra_repr()}, on={self.place!r}"
@@ -206,12 +188,6 @@ class OffloadedStack(Stack):
             matrix = self.form.matrix(next(found), self.sizes, self.form.compute_dtype).T
             # The slot is free for another expert when this returns.
             return matrix.to(self.experts.device, copy=True)
-
-    def multiply_by_grouped_mm(self, x_NI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """As `Stack.multiply_by_grouped_mm`, one expert after the other."""
-        plain: Any = self.form
-        self.form = replace(plain, by_grouped_mm=True)
-        return multiply_sorted(x_NI, self, ends_E)
 
 
 class _Product(torch.autograd.Function):

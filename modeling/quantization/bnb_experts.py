@@ -10,12 +10,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..checkpoints import WEIGHT, Stored, return_freed_memory
+from ..checkpoints import Stored
 from ..formats import BitsAndBytesFormat, Bnb4Bit
 from ..moe import PARTS_OF_STACKS, STACKS, Experts
 from .bnb_files import find_matrix, read_matrix
 from .experts import QuantizedExperts
-from .packed import check_finite
 
 
 class BitsAndBytesExperts(QuantizedExperts):
@@ -34,24 +33,25 @@ class BitsAndBytesExperts(QuantizedExperts):
 
     @torch.no_grad()
     def parts_of_checkpoint(
-        self,
-        stack: str,
-        experts: Iterable[Sequence[Mapping[str, Stored]]],
-        device: torch.device,
-        dtype: torch.dtype | None,
+        self, stack: str, experts: Iterable[Sequence[Mapping[str, Stored]]], device: torch.device
     ) -> dict[str, torch.Tensor]:
-        """The parts of a stack, as they are stored or quantized on the device; arguments as in `Experts`."""
+        """The parts of a stack by their names, on a device.
+
+        Args:
+            stack: its name.
+            experts: of each expert its matrices in the checkpoint, as tensors by kind.
+            device: of the parts.
+        """
         form = self.formats[stack]
         wholes = [
             torch.empty(self.num_experts, *shape, dtype=dtype, device=device)
             for shape, dtype in form.parts(self.sizes[stack])
         ]
         for number, matrices in enumerate(experts if device.type != "meta" else ()):
-            for place, parts in enumerate(self._matrices_of_checkpoint(form, stack, matrices, device)):
+            for place, kinds in enumerate(matrices):
+                parts = read_matrix(form, kinds, form.of_one(self.sizes[stack]))
                 for whole, part in zip(wholes, parts, strict=True):
                     whole[number, place] = part
-                # What quantizing one needed would lie between the parts otherwise.
-                return_freed_memory()
         return {stack + suffix: whole for suffix, whole in zip(form.suffixes, wholes, strict=True)}
 
     def unpacked_router(self, kinds: Mapping[str, Stored]) -> torch.Tensor:
@@ -63,28 +63,6 @@ class BitsAndBytesExperts(QuantizedExperts):
         """For each part of one of an expert's matrices where files have it, or its number, as `find_matrix`."""
         form = self.formats[stack]
         return find_matrix(form, kinds, form.of_one(self.sizes[stack]))
-
-    def _matrices_of_checkpoint(
-        self,
-        form: BitsAndBytesFormat,
-        stack: str,
-        matrices: Sequence[Mapping[str, Stored]],
-        device: torch.device,
-    ) -> Iterator[Sequence[torch.Tensor]]:
-        """The parts of each of an expert's matrices."""
-        for kinds in matrices:
-            stored = kinds[WEIGHT]
-            if len(kinds) > 1 or not stored.content.is_floating_point():
-                yield read_matrix(form, kinds, form.of_one(self.sizes[stack]))
-                continue
-            for weight in stored.content.chunk(form.matrices // len(matrices)):
-                # In the dtype of the model first, as transformers does with linear layers. A device's kernels may round
-                # otherwise than others.
-                parts = form.quantize_one(weight.to(device).to(self.weight_dtype))
-                for part in parts[1:]:
-                    if part.is_floating_point():
-                        check_finite(part, stored)
-                yield parts
 
     def name_of_layer(self, path: str, stack: str, number: int, place: int) -> str:
         """Name of the linear layer that a matrix is un-fused.

@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .._private_api import forget_conversions, replace_quantizer
 from ..checkpoints import AtomicSaveMixin, Stored
-from ..formats import BitsAndBytesFormat, Bnb4Bit, Bnb4BitNested, Bnb8Bit
+from ..formats import BitsAndBytesFormat, Bnb4Bit, Bnb8Bit
 from ..layers import Linear
 from ..moe import STACKS, Experts, Router
 from .bnb_experts import BitsAndBytesExperts, packed_experts
 from .bnb_files import first_state, layer_of, packed_layers
+from .packed import QuantizeWeight, check_scales, holds_packed
 
 if TYPE_CHECKING:
     _Base = Bnb4BitHfQuantizer
@@ -48,10 +50,11 @@ class QuantizesExperts(_Base):
             return Bnb8Bit(dtype), dtype
         state = None if kinds is None else first_state(kinds)
         is_nested = config.bnb_4bit_use_double_quant if kinds is None else "nested_absmax" in kinds
-        form = (Bnb4BitNested if is_nested else Bnb4Bit)(
+        form = Bnb4Bit(
             config.bnb_4bit_compute_dtype,
             quant_type=config.bnb_4bit_quant_type,
             blocksize=64 if state is None else state["blocksize"],
+            is_nested=is_nested,
         )
         return form, dtype if state is None else state["dtype"]
 
@@ -76,6 +79,22 @@ class QuantizesExperts(_Base):
             if stored is not None or self._takes(name, packed):
                 model.set_submodule(name, packed)
 
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Whether a weight is quantized when it is loaded."""
+        return holds_packed(model, param_name) or super().param_needs_quantization(
+            model, param_name, **kwargs
+        )
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
+        """Bytes of an element: transformers takes what is to be quantized for numbers, not for codes."""
+        if holds_packed(model, param_name):
+            return param.element_size()
+        return super().param_element_size(model, param_name, param)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """The operation that quantizes a weight: experts as here, all else as transformers does."""
+        return _QuantizeEither(super().get_quantize_ops())
+
     def _takes(self, path: str, experts: BitsAndBytesExperts) -> bool:
         """Whether no name in `llm_int8_skip_modules` means these experts or a part of them."""
         if self.quantization_config.load_in_8bit and self.quantization_config.llm_int8_has_fp16_weight:
@@ -92,6 +111,7 @@ class QuantizesExperts(_Base):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         model = super()._process_model_after_weight_loading(model, **kwargs)
         if isinstance(model, AtomicSaveMixin):
+            check_scales(model)
             _keep_codes_in_order(model)
             if self.pre_quantized or packed_experts(model):
                 # transformers cannot run its rules for packed weights in reverse, and saving would try.
@@ -125,6 +145,19 @@ class QuantizesExperts(_Base):
         for name, experts in packed_experts(model).items():
             model.set_submodule(name, experts.dequantized(dtype or experts.weight_dtype))
         return super()._dequantize(model, dtype=dtype)
+
+
+class _QuantizeEither(QuantizeWeight):
+    """Quantizes weights of ours, and hands others to transformers' operation."""
+
+    def __init__(self, others: ConversionOps):
+        self._others = others
+
+    def convert(
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        convert = super().convert if holds_packed(model, full_layer_name) else self._others.convert
+        return convert(input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
 
 
 class BitsAndBytes4BitQuantizer(QuantizesExperts, Bnb4BitHfQuantizer):

@@ -1,14 +1,11 @@
 """Routed experts whose matrices are quantized."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
-
 import torch
 from torch import nn
 
 from ..formats import Format, Sizes
 from ..moe import STACKS, Experts, OutputFirstExperts
-from .packed import Packed, check_finite
+from .packed import Packed
 
 
 class QuantizedExperts(Packed, Experts):
@@ -53,28 +50,19 @@ class QuantizedExperts(Packed, Experts):
         return (self.num_experts, *((num_in, num_out) if self.is_transposed else (num_out, num_in)))
 
     @torch.no_grad()
-    def parts_of_checkpoint(
-        self,
-        stack: str,
-        experts: Iterable[Sequence[Mapping[str, Any]]],
-        device: torch.device,
-        dtype: torch.dtype | None,
-    ) -> dict[str, torch.Tensor]:
-        """The parts of a stack, quantized; arguments as in `Experts`.
-
-        Raises:
-            CheckpointError: a scale is infinite or no number.
-        """
-        form, found = self.formats[stack], []
-        for expert, kinds in enumerate(experts):
-            matrices = [each["weight"].content.to(device, dtype) for each in kinds]
-            parts = form.quantize(matrices[0] if len(matrices) == 1 else torch.cat(matrices))
-            found = found or [part.new_empty(self.num_experts, *part.shape) for part in parts]
-            for whole, part in zip(found, parts, strict=True):
+    def quantize(self, weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+        """The parts of a stack in the family's own order, by name; quantized one expert after the other."""
+        form = self.formats[name]
+        parts = {
+            part: torch.empty(shape, dtype=dtype, device=weight.device)
+            for part, (shape, dtype) in self.part_shapes().items()
+            if part.startswith(name)
+        }
+        for expert, matrix in enumerate(weight.unbind(0)):
+            found = form.quantize(matrix.T if self.is_transposed else matrix)
+            for whole, part in zip(parts.values(), found, strict=True):
                 whole[expert] = part
-                if part.is_floating_point():
-                    check_finite(part, kinds[0]["weight"])
-        return {stack + suffix: part for suffix, part in zip(form.suffixes, found, strict=True)}
+        return parts
 
     @torch.no_grad()
     def dequantized_weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:

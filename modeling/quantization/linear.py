@@ -59,7 +59,7 @@ class QuantizedLinear(Packed, nn.Linear):
         return {"weight": (self.out_features, self.in_features)}
 
     @torch.no_grad()
-    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    def quantize(self, weight: torch.Tensor, name: str = "weight") -> dict[str, torch.Tensor]:
         """The parts of a weight `[out_features, in_features]`, by name."""
         return dict(zip(self._names, self.format.quantize(weight), strict=True))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.core_model_loading import ConversionOps
 
 from ...configuration.errors import CheckpointError
 from ..formats import Format
@@ -70,17 +71,45 @@ class Packed(nn.Module):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
 
+class QuantizeWeight(ConversionOps):
+    """The operation by which transformers' loader quantizes a weight that it has read, before it reads the next."""
+
+    @torch.no_grad()
+    def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        """The parts by their names in the model, of one weight."""
+        path, _, name = full_layer_name.rpartition(".")
+        [weight] = input_dict.values()
+        parts = model.get_submodule(path).quantize(weight[0] if isinstance(weight, list) else weight, name)
+        return {f"{path}.{part}": tensor for part, tensor in parts.items()}
+
+
+def holds_packed(model: nn.Module, name: str) -> bool:
+    """Whether a weight of this name has a module of ours that stores it packed."""
+    path, _, own_name = name.rpartition(".")
+    module: Any = model.get_submodule(path)
+    return isinstance(module, Packed) and own_name in module.unpacked_shapes()
+
+
 def packed_modules(model: nn.Module) -> list[tuple[str, Any]]:
     """The modules with packed weights, by their paths."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, Packed)]
 
 
-def check_finite(scales: torch.Tensor, name: object) -> None:
-    """Raise a `CheckpointError` for scales that are NaN or infinite."""
-    # The largest and smallest number take no memory of their own, and are NaN if one is.
-    if scales.numel() and not scales.is_meta and not torch.stack(scales.aminmax()).isfinite().all():
-        bad = int((~scales.isfinite()).sum())
-        raise CheckpointError(
-            f"{name}: {bad} of {scales.numel()} scales are NaN or infinite. The checkpoint is damaged, or "
-            "its weights overflowed: quantize the original one."
-        )
+def check_scales(model: nn.Module) -> None:
+    """Check the scales of all packed weights of a loaded model.
+
+    Raises:
+        CheckpointError: some are NaN or infinite, so that whatever they multiply would be.
+    """
+    for path, module in packed_modules(model):
+        for name, scales in module._buffers.items():
+            if scales is None or scales.is_meta or not scales.is_floating_point() or not scales.numel():
+                continue
+            # The largest and smallest number take no memory of their own, and are NaN if one is.
+            if not torch.stack(scales.aminmax()).isfinite().all():
+                raise CheckpointError(
+                    f"{path}.{name}: {int((~scales.isfinite()).sum())} of {scales.numel()} scales are NaN or infinite. "
+                    "The checkpoint is damaged, or its weights overflowed: quantize the original one."
+                )

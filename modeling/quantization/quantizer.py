@@ -27,7 +27,7 @@ from ..layers import Linear
 from ..moe import STACKS, Experts
 from .experts import QuantizedExperts
 from .linear import QuantizedLinear
-from .packed import check_finite, packed_modules
+from .packed import QuantizeWeight, check_scales, holds_packed, packed_modules
 
 logger = logging.get_logger("llamoe")
 
@@ -80,8 +80,8 @@ class LlamoeQuantizer(HfQuantizer):
     """Loads, saves and dequantizes models in llamoe's formats."""
 
     quantization_config: QuantizationConfig
-    quantizes_as_stored = True
-    """Tells `checkpoints` that packed modules say what files hold, and weights are quantized in the files' dtype."""
+    checks_shapes = True
+    """Tells `checkpoints` that the model's modules say what files hold."""
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuse what no packed weight can follow; say once that a CPU has no kernel.
@@ -172,8 +172,18 @@ class LlamoeQuantizer(HfQuantizer):
                 "leave it out."
             )
 
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Whether a weight is quantized when it is loaded."""
+        return not self.pre_quantized and holds_packed(model, param_name)
+
+    def get_quantize_ops(self) -> QuantizeWeight:
+        """The operation that quantizes a weight."""
+        return QuantizeWeight()
+
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        _settle_packed(model, self.pre_quantized)
+        check_scales(model)
+        if self.pre_quantized:
+            _align_codes(model)
         forget_conversions(model)
         warn_without_gpu_kernel(model)
 
@@ -217,17 +227,10 @@ class LlamoeQuantizer(HfQuantizer):
         return True
 
 
-def _settle_packed(model: nn.Module, is_mapped: bool) -> None:
-    """Check the scales of a loaded model, and copy codes that are mapped where its kernels cannot read them.
-
-    Raises:
-        CheckpointError: scales of packed weights are NaN or infinite.
-    """
-    for path, module in packed_modules(model):
-        for name, part in module._buffers.items():
-            if part is not None and part.is_floating_point() and not part.is_meta:
-                check_finite(part, f"{path}.{name}")
-        for parameter in module._parameters.values() if is_mapped else ():
+def _align_codes(model: nn.Module) -> None:
+    """Copy codes that are mapped from a file where kernels cannot read them."""
+    for _, module in packed_modules(model):
+        for parameter in module._parameters.values():
             is_code = parameter is not None and not parameter.is_floating_point() and parameter.is_cpu
             if is_code and parameter.data_ptr() % module.format.alignment:
                 mapped, parameter.data = parameter.data, parameter.data.clone()

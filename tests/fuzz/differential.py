@@ -30,7 +30,6 @@ KINDS = {
 
 # Refusals that state what is not supported and why. Any other error that stock does not raise is a fault.
 DOCUMENTED = [
-    r'experts_implementation="llamoe_grouped": torch\'s grouped product does not take experts of',
     r"the KV cache has forgotten tokens that may still be needed",
     r"position_ids continue row \d+, which has padding behind cached tokens",
     r"transformers' llama demands a multiple of num_attention_heads",

@@ -36,7 +36,7 @@ FAMILIES = [
     "llama4_text",
 ]
 ATTENTION = ["sdpa", "sdpa", "sdpa", "eager"]
-EXPERTS = [None, None, None, "llamoe", "llamoe_loop", "llamoe_grouped", "eager", "grouped_mm", "batched_mm"]
+EXPERTS = [None, None, None, "llamoe", "eager", "batched_mm"]
 
 
 def exact_weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -133,7 +133,7 @@ def test_compiled_kernels_serve_where_they_can(content):
         ("LLAMOE_CPP_KERNELS", "0", "products of few rows", "torch's products"),
         ("LLAMOE_CPP_KERNELS", "0", "int8", "torch's kernel"),
         ("LLAMOE_CPU_SHORTCUTS", "0", "products of few rows", "torch's products"),
-        ("LLAMOE_EXPERTS", "llamoe_loop", "experts", "llamoe_loop"),
+        ("LLAMOE_EXPERTS", "eager", "experts", "eager"),
     ],
 )
 def test_a_variable_changes_what_serves_and_is_named(name, value, step, served_by):

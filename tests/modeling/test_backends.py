@@ -15,14 +15,11 @@ from support.models import (
     max_abs,
     run,
     stock_text_config,
-    text_config,
 )
 from support.tables import in_turn
-from transformers import AutoModelForCausalLM
 
 import llamoe
 from llamoe.modeling.attention.layer import eager_attention_forward
-from llamoe.modeling.moe import dispatch
 from llamoe.modeling.moe.experts import IMPLEMENTATIONS, Experts
 
 
@@ -42,13 +39,10 @@ def calls(monkeypatch):
         name = f"llamoe.modeling.{module}.eager_attention_forward"
         monkeypatch.setattr(name, count("eager_attention", eager_attention_forward))
     monkeypatch.setattr(Experts, "loop_over_experts", count("eager", Experts.loop_over_experts))
-    monkeypatch.setattr(
-        dispatch, "grouped_mm_experts_forward", count("grouped_mm", dispatch.grouped_mm_experts_forward)
-    )
-    batched = IMPLEMENTATIONS["batched_mm"]
-    IMPLEMENTATIONS["batched_mm"] = count("batched_mm", batched)
+    theirs = {name: IMPLEMENTATIONS[name] for name in ("grouped_mm", "batched_mm")}
+    IMPLEMENTATIONS.update({name: count(name, function) for name, function in theirs.items()})
     yield counts
-    IMPLEMENTATIONS["batched_mm"] = batched
+    IMPLEMENTATIONS.update(theirs)
 
 
 @for_models(models=SHALLOW_MODELS)
@@ -134,15 +128,6 @@ def test_one_line_names_the_backends(case, how, tmp_path, caplog):
     lines = [record.getMessage() for record in caplog.records if record.name == "llamoe"]
     experts = ", experts llamoe" if case.has_experts else ""
     assert lines == [f"{case.name}: attention eager{experts}"]
-
-
-def test_the_line_says_where_grouped_mm_gives_way(tmp_path, caplog):
-    """A width of 52 in bfloat16 is 104 bytes, no multiple of 16."""
-    with caplog.at_level(logging.INFO, logger="llamoe"):
-        AutoModelForCausalLM.from_config(
-            text_config(), dtype=torch.bfloat16, experts_implementation="grouped_mm"
-        )
-    assert "experts eager (grouped_mm does not take" in caplog.text
 
 
 # The multimodal class as a pair of a head and the model below it

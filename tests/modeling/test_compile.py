@@ -19,7 +19,6 @@ import llamoe
 from llamoe.modeling.attention.cache import RingLayer
 from llamoe.modeling.attention.varlen import sequences_of_equal_rows
 from llamoe.modeling.attention.visibility import cut_equal_rows
-from llamoe.modeling.moe.grouped_product import multiply_sorted, plain_stack
 from llamoe.modeling.moe.layer import MixtureOfExperts
 
 pytestmark = pytest.mark.slow
@@ -215,17 +214,6 @@ def test_experts_are_one_graph(implementation, dtype, width):
     for mine, theirs in zip(given, expected, strict=True):
         assert theirs.abs().max() > 0
         assert max_abs(mine, theirs) <= tolerance * theirs.abs().max()
-
-
-def test_grouped_product():
-    """Against a product for each row; some groups are empty and some rows belong to none, as in expert parallelism."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(9, 6, generator=generator, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(4, 6, 5, generator=generator, dtype=torch.float64, requires_grad=True)
-    ends = torch.tensor([3, 3, 7, 7])
-    groups = [0, 0, 0, 2, 2, 2, 2]
-    expected = torch.cat([torch.stack([x[i] @ weight[g] for i, g in enumerate(groups)]), torch.zeros(2, 5)])
-    assert max_abs(multiply_sorted(x, plain_stack(weight), ends), expected) < 1e-12
 
 
 # Generation with a static cache

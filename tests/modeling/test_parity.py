@@ -407,21 +407,21 @@ def stock_of_width(tmp_path_factory):
 @pytest.mark.parametrize(
     ("backend", "how"), [*zip(BACKENDS, ["set", "at-load"] * 2, strict=True), ("grouped_mm", "at-load")]
 )
-@pytest.mark.parametrize(("width", "fits"), [(52, True), (51, False)], ids=["aligned", "odd"])
-def test_experts_backends(width, fits, backend, how, stock_of_width, monkeypatch):
-    # Rows of 51 floats are not multiples of 16 bytes: `grouped_mm` then runs the loop over experts.
+@pytest.mark.parametrize("width", [52, 51], ids=["aligned", "odd"])
+def test_experts_backends(width, backend, how, stock_of_width, monkeypatch):
+    if backend == "grouped_mm" and width == 51:
+        pytest.skip("rows of 51 floats are not multiples of 16 bytes, as torch's grouped product wants them")
     folder, expected = stock_of_width(width)
     at_load = backend if how == "at-load" else "eager"
     ours = load_whole(llamoe.LlamoeForCausalLM, folder, experts_implementation=at_load)
     if how == "set":
         ours.set_experts_implementation(backend)
     assert ours.config._experts_implementation == backend
-    assert all(block.experts.fits_grouped_mm() is fits for block in mixtures(ours).values())
     loops = []
     loop = Experts.loop_over_experts
     monkeypatch.setattr(Experts, "loop_over_experts", lambda *args: loops.append(1) or loop(*args))
     assert max_abs(ours(ids()).logits, expected) <= 1e-4
-    assert len(loops) == (5 if backend == "eager" or (backend == "grouped_mm" and not fits) else 0)
+    assert len(loops) == (5 if backend == "eager" else 0)
 
 
 @torch.no_grad()
@@ -470,10 +470,9 @@ def test_bfloat16_with_every_backend(kind, width, attention, tmp_path, record_pa
     assert deviation_in_range(reference)
     names, top_k = ("LlamoeForCausalLM", "Llama4ForCausalLM"), config.num_experts_per_tok
     ours = load_whole(llamoe.LlamoeForCausalLM, tmp_path, **options)
-    for backend in BACKENDS:
+    # Rows of 52 in bfloat16 are not multiples of 16 bytes.
+    for backend in BACKENDS if width == 56 else ["llamoe", "eager", "batched_mm"]:
         ours.set_experts_implementation(backend)
-        # In bfloat16 rows of 52 are not multiples of 16 bytes, those of 56 are.
-        assert all(block.experts.fits_grouped_mm() is (width == 56) for block in mixtures(ours).values())
         with routed_to(ours, chosen):
             given = ours(ids(), output_router_logits=True)
         check_bfloat16_errors(given.logits, expected, reference, names, record_parity)

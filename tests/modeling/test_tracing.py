@@ -63,12 +63,7 @@ FOR_ANY_NUMBER = (traced, exported, compiled)
 PATHS = [
     ("llamoe", "odd", 1, exported),
     ("llamoe", "aligned", 2, compiled),
-    # Without gradients the CPU takes this path for the name above, too, whatever the sizes.
-    ("llamoe_loop", "odd", 2, exported),
-    # This one looks at the sizes.
-    ("grouped_mm", "odd", 2, compiled),
     ("grouped_mm", "aligned", 2, exported),
-    # These are transformers', which look at no size.
     ("eager", "odd", 2, exported),
     ("batched_mm", "odd", 2, exported),
 ]

@@ -9,6 +9,7 @@ import os
 import pytest
 import torch
 from support import triton_interpreter  # noqa: F401
+from support.mixtures import forced
 from support.models import make_asymmetric, stock_mixtral_config, stock_text_config
 from torch import nn
 from torch.nn import functional as F
@@ -16,10 +17,9 @@ from transformers.integrations.moe import batched_mm_experts_forward
 
 import llamoe
 from llamoe.modeling.kernels import packed_rows
-from llamoe.modeling.moe import dispatch, grouped_product
-from llamoe.modeling.moe.dispatch import compute_experts
+from llamoe.modeling.moe import products
 from llamoe.modeling.moe.experts import Experts, OutputFirstExperts
-from llamoe.modeling.moe.grouped_product import plain_stack
+from llamoe.modeling.moe.products import plain_stack
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels would need a GPU"
 
@@ -51,7 +51,8 @@ def experts_of(gate_up, down, act="silu"):
 def by_kernels(x, gate_up, down, ids):
     """Each row's expert, by kernels that are forced."""
     ones = torch.ones(len(ids), 1, dtype=x.dtype)
-    return compute_experts(experts_of(gate_up, down), x, ids[:, None], ones, path="kernel")
+    with forced("kernels"):
+        return experts_of(gate_up, down)(x, ids[:, None], ones)
 
 
 def exact(x, gate_up, down, ids):
@@ -234,7 +235,8 @@ def test_kernels_equal_batched_mm_of_transformers(experts_class, stock_config, n
     scores = 0.5 + torch.rand(num_tokens, top_k)
     with torch.no_grad():
         expected = batched_mm_experts_forward(experts, x, ids, scores)
-        given = compute_experts(experts, x, ids, scores, path="kernel")
+        with forced("kernels"):
+            given = experts(x, ids, scores)
     assert expected.std() > 0.3
     torch.testing.assert_close(given, expected, rtol=0, atol=3e-6)
 
@@ -245,25 +247,25 @@ def test_any_activation_is_served(num_rows):
     """Which torch computes between the two products."""
     x, gate_up, down, ids = draw(num_rows, 3)
     experts, scores = experts_of(gate_up, down, "gelu"), torch.ones(num_rows, 1)
-    given = compute_experts(experts, x, ids[:, None], scores, path="kernel")
+    with forced("kernels"):
+        given = experts(x, ids[:, None], scores)
     wide = experts.double().loop_over_experts(x.double(), ids[:, None], scores.double())
     assert (given - wide).abs().max() <= TOLERANCE * wide.abs().max()
 
 
 def test_the_kernels_are_what_runs_here(monkeypatch):
     x, gate_up, down, ids = draw(5, 3)
-    assert dispatch.why_not("kernel", experts_of(gate_up, down), 5, torch.float32, False) is None
     calls = []
-    product = grouped_product.packed_product
+    product = products.packed_product
     monkeypatch.setattr(
-        grouped_product,
+        products,
         "packed_product",
         lambda x, *rest, **kwargs: calls.append(len(x)) or product(x, *rest, **kwargs),
     )
     given = by_kernels(x, gate_up, down, ids)
     assert calls == [5, 5]
     # Where nobody follows, without the detour by an operator.
-    monkeypatch.setattr(grouped_product, "device_operator", None)
+    monkeypatch.setattr(products, "device_operator", None)
     with torch.no_grad():
         assert torch.equal(by_kernels(x, gate_up, down, ids), given)
     assert calls == [5, 5, 5, 5]
@@ -275,10 +277,10 @@ def test_it_is_an_operator():
     stack = plain_stack(gate_up)
     inputs = x, list(stack.parts), stack.form.key, list(stack.sizes), ids, False, True
     checked = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(grouped_product.device_operator, inputs, test_utils=checked)
+    torch.library.opcheck(products.device_operator, inputs, test_utils=checked)
 
     def double(x, gate_up, ids):
-        return grouped_product.multiply_on_device(x, plain_stack(gate_up), ids, by_id=True) * 2
+        return products.multiply_on_device(x, plain_stack(gate_up), ids, by_id=True) * 2
 
     compiled = torch.compile(double, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
@@ -287,8 +289,6 @@ def test_it_is_an_operator():
 
 def test_a_gradient_is_refused():
     x, gate_up, down, ids = draw(5, 3)
-    with pytest.raises(ValueError, match="the kernel has no gradient"):
-        by_kernels(x.requires_grad_(), gate_up, down, ids)
     stack = plain_stack(gate_up.requires_grad_())
     with pytest.raises(AssertionError, match="gradients of weights need sorted rows"):
-        grouped_product.multiply_on_device(x, stack, ids, by_id=True).sum().backward()
+        products.multiply_on_device(x, stack, ids, by_id=True).sum().backward()

@@ -1,29 +1,27 @@
 """The Triton kernels for all formats, run by Triton's interpreter; `test_under_the_interpreter` starts this.
 
-Truth is float64: of our int4 the layout written out here, of bitsandbytes its own dequantization.
+Truth is float64: of int4 the layout written out here.
 """
 
+import contextlib
 import importlib.util
 import logging
 import os
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from support import triton_interpreter  # noqa: F401
+from support.mixtures import forced
 from support.models import make_asymmetric, stock_mixtral_config, stock_text_config
 
 import llamoe
-from llamoe.modeling import formats
-from llamoe.modeling.formats import Bnb4Bit, Bnb4BitNested, Bnb8Bit, Int4, Int8, Plain, gpu_kernels
-from llamoe.modeling.kernels import packed_outer_product, packed_product, packed_rows, packed_rows_triton
-from llamoe.modeling.moe import Experts, LowRank, OutputFirstExperts, dispatch, grouped_product
+from llamoe.modeling.formats import Bnb4Bit, Int4, Int8, Plain, format, why_no_kernel
+from llamoe.modeling.kernels import packed_product, packed_rows, packed_rows_triton
+from llamoe.modeling.moe import Experts, ExpertsLora, LowRank, OutputFirstExperts, check_kernels, products
 from llamoe.modeling.moe import experts as moe_experts
-from llamoe.modeling.moe.dispatch import check_kernels, choose_path, compute_experts
 from llamoe.modeling.quantization import QuantizedExperts, QuantizedLinear
-from llamoe.modeling.quantization.bnb_experts import BitsAndBytesExperts
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels would need a GPU"
 
@@ -35,35 +33,27 @@ FORMATS = {
     "int4, 128": (Int4(128), (96, 256)),
     "int4, 256": (Int4(256), (128, 512)),
     "int8": (Int8(), (75, 96)),
-    "nf4": (Bnb4Bit(BF16), (75, 128)),
-    "fp4, two matrices": (Bnb4Bit(FP16, 2, "fp4", 32), (90, 96)),
-    "nested nf4, two matrices": (Bnb4BitNested(BF16, 2), (94, 192)),
-    "nf4 in float32": (Bnb4Bit(FP32, 1, "nf4", 128), (37, 256)),
-    "8 bit, two matrices": (Bnb8Bit(BF16, 2), (90, 51)),
     "plain": (Plain(BF16), (75, 51)),
     "plain, input-first": (Plain(FP32, True), (9, 52)),
     "plain in float32": (Plain(FP32), (75, 300)),
     "plain in float16, input-first": (Plain(FP16, True), (131, 67)),
 }
-PACKED = {"int4": Int4(32), "int8": Int8(), "nf4": Bnb4BitNested(BF16, blocksize=32)}
+PACKED = {"int4": Int4(32), "int8": Int8()}
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
     """A process that checked nothing yet."""
-    monkeypatch.setattr(gpu_kernels, "_FAILURES", {})
-    gpu_kernels._tell_of_graph.cache_clear()
+    monkeypatch.setattr(packed_rows, "_FAILURES", {})
+    packed_rows._say_that_a_graph_lacks.cache_clear()
 
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """The CPU as a device that takes kernels; checks try a few launches alone, for the interpreter is slow."""
-    for module in (gpu_kernels, dispatch):
+    for module in (format, moe_experts):
         monkeypatch.setattr(module, "may_have_gpu_kernel", lambda device: True)
-    monkeypatch.setattr(dispatch, "_is_on_host", lambda weight: weight.is_meta)
-    monkeypatch.setattr(moe_experts, "has_gpu", lambda: True)
-    monkeypatch.setattr(gpu_kernels, "TILES", (16,))
-    monkeypatch.setattr(gpu_kernels, "row_counts_of_launches", lambda *sizes: [1, 7, 29])
+    monkeypatch.setattr(packed_rows, "TILES", (16, 32))
 
 
 class _Right(dict):
@@ -81,7 +71,7 @@ class _Right(dict):
 @pytest.fixture
 def checked(on_a_gpu, monkeypatch):
     """A device on which all kernels were checked."""
-    monkeypatch.setattr(gpu_kernels, "_FAILURES", _Right())
+    monkeypatch.setattr(packed_rows, "_FAILURES", _Right())
 
 
 @pytest.fixture
@@ -91,8 +81,8 @@ def nobody_counts(monkeypatch):
     def refuse(*_):
         raise AssertionError("the host counted rows")
 
-    monkeypatch.setattr(grouped_product, "groups_between", refuse)
-    monkeypatch.setattr(dispatch, "groups_between", refuse)
+    for module in (products, moe_experts):
+        monkeypatch.setattr(module, "groups_between", refuse)
 
 
 def draw_stack(form, sizes, num_experts=3):
@@ -164,9 +154,7 @@ def test_products_equal_float64(name, transposed):
     check(form, sizes, 5, by_id=True, transposed=transposed)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_rows"), [("int4, 32", 41), ("nested nf4, two matrices", 37), ("int8", 70)]
-)
+@pytest.mark.parametrize(("name", "num_rows"), [("int4, 32", 41), ("plain", 37), ("int8", 70)])
 def test_sorted_rows(name, num_rows):
     """Several tiles of an expert, and one expert without rows."""
     form, sizes = FORMATS[name]
@@ -175,7 +163,7 @@ def test_sorted_rows(name, num_rows):
 
 
 @pytest.mark.parametrize("by_id", [True, False])
-@pytest.mark.parametrize("name", ["int4, 32", "int8", "nested nf4, two matrices", "plain"])
+@pytest.mark.parametrize("name", ["int4, 32", "int8", "plain"])
 def test_experts_without_rows_reach_no_result(name, by_id):
     """Whatever their scales hold."""
     form, sizes = FORMATS[name]
@@ -259,25 +247,6 @@ def test_a_long_sum_is_split():
     compare(given, x, decode_int4(*parts, 32).T)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_factors_are_checked(transposed, on_a_gpu):
-    a, b = low_rank(70, 21, BF16).stacks()
-    assert (b.sizes, a.sizes) == ((70, 4), (4, 21))
-    for stack in (a, b):
-        assert not gpu_kernels.find_difference(
-            stack.form, stack.parts, stack.sizes, BF16, 3, transposed, is_factor=True
-        )
-
-
-def test_gradients_of_factors():
-    x, grad = torch.randn(50, 21), torch.randn(50, 70)
-    ends = torch.tensor([3, 3, 41, 48], dtype=torch.int32)
-    given = packed_outer_product(x, grad, ends)
-    for expert, (start, end) in enumerate([(0, 3), (3, 3), (3, 41), (41, 48)]):
-        expected = x[start:end].double().T @ grad[start:end].double()
-        torch.testing.assert_close(given[expert].double(), expected, rtol=1e-5, atol=1e-5)
-
-
 def make_experts(weights, family="text"):
     """Packed experts, and ordinary ones in float64 with the weights that they mean."""
     kinds = {"text": (Experts, stock_text_config), "mixtral": (OutputFirstExperts, stock_mixtral_config)}
@@ -285,10 +254,7 @@ def make_experts(weights, family="text"):
     config = llamoe.from_stock(stock_config(num_local_experts=3, hidden_size=96, intermediate_size=64))
     config._experts_implementation = "llamoe"
     plain, form = make_asymmetric(experts_class(config)), PACKED[weights]
-    if weights == "nf4":
-        packed = BitsAndBytesExperts(plain, form, FP32)
-    else:
-        packed = QuantizedExperts(plain, form)
+    packed = QuantizedExperts(plain, form)
     for name in ("gate_up_proj", "down_proj"):
         stack = plain.format.matrix(plain.parts(name), plain.sizes_of(name), FP32).detach()
         each = [packed.formats[name].quantize(matrix.contiguous()) for matrix in stack]
@@ -310,15 +276,13 @@ def distance(given, truth):
     return ((given.double() - truth).abs().max() / truth.abs().max()).item()
 
 
-@pytest.mark.parametrize(
-    ("weights", "family", "top_k"), [("int4", "mixtral", 2), ("int8", "text", 1), ("nf4", "text", 2)]
-)
+@pytest.mark.parametrize(("weights", "family", "top_k"), [("int4", "mixtral", 2), ("int8", "text", 1)])
 def test_experts_are_computed_without_the_host(weights, family, top_k, on_a_gpu, nobody_counts, monkeypatch):
     packed, plain = make_experts(weights, family)
     launches = []
-    product = grouped_product.packed_product
+    product = products.packed_product
     monkeypatch.setattr(
-        grouped_product,
+        products,
         "packed_product",
         lambda x, *rest, **kwargs: launches.append(len(x)) or product(x, *rest, **kwargs),
     )
@@ -337,34 +301,40 @@ def low_rank(num_out, num_in, dtype):
     return LowRank(*(each.to(dtype).requires_grad_() for each in (a, b)), 0.5, torch.nn.Identity())
 
 
-@pytest.mark.parametrize("weights", ["int4", "nf4"])
-def test_adapters_train_on_packed_experts(weights, checked, monkeypatch):
+def lora_of_both():
+    return ExpertsLora((low_rank(128, 96, FP32),), (low_rank(96, 64, FP32),))
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_adapters_train_on_packed_experts(weights, checked):
     """Outputs, gradients of the rows and of all factors, against autograd in float64."""
     packed, plain = make_experts(weights)
     x, ids, scores = rows_for(17, 1)
     # Factors are checked, too, with random numbers in their places.
-    ours = {"gate_up_proj": [low_rank(128, 96, FP32)], "down_proj": [low_rank(96, 64, FP32)]}
-    wide = {
-        name: [
-            LowRank(*(t.detach().double().requires_grad_() for t in (u.a_EIr, u.b_OrE)), u.scale, u.dropout)
-            for u in updates
-        ]
-        for name, updates in ours.items()
-    }
+    ours = lora_of_both()
+    wide = ExpertsLora(
+        *(
+            tuple(
+                LowRank(
+                    *(t.detach().double().requires_grad_() for t in (u.a_EIr, u.b_OrE)), u.scale, u.dropout
+                )
+                for u in updates
+            )
+            for updates in (ours.gate_up_proj, ours.down_proj)
+        )
+    )
     results = []
-    for experts, updates, rows, path in ((plain, wide, x.double(), "loop"), (packed, ours, x, None)):
-        if experts is packed:
-            monkeypatch.setattr(grouped_product, "groups_between", None)
+    for experts, lora, rows in ((plain, wide, x.double()), (packed, ours, x)):
         rows = rows.detach().requires_grad_()
-        y = compute_experts(experts, rows, ids, scores.to(rows.dtype), path, updates)
+        with contextlib.nullcontext() if experts is packed else forced("operators"):
+            y = experts(rows, ids, scores.to(rows.dtype), lora)
         (y.double() * torch.linspace(-1, 2, y.numel()).view_as(y)).sum().backward()
-        factors = [t.grad for each in updates.values() for u in each for t in (u.a_EIr, u.b_OrE)]
-        results.append([y.detach(), rows.grad, *factors])
+        results.append([y.detach(), rows.grad, *(factor.grad for factor in lora.factors())])
     for truth, given in zip(*results, strict=True):
         # Gradients pass twice as many roundings.
         assert distance(given, truth) < 2 * CLOSE
     with torch.no_grad():
-        assert distance(compute_experts(packed, x, ids, scores, updates=ours), results[0][0]) < CLOSE
+        assert distance(packed(x, ids, scores, ours), results[0][0]) < CLOSE
 
 
 @torch.no_grad()
@@ -373,20 +343,20 @@ def test_adapters_train_on_packed_experts(weights, checked, monkeypatch):
 def test_adapters_on_plain_experts(num_tokens, top_k, factor, on_a_gpu, nobody_counts):
     """Unsorted and sorted, against merged weights in float64; also with a new adapter, whose second factor is zero."""
     _, plain = make_experts("int4")
-    updates = {"gate_up_proj": [low_rank(128, 96, FP32)], "down_proj": [low_rank(96, 64, FP32)]}
+    lora = lora_of_both()
     x, ids, scores = rows_for(num_tokens, top_k)
     weights = {name: parameter.clone() for name, parameter in plain.named_parameters()}
-    for name, [update] in updates.items():
+    for name in weights:
+        [update] = lora.of(name)
         update.b_OrE.mul_(factor)
         product = torch.einsum("eir,ore->eio", update.a_EIr.double(), update.b_OrE.double())
         getattr(plain, name).add_(update.scale * product)
     expected = plain.loop_over_experts(x.double(), ids, scores.double())
     plain.load_state_dict(weights)
-    given = compute_experts(plain.float(), x.float(), ids, scores.float(), updates=updates)
+    given = plain.float()(x.float(), ids, scores.float(), lora)
     assert distance(given, expected) < 1e-5
     # Two stacks, and two factors of each.
-    assert [kind.numbers[3] for kind in gpu_kernels._FAILURES] == [0, 0, 1, 1, 1, 1]
-    assert not any(gpu_kernels._FAILURES.values())
+    assert list(packed_rows._FAILURES.values()) == [""] * 6
 
 
 def test_a_compiler_sees_one_graph(checked, nobody_counts):
@@ -419,7 +389,7 @@ def test_a_graph_before_the_check_goes_without_the_kernel(on_a_gpu, caplog):
     with caplog.at_level(logging.INFO, "llamoe"), torch.no_grad():
         torch.compile(packed, backend=backend, fullgraph=True)(x, ids, scores)
     assert "llamoe.grouped_product.default" in used and "llamoe.device_product.default" not in used
-    assert "before the kernel for int4:32 was checked" in caplog.text
+    assert "a graph is made before the kernel for int4:32" in caplog.text
 
 
 def test_linear_layers(on_a_gpu, monkeypatch):
@@ -430,14 +400,15 @@ def test_linear_layers(on_a_gpu, monkeypatch):
     for name, part in layer.quantize(weight).items():
         getattr(layer, name).data.copy_(part)
     torch.nn.init.normal_(layer.bias)
-    product = gpu_kernels.packed_product
-    monkeypatch.setattr(
-        gpu_kernels,
-        "packed_product",
-        lambda x, *rest, **kwargs: launches.append(len(x)) or product(x, *rest, **kwargs),
-    )
+    for module in (format, packed_rows):
+        product = module.packed_product
+        monkeypatch.setattr(
+            module,
+            "packed_product",
+            lambda x, *rest, it=product, **kwargs: launches.append(len(x)) or it(x, *rest, **kwargs),
+        )
     truth = layer.dequantized(FP32).double()
-    monkeypatch.setattr(gpu_kernels, "max_rows_of_matrix", lambda device: 30)
+    monkeypatch.setattr(format, "max_rows_of_matrix", lambda device: 30)
     for num_rows, is_kernel in ((3, True), (31, False)):
         x, wide = (torch.randn(2, num_rows, 190)[1].to(dtype) for dtype in (BF16, BF16))
         wide = x.double().requires_grad_()
@@ -448,15 +419,15 @@ def test_linear_layers(on_a_gpu, monkeypatch):
         truth(wide).sum().backward()
         assert distance(y.detach(), truth(wide).detach()) < CLOSE
         assert distance(x.grad, wide.grad) < CLOSE
-        # Each product is checked first, with 37 rows.
-        assert launches == ([37, num_rows] * 2 if is_kernel else [])
+        # Each product is checked first, with two tiles.
+        assert launches == ([37, 69, num_rows] * 2 if is_kernel else [])
 
 
 # A line of the kernels' source, what stands there instead, and whether that is wrong for gradients alone.
 SPOILT = {
     "code 15": (
-        "_shifted((codes >> (8 * BYTE)) & 15,",
-        "_shifted(tl.minimum((codes >> (8 * BYTE)) & 15, 14),",
+        "_int4_weights(_shifted(codes & 15, bits), words_low[None, :]",
+        "_int4_weights(_shifted(tl.minimum(codes & 15, 14), bits), words_low[None, :]",
         False,
     ),
     "the last expert": ("far = expert.to(tl.int64)", "far = tl.minimum(expert, 1).to(tl.int64)", False),
@@ -489,16 +460,14 @@ def test_a_wrong_kernel_is_found_and_not_used(name, on_a_gpu, tmp_path, monkeypa
         distance(given.detach(), plain.loop_over_experts(x.double(), ids, scores.double()).detach()) < CLOSE
     )
     [*_, record] = [each for each in caplog.records if each.levelname == "WARNING"]
-    assert "does not use its kernel for int4:32" in record.message
+    assert "does not use its Triton kernel for int4:32" in record.message
     if only_gradients:
         assert kernels_of_products_are_right(packed)
 
 
 def kernels_of_products_are_right(packed):
-    stack = packed.stack("gate_up_proj")
-    known = gpu_kernels._FAILURES
-    numbers = (*stack.sizes, 3, 0, *stack.parts[0].stride())
-    return known[stack.parts[0].device, stack.form.key, BF16, numbers, False] == ""
+    known = {name: failure for (name, _, _), failure in packed_rows._FAILURES.items()}
+    return not any(failure for name, failure in known.items() if "transposed" not in name)
 
 
 @pytest.mark.parametrize(
@@ -514,30 +483,16 @@ def test_what_has_no_kernel_is_said(change, sentence, on_a_gpu, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     for name, value in (change or dict(get_device_capability=lambda device: (9, 0))).items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(gpu_kernels, "may_have_gpu_kernel", lambda device: device.type == "cuda")
+    monkeypatch.setattr(format, "may_have_gpu_kernel", lambda device: device.type == "cuda")
     if not change:
         monkeypatch.setattr(packed_rows, "_HAS_TRITON", False)
-    reason = partial(gpu_kernels.why_no_kernel, Int4(32), (64, 32), BF16, torch.device("cuda"))
+    reason = partial(why_no_kernel, Int4(32), BF16, torch.device("cuda"))
     assert __import__("re").search(sentence, reason())
-    stand_in = SimpleNamespace(
-        **{
-            name: getattr(packed, name)
-            for name in ("is_packed", "formats", "sizes_of", "refusal", "num_experts")
-        },
-        down_proj=packed.down_proj,
-        device=torch.device("cuda", 0),
-        format=packed.format,
-        storage=packed.storage,
-        hidden_act="silu",
-        fits_grouped_mm=lambda **_: False,
-    )
-    assert choose_path(stand_in, 4, BF16, False) == "loop"
-    assert sentence.split(".*")[0] in dispatch.why_not("kernel", stand_in, 4, BF16, False)
 
 
-def test_sizes_without_a_kernel():
-    form = Bnb4Bit(BF16, blocksize=64)
-    assert "96 inputs are not a multiple of blocksize=64" in form.gpu_kernel_refusal((30, 96), BF16)
-    assert "float64" in Int4(32).gpu_kernel_refusal((64, 32), torch.float64)
-    assert formats.Plain(BF16).gpu_kernel_refusal((64, 32), BF16) is None
-    assert "in the dtype of plain weights" in Plain(BF16).gpu_kernel_refusal((64, 32), FP32)
+def test_formats_without_a_kernel():
+    cpu = torch.device("cpu")
+    assert "has no Triton kernel" in why_no_kernel(Bnb4Bit(BF16), BF16, cpu)
+    assert "float64" in why_no_kernel(Int4(32), torch.float64, cpu)
+    assert why_no_kernel(Plain(BF16), BF16, cpu) is None
+    assert "in the dtype of plain weights" in why_no_kernel(Plain(BF16), FP32, cpu)

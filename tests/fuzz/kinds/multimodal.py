@@ -34,7 +34,7 @@ def draw_multimodal(
     )
     config._attn_implementation = rng.choice(ATTENTION)
     model = draw_weights(llamoe.LlamoeForConditionalGeneration._from_config(config), seed).to(dtype)
-    implementation = rng.choice([name for name in EXPERTS if name != "llamoe_grouped"])
+    implementation = rng.choice(EXPERTS)
     if implementation is not None:
         model.set_experts_implementation(implementation)
     weights = exact_weights(model)

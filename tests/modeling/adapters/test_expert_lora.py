@@ -1,5 +1,6 @@
-"""LoRA inside the experts' grouped product, against peft's own way, which adds it to the weights (`eager`)."""
+"""LoRA beside the experts' products, against peft's own way, which adds it to the weights."""
 
+import copy
 import logging
 from contextlib import nullcontext
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import layer
 from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 from support.models import MULTIMODAL, SHALLOW_MODELS, Copies, make_asymmetric, max_abs, run
 from torch import nn
@@ -14,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.distributed import DistributedConfig
 
 import llamoe
+from llamoe.modeling.adapters.expert_lora import ParamWrapper
 from llamoe.modeling.checkpoints import in_units
 from llamoe.modeling.formats import Int4
 from llamoe.modeling.moe import STACKS as STACK_NAMES
-from llamoe.modeling.moe import Experts, LowRank, OutputFirstExperts, forget_factors
-from llamoe.modeling.moe.dispatch import compute_experts
+from llamoe.modeling.moe import Experts, ExpertsLora, LowRank, OutputFirstExperts
 from llamoe.modeling.quantization.experts import QuantizedExperts
 
 DENSE, TEXT = (
@@ -42,11 +44,23 @@ def adapted(implementation="llamoe", rank=3, model=None, **options):
 ADAPTED = {}
 
 
+class InPeftsWay(ParamWrapper):
+    forward = layer.ParamWrapper.forward
+
+
+InPeftsWay.__name__ = "ParamWrapper"
+
+
 def adapt(implementation, rank, model, **options):
-    model.set_experts_implementation(implementation)
+    """Adapt by an implementation of experts, or in peft's own way, around the experts' definition."""
+    model.set_experts_implementation("eager" if implementation == "peft" else implementation)
     torch.manual_seed(1)
     options |= dict(target_modules="all-linear", target_parameters=STACKS, r=rank, init_lora_weights=False)
-    return get_peft_model(model, LoraConfig(**options)).eval()
+    model = get_peft_model(model, LoraConfig(**options)).eval()
+    if implementation == "peft":
+        for wrapper in wrappers(model):
+            wrapper.__class__ = InPeftsWay
+    return model
 
 
 def wrappers(model):
@@ -71,17 +85,17 @@ def assert_same(given, expected):
 
 @pytest.fixture(scope="module")
 def expected():
-    return loss_and_gradients(adapted("eager"))
+    return loss_and_gradients(adapted("peft"))
 
 
-@pytest.mark.parametrize("implementation", ["llamoe", "llamoe_loop", "llamoe_grouped"])
-def test_it_equals_pefts_way_and_forms_no_weight(implementation, expected, monkeypatch):
-    model = adapted(implementation)
+@pytest.mark.parametrize("rank", [3, 8])
+def test_it_equals_pefts_way_and_forms_no_weight(rank, monkeypatch):
+    model, expected = adapted(rank=rank), loss_and_gradients(adapted("peft", rank))
     monkeypatch.setattr(nn.utils.parametrize, "register_parametrization", None)
     assert_same(loss_and_gradients(model), expected)
     logits = run(model, **TEXT.inputs())
     monkeypatch.undo()
-    assert max_abs(logits, run(adapted("eager"), **TEXT.inputs())) < TOLERANCE
+    assert max_abs(logits, run(adapted("peft", rank), **TEXT.inputs())) < TOLERANCE
 
 
 def test_single_rows_are_adapted(monkeypatch):
@@ -99,7 +113,7 @@ def test_single_rows_are_adapted(monkeypatch):
 
 def test_two_experts_a_token():
     two = dict(num_experts_per_tok=2)
-    logits = [run(adapted(name, model=TEXT.make(**two)), **TEXT.inputs()) for name in ("llamoe", "eager")]
+    logits = [run(adapted(name, model=TEXT.make(**two)), **TEXT.inputs()) for name in ("llamoe", "peft")]
     assert max_abs(*logits) < TOLERANCE
 
 
@@ -132,7 +146,7 @@ def test_autocast_is_as_exact_as_pefts_way(expected):
             if "experts" in name
         )
 
-    assert error("llamoe") <= 1.2**2 * error("eager")
+    assert error("llamoe") <= 1.2**2 * error("peft")
 
 
 def test_dropout():
@@ -167,12 +181,19 @@ def test_dropout_of_experts_is_told(tmp_path, caplog):
     assert torch.equal(run(again, **inputs), run(model, **inputs))
 
 
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-def test_other_ways_of_experts_know_no_dropout(implementation):
-    model, inputs = adapted(implementation, lora_dropout=0.4), TEXT.inputs()
-    model(**inputs)
-    with pytest.raises(ValueError, match=f'"{implementation}" .*dropout'):
-        model.train()(**inputs)
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_other_ways_of_experts_have_no_place_for_it(implementation):
+    """But for merged adapters, and those that are off."""
+    model, inputs = adapted(implementation, model=TEXT.make()), TEXT.inputs()
+    with pytest.raises(
+        ValueError, match=f'"{implementation}" has no place for LoRA on experts: choose "llamoe"'
+    ):
+        model(**inputs)
+    with model.disable_adapter():
+        base = run(model, **inputs)
+    model.merge_adapter()
+    assert max_abs(run(model, **inputs), run(adapted(), **inputs)) < TOLERANCE
+    assert max_abs(run(model, **inputs), base) > 0.1
 
 
 def two_adapters():
@@ -439,16 +460,16 @@ def beside(experts, leaves):
 
     def compute(*inputs):
         updates = {
-            name: [LowRank(a.transpose(1, 2), b, 0.5, nn.Identity())] for name, (a, b) in leaves.items()
+            name: (LowRank(a.transpose(1, 2), b, 0.5, nn.Identity()),) for name, (a, b) in leaves.items()
         }
-        return compute_experts(experts, *inputs, updates=updates)
+        return experts(*inputs, lora=ExpertsLora(**updates))
 
     return compute
 
 
 def within(experts, leaves):
     """The same in float64, with the update added to the weights: peft's way."""
-    whole = Experts(experts.config).double()
+    whole = Experts(copy.deepcopy(experts.config)).double()
 
     def compute(x, ids, weights):
         stacks = {}
@@ -514,43 +535,3 @@ def test_compilers_take_mixed_dtypes():
         # Sums of bfloat16 in another order.
         assert given.dtype == right.dtype and max_abs(given, right) <= 0.02 * right.abs().max()
     torch._dynamo.reset()
-
-
-def test_factors_of_sorted_rows_are_kept_until_they_change():
-    """By what torch counts, by another tensor, and where it counts nothing; training keeps none."""
-    experts, leaves = stacks_with_factors("mixtral", torch.bfloat16, torch.bfloat16)
-    holder, x = nn.Module(), torch.randn(7, 64, dtype=torch.bfloat16)
-    holder.kept_factors = {name: {} for name in STACK_NAMES}
-    ids, weights = torch.tensor([[1, 2]]).expand(7, 2), torch.ones(7, 2, dtype=torch.bfloat16)
-
-    def compute(num_tokens, kept):
-        updates = {
-            name: [LowRank(a.transpose(1, 2), b.view(b.shape), 0.5, nn.Identity(), kept.get(name))]
-            for name, (a, b) in leaves.items()
-        }
-        repeated = [each.repeat(num_tokens // 7 + 1, 1)[:num_tokens] for each in (x, ids, weights)]
-        return compute_experts(experts, *repeated, path="grouped", updates=updates)
-
-    def check(num_tokens=7):
-        with torch.no_grad():
-            given = compute(num_tokens, holder.kept_factors)
-            assert torch.equal(given, compute(num_tokens, {}))
-        return [kept["factors"][1] for kept in holder.kept_factors.values()]
-
-    first = check()
-    assert all(now is before for now, before in zip(check(), first, strict=True))
-    a, b = leaves["down_proj"]
-    with torch.no_grad():
-        b.add_(1)
-    second = check()
-    assert second[0] is first[0] and second[1] is not first[1]
-    leaves["down_proj"][1] = (3 * b).detach().requires_grad_()
-    third = check()
-    assert third[1] is not second[1]
-    leaves["gate_up_proj"][1].data.mul_(2)
-    check(num_tokens=70)
-    a.data.mul_(2)
-    forget_factors(holder)
-    check()
-    compute(7, holder.kept_factors).sum().backward()
-    assert not any(holder.kept_factors.values())

@@ -222,15 +222,10 @@ def expert_config(**options):
     return LoraConfig(target_modules=["q_proj"], target_parameters=EXPERTS, r=3, lora_alpha=5, **options)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "case"),
-    [*in_turn(["llamoe", "eager", "grouped_mm", "batched_mm"], [MULTIMODAL, TEXT]), ("llamoe", TEXT)],
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_expert_adapters_lie_the_right_way_round(case, implementation):
+@for_models(models=[MULTIMODAL, TEXT])
+def test_expert_adapters_lie_the_right_way_round(case):
     """A reads the input, B writes the output; merged by hand, expert by expert, they give the same logits."""
     model, inputs = case.make(), case.inputs()
-    model.set_experts_implementation(implementation)
     by_hand = copy.deepcopy(model)
     model = randomize(get_peft_model(model, expert_config())).eval()
     given = run(model, **inputs)
@@ -260,10 +255,8 @@ def test_expert_adapters_lie_the_right_way_round(case, implementation):
     assert max_abs(given, run(case.make(), **inputs)) > 0.5
 
 
-@pytest.mark.parametrize("implementation", ["llamoe", "eager", "grouped_mm", "batched_mm"])
-def test_expert_adapters_get_gradients_only(implementation):
+def test_expert_adapters_get_gradients_only():
     model, inputs = TEXT.make().train(), TEXT.inputs()
-    model.set_experts_implementation(implementation)
     model = randomize(get_peft_model(model, expert_config())).train()
     model(**inputs, labels=inputs["input_ids"]).loss.backward()
     for name, parameter in model.named_parameters():

@@ -6,7 +6,6 @@ Their numbers are proven by `interpreted_packed` and `interpreted_kernels`, the 
 
 import ast
 import contextlib
-import functools
 import re
 from pathlib import Path
 
@@ -17,20 +16,11 @@ from support.few_bits import packed
 from support.gpu_compiler import ELEMENTS, SHARED, compile_kernel, programs
 from support.tables import in_turn
 
-from llamoe.modeling.formats import Bnb4BitNested, Int4, Int8, Plain, gpu_kernels, plain_format
+from llamoe.modeling.formats import Int4, Int8, Plain, has_gpu_kernel, plain_format
 from llamoe.modeling.formats.format import chunk_of
 from llamoe.modeling.kernels import packed_rows
-from llamoe.modeling.kernels.limits import TRITON_MAX_ROWS, TRITON_UNSORTED_MAX_ROWS
-from llamoe.modeling.kernels.packed_rows import (
-    GpuMatrix,
-    constants,
-    few_rows_limit,
-    launch_of,
-    row_counts_of_launches,
-    rows_of_tile,
-    tile_of,
-)
-from llamoe.modeling.moe import dispatch
+from llamoe.modeling.kernels.packed_rows import constants, few_rows_limit, rows_of_tile, tile_of
+from llamoe.modeling.moe import check_kernels
 from llamoe.modeling.moe import experts as moe_experts
 
 pytestmark = pytest.mark.slow
@@ -45,7 +35,6 @@ FORMATS = {
     "int4": Int4(32),
     "int4, 128": Int4(128),
     "int8": Int8(),
-    "nf4": Bnb4BitNested(BF16, matrices=2),
     "plain": Plain(BF16),
     "plain, input-first": Plain(BF16, True),
 }
@@ -67,12 +56,6 @@ def matrix_of(form, sizes=SIZES):
     """A stack of 16, without numbers."""
     with torch.device("meta"):
         parts = [torch.empty((16, *shape), dtype=dtype) for shape, dtype in form.parts(sizes)]
-        if isinstance(form, Bnb4BitNested):
-            codes, scales, nested, offset = parts
-            tables = dict(table=torch.empty(16), dynamic=torch.empty(256), nested=nested, offset=offset)
-            return GpuMatrix(
-                "table", sizes, codes, scales, group=form.blocksize, matrices=form.matrices, **tables
-            )
         return form.for_gpu_kernel(parts, sizes)
 
 
@@ -89,9 +72,7 @@ def compile_for(monkeypatch, folder, capability, form, rows, transposed, dtype=B
     by = packed_rows._IDS if rows <= 32 else packed_rows._ENDS
     pointers = {"x": dtype, "out": dtype if rows > 32 else torch.float32, "codes": matrix.codes.dtype}
     pointers["groups"] = torch.int64 if by == packed_rows._IDS else torch.int32
-    for name in ("scales", "table", "nested", "offset", "dynamic"):
-        given = getattr(matrix, name)
-        pointers[name] = (matrix.codes if given is None else given).dtype
+    pointers["scales"] = (matrix.codes if matrix.scales is None else matrix.scales).dtype
     strides = zip(("stride_expert", "stride_out", "stride_in"), matrix.strides, strict=True)
     arguments = {name: 1 if stride == 1 or not aligned else "i32!" for name, stride in strides}
     arguments |= dict.fromkeys(("num_out", "num_in", "padded_in", "split_size"), "i32!" if aligned else "i64")
@@ -114,9 +95,7 @@ def check(monkeypatch, folder, capability, form, rows, transposed):
         # One program computes while another waits, and in decoding they ask for enough together.
         assert count >= 2, (usage, shared)
         if not transposed:
-            # Looking codes up takes twice the memory's time there (`packed_rows`).
-            share = 0.5 if matrix.kind == "table" and capability in (90, 100) else 1.0
-            needed = share * IN_FLIGHT[capability] * 1024
+            needed = IN_FLIGHT[capability] * 1024
             assert count * (tile.stages - 1) * step >= needed, (usage, shared, count)
     ptx = compiled.asm["ptx"]
     assert re.search(r"mma\.sync|wgmma|tcgen05", ptx)
@@ -126,9 +105,6 @@ def check(monkeypatch, folder, capability, form, rows, transposed):
         # Plain weights and their rows 16 alone.
         widths = set(re.findall(r"cp\.async\.\w+\.shared\.global[^;]*?, (0x\w+|\d+)", ptx))
         assert widths == {"0x10"} or widths == {"16"}, widths
-    if form.key.startswith("int4") and rows <= 32 and not transposed:
-        # Two weights in two multiplications and additions.
-        assert "fma.rn.bf16x2" in ptx and "cvt.rn.bf16x2" not in ptx
 
 
 @pytest.mark.parametrize("capability", SHARED)
@@ -177,7 +153,7 @@ def test_other_dtypes_and_alignments_compile_for_hopper(monkeypatch, tmp_path, n
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "transposed"), [("nf4", 16, False), ("int8", 16, False), ("nf4", 128, True)]
+    ("name", "rows", "transposed"), [("int4", 128, True), ("int8", 16, False), ("int8", 128, True)]
 )
 def test_other_formats_compile(monkeypatch, tmp_path, name, rows, transposed):
     check(monkeypatch, tmp_path, 90, FORMATS[name], rows, transposed)
@@ -190,14 +166,6 @@ def test_other_formats_compile(monkeypatch, tmp_path, name, rows, transposed):
 def test_everything_compiles(monkeypatch, tmp_path, name, rows, transposed, capability):
     """Each kernel on one card, all cards in turn: what differs between these are limits."""
     check(monkeypatch, tmp_path, capability, FORMATS[name], rows, transposed)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_int4_compiles_for_other_dtypes(monkeypatch, tmp_path, dtype):
-    """Few rows, whose instructions for bfloat16 do not serve them."""
-    compiled, usage = compile_for(monkeypatch, tmp_path, 90, FORMATS["int4, 128"], 16, False, dtype)
-    assert "fma.rn.bf16x2" not in compiled.asm["ptx"]
-    assert dtype == torch.float32 or usage["STACK"] == 0
 
 
 @pytest.mark.parametrize(
@@ -216,69 +184,6 @@ def test_other_dtypes_compile(monkeypatch, tmp_path, name, dtype, rows, transpos
         assert usage["STACK"] <= 8, (capability, rows, transposed, usage)
 
 
-@pytest.mark.parametrize("capability", SHARED)
-def test_what_stands_beside_compiles(monkeypatch, tmp_path, capability):
-    """The gradient of adapters' factors, and the sum of splits."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from llamoe.modeling.kernels.packed_rows_triton import outer_kernel, sum_splits_kernel
-
-    given = dict(x_ptr="*bf16!", grad_ptr="*bf16!", ends_ptr="*i32!", out_ptr="*bf16!")
-    given |= dict(num_in="i32!", num_out="i32!", M=64, ROWS=16, COLUMNS=64, STAGES=3)
-    compiled, usage = compile_kernel(monkeypatch, tmp_path, capability, outer_kernel, given, 4)
-    assert usage["STACK"] == 0 and compiled.metadata.shared <= SHARED[capability] * 1024
-    assert re.search(r"mma\.sync|wgmma|tcgen05", compiled.asm["ptx"])
-    given = dict(parts_ptr="*fp32!", out_ptr="*bf16!", num_elements="i32", SPLITS=16, BLOCK=512)
-    compiled, usage = compile_kernel(monkeypatch, tmp_path, capability, sum_splits_kernel, given, 4)
-    assert usage["STACK"] == 0
-
-
-def test_the_assembler_lines_mean_what_the_interpreter_computes():
-    """The interpreter knows no assembler: its lines are computed here, for some words and both signs."""
-    triton = pytest.importorskip("triton", reason="Triton is not installed")
-    assert triton
-    from llamoe.modeling.kernels import packed_rows_triton
-
-    def halves(bits):
-        """The two bfloat16 numbers of a register, in float64."""
-        both = torch.tensor([bits & 0xFFFF, bits >> 16], dtype=torch.int32)
-        return (both << 16).view(torch.float32).double()
-
-    words = [0x12345678, 0x9ABCDEF0, 0x0F1E2D3C, 0xFFFFFFFF, 0x88008877]
-    scale, offset = torch.tensor([0.0123, -3.4]).to(BF16), torch.tensor([-0.2, 11.0]).to(BF16)
-    for byte in range(4):
-        lines = getattr(packed_rows_triton, f"_BYTES_{byte}").value
-        for pair in zip(words, words[1:], strict=False):
-            found = run_lines(lines, pair, scale.double(), offset.double(), halves)
-            codes = torch.tensor([(word >> 8 * byte & 15) - 8 for word in pair]).double()
-            assert torch.equal(found, (codes * scale.double() + offset.double()).to(BF16).double())
-
-
-def run_lines(lines, words, scale, offset, halves):
-    """What the four instructions of `_PAIRS` give, by their definitions in NVIDIA's PTX manual."""
-    known = {"$1": words[0], "$2": words[1], "$3": scale, "$4": offset}
-    for line in lines.strip("{} ").split(";"):
-        name, *given = re.split(r"[ ,]+", line.strip())
-        if name in ("", ".reg"):
-            continue
-        target, *values = given
-        values = [known[each] if each in known else int(each, 16) for each in values]
-        if name == "mov.b32":
-            [known[target]] = values
-        elif name == "prmt.b32":
-            eight = (values[1] << 32 | values[0]).to_bytes(8, "little")
-            picked = [eight[values[2] >> 4 * place & 7] for place in range(4)]
-            known[target] = int.from_bytes(picked, "little")
-        elif name == "lop3.b32":
-            a, b, c, table = values
-            assert table == (0xF0 & 0xCC) | 0xAA
-            known[target] = a & b | c
-        else:
-            assert name == "fma.rn.bf16x2"
-            a, b, c = (each if isinstance(each, torch.Tensor) else halves(each) for each in values)
-            known[target] = (a * b + c).to(BF16).double()
-    return known["$0"]
-
-
 @pytest.mark.parametrize(("num_rows", "rows"), [(1, 16), (17, 32), (33, 64), (65, 128), (500, 128)])
 def test_tiles_hold_all_rows_of_a_matrix(num_rows, rows):
     assert rows_of_tile(num_rows, 1, packed_rows._ONE) == rows
@@ -286,50 +191,27 @@ def test_tiles_hold_all_rows_of_a_matrix(num_rows, rows):
     assert rows_of_tile(8 * num_rows, 16, packed_rows._ENDS) == rows
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    "sizes", [(16, 5120, 8192), (128, 5120, 8192), (7, 52, 36), (1, 1024, 512), (64, 768, 64)]
-)
-def test_every_launch_is_among_those_that_are_checked(sizes, dtype):
-    """What is compiled, and how sums are split, for all numbers of rows; of the larger and of the smaller product."""
-    num_experts, hidden, intermediate = sizes
-    cpu = torch.device("cpu")
-    for size in ((2 * intermediate, hidden), (hidden, intermediate)):
-        matrix = matrix_of(Plain(dtype, True), size)
+@pytest.mark.parametrize("capability", SHARED)
+def test_the_sum_of_splits_compiles(monkeypatch, tmp_path, capability):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from llamoe.modeling.kernels.packed_rows_triton import sum_splits_kernel
 
-        def launch(num_rows, matrix=matrix):
-            by = packed_rows._IDS if num_rows <= TRITON_UNSORTED_MAX_ROWS else packed_rows._ENDS
-            found = launch_of(matrix, num_rows, dtype.itemsize, cpu, num_experts, by)
-            known = constants(matrix, found.tile, by, num_experts, False)
-            return tuple(known.items()), found.tile.warps, found.split_size
-
-        counts = row_counts_of_launches(matrix, dtype.itemsize, cpu, num_experts)
-        assert counts == sorted(set(counts)) and len(counts) < 25
-        assert (counts[0], counts[-1]) == (1, TRITON_MAX_ROWS)
-        assert {launch(n) for n in counts} == {launch(n) for n in range(1, TRITON_MAX_ROWS + 1)}
-        for before, behind in zip(range(1, TRITON_MAX_ROWS), range(2, TRITON_MAX_ROWS + 1), strict=True):
-            assert launch(before) == launch(behind) or {before, behind} <= set(counts)
-        launched = list(gpu_kernels._launches(matrix, dtype, cpu, num_experts, False))
-        assert launched[: len(counts)] == [(n, None, n <= TRITON_UNSORTED_MAX_ROWS) for n in counts]
-        assert [tile for _, tile, _ in launched[len(counts) :]] == list(packed_rows.TILES)
+    given = dict(parts_ptr="*fp32!", out_ptr="*bf16!", num_elements="i32", SPLITS=16, BLOCK=512)
+    _, usage = compile_kernel(monkeypatch, tmp_path, capability, sum_splits_kernel, given, 4)
+    assert usage["STACK"] == 0
 
 
 def test_everything_that_a_step_multiplies_is_checked_before_it(monkeypatch):
     """Layers, experts and the factors of active adapters, so that `generate` may compile what follows."""
     seen = []
 
-    def record(form, parts, sizes, dtype, num_experts, directions, may_check, is_factor=False):
-        assert may_check and tuple(directions) == (False,) and dtype == BF16
-        assert is_factor == (not form.is_packed)
-        seen.append((form.key, sizes, num_experts))
+    def record(form, parts, sizes, dtype=None, num_experts=0, transposed=False, may_check=True):
+        assert may_check and not transposed and form.compute_dtype == BF16
+        seen.append((form.exact.key, sizes, num_experts))
         return True
 
-    for module in (dispatch, gpu_kernels):
-        monkeypatch.setattr(module, "kernels_are_right", record)
-        monkeypatch.setattr(module, "may_have_gpu_kernel", lambda device: True)
-        monkeypatch.setattr(module, "why_no_kernel", lambda *_: None)
-    monkeypatch.setattr(dispatch, "_is_on_host", lambda weight: False)
-    monkeypatch.setattr(moe_experts, "has_gpu", lambda: True)
+    monkeypatch.setattr(moe_experts, "has_gpu_kernel", record)
+    monkeypatch.setattr(moe_experts, "may_have_gpu_kernel", lambda device: True)
     targets = [f"feed_forward.experts.{name}_proj" for name in ("gate_up", "down")]
     model = get_peft_model(
         packed("text", "int4"), LoraConfig(r=4, target_modules=[], target_parameters=targets)
@@ -337,7 +219,7 @@ def test_everything_that_a_step_multiplies_is_checked_before_it(monkeypatch):
     for is_adapted in (True, False):
         seen.clear()
         with contextlib.nullcontext() if is_adapted else model.disable_adapter():
-            dispatch.check_kernels(model.get_base_model())
+            check_kernels(model.get_base_model())
         # q, k, v and o; the mixture's two stacks and its shared expert.
         assert {sizes for key, sizes, count in seen if count == 0} >= {(192, 128), (48, 128), (128, 192)}
         assert {sizes for key, sizes, count in seen if key == "int4:32" and count == 5} == {
@@ -349,50 +231,24 @@ def test_everything_that_a_step_multiplies_is_checked_before_it(monkeypatch):
 
 
 def test_a_check_without_memory_condemns_no_kernel(monkeypatch):
-    """It is said with the bytes, and tried again when there may be room."""
-    monkeypatch.setattr(gpu_kernels, "_FAILURES", {})
+    """It is tried again when there may be room."""
+    monkeypatch.setattr(packed_rows, "_FAILURES", {})
+    monkeypatch.setattr(packed_rows, "_INTERPRETED", True)
     form, sizes = Int8(), (96, 64)
     parts = form.quantize(torch.randn(sizes))
 
-    def product(x, matrix, groups, num_experts, by_id, transposed, tile):
+    def product(x, *_):
         if full:
-            raise torch.OutOfMemoryError("CUDA out of memory.\nAnd more lines.")
+            raise torch.OutOfMemoryError("CUDA out of memory.")
         return x @ form.matrix(parts, sizes, BF16).T
 
     full = True
-    monkeypatch.setattr(gpu_kernels, "packed_product", product)
-    ask = functools.partial(gpu_kernels.kernels_are_right, form, parts, sizes, BF16, 0, (False,), True)
-    with pytest.raises(torch.OutOfMemoryError, match=r"^llamoe: cpu has no room .* 339,968 bytes .*\.$"):
-        ask()
-    assert gpu_kernels._FAILURES == {}
+    monkeypatch.setattr(packed_rows, "packed_product", product)
+    with pytest.raises(torch.OutOfMemoryError):
+        has_gpu_kernel(form, parts, sizes)
+    assert packed_rows._FAILURES == {}
     full = False
-    assert ask()
-
-
-def test_a_check_of_plain_experts_without_memory_condemns_no_kernel(monkeypatch):
-    """Likewise, with sentences of their own."""
-    monkeypatch.setattr(gpu_kernels, "_FAILURES", {})
-    form, sizes = Plain(torch.float32, True), (48, 40)
-    stack = torch.randn(3, 40, 48) / 6
-
-    def product(x, matrix, groups, num_experts, by_id, transposed, tile):
-        if full:
-            raise torch.OutOfMemoryError("CUDA out of memory.\nAnd more lines.")
-        ids = groups if by_id else torch.searchsorted(groups, torch.arange(len(x)), right=True)
-        weights = torch.cat([stack, torch.zeros(3, 40, 48)])[ids]
-        return (x[:, None] @ weights)[:, 0]
-
-    full = True
-    monkeypatch.setattr(gpu_kernels, "packed_product", product)
-    ask = functools.partial(
-        gpu_kernels.kernels_are_right, form, [stack], sizes, torch.float32, 3, (False,), True
-    )
-    told = r"^llamoe: cpu has no room to check the kernel for few rows .* 180,224 bytes beside the model: leave .*\.$"
-    with pytest.raises(torch.OutOfMemoryError, match=told):
-        ask()
-    assert gpu_kernels._FAILURES == {}
-    full = False
-    assert ask()
+    assert has_gpu_kernel(form, parts, sizes)
 
 
 def test_a_matrix_is_quantized_at_once_on_a_gpu():

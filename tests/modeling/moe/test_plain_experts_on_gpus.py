@@ -4,36 +4,21 @@ The kernels' numbers are proven by `interpreted_kernels`, which `test_under_the_
 card, in graphs and without asking the host, is for the tests marked `gpu`.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from support.mixtures import forced, make_experts
 from support.models import make_asymmetric, stock_text_config
 from torch import nn
 
 import llamoe
-from llamoe.modeling.formats import gpu_kernels, plain_format
+from llamoe.modeling.formats import why_no_kernel
 from llamoe.modeling.kernels import packed_rows
-from llamoe.modeling.kernels.limits import TRITON_MAX_ROWS
-from llamoe.modeling.moe import grouped_mm_limits, grouped_product
-from llamoe.modeling.moe.dispatch import compute_experts, why_not
+from llamoe.modeling.moe import experts as moe_experts
+from llamoe.modeling.moe import products
 from llamoe.modeling.moe.experts import Experts
 
 BF16 = torch.bfloat16
 CUDA = torch.device("cuda", 0)
-
-
-def stand_in(sizes=(64, 96), dtype=BF16, device=CUDA, weight_dtype=None):
-    """What says of itself what experts say that decides of their kernel."""
-    hidden_size, intermediate_size = sizes
-    weight = SimpleNamespace(dtype=weight_dtype or dtype, device=device)
-    return SimpleNamespace(
-        down_proj=weight,
-        device=device,
-        sizes_of=lambda name: (hidden_size, intermediate_size * (1 + (name == "gate_up_proj"))),
-        formats=dict.fromkeys(("gate_up_proj", "down_proj"), plain_format(weight.dtype, True)),
-        refusal=lambda name: None,
-    )
 
 
 @pytest.fixture
@@ -45,30 +30,36 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 
+def has_kernels(monkeypatch, num_rows=4, dtype=BF16, device=CUDA, needs_gradient=False, sizes="odd"):
+    """Whether experts of these numbers that lie on a device have kernels that a check finds right."""
+    monkeypatch.setattr(Experts, "device", device)
+    monkeypatch.setattr(
+        moe_experts, "has_gpu_kernel", lambda form, *_: not why_no_kernel(form, dtype, device)
+    )
+    return make_experts(sizes, dtype).has_kernels(num_rows, needs_gradient)
+
+
 @pytest.mark.parametrize(
-    ("fits", "num_rows", "change"),
+    ("fits", "case"),
     [
-        (True, 4, {}),
-        (True, TRITON_MAX_ROWS, {"dtype": torch.float32}),
-        (True, 1, {"sizes": (51, 1), "dtype": torch.float16}),
-        (False, TRITON_MAX_ROWS + 1, {}),
-        (False, 4, {"dtype": torch.float64}),
-        (False, 4, {"weight_dtype": torch.float32}),
-        (False, 4, {"device": torch.device("cpu")}),
-        (False, 4, {"device": torch.device("meta")}),
+        (True, {}),
+        (True, {"num_rows": 64, "dtype": torch.float32}),
+        (True, {"num_rows": 1, "dtype": torch.float16, "sizes": "aligned"}),
+        (False, {"num_rows": 65}),
+        (False, {"needs_gradient": True}),
+        (False, {"dtype": torch.float64}),
+        (False, {"device": torch.device("cpu")}),
+        (False, {"device": torch.device("meta")}),
     ],
     ids=str,
 )
-def test_what_fits(hopper, fits, num_rows, change):
-    given = stand_in(**change)
-    reason = why_not("kernel", given, num_rows, change.get("dtype", BF16), needs_gradient=False)
-    if fits:
-        assert reason is None
-    else:
-        assert reason.startswith(
-            f"the kernel takes up to 128 rows ({num_rows} here) of 16 or 32 bits in the weights'"
-        )
-        assert f"on a CUDA device from Ampere on ({given.device} here), where Triton is installed." in reason
+def test_what_fits(hopper, fits, case, monkeypatch):
+    assert has_kernels(monkeypatch, **case) is fits
+
+
+def test_weights_that_autocast_would_cast_do_not_fit(hopper, monkeypatch):
+    monkeypatch.setattr(Experts, "product_dtype", lambda self: BF16)
+    assert has_kernels(monkeypatch, dtype=BF16) and not has_kernels(monkeypatch, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +73,7 @@ def test_what_fits(hopper, fits, num_rows, change):
 )
 def test_where_kernels_cannot_run(hopper, monkeypatch, name, value):
     monkeypatch.setattr(name, value)
-    assert "from Ampere on (cuda:0 here)" in why_not("kernel", stand_in(), 4, BF16, needs_gradient=False)
+    assert not has_kernels(monkeypatch)
 
 
 # On a GPU
@@ -111,7 +102,8 @@ def experts_of(gate_up, down):
 def by_kernels(x, gate_up, down, ids):
     """Each row's expert, by kernels that are forced."""
     ones = torch.ones(len(ids), 1, dtype=x.dtype, device=x.device)
-    return compute_experts(experts_of(gate_up, down), x, ids[:, None], ones, path="kernel")
+    with forced("kernels"):
+        return experts_of(gate_up, down)(x, ids[:, None], ones)
 
 
 def plain_version(x, gate_up, down, ids):
@@ -209,10 +201,10 @@ def test_compiled_into_one_graph_on_a_gpu():
     experts, ones = experts_of(gate_up, down), torch.ones(5, 1, device="cuda", dtype=torch.bfloat16)
 
     def scaled(x, ids, scores):
-        return compute_experts(experts, x * scores, ids[:, None], ones, path="kernel") + x
+        return experts(x * scores, ids[:, None], ones) + x
 
     compiled = torch.compile(scaled, fullgraph=True, mode="reduce-overhead", dynamic=False)
-    with torch._dynamo.config.patch(error_on_recompile=True):
+    with forced("kernels"), torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(4):
             x.normal_()
             ids.random_(6)
@@ -240,7 +232,7 @@ def rows_on_gpu(experts, num_rows):
 
 
 def assert_near(given, experts, inputs):
-    experts.config._experts_implementation = "llamoe_loop"
+    experts.config._experts_implementation = "eager"
     expected = experts(*inputs).float()
     experts.config._experts_implementation = "llamoe"
     assert expected.std() > 0.01
@@ -249,7 +241,7 @@ def assert_near(given, experts, inputs):
 
 @pytest.fixture
 def nothing_known(monkeypatch):
-    monkeypatch.setattr(gpu_kernels, "_FAILURES", {})
+    monkeypatch.setattr(packed_rows, "_FAILURES", {})
 
 
 @pytest.mark.gpu
@@ -261,7 +253,7 @@ def test_first_use_on_a_gpu(sizes, dtype, nothing_known):
     experts = experts_on_gpu(dtype, hidden_size=sizes[0], intermediate_size=sizes[1])
     inputs = rows_on_gpu(experts, 5)
     assert_near(experts(*inputs), experts, inputs)
-    assert list(gpu_kernels._FAILURES.values()) == ["", ""]
+    assert list(packed_rows._FAILURES.values()) == ["", ""]
 
 
 @pytest.mark.gpu
@@ -273,7 +265,7 @@ def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
     experts(*inputs)
     torch.cuda.synchronize()
     launched = []
-    for module in (gpu_kernels, grouped_product):
+    for module in (packed_rows, products):
         product = module.packed_product
         monkeypatch.setattr(
             module, "packed_product", lambda *args, it=product: launched.append(1) or it(*args)
@@ -287,12 +279,11 @@ def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
     graph.replay()
     assert_near(captured, experts, inputs)
 
-    gpu_kernels._FAILURES.clear()
-    experts.config._experts_implementation = "llamoe_grouped"
-    experts(*inputs)  # what the capture will take, warmed up
-    experts.config._experts_implementation = "llamoe"
-    if grouped_mm_limits.grouped_mm_waits(experts.down_proj.device):
-        return  # nothing else could be captured there
+    packed_rows._FAILURES.clear()
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        return  # torch's grouped product asks the host there
+    with forced("operators"):
+        experts(*inputs)  # what the capture will take, warmed up
     torch.cuda.synchronize()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         experts(*inputs)

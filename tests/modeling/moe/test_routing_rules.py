@@ -11,8 +11,6 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 import llamoe
 from llamoe.modeling.moe import MixtureOfExperts
-from llamoe.modeling.moe.dispatch import compute_experts
-from llamoe.modeling.moe.experts import OutputFirstExperts
 
 SIZES = dict(hidden_size=24, intermediate_size=20, num_local_experts=5, num_experts_per_tok=3)
 RULES = [
@@ -86,7 +84,7 @@ def test_every_rule_is_its_formula(family):
     assert max(map(max_abs, results, results[1:])) > 0.1
 
 
-IMPLEMENTATIONS = ["llamoe", "llamoe_loop", "llamoe_grouped", "eager", "grouped_mm", "batched_mm"]
+IMPLEMENTATIONS = ["llamoe", "eager", "grouped_mm", "batched_mm"]
 
 
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 2), (2, 5), (33, 1)])
@@ -112,37 +110,6 @@ def test_every_way_to_compute_mixtrals_experts(implementation, num_tokens, top_k
         )
     for its, mine in zip(*results, strict=True):
         assert max_abs(its, mine) < 1e-5 * max(1.0, its.abs().max().item())
-
-
-@pytest.mark.parametrize("path", ["loop", "grouped"])
-def test_output_first_gradients_have_their_stacks_strides(path):
-    """Another layout would be copied into this one."""
-    config = llamoe.from_stock(stock_mixtral_config(**SIZES))
-    experts = make_asymmetric(OutputFirstExperts(config))
-    x = torch.randn(9, 24, generator=torch.Generator().manual_seed(0))
-    ids = torch.arange(9)[:, None] % 4
-    layouts = []
-    for name in ("gate_up_proj", "down_proj"):
-        stack = getattr(experts, name)
-        stack.register_hook(lambda gradient: layouts.append(gradient.stride()))
-    compute_experts(experts, x, ids, torch.ones(9, 1), path=path).square().sum().backward()
-    assert sorted(layouts) == sorted(stack.stride() for stack in experts.parameters())
-    assert (experts.down_proj.grad[4] == 0).all()
-
-
-def test_gradients_of_gradients_through_output_first_experts():
-    sizes = dict(hidden_size=4, intermediate_size=3, num_local_experts=4)
-    config = llamoe.from_stock(stock_mixtral_config(**{**SIZES, **sizes}))
-    experts = make_asymmetric(OutputFirstExperts(config)).double()
-    x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    ids, weights = torch.tensor([[0, 3], [2, 0], [3, 2]]), torch.rand(3, 2, dtype=torch.float64)
-
-    def call(x, gate_up, down):
-        stacks = {"gate_up_proj": gate_up, "down_proj": down}
-        return torch.func.functional_call(experts, stacks, (x, ids, weights))
-
-    stacks = [parameter.detach().clone().requires_grad_() for parameter in experts.parameters()]
-    assert torch.autograd.gradgradcheck(call, (x.requires_grad_(), *stacks), fast_mode=True)
 
 
 def test_capacity_drops_the_least_scores_of_mixtral():

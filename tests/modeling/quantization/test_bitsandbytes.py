@@ -1,7 +1,6 @@
 """Experts that bitsandbytes quantizes: each matrix is its linear layer, in memory, in files and in products."""
 
 import logging
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +29,6 @@ from transformers import BitsAndBytesConfig, Llama4ForCausalLM, LlamaForCausalLM
 from transformers.integrations.accelerate import compute_module_sizes
 
 import llamoe
-from llamoe.modeling.checkpoints import make_weights
 from llamoe.modeling.moe import Experts, Router
 from llamoe.modeling.quantization import QuantizedExperts, packed_experts
 
@@ -282,18 +280,8 @@ def test_sizes_for_device_maps_are_those_in_memory():
 
 def test_processes_cannot_share_packed_experts():
     model = load(folder_of("llama4"), "llama4", "nf4")
-
-    class Shared:
-        device_mesh = object()
-        weight_mapping = disable_mmap = None
-        ignore_mismatched_sizes = False
-        hf_quantizer = SimpleNamespace(
-            pre_quantized=False, quantization_config=SimpleNamespace(quant_method="bitsandbytes")
-        )
-
-    state = folder_of("llama4")
-    with pytest.raises(ValueError, match=r"cannot be shared by several processes.*llm_int8_skip_modules"):
-        make_weights(model, None, [str(file) for file in Path(state).glob("*.safetensors")], Shared())
+    with pytest.raises(ValueError, match=r"^tp_size = 2: .*experts is quantized"):
+        type(model).maybe_distribute_model(model, SimpleNamespace(tp_size=2), mesh=object())
 
 
 def test_other_models_are_as_transformers_has_them(tmp_path):

@@ -40,81 +40,71 @@ def spoil(key, change):
 
 
 def with_nan(tensor):
-    tensor[1] = float("nan")
+    tensor.view(-1)[-1] = float("nan")
     return tensor
 
 
+SCALES = ONE.replace(".experts.3.up_proj.weight", ".experts.gate_up_proj")
+SCB, LAYOUT = (ONE.replace("weight", name) for name in ("SCB", "weight_format"))
+# By method: what is damaged, and what is said of it.
 DAMAGES = {
-    "no expert": (drop(".experts.3.up_proj"), r"experts\.3\.up_proj\.weight is missing \(1"),
-    "no experts": (drop(r".experts.\d+.down_proj"), r"experts\.down_proj is missing"),
-    "too many": (
-        lambda s: s.update({ONE.replace(".3.", ".5."): s[ONE].clone()}),
-        r"is of expert 5, but num_local_experts .* is 5",
-    ),
-    "fused, too": (
-        lambda s: s.update({"model.layers.1.feed_forward.experts.gate_up_proj": torch.zeros(5, 72, 104)}),
-        r"is there a second time: .*experts\.gate_up_proj",
-    ),
-    "no scales": (lambda s: s.pop(f"{ONE}.absmax"), r"up_proj\.weight\.absmax is missing, without which"),
-    "no state": (lambda s: s.pop(STATE), r"bitsandbytes__nf4 is missing, without which"),
-    "no nested scales": (lambda s: s.pop(f"{ONE}.nested_absmax"), r"nested_absmax is missing, without which"),
-    "no numbers of the codes": (lambda s: s.pop(f"{ONE}.quant_map"), r"quant_map is missing, without which"),
-    "other codes": (spoil(f"{ONE}.nested_quant_map", lambda t: t + 0.01), r"nested_quant_map has other numbers"),
-    "other blocks": (lambda s: facts(s, blocksize=128), r"nf4 says blocksize 128, but other experts have 64\. Quant"),
-    "no blocks": (lambda s: facts(s, blocksize=0), r"nf4 says blocksize 0; bitsandbytes has 32 to 4096"),
-    "other kind": (
-        lambda s: s.update({STATE.replace("nf4", "fp4"): s.pop(STATE)}),
-        r"fp4 is there, but bnb_4bit_quant_type .* 'nf4'",
-    ),
-    "other shape": (lambda s: facts(s, shape=[72, 52]), r"says shape \[72, 52\], but the model .* has \[52, 72\]"),
-    "other nested blocks": (lambda s: facts(s, nested_blocksize=64), r"says nested_blocksize 64 and nested_offset"),
-    "no offset": (lambda s: facts(s, nested_offset=float("nan")), r"says nested_offset nan\. The checkp"),
-    "no JSON": (spoil(STATE, lambda t: t[:-9]), r"nf4 cannot be read as the state of a weight"),
-    "fewer codes": (spoil(ONE, lambda t: t[:-3].clone()), r"up_proj\.weight holds 1869 bytes, where .* take 1872"),
-    "NaN": (spoil(f"{ONE}.nested_absmax", lambda t: t * float("nan")), r"nested_absmax: 1 of 1 scales are NaN"),
-    "scales of others": (spoil(f"{ONE}.absmax", lambda t: t[:-1].clone()), r"absmax has shape \[58\] .* where \[59\]"),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def others_folder(tmp_path_factory):
-    """A folder that others have quantized, and its tensors."""
-    folder = tmp_path_factory.mktemp("others") / "folder"
-    return folder, published(folder, folder_of("llama4"), "llama4", "nf4 nested")
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_folders_are_refused_in_one_sentence(damage, others_folder):
-    folder, whole = others_folder
-    state = dict(whole)
-    change, message = DAMAGES[damage]
-    change(state)
-    save_file(state, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=message) as caught:
-        load(folder, "llama4")
-    assert "model.safetensors" in str(caught.value) or damage == "no experts"
-    assert str(caught.value).count("\n") == 0
-
-
-def test_damaged_scales_without_double_quantization(tmp_path):
-    for method, key, change, message in (
-        ("nf4", f"{ONE}.absmax", with_nan, "absmax: 1 of 59 scales are NaN or infinite"),
-        ("nf4", f"{ONE}.absmax", lambda t: t[:52].view(1, 52).bfloat16(), "after a pass on a CPU"),
-        ("8 bit", ONE.replace("weight", "SCB"), with_nan, "up_proj.SCB: 1 of 52 scales are NaN or infinite"),
-        ("8 bit", ONE, lambda t: t.mT.contiguous(), r"up_proj.weight has shape \[72, 52\]"),
+    "nf4 nested": [
+        (drop(".experts.3.up_proj"), r"experts\.3\.up_proj\.weight is missing \(1"),
+        (drop(r".experts.\d+.down_proj"), r"experts\.down_proj is missing"),
         (
-            "8 bit",
-            ONE.replace("weight", "weight_format"),
-            lambda t: t + 1,
-            "weight_format is 1, a layout of old",
+            lambda s: s.update({ONE.replace(".3.", ".5."): s[ONE].clone()}),
+            r"is of expert 5, but num_local_experts .* is 5",
         ),
-    ):
-        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-        state = published(folder, folder_of("llama4"), "llama4", method)
-        state[key] = change(state[key].clone())
+        (
+            lambda s: s.update({SCALES: torch.zeros(5, 72, 104)}),
+            r"is there a second time: .*experts\.gate_up_proj",
+        ),
+        (lambda s: s.pop(f"{ONE}.absmax"), r"up_proj\.weight: its absmax is missing"),
+        (lambda s: s.pop(STATE), r"its quant_state\.bitsandbytes__nf4 is missing"),
+        (lambda s: s.pop(f"{ONE}.nested_absmax"), r"its nested_absmax is missing"),
+        (lambda s: s.pop(f"{ONE}.quant_map"), r"its quant_map is missing"),
+        (
+            spoil(f"{ONE}.nested_quant_map", lambda t: t + 0.01),
+            r"nested_quant_map has other numbers than bitsandbytes'",
+        ),
+        (lambda s: facts(s, blocksize=128), r"nf4 says blocksize 128, not 64"),
+        (lambda s: facts(s, blocksize=0), r"nf4 says blocksize 0"),
+        (
+            lambda s: s.update({STATE.replace("nf4", "fp4"): s.pop(STATE)}),
+            r"its quant_state\.bitsandbytes__nf4 is missing",
+        ),
+        (lambda s: facts(s, shape=[72, 52]), r"says shape \(72, 52\), not \(52, 72\)"),
+        (lambda s: facts(s, nested_blocksize=64), r"says nested_blocksize 64, not 256"),
+        (lambda s: facts(s, nested_offset=float("nan")), rf"{SCALES}_nested_offset: 1 of 10 scales are NaN"),
+        (spoil(STATE, lambda t: t[:-9]), r"nf4 cannot be read as the state of a weight"),
+        (spoil(ONE, lambda t: t[:-3].clone()), r"up_proj\.weight has shape \[1869\] .* where \[1872\]"),
+        (spoil(f"{ONE}.nested_absmax", with_nan), rf"{SCALES}_nested_absmax: 1 of 10 scales are NaN"),
+        (spoil(f"{ONE}.absmax", lambda t: t[:-1].clone()), r"absmax has shape \[58\] .* where \[59\]"),
+    ],
+    "nf4": [
+        (spoil(f"{ONE}.absmax", with_nan), rf"{SCALES}_absmax: 1 of 590 scales are NaN or infinite"),
+        # As bitsandbytes leaves them after a pass on some CPUs.
+        (spoil(f"{ONE}.absmax", lambda t: t[:52].view(1, 52).bfloat16()), r"absmax has shape \[1, 52\]"),
+    ],
+    "8 bit": [
+        (spoil(SCB, with_nan), rf"{SCALES}_scb: 1 of 520 scales are NaN or infinite"),
+        (spoil(ONE, lambda t: t.mT.contiguous()), r"up_proj\.weight has shape \[72, 52\]"),
+        (spoil(LAYOUT, lambda t: t + 1), r"weight_format is not 0, but a layout of old GPUs"),
+    ],
+}
+
+
+@pytest.mark.parametrize("method", DAMAGES)
+def test_damaged_folders_are_refused_in_one_sentence(method, tmp_path):
+    folder = tmp_path / "published"
+    whole = published(folder, folder_of("llama4"), "llama4", method)
+    for damage, message in DAMAGES[method]:
+        state = dict(whole)
+        damage(state)
         save_file(state, folder / "model.safetensors", {"format": "pt"})
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises(CheckpointError, match=message) as caught:
             load(folder, "llama4")
+        assert str(caught.value).count("\n") == 0
 
 
 @for_families

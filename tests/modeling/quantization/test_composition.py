@@ -176,7 +176,7 @@ def test_export(monkeypatch):
 def test_experts_implementations_that_know_packed_stacks(family, weights):
     model = packed(family, weights)
     expected = logits(model)
-    for name in ("eager", "llamoe_loop", "llamoe"):
+    for name in ("eager", "llamoe"):
         model.set_experts_implementation(name)
         assert distance(logits(model), expected) < CLOSE
 
@@ -184,8 +184,7 @@ def test_experts_implementations_that_know_packed_stacks(family, weights):
 @pytest.mark.parametrize(
     ("name", "family", "weights"),
     [
-        ("grouped_mm", "text", "int4"), ("batched_mm", "mixtral", "int8"), ("llamoe_grouped", "text", "int8"),
-        ("llamoe_kernel", "mixtral", "int4"),
+        ("grouped_mm", "text", "int4"), ("batched_mm", "mixtral", "int8"),
     ],
 )  # fmt: skip
 def test_other_experts_implementations_are_refused(family, weights, name, monkeypatch):

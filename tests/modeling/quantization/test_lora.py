@@ -313,7 +313,7 @@ def test_what_is_not_packed_still_merges():
 def test_other_ways_to_compute_experts_know_no_adapter_of_packed_ones():
     adapted = adapt(packed("mixtral", "int8"))
     adapted.get_base_model().set_experts_implementation("eager")
-    with pytest.raises(ValueError, match='"eager" .*int8'):
+    with pytest.raises(ValueError, match='"eager" has no place for LoRA on experts'):
         logits(adapted)
     with adapted.disable_adapter():
         assert distance(logits(adapted), logits(packed("mixtral", "int8"))) < CLOSE
