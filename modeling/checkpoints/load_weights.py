@@ -26,7 +26,7 @@ from .expert_index import (
     names_in_model,
 )
 from .mapped_memory import forget_pages, return_freed_memory
-from .safetensors_files import DTYPE_NAMES, DTYPES
+from .safetensors_files import DTYPE_NAMES
 from .stored import Stored, headers_of, tensors_of
 
 # The tensors of a packed router's weight: its name, and what follows it or stands in its place.

@@ -96,14 +96,9 @@ class LlamoeQuantizer(HfQuantizer):
                 'experts alone can stay there, by this name: device_map={"experts": "disk"}. Put all else on "cpu".'
             )
         if self.quantization_config.weights == "int4" and torchs_block() != BLOCK and why_no_cpp_kernels():
-            cost = (
-                "weights are unpacked for each product"
-                if torchs_block() is None
-                else "a token takes about as long as in bfloat16, a prompt up to 1.4 times as long"
-            )
             why, remedy = why_no_cpp_kernels() or ("", "")
             logger.warning_once(
-                f"This CPU has no compiled kernels for int4 ({why}): {cost}. int4 saves memory here, no time."
+                f"This CPU has no compiled kernels for int4 ({why}): int4 saves memory here, no time."
                 f"{remedy and f' To change that, {remedy}.'}"
             )
 
@@ -156,14 +151,10 @@ class LlamoeQuantizer(HfQuantizer):
         if refused:
             weight, why = next(iter(refused.items()))
             ends = dict.fromkeys(name.split(".")[-2] for name in refused)
-            remedy = (
-                f"Choose another format or group_size, or name {listed(map(repr, ends), 9)} in "
-                "modules_to_not_convert: the end of a name stands for all modules whose names end so."
-            )
-            if self.pre_quantized:
-                remedy = "So quantization_config in config.json is not that of these weights."
             raise ConfigurationError(
-                f"{listed(refused, 3)} cannot be stored as {form.exact.key}: {weight}: {why}. {remedy}"
+                f"{weight} cannot be stored as {form.exact.key}: {why}. Choose another format or group_size, or name "
+                f"{listed(map(repr, ends), 9)} in modules_to_not_convert. If the folder is packed already, "
+                "quantization_config in its config.json is not that of its weights."
             )
         # The tower of a packed folder is not packed.
         if not is_found:

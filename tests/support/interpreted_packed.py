@@ -156,9 +156,7 @@ def test_products_equal_float64(name, transposed):
     check(form, sizes, 5, by_id=True, transposed=transposed)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_rows"), [("int4, 32", 41), ("plain", 37), ("int8", 70)]
-)
+@pytest.mark.parametrize(("name", "num_rows"), [("int4, 32", 41), ("plain", 37), ("int8", 70)])
 def test_sorted_rows(name, num_rows):
     """Several tiles of an expert, and one expert without rows."""
     form, sizes = FORMATS[name]
@@ -280,9 +278,7 @@ def distance(given, truth):
     return ((given.double() - truth).abs().max() / truth.abs().max()).item()
 
 
-@pytest.mark.parametrize(
-    ("weights", "family", "top_k"), [("int4", "mixtral", 2), ("int8", "text", 1)]
-)
+@pytest.mark.parametrize(("weights", "family", "top_k"), [("int4", "mixtral", 2), ("int8", "text", 1)])
 def test_experts_are_computed_without_the_host(weights, family, top_k, on_a_gpu, nobody_counts, monkeypatch):
     packed, plain = make_experts(weights, family)
     launches = []

@@ -190,7 +190,7 @@ def test_names_to_skip_leave_experts_alone(skip, tmp_path, caplog):
         again = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(logits(again), expected)
     (record,) = caplog.records
-    assert "the routed experts stay in bfloat16, since the checkpoint holds them so" in record.getMessage()
+    assert record.getMessage().endswith(", since the checkpoint holds them so.")
 
 
 def test_parts_of_a_folder_are_read(tmp_path):
