@@ -51,11 +51,6 @@ class Format(ABC):
     """Whether the first part holds codes, which only this format's products read, and not numbers."""
 
     @property
-    def kernel_max_rows(self) -> int:
-        """Up to this many rows a compiled kernel is faster than unpacking once."""
-        return 0
-
-    @property
     def alignment(self) -> int:
         """Bytes of which the address of the first part must be a multiple for a kernel."""
         return 1
@@ -168,8 +163,11 @@ def has_gpu_kernel(
         return False
 
     def find() -> str:
-        # The factors of a new adapter are zeros, and with those anything would be right.
-        given = parts if form.is_packed or parts[0].any() else [torch.randn_like(parts[0])]
+        given = parts
+        if not (form.is_packed or parts[0].any()):
+            # The factors of a new adapter are zeros, with which anything would be right.
+            generator = torch.Generator(device).manual_seed(2)
+            given = [torch.empty_like(parts[0]).normal_(generator=generator)]
         matrix: Any = form.for_gpu_kernel(given, sizes)
 
         def unpacked(expert: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from ...configuration.errors import ConfigurationError
 from ...configuration.hub import is_ours, is_saving_stock
 from ...configuration.quantization import METHOD, QuantizationConfig
 from .._private_api import forget_conversions
-from ..checkpoints import current_loading, forget_pages
+from ..checkpoints import current_loading
 from ..formats import BLOCK, Format, format_of, torchs_block
 from ..kernels import why_no_cpp_kernels, why_no_gpu_kernel
 from ..layers import Linear
@@ -173,8 +173,6 @@ class LlamoeQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         check_scales(model)
-        if self.pre_quantized:
-            _align_codes(model)
         forget_conversions(model)
         warn_without_gpu_kernel(model)
 
@@ -216,16 +214,6 @@ class LlamoeQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """Products are operators in a graph."""
         return True
-
-
-def _align_codes(model: nn.Module) -> None:
-    """Copy codes that are mapped from a file where kernels cannot read them."""
-    for _, module in packed_modules(model):
-        for parameter in module._parameters.values():
-            is_code = parameter is not None and not parameter.is_floating_point() and parameter.is_cpu
-            if is_code and parameter.data_ptr() % module.format.alignment:
-                mapped, parameter.data = parameter.data, parameter.data.clone()
-                forget_pages(mapped)
 
 
 def _packed_modules(model: PreTrainedModel, asked: str) -> list[tuple[str, Any]]:
