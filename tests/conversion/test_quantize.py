@@ -309,7 +309,7 @@ def test_weights_that_are_no_numbers_are_refused(to, value, saved, tmp_path):
         (dict(to="int8", linears=False), "no routed experts"),
         (dict(to="int4", keep=["o_pro"]), "keep = 'o_pro': .*'q_proj'"),
         (dict(to="int4", keep=["("]), r"keep = '\('"),
-        (dict(to="int4", group_size=256), r"q_proj\.weight, .*\(--keep\)"),
+        (dict(to="int4", group_size=256), r"q_proj\.weight .*\(--keep\)"),
     ],
     ids=str,
 )
