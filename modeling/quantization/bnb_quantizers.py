@@ -155,7 +155,7 @@ class _QuantizeEither(QuantizeWeight):
 
     def convert(
         self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
+    ) -> Any:
         convert = super().convert if holds_packed(model, full_layer_name) else self._others.convert
         return convert(input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
 

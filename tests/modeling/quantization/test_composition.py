@@ -54,46 +54,6 @@ def traced(family, weights):
     return model
 
 
-# Generation
-
-
-def check_steps(model, generated, prompt, mask=None):
-    """The logits of each step are those of one pass over all that was generated.
-
-    The median of the tokens: one step multiplies few rows by another kernel than a long pass, and rounding may send a
-    token to another expert.
-    """
-    whole = generated.sequences
-    if mask is not None:
-        new = torch.ones_like(whole[:, prompt.shape[1] :])
-        expected = logits(model, whole, attention_mask=torch.cat([mask, new], 1))
-    else:
-        expected = logits(model, whole)
-    expected = expected[:, prompt.shape[1] - 1 : -1].float()
-    found = torch.stack(generated.logits, 1).float()
-    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert errors.median() < CLOSE
-
-
-def test_batches_with_padding_on_the_left(model, family, weights):
-    cache = ("dynamic", "static")[(FAMILIES.index(family) + WEIGHTS.index(weights)) % 2]
-    ids = token_ids(3, 9)
-    mask = torch.ones_like(ids)
-    mask[1, :4], mask[2, :1] = 0, 0
-    ids = ids.masked_fill(mask == 0, 0)
-    generated = model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=7,
-        min_new_tokens=7,
-        do_sample=False,
-        cache_implementation=cache,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    check_steps(model, generated, ids, mask)
-
-
 # Compilers and tracers
 
 
@@ -291,17 +251,6 @@ def test_stock_folders_are_packed_and_written_as_stocks(family, weights, tmp_pat
 
 
 # Other models
-
-
-@for_pairs
-def test_tied_embeddings(family, weights):
-    plain = make(family, tie_word_embeddings=True).bfloat16()
-    model = load(save(plain), weights)
-    again = AutoModelForCausalLM.from_pretrained(save(model))
-    for each in (model, again):
-        assert each.lm_head.weight is each.model.embed_tokens.weight
-        assert type(each.lm_head) is Linear
-    assert torch.equal(logits(again), logits(model))
 
 
 HEADS = {
