@@ -161,17 +161,6 @@ def test_right_kernels_differ_in_nothing():
     assert find_difference(*stacks()) == ""
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_right_kernels_in_sixteen_bits(dtype):
-    """With more to round than elsewhere."""
-    assert find_difference(*stacks(dtype, 2, 130, 70)) == ""
-
-
-@pytest.mark.parametrize("sizes", [(1, 33, 1), (2, 1, 19)], ids=str)
-def test_right_kernels_of_odd_sizes(sizes):
-    assert find_difference(*stacks(torch.bfloat16, *sizes)) == ""
-
-
 def test_right_kernels_on_stacks_as_they_lie():
     """A slice of wider weights, and an output-first stack; nothing else is read."""
     gate_up, down = (stack.clone() for stack in stacks())
@@ -185,18 +174,6 @@ def test_right_kernels_on_stacks_as_they_lie():
 def test_what_weights_hold_condemns_no_kernel(value):
     gate_up, down = stacks(torch.float16, num_experts=2)
     assert find_difference(gate_up, torch.full_like(down, value)) == ""
-
-
-def test_numbers_that_overflow_condemn_no_kernel():
-    gate_up, down = (stack.clone() for stack in stacks(torch.float16, num_experts=2))
-    down *= 6e4 / down.abs().max()
-    assert find_difference(gate_up, down) == ""
-
-
-def test_a_check_leaves_random_numbers_alone():
-    state = torch.get_rng_state()
-    find_difference(*stacks(hidden=8, intermediate=4))
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 # Spoilt kernels

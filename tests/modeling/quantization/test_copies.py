@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from safetensors.torch import load_model, save_model
 from support.few_bits import (
     CLOSE,
     WEIGHTS,
@@ -107,13 +106,6 @@ def test_state_dicts(model, assign):
     file.seek(0)
     state = torch.load(file, weights_only=True)
     assert not any(other.load_state_dict(state, assign=assign))
-    assert torch.equal(logits(other), logits(model))
-
-
-def test_safetensors(model, tmp_path):
-    save_model(model, tmp_path / "model.safetensors")
-    other = emptied(model)
-    load_model(other, tmp_path / "model.safetensors")
     assert torch.equal(logits(other), logits(model))
 
 
