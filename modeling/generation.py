@@ -19,6 +19,9 @@ class Generation(GenerationMixin):
     def generate(self, inputs=None, *args, **kwargs):
         """Generate tokens; arguments as in `GenerationMixin.generate`."""
         check_kernels(self)  # pyright: ignore[reportArgumentType]
+        if "past_key_values" in kwargs:
+            # The argument's name before transformers 5.24, which would warn of this line.
+            kwargs[CACHE] = kwargs.pop("past_key_values")
         return super().generate(inputs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     # transformers reads the names of arguments off this method.

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.offload import check_equal, counts, expert_bytes, freeze_experts, load_both, mixtral, text_model
+from support.offload import check_equal, counts, expert_bytes, load_both, mixtral, text_model
 
 import llamoe
 from llamoe.modeling.offload.memory import BLOCK, pages, slots_of
@@ -39,15 +39,6 @@ def test_large_matrices_are_bit_equal(kind, experts, folders, ids):
     found = counts(offloaded)
     needed = found.misses * expert_bytes(resident)
     assert 0 < needed <= found.bytes_read <= 1.02 * needed
-
-
-def test_gradients_of_large_matrices_are_equal(folders, ids):
-    found = []
-    for model in load_both(folders["float32"], 2):
-        freeze_experts(model)
-        model(input_ids=ids, labels=ids).loss.backward()
-        found.append([p.grad for p in model.parameters() if p.grad is not None])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 def test_models_load_and_run_in_inference_mode(folders, ids):
