@@ -12,13 +12,12 @@ SwiGLU is not homogeneous: scaling an expert's input and scaling its output are 
 
 Only the chosen experts are computed; transformers' `Llama4TextMoe` multiplies every token by every expert. The
 mixture does not know how: `Experts` stand in transformers' experts interface, where `set_experts_implementation`
-selects `llamoe` (the default, see `dispatch`), `eager`, `grouped_mm`, `batched_mm` or another registered one.
+selects `llamoe` (the default), `eager`, `grouped_mm`, `batched_mm` or another registered one.
 
 Shapes: T tokens, H hidden_size, E experts, K experts a token, N = T * K rows.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -61,7 +60,7 @@ class Router(nn.Module):
         self.register_buffer("balancing_bias", bias_E)
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits, scores and indices of the chosen experts.
+        """Choose experts for tokens.
 
         Args:
             hidden_states: `[T, H]`.
@@ -74,19 +73,12 @@ class Router(nn.Module):
         logits_TE = linear(x_TH, self.weight)
         if self.training and self.dropout > 0:
             logits_TE = F.dropout(logits_TE, p=self.dropout)
-        return self.choose_by(logits_TE)
-
-    def choose_by(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What `forward` returns for these logits."""
         scores_TK, indices_TK = self.choose(logits_TE)
         # transformers multiplies outputs in float32, inputs in their dtype.
         return logits_TE, scores_TK.to(logits_TE.dtype) if self.scales_input else scores_TK, indices_TK
 
     def choose(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scores `[T, K]` of the chosen experts and their indices `[T, K]`, best first.
-
-        Scores are float32, or already rounded to the dtype of the logits, where that is what they are used in.
-        """
+        """Return the float32 scores `[T, K]` of the chosen experts, and their indices `[T, K]`, best first."""
         values_TE = logits_TE.float().softmax(-1) if self.chooses_by_softmax else logits_TE
         if self.balancing_bias is None:
             kept_TK, indices_TK = values_TE.topk(self.top_k, dim=-1)
@@ -94,10 +86,6 @@ class Router(nn.Module):
             biased_TE = logits_TE.float() + self.balancing_bias.to(logits_TE.device)
             indices_TK = biased_TE.topk(self.top_k, dim=-1).indices
             kept_TK = values_TE.gather(1, indices_TK)
-        if self.scales_input and not self.takes_softmax and not self.normalizes and kept_TK.is_cuda:
-            if kept_TK.dtype.itemsize == 2:
-                # A GPU computes it in float32, and rounds once, by one launch instead of three.
-                return kept_TK.sigmoid(), indices_TK
         scores_TK = kept_TK.float()
         if not self.chooses_by_softmax:
             scores_TK = scores_TK.softmax(-1) if self.takes_softmax else scores_TK.sigmoid()
@@ -152,7 +140,12 @@ class MixtureOfExperts(nn.Module):
         if self.training and self.capacity_factor is not None:
             scores_TK = self._drop_over_capacity(scores_TK, indices_TK)
         if self.scales_input:
-            routed_TH = _experts_of_scaled(self.experts, x_TH, scores_TK, indices_TK)
+            scaled_NH = (x_TH[:, None] * scores_TK[..., None]).flatten(0, 1)
+            # The experts' outputs are not scaled any more.
+            ones_N1 = scaled_NH.new_ones(len(scaled_NH), 1)
+            routed_NH = self.experts(scaled_NH, indices_TK.reshape(-1, 1), ones_N1)
+            shape = indices_TK.shape
+            routed_TH = routed_NH if shape[1] == 1 else routed_NH.unflatten(0, shape).sum(1)
         else:
             routed_TH = self.experts(x_TH, indices_TK, scores_TK)
         routed = routed_TH.view(hidden_states.shape)
@@ -176,14 +169,3 @@ class MixtureOfExperts(nn.Module):
         ranks = torch.arange(len(order), device=order.device) - starts_E[indices_N[order]]
         kept_N = torch.empty_like(scores_N).scatter_(0, order, (ranks < capacity).to(scores_N.dtype))
         return scores_TK * kept_N.view_as(scores_TK)
-
-
-def _experts_of_scaled(
-    experts: Callable, x_TH: torch.Tensor, scores_TK: torch.Tensor, indices_TK: torch.Tensor
-) -> torch.Tensor:
-    scaled_NH = (x_TH[:, None] * scores_TK[..., None]).flatten(0, 1)
-    indices_N1 = indices_TK.reshape(-1, 1)
-    # The experts' outputs are not scaled any more.
-    weights_N1 = torch.ones_like(indices_N1, dtype=scaled_NH.dtype)
-    y_NH = experts(scaled_NH, indices_N1, weights_N1)
-    return y_NH if indices_TK.shape[1] == 1 else y_NH.unflatten(0, indices_TK.shape).sum(1)

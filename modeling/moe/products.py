@@ -32,7 +32,7 @@ Ranges = Sequence[tuple[int, int]]
 
 
 def groups_between(ends_E: torch.Tensor, num_rows: int) -> list[Group]:
-    """The groups with rows, read by the host; rows after the last end belong to no expert, number E.
+    """Return the groups with rows, read by the host; rows after the last end belong to no expert, number E.
 
     Args:
         ends_E: `[E]` integers, the index after each expert's last row.
@@ -61,32 +61,28 @@ class Stack:
         self.num_experts = len(parts[0])
 
     def bring(self, groups: Sequence[Group], transposed: bool) -> Iterator[tuple[Parts, Ranges]]:
-        """The parts of each hit expert's matrix, valid until the next are asked for, and its groups of rows."""
+        """Yield the parts of each hit expert's matrix, valid until the next are asked for, and its groups of rows."""
         for expert, start, end in groups:
             if expert < self.num_experts:
                 yield [*map(itemgetter(expert), self.parts)], ((start, end),)
 
     def matrices(self) -> Sequence[torch.Tensor]:
-        """The matrices `[I, O]`."""
+        """Return the matrices `[I, O]`."""
         # `unbind` once: indexing a stack per expert would write a full-size gradient for each of them.
         each = zip(*(part.unbind(0) for part in self.parts), strict=True)
         return [self.form.matrix(parts, self.sizes, self.form.compute_dtype).T for parts in each]
 
-    def multiply_sorted(self, x_NI: torch.Tensor, ends_E: torch.Tensor, transposed: bool) -> torch.Tensor:
-        """Multiply sorted rows for autograd, where the stack is offloaded."""
-        raise NotImplementedError
-
     def multiply_on_device(
         self, x_NI: torch.Tensor, groups: torch.Tensor, by_id: bool, transposed: bool
     ) -> torch.Tensor:
-        """The product by kernels that take the groups from the device; arguments as in `packed_product`."""
+        """Multiply by kernels that take the groups from the device; arguments as in `packed_product`."""
         matrix = self.form.for_gpu_kernel(self.parts, self.sizes)
         assert matrix is not None, self.form.key
         return packed_product(x_NI, matrix, groups, self.num_experts, by_id, transposed)
 
 
 def plain_stack(weight_EIO: torch.Tensor) -> Stack:
-    """A stack of plain matrices in any strides."""
+    """Return the stack of plain matrices in any strides."""
     lies_output_first = weight_EIO.stride(1) == 1 < weight_EIO.stride(2)
     # The gradient of a transposed view is made in the layout of the parameter: autograd would copy any other.
     part = weight_EIO.transpose(1, 2) if lies_output_first else weight_EIO
@@ -114,9 +110,9 @@ def multiply_groups(
             return multiply_groups(x_NI, stack, groups, transposed)
     product = stack.form.multiply_transposed if transposed else stack.form.multiply
     out_NO = None
-    brought: Any = stack.bring(groups, transposed)
+    matrices: Any = stack.bring(groups, transposed)
     try:
-        for parts, ranges in brought:
+        for parts, ranges in matrices:
             for start, end in ranges:
                 x = x_NI[start:end].to(parts[0].device)
                 y = product(x, parts, stack.sizes).to(x_NI.device)
@@ -126,8 +122,8 @@ def multiply_groups(
                     out_NO = y.new_empty(len(x_NI), y.shape[1])
                 out_NO[start:end] = y
     finally:
-        # Lets go of what it has brought, whatever happens here.
-        brought.close()
+        # Release slots on error.
+        matrices.close()
     if out_NO is None:
         return x_NI.new_zeros(len(x_NI), stack.sizes[int(transposed)])
     for expert, start, end in groups:
@@ -245,8 +241,9 @@ def multiply_sorted(
         transposed: as in `multiply_groups`.
     """
     if stack.is_offloaded:
-        stack.form = _followed(stack.form, x_NI)
-        return stack.multiply_sorted(x_NI, ends_E, transposed)
+        offloaded: Any = stack
+        offloaded.form = _followed(stack.form, x_NI)
+        return offloaded.multiply_sorted(x_NI, ends_E, transposed)
     if not transposed and takes_grouped_mm(x_NI, stack):
         form: Any = stack.form
         return F.grouped_mm(x_NI, form.input_first(stack.parts).to(x_NI.dtype), offs=ends_E)
@@ -302,7 +299,7 @@ def multiply_on_device(
 
 
 def multiply_one(form: Format, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-    """Rows times the transpose of one matrix, which gets no gradient: `[N, O]` in the dtype of the rows."""
+    """Multiply rows by the transpose of one matrix, which gets no gradient: `[N, O]` in the dtype of the rows."""
     x = form.cast(x_NI)
     if needs_operator(x):
         y = device_operator(x, list(parts), _followed(form, x).key, list(sizes), None, False, False)
@@ -312,13 +309,13 @@ def multiply_one(form: Format, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -
 
 
 def _followed(form: Format, x: torch.Tensor) -> Format:
-    """The format as autograd follows it: gradients are those of products whose rows are not rounded."""
+    """Return the format as autograd follows it: gradients are those of products whose rows are not rounded."""
     is_trained = x.requires_grad and torch.is_grad_enabled() and not is_exported()
     return form.exact if is_trained else form
 
 
 def needs_operator(x: torch.Tensor) -> bool:
-    """Whether autograd or a compiler follows the rows, or autocast must be kept out."""
+    """Return whether autograd or a compiler follows the rows, or autocast must be kept out."""
     return (
         (x.requires_grad and torch.is_grad_enabled())
         or is_recorded(x)

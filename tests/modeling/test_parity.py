@@ -488,7 +488,7 @@ def check_blocks(blocks, calls, top_k):
         logits, _, _ = blocks[i].router(tokens)
         # Sums in float32 in two orders, rounded once.
         assert ((logits - its_logits).abs() <= 2**-7 * its_logits.abs() + 1e-5).all()
-        _, _, chosen = blocks[i].router.choose_by(its_logits)
+        _, chosen = blocks[i].router.choose(its_logits)
         assert torch.equal(chosen.sort(-1).values, choices(its_logits, top_k))
         # Each of three products is rounded to bfloat16, by 2**-9 at most, in another order on each processor.
         assert rms(blocks[i](tokens).float() - its_output.float()) < 2**-8 * rms(its_output.float())
