@@ -17,7 +17,6 @@ from support.mixtures import forced
 from support.models import MODELS, make_asymmetric, max_abs, stock_text_config
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import CompileConfig
-from triton.runtime.errors import OutOfResources
 
 import llamoe
 from llamoe.modeling.formats import has_gpu_kernel
@@ -105,27 +104,14 @@ def by_hand(experts, x, ids, weights):
 
 # How kernels are spoilt: a line of their source, and what stands there instead.
 SPOILT = {
-    "last column": (
-        "weight = tl.load(weight_ptrs, mask=has_term[:, None] & exists[None, :], other=0)",
-        "weight = tl.load(weight_ptrs, mask=has_term[:, None] & (columns < num_columns - 1)[None, :], other=0)",
-    ),
     "last inner column": ("has_term = deep < num_terms - begin", "has_term = deep < num_terms - begin - 1"),
-    "one expert": ("far = expert.to(tl.int64)", "far = tl.where(expert == 1, 2, expert).to(tl.int64)"),
     "the last row of a second tile": (
         "return expert, rows, rows < tl.sum(tl.where(is_mine, ends, 0), axis=0)",
         "return expert, rows, rows < tl.sum(tl.where(is_mine, ends - (ends - starts > M), 0), axis=0)",
     ),
-    "the 17th row": (
-        "exists = (ids == mine) & (rows < num_rows)",
-        "exists = (ids == mine) & (rows < num_rows) & (rows != 16)",
-    ),
     "rows of no expert": (
         "zeros = tl.zeros((M, COLUMNS), tl.float32)",
         "zeros = tl.full((M, COLUMNS), 1e-3, tl.float32)",
-    ),
-    "not a number": (
-        "values = _round(values, out_ptr.dtype.element_ty)",
-        "values = _round(values / (values - values), out_ptr.dtype.element_ty)",
     ),
     "as with TF32": ("return tl.dot(a, b,", "return tl.dot(a.to(tl.float16).to(tl.float32), b,"),
     "does not compile": (
@@ -147,18 +133,7 @@ def spoil(monkeypatch, folder, old, new):
     monkeypatch.setattr(packed_rows_triton, "product_kernel", module.product_kernel)
 
 
-class OutOfSharedMemory:
-    """A kernel that the device has too little shared memory for, as Triton says it."""
-
-    def __getitem__(self, grid):
-        raise OutOfResources(232448, 101376, "shared memory")
-
-
 # Right kernels
-
-
-def test_right_kernels_differ_in_nothing():
-    assert find_difference(*stacks()) == ""
 
 
 def test_right_kernels_on_stacks_as_they_lie():
@@ -185,13 +160,6 @@ def test_spoilt_kernels_are_found(how, monkeypatch, tmp_path):
     difference = find_difference(*stacks())
     expected = "no such M" if how == "does not compile" else "numbers are wrong"
     assert re.search(f"^with \\d+ rows .*{expected}", difference), difference
-
-
-def test_too_little_shared_memory_is_a_failure(monkeypatch):
-    monkeypatch.setattr(packed_rows_triton, "product_kernel", OutOfSharedMemory())
-    difference = find_difference(*stacks())
-    assert "with 37 rows OutOfResources: out of resource: shared memory" in difference
-    assert "232448" in difference and "101376" in difference
 
 
 # First use
