@@ -35,6 +35,7 @@ def is_forward_ad() -> bool:
 
 # Each of these is asked for every product: torch's public functions ask more, in Python.
 is_traced_by_jit: Callable[[], bool] = torch._C._is_tracing
+is_any_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def has_modes() -> bool:

@@ -95,7 +95,7 @@ class Format(ABC):
 
     def cast(self, x: torch.Tensor) -> torch.Tensor:
         """Rows in a dtype that the products take."""
-        return x.to(self.compute_dtype)
+        return x if x.dtype == self.compute_dtype else x.to(self.compute_dtype)
 
     def dtype_in_autocast(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype of the products where autocast asks for one; packed weights have one of their own."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .._private_api import is_traced_by_jit, torch_modes_active
+from .._private_api import is_any_autocast_on, is_traced_by_jit, torch_modes_active
 from .cpp_kernels import cpp_product, cpp_rms_norm, plain_matrix
 from .float32_blocks import in_float32, plain_max_rows, product_of_16_bits, rows_of_torch
 from .limits import CPP_PLAIN_MAX_ROWS
@@ -41,7 +41,7 @@ def can_use_shortcut(x: torch.Tensor) -> bool:
         # Checked before the tensor is read: reading it would add guards, or enter the trace.
         and not (torch.compiler.is_compiling() or is_traced_by_jit())
         and x.is_cpu
-        and not torch.is_autocast_enabled("cpu")
+        and not (is_any_autocast_on() and torch.is_autocast_enabled("cpu"))
         and not torch_modes_active()
     )
 

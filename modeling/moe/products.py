@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from .._private_api import is_any_autocast_on
 from ..formats import Format, Parts, Plain, Sizes, format_of, plain_format
 from ..kernels import (
     SHORTCUTS_ARE_ON,
@@ -319,7 +320,7 @@ def needs_operator(x: torch.Tensor) -> bool:
     return (
         (x.requires_grad and torch.is_grad_enabled())
         or is_recorded(x)
-        or torch.is_autocast_enabled(x.device.type)
+        or (is_any_autocast_on() and torch.is_autocast_enabled(x.device.type))
     )
 
 
