@@ -163,8 +163,8 @@ class DecoderModel(LlamoePreTrainedModel):
 
         Raises:
             ValueError: both or none of `input_ids` and `inputs_embeds`, anything of a wrong shape or dtype, a
-                negative position of a real token (on the CPU), a cache of another model, or one with tokens under
-                gradient checkpointing.
+                negative position of a real token (on the CPU), a cache that forgets tokens which a layer needs, or one
+                with tokens under gradient checkpointing.
         """
         leave_out_attentions(self.config, kwargs)
         check_inputs(self.config, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values)

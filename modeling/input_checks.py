@@ -106,11 +106,11 @@ def check_inputs(
         position_ids: must be `[B or 1, T]`, not negative for real tokens.
 
     Raises:
-        ValueError: both or none of tokens and embeddings, another shape or dtype, a negative position, or a cache of
-            another model.
+        ValueError: both or none of tokens and embeddings, another shape or dtype, a negative position, or a cache that
+            forgets tokens which a layer needs.
     """
     batch_size, num_tokens = check_tokens(config, input_ids, inputs_embeds).shape[:2]
-    check_cache(config, batch_size, num_tokens, past_key_values)
+    check_cache(config, num_tokens, past_key_values)
     if isinstance(attention_mask, (list, tuple)):
         check_tensors(attention_mask=attention_mask)
     is_tensor = isinstance(attention_mask, torch.Tensor)

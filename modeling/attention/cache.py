@@ -1,4 +1,4 @@
-"""Length and keys of a KV cache before a pass, and a static cache layer for chunked attention.
+"""Length and keys of a KV cache before a forward, and a static cache layer for chunked attention.
 
 transformers' static sliding layer counts its tokens in a Python integer. A compiled step is therefore compiled
 again for the second token and when the window is full, and each later step moves the whole window by one place.
@@ -24,8 +24,8 @@ class RingLayer(StaticSlidingWindowLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write new tokens `[B, heads, Q, D]` and return the keys and values `[B, heads, K, D]` that they may see.
 
-        These are: in the first pass the new ones; for a single token the updated ring; otherwise the ring before this
-        pass, then the new ones.
+        These are: in the first forward the new ones; for a single token the updated ring; otherwise the ring as it was,
+        then the new ones.
         """
         is_first = not self.is_initialized
         if is_first:
@@ -69,22 +69,17 @@ class RingLayer(StaticSlidingWindowLayer):
         return self.cumulative_length if self.is_initialized else 0
 
 
-def make_rings(past_key_values: Cache | None) -> None:
+def replace_windows(past_key_values: Cache | None, with_rings: bool) -> None:
     """Turn a cache's empty static windows into rings, and its growing windows of one token into full layers, in place.
 
-    transformers' growing window of one token keeps every token (`keys[-0:]`) but announces one. A full layer announces
-    what it keeps, and the masks apply the chunk borders.
+    transformers' growing window of one token keeps every token (`keys[-0:]`) but announces one.
     """
     if is_torchdynamo_compiling():
         return
-    is_static = getattr(past_key_values, "is_compileable", False)
     for layer in getattr(past_key_values, "layers", ()):
-        if is_static and type(layer) is StaticSlidingWindowLayer and layer.cumulative_length_int == 0:
+        if with_rings and type(layer) is StaticSlidingWindowLayer and layer.cumulative_length_int == 0:
             layer.__class__ = RingLayer
-        elif type(layer) is DynamicSlidingWindowLayer:
-            if layer.sliding_window != 1 or layer.is_initialized:
-                # All windows of a cache are alike.
-                return
+        elif type(layer) is DynamicSlidingWindowLayer and layer.sliding_window == 1:
             layer.__class__ = DynamicLayer  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -137,7 +132,7 @@ def cached_length(past_key_values: Cache | None) -> int | torch.Tensor:
 
 
 class Keys(NamedTuple):
-    """Keys that the layers of one kind return in a pass, cached and new.
+    """Keys that the layers of one kind return, cached and new.
 
     Attributes:
         length: K.

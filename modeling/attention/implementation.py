@@ -1,12 +1,13 @@
 """Which attention implementation computes on a device.
 
 Flex attention is written for GPUs. On a CPU torch compiles it for half a minute, and again for other sizes, and it has
-no backward pass. `sdpa` follows the same rules.
+no backward pass. FlashAttention takes no mask, which chunks need. `sdpa` follows the same rules as both.
 """
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.utils import is_torchdynamo_compiling, logging
+from transformers.utils.generic import is_flash_attention_requested
 
 logger = logging.get_logger("llamoe")
 
@@ -15,10 +16,24 @@ FOR_GPUS = ("flex_attention",)
 
 
 def implementation_on(device: torch.device, config: PreTrainedConfig) -> str:
-    """The config's attention implementation; on a CPU `sdpa` in place of flex attention, which is told once."""
+    """The config's attention implementation, or `sdpa` in place of one that cannot compute it, which is told once."""
     implementation = config._attn_implementation or "eager"
-    if implementation not in FOR_GPUS or device.type != "cpu":
+    if implementation in FOR_GPUS and device.type == "cpu":
+        reason = "is for GPUs: on the CPU"
+    elif _is_flash(implementation) and _has_chunks(config):
+        reason = "knows no attention chunks: in this decoder"
+    else:
         return implementation
     if not is_torchdynamo_compiling():
-        logger.warning_once(f"{implementation} is for GPUs: on the CPU sdpa attention computes the same.")
+        logger.warning_once(f"{implementation} {reason} sdpa attention computes the same.")
     return "sdpa"
+
+
+def _is_flash(implementation: str) -> bool:
+    # Continuous batching keeps each row within one chunk.
+    is_paged = implementation.startswith("paged|")
+    return is_flash_attention_requested(requested_attention_implementation=implementation) and not is_paged
+
+
+def _has_chunks(config: PreTrainedConfig) -> bool:
+    return hasattr(config, "attention_types") and "chunked_attention" in config.attention_types()

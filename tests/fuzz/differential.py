@@ -32,7 +32,7 @@ KINDS = {
 DOCUMENTED = [
     r'experts_implementation="llamoe_grouped": torch\'s grouped product does not take experts of',
     r"past_key_values has forgotten tokens that may still be needed",
-    r"position_ids continue row \d+, which has padding behind cached tokens",
+    r"position_ids of a row with padding behind cached tokens",
     r"transformers' llama demands a multiple of num_attention_heads",
 ]
 

@@ -17,8 +17,6 @@ from transformers.integrations.executorch import TorchExportableModuleForDecoder
 
 import llamoe
 from llamoe.modeling.attention.cache import RingLayer
-from llamoe.modeling.attention.varlen import sequences_of_equal_rows
-from llamoe.modeling.attention.visibility import cut_equal_rows
 from llamoe.modeling.moe.grouped_product import multiply_sorted, plain_stack
 from llamoe.modeling.moe.layer import MixtureOfExperts
 
@@ -317,23 +315,6 @@ def test_a_ring_can_be_used_again():
         assert max_abs(torch.cat(parts, 1), run(model, input_ids=ids)) < TOLERANCE
         past.reset()
         ids = ids.flip(1)
-
-
-def test_sequences_of_equal_rows_are_one_graph():
-    """What flash attention is given in training without padding waits for no value."""
-
-    def cut(tokens):
-        length = tokens.shape[1]
-        rows = cut_equal_rows(0, length, 0, length, 16)
-        sequences = sequences_of_equal_rows(rows, 2, length, tokens.device)
-        return sequences.cu_seq_lens_q, sequences.cu_seq_lens_k
-
-    backend = Counting()
-    compiled = torch.compile(cut, fullgraph=True, backend=backend, dynamic=True)
-    for length in (33, 40, 64):
-        tokens = torch.zeros(2, length)
-        assert [ends.tolist() for ends in compiled(tokens)] == [ends.tolist() for ends in cut(tokens)]
-    assert backend.graphs <= 2
 
 
 # Export

@@ -259,7 +259,7 @@ def test_other_numbers_behind_padding_are_refused(begin):
     mask[1, 5] = 0
     positions = torch.arange(12).expand(2, -1) if begin == 0 else mask.cumsum(1)
     inputs = dict(input_ids=ids, attention_mask=mask, position_ids=positions)
-    with pytest.raises(ValueError, match=r"row 1.* at 6; expected: 5.*cumsum"):
+    with pytest.raises(ValueError, match=r"position_ids .*cumsum"):
         in_pieces(text_model(**SMALL, attention_chunk_size=4), inputs, DynamicCache(), [0, 6, 12])
 
 
