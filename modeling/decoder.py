@@ -51,7 +51,7 @@ from .input_checks import (
     embed,
     leave_out_attentions,
 )
-from .layers import FeedForward, Linear, RMSNorm, RotaryEmbedding, rotary_tables
+from .layers import FeedForward, Linear, RMSNorm, RotaryEmbedding
 from .loss import loss_without_logits, must_skip_logits
 from .moe import MixtureOfExperts, Router, RouterLossMixin, expert_load
 
@@ -189,8 +189,7 @@ class DecoderModel(LlamoePreTrainedModel):
         if self.rotary_emb.follows_length:
             rotary_positions = without_padding_positions(position_ids, attention_mask, inputs.query_offset)
         hidden_states = inputs_embeds
-        cos, sin = self.rotary_emb(hidden_states, rotary_positions)
-        position_embeddings = rotary_tables(cos, sin, self.rotary_emb.interleave)
+        position_embeddings = self.rotary_emb(hidden_states, rotary_positions)
         # As many as the config says now: users add layers, and `generate(assistant_early_exit=...)` drafts with fewer.
         only_layers = list(self.layers)[: self.config.num_hidden_layers]
         layers = list(zip(only_layers, self.config.attention_types(), strict=False))
