@@ -38,7 +38,6 @@ from .attention import (
     mask_of_new_tokens,
     recomputed_with_gradients_only,
     rules_of,
-    without_padding_positions,
 )
 from .base import LlamoePreTrainedModel
 from .generation import CheckedGeneration, ChunkedGeneration
@@ -185,11 +184,9 @@ class DecoderModel(LlamoePreTrainedModel):
             kwargs.get("cu_seq_lens_q"),
         )
         mask_mapping = attention_masks(inputs)
-        position_ids = rotary_positions = inputs.positions
-        if self.rotary_emb.follows_length:
-            rotary_positions = without_padding_positions(position_ids, attention_mask, inputs.query_offset)
+        position_ids = inputs.positions
         hidden_states = inputs_embeds
-        position_embeddings = self.rotary_emb(hidden_states, rotary_positions)
+        position_embeddings = self.rotary_emb(hidden_states, position_ids)
         # As many as the config says now: users add layers, and `generate(assistant_early_exit=...)` drafts with fewer.
         only_layers = list(self.layers)[: self.config.num_hidden_layers]
         layers = list(zip(only_layers, self.config.attention_types(), strict=False))

@@ -110,8 +110,8 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
         returned as it is, and a ready 4-D mask for every type.
 
     Raises:
-        ValueError: a 4-D mask for flash attention, an unknown type of layer, positions that contradict the cache, or
-            local layers where processes share the tokens of a row.
+        ValueError: an unknown type of layer, positions that contradict the cache, or local layers where processes share
+            the tokens of a row.
     """
     mask = inputs.attention_mask
     if isinstance(mask, dict):
@@ -121,12 +121,6 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
     if is_local and is_torchdynamo_exporting():
         keep_exported_tokens(inputs.past_key_values, inputs.position_ids)
     if mask is not None and len(mask.shape) == 4:
-        if inputs.is_flash:
-            raise ValueError(
-                f"{inputs.implementation} takes an attention_mask of two axes, [batch, tokens] with zeros on padding; "
-                f"got {list(mask.shape)}. For a mask of four axes set another implementation: "
-                'model.set_attn_implementation("sdpa").'
-            )
         if inputs.implementation == "sdpa" and isinstance(mask, BlockMask):
             mask = create_mask(mask.mask_mod, *mask.shape, device=inputs.device)
         if inputs.implementation == "eager" and mask.dtype is torch.bool:
@@ -192,19 +186,18 @@ def attend_in_form(
     """
     if attend is sdpa_attention_forward:
         attend = attend_by_sdpa
-    if isinstance(form, EqualRows | Sequences):
-        if isinstance(form, EqualRows):
-            # They stand for causal masks, which decide alone, whatever a module or an argument says.
-            kwargs["is_causal"] = True
-        attend = partial(widened(attend, query), module, position_ids=None, **kwargs)
-        attend_in = attend_in_equal_rows if isinstance(form, EqualRows) else attend_in_sequences
-        return attend_in(attend, query, key, value, form), None
-    config: Any = module.config
-    implementation = config._attn_implementation
-    if is_flash_attention_requested(requested_attention_implementation=implementation):
-        # flash attention would look for packed rows in every layer; `MaskInputs` has found them already.
-        position_ids = None
     attend = widened(attend, query)
+    if isinstance(form, Sequences):
+        attend = partial(attend, module, position_ids=None, **kwargs)
+        return attend_in_sequences(attend, query, key, value, form), None
+    if isinstance(form, EqualRows):
+        # It stands for a causal mask, which decides alone, whatever a module or an argument says.
+        attend = partial(attend, module, position_ids=None, **{**kwargs, "is_causal": True})
+        return attend_in_equal_rows(attend, query, key, value, form), None
+    config: Any = module.config
+    if is_flash_attention_requested(config):
+        # It would look for packed rows in every layer; `MaskInputs` has found them already.
+        position_ids = None
     output, weights = attend(module, query, key, value, form, position_ids=position_ids, **kwargs)
     # On a GPU flex attention returns log-sum-exp values, not weights.
-    return output, None if implementation == "flex_attention" else weights
+    return output, None if config._attn_implementation == "flex_attention" else weights

@@ -19,7 +19,6 @@ from transformers import Cache, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import PAGED_CACHE, fill_paged_cache
-from ..kernels import are_single_queries
 from ..layers import L2Norm, Linear, rotate
 from .forms import attend_in_form
 from .implementation import implementation_on
@@ -41,13 +40,8 @@ def eager_attention_forward(
     None or additive and broadcasts to `[B, H, Q, K]`; `kwargs`, for other implementations, are unused. Returns the
     output `[B, Q, H, D]` and the attention weights `[B, H, Q, K]`.
     """
-    groups, shape = module.num_key_value_groups, query.shape
-    # Heads that share keys become queries of one head, where there is one query.
-    is_packed = are_single_queries(query, attention_mask)
-    if is_packed:
-        query = query.reshape(shape[0], -1, groups, shape[3])
-    else:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    groups = module.num_key_value_groups
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = query @ key.transpose(2, 3) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
@@ -55,10 +49,7 @@ def eager_attention_forward(
     dtype = torch.promote_types(scores.dtype, torch.float32)
     weights = nn.functional.softmax(scores, dim=-1, dtype=dtype).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    output = weights @ value
-    if is_packed:
-        output, weights = output.reshape(shape), weights.reshape(*shape[:3], -1)
-    return output.transpose(1, 2).contiguous(), weights
+    return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
 class Attention(nn.Module):

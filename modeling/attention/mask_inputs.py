@@ -15,12 +15,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from ..kernels import is_readable, is_tracing
 from .cache import Keys, cached_length, keys_of
 from .implementation import implementation_on
-from .positions import (
-    is_real,
-    left_padding,
-    positions_from_lengths,
-    positions_from_padding,
-)
+from .positions import is_real, positions_from_lengths
 from .visibility import Rule, rules_of
 
 
@@ -111,39 +106,19 @@ class MaskInputs:
         return is_readable(self.inputs_embeds) or not is_tracing(self.inputs_embeds)
 
     @fact
-    def values(self) -> tuple[bool, int | None]:
-        """Whether the 2-D mask, if there is one, hides no token, and the position that all rows count on from.
-
-        None: `position_ids` are not given, or rows do not count on from one. The host waits for both together.
-        """
-        questions = []
-        if self.has_mask:
-            questions.append(
-                self.attention_mask[:, : self.query_offset + self.query_length].all()[None].long()
-            )
-        if self.position_ids is not None:
-            firsts = self.position_ids - torch.arange(self.query_length, device=self.device)
-            questions.append(torch.stack(firsts.aminmax()).long())
-        answers = torch.cat([each.to(self.device) for each in questions]).tolist() if questions else []
-        is_full = bool(answers.pop(0)) if self.has_mask else True
-        return is_full, answers[0] if answers and answers[0] == answers[-1] else None
-
-    @fact
-    def has_mask(self) -> bool:
-        """Whether there is a 2-D mask."""
-        return isinstance(self.attention_mask, torch.Tensor) and self.attention_mask.ndim == 2
-
-    @fact
     def padding_mask(self) -> torch.Tensor | None:
         """`[B, W]` bool, false on padding; None without a 2-D mask, or if its values are read and hide no token."""
-        if not self.has_mask or (self.reads_values and self.values[0]):
+        mask = self.attention_mask
+        if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
             return None
-        return self.attention_mask.to(device=self.device, dtype=torch.bool)
+        if self.reads_values and bool(mask[:, : self.query_offset + self.query_length].all()):
+            return None
+        return mask.to(device=self.device, dtype=torch.bool)
 
     @fact
-    def left_padding(self) -> torch.Tensor | None:
-        """`[B, 1]`: padding before each row's first real token; None: none."""
-        return None if self.padding_mask is None else left_padding(self.padding_mask)
+    def left_padding(self) -> torch.Tensor:
+        """`[B, 1]`: padding before each row's first real token."""
+        return (self.padding_mask.cumsum(-1) == 0).sum(-1, keepdim=True)
 
     def is_real(self, index: torch.Tensor) -> torch.Tensor:
         """`[B, T]` bool: which indices `[T]` along the rows are real tokens."""
@@ -151,26 +126,37 @@ class MaskInputs:
 
     @fact
     def positions(self) -> torch.Tensor:
-        """`[B or 1, Q]`: positions of the new tokens, given or counted from each row's first real token."""
-        if self.position_ids is not None:
-            return self.position_ids
-        return positions_from_padding(self.query_index, self.left_padding)
+        """`[B or 1, Q]`: positions of the new tokens, given or counted from each row's first real token; 0 on padding.
+
+        Padding must choose no frequencies where the highest position does (`dynamic` and `longrope` scaling).
+        """
+        positions = self.position_ids
+        if positions is None:
+            positions = self.positions_at(self.query_index)
+        if self.padding_mask is None:
+            return positions
+        return torch.where(self.is_real(self.query_index), positions, 0)
 
     @fact
     def first_position(self) -> int | None:
         """Position from which all rows count on without padding; None if they do not; reads values."""
         if self.padding_mask is not None:
             return None
-        return self.query_offset if self.position_ids is None else self.values[1]
+        if self.position_ids is None:
+            return self.query_offset
+        firsts = self.position_ids - torch.arange(self.query_length, device=self.device)
+        lowest, highest = torch.stack(firsts.aminmax()).tolist()
+        return lowest if lowest == highest else None
 
     def positions_at(self, index: torch.Tensor) -> torch.Tensor:
         """`[B or 1, T]`: positions of the tokens at these indices `[T]` along the rows, cached or new.
 
-        Those of cached tokens are counted back from each row's first new token, over its real tokens.
+        Given those of the new tokens, cached ones are counted back from each row's first new token, over real tokens.
         """
+        padding_mask = self.padding_mask
         if self.position_ids is None:
-            return positions_from_padding(index, self.left_padding)
-        offset, padding_mask = self.query_offset, self.padding_mask
+            return index[None] if padding_mask is None else (index - self.left_padding).clamp(min=0)
+        offset = self.query_offset
         new = self.position_ids[:, (index - offset).clamp(0, self.query_length - 1)]
         if isinstance(offset, int) and offset == 0:
             return new

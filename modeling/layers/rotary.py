@@ -89,11 +89,6 @@ class RotaryEmbedding(nn.Module):
             self._reset(x.device)
         return self._cos_sin(x, position_ids)
 
-    @property
-    def follows_length(self) -> bool:
-        """Whether the highest position of a forward decides the frequencies of all its tokens."""
-        return "dynamic" in self.rope_type or self.rope_type == "longrope"
-
     @dynamic_rope_update
     def _cos_sin(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = position_ids[..., None].float() * self.inv_freq.to(x.device)

@@ -295,13 +295,6 @@ def test_flash_is_given_sequences_where_there_is_padding(flash):
     assert flash.calls == {"whole": model.config.num_hidden_layers}
 
 
-def test_flash_refuses_a_mask_of_four_axes(flash):
-    model = make(DENSE, "flash_attention_2")
-    mask = torch.ones(3, 1, 53, 53).tril().log()
-    with pytest.raises(ValueError, match="attention_mask"):
-        model(DENSE.inputs()["input_ids"], attention_mask=mask)
-
-
 @torch.no_grad()
 @DECODERS
 def test_a_boolean_mask_of_four_axes(case):
