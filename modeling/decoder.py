@@ -25,7 +25,6 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig
-from ..configuration.checks import fail
 from ..configuration.decoder import DecoderConfig
 from ..configuration.parallel import HEAD_FSDP, HEAD_PP, HEAD_TP
 from ..serving import warn_of_server
@@ -37,7 +36,6 @@ from .attention import (
     cache_to_write,
     mask_of_new_tokens,
     recomputed_with_gradients_only,
-    rules_of,
 )
 from .base import LlamoePreTrainedModel
 from .generation import CheckedGeneration, ChunkedGeneration
@@ -115,8 +113,6 @@ class DecoderModel(LlamoePreTrainedModel):
         super().__init__(config)
         warn_of_server(config)
         check_padding_id(config)
-        # Refuses unknown types of layers.
-        rules_of(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
@@ -148,8 +144,8 @@ class DecoderModel(LlamoePreTrainedModel):
                 by attention type.
             position_ids: `[B or 1, T]`. They decide rotation, temperature and chunk borders. By default each row is
                 numbered from its first real token; rows in which they restart are packed sequences. Tokens that
-                `attention_mask` hides may have any. In chunked layers the first new position tells whether padding
-                behind cached tokens counts; if that is ambiguous and matters, it is an error.
+                `attention_mask` hides may have any. Chunked layers behind padded cached tokens need the numbers of a
+                row's real tokens.
             past_key_values: KV cache of earlier tokens; new ones are appended.
             inputs_embeds: `[B, T, hidden_size]` instead of `input_ids`.
             use_cache: whether to make a cache if none is given.
@@ -171,8 +167,6 @@ class DecoderModel(LlamoePreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = embed(self.embed_tokens, input_ids)
         if use_cache and past_key_values is None:
-            # Refuses layers without a size, which transformers could not make a cache for.
-            rules_of(self.config)
             past_key_values = DynamicCache(config=self.config)
 
         inputs = MaskInputs(
@@ -188,13 +182,8 @@ class DecoderModel(LlamoePreTrainedModel):
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         # As many as the config says now: users add layers, and `generate(assistant_early_exit=...)` drafts with fewer.
-        only_layers = list(self.layers)[: self.config.num_hidden_layers]
-        layers = list(zip(only_layers, self.config.attention_types(), strict=False))
-        if len(layers) < len(only_layers):
-            problem = f"has no entry for layer {len(layers)}, which was added"
-            fail(self.config, "layer_types", self.config.layer_types, problem, "one for each layer")
-        for layer, attention_type in layers:
-            window = inputs.rules[attention_type].window
+        layers = self.layers[: self.config.num_hidden_layers]
+        for layer, attention_type in zip(layers, self.config.attention_types()[: len(layers)], strict=True):
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
@@ -203,7 +192,7 @@ class DecoderModel(LlamoePreTrainedModel):
                 # By this name transformers takes it away under gradient checkpointing.
                 **{CACHE: past_key_values},
                 # Implementations that take no mask read it.
-                **({} if window is None else {"sliding_window": window}),
+                sliding_window=inputs.rules[attention_type].window,
                 **kwargs,
             )
         return MoeModelOutputWithPast(

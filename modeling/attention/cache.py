@@ -116,14 +116,10 @@ def first_layer(past_key_values: Cache | None, is_sliding: bool | None = None) -
     Under pipeline parallelism the layers of earlier stages stay empty here, so their length says nothing. With
     `is_sliding`, only layers that do (True) or do not (False) forget tokens are considered.
     """
-    first = None
-    for i, layer in enumerate(getattr(past_key_values, "layers", ())):
-        if is_sliding is not None and getattr(layer, "is_sliding", False) != is_sliding:
-            continue
-        if getattr(layer, "is_initialized", False):
-            return i
-        first = i if first is None else first
-    return first or 0
+    layers = getattr(past_key_values, "layers", ())
+    numbers = [i for i in range(len(layers)) if is_sliding in (None, getattr(layers[i], "is_sliding", False))]
+    written = [i for i in numbers if getattr(layers[i], "is_initialized", False)]
+    return next(iter(written or numbers), 0)
 
 
 def cached_length(past_key_values: Cache | None) -> int | torch.Tensor:

@@ -10,10 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import is_torchdynamo_compiling
 
 from ..kernels import is_readable
-from .visibility import RULES
-
-# By type of layer, the config's field that says how many of the last tokens its window must keep.
-_WINDOWS = {layer_type: name for layer_type, fields in RULES.items() for name in fields.values()}
+from .visibility import rules_of
 
 
 def check_cache(config: PreTrainedConfig, num_tokens: int, past_key_values: Any) -> None:
@@ -29,15 +26,18 @@ def check_cache(config: PreTrainedConfig, num_tokens: int, past_key_values: Any)
     layers = getattr(past_key_values, "layers", None) or []
     # In a static cache shorter than a window, windows are as short as the cache.
     whole = [layer.max_cache_len for layer in layers if _is_static(layer) and not layer.is_sliding]
+    rules = rules_of(config) if layers else {}
     for index, (layer, layer_type) in enumerate(zip(layers, config.attention_types(), strict=False)):
         if not getattr(layer, "is_sliding", False):
             continue
-        if layer_type not in _WINDOWS:
-            _fail(f"layer {index} ({type(layer).__name__}) forgets tokens", "a full attention layer")
-        wanted = getattr(config, _WINDOWS[layer_type])
+        wanted = rules[layer_type].local_size
         kept = layer.max_cache_len if _is_static(layer) else getattr(layer, "sliding_window", wanted)
-        if kept < wanted and not (_is_static(layer) and _has_room(layer, num_tokens, whole)):
-            _fail(f"layer {index} keeps {kept} tokens", f"{_WINDOWS[layer_type]} = {wanted}")
+        has_room = _is_static(layer) and _has_room(layer, num_tokens, whole)
+        if wanted is None or (kept < wanted and not has_room):
+            raise ValueError(
+                f"past_key_values is a cache of another model, or too short: layer {index} keeps {kept} tokens; "
+                f"expected: {wanted or 'all'}. Make it with DynamicCache(config=model.config)."
+            )
 
 
 def _is_static(layer: Any) -> bool:
@@ -51,10 +51,3 @@ def _has_room(layer: Any, num_tokens: int, whole: list[int]) -> bool:
     written = layer.cumulative_length
     # A GPU is not waited for.
     return not is_readable(written) or int(written) + num_tokens <= layer.max_cache_len
-
-
-def _fail(given: str, expected: str) -> None:
-    raise ValueError(
-        f"past_key_values is a cache of another model, or too short: {given}; expected: {expected}. Make it with "
-        "DynamicCache(config=model.config)."
-    )

@@ -61,12 +61,11 @@ class RotaryEmbedding(nn.Module):
         return ROPE_INIT_FUNCTIONS[self.rope_type](self.config)
 
     def _apply(self, fn, recurse=True):
-        # On the meta device there is nothing to move; the first forward computes the frequencies.
-        if not self.inv_freq.is_meta:
-            super()._apply(fn, recurse)
-            # A cast would round the frequencies.
-            if self.inv_freq.dtype != torch.float32:
-                self._reset(self.inv_freq.device)
+        was_meta = self.inv_freq.is_meta
+        super()._apply(fn, recurse)
+        # A cast would round the frequencies; `to_empty` after construction on the meta device leaves them undefined.
+        if self.inv_freq.dtype != torch.float32 or (was_meta and not self.inv_freq.is_meta):
+            self._reset(self.inv_freq.device)
         return self
 
     def _reset(self, device: torch.device) -> None:

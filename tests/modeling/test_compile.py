@@ -11,7 +11,6 @@ import pytest
 import torch
 from support.models import MODELS, TOKENS_PER_TILE, main_output, max_abs, run
 from torch.export import Dim
-from torch.overrides import TorchFunctionMode
 from transformers import CompileConfig, StaticCache
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
@@ -77,24 +76,6 @@ def assert_same_gradients(given, expected):
 
 
 # The forward pass; models without a head are in the graphs of those with one
-
-
-@DECODERS
-def test_complex_numbers_are_for_eager_mode(name):
-    """They turn interleaved pairs; `Counting` lets none into a graph, for which the compiler has no code of its own."""
-    case = CASES[name]
-    dtypes = set()
-
-    class Dtypes(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):
-                dtypes.add(result.dtype)
-            return result
-
-    with Dtypes():
-        run(case.make_small(), **case.inputs())
-    assert torch.float32 in dtypes and (torch.complex64 in dtypes) == case.has_experts
 
 
 def test_images_inside_the_graph_are_in_their_places():

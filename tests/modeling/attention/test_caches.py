@@ -21,7 +21,6 @@ from support.models import (
 from support.tables import in_turn
 from transformers import DynamicCache, QuantizedCache, StaticCache, cache_utils
 from transformers.generation import utils as generation_utils
-from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 import llamoe
 from llamoe.modeling._compat import CACHE
@@ -158,22 +157,6 @@ def test_fp8_caches(case, beams, monkeypatch):
     difference = max_abs(given.logits[1], plain.logits[1])
     assert type(given.past_key_values) is QuantizedCache
     assert torch.equal(given.logits[0], plain.logits[0]) and 1e-6 < difference < 0.5 * plain.logits[1].std()
-
-
-@pytest.mark.parametrize("backend", ["quanto", "hqq"])
-@for_models("is_head")
-def test_caches_in_four_bits(case, backend):
-    if not (is_optimum_quanto_available() if backend == "quanto" else is_hqq_available()):
-        pytest.skip(f"{backend} is not installed")
-    # Groups of values must be whole: one head of 64 in place of 20.
-    model, inputs = case.make_small(head_dim=64), case.inputs(length=PROMPT)
-    options = dict(return_dict_in_generate=True, output_logits=True, max_new_tokens=2, eos_token_id=-1)
-    axis = 0 if backend == "quanto" else 1
-    cache = {"backend": backend, "nbits": 4, "axis_key": axis, "axis_value": axis}
-    plain = model.generate(**inputs, **options)
-    given = model.generate(**inputs, **options, cache_implementation="quantized", cache_config=cache)
-    assert torch.equal(given.logits[0], plain.logits[0])
-    assert 1e-6 < max_abs(given.logits[1], plain.logits[1]) < plain.logits[1].std()
 
 
 # Caches that forget
