@@ -89,7 +89,7 @@ def real_mask(inputs: MaskInputs, rule: Rule) -> Any:
         config=inputs.config,
         use_vmap=False,
         device=inputs.device,
-        **({"local_size": rule.local_size} if rule.is_local else {}),
+        local_size=rule.local_size,
     )
 
 

@@ -7,7 +7,6 @@ no backward pass. FlashAttention takes no mask, which chunks need. `sdpa` follow
 import torch
 from transformers import PreTrainedConfig
 from transformers.utils import is_torchdynamo_compiling, logging
-from transformers.utils.generic import is_flash_attention_requested
 
 logger = logging.get_logger("llamoe")
 
@@ -18,22 +17,14 @@ FOR_GPUS = ("flex_attention",)
 def implementation_on(device: torch.device, config: PreTrainedConfig) -> str:
     """The config's attention implementation, or `sdpa` in place of one that cannot compute it, which is told once."""
     implementation = config._attn_implementation or "eager"
+    # Continuous batching ("paged|…") keeps each row within one chunk.
+    is_flash = "flash" in implementation and not implementation.startswith("paged|")
     if implementation in FOR_GPUS and device.type == "cpu":
         reason = "is for GPUs: on the CPU"
-    elif _is_flash(implementation) and _has_chunks(config):
+    elif is_flash and "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         reason = "knows no attention chunks: in this decoder"
     else:
         return implementation
     if not is_torchdynamo_compiling():
         logger.warning_once(f"{implementation} {reason} sdpa attention computes the same.")
     return "sdpa"
-
-
-def _is_flash(implementation: str) -> bool:
-    # Continuous batching keeps each row within one chunk.
-    is_paged = implementation.startswith("paged|")
-    return is_flash_attention_requested(requested_attention_implementation=implementation) and not is_paged
-
-
-def _has_chunks(config: PreTrainedConfig) -> bool:
-    return hasattr(config, "attention_types") and "chunked_attention" in config.attention_types()

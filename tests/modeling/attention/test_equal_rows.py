@@ -212,15 +212,16 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("pieces", [(360,), (260, 99, 1)], ids=str)
-@pytest.mark.parametrize("kind", ["chunked", "full", "late"])
+@pytest.mark.parametrize("kind", ["chunked", "late", "full", "window"])
 @torch.no_grad()
 def test_long_rows_make_no_mask(kind, pieces, monkeypatch):
     """A piece behind cached tokens takes a mask a few queries long; blocks of 1024 queries in practice."""
     monkeypatch.setattr(equal_rows, "BLOCK", 32)
-    overrides = dict(num_hidden_layers=1, no_rope_layers=[1], interleave_moe_layer_step=2)
-    truth, model = (
-        pair(**overrides) if kind != "full" else [DENSE.make(num_hidden_layers=1) for _ in range(2)]
-    )
+    if kind in ("chunked", "late"):
+        truth, model = pair(num_hidden_layers=1, no_rope_layers=[1], interleave_moe_layer_step=2)
+    else:
+        window = 18 if kind == "window" else None
+        truth, model = (DENSE.make(num_hidden_layers=1, sliding_window=window) for _ in range(2))
     truth.set_attn_implementation("eager")
     ids, results = tokens(1, 360), []
     for each in (truth, model):

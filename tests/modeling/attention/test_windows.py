@@ -10,7 +10,6 @@ from support.tables import in_turn
 from transformers import DynamicCache, StaticCache
 
 import llamoe
-from llamoe.modeling.attention import equal_rows
 
 LENGTH = 37
 PADDING = (6, 0, 11)
@@ -176,42 +175,6 @@ def test_gradients_equal_stocks(family):
         model.zero_grad()
     for name, expected in gradients[0].items():
         assert max_abs(gradients[1][name], expected) < 1e-5 * max(1.0, expected.abs().max().item()), name
-
-
-def test_no_mask_grows_with_the_square_of_the_tokens(monkeypatch):
-    _, ours = stock_pair("Mistral", 18)
-    set_attention("sdpa", ours)
-    largest = 0
-    attend = torch.nn.functional.scaled_dot_product_attention
-
-    def watched(query, key, *args, attn_mask=None, **kwargs):
-        nonlocal largest
-        largest = max(largest, query.shape[2] * key.shape[2] if attn_mask is not None else 0)
-        return attend(query, key, *args, attn_mask=attn_mask, **kwargs)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    run(ours, input_ids=row(rows=1, length=900))
-    assert 0 < largest <= 18 * (18 + max(18, equal_rows.SMALLEST_BLOCK))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_folders_of_both_layouts(family, tmp_path):
-    stock, ours = stock_pair(family, 5)
-    stock.save_pretrained(tmp_path / "stock")
-    read = llamoe.LlamoeDenseForCausalLM.from_pretrained(tmp_path / "stock")
-    read.save_pretrained(tmp_path / "ours")
-    again = llamoe.LlamoeDenseForCausalLM.from_pretrained(tmp_path / "ours")
-    again.save_pretrained(tmp_path / "back", layout="stock")
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
-    assert type(back) is type(stock)
-    assert back.config.to_diff_dict().keys() >= {"sliding_window"} and back.config.sliding_window == 5
-    assert getattr(back.config, "layer_types", None) == getattr(stock.config, "layer_types", None)
-    for name, weight in back.state_dict().items():
-        assert torch.equal(weight, stock.state_dict()[name])
-    with llamoe.adopt(family.lower()):
-        adopted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
-    assert isinstance(adopted, llamoe.LlamoeDenseForCausalLM)
-    assert adopted.config.layer_types == ours.config.layer_types
 
 
 def test_mistrals_answering_head_is_only_read(tmp_path):
