@@ -245,10 +245,10 @@ class LlamoeCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
 
     Attributes:
         loss: scalar, if `labels` were given; includes the router losses that the config asks for. With
-            `num_items_in_batch` each of them is weighted by this pass's fraction of the batch's labels.
+            `num_items_in_batch` each of them is weighted by this forward's fraction of the batch's labels.
         aux_loss: scalar, the load-balancing loss before its coefficient, with `output_router_logits`.
-        logits: `[B, T, vocab_size]`, or of some tokens only (`logits_to_keep`); None where the pass was told to
-            compute the loss alone (`skip_logits`, as an argument or in the config).
+        logits: `[B, T, vocab_size]`, or of some tokens only (`logits_to_keep`); None where the loss alone was
+            computed (`skip_logits`, as an argument or in the config).
         router_logits: one `[B * T, E]` a mixture layer, with `output_router_logits`.
         expert_load: `[mixture layers, E]` int64, tokens that chose each expert, with `output_expert_load`.
     """
@@ -308,8 +308,8 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
 
         Raises:
             ValueError: inputs or labels of a wrong shape, a label that is not a token (on the CPU), router losses
-                under reentrant gradient checkpointing, where they would train nothing, or `skip_logits` without labels,
-                with `logits_to_keep` or with another `loss_function`.
+                under reentrant gradient checkpointing, where they would train nothing, or `skip_logits` with another
+                `loss_function`.
         """
         # Without labels the model checks its inputs itself.
         if labels is not None:
@@ -343,7 +343,7 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
         # Read from the config: resizing a multimodal model's embeddings updates no attribute of this class.
         vocab_size = self.config.vocab_size
         logits = loss = aux_loss = load = None
-        if no_logits and labels is not None:
+        if no_logits:
             loss = loss_without_logits(self.lm_head, hidden_states, labels, vocab_size, **kwargs)
         else:
             logits = self.lm_head(slice_logits_to_keep(hidden_states, logits_to_keep))
