@@ -10,7 +10,7 @@ import logging
 
 import pytest
 import torch
-from support.models import MODELS, PADDING, apply_rotary, main_output, max_abs, run
+from support.models import MODELS, PADDING, main_output, max_abs, run
 from support.tables import in_turn
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
@@ -18,6 +18,7 @@ from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 import llamoe
 from llamoe.modeling._compat import CACHE
 from llamoe.modeling.attention import implementation as implementation_module
+from llamoe.modeling.layers import rotate
 
 CASES = {case.name: case for case in MODELS}
 TEXT, DENSE = CASES["LlamoeForCausalLM"], CASES["LlamoeDenseForCausalLM"]
@@ -397,11 +398,11 @@ def test_weights_of_the_tower(name, implementation):
         output = ask(pixels, output_attentions=True)
         attend = layer.self_attn
         q, k = (
-            apply_rotary(
-                projection(states["x"]).unflatten(-1, (-1, attend.head_dim)).transpose(1, 2),
+            rotate(
+                projection(states["x"]).unflatten(-1, (-1, attend.head_dim)),
                 *states["cos_sin"],
                 interleave=True,
-            )
+            ).transpose(1, 2)
             for projection in (attend.q_proj, attend.k_proj)
         )
         expected = (q @ k.mT / attend.head_dim**0.5).softmax(-1)
