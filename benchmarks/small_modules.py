@@ -13,7 +13,7 @@ import llamoe
 from llamoe.modeling.kernels import linear
 from llamoe.modeling.layers.feed_forward import FeedForward
 from llamoe.modeling.layers.normalization import RMSNorm
-from llamoe.modeling.layers.rotary import RotaryEmbedding, rotary_tables, rotate
+from llamoe.modeling.layers.rotary import RotaryEmbedding, rotate
 
 from . import OURS, REFERENCE
 from .harness import Case, Cases, Contestant, tolerance_of
@@ -128,7 +128,6 @@ def _rotary(setting: Setting, shape: Shape, tokens: int, interleave: bool):
         angles = Llama4TextRotaryEmbedding(config)(query, positions) if interleave else None
     # Stock's angles cover both halves of a head, in the dtype of the hidden states.
     full = [torch.cat((angle, angle), dim=-1).to(setting.dtype) for angle in (cos, sin)]
-    eager = rotary_tables(cos, sin, interleave)
 
     def stock() -> tuple[torch.Tensor, ...]:
         if interleave:
@@ -137,10 +136,7 @@ def _rotary(setting: Setting, shape: Shape, tokens: int, interleave: bool):
         return tuple(x.transpose(1, 2) for x in rotated)
 
     def ours() -> tuple[torch.Tensor, ...]:
-        # As `Attention` does: tables are made once a pass, with real numbers under a compiler.
-        tables = rotary_tables(cos, sin, interleave) if torch.compiler.is_compiling() else eager
-        rotated = rotate(torch.cat((query, key), dim=2), tables, interleave)
-        return rotated.split_with_sizes((query.shape[2], key.shape[2]), dim=2)
+        return rotate(query, cos, sin, interleave), rotate(key, cos, sin, interleave)
 
     name = f"rotary of {'Llama 4' if interleave else 'LLaMA'}, T = {tokens}"
     return name, {REFERENCE: stock, OURS: ours}, Work(2 * (query.nbytes + key.nbytes), 0)

@@ -17,9 +17,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 
@@ -56,12 +54,6 @@ def torch_modes_active() -> bool:
     Each would see, or need, other operators than those that a shortcut calls.
     """
     return is_under_functorch() or is_forward_ad() or has_modes() or bool(_has_any_global_hook())
-
-
-def causal_bias(num_queries: int, num_keys: int) -> torch.Tensor:
-    """Torch's `causal_lower_right`, which holds two numbers, and which fake tensors' mode would otherwise turn away."""
-    with _disable_current_modes():
-        return causal_lower_right(num_queries, num_keys)
 
 
 def is_exporting() -> bool:

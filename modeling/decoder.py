@@ -25,7 +25,6 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig
-from ..configuration.checks import fail
 from ..configuration.decoder import DecoderConfig
 from ..configuration.parallel import HEAD_FSDP, HEAD_PP, HEAD_TP
 from ..serving import warn_of_server
@@ -38,13 +37,11 @@ from .attention import (
     check_cache,
     mask_of_new_tokens,
     recomputed_with_gradients_only,
-    rules_of,
-    without_padding_positions,
 )
 from .base import LlamoePreTrainedModel
 from .generation import ChunkedGeneration, Generation
 from .input_checks import check_classes, check_labels, check_mask, embed
-from .layers import FeedForward, Linear, RMSNorm, RotaryEmbedding, rotary_tables
+from .layers import FeedForward, Linear, RMSNorm, RotaryEmbedding
 from .loss import loss_without_logits, must_skip_logits
 from .moe import MixtureOfExperts, Router, RouterLossMixin, expert_load
 
@@ -108,8 +105,6 @@ class DecoderModel(LlamoePreTrainedModel):
         config = self.resolve_config(config)
         super().__init__(config)
         warn_of_server(config)
-        # Refuses unknown types of layers.
-        rules_of(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
@@ -141,8 +136,8 @@ class DecoderModel(LlamoePreTrainedModel):
                 by attention type.
             position_ids: `[B or 1, T]`. They decide rotation, temperature and chunk borders. By default each row is
                 numbered from its first real token; rows in which they restart are packed sequences. Tokens that
-                `attention_mask` hides may have any. In chunked layers the first new position tells whether padding
-                behind cached tokens counts; if that is ambiguous and matters, it is an error.
+                `attention_mask` hides may have any. Chunked layers behind padded cached tokens need the numbers of a
+                row's real tokens.
             past_key_values: KV cache of earlier tokens; new ones are appended.
             inputs_embeds: `[B, T, hidden_size]` instead of `input_ids`.
             use_cache: whether to make a cache if none is given.
@@ -161,12 +156,10 @@ class DecoderModel(LlamoePreTrainedModel):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds.")
         if inputs_embeds is None:
             inputs_embeds = embed(self.embed_tokens, input_ids)
-        check_cache(self.config, *inputs_embeds.shape[:2], past_key_values)
+        check_cache(self.config, inputs_embeds.shape[1], past_key_values)
         check_mask(attention_mask, *inputs_embeds.shape[:2], past_key_values)
         past_key_values = cache_to_write(self, past_key_values)
         if use_cache and past_key_values is None:
-            # Refuses layers without a size, which transformers could not make a cache for.
-            rules_of(self.config)
             past_key_values = DynamicCache(config=self.config)
 
         inputs = MaskInputs(
@@ -178,20 +171,12 @@ class DecoderModel(LlamoePreTrainedModel):
             kwargs.get("cu_seq_lens_q"),
         )
         mask_mapping = attention_masks(inputs)
-        position_ids = rotary_positions = inputs.positions
-        if self.rotary_emb.follows_length:
-            rotary_positions = without_padding_positions(position_ids, attention_mask, inputs.query_offset)
+        position_ids = inputs.positions
         hidden_states = inputs_embeds
-        cos, sin = self.rotary_emb(hidden_states, rotary_positions)
-        position_embeddings = rotary_tables(cos, sin, self.rotary_emb.interleave)
+        position_embeddings = self.rotary_emb(hidden_states, position_ids)
         # As many as the config says now: users add layers, and `generate(assistant_early_exit=...)` drafts with fewer.
-        only_layers = list(self.layers)[: self.config.num_hidden_layers]
-        layers = list(zip(only_layers, self.config.attention_types(), strict=False))
-        if len(layers) < len(only_layers):
-            problem = f"has no entry for layer {len(layers)}, which was added"
-            fail(self.config, "layer_types", self.config.layer_types, problem, "one for each layer")
-        for layer, attention_type in layers:
-            window = inputs.rules[attention_type].window
+        layers = self.layers[: self.config.num_hidden_layers]
+        for layer, attention_type in zip(layers, self.config.attention_types()[: len(layers)], strict=True):
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
@@ -200,7 +185,7 @@ class DecoderModel(LlamoePreTrainedModel):
                 # By this name transformers takes it away under gradient checkpointing.
                 **{CACHE: past_key_values},
                 # Implementations that take no mask read it.
-                **({} if window is None else {"sliding_window": window}),
+                sliding_window=inputs.rules[attention_type].window,
                 **kwargs,
             )
         return MoeModelOutputWithPast(
@@ -253,10 +238,10 @@ class LlamoeCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
 
     Attributes:
         loss: scalar, if `labels` were given; includes the router losses that the config asks for. With
-            `num_items_in_batch` each of them is weighted by this pass's fraction of the batch's labels.
+            `num_items_in_batch` each of them is weighted by this forward's fraction of the batch's labels.
         aux_loss: scalar, the load-balancing loss before its coefficient, with `output_router_logits`.
-        logits: `[B, T, vocab_size]`, or of some tokens only (`logits_to_keep`); None where the pass was told to
-            compute the loss alone (`skip_logits`, as an argument or in the config).
+        logits: `[B, T, vocab_size]`, or of some tokens only (`logits_to_keep`); None where the loss alone was
+            computed (`skip_logits`, as an argument or in the config).
         router_logits: one `[B * T, E]` a mixture layer, with `output_router_logits`.
         expert_load: `[mixture layers, E]` int64, tokens that chose each expert, with `output_expert_load`.
     """
@@ -316,8 +301,8 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
 
         Raises:
             ValueError: inputs or labels of a wrong shape, a label that is not a token (on the CPU), router losses
-                under reentrant gradient checkpointing, where they would train nothing, or `skip_logits` without labels,
-                with `logits_to_keep` or with another `loss_function`.
+                under reentrant gradient checkpointing, where they would train nothing, or `skip_logits` with another
+                `loss_function`.
         """
         if labels is not None:
             if isinstance(logits_to_keep, int) and logits_to_keep == 0:
@@ -349,7 +334,7 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
         # Read from the config: resizing a multimodal model's embeddings updates no attribute of this class.
         vocab_size = self.config.vocab_size
         logits = loss = aux_loss = load = None
-        if no_logits and labels is not None:
+        if no_logits:
             loss = loss_without_logits(self.lm_head, hidden_states, labels, vocab_size, **kwargs)
         else:
             logits = self.lm_head(slice_logits_to_keep(hidden_states, logits_to_keep))

@@ -34,50 +34,37 @@ def must_skip_logits(
     loss_function: Callable,
     logits_to_keep: int | torch.Tensor,
 ) -> bool:
-    """Whether a pass computes the loss alone.
+    """Return whether a forward computes the loss alone.
 
     Args:
-        wanted: the argument `skip_logits` of the pass; None leaves it to the config.
+        wanted: the argument `skip_logits`; None leaves it to the config.
         by_config: `config.skip_logits`.
         is_training: whether the model is in `train()`.
-        labels: of the pass.
+        labels: without any there is no loss.
         loss_function: the model's; only the usual one is computed by pieces.
-        logits_to_keep: of the pass; some tokens' logits are asked for if it is not 0.
+        logits_to_keep: some tokens' logits are asked for if it is not 0.
 
     Raises:
-        ValueError: the argument asks for what cannot be.
+        ValueError: the argument asks for it, and the model has another loss, which reads the logits.
     """
-    is_usual, keeps_all = (
-        loss_function is ForCausalLMLoss,
-        isinstance(logits_to_keep, int) and not logits_to_keep,
-    )
-    if wanted is None:
-        skips = (by_config == "always" or (bool(by_config) and is_training)) and labels is not None
-        skips = skips and is_usual and keeps_all
-        if skips and not is_training and not is_torchdynamo_compiling():
-            logger.warning_once(
-                "config.skip_logits = 'always': evaluation with labels computes the loss alone, too, and output.logits "
-                "is None. For compute_metrics, or whatever else reads logits, set it to True, which means training."
+    is_usual = loss_function is ForCausalLMLoss
+    if wanted is not None:
+        if wanted and not is_usual:
+            name = getattr(loss_function, "__name__", type(loss_function).__name__)
+            raise ValueError(
+                f"skip_logits=True, but the model's loss_function is {name}, which reads the logits. Leave it out, or "
+                "set model.loss_function back to transformers' ForCausalLMLoss."
             )
-        return skips
-    if not wanted:
+        return wanted and labels is not None
+    keeps_all = isinstance(logits_to_keep, int) and not logits_to_keep
+    if labels is None or not is_usual or not keeps_all:
         return False
-    if labels is None:
-        raise ValueError(
-            "skip_logits=True without labels: nothing would be computed. Give labels, or leave it out."
+    if by_config == "always" and not is_training and not is_torchdynamo_compiling():
+        logger.warning_once(
+            "config.skip_logits = 'always': evaluation with labels computes the loss alone, too, and output.logits "
+            "is None. For compute_metrics, or whatever else reads logits, set it to True, which means training."
         )
-    if not is_usual:
-        name = getattr(loss_function, "__name__", type(loss_function).__name__)
-        raise ValueError(
-            f"skip_logits=True, but the model's loss_function is {name}, which reads the logits. Leave it out, or set "
-            "model.loss_function back to transformers' ForCausalLMLoss."
-        )
-    if not keeps_all:
-        raise ValueError(
-            f"skip_logits=True together with logits_to_keep = {logits_to_keep} asks for logits and for none: give one "
-            "of them."
-        )
-    return True
+    return by_config == "always" or (bool(by_config) and is_training)
 
 
 def loss_without_logits(

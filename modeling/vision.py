@@ -28,7 +28,7 @@ from ..configuration.vision import LlamoeVisionConfig
 from .attention import eager_attention_forward, implementation_on
 from .base import LlamoePreTrainedModel
 from .kernels import widened
-from .layers import Linear, activation, rotary_2d_cos_sin, rotary_tables, rotate
+from .layers import Linear, activation, rotary_2d_cos_sin, rotate
 
 
 class PatchEmbedding(nn.Module):
@@ -92,9 +92,7 @@ class VisionAttention(nn.Module):
             linear(hidden_states).unflatten(-1, heads) for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
         if cos_sin is not None:
-            both = torch.cat((q_NTHK, k_NTHK), dim=2)
-            both = rotate(both, rotary_tables(*cos_sin, interleave=True), interleave=True)
-            q_NTHK, k_NTHK = both.chunk(2, dim=2)
+            q_NTHK, k_NTHK = (rotate(x, *cos_sin, interleave=True) for x in (q_NTHK, k_NTHK))
 
         implementation = "eager" if with_weights else implementation_on(q_NTHK.device, self.config)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)

@@ -1,16 +1,15 @@
 """Attention: which tokens see each other, and the product itself.
 
-Reading order: cache (length and keys of a KV cache before a pass), growing_cache (appending to one in place),
-implementation (which one a device takes), visibility (which tokens see each other: rules, groups, chunk borders),
-positions (from padding, from lengths, of cached tokens), mask_inputs (the facts of a pass), by_sdpa (which of torch's
-kernels computes), varlen and chunked_sdpa (attention without a mask), forms (real masks, the table of all forms, and
-which one a pass takes), cache_checks (whether a cache fits the model), recomputation (caches under gradient
+Reading order: cache (length and keys of a KV cache before a forward), growing_cache (appending to one in place),
+implementation (which one a device takes), visibility (which tokens see each other), positions (from padding, from
+lengths), mask_inputs (the facts of a forward), by_sdpa, equal_rows and varlen (attention without a mask), forms (the
+table of all forms, and real masks), cache_checks (whether a cache fits the model), recomputation (caches under gradient
 checkpointing), layer (the module).
 """
 
 from .cache import cached_length
 from .cache_checks import check_cache
-from .chunked_sdpa import window_block
+from .equal_rows import window_block
 from .forms import attention_masks
 from .implementation import implementation_on
 from .layer import Attention, eager_attention_forward

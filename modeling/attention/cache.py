@@ -1,4 +1,4 @@
-"""Length and keys of a KV cache before a pass, and a static cache layer for chunked attention.
+"""Length and keys of a KV cache before a forward, and a static cache layer for chunked attention.
 
 transformers' static sliding layer counts its tokens in a Python integer. A compiled step is therefore compiled
 again for the second token and when the window is full, and each later step moves the whole window by one place.
@@ -24,8 +24,8 @@ class RingLayer(StaticSlidingWindowLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write new tokens `[B, heads, Q, D]` and return the keys and values `[B, heads, K, D]` that they may see.
 
-        These are: in the first pass the new ones; for a single token the updated ring; otherwise the ring before this
-        pass, then the new ones.
+        These are: in the first forward the new ones; for a single token the updated ring; otherwise the ring as it was,
+        then the new ones.
         """
         is_first = not self.is_initialized
         if is_first:
@@ -69,22 +69,17 @@ class RingLayer(StaticSlidingWindowLayer):
         return self.cumulative_length if self.is_initialized else 0
 
 
-def make_rings(past_key_values: Cache | None) -> None:
+def replace_windows(past_key_values: Cache | None, with_rings: bool) -> None:
     """Turn a cache's empty static windows into rings, and its growing windows of one token into full layers, in place.
 
-    transformers' growing window of one token keeps every token (`keys[-0:]`) but announces one. A full layer announces
-    what it keeps, and the masks apply the chunk borders.
+    transformers' growing window of one token keeps every token (`keys[-0:]`) but announces one.
     """
     if is_torchdynamo_compiling():
         return
-    is_static = getattr(past_key_values, "is_compileable", False)
     for layer in getattr(past_key_values, "layers", ()):
-        if is_static and type(layer) is StaticSlidingWindowLayer and layer.cumulative_length_int == 0:
+        if with_rings and type(layer) is StaticSlidingWindowLayer and layer.cumulative_length_int == 0:
             layer.__class__ = RingLayer
-        elif type(layer) is DynamicSlidingWindowLayer:
-            if layer.sliding_window != 1 or layer.is_initialized:
-                # All windows of a cache are alike.
-                return
+        elif type(layer) is DynamicSlidingWindowLayer and layer.sliding_window == 1:
             layer.__class__ = DynamicLayer  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -121,14 +116,10 @@ def first_layer(past_key_values: Cache | None, is_sliding: bool | None = None) -
     Under pipeline parallelism the layers of earlier stages stay empty here, so their length says nothing. With
     `is_sliding`, only layers that do (True) or do not (False) forget tokens are considered.
     """
-    first = None
-    for i, layer in enumerate(getattr(past_key_values, "layers", ())):
-        if is_sliding is not None and getattr(layer, "is_sliding", False) != is_sliding:
-            continue
-        if getattr(layer, "is_initialized", False):
-            return i
-        first = i if first is None else first
-    return first or 0
+    layers = getattr(past_key_values, "layers", ())
+    numbers = [i for i in range(len(layers)) if is_sliding in (None, getattr(layers[i], "is_sliding", False))]
+    written = [i for i in numbers if getattr(layers[i], "is_initialized", False)]
+    return next(iter(written or numbers), 0)
 
 
 def cached_length(past_key_values: Cache | None) -> int | torch.Tensor:
@@ -137,7 +128,7 @@ def cached_length(past_key_values: Cache | None) -> int | torch.Tensor:
 
 
 class Keys(NamedTuple):
-    """Keys that the layers of one kind return in a pass, cached and new.
+    """Keys that the layers of one kind return, cached and new.
 
     Attributes:
         length: K.

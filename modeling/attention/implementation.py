@@ -1,7 +1,7 @@
 """Which attention implementation computes on a device.
 
 Flex attention is written for GPUs. On a CPU torch compiles it for half a minute, and again for other sizes, and it has
-no backward pass. `sdpa` follows the same rules.
+no backward pass. FlashAttention takes no mask, which chunks need. `sdpa` follows the same rules as both.
 """
 
 import torch
@@ -15,10 +15,16 @@ FOR_GPUS = ("flex_attention",)
 
 
 def implementation_on(device: torch.device, config: PreTrainedConfig) -> str:
-    """The config's attention implementation; on a CPU `sdpa` in place of flex attention, which is told once."""
+    """The config's attention implementation, or `sdpa` in place of one that cannot compute it, which is told once."""
     implementation = config._attn_implementation or "eager"
-    if implementation not in FOR_GPUS or device.type != "cpu":
+    # Continuous batching ("paged|…") keeps each row within one chunk.
+    is_flash = "flash" in implementation and not implementation.startswith("paged|")
+    if implementation in FOR_GPUS and device.type == "cpu":
+        reason = "is for GPUs: on the CPU"
+    elif is_flash and "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        reason = "knows no attention chunks: in this decoder"
+    else:
         return implementation
     if not is_torchdynamo_compiling():
-        logger.warning_once(f"{implementation} is for GPUs: on the CPU sdpa attention computes the same.")
+        logger.warning_once(f"{implementation} {reason} sdpa attention computes the same.")
     return "sdpa"

@@ -11,7 +11,6 @@ itself is transformers' attention interface.
 Shapes: B batch, H heads, T or Q new tokens, K keys (cached and new), D head_dim.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +19,7 @@ from transformers import Cache, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import PAGED_CACHE, fill_paged_cache
-from ..kernels import are_single_queries
-from ..layers import L2Norm, Linear, rotary_tables, rotate
+from ..layers import L2Norm, Linear, rotate
 from .forms import attend_in_form
 from .growing_cache import append_to_cache
 from .implementation import implementation_on
@@ -43,13 +41,8 @@ def eager_attention_forward(
     None or additive and broadcasts to `[B, H, Q, K]`; `kwargs`, for other implementations, are unused. Returns the
     output `[B, Q, H, D]` and the attention weights `[B, H, Q, K]`.
     """
-    groups, shape = module.num_key_value_groups, query.shape
-    # Heads that share keys become queries of one head, where there is one query.
-    is_packed = are_single_queries(query, attention_mask)
-    if is_packed:
-        query = query.reshape(shape[0], -1, groups, shape[3])
-    else:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    groups = module.num_key_value_groups
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = query @ key.transpose(2, 3) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
@@ -57,10 +50,7 @@ def eager_attention_forward(
     dtype = torch.promote_types(scores.dtype, torch.float32)
     weights = nn.functional.softmax(scores, dim=-1, dtype=dtype).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    output = weights @ value
-    if is_packed:
-        output, weights = output.reshape(shape), weights.reshape(*shape[:3], -1)
-    return output.transpose(1, 2).contiguous(), weights
+    return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
 class Attention(nn.Module):
@@ -92,7 +82,7 @@ class Attention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, ...],
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: Any,
         position_ids: torch.Tensor,
         past_key_values: Cache | None = None,
@@ -102,8 +92,7 @@ class Attention(nn.Module):
 
         Args:
             hidden_states: `[B, T, hidden_size]`.
-            position_embeddings: the tables of `rotary_tables`, which a decoder prepares once a pass; or cos and sin
-                from `RotaryEmbedding`.
+            position_embeddings: cos and sin from `RotaryEmbedding`.
             attention_mask: what `attention_masks` returned for this layer's type; None for plain causal.
             position_ids: `[B or 1, T]`.
             past_key_values: KV cache that rotated keys and values are appended to.
@@ -118,7 +107,12 @@ class Attention(nn.Module):
         key = self.k_proj(hidden_states).view(heads_shape)
         value = self.v_proj(hidden_states).view(heads_shape).transpose(1, 2)
 
-        query, key = self._rotate_and_normalize(query, key, position_embeddings, position_ids)
+        if self.use_rope:
+            query, key = (rotate(x, *position_embeddings, self.rope_interleave) for x in (query, key))
+        if self.qk_norm is not None:
+            query, key = self.qk_norm(query), self.qk_norm(key)
+        if self.use_temperature_tuning:
+            query = (query * self._temperature(position_ids)).to(query.dtype)
         query, key = query.transpose(1, 2), key.transpose(1, 2)  # [B, H, T, D]
 
         if past_key_values is not None:
@@ -134,30 +128,6 @@ class Attention(nn.Module):
             attend, self, query, key, value, attention_mask, position_ids, **kwargs
         )
         return self.o_proj(output.reshape(*input_shape, -1).contiguous()), weights
-
-    def _rotate_and_normalize(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, ...],
-        position_ids: torch.Tensor,
-    ) -> Sequence[torch.Tensor]:
-        """Queries and keys `[B, T, H, D]` behind rotation, norm and temperature, as far as the layer has them."""
-        # Callers of a single layer pass cos and sin instead of the tables.
-        if self.use_rope and position_embeddings[0].ndim == 3:
-            position_embeddings = rotary_tables(*position_embeddings, self.rope_interleave)
-        heads = query.shape[2], key.shape[2]
-        if self.use_rope or self.qk_norm is not None:
-            # Rotate and normalize queries and keys together: half as many calls.
-            both = torch.cat((query, key), dim=2)
-            if self.use_rope:
-                both = rotate(both, position_embeddings, self.rope_interleave)
-            if self.qk_norm is not None:
-                both = self.qk_norm(both)
-            query, key = both.split_with_sizes(heads, dim=2)
-        if self.use_temperature_tuning:
-            query = (query * self._temperature(position_ids)).to(query.dtype)
-        return query, key
 
     def _temperature(self, position_ids: torch.Tensor) -> torch.Tensor:
         # log1p(floor((position + 1) / floor_scale)) * attn_scale + 1: no effect below position floor_scale - 1.

@@ -1,4 +1,4 @@
-"""Facts of a pass: its lengths, padding, positions, packed segments and groups, each worked out at most once.
+"""Facts of a forward: its lengths, padding, positions, packed segments and groups, each worked out at most once.
 
 Facts that are read from values make a GPU's host wait. They say so, and a form asks for them only where it must.
 
@@ -9,22 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import Cache, PreTrainedConfig
-from transformers.utils import is_torchdynamo_compiling
 from transformers.utils.generic import is_flash_attention_requested
-from transformers.utils.import_utils import is_torchdynamo_exporting
 
 from ..kernels import is_readable, is_tracing
 from .cache import Keys, cached_length, keys_of
 from .implementation import implementation_on
-from .positions import (
-    is_real,
-    left_padding,
-    positions_from_lengths,
-    positions_from_padding,
-)
-from .visibility import EqualRows, Rule, chunk_of, cut_equal_rows, packed_groups, rules_of
+from .positions import is_real, positions_from_lengths
+from .visibility import Rule, rules_of
 
 
 class fact:
@@ -40,13 +32,13 @@ class fact:
 
 
 class MaskInputs:
-    """What decides which tokens of a pass see each other.
+    """What decides which tokens of a forward see each other.
 
     Args:
         config: a decoder's config, with `_attn_implementation` set.
         inputs_embeds: `[B, Q, ...]`; only sizes, dtype and device are read.
         attention_mask: None, `[B, W]` with zeros on padding, a ready 4-D mask, or a dict of ready masks.
-        past_key_values: the cache, before this pass is written to it.
+        past_key_values: the cache, before the new tokens are written to it.
         position_ids: `[B or 1, Q]` as the caller gave them; None where they follow from the padding. Rows in which
             they restart are packed if there is neither a mask nor a cached token.
         cu_seq_lens: `[S + 1]`, where each packed sequence begins, if the attention implementation gets it too.
@@ -64,6 +56,7 @@ class MaskInputs:
         self.config = config
         self.inputs_embeds, self.device = inputs_embeds, inputs_embeds.device
         self.implementation = implementation_on(self.device, config)
+        self.is_flash = is_flash_attention_requested(requested_attention_implementation=self.implementation)
         self.batch_size, self.query_length = inputs_embeds.shape[:2]
         self.attention_mask, self.past_key_values = attention_mask, past_key_values
         self.is_static = getattr(past_key_values, "is_compileable", False)
@@ -98,63 +91,34 @@ class MaskInputs:
         return self._keys[is_local]
 
     @fact
-    def is_static_step(self) -> bool:
-        """Whether this is a step with a static cache, which needs masks of one shape."""
-        if isinstance(self.query_offset, torch.Tensor):
-            return True
-        return self.is_static and (self.query_length == 1 or self.query_offset > 0)
-
-    @fact
     def reads_values(self) -> bool:
-        """Whether the form depends on the values of mask and positions: where it may be none, and no graph is made."""
-        is_flash = is_flash_attention_requested(requested_attention_implementation=self.implementation)
-        if not (is_flash or self.implementation == "sdpa") or self.is_static_step:
+        """Whether mask and positions may be read to choose a form: no graph is made, and no static step runs.
+
+        Steps with a static cache need masks of one shape.
+        """
+        if not self.is_flash and self.implementation != "sdpa":
+            return False
+        if isinstance(self.query_offset, torch.Tensor):
+            return False
+        if self.is_static and (self.query_length == 1 or self.query_offset > 0):
             return False
         # On the CPU the second question, which asks CUDA too, costs more than all others of a decode step.
         return is_readable(self.inputs_embeds) or not is_tracing(self.inputs_embeds)
 
     @fact
-    def values(self) -> tuple[bool, int | None]:
-        """Whether the 2-D mask, if there is one, hides no token, and the position that all rows count on from.
-
-        None: `position_ids` are not given, or rows do not count on from one. The host waits for both together.
-        """
-        questions = []
-        if self.has_mask:
-            questions.append(
-                self.attention_mask[:, : self.query_offset + self.query_length].all()[None].long()
-            )
-        if self.position_ids is not None:
-            firsts = self.position_ids - torch.arange(self.query_length, device=self.device)
-            questions.append(torch.stack(firsts.aminmax()).long())
-        answers = torch.cat([each.to(self.device) for each in questions]).tolist() if questions else []
-        is_full = bool(answers.pop(0)) if self.has_mask else True
-        return is_full, answers[0] if answers and answers[0] == answers[-1] else None
-
-    @fact
-    def has_mask(self) -> bool:
-        """Whether there is a 2-D mask."""
-        return isinstance(self.attention_mask, torch.Tensor) and self.attention_mask.ndim == 2
-
-    @fact
     def padding_mask(self) -> torch.Tensor | None:
         """`[B, W]` bool, false on padding; None without a 2-D mask, or if its values are read and hide no token."""
-        if not self.has_mask or (self.reads_values and self.values[0]):
+        mask = self.attention_mask
+        if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
             return None
-        return self.attention_mask.to(device=self.device, dtype=torch.bool)
+        if self.reads_values and bool(mask[:, : self.query_offset + self.query_length].all()):
+            return None
+        return mask.to(device=self.device, dtype=torch.bool)
 
     @fact
-    def left_padding(self) -> torch.Tensor | None:
-        """`[B, 1]`: padding before each row's first real token; None: none."""
-        return None if self.padding_mask is None else left_padding(self.padding_mask)
-
-    @fact
-    def padding_interrupts(self) -> bool:
-        """Whether padding stands between two real tokens of a row; reads the mask."""
-        if self.padding_mask is None:
-            return False
-        begins = nn.functional.pad(self.padding_mask.int(), (1, 0)).diff(dim=1) > 0
-        return bool((begins.sum(1) > 1).any())
+    def left_padding(self) -> torch.Tensor:
+        """`[B, 1]`: padding before each row's first real token."""
+        return (self.padding_mask.cumsum(-1) == 0).sum(-1, keepdim=True)
 
     def is_real(self, index: torch.Tensor) -> torch.Tensor:
         """`[B, T]` bool: which indices `[T]` along the rows are real tokens."""
@@ -162,76 +126,48 @@ class MaskInputs:
 
     @fact
     def positions(self) -> torch.Tensor:
-        """`[B or 1, Q]`: positions of the new tokens, given or counted from each row's first real token."""
-        if self.position_ids is not None:
-            return self.position_ids
-        return positions_from_padding(self.query_index, self.left_padding)
+        """`[B or 1, Q]`: positions of the new tokens, given or counted from each row's first real token; 0 on padding.
+
+        Padding must choose no frequencies where the highest position does (`dynamic` and `longrope` scaling).
+        """
+        positions = self.position_ids
+        if positions is None:
+            positions = self.positions_at(self.query_index)
+        if self.padding_mask is None:
+            return positions
+        return torch.where(self.is_real(self.query_index), positions, 0)
 
     @fact
     def first_position(self) -> int | None:
-        """Position of the first new token, if all rows count on from it without padding; None if not, or unknown."""
-        if self.attention_mask is None and self.position_ids is None:
-            # A step's graph and an exported program serve all lengths; a compiled pass behind cached tokens would be
-            # cut differently for every length.
-            if self.is_static_step or torch.jit.is_tracing() or is_torchdynamo_exporting():
-                return None
-            return None if self.query_offset > 0 and is_torchdynamo_compiling() else self.query_offset
-        if not self.reads_values or self.padding_mask is not None:
+        """Position from which all rows count on without padding; None if they do not; reads values."""
+        if self.padding_mask is not None:
             return None
-        return self.query_offset if self.position_ids is None else self.values[1]
-
-    @fact
-    def positions_fall(self) -> bool:
-        """Whether positions fall between two neighbouring new tokens that are real; reads them."""
         if self.position_ids is None:
-            return False
-        real = self.is_real(self.query_index)
-        return bool(((self.position_ids.diff(dim=1) < 0) & real[:, 1:] & real[:, :-1]).any())
-
-    @fact
-    def cached_positions(self) -> torch.Tensor:
-        """`[B, W]`: positions of cached tokens under a padding mask, counted back from each row's first new token.
-
-        Raises:
-            ValueError: padding stands behind cached tokens, the first new token's position is not the number of real
-                tokens before it, as `generate` counts behind left padding, and not all tokens are in the first chunk,
-                where this matters. Found where values are read, and on a GPU in passes of several tokens.
-        """
-        padding_mask, offset = self.padding_mask, self.query_offset
-        column_B1 = self.is_real(self.query_index).int().argmax(1, keepdim=True)
-        index_B1 = (column_B1 + offset).clamp(max=padding_mask.shape[1] - 1)
-        position_B1 = self.position_ids.expand(self.batch_size, -1).gather(1, column_B1)
-        index_W, counts_BW = torch.arange(padding_mask.shape[1], device=self.device), padding_mask.cumsum(-1)
-        count_B1 = counts_BW.gather(1, index_B1)
-        is_interrupted = count_B1 + left_padding(padding_mask) <= index_B1
-        # One token a row on a GPU is not worth waiting for a second time.
-        if is_readable(padding_mask) or (self.reads_values and self.query_length > 1):
-            wrong = is_interrupted & padding_mask.gather(1, index_B1) & (position_B1 != count_B1 - 1)
-            last_B1 = torch.maximum(index_B1, position_B1) + self.query_length - 1
-            wrong = (wrong & (last_B1 >= self.rules["chunked_attention"].chunk_size)).nonzero()
-            if len(wrong):
-                row = int(wrong[0, 0])
-                raise ValueError(
-                    f"position_ids continue row {row}, which has padding behind cached tokens, at "
-                    f"{int(position_B1[row])}; expected: {int(count_B1[row]) - 1}, the number of real tokens before. "
-                    "Number them so, attention_mask.cumsum(-1) - 1, or give all tokens in one pass."
-                )
-        positions_BW = torch.where(is_interrupted, counts_BW - count_B1, index_W - index_B1) + position_B1
-        # Behind right padding `generate` counts on from the padding: then all are in the first chunk.
-        return positions_BW.clamp(min=0)
+            return self.query_offset
+        firsts = self.position_ids - torch.arange(self.query_length, device=self.device)
+        lowest, highest = torch.stack(firsts.aminmax()).tolist()
+        return lowest if lowest == highest else None
 
     def positions_at(self, index: torch.Tensor) -> torch.Tensor:
-        """`[B or 1, T]`: positions of the tokens at these indices `[T]` along the rows, cached or new."""
+        """`[B or 1, T]`: positions of the tokens at these indices `[T]` along the rows, cached or new.
+
+        Given those of the new tokens, cached ones are counted back from each row's first new token, over real tokens.
+        """
+        padding_mask = self.padding_mask
         if self.position_ids is None:
-            return positions_from_padding(index, self.left_padding)
+            return index[None] if padding_mask is None else (index - self.left_padding).clamp(min=0)
         offset = self.query_offset
         new = self.position_ids[:, (index - offset).clamp(0, self.query_length - 1)]
         if isinstance(offset, int) and offset == 0:
             return new
-        if self.padding_mask is None:
+        if padding_mask is None:
             cached = index + (self.position_ids[:, :1] - offset)
         else:
-            cached = self.cached_positions[:, index.clamp(0, self.padding_mask.shape[1] - 1)]
+            last, counts_BW = padding_mask.shape[1] - 1, padding_mask.cumsum(-1)
+            column_B1 = self.is_real(self.query_index).int().argmax(1, keepdim=True)
+            position_B1 = self.position_ids.expand(self.batch_size, -1).gather(1, column_B1)
+            count_B1 = counts_BW.gather(1, (column_B1 + offset).clamp(max=last))
+            cached = counts_BW[:, index.clamp(0, last)] - count_B1 + position_B1
         return torch.where(index < offset, cached, new)
 
     @fact
@@ -242,13 +178,11 @@ class MaskInputs:
             ValueError: packed rows with a static cache, which cannot tell segments apart; found on the CPU only.
         """
         positions = self.position_ids
-        if (
-            self.attention_mask is not None
-            or positions is None
-            or (not self.is_static and self.query_offset > 0)
-        ):
+        if self.attention_mask is not None or positions is None:
             return None
-        if self.first_position is not None:
+        if not self.is_static and self.query_offset > 0:
+            return None
+        if self.reads_values and self.first_position is not None:
             return None
         if self.is_static:
             if is_readable(positions) and bool((positions.diff(dim=1) != 1).any()):
@@ -262,43 +196,49 @@ class MaskInputs:
         return segments if is_tracing(positions) or bool(segments[:, -1].any()) else None
 
     def groups(self, rule: Rule) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Groups of queries `[B, Q]` and of keys `[B, K]`, outside of which nothing is seen; None: a row is one."""
-        if self.segments is not None:
-            groups = packed_groups(self.segments, self.positions, rule.chunk_size)
+        """Groups of queries `[B, Q]` and of keys `[B, K]`, outside of which nothing is seen; None: a row is one.
+
+        A group is a packed segment, a chunk, or a chunk of a segment.
+        """
+        segments, chunk_size = self.segments, rule.chunk_size
+        if segments is not None:
+            # All keys are new. A segment has fewer than 2 ** 32 chunks.
+            groups = segments if chunk_size is None else segments * 2**32 + self.positions // chunk_size
             groups = groups.expand(self.batch_size, -1)
             return groups, groups
-        if rule.chunk_size is None:
+        if chunk_size is None:
             return None
-        self._check_window(rule)
+        self._check_cached_padding(rule)
         key_positions = self.positions_at(self.keys(rule).index(self.device))
-        chunks = (chunk_of(each, rule.chunk_size) for each in (self.positions, key_positions))
+        chunks = (positions // chunk_size for positions in (self.positions, key_positions))
         of_queries, of_keys = (each.expand(self.batch_size, -1) for each in chunks)
         return of_queries, of_keys
 
-    def equal_rows(self, rule: Rule) -> EqualRows:
-        """Groups of rows without padding that begin at one position, from sizes alone."""
-        keys, first = self.keys(rule), self.query_offset
-        if self.position_ids is not None and rule.chunk_size is not None:
-            first = self.first_position
-        first_key = first - self.query_offset + keys.offset
-        return cut_equal_rows(first, self.query_length, first_key, keys.length, *rule)
-
-    def _check_window(self, rule: Rule) -> None:
-        """Refuse a window from which padding may have displaced tokens of the first query's chunk; on the CPU only."""
+    def _check_cached_padding(self, rule: Rule) -> None:
+        """Refuse padding between cached tokens of a row where their chunks cannot be known; on the CPU only."""
         padding_mask = self.padding_mask
         if padding_mask is None or self.past_key_values is None or not is_readable(padding_mask):
             return
-        _, first_kept, ring = self.keys(rule)
-        first_kept, begin = first_kept if ring is None else int(ring[ring >= 0].min()), int(self.query_offset)
-        is_behind = (
-            (padding_mask.cumsum(-1) > 0) & ~padding_mask & padding_mask[:, begin:].any(1, keepdim=True)
-        )
-        if first_kept > 0 and bool(is_behind[:, first_kept:begin].any()):
+        begin, counts_BW = int(self.query_offset), padding_mask.cumsum(-1)
+        goes_on_B1 = padding_mask[:, begin:].any(1, keepdim=True)
+        holes_BT = ((counts_BW > 0) & ~padding_mask)[:, :begin] & goes_on_B1
+        first_kept = max(0, begin + self.query_length - self.keys(rule).length)
+        if first_kept > 0 and bool(holes_BT[:, first_kept:].any()):
             raise ValueError(
                 "the KV cache has forgotten tokens that may still be needed: it keeps the last tokens of each chunked "
                 "layer, padding included, and attention_mask hides tokens behind the first real one of a row. Leave "
                 "them out, or give a cache that keeps every token: past_key_values=DynamicCache(), without a config."
             )
+        if self.position_ids is not None and bool(holes_BT.any()):
+            expected = (counts_BW - 1)[:, begin : begin + self.query_length]
+            is_new = padding_mask[:, begin : begin + self.query_length] & holes_BT.any(1, keepdim=True)
+            # Within the first chunk nothing depends on them: `generate` counts on behind right padding.
+            end = max(begin + self.query_length, int(self.position_ids.max()) + 1)
+            if end > rule.chunk_size and bool(((self.position_ids != expected) & is_new).any()):
+                raise ValueError(
+                    "position_ids of a row with padding behind cached tokens are not the numbers of its real tokens, "
+                    "from which their chunks follow: give attention_mask.cumsum(-1) - 1, or all tokens in one forward."
+                )
 
 
 def mask_of_new_tokens(attention_mask: object, num_tokens: int) -> torch.Tensor | None:

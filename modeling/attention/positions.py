@@ -1,4 +1,4 @@
-"""Positions of tokens: from left padding, from the lengths of packed sequences, and without those of padding.
+"""Positions of tokens: from the lengths of packed sequences, and without those of padding.
 
 Left-padded, packed and single runs of the same tokens must give the same logits. So rotation, temperature and chunks
 follow positions, which count a row's real tokens, and never the index in a cache.
@@ -9,20 +9,6 @@ Shapes: B batch, Q new tokens, T some tokens, W width of the padding mask, S seq
 from typing import Any
 
 import torch
-
-
-def left_padding(padding_mask: torch.Tensor) -> torch.Tensor:
-    """`[B, 1]`: the number of zeros before the first one of each row."""
-    return (padding_mask.cumsum(-1) == 0).sum(-1, keepdim=True)
-
-
-def positions_from_padding(index: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-    """`[B or 1, T]`: tokens at these indices `[T]` along the rows, counted from each row's first real token.
-
-    `padding` is what `left_padding` returns, None for rows that start at index 0. Left padding gets position 0; right
-    padding continues the count.
-    """
-    return index[None] if padding is None else (index - padding).clamp(min=0)
 
 
 def positions_from_lengths(cu_seq_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:

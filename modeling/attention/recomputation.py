@@ -11,12 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import logging
 
 from .cache import cached_length
-
-logger = logging.get_logger("llamoe")
 
 
 def drops_caches(decoder: Any) -> bool:
@@ -25,27 +21,26 @@ def drops_caches(decoder: Any) -> bool:
 
 
 def recomputed_with_gradients_only(forward: Callable) -> Callable:
-    """A decoder's forward that checkpoints layers only where gradients are wanted."""
+    """Wrap a decoder's forward, so that it checkpoints layers only where gradients are wanted."""
 
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() or not drops_caches(self):
             return forward(self, *args, **kwargs)
-        layers = [module for module in self.modules() if isinstance(module, GradientCheckpointingLayer)]
-        recomputed = [module for module in (self, *layers) if module.gradient_checkpointing]
-        for module in recomputed:
+        modules = [module for module in self.modules() if getattr(module, "gradient_checkpointing", False)]
+        for module in modules:
             module.gradient_checkpointing = False
         try:
             return forward(self, *args, **kwargs)
         finally:
-            for module in recomputed:
+            for module in modules:
                 module.gradient_checkpointing = True
 
     return run
 
 
 def cache_to_write(decoder: Any, past_key_values: Cache | None) -> Cache | None:
-    """The cache that a pass reads and writes: none under gradient checkpointing, which an empty one is told once.
+    """Return the cache that a forward reads and writes: none under gradient checkpointing.
 
     Raises:
         ValueError: there are tokens in it, which the layers would not see.
@@ -56,10 +51,7 @@ def cache_to_write(decoder: Any, past_key_values: Cache | None) -> Cache | None:
     if length:
         raise ValueError(
             f"past_key_values holds {length} tokens, which no layer would see: under gradient checkpointing layers in "
-            "train() get no cache where gradients are computed. Give all tokens in one pass without past_key_values, "
-            "run under torch.no_grad() or in eval(), or turn it off: model.gradient_checkpointing_disable()."
+            "train() get no cache where gradients are computed. Run under torch.no_grad() or in eval(), or turn it "
+            "off: model.gradient_checkpointing_disable()."
         )
-    logger.warning_once(
-        "Caching is incompatible with gradient checkpointing: past_key_values stays empty in train()."
-    )
     return None

@@ -1,8 +1,8 @@
 """Variable-length sequences for FlashAttention, which takes no mask.
 
-A flash kernel computes plain causal attention over any number of sequences laid end to end. So each group of each row
-is a sequence, without its padding. The queries of a sequence are the last of its keys, with a cache too, and the kernel
-aligns the last query with the last key; a window it takes as a number. No other masking is needed.
+A flash kernel computes plain causal attention over any number of sequences laid end to end. So each packed segment of
+each row is a sequence, without its padding. The queries of a sequence are the last of its keys, with a cache too, and
+the kernel aligns the last query with the last key; it takes a window as a number. Chunks would need keys to be cut off.
 
 Shapes: B batch, H heads, Q query tokens, K key tokens (cached and new), T either of them, D head_dim, S sequences,
 N tokens of all sequences.
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .mask_inputs import MaskInputs
-from .visibility import EqualRows, Rule
+from .visibility import Rule
 
 
 class Sequences(NamedTuple):
@@ -25,7 +25,7 @@ class Sequences(NamedTuple):
         query_index, key_index: int64, the tokens that take part, as indices into `B * Q` and `B * K`, sequence by
             sequence; None: all, in order.
         cu_seq_lens_q, cu_seq_lens_k: `[S + 1]` int32, where each sequence begins, then the number of all tokens.
-        max_length_q, max_length_k: upper bounds of a sequence's length.
+        max_length_q, max_length_k: the longest sequence's lengths.
     """
 
     query_index: torch.Tensor | None
@@ -41,92 +41,43 @@ class Sequences(NamedTuple):
 
 
 def sequences(inputs: MaskInputs, rule: Rule) -> Sequences | None:
-    """Make a sequence of each group of each row; reads values.
+    """Make a sequence of each packed segment of each row, without padding.
 
     Returns:
-        None where each row's queries see all keys of the row, or where every token is padding.
+        None where the kernel sees this without being told: the rows are whole and end with their last query.
     """
+    is_static = isinstance(inputs.query_offset, torch.Tensor)
+    if inputs.padding_mask is None and inputs.segments is None and not is_static:
+        keys = inputs.keys(rule)
+        if keys.offset + keys.length == inputs.query_offset + inputs.query_length:
+            return None
     key_index = inputs.keys(rule).index(inputs.device)
     real_queries = inputs.is_real(inputs.query_index)
-    # A static cache has places behind the last query.
+    # A static cache has places behind the last query; a row whose new tokens are all padding takes no part.
     real_keys = inputs.is_real(key_index) & (key_index <= inputs.query_index[-1])
+    real_keys = real_keys & real_queries.any(1, keepdim=True)
+    if not real_queries.any():
+        return None
     zero = key_index.new_zeros(())
     groups = inputs.groups(rule) or (zero.expand_as(real_queries), zero.expand_as(real_keys))
-    if inputs.keys(rule).ring is None or rule.window is None:
-        return sequences_of_groups(real_queries, real_keys, *groups)
-    # A kernel's window counts keys in the order in which they lie, which in a ring is not the row's.
-    order, rows = key_index.argsort(), torch.arange(len(real_keys) + 1, device=inputs.device)
-    made = sequences_of_groups(real_queries, real_keys[:, order], groups[0], groups[1][:, order])
-    if made is None:
-        lengths = inputs.query_length, len(order)
-        made = Sequences(None, None, *((rows * length).int() for length in lengths), *lengths)
-    places = (rows[:-1, None] * len(order) + order).flatten()
-    return made._replace(key_index=places if made.key_index is None else places[made.key_index])
-
-
-def equal_sequences(inputs: MaskInputs, rule: Rule) -> Sequences | None:
-    """Make a sequence of each chunk of rows without padding; otherwise as `sequences`, but reads no value."""
-    rows = inputs.equal_rows(rule)
-    return sequences_of_equal_rows(rows, inputs.batch_size, inputs.query_length, inputs.device)
-
-
-def sequences_of_equal_rows(
-    rows: EqualRows, batch_size: int, query_length: int, device: torch.device
-) -> Sequences | None:
-    """Make a sequence of each chunk of equal rows; None where each row's queries see all keys of the row."""
-    if rows.is_plain(query_length):
-        return None
-    chunk_size, number = rows.chunk_size, torch.arange(batch_size, device=device)[:, None]
-    num_chunks, size = 1, query_length
-    if chunk_size is not None and query_length > rows.rest:
-        num_chunks, size = (query_length - rows.rest + chunk_size - 1) // chunk_size + 1, chunk_size
-    ends = (torch.arange(num_chunks, device=device) * size + rows.rest).clamp(max=query_length)
-    num_keys = rows.begun + query_length
-    key_index = None
-    if num_keys != rows.key_length:
-        key_index = number * rows.key_length + torch.arange(num_keys, device=device) + rows.first_key
-        key_index = key_index.flatten()
-    return Sequences(
-        query_index=None,
-        key_index=key_index,
-        cu_seq_lens_q=_with_zero((number * query_length + ends).flatten()),
-        cu_seq_lens_k=_with_zero((number * num_keys + ends + rows.begun).flatten()),
-        max_length_q=min(query_length, chunk_size or query_length),
-        max_length_k=min(num_keys, chunk_size or num_keys),
-    )
-
-
-def sequences_of_groups(
-    real_queries: torch.Tensor, real_keys: torch.Tensor, query_groups: torch.Tensor, key_groups: torch.Tensor
-) -> Sequences | None:
-    """Make a sequence of each row's tokens of one group; result as in `sequences`.
-
-    `real_queries` `[B, Q]` and `real_keys` `[B, K]` are false on padding and on places not written yet. A row's last
-    queries are its last keys. The groups are integers that do not fall along a row.
-    """
-    last = torch.iinfo(query_groups.dtype).max
-    # Drop the keys of groups without queries: chunks that have ended.
-    first_group = query_groups.masked_fill(~real_queries, last).amin(1, keepdim=True)
-    query_index, cu_seq_lens_q = _lay_end_to_end(real_queries, query_groups)
-    key_index, cu_seq_lens_k = _lay_end_to_end(real_keys & (key_groups >= first_group), key_groups)
-    all_queries = len(query_index) == real_queries.numel()
-    all_keys = len(key_index) == real_keys.numel()
-    if not len(query_index) or (all_queries and all_keys and len(cu_seq_lens_q) == len(real_queries) + 1):
-        return None
+    query_index, cu_seq_lens_q = _lay_end_to_end(real_queries, groups[0])
+    key_index, cu_seq_lens_k = _lay_end_to_end(real_keys, groups[1])
     longest = torch.stack([cu_seq_lens_q.diff().max(), cu_seq_lens_k.diff().max()]).tolist()
-    indices = (None if all_queries else query_index, None if all_keys else key_index)
-    return Sequences(*indices, cu_seq_lens_q, cu_seq_lens_k, *longest)
+    return Sequences(
+        None if len(query_index) == real_queries.numel() else query_index,
+        None if len(key_index) == real_keys.numel() else key_index,
+        cu_seq_lens_q,
+        cu_seq_lens_k,
+        *longest,
+    )
 
 
 def _lay_end_to_end(chosen: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     index = chosen.flatten().nonzero()[:, 0]
     rows, groups = index // chosen.shape[1], groups.flatten()[index]
     ends = ((rows.diff() != 0) | (groups.diff() != 0)).nonzero()[:, 0] + 1
-    return index, _with_zero(nn.functional.pad(ends, (0, 1), value=len(index)))
-
-
-def _with_zero(ends: torch.Tensor) -> torch.Tensor:
-    return nn.functional.pad(ends, (1, 0)).to(torch.int32)
+    begins = nn.functional.pad(nn.functional.pad(ends, (0, 1), value=len(index)), (1, 0))
+    return index, begins.to(torch.int32)
 
 
 def attend_in_sequences(

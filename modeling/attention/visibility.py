@@ -77,13 +77,10 @@ def rules_of(config: PreTrainedConfig) -> dict[str, Rule]:
     """Rule of each type of layer that a decoder has, as its config says now.
 
     Raises:
-        ConfigurationError: an unknown type, or one without a size.
+        ConfigurationError: a type without a size, which would become full attention in silence.
     """
     rules = {}
     for layer_type in dict.fromkeys(config.attention_types()):
-        if layer_type not in RULES:
-            known = ", ".join(map(repr, RULES))
-            raise ConfigurationError(f"layer_types names {layer_type!r}; expected: {known}.")
         sizes = {field: getattr(config, name) for field, name in RULES[layer_type].items()}
         if None in sizes.values():
             name = "".join(RULES[layer_type].values())
@@ -93,70 +90,3 @@ def rules_of(config: PreTrainedConfig) -> dict[str, Rule]:
             )
         rules[layer_type] = Rule(**sizes)
     return rules
-
-
-def chunk_of(position: torch.Tensor, chunk_size: int) -> torch.Tensor:
-    """Number of the chunk in which a position lies."""
-    return position // chunk_size
-
-
-def packed_groups(segments: torch.Tensor, position_ids: torch.Tensor, chunk_size: int | None) -> torch.Tensor:
-    """`[B or 1, T]`: groups of packed rows, which are segments or the chunks of segments, numbered along the row."""
-    if chunk_size is None:
-        return segments
-    # T columns throughout: an exporter takes T - 1 of them for never one.
-    chunks = chunk_of(position_ids, chunk_size)
-    begins = (segments.diff(dim=1, prepend=segments[:, :1]) != 0) | (
-        chunks.diff(dim=1, prepend=chunks[:, :1]) != 0
-    )
-    return begins.cumsum(1)
-
-
-class EqualRows(NamedTuple):
-    """Groups of rows without padding that begin at one position: known from sizes alone.
-
-    Attributes:
-        chunk_size: C; None: no borders.
-        window: W; None: no window.
-        rest: queries of a row before the first border; Q or more where there is no border.
-        begun: keys of the first query's chunk that precede it.
-        first_key: index, among the row's keys, of the first key that the first query sees.
-        key_length: K.
-    """
-
-    chunk_size: int | None
-    window: int | None
-    rest: int
-    begun: int
-    first_key: int
-    key_length: int
-
-    def contiguous(self) -> "EqualRows":
-        """Return self; `generate` calls this on every mask."""
-        return self
-
-    def is_plain(self, query_length: int) -> bool:
-        """Whether this is causal attention over all keys of the row, with the last query at the last key."""
-        if self.window is not None and self.begun + query_length > self.window:
-            return False
-        return query_length <= self.rest and self.begun + query_length == self.key_length
-
-
-def cut_equal_rows(
-    first_query: int,
-    query_length: int,
-    first_key: int,
-    key_length: int,
-    chunk_size: int | None,
-    window: int | None = None,
-) -> EqualRows:
-    """Cut rows into chunks, given the positions of their first query and first key.
-
-    `key_length` is K, or more: keys after the last query are ignored.
-    """
-    num_cached = first_query - first_key
-    if chunk_size is None:
-        return EqualRows(None, window, query_length, num_cached, 0, key_length)
-    in_chunk = first_query % chunk_size
-    begun = min(in_chunk, num_cached)
-    return EqualRows(chunk_size, window, chunk_size - in_chunk, begun, num_cached - begun, key_length)

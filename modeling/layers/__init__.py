@@ -6,4 +6,4 @@ Reading order: linear, normalization, rotary, feed_forward.
 from .feed_forward import FeedForward, activation
 from .linear import Linear, make_layers_plain
 from .normalization import L2Norm, RMSNorm
-from .rotary import RotaryEmbedding, rotary_2d_cos_sin, rotary_tables, rotate
+from .rotary import RotaryEmbedding, rotary_2d_cos_sin, rotate

@@ -2,8 +2,7 @@
 
 Zhang & Sennrich 2019 (arXiv 1910.07467): `x / sqrt(mean(x ** 2) + eps) * weight`, the mean over the last axis. The
 quotient is cast back to the input's dtype *before* it is multiplied by the weight: Meta's order, which decides the last
-bit in bfloat16. torch's `rms_norm` computes the quotient in one call. It gets the weight only in float32, where no cast
-must come first.
+bit in bfloat16.
 
 Shapes: D size of the last axis, hidden_size or head_dim; leading axes have any sizes.
 """
@@ -44,8 +43,6 @@ class RMSNorm(nn.Module):
         """Normalize `[..., D]`; the dtype is kept unless the weight's is wider."""
         if (y := few_rms_norms(hidden_states, self.weight, self.eps)) is not None:
             return y
-        if hidden_states.dtype == self.weight.dtype == torch.float32:
-            return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
         return rms_normalize(hidden_states, self.eps) * self.weight
 
     def extra_repr(self) -> str:

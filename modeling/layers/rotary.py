@@ -7,12 +7,11 @@ never permuted:
 * half-split: channels (j, j + D/2) rotate together (Hugging Face's permuted LLaMA 1 and 2 weights).
 
 Frequencies and their scaling (linear, dynamic, yarn, longrope, llama3, proportional) are transformers' own
-functions. `dynamic` and `longrope` choose frequencies by the length of the pass, so a prefill in pieces can differ
-from one full pass: llamoe then matches transformers on full passes only.
+functions. `dynamic` and `longrope` choose frequencies by the highest position of a forward, so a prefill in pieces can
+differ from one of all tokens: llamoe then matches transformers where all tokens come at once.
 
 A pair (a, b) at position p, whose angle is p times the pair's frequency, becomes
-`(a cos - b sin, b cos + a sin)`. The decoder computes `rotary_tables` once a pass; `rotate` applies them to queries and
-keys together, since a decode step is bound by the number of calls.
+`(a cos - b sin, b cos + a sin)`.
 
 The vision tower's grid has two axes (`rotary_2d_cos_sin`). Llama 4 splits the R rotated pairs of each head: the first
 half rotates with the patch's column x, the second with its row y. The checkpoint requires this order (Pixtral's is the
@@ -27,7 +26,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
-from transformers.utils import is_torchdynamo_compiling
 
 
 class RotaryEmbedding(nn.Module):
@@ -43,7 +41,6 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.config = config
-        self.interleave = config.rope_interleave
         self.rope_type = config.rope_parameters["rope_type"]
         # Read and updated by `dynamic_rope_update`.
         self.max_seq_len_cached = config.max_position_embeddings
@@ -60,21 +57,12 @@ class RotaryEmbedding(nn.Module):
 
     def _initial_frequencies(self) -> tuple[torch.Tensor, float]:
         if self.rope_type == "default":
-            # Loaders construct on the meta device once a model; the values come later.
-            if torch.get_default_device().type == "meta":
-                return torch.empty(-(-self.config.head_dim // 2), dtype=torch.float32), 1.0
             return self.compute_default_rope_parameters(self.config)
         return ROPE_INIT_FUNCTIONS[self.rope_type](self.config)
 
     def _apply(self, fn, recurse=True):
         was_meta = self.inv_freq.is_meta
-        try:
-            super()._apply(fn, recurse)
-        except NotImplementedError:
-            if not was_meta:
-                raise
-            # `to` has nothing to copy; the first pass computes the frequencies on its device.
-            return self
+        super()._apply(fn, recurse)
         # A cast would round the frequencies; `to_empty` after construction on the meta device leaves them undefined.
         if self.inv_freq.dtype != torch.float32 or (was_meta and not self.inv_freq.is_meta):
             self._reset(self.inv_freq.device)
@@ -100,70 +88,29 @@ class RotaryEmbedding(nn.Module):
             self._reset(x.device)
         return self._cos_sin(x, position_ids)
 
-    @property
-    def follows_length(self) -> bool:
-        """Whether the highest position of a pass decides the frequencies of all its tokens."""
-        return "dynamic" in self.rope_type or self.rope_type == "longrope"
-
     @dynamic_rope_update
     def _cos_sin(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = position_ids[..., None].float() * self.inv_freq.to(x.device)
-        cos, sin = angles.cos(), angles.sin()
-        if self.attention_scaling == 1.0:
-            return cos, sin
-        return cos * self.attention_scaling, sin * self.attention_scaling
+        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
 
-def rotary_tables(cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> tuple[torch.Tensor, ...]:
-    """Tables of a pass's angles, which `rotate` applies in every layer.
+def rotate(x_BTHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> torch.Tensor:
+    """Rotate each pair of channels by its position's angle.
 
     Args:
-        cos: `[B or 1, T, R]` float32, from `RotaryEmbedding`.
+        x_BTHD: `[B, T, H, D]`, queries or keys in the order of the projections.
+        cos: `[B or 1, T, R]` float32.
         sin: likewise.
         interleave: pair channels (2j, 2j+1); else (j, j + D/2).
 
     Returns:
-        half-split: the factors of each channel and of its partner, two tensors `[B or 1, T, 1, D]` float32.
-        Interleaved, for compilers, tracers and devices other than CPU and CUDA: cos and sin, `[B or 1, T, 1, R]`
-        float32, since compilers fuse real but not complex arithmetic. Interleaved otherwise: one tensor of that
-        shape, complex64. A pair is a complex number in memory, so one product rotates it without moving channels.
-    """
-    if not interleave:
-        own, other = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-        return own[:, :, None], other[:, :, None]
-    is_traced = is_torchdynamo_compiling() or torch.jit.is_tracing()
-    if cos.device.type in ("cpu", "cuda") and not is_traced:
-        return (torch.complex(cos, sin)[:, :, None],)
-    return cos[:, :, None], sin[:, :, None]
-
-
-def rotate(x_BTHD: torch.Tensor, tables: tuple[torch.Tensor, ...], interleave: bool) -> torch.Tensor:
-    """Rotate each pair of channels by its position's angle.
-
-    Args:
-        x_BTHD: `[B, T, H, D]`, the order of the projections: queries, keys or both joined along H.
-        tables: from `rotary_tables`, for the same `interleave`.
-        interleave: as there.
-
-    Returns:
         `[B, T, H, D]` in the dtype of the input; computed in float32, or float64 for float64 input.
     """
-    if len(tables) == 1:
-        pairs_BTHR = torch.view_as_complex(_in_float32(x_BTHD).reshape(*x_BTHD.shape[:-1], -1, 2))
-        return torch.view_as_real(pairs_BTHR * tables[0]).flatten(-2).to(x_BTHD.dtype)
-    if interleave:
-        x, (cos, sin) = _in_float32(x_BTHD), tables
-        first, second = x[..., 0::2], x[..., 1::2]
-        rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return rotated.flatten(-2).to(x_BTHD.dtype)
-    own, other = tables
-    partners = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
-    # The tables are float32, so the products are float32, or float64 for float64 input.
-    return (partners * other).add_(x_BTHD * own).to(x_BTHD.dtype)
-
-
-def _in_float32(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    a, b = (x_BTHD[..., 0::2], x_BTHD[..., 1::2]) if interleave else x_BTHD.chunk(2, dim=-1)
+    rotated = a * cos - b * sin, b * cos + a * sin
+    joined = torch.stack(rotated, dim=-1).flatten(-2) if interleave else torch.cat(rotated, dim=-1)
+    return joined.to(x_BTHD.dtype)
 
 
 def rotary_2d_cos_sin(
@@ -171,7 +118,7 @@ def rotary_2d_cos_sin(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of every patch's angles.
 
-    A forward pass computes them each time: a buffer could be rounded by a change of the model's dtype, or left empty by
+    Each forward computes them: a buffer could be rounded by a change of the model's dtype, or left empty by
     construction on the meta device. The table is small (577 x 44 for Llama 4) beside one layer's work.
 
     Args:
@@ -183,15 +130,7 @@ def rotary_2d_cos_sin(
     Returns:
         cos and sin, each `[1, T, R]` float32, for T = grid_size**2 + 1: patches row by row, then the class token,
         with cos 1 and sin 0.
-
-    Raises:
-        ValueError: head_dim is not a multiple of 4.
     """
-    if head_dim % 4:
-        raise ValueError(
-            f"2-D rotary positions need a head_dim that is a multiple of 4 (two axes, pairs of channels); "
-            f"got {head_dim}. Change hidden_size or num_attention_heads, or set use_rope=False."
-        )
     exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device) / (head_dim // 2)
     frequencies = 1.0 / (theta**exponents)
     patches = torch.arange(grid_size**2, device=device)

@@ -31,7 +31,7 @@ KINDS = {
 # Refusals that state what is not supported and why. Any other error that stock does not raise is a fault.
 DOCUMENTED = [
     r"the KV cache has forgotten tokens that may still be needed",
-    r"position_ids continue row \d+, which has padding behind cached tokens",
+    r"position_ids of a row with padding behind cached tokens",
     r"transformers' llama demands a multiple of num_attention_heads",
 ]
 

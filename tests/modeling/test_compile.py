@@ -11,14 +11,11 @@ import pytest
 import torch
 from support.models import MODELS, TOKENS_PER_TILE, main_output, max_abs, run
 from torch.export import Dim
-from torch.overrides import TorchFunctionMode
 from transformers import CompileConfig, StaticCache
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
 import llamoe
 from llamoe.modeling.attention.cache import RingLayer
-from llamoe.modeling.attention.varlen import sequences_of_equal_rows
-from llamoe.modeling.attention.visibility import cut_equal_rows
 from llamoe.modeling.moe.layer import MixtureOfExperts
 
 pytestmark = pytest.mark.slow
@@ -78,24 +75,6 @@ def assert_same_gradients(given, expected):
 
 
 # The forward pass; models without a head are in the graphs of those with one
-
-
-@DECODERS
-def test_complex_numbers_are_for_eager_mode(name):
-    """They turn interleaved pairs; `Counting` lets none into a graph, for which the compiler has no code of its own."""
-    case = CASES[name]
-    dtypes = set()
-
-    class Dtypes(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):
-                dtypes.add(result.dtype)
-            return result
-
-    with Dtypes():
-        run(case.make_small(), **case.inputs())
-    assert torch.float32 in dtypes and (torch.complex64 in dtypes) == case.has_experts
 
 
 def test_images_inside_the_graph_are_in_their_places():
@@ -305,23 +284,6 @@ def test_a_ring_can_be_used_again():
         assert max_abs(torch.cat(parts, 1), run(model, input_ids=ids)) < TOLERANCE
         past.reset()
         ids = ids.flip(1)
-
-
-def test_sequences_of_equal_rows_are_one_graph():
-    """What flash attention is given in training without padding waits for no value."""
-
-    def cut(tokens):
-        length = tokens.shape[1]
-        rows = cut_equal_rows(0, length, 0, length, 16)
-        sequences = sequences_of_equal_rows(rows, 2, length, tokens.device)
-        return sequences.cu_seq_lens_q, sequences.cu_seq_lens_k
-
-    backend = Counting()
-    compiled = torch.compile(cut, fullgraph=True, backend=backend, dynamic=True)
-    for length in (33, 40, 64):
-        tokens = torch.zeros(2, length)
-        assert [ends.tolist() for ends in compiled(tokens)] == [ends.tolist() for ends in cut(tokens)]
-    assert backend.graphs <= 2
 
 
 # Export

@@ -184,28 +184,6 @@ def filled(model: nn.Module) -> nn.Module:
     return model
 
 
-def apply_rotary(
-    x_BHTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bool
-) -> torch.Tensor:
-    """Rotate each pair of channels by its position's angle: the definition that llamoe's faster forms must equal.
-
-    Args:
-        x_BHTD: `[B, H, T, D]`, queries or keys.
-        cos: `[B or 1, T, R]` float32, from `RotaryEmbedding`.
-        sin: likewise.
-        interleave: pair channels (2j, 2j+1); else (j, j + D/2).
-
-    Returns:
-        `[B, H, T, D]` in the dtype of the input; computed in float32, or float64 for float64 input.
-    """
-    x = x_BHTD if x_BHTD.dtype == torch.float64 else x_BHTD.float()
-    first, second = (x[..., 0::2], x[..., 1::2]) if interleave else x.chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    joined = torch.stack(rotated, dim=-1).flatten(-2) if interleave else torch.cat(rotated, dim=-1)
-    return joined.to(x_BHTD.dtype)
-
-
 def max_abs(a: torch.Tensor, b: torch.Tensor) -> float:
     """Largest absolute difference of two tensors."""
     return (a.float() - b.float()).abs().max().item()

@@ -28,7 +28,6 @@ class PlainFlash:
     """The interface of the package `flash_attn`, written out, and what was asked of it."""
 
     calls: Counter
-    largest: int = 0
 
     def flash_attn_func(self, q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)):
         self.calls["whole"] += 1
@@ -55,7 +54,6 @@ class PlainFlash:
             assert ends.dtype == torch.int32 and ends[0] == 0 and ends[-1] == len(tensor)
             assert ends.diff().min() > 0 and ends.diff().max() <= longest
         assert (cu_seqlens_q.diff() <= cu_seqlens_k.diff()).all()
-        self.largest = max(self.largest, int(cu_seqlens_k.diff().max()))
         pieces = zip(
             q.split(cu_seqlens_q.diff().tolist()),
             k.split(cu_seqlens_k.diff().tolist()),

@@ -130,7 +130,7 @@ def test_an_added_layer_has_to_have_a_type(family):
     _, ours = pair(family)
     ours.model.layers.append(copy.deepcopy(ours.model.layers[0]))
     ours.config.num_hidden_layers += 1
-    with pytest.raises(ValueError, match="layer_types.*no entry for layer"):
+    with pytest.raises(ValueError, match="shorter"):
         ours(input_ids=rows())
 
 
@@ -203,12 +203,11 @@ def test_windows_are_read_at_each_pass(case, implementation):
     ("family", "name"), [("Ministral", "sliding_window"), ("Llama4", "attention_chunk_size")]
 )
 def test_a_type_without_a_size_is_refused(family, name):
-    """Where stock ends in a TypeError of its cache, or in an error of its mask."""
+    """The layers would see all tokens in silence."""
     _, ours = pair(family)
     setattr(ours.config, name, None)
-    for call in (ours, ours.generate):
-        with pytest.raises(ValueError, match=f"{name} = None, but layer_types asks for"):
-            call(input_ids=rows())
+    with pytest.raises(ValueError, match=f"{name} = None, but layer_types asks for"):
+        ours(input_ids=rows(), use_cache=False)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

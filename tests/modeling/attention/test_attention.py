@@ -7,22 +7,18 @@ the real kernels where there are any.
 
 import functools
 import logging
-from collections import Counter
 
 import pytest
 import torch
-from support.models import MODELS, PADDING, apply_rotary, main_output, max_abs, run
+from support.models import MODELS, PADDING, main_output, max_abs, run
 from support.tables import in_turn
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
-from transformers import modeling_flash_attention_utils as flash_utils
 
 import llamoe
 from llamoe.modeling._compat import CACHE
 from llamoe.modeling.attention import implementation as implementation_module
-from llamoe.modeling.attention.positions import positions_from_lengths
-from llamoe.modeling.attention.varlen import sequences_of_equal_rows, sequences_of_groups
-from llamoe.modeling.attention.visibility import cut_equal_rows
+from llamoe.modeling.layers import rotate
 
 CASES = {case.name: case for case in MODELS}
 TEXT, DENSE = CASES["LlamoeForCausalLM"], CASES["LlamoeDenseForCausalLM"]
@@ -134,10 +130,6 @@ def test_lengths_of_a_flattening_collator(case, with_positions, implementation):
         assert_equal(given, truth_of(case, input_ids=torch.tensor([row["input_ids"]]))[0])
 
 
-def test_positions_from_lengths():
-    assert positions_from_lengths(torch.tensor([0, 3, 4, 6]), 6).tolist() == [[0, 1, 2, 0, 0, 1]]
-
-
 @DECODERS
 def test_positions_that_start_late(case, implementation):
     """Twelve tokens are fewer than a chunk of sixteen, yet positions 10 to 21 lie on both sides of its border."""
@@ -197,7 +189,9 @@ def test_positions_that_a_mask_hides_do_not_matter(case, cache, hidden, implemen
 @pytest.mark.parametrize(
     ("case", "implementation", "cache", "side"),
     [
-        *in_turn([TEXT], IMPLEMENTATIONS, ["dynamic", "static", "no_layers"], ["left", "right", "none"]),
+        *in_turn(
+            [TEXT], ["eager", *IMPLEMENTATIONS], ["dynamic", "static", "no_layers"], ["left", "right", "none"]
+        ),
         (DENSE, "sdpa", "dynamic", "right"),
         (DENSE, "flex_attention", "static", "left"),
         (DENSE, "flash_attention_2", "no_layers", "none"),
@@ -268,53 +262,24 @@ def test_gradients_equal_eager(case, implementation):
             assert max_abs(given.grad, expected.grad) <= 1e-4 * expected.grad.abs().max(), name
 
 
-@pytest.mark.parametrize(
-    ("case", "implementation", "when"),
-    in_turn([DENSE, TEXT], IMPLEMENTATIONS, ["made", "run"]),
-    indirect=["implementation"],
-    ids=named,
-)
-def test_an_unknown_type_of_layer_is_refused(case, when, implementation):
+def test_an_unknown_type_of_layer_is_refused(flash):
     """Under flash attention, which takes no mask, it would become full attention in silence."""
-    model, config = case.make_small(), case.make_config()
-    model.set_attn_implementation(implementation)
-    for each in (config, model.config):
-        each.layer_types = ["full_attention", "dilated_attention", "full_attention"]
-    ids = case.inputs(padding=(0,))["input_ids"]
-    attempt = {"made": lambda: case.model_class(config), "run": lambda: model(ids, use_cache=False)}[when]
-    with pytest.raises(ValueError, match="layer_types"):
-        attempt()
+    model = make(DENSE, "flash_attention_2")
+    model.config.layer_types = ["full_attention", "dilated_attention", "full_attention"]
+    with pytest.raises(KeyError, match="dilated_attention"):
+        model(DENSE.inputs()["input_ids"], use_cache=False)
 
 
 # Flash attention: what the kernels are given
 
 
-@DECODERS
-def test_flash_runs_in_every_layer(case, flash):
-    model = make(case, "flash_attention_2")
-    inputs = case.inputs()
+def test_flash_is_given_sequences_where_there_is_padding(flash):
+    model, inputs = make(DENSE, "flash_attention_2"), DENSE.inputs()
     run(model, **inputs)
     assert flash.calls == {"varlen": model.config.num_hidden_layers}
-    # Plain causal layers are no sequences; in the mixture's three chunked layers a row of 53 tokens is four.
     flash.calls.clear()
-    flash.largest = 0
     run(model, input_ids=inputs["input_ids"])
-    chunked = (model.config.layer_types or []).count("chunked_attention") if case is TEXT else 0
-    assert flash.calls == Counter(whole=model.config.num_hidden_layers - chunked, varlen=chunked)
-    assert flash.largest == (16 if case is TEXT else 0)
-
-
-def test_flash_in_one_chunk_is_plain(flash):
-    model = make(TEXT, "flash_attention_2")
-    run(model, input_ids=TEXT.inputs()["input_ids"][:, :16])
     assert flash.calls == {"whole": model.config.num_hidden_layers}
-
-
-def test_flash_refuses_a_mask_of_four_axes(flash):
-    model = make(TEXT, "flash_attention_2")
-    mask = torch.ones(3, 1, 53, 53).tril().log()
-    with pytest.raises(ValueError, match="attention_mask"):
-        model(TEXT.inputs()["input_ids"], attention_mask=mask)
 
 
 @torch.no_grad()
@@ -331,64 +296,6 @@ def test_a_boolean_mask_of_four_axes(case):
     assert max_abs(eager, sdpa) < 1e-4
     with pytest.raises(ValueError, match="attention_mask"):
         make(case, "eager")(ids, attention_mask=mask[None, None].long())
-
-
-def seen(sequences, batch_size, query_length, key_length):
-    """[B, Q, K] bool: who sees whom, as a kernel that aligns the last query with the last key has it."""
-    result = torch.zeros(batch_size * query_length, batch_size * key_length, dtype=torch.bool)
-    if sequences is None:
-        rows = torch.ones(query_length, key_length, dtype=torch.bool).tril(key_length - query_length)
-        return rows.expand(batch_size, -1, -1)
-    queries = sequences.query_index if sequences.query_index is not None else torch.arange(len(result))
-    keys = sequences.key_index if sequences.key_index is not None else torch.arange(result.shape[1])
-    pairs = zip(
-        queries.split(sequences.cu_seq_lens_q.diff().tolist()),
-        keys.split(sequences.cu_seq_lens_k.diff().tolist()),
-        strict=True,
-    )
-    for q, k in pairs:
-        assert len(q) <= sequences.max_length_q and len(k) <= sequences.max_length_k
-        result[q[:, None], k] = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
-    blocks = result.unflatten(0, (batch_size, query_length)).unflatten(2, (batch_size, key_length))
-    own = torch.stack([blocks[row, :, row] for row in range(batch_size)])
-    assert own.sum() == result.sum()  # no row sees another
-    return own
-
-
-@pytest.mark.parametrize("chunk_size", [None, 1, 4, 7, 100])
-@pytest.mark.parametrize("query_offset", [0, 3, 7, 8, 20])
-def test_sequences_see_what_the_formula_says(chunk_size, query_offset):
-    generator = torch.Generator().manual_seed(query_offset)
-    chunk = chunk_size or 10**6
-    for query_length in (1, 2, 9):
-        for key_offset in {0, max(0, query_offset - 3)}:
-            for unwritten in (0, 5):
-                key_length = query_offset + query_length - key_offset + unwritten
-                q = torch.arange(query_length)[:, None] + query_offset
-                k = torch.arange(key_length)[None] + key_offset
-                formula = (k <= q) & (k // chunk == q // chunk)
-                rows = cut_equal_rows(query_offset, query_length, key_offset, key_length, chunk_size)
-                given = sequences_of_equal_rows(rows, 3, query_length, torch.device("cpu"))
-                assert torch.equal(seen(given, 3, query_length, key_length), formula.expand(3, -1, -1))
-
-                real = torch.rand(3, query_offset + query_length, generator=generator) < 0.7
-                real[0, : query_offset + 1], real[1] = False, True
-                real_keys = torch.nn.functional.pad(real[:, key_offset:], (0, unwritten))
-                real_queries = real[:, query_offset:]
-                shift = torch.tensor([[0], [1], [2]])  # each row's chunks begin elsewhere
-                given = sequences_of_groups(
-                    real_queries, real_keys, (q.T + shift) // chunk, (k + shift) // chunk
-                )
-                groups = (q[None] + shift[..., None]) // chunk == (k[None] + shift[..., None]) // chunk
-                formula = (k <= q) & groups & real_keys[:, None] & real_queries[..., None]
-                assert torch.equal(seen(given, 3, query_length, key_length), formula)
-
-
-def test_flash_attention_3_is_given_the_same(flash):
-    truth, model = pair(TEXT, "flash_attention_3")
-    inputs = TEXT.inputs()
-    assert_equal(run(model, **inputs), run(truth, **inputs), inputs["attention_mask"])
-    assert flash.calls == {"varlen": model.config.num_hidden_layers}
 
 
 # Switching
@@ -411,7 +318,7 @@ def implementations_used(model, inputs, monkeypatch):
     return used
 
 
-def test_switching_parts_at_run_time(monkeypatch, flash):
+def test_switching_parts_at_run_time(monkeypatch):
     case = CASES["LlamoeForConditionalGeneration"]
     model, inputs = case.make_small(), case.inputs()
     expected = run(model, **inputs)
@@ -419,7 +326,7 @@ def test_switching_parts_at_run_time(monkeypatch, flash):
         "text": model.config.text_config.num_hidden_layers,
         "vision": model.config.vision_config.num_hidden_layers,
     }
-    for text, vision in (("eager", "sdpa"), ("sdpa", "eager"), ("flash_attention_2", "sdpa")):
+    for text, vision in (("eager", "sdpa"), ("sdpa", "eager")):
         model.set_attn_implementation({"text_config": text, "vision_config": vision})
         used = implementations_used(model, inputs, monkeypatch)
         assert used == {text: layers["text"], vision: layers["vision"]}
@@ -435,26 +342,6 @@ def test_parts_at_load(tmp_path, monkeypatch):
     model = case.model_class.from_pretrained(tmp_path, attn_implementation=parts)
     assert set(implementations_used(model, case.inputs(), monkeypatch)) == {"sdpa", "eager"}
     assert model.vision_model.config._attn_implementation == "eager"
-
-
-@DECODERS
-def test_unknown_implementations(case, tmp_path):
-    model = case.make_small()
-    with pytest.raises(ValueError, match="nonsense"):
-        model.set_attn_implementation("nonsense")
-    with pytest.raises(ValueError, match="decoder"):
-        model.set_attn_implementation({"decoder": "eager"})
-    with pytest.raises(ValueError, match="nonsense"):
-        case.model_class._from_config(case.make_config(), attn_implementation="nonsense")
-    assert model.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.skipif(flash_utils.is_flash_attn_2_available(), reason="flash_attn is installed")
-def test_flash_without_its_package():
-    model = TEXT.make_small()
-    with pytest.raises(ImportError, match="FlashAttention2"):
-        model.set_attn_implementation("flash_attention_2")
-    assert model.config._attn_implementation == "sdpa"
 
 
 # Attention weights
@@ -511,11 +398,11 @@ def test_weights_of_the_tower(name, implementation):
         output = ask(pixels, output_attentions=True)
         attend = layer.self_attn
         q, k = (
-            apply_rotary(
-                projection(states["x"]).unflatten(-1, (-1, attend.head_dim)).transpose(1, 2),
+            rotate(
+                projection(states["x"]).unflatten(-1, (-1, attend.head_dim)),
                 *states["cos_sin"],
                 interleave=True,
-            )
+            ).transpose(1, 2)
             for projection in (attend.q_proj, attend.k_proj)
         )
         expected = (q @ k.mT / attend.head_dim**0.5).softmax(-1)
@@ -592,13 +479,20 @@ def test_flash_attention_on_a_gpu(case, version):
     assert errors[1].median() <= 1.5 * errors[0].median()
 
 
-@pytest.mark.parametrize("case", WHOLE, ids=named)
-def test_flex_attention_on_a_cpu_is_computed_by_sdpa(case, monkeypatch, caplog):
-    """Batches with padding, over chunks: forward, backward and, over caches, `generate`; told once."""
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [*((case, "flex_attention") for case in WHOLE), (TEXT, "flash_attention_2")],
+    ids=named,
+)
+def test_sdpa_computes_in_the_place_of_others(case, name, flash, monkeypatch, caplog):
+    """Of flex attention on a CPU, of flash attention in decoders with chunks.
+
+    Batches with padding, over chunks: forward, backward and, over caches, `generate`; told once.
+    """
     logging.Logger.warning_once.cache_clear()
     functions = llamoe.modeling.attention.layer.ALL_ATTENTION_FUNCTIONS
-    monkeypatch.setitem(functions, "flex_attention", None)
-    truth, model = pair(case, "flex_attention")
+    monkeypatch.setitem(functions, name, None)
+    truth, model = pair(case, name)
     inputs = case.inputs()
     mask = inputs.get("attention_mask")
     outputs = [main_output(each.train()(**inputs)) for each in (model, truth)]
@@ -610,8 +504,8 @@ def test_flex_attention_on_a_cpu_is_computed_by_sdpa(case, monkeypatch, caplog):
             assert max_abs(given.grad, expected.grad) <= 1e-4 * expected.grad.abs().max()
     if case.is_head:
         for cache in ("dynamic", "static"):
-            assert generated(case, cache, "flex_attention") == generated_by_eager(case, cache)
-    assert sum("flex_attention" in record.message for record in caplog.records) == 1
+            assert generated(case, cache, name) == generated_by_eager(case, cache)
+    assert sum(name in record.message for record in caplog.records) == 1
 
 
 def test_a_block_mask_on_a_cpu():

@@ -56,14 +56,10 @@ def alone(model, row):
     return model(row, use_cache=False).logits[0]
 
 
-# Three tokens behind each row, fed one by one.
-EXTRA = torch.randint(1, 97, (len(LENGTHS), 3), generator=torch.Generator().manual_seed(2))
-
-
 @functools.cache
 def rows_alone(model):
-    """The truth of each row, with the extra tokens behind it: those change nothing that stands before them."""
-    return [alone(model, torch.cat([row, EXTRA[i : i + 1]], 1)) for i, row in enumerate(rows())]
+    """The truth of each row."""
+    return [alone(model, row) for row in rows()]
 
 
 def padded(side):
@@ -111,7 +107,7 @@ def test_padded_rows_equal_single_rows(model, side, positions):
         kwargs["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
     logits = model(ids, attention_mask=mask, **kwargs).logits
     for i, expected in enumerate(rows_alone(model)):
-        assert max_abs(logits[i][mask[i].bool()], expected[: LENGTHS[i]]) < TOLERANCE
+        assert max_abs(logits[i][mask[i].bool()], expected) < TOLERANCE
 
 
 @torch.no_grad()
@@ -121,23 +117,7 @@ def test_packed_rows_equal_single_rows(model, use_cache):
     position_ids = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     logits = model(ids, position_ids=position_ids, use_cache=use_cache).logits[0]
     for piece, expected in zip(logits.split(LENGTHS), rows_alone(model), strict=True):
-        assert max_abs(piece, expected[: len(piece)]) < TOLERANCE
-
-
-@torch.no_grad()
-def test_chunk_borders_follow_given_positions():
-    # Positions 10..39 cross a border at 16 and 32; the same keys must be seen as in a row that really starts at 0.
-    model = text_model()
-    row = rows()[2][:, :40]
-    offset = 10
-    shifted = model(row[:, offset:], position_ids=torch.arange(offset, 40)[None], use_cache=False).logits[0]
-    unshifted = model(row[:, offset:], use_cache=False).logits[0]
-    # The temperature already differs.
-    assert max_abs(shifted[: CHUNK - offset], unshifted[: CHUNK - offset]) > 1e-4
-    mask = torch.ones(1, 40, dtype=torch.long)
-    mask[:, :offset] = 0
-    reference = run(model, input_ids=row, attention_mask=mask, position_ids=torch.arange(40)[None])
-    assert max_abs(shifted, reference[0, offset:]) < TOLERANCE
+        assert max_abs(piece, expected) < TOLERANCE
 
 
 @torch.no_grad()
@@ -259,7 +239,7 @@ def test_other_numbers_behind_padding_are_refused(begin):
     mask[1, 5] = 0
     positions = torch.arange(12).expand(2, -1) if begin == 0 else mask.cumsum(1)
     inputs = dict(input_ids=ids, attention_mask=mask, position_ids=positions)
-    with pytest.raises(ValueError, match=r"row 1.* at 6; expected: 5.*cumsum"):
+    with pytest.raises(ValueError, match=r"position_ids .*cumsum"):
         in_pieces(text_model(**SMALL, attention_chunk_size=4), inputs, DynamicCache(), [0, 6, 12])
 
 
@@ -347,40 +327,3 @@ def test_negative_positions_under_a_mask_of_four_axes():
 
 def test_every_layer_type_has_a_rule():
     assert set(LAYER_TYPES) == set(RULES)
-
-
-@torch.no_grad()
-def test_two_packed_rows_of_different_shape(model):
-    row = torch.cat(rows(), dim=1)
-    lengths = (LENGTHS, (40, 20, 32))
-    position_ids = torch.stack([torch.cat([torch.arange(n) for n in parts]) for parts in lengths])
-    logits = model(row.expand(2, -1), position_ids=position_ids, use_cache=False).logits
-    for i, parts in enumerate(lengths):
-        for piece, tokens in zip(logits[i].split(parts), row[0].split(parts), strict=True):
-            assert max_abs(piece, alone(model, tokens[None])) < TOLERANCE
-
-
-PIECES = [(50,), (15, 1, 1, 33), (16, 17, 17), (30, 20), (49, 1)]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("model", "cache", "side_pieces"), in_turn(BUILT, ["dynamic", "static"], PIECES), indirect=["model"]
-)
-def test_prefill_in_pieces_and_decoding_equal_the_full_pass_under_left_padding(model, side_pieces, cache):
-    ids, mask = padded("left")
-    ids, mask = torch.cat([ids, EXTRA], 1), torch.cat([mask, torch.ones_like(EXTRA)], 1)
-    cache = (
-        DynamicCache(config=model.config)
-        if cache == "dynamic"
-        else StaticCache(config=model.config, max_cache_len=ids.shape[1])
-    )
-    pieces, start = [], 0
-    for length in (*side_pieces, *[1] * EXTRA.shape[1]):
-        end = start + length
-        out = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
-        pieces.append(out.logits)
-        start = end
-    logits = torch.cat(pieces, 1)
-    for i, expected in enumerate(rows_alone(model)):
-        assert max_abs(logits[i][mask[i].bool()], expected) < TOLERANCE

@@ -10,7 +10,6 @@ from support.tables import in_turn
 from transformers import DynamicCache, StaticCache
 
 import llamoe
-from llamoe.modeling.attention import chunked_sdpa
 
 LENGTH = 37
 PADDING = (6, 0, 11)
@@ -131,11 +130,10 @@ def test_an_assistant_changes_no_token():
     assert torch.equal(ours.generate(**inputs, assistant_model=assistant), stock.generate(**inputs))
 
 
-@pytest.mark.parametrize("length", [40, 600], ids=["masked", "long"])
-def test_padding_within_a_row_counts_as_in_stock(length):
+def test_padding_within_a_row_counts_as_in_stock():
     stock, ours = stock_pair("Mistral", 18)
     set_attention("sdpa", stock, ours)
-    ids, mask = row(rows=2, length=length), torch.ones(2, length, dtype=torch.long)
+    ids, mask = row(rows=2, length=40), torch.ones(2, 40, dtype=torch.long)
     mask[0, 20:27] = 0
     mask[1, :5] = 0
     given, expected = (run(model, input_ids=ids, attention_mask=mask) for model in (ours, stock))
@@ -177,46 +175,6 @@ def test_gradients_equal_stocks(family):
         model.zero_grad()
     for name, expected in gradients[0].items():
         assert max_abs(gradients[1][name], expected) < 1e-5 * max(1.0, expected.abs().max().item()), name
-
-
-@pytest.mark.parametrize("is_padded", [False, True], ids=["", "padded"])
-def test_no_mask_grows_with_the_square_of_the_tokens(is_padded, monkeypatch):
-    _, ours = stock_pair("Mistral", 18)
-    set_attention("sdpa", ours)
-    largest = 0
-    attend = torch.nn.functional.scaled_dot_product_attention
-
-    def watched(query, key, *args, attn_mask=None, **kwargs):
-        nonlocal largest
-        largest = max(largest, query.shape[2] * key.shape[2] if attn_mask is not None else 0)
-        return attend(query, key, *args, attn_mask=attn_mask, **kwargs)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    ids = row(rows=1, length=900)
-    mask = torch.ones_like(ids)
-    mask[:, :7] = 1 - int(is_padded)
-    run(ours, input_ids=ids, attention_mask=mask)
-    assert 0 < largest <= 18 * (18 + max(18, chunked_sdpa.SHORT))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_folders_of_both_layouts(family, tmp_path):
-    stock, ours = stock_pair(family, 5)
-    stock.save_pretrained(tmp_path / "stock")
-    read = llamoe.LlamoeDenseForCausalLM.from_pretrained(tmp_path / "stock")
-    read.save_pretrained(tmp_path / "ours")
-    again = llamoe.LlamoeDenseForCausalLM.from_pretrained(tmp_path / "ours")
-    again.save_pretrained(tmp_path / "back", layout="stock")
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
-    assert type(back) is type(stock)
-    assert back.config.to_diff_dict().keys() >= {"sliding_window"} and back.config.sliding_window == 5
-    assert getattr(back.config, "layer_types", None) == getattr(stock.config, "layer_types", None)
-    for name, weight in back.state_dict().items():
-        assert torch.equal(weight, stock.state_dict()[name])
-    with llamoe.adopt(family.lower()):
-        adopted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
-    assert isinstance(adopted, llamoe.LlamoeDenseForCausalLM)
-    assert adopted.config.layer_types == ours.config.layer_types
 
 
 def test_mistrals_answering_head_is_only_read(tmp_path):

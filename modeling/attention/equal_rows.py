@@ -1,0 +1,130 @@
+"""Rows without padding under torch's `scaled_dot_product_attention`: blocks of queries that share a run of keys.
+
+That function computes plain causal attention, or takes a mask. A chunk whose keys are all new is plain. Queries behind
+cached keys, and those of a window, take a mask of one block of queries at a time, over the keys that one of them sees.
+So memory grows with the tokens, not with their square, and the cost of a window is that of its keys.
+
+Shapes: B batch, H query heads, G key/value heads, Q query tokens, K key tokens (cached and new), D head_dim.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from .visibility import Rule
+
+# Queries of one mask. Larger masks are no faster: a block of this size keeps every core of a GPU busy.
+BLOCK = 1024
+SMALLEST_BLOCK = 16
+
+
+def window_block(window: int) -> int:
+    """Return the number of queries that are attended to at once where each sees so many tokens."""
+    return min(BLOCK, max(window, SMALLEST_BLOCK))
+
+
+class Block(NamedTuple):
+    """Queries of a row, and the keys that at least one of them sees.
+
+    Attributes:
+        queries: slice of Q.
+        keys: slice of K, whose last one is the last query's own.
+        window: tokens that a query sees; None: all of these keys up to its own.
+    """
+
+    queries: slice
+    keys: slice
+    window: int | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the block needs no mask: causal attention over new tokens alone, or a single query."""
+        num_queries = self.queries.stop - self.queries.start
+        num_keys = self.keys.stop - self.keys.start
+        return num_queries == 1 or (num_queries == num_keys and self.window is None)
+
+    def mask(self, device: torch.device) -> torch.Tensor:
+        """Return `[1, 1, queries, keys]` bool: which keys a query sees."""
+        # The last query is the last key.
+        key = torch.arange(self.keys.start - self.keys.stop, 0, device=device)
+        query = torch.arange(self.queries.start - self.queries.stop, 0, device=device)[:, None]
+        seen = key <= query
+        if self.window is not None:
+            seen = seen & (key > query - self.window)
+        return seen[None, None]
+
+
+class EqualRows(NamedTuple):
+    """Rows without padding that begin at one position: their blocks are known from sizes alone.
+
+    Attributes:
+        rule: the layer's.
+        first_query: position of the first query.
+        first_key: position of the first key; they count on from there, and keys behind the last query are ignored.
+        key_length: K.
+    """
+
+    rule: Rule
+    first_query: int
+    first_key: int
+    key_length: int
+
+    def contiguous(self) -> "EqualRows":
+        """Return self; `generate` calls this on every mask."""
+        return self
+
+    def blocks(self, query_length: int) -> list[Block]:
+        """Cut `query_length` queries into blocks, in order."""
+        chunk_size, window = self.rule
+        num_cached = self.first_query - self.first_key
+        if window is not None and num_cached + query_length <= window:
+            window = None
+        blocks, begin = [], 0
+        while begin < query_length:
+            position, end = self.first_query + begin, query_length
+            first = self.first_key
+            if chunk_size is not None:
+                first = max(first, position - position % chunk_size)
+                end = min(end, begin + chunk_size - position % chunk_size)
+            if window is not None:
+                first = max(first, position - window + 1)
+                end = min(end, begin + window_block(window))
+            if first < position:
+                end = min(end, begin + BLOCK)
+            keys = slice(first - self.first_key, num_cached + end)
+            blocks.append(Block(slice(begin, end), keys, window))
+            begin = end
+        return blocks
+
+
+def attend_in_equal_rows(
+    attend: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: EqualRows
+) -> torch.Tensor:
+    """Run SDPA over the blocks of all rows.
+
+    Args:
+        attend: takes queries, keys, values, and a mask or None for causal attention.
+        query: `[B, H, Q, D]`.
+        key: `[B, G, K, D]`.
+        value: likewise.
+        rows: made for these sizes.
+
+    Returns:
+        `[B, Q, H, D]`.
+
+    Raises:
+        ValueError: the cache returned another number of keys than it had announced.
+    """
+    if key.shape[2] != rows.key_length:
+        # Slices would take wrong keys in silence.
+        raise ValueError(
+            f"A layer was given {key.shape[2]} keys where {rows.key_length}, cached and new, were expected: the layers "
+            "of past_key_values hold differing numbers of tokens, or give other keys than get_mask_sizes announces."
+        )
+    outputs = []
+    for block in rows.blocks(query.shape[2]):
+        mask = None if block.is_plain else block.mask(query.device)
+        keys = key[:, :, block.keys], value[:, :, block.keys]
+        outputs.append(attend(query[:, :, block.queries], *keys, mask)[0])
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)

@@ -1,0 +1,309 @@
+"""Rows without padding take blocks of queries under SDPA: the numbers of masks, without a mask of all tokens.
+
+The truth is `eager`, which takes masks.
+"""
+
+import pytest
+import torch
+from accelerate.utils import send_to_device
+from support.models import MODELS, main_output, make_asymmetric, max_abs, run, text_config
+from support.tables import in_turn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, StaticCache
+
+import llamoe
+from llamoe.modeling.attention import MaskInputs, attention_masks, equal_rows
+from llamoe.modeling.attention.equal_rows import EqualRows
+from llamoe.modeling.attention.forms import attend_in_form
+from llamoe.modeling.attention.layer import ALL_ATTENTION_FUNCTIONS
+from llamoe.modeling.attention.visibility import Rule
+
+CHUNK = 16
+DENSE = next(case for case in MODELS if case.name == "LlamoeDenseForCausalLM")
+# Sums in another order, of logits with a deviation of about one.
+TOLERANCE = 1e-5
+
+
+def pair(**overrides):
+    """`eager` and `sdpa`: a chunked, a full and another chunked layer, if not told otherwise."""
+    overrides = {
+        "num_hidden_layers": 3,
+        "no_rope_layers": [1, 0, 1],
+        "interleave_moe_layer_step": 3,
+        **overrides,
+    }
+    models = []
+    for implementation in ("eager", "sdpa"):
+        models.append(make_asymmetric(llamoe.LlamoeForCausalLM(text_config(**overrides))))
+        models[-1].set_attn_implementation(implementation)
+    return models
+
+
+@pytest.fixture(scope="module")
+def models():
+    return pair()
+
+
+def tokens(rows, length, seed=0):
+    return torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padding_mask(padding, length, side="left"):
+    index = torch.arange(length)
+    index = index if side == "left" else index.flip(0)
+    return (index >= torch.tensor(padding)[:, None]).long()
+
+
+def masks_of(model, rows, length, past_key_values=None, attention_mask=None, position_ids=None):
+    embeds = torch.empty(rows, length, 0)
+    return attention_masks(MaskInputs(model.config, embeds, attention_mask, past_key_values, position_ids))
+
+
+@pytest.mark.parametrize("block", [1, 3, 1024])
+@pytest.mark.parametrize("rule", [Rule(), *map(Rule, (1, 4, 7, 100)), *(Rule(None, w) for w in (1, 4, 100))])
+def test_blocks_see_what_the_formula_says(rule, block, monkeypatch):
+    monkeypatch.setattr(equal_rows, "BLOCK", block)
+    monkeypatch.setattr(equal_rows, "SMALLEST_BLOCK", min(block, 5))
+    for query_length in (1, 2, 9, 17):
+        for first_query in (0, 3, 7, 8, 20):
+            for first_key in {0, max(0, first_query - 3), first_query}:
+                for unwritten in (0, 5):
+                    key_length = first_query + query_length - first_key + unwritten
+                    q = torch.arange(query_length)[:, None] + first_query
+                    k = torch.arange(key_length) + first_key
+                    formula = k <= q
+                    if rule.chunk_size:
+                        formula &= k // rule.chunk_size == q // rule.chunk_size
+                    if rule.window:
+                        formula &= k > q - rule.window
+                    seen = torch.zeros(query_length, key_length, dtype=torch.bool)
+                    rows = EqualRows(rule, first_query, first_key, key_length)
+                    for part in rows.blocks(query_length):
+                        mask = part.mask(q.device)[0, 0]
+                        if part.is_plain:
+                            mask = torch.ones_like(mask).tril() if len(mask) > 1 else torch.ones_like(mask)
+                        seen[part.queries, part.keys] = mask
+                    assert torch.equal(seen, formula)
+
+
+PACKED = torch.cat([torch.arange(n) for n in (5, 37, 1, 20)])
+ROWS = {
+    "bare": {},
+    "ones": {"attention_mask": torch.ones(3, 63, dtype=torch.long)},
+    "late": {"position_ids": torch.arange(10, 73)[None]},
+    "left": {"attention_mask": padding_mask((0, 3, 40), 63)},
+    "right": {"attention_mask": padding_mask((0, 3, 40), 63, "right")},
+    "late_each": {"position_ids": torch.arange(63) + torch.tensor([[3], [16], [30]])},
+    "packed": {"position_ids": torch.stack([PACKED, PACKED.flip(0).argsort().argsort(), torch.arange(63)])},
+    "hole": {"attention_mask": padding_mask((0, 3, 40), 63).index_fill(1, torch.arange(20, 30), 0)},
+    "all_padding": {"attention_mask": padding_mask((0, 63, 1), 63)},
+    # No packed rows, since there is a mask: a token sees what stands before it at positions of the same chunk.
+    "restarting": {"position_ids": PACKED[None], "attention_mask": torch.ones(3, 63, dtype=torch.long)},
+}
+EQUAL = ("bare", "ones", "late")
+
+
+@pytest.mark.parametrize(("kind", "use_cache"), in_turn(ROWS, [False, True]))
+def test_rows_equal_eager(models, kind, use_cache):
+    truth, model = models
+    given = {"input_ids": tokens(3, 63), "use_cache": use_cache, **ROWS[kind]}
+    real = given.get("attention_mask", torch.ones(3, 63)).bool()
+    expected = run(truth, **given)[real]
+    assert max_abs(run(model, **given)[real], expected) < TOLERANCE * max(1, expected.std())
+    mask = masks_of(model, 3, 63, **ROWS[kind])["chunked_attention"]
+    assert type(mask) is (EqualRows if kind in EQUAL else torch.Tensor)
+
+
+CACHES = {
+    "windows": lambda config, length: DynamicCache(config=config),
+    "whole": lambda config, length: DynamicCache(),
+    "static": lambda config, length: StaticCache(config=config, max_cache_len=length + 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("cache", "side", "pieces"),
+    in_turn(
+        CACHES, ["none", "ones", "left", "late"], [(50, 21), (7, 40, 1, 23), (16, 33, 22), (3, 5, 60, 3)]
+    ),
+    ids=str,
+)
+def test_pieces_equal_eagers_one_pass(models, cache, side, pieces):
+    """They begin in the middle of a chunk, and are longer and shorter than one."""
+    length, (truth, model) = sum(pieces), models
+    ids, mask = tokens(3, length), padding_mask((0, 0, 0) if side == "ones" else (2, 0, 19), length)
+    late = torch.arange(length)[None] + 6
+    options = {"late": {"position_ids": late}, "left": {"attention_mask": mask}}.get(side, {})
+    expected = run(truth, input_ids=ids, use_cache=False, **options)
+    past, begin, parts = CACHES[cache](model.config, length), 0, []
+    for size in pieces:
+        end, given = begin + size, {}
+        if side in ("ones", "left"):
+            given["attention_mask"] = mask[:, :end]
+        elif side == "late":
+            given["position_ids"] = late[:, begin:end]
+        parts.append(run(model, input_ids=ids[:, begin:end], past_key_values=past, **given))
+        begin = end
+    real = mask.bool() if side == "left" else slice(None)
+    assert max_abs(torch.cat(parts, 1)[real], expected[real]) < TOLERANCE * max(1, expected.std())
+
+
+@pytest.mark.parametrize(("kind", "checkpointing"), in_turn(["bare", "left", "packed"], [None, True, False]))
+def test_gradients_equal_eager(kind, checkpointing):
+    models = pair(num_hidden_layers=2, no_rope_layers=[1, 0])
+    given = {"input_ids": tokens(3, 63), "use_cache": False, **ROWS[kind]}
+    real = given.get("attention_mask", torch.ones(3, 63)).bool()
+    for model in models:
+        model.train()
+        if checkpointing is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        main_output(model(**given))[real].square().mean().backward()
+    for (name, given), expected in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
+        assert torch.isfinite(given.grad).all(), name
+        assert max_abs(given.grad, expected.grad) <= 1e-4 * expected.grad.abs().max(), name
+
+
+def test_a_layer_whose_cached_tokens_are_fewer_is_refused():
+    model = pair(num_hidden_layers=2, no_rope_layers=[1, 1], interleave_moe_layer_step=2)[1]
+    past, ids = DynamicCache(config=model.config), tokens(2, 60)
+    run(model, input_ids=ids[:, :20], past_key_values=past)
+    layer = past.layers[1]
+    layer.keys, layer.values = layer.keys[:, :, -4:], layer.values[:, :, -4:]
+    with pytest.raises(ValueError, match="past_key_values"):
+        model(ids[:, 20:], past_key_values=past, use_cache=False)
+
+
+def test_dropout_reaches_every_block(models):
+    """With values of one, each output is what is left of a sum of weights: one on average."""
+    mask = masks_of(models[1], 3, 63)["chunked_attention"]
+    query = torch.randn(3, 6, 63, 20, generator=torch.Generator().manual_seed(0))
+    key, value, module = query[:, :2], torch.ones(3, 2, 63, 20), models[1].model.layers[0].self_attn
+    torch.manual_seed(0)
+    outputs = torch.stack(
+        [
+            attend_in_form(
+                ALL_ATTENTION_FUNCTIONS["sdpa"],
+                module,
+                query,
+                key,
+                value,
+                mask,
+                None,
+                scaling=0.2,
+                dropout=0.25,
+            )[0]
+            for _ in range(100)
+        ]
+    )
+    assert abs(outputs.mean() - 1) < 0.015 and (outputs.var(0).mean((0, 2, 3)) > 0.003).all()
+
+
+class Largest(TorchDispatchMode):
+    """The largest number of elements that an operation gives."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(each, torch.Tensor):
+                self.elements = max(self.elements, each.untyped_storage().nbytes() // each.element_size())
+        return result
+
+
+@pytest.mark.parametrize("pieces", [(360,), (260, 99, 1)], ids=str)
+@pytest.mark.parametrize("kind", ["chunked", "late", "full", "window"])
+@torch.no_grad()
+def test_long_rows_make_no_mask(kind, pieces, monkeypatch):
+    """A piece behind cached tokens takes a mask a few queries long; blocks of 1024 queries in practice."""
+    monkeypatch.setattr(equal_rows, "BLOCK", 32)
+    if kind in ("chunked", "late"):
+        truth, model = pair(num_hidden_layers=1, no_rope_layers=[1], interleave_moe_layer_step=2)
+    else:
+        window = 18 if kind == "window" else None
+        truth, model = (DENSE.make(num_hidden_layers=1, sliding_window=window) for _ in range(2))
+    truth.set_attn_implementation("eager")
+    ids, results = tokens(1, 360), []
+    for each in (truth, model):
+        past, parts, positions = DynamicCache(config=each.config), [], torch.arange(360)[None]
+        with Largest() as largest:
+            for piece, at in zip(ids.split(pieces, 1), positions.split(pieces, 1), strict=True):
+                given = {"position_ids": at + 5} if kind == "late" else {}
+                parts.append(each.model(piece, past_key_values=past, **given).last_hidden_state)
+        results.append(torch.cat(parts, 1))
+        # Queries and keys together have 360 * ((6 + 2) * 20) elements, a mask of all tokens 360 * 360.
+        assert (largest.elements <= 360 * 160) == (each is model) or len(pieces) > 1
+    assert max_abs(*results) < TOLERANCE * max(1, results[0].std())
+
+
+@pytest.mark.parametrize("kind", ["left", "packed"])
+def test_float64_rows_equal_eager(kind):
+    """Narrowed to float32, a mask's lowest float64 is minus infinity, and a row of nothing else NaN."""
+    truth, model = (each.double() for each in pair(attention_chunk_size=5))
+    real, positions = padding_mask((0, 3, 13), 20), torch.arange(20).remainder(7)[None]
+    given = {"attention_mask": real} if kind == "left" else {"position_ids": positions}
+    results = [run(each, input_ids=tokens(3, 20), **given) for each in (truth, model)]
+    assert results[0].isfinite().all()
+    real = real.bool() if kind == "left" else slice(None)
+    assert max_abs(results[0][real], results[1][real]) < 1e-10
+
+
+def test_a_single_query_takes_no_mask(models):
+    """A step inside the first chunk is plain; later ones look at the last keys only."""
+    model = models[1]
+    for make in (DynamicCache, lambda: DynamicCache(config=model.config)):
+        for length in (1, 9, 15, 16, 17, 40):
+            past = make()
+            run(model, input_ids=tokens(2, length), past_key_values=past)
+            ones = torch.ones(2, length + 1, dtype=torch.long)
+            for given in ({}, {"attention_mask": ones, "position_ids": torch.full((2, 1), length)}):
+                masks = masks_of(model, 2, 1, past, **given)
+                assert masks["full_attention"] is None
+                mask = masks["chunked_attention"]
+                seen = length % CHUNK + 1
+                if length < CHUNK:
+                    assert mask is None
+                elif mask is None:  # a window that has lost what is over
+                    assert past.layers[0].get_mask_sizes(1)[0] == seen
+                else:
+                    assert mask.blocks(1)[0].keys == slice(mask.key_length - seen, mask.key_length)
+
+
+def test_other_implementations_keep_getting_masks(models):
+    _, model = models
+    seen = []
+
+    def attend(module, query, key, value, attention_mask, **kwargs):
+        seen.append(attention_mask)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+
+    interface = llamoe.modeling.attention.forms.ALL_MASK_ATTENTION_FUNCTIONS
+    ALL_ATTENTION_FUNCTIONS["ours_alone"] = attend
+    interface.register("ours_alone", interface["sdpa"])
+    try:
+        model.set_attn_implementation("ours_alone")
+        given = run(model, input_ids=tokens(2, 40))
+    finally:
+        model.set_attn_implementation("sdpa")
+        del ALL_ATTENTION_FUNCTIONS["ours_alone"], interface._global_mapping["ours_alone"]
+    assert [mask is None or mask.shape[-2:] == (40, 40) for mask in seen] == [True] * 3
+    assert seen[0] is not None and max_abs(given, run(model, input_ids=tokens(2, 40))) < TOLERANCE
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["made", "given"])
+def test_no_full_layers_need_no_full_mask(given):
+    truth, model = pair(num_hidden_layers=1, no_rope_layers=[1], interleave_moe_layer_step=2)
+    ids, mask = tokens(2, 40), padding_mask((3, 0), 40)
+    expected = run(truth, input_ids=ids, attention_mask=mask)
+    masks = masks_of(model, 2, 40, None, mask)
+    assert list(masks) == ["chunked_attention"]
+    positions = (mask.cumsum(1) - 1).clamp(min=0) if given else None
+    seen = run(model, input_ids=ids, attention_mask=masks if given else mask, position_ids=positions)
+    assert max_abs(seen[mask.bool()], expected[mask.bool()]) < TOLERANCE * max(1, expected.std())
+
+
+def test_what_stands_for_a_mask_goes_where_masks_go(models):
+    """To other devices with accelerate's hooks, and through `generate`, which asks for contiguous masks."""
+    rows = masks_of(models[1], 3, 63)["chunked_attention"]
+    assert rows.contiguous() is rows
+    assert send_to_device(rows, torch.device("meta")).blocks(63) == rows.blocks(63)
