@@ -5,7 +5,6 @@ python -m benchmarks.readme --check    # exit status 1 if the pages do not match
 """
 
 import argparse
-import itertools
 import json
 import sys
 import textwrap
@@ -13,8 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from . import OURS, REFERENCE, cpu, gpu, is_of, report
-from .bars import BARS, MODELS, PEERS, PEERS_IN_LLAMA_CPP, Results, ratio_of_fastest
-from .few_bits import LLAMA_CPP
+from .bars import BARS, PEERS, Results, ratio_of_fastest
 from .report import ROOT, replaced
 
 TOKENS = {"cpu": (1, 8, 32, 128, 1024, 8192), "gpu": (1, 8, 32, 128, 512, 4096, 8192)}
@@ -26,15 +24,13 @@ GROUPS = {"cpu": cpu.GROUPS, "gpu": gpu.GROUPS}
 def summary(
     of_cpu: dict | None,
     of_gpu: dict | None,
-    held: dict | None = None,
     others: Mapping[str, dict] | None = None,
 ) -> str:
-    """The README's table of what stock does not do, a figure each; and its table of few bits.
+    """The README's table of what stock does not do, a figure each.
 
     Args:
         of_cpu: results of `benchmarks.cpu`, or None.
         of_gpu: results of `benchmarks.gpu`, or None; no figure is taken from them.
-        held: results of `make bench CPU=avx2`, or None.
         others: by name the results in `OTHERS` that there are.
     """
     figures = _figures(Results(of_cpu or {}), others or {})
@@ -45,8 +41,7 @@ def summary(
     paragraphs = ["\n".join(lines)]
     if not of_cpu:
         paragraphs.append("No figures of a CPU are committed.")
-    if rows := few_bits_rows(of_cpu, held):
-        paragraphs += [textwrap.fill(FEW_BITS_SAID, 118), "\n".join(rows)]
+    paragraphs.append(textwrap.fill(SPEED_OF_LARGE_MODELS, 118))
     return "\n\n".join(paragraphs)
 
 
@@ -58,11 +53,8 @@ def _figures(found: Results, others: Mapping[str, dict]) -> dict[str, str]:
         figures[less] = (
             f"a token of a decoder with 16 experts in {1 / ratio:.2f} of stock's time, on one CPU core"
         )
-    over = found.over(f"{OURS}, int4", f"{OURS}, bfloat16", groups="few-bits", phase="decode", model="dense")
-    if over is not None:
-        figures[quantized] = (
-            f"a token in int4 in {over:.2f} of the time in 16 bit (114 million parameters, dense)"
-        )
+    if (seconds := found.seconds_a_billion(f"{OURS}, int4")) is not None:
+        figures[quantized] = f"a billion weights in int4 in {seconds:.0f} s, on one CPU core"
     if published := others.get(SCOUT):
         run = published["found"]
         figures[offloaded] = (
@@ -86,13 +78,12 @@ def _figures(found: Results, others: Mapping[str, dict]) -> dict[str, str]:
     return figures
 
 
-def section(of_cpu: dict | None, of_gpu: dict | None, held: dict | None = None) -> str:
+def section(of_cpu: dict | None, of_gpu: dict | None) -> str:
     """The figures of docs/performance.md.
 
     Args:
         of_cpu: results of `benchmarks.cpu`, or None.
         of_gpu: results of `benchmarks.gpu`, or None.
-        held: results of `make bench CPU=avx2`, or None.
     """
     paragraphs = []
     missing = []
@@ -100,8 +91,6 @@ def section(of_cpu: dict | None, of_gpu: dict | None, held: dict | None = None) 
         if results:
             paragraphs += _measured(results, name)
             missing += _left_out(results, name)
-        if name == "cpu" and (rows := few_bits_rows(of_cpu, held)):
-            paragraphs += [FEW_BITS, "\n".join(rows), OVER_OTHERS, "\n".join(_over_llama_cpp(of_cpu, held))]
     if not of_cpu:
         missing.append("No figures of a CPU are committed.")
     if not of_gpu:
@@ -170,9 +159,6 @@ DECISIVE = {
     )
 }
 """Texts of the targets that docs/performance.md shows; of a machine that is not named all."""
-
-PROMPT = 128
-"""Tokens of the prompt in the tables."""
 FEATURES = {
     "**[Less work](docs/performance.md)**": "the same numbers by fewer and larger products",
     "**[Quantization](docs/quantization.md)**": "experts and linear layers in 8 or 4 bits, read at the memory's speed",
@@ -189,94 +175,12 @@ FEATURES = {
     ),
 }
 SCOUT, CONVERSION = "published_sizes_llama-4-scout-int4-128", "conversion"
+SPEED_OF_LARGE_MODELS = (
+    "How fast is a token on a CPU? Mostly as fast as its weights are read, in 32, 16, 8 or 4 bits, from 7 billion "
+    "parameters on. In small models the calls between the products take most of the time."
+)
 OTHERS = (SCOUT, CONVERSION)
 """Files of results of which README has a figure, beside those of `benchmarks.cpu`."""
-
-FEW_BITS_SAID = (
-    "How fast is it on a CPU? Each cell gives the bytes of the weights, and on one core the milliseconds for a token / "
-    "for a prompt of 128 tokens. The models have 114 million (dense) and 197 million parameters (mixture); llama.cpp's "
-    "types are bf16, q8_0 and q4_0:"
-)
-FEW_BITS = (
-    "Each cell gives the bytes of the weights, and on one thread the milliseconds for a token by `generate` / for a "
-    "prompt of 128 tokens. The models have 114 million (dense) and 197 million parameters (mixture); llama.cpp's types "
-    "are bf16, q8_0 and q4_0:"
-)
-OVER_OTHERS = (
-    "llamoe's time divided by llama.cpp's in the same type, with the target (a maximum) in brackets. The last column "
-    "is the speedup by a second thread divided by llama.cpp's speedup, with the target (a minimum) in brackets:"
-)
-WIDTHS = {"16 bit": "bfloat16", "int8": "int8", "int4": "int4"}
-MACHINES = {"cpu": "{processor}, {instructions}", "cpu_avx2": "the same machine, limited to AVX2"}
-NOT_MEASURED = (
-    "| ***a processor without AVX-512*** | not measured | | |",
-    "| ***ARM, with NEON*** | not measured: right numbers under emulation | | |",
-)
-
-
-def few_bits_rows(of_cpu: dict | None, held: dict | None = None) -> list[str]:
-    """Bytes, milliseconds a token and for a prompt as rows of Markdown, beside llama.cpp where that was measured."""
-    rows = []
-    for name, results in (("cpu", of_cpu), ("cpu_avx2", held)):
-        found = Results(results or {})
-        cases = found.find("llama.cpp-token", phase="decode") or found.find("few-bits", phase="decode")
-        if cases:
-            rows.append(f"| ***{_machine(name, results, cases[0])}*** | | | |")
-        for case in cases:
-            model = {"phase": "prefill", "model": case["model"], "tokens": PROMPT}
-            prefill = [*found.find("llama.cpp-prefill", **model), *found.find("few-bits", **model)]
-            # Another machine's figure is none of this one.
-            prefill = [each for each in prefill if _processor(results, each) == _processor(results, case)]
-            for who in (OURS, LLAMA_CPP):
-                names = [
-                    f"{who}, {PEERS_IN_LLAMA_CPP[ours] if who == LLAMA_CPP else ours}"
-                    for ours in WIDTHS.values()
-                ]
-                cells = [_bytes_and_time(case, prefill[:1], each) for each in names]
-                if any(cell != "—" for cell in cells):
-                    rows.append(f"| {case['model']}, {who} | " + " | ".join(cells) + " |")
-    return (
-        [f"| | {' | '.join(WIDTHS)} |", "|---" * (len(WIDTHS) + 1) + "|", *rows, *NOT_MEASURED]
-        if rows
-        else []
-    )
-
-
-def _processor(results: dict | None, case: dict) -> str | None:
-    return ((results or {}).get("runs") or [{}])[case.get("run", 0)].get("processor")
-
-
-def _machine(name: str, results: dict | None, case: dict) -> str:
-    about = {"instructions": "", **((results or {}).get("runs") or [{}])[case.get("run", 0)]}
-    return MACHINES[name].format_map({"processor": "a CPU", **about}).rstrip(", ")
-
-
-def _bytes_and_time(case: dict, prefill: list[dict], name: str) -> str:
-    seconds, nbytes = case["contestants"].get(name, {}).get("median"), case["nbytes_of"].get(name)
-    if not seconds or not nbytes:
-        return "—"
-    many = next((each["contestants"].get(name, {}).get("median") for each in prefill), None)
-    return f"{nbytes / 1e6:.0f} MB, {report.milliseconds(seconds)} / {report.milliseconds(many) if many else '—'} ms"
-
-
-def _over_llama_cpp(of_cpu: dict | None, held: dict | None) -> list[str]:
-    """The targets beside llama.cpp, a row for each machine, model and type."""
-    lines = ["| | a token | prefill of 128 | prefill of 512 | a second thread |", "|---" * 5 + "|"]
-    for name, results in (("cpu", of_cpu), ("cpu_avx2", held)):
-        bars = {bar.text: bar for bar in BARS[name]}
-        found = Results(results or {})
-        for model, (ours, theirs) in itertools.product(MODELS, PEERS_IN_LLAMA_CPP.items()):
-            over = f"{model} in {ours}, time over llama.cpp, {theirs}"
-            wanted = [f"a token, {over}", *(f"prefill of {count} tokens, {over}" for count in (128, 512))]
-            wanted.append(f"a token, {model} in {ours}, what two threads gain over llama.cpp's gain")
-            cells = [
-                f"{bars[text].measured(found)} ({bars[text].limit:g})" if text in bars else ""
-                for text in wanted
-            ]
-            kind = "AVX-512" if name == "cpu" else "AVX2, held"
-            lines.append(f"| {kind}: {model}, {ours} | {' | '.join(cells)} |")
-    return lines
-
 
 _BLOCK = ("decode", "prefill")
 _LINES = {
@@ -346,10 +250,10 @@ def main() -> int:
     options = parser.parse_args()
     found = {
         name: json.loads(path.read_text())
-        for name in ("cpu", "gpu", "cpu_avx2", *OTHERS)
+        for name in ("cpu", "gpu", *OTHERS)
         if (path := options.results / f"{name}.json").exists()
     }
-    results = [found.get(name) for name in ("cpu", "gpu", "cpu_avx2")]
+    results = [found.get(name) for name in ("cpu", "gpu")]
     pages = {name: (options.root / name).read_text() for name in PAGES}
     try:
         bodies = {"README.md": summary(*results, found), "docs/performance.md": section(*results)}
