@@ -31,7 +31,6 @@ from transformers import (
 import llamoe
 from llamoe.modeling.formats import Int4, Int8
 from llamoe.modeling.kernels import cpp_kernels, float32_blocks, rows_in_bytes
-from llamoe.modeling.quantization.plain_experts import stored_bytes
 
 from .command_line import RESULTS
 from .large_mixtures import Expert, passes_of, simulate
@@ -153,6 +152,14 @@ class Examination:
         """Whether each answer is the expected one, as numbers."""
         pairs = zip(answers.texts, self.answers, strict=True)
         return torch.tensor([text == expected for text, expected in pairs], dtype=torch.float64)
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor, with the scales and codes of one that bitsandbytes has quantized."""
+    state, scales = getattr(tensor, "quant_state", None), getattr(tensor, "SCB", None)
+    parts = [] if state is None else list(state.as_dict(packed=True).values())
+    parts += [] if scales is None else [scales]
+    return tensor.nbytes + sum(part.nbytes for part in parts)
 
 
 def surprise_of(model: Any, inputs: Any, expected: list[list[int]]) -> torch.Tensor:

@@ -75,6 +75,8 @@ class PackedWeight:
         """The parts of a matrix that was read from `tensor`."""
         # Here and not in the writer alone: a number that is none may not show in the codes.
         check_finite(self.name, tensor, matrix)
+        # As transformers' loader casts weights before they are quantized.
+        matrix = matrix.to(_DTYPE)
         # Transposed as a whole, which torch does in blocks; of a few rows at a time it takes three times as long.
         return self.form.quantize(matrix.T.contiguous() if self.is_input_first else matrix)
 

@@ -1,7 +1,11 @@
-"""What the numbers of a matrix are: the questions that each format answers, and `MAKERS`, the table of all formats.
+"""Formats of weights: what a format must say of a matrix, the products that follow from it, and `MAKERS`, all formats.
 
 A format works on one matrix `[O, I]` of a linear layer or of one expert. It is stored as one or several tensors, its
 parts. A stack of experts has the same parts with an axis for experts in front. A format knows no modules.
+
+A new format says which parts it has (`suffixes`, `parts`), how they are made (`quantize`), which matrix they mean
+(`matrix`), the dtype of its products and its `key`. Both products unpack the matrix first; a format that can multiply
+its codes as they are does so in `multiply` and `multiply_transposed`.
 
 Shapes: O outputs, I inputs, N rows.
 """
@@ -10,6 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -36,7 +41,7 @@ def chunk_of(device: torch.device) -> int:
 
 
 class Format(ABC):
-    """One way to store a matrix."""
+    """One way to store a matrix, and the products of rows with it from either side."""
 
     suffixes: ClassVar[tuple[str, ...]]
     """What follows the weight's name in the names of the parts; the first is "", the weight or its codes."""
@@ -44,11 +49,6 @@ class Format(ABC):
     """Dtype of the products."""
     is_packed: ClassVar[bool] = True
     """Whether the first part holds codes, which only this format's products read, and not numbers."""
-
-    @property
-    def kernel_max_rows(self) -> int:
-        """Up to this many rows a compiled kernel is faster than unpacking once."""
-        return 0
 
     @property
     def alignment(self) -> int:
@@ -163,8 +163,11 @@ def has_gpu_kernel(
         return False
 
     def find() -> str:
-        # The factors of a new adapter are zeros, and with those anything would be right.
-        given = parts if form.is_packed or parts[0].any() else [torch.randn_like(parts[0])]
+        given = parts
+        if not (form.is_packed or parts[0].any()):
+            # The factors of a new adapter are zeros, with which anything would be right.
+            generator = torch.Generator(device).manual_seed(2)
+            given = [torch.empty_like(parts[0]).normal_(generator=generator)]
         matrix: Any = form.for_gpu_kernel(given, sizes)
 
         def unpacked(expert: int) -> torch.Tensor:
@@ -180,11 +183,13 @@ def has_gpu_kernel(
 
 
 MAKERS: dict[str, Callable[..., Format]] = {}
-"""What makes a format of its key's fields, by the key's first word."""
+"""What makes a format of its key's fields, by the key's first word; the file of that name adds itself."""
 
 
 @lru_cache
 def format_of(key: str) -> Format:
     """The format of this key."""
     name, *fields = key.split(":")
+    if name not in MAKERS:
+        import_module(f"{__package__}.{name}")
     return MAKERS[name](*fields)

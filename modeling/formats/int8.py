@@ -43,6 +43,7 @@ class Int8(Format):
 
     @property
     def kernel_max_rows(self) -> int:
+        """Up to this many rows the compiled kernels are faster than unpacking once."""
         return rows_in_bytes() if self.in_bytes else FEW_BITS_FLOAT_MAX_ROWS
 
     @property

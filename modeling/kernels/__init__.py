@@ -3,9 +3,9 @@
 Reading order: limits (how many rows are few), tracing (whether a compiler or tracer records the pass), waiting (what a
 user waits for), cpp_kernels (products of few rows, and attention of one query, on a CPU), float32_blocks (16 bits on a
 CPU without instructions for them), cpu (the product that linear layers ask for, and its guard), single_queries
-(attention of one token a row), packed_rows_triton, packed_rows (packed matrices on a GPU, and plain ones for few rows; their check).
-Files named `…_triton` import Triton, which is not installed everywhere and takes long to import; the others import it
-only when a kernel is about to run.
+(attention of one token a row), packed_rows_triton, packed_rows (packed matrices on a GPU, plain ones for few rows, and
+a check of both). Files named `…_triton` import Triton, which is not installed everywhere and takes long to import; the
+others import it only when a kernel is about to run.
 """
 
 from .cpp_kernels import (

@@ -46,5 +46,5 @@ TRITON_UNSORTED_MAX_ROWS = 32
 cheap beside the products."""
 TRITON_MAX_ROWS_A_MATRIX = {8: 1024, 9: 512, 10: 256, 12: 1024}
 """Rows of a matrix, for experts on average, that the Triton kernels multiply by packed weights, by the major compute
-capability; above, unpacking the matrix into memory once is cheaper (the arithmetic is in `packed_rows`). A100, and the
-cards of 8.6 and 8.9 with slower memory, share a number. No card was timed."""
+capability; above, unpacking the matrix into memory once is cheaper by calculation. A100, and the cards of 8.6 and 8.9
+with slower memory, share a number. No card was timed."""

@@ -397,8 +397,8 @@ def find_difference(
             if is_wrong_NO.any():
                 row, column = is_wrong_NO.nonzero()[0].tolist()
                 return (
-                    f"with {rows} rows {int(is_wrong_NO.sum())} of {y_NO.numel()} numbers are wrong: {row}, {column} is "
-                    f"{given_NO[row, column]:.6g} in place of {y_NO[row, column]:.6g}"
+                    f"with {rows} rows {int(is_wrong_NO.sum())} of {y_NO.numel()} numbers are wrong: in row {row}, "
+                    f"column {column} is {given_NO[row, column]:.6g} in place of {y_NO[row, column]:.6g}"
                 )
     except torch.OutOfMemoryError:
         # It says nothing of the kernel, and later there may be room.

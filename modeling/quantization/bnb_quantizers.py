@@ -81,9 +81,9 @@ class QuantizesExperts(_Base):
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Whether a weight is quantized when it is loaded."""
-        return holds_packed(model, param_name) or super().param_needs_quantization(
-            model, param_name, **kwargs
-        )
+        if holds_packed(model, param_name):
+            return not self.pre_quantized
+        return super().param_needs_quantization(model, param_name, **kwargs)
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
         """Bytes of an element: transformers takes what is to be quantized for numbers, not for codes."""
@@ -155,7 +155,7 @@ class _QuantizeEither(QuantizeWeight):
 
     def convert(
         self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
+    ) -> Any:
         convert = super().convert if holds_packed(model, full_layer_name) else self._others.convert
         return convert(input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
 

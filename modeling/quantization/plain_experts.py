@@ -1,70 +1,27 @@
-"""Effect of a quantizer on a model: bytes before and after by part, and parts that it left unquantized.
+"""What a quantizer left unquantized: most skip routed experts, stacks of three axes, in silence.
 
-transformers' quantizers replace linear layers. Most skip routed experts, stacks of three axes, in silence, although
-these are most of a mixture's weights; llamoe's own and those of bitsandbytes take them.
+transformers' quantizers replace linear layers, although experts are most of a mixture's weights. llamoe's own and those
+of bitsandbytes take them.
 """
 
 import logging
-import math
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ...configuration.errors import CheckpointError
-from ..checkpoints import in_units, sum_by_part
+from ..checkpoints import in_units
 from ..layers import Linear
-from ..moe import Experts
+from ..moe import STACKS, Experts
 from .bnb_quantizers import QuantizesExperts
 from .quantizer import LlamoeQuantizer
 
 logger = logging.getLogger("llamoe")
 
-_SAID = {"experts": "routed experts", "feed-forwards": "dense feed-forwards"}
-
-
-def stored_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor, with the scales and codes of a quantized one."""
-    # torchao, quanto: tensors made of other tensors.
-    if flatten := getattr(tensor, "__tensor_flatten__", None):
-        return sum(stored_bytes(getattr(tensor, name)) for name in flatten()[0])
-    # bitsandbytes, 4 and 8 bit.
-    state, scales = getattr(tensor, "quant_state", None), getattr(tensor, "SCB", None)
-    parts = [] if state is None else list(state.as_dict(packed=True).values())
-    parts += [] if scales is None else [scales]
-    return tensor.numel() * tensor.element_size() + sum(stored_bytes(part) for part in parts)
-
-
-def bytes_by_part(model: nn.Module, dtype: torch.dtype) -> dict[str, tuple[int, int]]:
-    """Bytes of each part of a loaded model before quantization, from `dtype`, and after it; largest first.
-
-    Shared weights count once.
-    """
-    found = sum_by_part(_before_and_after(model, dtype))
-    return dict(sorted(found.items(), key=lambda entry: -entry[1][0]))
-
-
-def _before_and_after(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, int, int]]:
-    for name, parameter in model.named_parameters():
-        after = stored_bytes(parameter)
-        state = getattr(parameter, "quant_state", None)
-        numbers = parameter.numel() if state is None else state.shape.numel()
-        before = after if _is_plain(parameter) else numbers * dtype.itemsize
-        path, _, own_name = name.rpartition(".")
-        module = model.get_submodule(path)
-        if getattr(module, "is_packed", False) and own_name in (shapes := module.unpacked_shapes()):
-            before = math.prod(shapes[own_name]) * dtype.itemsize
-            # The scales.
-            after += sum(
-                each.nbytes for key, each in module.named_buffers() if key.startswith(f"{own_name}_")
-            )
-        yield name, before, after
-
 
 def warn_of_plain_experts(model: PreTrainedModel) -> None:
-    """Warn, in one sentence with bytes by part, of experts that a quantized model has in 16 or 32 bits.
+    """Warn, in one sentence with their bytes, of experts that a quantized model has in 16 or 32 bits.
 
     Raises:
         CheckpointError: a linear layer that is not quantized was loaded with a quantized one's numbers.
@@ -82,24 +39,14 @@ def warn_of_plain_experts(model: PreTrainedModel) -> None:
     elif not quantizer.pre_quantized:
         # Somebody has excepted them just now.
         return
-    experts = (m for m in model.modules() if isinstance(m, Experts) and not m.is_packed)
-    plain = next((m.gate_up_proj for m in experts if _is_plain(m.gate_up_proj)), None)
-    if plain is None:
-        return
-    parts = bytes_by_part(model, plain.dtype)
-    parts["in all"] = tuple(map(sum, zip(*parts.values(), strict=True)))
-    counted = "; ".join(
-        f"{_SAID.get(part, part)} {in_units(before)}, {in_units(after)}"
-        for part, (before, after) in parts.items()
-    )
-    logger.warning(
-        "%s: the routed experts stay in %s, since %s (bytes before, after: %s).",
-        type(model).__name__,
-        str(plain.dtype).removeprefix("torch."),
-        reason,
-        counted,
-    )
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter)
+    experts = [module for module in model.modules() if isinstance(module, Experts) and not module.is_packed]
+    stacks = [getattr(module, name) for module in experts for name in STACKS]
+    # Some quantizers have tensors of their own.
+    if stacks and type(stacks[0]) is nn.Parameter:
+        logger.warning(
+            "%s: the routed experts stay in %s (%s), since %s.",
+            type(model).__name__,
+            str(stacks[0].dtype).removeprefix("torch."),
+            in_units(sum(stack.nbytes for stack in stacks)),
+            reason,
+        )

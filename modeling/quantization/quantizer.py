@@ -20,7 +20,7 @@ from ...configuration.errors import ConfigurationError
 from ...configuration.hub import is_ours, is_saving_stock
 from ...configuration.quantization import METHOD, QuantizationConfig
 from .._private_api import forget_conversions
-from ..checkpoints import current_loading, forget_pages
+from ..checkpoints import current_loading
 from ..formats import BLOCK, Format, format_of, torchs_block
 from ..kernels import why_no_cpp_kernels, why_no_gpu_kernel
 from ..layers import Linear
@@ -96,14 +96,9 @@ class LlamoeQuantizer(HfQuantizer):
                 'experts alone can stay there, by this name: device_map={"experts": "disk"}. Put all else on "cpu".'
             )
         if self.quantization_config.weights == "int4" and torchs_block() != BLOCK and why_no_cpp_kernels():
-            cost = (
-                "weights are unpacked for each product"
-                if torchs_block() is None
-                else "a token takes about as long as in bfloat16, a prompt up to 1.4 times as long"
-            )
             why, remedy = why_no_cpp_kernels() or ("", "")
             logger.warning_once(
-                f"This CPU has no compiled kernels for int4 ({why}): {cost}. int4 saves memory here, no time."
+                f"This CPU has no compiled kernels for int4 ({why}): int4 saves memory here, no time."
                 f"{remedy and f' To change that, {remedy}.'}"
             )
 
@@ -156,14 +151,10 @@ class LlamoeQuantizer(HfQuantizer):
         if refused:
             weight, why = next(iter(refused.items()))
             ends = dict.fromkeys(name.split(".")[-2] for name in refused)
-            remedy = (
-                f"Choose another format or group_size, or name {listed(map(repr, ends), 9)} in "
-                "modules_to_not_convert: the end of a name stands for all modules whose names end so."
-            )
-            if self.pre_quantized:
-                remedy = "So quantization_config in config.json is not that of these weights."
             raise ConfigurationError(
-                f"{listed(refused, 3)} cannot be stored as {form.exact.key}: {weight}: {why}. {remedy}"
+                f"{weight} cannot be stored as {form.exact.key}: {why}. Choose another format or group_size, or name "
+                f"{listed(map(repr, ends), 9)} in modules_to_not_convert. If the folder is packed already, "
+                "quantization_config in its config.json is not that of its weights."
             )
         # The tower of a packed folder is not packed.
         if not is_found:
@@ -182,8 +173,6 @@ class LlamoeQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         check_scales(model)
-        if self.pre_quantized:
-            _align_codes(model)
         forget_conversions(model)
         warn_without_gpu_kernel(model)
 
@@ -225,16 +214,6 @@ class LlamoeQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """Products are operators in a graph."""
         return True
-
-
-def _align_codes(model: nn.Module) -> None:
-    """Copy codes that are mapped from a file where kernels cannot read them."""
-    for _, module in packed_modules(model):
-        for parameter in module._parameters.values():
-            is_code = parameter is not None and not parameter.is_floating_point() and parameter.is_cpu
-            if is_code and parameter.data_ptr() % module.format.alignment:
-                mapped, parameter.data = parameter.data, parameter.data.clone()
-                forget_pages(mapped)
 
 
 def _packed_modules(model: PreTrainedModel, asked: str) -> list[tuple[str, Any]]:

@@ -116,22 +116,6 @@ def test_sizes_of_every_kind(num_rows, sizes):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_rows", [16, 17, 65])
-def test_all_rows_to_one_expert(num_rows, dtype):
-    """Tiles of 16 rows, larger ones, and several of these."""
-    x, gate_up, down, _ = draw(num_rows, 3, dtype=dtype)
-    ids = torch.full((num_rows,), 2)
-    check(by_kernels(x, gate_up, down, ids), x, gate_up, down, ids)
-
-
-@pytest.mark.parametrize("num_rows", [30, 50])
-def test_one_heavy_expert_among_light_ones(num_rows):
-    x, gate_up, down, ids = draw(num_rows, 7)
-    ids = torch.where(torch.arange(num_rows) % 2 == 0, 4, ids)
-    check(by_kernels(x, gate_up, down, ids), x, gate_up, down, ids)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 5])
 @pytest.mark.parametrize(("intermediate_size", "splits"), [(300, 2), (1010, 4)])
 def test_the_second_product_may_be_split(num_rows, dtype, intermediate_size, splits):
@@ -161,27 +145,6 @@ def test_rows_of_no_expert_are_zero(dtype):
     given = by_kernels(x, gate_up, down, ids)
     x[ids >= 5] = 0
     check(given, x, gate_up, down, ids)
-
-
-def test_many_rows_of_no_expert_are_zero():
-    """Where they are sorted."""
-    x, gate_up, down, ids = draw(60, 5)
-    ids[::7] = torch.tensor([5, 6, 2**31 - 1, 5, 5, 7, 5, 5, 9])
-    x[ids >= 5] = float("nan")
-    given = by_kernels(x, gate_up, down, ids)
-    x[ids >= 5] = 0
-    check(given, x, gate_up, down, ids)
-
-
-@pytest.mark.parametrize("num_rows", [1, 2, 40])
-def test_no_expert_at_all(num_rows):
-    x, gate_up, down, _ = draw(num_rows, 3)
-    nothing = by_kernels(x, gate_up * float("nan"), down, torch.full((num_rows,), 3))
-    assert torch.equal(nothing, torch.zeros_like(x))
-
-
-def test_no_row_at_all():
-    assert by_kernels(*draw(0, 3)).shape == (0, 52)
 
 
 def test_nothing_but_the_hit_experts_is_read():
@@ -239,18 +202,6 @@ def test_kernels_equal_batched_mm_of_transformers(experts_class, stock_config, n
             given = experts(x, ids, scores)
     assert expected.std() > 0.3
     torch.testing.assert_close(given, expected, rtol=0, atol=3e-6)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("num_rows", [5, 40])
-def test_any_activation_is_served(num_rows):
-    """Which torch computes between the two products."""
-    x, gate_up, down, ids = draw(num_rows, 3)
-    experts, scores = experts_of(gate_up, down, "gelu"), torch.ones(num_rows, 1)
-    with forced("kernels"):
-        given = experts(x, ids[:, None], scores)
-    wide = experts.double().loop_over_experts(x.double(), ids[:, None], scores.double())
-    assert (given - wide).abs().max() <= TOLERANCE * wide.abs().max()
 
 
 def test_the_kernels_are_what_runs_here(monkeypatch):

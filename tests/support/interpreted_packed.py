@@ -5,7 +5,6 @@ Truth is float64: of int4 the layout written out here.
 
 import contextlib
 import importlib.util
-import logging
 import os
 from functools import partial
 from pathlib import Path
@@ -375,21 +374,6 @@ def test_a_compiler_sees_one_graph(checked, nobody_counts):
     assert distance(given, plain.loop_over_experts(x.double(), ids, scores.double())) < CLOSE
     assert "llamoe.device_product.default" in used and "llamoe.grouped_product.default" not in used
     assert torch.Tag.cudagraph_unsafe not in torch.ops.llamoe.device_product.default.tags
-
-
-def test_a_graph_before_the_check_goes_without_the_kernel(on_a_gpu, caplog):
-    packed, _ = make_experts("int4")
-    x, ids, scores = rows_for(5, 2)
-    used = set()
-
-    def backend(graph, _):
-        used.update(str(node.target) for node in graph.graph.nodes)
-        return graph
-
-    with caplog.at_level(logging.INFO, "llamoe"), torch.no_grad():
-        torch.compile(packed, backend=backend, fullgraph=True)(x, ids, scores)
-    assert "llamoe.grouped_product.default" in used and "llamoe.device_product.default" not in used
-    assert "a graph is made before the kernel for int4:32" in caplog.text
 
 
 def test_linear_layers(on_a_gpu, monkeypatch):

@@ -4,7 +4,6 @@ The libraries are not among those that the tests install; each case says which o
 """
 
 import logging
-import re
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.inspect import inspect
 from llamoe.modeling.checkpoints import in_units, part_of
-from llamoe.modeling.quantization.plain_experts import bytes_by_part, stored_bytes
 
 # Whole blocks of 64 everywhere but in the patches, which have 588 numbers: int8 of quanto reads beyond other widths.
 TEXT = dict(
@@ -185,60 +183,22 @@ def takes_experts(method):
 
 
 @EVERY
-def test_one_sentence_says_what_experts_take(method, folder, caplog):
+def test_one_sentence_says_that_experts_stay(method, folder, caplog):
     with caplog.at_level(logging.WARNING, logger="llamoe"):
         model = load(folder, method)
-    parts = bytes_by_part(model, torch.bfloat16)
-    plain = llamoe.LlamoeForConditionalGeneration.from_pretrained(folder, dtype=torch.bfloat16)
-    expected = dict.fromkeys(parts, 0)
-    for name, parameter in plain.named_parameters():
-        expected[part_of(name)] += parameter.nbytes
-    assert {part: before for part, (before, _) in parts.items()} == expected
-    stay = ["embedding", "output head", "norms", "routers"] + ["experts"] * (not takes_experts(method))
-    for part, (before, after) in parts.items():
-        shares = after / before
-        if part in stay:
-            assert shares == 1
-        else:
-            assert (0.48 < shares < 0.72) if "8 bit" in method else (0.24 < shares < 0.55), part
     if takes_experts(method):
         assert not warnings_of(caplog)
         return
     (message,) = warnings_of(caplog)
     library = method.partition(" ")[0]
-    assert f"the routed experts stay in bfloat16, since {library} quantizes linear layers only" in message
-    total = (
-        in_units(sum(before for before, _ in parts.values())),
-        in_units(sum(after for _, after in parts.values())),
+    size = sum(
+        parameter.nbytes
+        for name, parameter in model.named_parameters()
+        if part_of(name) == "experts" and parameter.dim() == 3
     )
-    assert f"in all {total[0]}, {total[1]})." in message
-    for part in (
-        "routed experts",
-        "shared experts",
-        "attention",
-        "dense feed-forwards",
-        "embedding",
-        "vision tower",
-    ):
-        assert re.search(rf"[;:] {part} \d", message), part
-    assert message.count(". ") == 0  # one sentence
-
-
-@EVERY
-def test_what_is_said_is_what_the_file_holds(method, folder, tmp_path):
-    """The saved tensors are the stored ones; what else a quantizer writes is small, but for its tables."""
-    model = load(folder, method)
-    counted = sum(after for _, after in bytes_by_part(model, torch.bfloat16).values())
-    if method.startswith("quanto"):  # which transformers does not save
-        assert counted == sum(map(stored_bytes, model.parameters()))
-        return
-    model.save_pretrained(tmp_path)
-    size = (tmp_path / "model.safetensors").stat().st_size
-    header = 8 + int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little")
-    # Beside each matrix of 4 bits stand the numbers of its codes, which matrices of a stack share in memory.
-    stored = load_file(tmp_path / "model.safetensors")
-    tables = sum(tensor.nbytes for name, tensor in stored.items() if name.endswith("quant_map"))
-    assert 0 <= size - header - counted < 0.005 * counted + tables
+    assert message.endswith(
+        f"the routed experts stay in bfloat16 ({in_units(size)}), since {library} quantizes linear layers only."
+    )
 
 
 def test_nothing_is_said_without_experts_or_without_a_quantizer(folder, tmp_path, caplog):
@@ -255,9 +215,12 @@ def test_without_a_quantizer_patches_have_the_dtype_that_is_asked_for(dtype, fol
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
-def test_inspect_promises_what_bitsandbytes_stores(folder):
+def test_inspect_promises_what_bitsandbytes_stores(folder, tmp_path):
     needs = inspect(folder).needs
     for method, name in (("bitsandbytes 4 bit", "int4"), ("bitsandbytes 8 bit", "int8")):
-        measured = sum(after for _, after in bytes_by_part(load(folder, method), torch.bfloat16).values())
+        load(folder, method).save_pretrained(tmp_path / name)
         # Codes and sizes that stand beside each layer's 4-bit numbers are not counted.
+        small = ("quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4", "weight_format")
+        stored = load_file(tmp_path / name / "model.safetensors")
+        measured = sum(tensor.nbytes for key, tensor in stored.items() if not key.endswith(small))
         assert 0.97 * measured < needs[name].weights <= measured

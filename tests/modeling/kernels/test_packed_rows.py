@@ -120,19 +120,6 @@ def test_plain_experts_compile_for_few_rows(monkeypatch, tmp_path, name, capabil
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "rows", "capability"),
-    in_turn(PLAIN, (torch.float16, torch.float32), packed_rows.TILES, SHARED),
-    ids=str,
-)
-def test_plain_experts_compile_in_other_dtypes(monkeypatch, tmp_path, name, dtype, rows, capability):
-    """No register is kept in memory in 16 bits; in float32, which has no tensor cores to wait for, up to ten are."""
-    form = plain_format(dtype, FORMATS[name].is_input_first)
-    compiled, usage = compile_for(monkeypatch, tmp_path, capability, form, rows, False, dtype)
-    assert compiled.metadata.shared <= SHARED[capability] * 1024
-    assert usage["STACK"] <= (40 if dtype == torch.float32 else 0), (rows, usage)
-
-
-@pytest.mark.parametrize(
     ("name", "dtype", "aligned"),
     [
         ("plain", torch.float32, True),
@@ -150,13 +137,6 @@ def test_other_dtypes_and_alignments_compile_for_hopper(monkeypatch, tmp_path, n
         assert "mma" not in compiled.asm["ptx"] and "fma.rn.f32" in compiled.asm["ptx"]
     else:
         assert "mma.sync" in compiled.asm["ptx"]
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "transposed"), [("int4", 128, True), ("int8", 16, False), ("int8", 128, True)]
-)
-def test_other_formats_compile(monkeypatch, tmp_path, name, rows, transposed):
-    check(monkeypatch, tmp_path, 90, FORMATS[name], rows, transposed)
 
 
 @pytest.mark.parametrize(

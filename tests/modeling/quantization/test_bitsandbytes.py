@@ -63,44 +63,6 @@ def test_each_matrix_is_that_of_a_linear_layer(family, method, tmp_path):
 
 
 @for_pairs
-def test_outputs_are_those_of_linear_layers(family, method):
-    """Experts by themselves, against bitsandbytes' layers in a loop; in training mode, in which these are exact."""
-    model = load(folder_of(family), family, method)
-    (path, experts), *_ = packed_experts(model).items()
-    plain = load(folder_of(family), family).get_submodule(path)
-    layers = matrices({f"{path}.{k}": v for k, v in plain.state_dict().items()}, family)
-    names = [name.rpartition(".") for name in layers]
-    layers = {
-        (int(n[0].rpartition(".")[2]), n[2]): bitsandbytes_layer(w, method).train()
-        for n, w in zip(names, layers.values(), strict=True)
-    }
-    gate, up, down = dict.fromkeys(name[2] for name in names)
-    if family == "mixtral":
-        gate, up, down = "w1", "w3", "w2"
-    dtype = experts.dtype
-    x = torch.randn(9, 72, generator=torch.Generator().manual_seed(1)).to(dtype)
-    chosen = torch.tensor([[0, 3], [3, 1], [4, 0], [3, 4], [1, 0], [0, 4], [3, 0], [4, 1], [0, 1]])
-    weights = torch.rand(9, 2, generator=torch.Generator().manual_seed(2)).to(dtype)
-    with torch.no_grad():
-        expected = torch.zeros(9, 72)
-        for token, place in [(t, p) for t in range(9) for p in range(2)]:
-            number = chosen[token, place].item()
-            row = x[token : token + 1]
-            inner = nn.functional.silu(layers[number, gate](row)) * layers[number, up](row)
-            expected[token] += (layers[number, down](inner) * weights[token, place]).float()[0]
-        given = experts(x, chosen, weights).float()
-        few = torch.cat(
-            [experts(x[i : i + 1], chosen[i : i + 1], weights[i : i + 1]) for i in range(9)]
-        ).float()
-    # bitsandbytes rounds the rows of 8-bit layers to 8 bits, too, each of three times by up to 1/254 of the largest;
-    # measured are 0.0014. Otherwise the dtype's rounding: 2e-7 of sums of size one, in bfloat16 0.004.
-    limit = 0.01 if method == "8 bit" else 1e-6 if dtype == torch.float32 else 0.008
-    scale = expected.abs().max().item()
-    assert 0.2 < scale and max_abs(given, expected) < limit * scale
-    assert max_abs(few, given) < limit * scale
-
-
-@for_pairs
 def test_saved_and_loaded_again(family, method, tmp_path):
     """In shards, after a pass, twice, with equal bits; and unpacked."""
     model = load(folder_of(family), family, method)
@@ -190,7 +152,7 @@ def test_names_to_skip_leave_experts_alone(skip, tmp_path, caplog):
         again = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(logits(again), expected)
     (record,) = caplog.records
-    assert "the routed experts stay in bfloat16, since the checkpoint holds them so" in record.getMessage()
+    assert record.getMessage().endswith(", since the checkpoint holds them so.")
 
 
 def test_parts_of_a_folder_are_read(tmp_path):

@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from safetensors.torch import load_model, save_model
 from support.few_bits import (
     CLOSE,
     WEIGHTS,
@@ -36,16 +35,8 @@ def test_autocast(model, dtype, monkeypatch):
 
 @pytest.mark.parametrize(
     "cast",
-    [
-        lambda model: model.to(torch.float16),
-        lambda model: model.to(torch.float32),
-        lambda model: model.to(dtype=torch.float64),
-        lambda model: model.type(torch.float32),
-        lambda model: nn.Module.half(model),
-        lambda model: nn.Module.float(model),
-        lambda model: model.bfloat16(),
-    ],
-    ids=["float16", "float32", "float64", "type", "half", "float", "bfloat16"],
+    [lambda model: model.to(torch.float16), lambda model: model.type(torch.float32), nn.Module.half],
+    ids=["float16", "type", "half"],
 )
 @pytest.mark.parametrize(("family", "weights"), [("text", "int4"), ("mixtral", "int8")])
 def test_a_cast_leaves_codes_and_scales(model, cast, monkeypatch):
@@ -107,13 +98,6 @@ def test_state_dicts(model, assign):
     file.seek(0)
     state = torch.load(file, weights_only=True)
     assert not any(other.load_state_dict(state, assign=assign))
-    assert torch.equal(logits(other), logits(model))
-
-
-def test_safetensors(model, tmp_path):
-    save_model(model, tmp_path / "model.safetensors")
-    other = emptied(model)
-    load_model(other, tmp_path / "model.safetensors")
     assert torch.equal(logits(other), logits(model))
 
 
