@@ -417,13 +417,15 @@ def check_kernels(model: nn.Module) -> None:
     loras: dict[int, ExpertsLora] = {}
     for module in model.modules():
         if (active := getattr(module, "active_lora", None)) is not None:
-            experts = module.get_base_layer()
-            loras[id(experts)] = active(loras.get(id(experts), NO_LORA))
+            key = id(module.get_base_layer())
+            loras[key] = active(loras.get(key, NO_LORA))
     for module in model.modules():
-        if isinstance(module, Experts) and module.config._experts_implementation in (None, IMPLEMENTATION):
+        if isinstance(module, Experts):
+            experts: Any = module
+            is_chosen = experts.config._experts_implementation in (None, IMPLEMENTATION)
             # Sharded or offloaded parameters are checked in the first pass, when their data is here.
-            if type(module.down_proj) is nn.Parameter:
-                module.has_kernels(1, needs_gradient=False, lora=loras.get(id(module), NO_LORA))
+            if is_chosen and type(experts.down_proj) is nn.Parameter:
+                experts.has_kernels(1, needs_gradient=False, lora=loras.get(id(experts), NO_LORA))
         elif isinstance(module, nn.Linear) and hasattr(module, "format"):
             if may_have_gpu_kernel(module.weight.device):
                 has_gpu_kernel(module.format, module.parts(), (module.out_features, module.in_features))

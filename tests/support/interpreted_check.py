@@ -293,15 +293,6 @@ def test_fake_tensors_are_told_what_is_known(on_a_gpu, launches):
         assert launches == [5, 5] * is_known
 
 
-@torch.no_grad()
-def test_nothing_is_checked_where_nothing_may_be(on_a_gpu, launches):
-    """As while a CUDA graph is captured, where only what is known counts."""
-    experts = make_experts()
-    assert not experts.has_kernels(1, False, may_check=False) and launches == []
-    assert experts.has_kernels(1, False, may_check=True) and launches
-    assert experts.has_kernels(1, False, may_check=False)
-
-
 def test_a_check_holds_for_its_strides(launches):
     """Kernels are compiled for them."""
     gate_up, _ = stacks()
