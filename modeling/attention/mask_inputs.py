@@ -126,16 +126,16 @@ class MaskInputs:
 
     @fact
     def positions(self) -> torch.Tensor:
-        """`[B or 1, Q]`: positions of the new tokens, given or counted from each row's first real token; 0 on padding.
+        """`[B or 1, Q]`: positions of the new tokens, given or counted from each row's first real token.
 
-        Padding must choose no frequencies where the highest position does (`dynamic` and `longrope` scaling).
+        Given ones are 0 on padding, which must choose no frequencies where the highest position does (`dynamic` and
+        `longrope` scaling).
         """
-        positions = self.position_ids
-        if positions is None:
-            positions = self.positions_at(self.query_index)
+        if self.position_ids is None:
+            return self.positions_at(self.query_index)
         if self.padding_mask is None:
-            return positions
-        return torch.where(self.is_real(self.query_index), positions, 0)
+            return self.position_ids
+        return torch.where(self.is_real(self.query_index), self.position_ids, 0)
 
     @fact
     def first_position(self) -> int | None:
@@ -167,7 +167,8 @@ class MaskInputs:
             column_B1 = self.is_real(self.query_index).int().argmax(1, keepdim=True)
             position_B1 = self.position_ids.expand(self.batch_size, -1).gather(1, column_B1)
             count_B1 = counts_BW.gather(1, (column_B1 + offset).clamp(max=last))
-            cached = counts_BW[:, index.clamp(0, last)] - count_B1 + position_B1
+            # Behind right padding `generate` may begin with a lower position than there are tokens before.
+            cached = (counts_BW[:, index.clamp(0, last)] - count_B1 + position_B1).clamp(min=0)
         return torch.where(index < offset, cached, new)
 
     @fact

@@ -173,6 +173,8 @@ class LlamoeQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         check_scales(model)
+        if self.pre_quantized:
+            _align_codes(model)
         forget_conversions(model)
         warn_without_gpu_kernel(model)
 
@@ -214,6 +216,15 @@ class LlamoeQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """Products are operators in a graph."""
         return True
+
+
+def _align_codes(model: nn.Module) -> None:
+    """Copy codes that are mapped from a file to addresses where torch's kernels cannot read them."""
+    for _, module in packed_modules(model):
+        for parameter in module._parameters.values():
+            is_code = parameter is not None and not parameter.is_floating_point() and parameter.is_cpu
+            if is_code and parameter.data_ptr() % module.format.alignment:
+                parameter.data = parameter.data.clone()
 
 
 def _packed_modules(model: PreTrainedModel, asked: str) -> list[tuple[str, Any]]:

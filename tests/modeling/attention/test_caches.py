@@ -8,7 +8,6 @@ import pytest
 import torch
 from support.models import (
     MODELS,
-    MULTIMODAL,
     dense_config,
     for_models,
     make_asymmetric,
@@ -205,24 +204,6 @@ def test_caches_that_forget_what_is_needed_are_refused(name, heads):
         with pytest.raises(ValueError, match="past_key_values"):
             model(input_ids=IDS, past_key_values=cache)
         assert cache.get_seq_length() == written
-
-
-def test_inputs_are_refused_before_the_tower(heads):
-    model, inputs = heads["text"][1], MULTIMODAL.row(MULTIMODAL.inputs(), 2)
-    hook = model.vision_model.register_forward_pre_hook(lambda *_: pytest.fail("the tower ran"))
-    length = inputs["input_ids"].shape[1]
-    bad = {
-        "past_key_values": [FORGETFUL["all_slide"][1]()],
-        "position_ids": [torch.arange(length - 1)[None], torch.arange(float(length))[None], [*range(length)]],
-        "attention_mask": [inputs["attention_mask"][:, 1:]],
-    }
-    try:
-        for name, values in bad.items():
-            for value in values:
-                with pytest.raises(ValueError, match=name):
-                    model(**{**inputs, name: value})
-    finally:
-        hook.remove()
 
 
 @torch.no_grad()

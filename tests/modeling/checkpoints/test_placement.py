@@ -195,17 +195,6 @@ def test_weights_on_disk_are_cast(case, saved):
     assert torch.equal(run(placed, **inputs), run(plain, **inputs))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_backend_of_experts_on_disk_is_the_one_that_runs(dtype, tmp_path, caplog):
-    """On the meta device everything fits; where the product is formed, float16 does not."""
-    HEADS["LlamoeForCausalLM"].make(intermediate_size=64).save_pretrained(tmp_path)
-    with caplog.at_level("INFO", logger="llamoe"):
-        llamoe.LlamoeForCausalLM.from_pretrained(
-            tmp_path, dtype=dtype, device_map={"": "disk"}, experts_implementation="grouped_mm"
-        )
-    assert ("experts eager (grouped_mm does not" in caplog.text) == (dtype == torch.float16), caplog.text
-
-
 @for_pairs("layout", ["stock", "llamoe"])
 def test_a_placed_model_saves_whole(case, layout, saved, tmp_path):
     model, folder, inputs, expected = saved(case)

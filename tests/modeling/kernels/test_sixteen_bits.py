@@ -12,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 import llamoe
 from llamoe.modeling.kernels import cpu, float32_blocks
 from llamoe.modeling.layers import Linear
-from llamoe.modeling.moe import dispatch
 
 pytestmark = pytest.mark.skipif(not cpu.SHORTCUTS_ARE_ON, reason="LLAMOE_CPU_SHORTCUTS=0")
 # A result is rounded once to bfloat16.
@@ -24,7 +23,7 @@ PRODUCTS |= {f"aten::_scaled_dot_product_flash_attention_for_cpu{end}" for end i
 
 @pytest.fixture(autouse=True)
 def without_instructions(monkeypatch):
-    for module in (float32_blocks, cpu, dispatch):
+    for module in (float32_blocks, cpu):
         monkeypatch.setattr(module, "rows_of_torch", {torch.bfloat16: 3, torch.float16: 3}.get)
     # No whole number of blocks.
     monkeypatch.setattr(float32_blocks, "BLOCK_WEIGHTS", 70 * 9)
