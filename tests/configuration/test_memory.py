@@ -10,10 +10,11 @@ from llamoe.configuration import cache_bytes, cache_tokens, preset
 
 
 def held(cache):
-    """Bytes of each layer, of the storage behind what may be a view."""
+    """Bytes of each layer, of the storage behind what may be a view; without places for tokens that may follow."""
     return [
-        layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes()
+        sum(each.nbytes if grows else each.untyped_storage().nbytes() for each in (layer.keys, layer.values))
         for layer in cache.layers
+        for grows in [hasattr(layer, "llamoe_memory")]
     ]
 
 

@@ -284,7 +284,7 @@ class TestPlaces:
     def test_a_program_is_not_run(self, tmp_path):
         """OpenAI's own files of CLIP are of this kind."""
         torch.jit.save(torch.jit.trace(torch.nn.Linear(3, 3), torch.zeros(1, 3)), tmp_path / "ViT-B-32.pt")
-        with pytest.raises(CheckpointError, match=r"ViT-B-32.pt: is a TorchScript program"):
+        with pytest.raises(CheckpointError, match=r"ViT-B-32.pt: .*TorchScript"):
             convert_vision(tmp_path / "ViT-B-32.pt", tmp_path / "tower", activation="quick_gelu")
 
     def test_a_file_of_transformers_belongs_to_its_folder(self, tmp_path):
