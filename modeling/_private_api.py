@@ -43,7 +43,7 @@ def has_modes() -> bool:
 
 def is_under_vmap() -> bool:
     """Whether `torch.func.vmap` is among the active transforms: no values can be read under it (torch 2.15)."""
-    functorch = torch._C._functorch
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     stack = functorch.get_interpreter_stack() or ()
     return any(level.key() == functorch.TransformType.Vmap for level in stack)
 

@@ -23,4 +23,4 @@ def make_layers_plain(model: nn.Module) -> None:
     """Turn all linear layers of a model into torch's own: quantizers of other libraries replace these alone."""
     for module in model.modules():
         if type(module) is Linear:
-            module.__class__ = nn.Linear
+            module.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]

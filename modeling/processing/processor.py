@@ -81,9 +81,8 @@ class LlamoeProcessor(Llama4Processor):
             ValueError: a text has another number of markers than its list has pictures, or a picture cannot be read.
         """
         if isinstance(images, (list, tuple)) and any(isinstance(row, (list, tuple)) for row in images):
-            markers = [
-                prompt.count(self.image_token) for prompt in ([text] if isinstance(text, str) else text)
-            ]
+            texts = [text] if isinstance(text, str) else text or []
+            markers = [prompt.count(self.image_token) for prompt in texts]
             counts = [len(row) for row in images]
             if markers != counts:
                 raise ValueError(
