@@ -128,14 +128,17 @@ class MaskInputs:
     def positions(self) -> torch.Tensor:
         """`[B or 1, Q]`: positions of the new tokens, given or counted from each row's first real token.
 
-        Given ones are 0 on padding, which must choose no frequencies where the highest position does (`dynamic` and
-        `longrope` scaling).
+        Where the highest position chooses frequencies (`dynamic` and `longrope` scaling), and where positions are
+        given, they are 0 on padding.
         """
-        if self.position_ids is None:
-            return self.positions_at(self.query_index)
-        if self.padding_mask is None:
-            return self.position_ids
-        return torch.where(self.is_real(self.query_index), self.position_ids, 0)
+        positions = self.position_ids
+        if positions is None:
+            positions = self.positions_at(self.query_index)
+        rope_type = self.config.rope_parameters["rope_type"]
+        follows_length = "dynamic" in rope_type or rope_type == "longrope"
+        if self.padding_mask is None or (self.position_ids is None and not follows_length):
+            return positions
+        return torch.where(self.is_real(self.query_index), positions, 0)
 
     @fact
     def first_position(self) -> int | None:

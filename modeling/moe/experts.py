@@ -235,8 +235,8 @@ class Experts(TakesSingleExperts):
         )
         num_tokens, top_k = top_k_index.shape
         ids_N = top_k_index.reshape(-1)
-        way = self.way(len(ids_N), needs_gradient, lora, is_recorded(hidden_states))
-        if not needs_gradient and len(ids_N) <= _UNSORTED_MAX_ROWS[way]:
+        way = self.way(ids_N.shape[0], needs_gradient, lora, is_recorded(hidden_states))
+        if not needs_gradient and ids_N.shape[0] <= _UNSORTED_MAX_ROWS[way]:
             y_NH = self._products_of_choices(x_TH, ids_N, top_k, way, lora)
         else:
             y_NH = self._products_of_sorted(x_TH, ids_N, top_k, way, lora)
@@ -266,7 +266,7 @@ class Experts(TakesSingleExperts):
         ends_E = torch.searchsorted(ids_N, expert_E, right=True, out_int32=True)
         x_NH = x_TH.index_select(0, order_N // top_k)
         if way == "host":
-            y_NH = self.products(x_NH, groups_between(ends_E, len(ids_N)), multiply_groups, lora)
+            y_NH = self.products(x_NH, groups_between(ends_E, ids_N.shape[0]), multiply_groups, lora)
         elif way == "kernels":
             y_NH = self.products(x_NH, ends_E, multiply_on_device, lora)
         elif self._is_expert_parallel:
@@ -277,7 +277,7 @@ class Experts(TakesSingleExperts):
         else:
             y_NH = self.products(x_NH, ends_E, multiply_sorted, lora)
         place_N = torch.empty_like(order_N)
-        place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+        place_N[order_N] = torch.arange(order_N.shape[0], device=order_N.device)
         return y_NH.index_select(0, place_N)
 
     def products(

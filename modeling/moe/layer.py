@@ -141,8 +141,8 @@ class MixtureOfExperts(nn.Module):
             scores_TK = self._drop_over_capacity(scores_TK, indices_TK)
         if self.scales_input:
             scaled_NH = (x_TH[:, None] * scores_TK[..., None]).flatten(0, 1)
-            # The experts' outputs are not scaled any more.
-            ones_N1 = scaled_NH.new_ones(len(scaled_NH), 1)
+            # The experts' outputs are not scaled any more. `len` would be a constant of a traced program.
+            ones_N1 = scaled_NH.new_ones(scaled_NH.shape[0], 1)
             routed_NH = self.experts(scaled_NH, indices_TK.reshape(-1, 1), ones_N1)
             shape = indices_TK.shape
             routed_TH = routed_NH if shape[1] == 1 else routed_NH.unflatten(0, shape).sum(1)

@@ -300,11 +300,6 @@ HEADERS = {
     ),
     "deep_entry": safetensors(b'{"x":' + b"[" * 900 + b"]" * 900 + b"}"),
     "long_name": lambda: safetensors({"x" * 10**6: 5}),
-    "metadata_of_a_hundred_megabytes": lambda: safetensors(
-        b'{"__metadata__":{%s},"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-        % ", ".join(map('"%d": ""'.__mod__, range(6_000_000))).encode(),
-        bytes(4),
-    ),
 }
 
 
