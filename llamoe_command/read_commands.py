@@ -153,14 +153,14 @@ def verify(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check whether two checkpoints, in any formats, compute the same function.
+    """Check whether two checkpoints, in any formats, hold the same model.
 
     Keys, shapes and weights are compared first.
-    Then both models run, and hidden states and logits are compared.
+    Where they differ, both models run on random tokens, and their outputs are compared.
 
-    The exit status is 0 where they are shown to be one function, 1 where they are shown to be two, and 4 where neither
-    is shown: other weights without outputs to compare (--no-logits), or outputs that could not be computed. Tokenizers
-    and generation settings are not parts of the function.
+    The verdict is one of four: every number is equal; the weights are equal within rounding; the weights differ and the
+    outputs agree on so many tokens; or the models are different, with the first tensor that differs. The exit status is
+    1 for different models, else 0. Tokenizers and generation settings are not compared.
 
         llamoe verify llama-2-7b-chat chat      # before and after convert
     """
@@ -170,5 +170,5 @@ def verify(
     with progress_bar(is_silent) as progress:
         found = conversion.verify(a, b, **options, device=device, progress=progress)
     print_sections(found.as_dict(), found.sections(), as_json)
-    if status := {"same": 0, "different": 1, "unknown": 4}[found.verdict]:
-        raise typer.Exit(status)
+    if not found.same_function:
+        raise typer.Exit(1)

@@ -165,18 +165,15 @@ def test_inspect_and_verify_read_such_folders(case, tmp_path):
 
     convert(source, tmp_path / "hf")
     result = verify(source, tmp_path / "hf")
-    assert result.same_weights
-    assert result.same_function
-    assert verify(source, tmp_path / "hf", by_layer=False).same_function
+    assert result.verdict == "equal"
     name = next(name for name in weights if name.endswith("w3.weight"))
     changed = {**weights, name: weights[name] * 1.01}
     result = verify(case.write(tmp_path / "other", changed), tmp_path / "hf")
     assert not result.same_weights
     assert result.same_function is False
-    assert result.first_layer == "layers.0"
 
 
-def test_verify_sees_another_window_and_an_expert_that_no_token_reaches(tmp_path):
+def test_verify_sees_another_window(tmp_path):
     windows = [
         MistralCase("a", {"sliding_window": size, "rope_theta": 1e4}).write(tmp_path / str(size))
         for size in (100, 200)
@@ -184,18 +181,6 @@ def test_verify_sees_another_window_and_an_expert_that_no_token_reaches(tmp_path
     result = verify(*windows, tokens=8)
     assert result.function == {"sliding_window": (100, 200)}
     assert result.same_function is False
-
-    case = MistralCase("one expert a token", {"moe": {"num_experts": 3, "num_experts_per_tok": 1}})
-    weights = case.weights()
-    for layer in range(2):
-        # Of two opposite logits one is above that of the last expert, which is zero.
-        gate = weights[f"layers.{layer}.feed_forward.gate.weight"]
-        gate[1], gate[2] = -gate[0], 0
-    changed = {**weights, "layers.1.feed_forward.experts.2.w2.weight": torch.rand(24, 40)}
-    result = verify(case.write(tmp_path / "one", weights), case.write(tmp_path / "two", changed))
-    assert result.outputs[0].max_abs == 0
-    assert result.same_function is False
-    assert any("layers.1.mlp: expert 2, to which no token was sent" in reason for reason in result.reasons)
 
 
 # Which folder is whose

@@ -10,7 +10,6 @@ from support.hostile_files import code
 from support.spoilt_folders import refused
 
 import llamoe
-from llamoe.configuration.errors import CheckpointError
 from llamoe.modeling.checkpoints.torch_files import read_torch
 
 SAVED = {
