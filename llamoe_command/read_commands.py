@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -26,12 +26,6 @@ def inspect(
         typer.Option(help="Tokens in the KV cache. The default is 8192, or the model's limit if lower."),
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences in the KV cache.")] = 1,
-    reader: Annotated[
-        Literal["gguf"] | None,
-        typer.Option(
-            "--for", help="Also say whether llama.cpp, which reads GGUF files, computes this model."
-        ),
-    ] = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="Also say where each part would go on a machine.")
     ] = False,
@@ -94,10 +88,6 @@ def inspect(
 
         llamoe inspect Llama-4-Maverick --context 32768 --batch 4
 
-    With --for the exit status is 1 where llama.cpp would compute something else, and 0 where it would not.
-
-        llamoe inspect my-model --for gguf
-
     With --plan it is said what goes to GPUs, to memory and to disk, and how fast that could run.
 
         llamoe inspect llama-4-scout --plan --gpus 1 --ram 64GB --quantization int4
@@ -123,12 +113,10 @@ def inspect(
     machine = {"gpus": gpus, "gpu_memory": gpu_memory, "ram": ram, "bits": bits}
     machine |= {"quantization": quantization, "prefill": prefill, "headroom": headroom}
     machine |= {"train": train, "rank": rank, "adapt_experts": adapt_experts}
-    found = conversion.inspect(path, context=context, batch=batch, reader=reader, plan=plan, **machine)
+    found = conversion.inspect(path, context=context, batch=batch, plan=plan, **machine)
     if save:
         save.write_text(json.dumps(found.placement.arguments(), indent=1) + "\n", encoding="utf-8")
     print_sections(dataclasses.asdict(found), found.sections(), as_json)
-    if found.gguf:
-        raise typer.Exit(1)
 
 
 @app.command()

@@ -125,10 +125,11 @@ class Verification:
     @property
     def reasons(self) -> list[str]:
         """The verdict in sentences."""
+        weights = "are equal" if self.same_weights else "differ"
         words = {
             "equal": f"every number of {self.compared:,} tensors is equal",
             "rounded": "the weights are equal within rounding",
-            "agree": f"weights {'are equal' if self.same_weights else 'differ'}, outputs agree on {self.tokens:,} tokens",
+            "agree": f"weights {weights}, outputs agree on {self.tokens:,} tokens",
             "different": "the checkpoints hold different models",
         }
         reasons = [words[self.verdict]]

@@ -30,7 +30,7 @@ def load_config(folder, name="LlamoeDenseConfig"):
 
 
 def look(folder):
-    return inspect(folder).problems
+    inspect(folder)
 
 
 def convert_to(folder, target):

@@ -154,7 +154,7 @@ def test_inspect_and_verify_read_such_folders(case, tmp_path):
     weights = case.weights()
     source = case.write(tmp_path / "mistral", weights)
     found = inspect(source)
-    assert (found.kind, found.problems, found.mismatches) == ("mistral", [], [])
+    assert found.kind == "mistral"
     assert ("Mixtral" in found.family) == case.is_mixture
     assert found.stored == found.parameters["total"] == sum(tensor.numel() for tensor in weights.values())
     assert found.sizes["hidden_size"] == 24
