@@ -1,4 +1,4 @@
-"""Conversion between Meta's, Mistral AI's and Hugging Face's formats: `llamoe convert`."""
+"""Conversion of Meta's, Mistral AI's and Hugging Face's folders to Hugging Face's and Meta's: `llamoe convert`."""
 
 import copy
 import json
@@ -14,7 +14,6 @@ from .checkpoint import Report
 from .hf import save_hf
 from .io import Progress, WriteOptions, check_sums
 from .meta import save_meta
-from .mistral import save_mistral
 from .open import open_source
 
 _ROPE_NAMES = (
@@ -47,7 +46,7 @@ def convert(
         source: a folder in Meta's, Mistral AI's or Hugging Face's format; it is never changed. Weights that `quantize`
             has packed are unpacked.
         target: a folder that does not exist or is empty.
-        to: "hf", "meta" or "mistral".
+        to: "hf" or "meta".
         shards: for "meta", the number of files that each tensor is split over; it divides the key/value heads. None
             takes as many as Meta's releases of that size have: one up to 17.5 GB.
         style: for "meta" and Llama 4, "release" (names of the published files, some tensors fused) or "unfused" (module
@@ -69,12 +68,12 @@ def convert(
             is left behind.
         OSError: the disk is full or fails; complete files stay for `resume`.
     """
-    if to not in ("hf", "meta", "mistral"):
-        raise ValueError(f"to = {to!r}: valid are 'hf', 'meta' and 'mistral'.")
+    if to not in ("hf", "meta"):
+        raise ValueError(f"to = {to!r}: valid are 'hf' and 'meta'.")
     options = WriteOptions(layout, dtype, shard_size, resume, dry_run, progress)
-    unused = {} if to == "meta" else {"shards": (shards, None), "style": (style, "release")}
-    if to != "hf":
-        unused |= {"experts": (experts, "fused"), "shard_size": (shard_size, "5GB"), "layout": (layout, None)}
+    unused = {"shards": (shards, None), "style": (style, "release")}
+    if to == "meta":
+        unused = {"experts": (experts, "fused"), "shard_size": (shard_size, "5GB"), "layout": (layout, None)}
     for name, (value, default) in unused.items():
         if value != default:
             raise ValueError(f"{name} = {value!r}: has no meaning for to = {to!r}.")
@@ -89,8 +88,6 @@ def convert(
         check_sums(checkpoint.sources, progress)
     if to == "meta":
         return save_meta(checkpoint, target, options, shards=shards, style=style)
-    if to == "mistral":
-        return save_mistral(checkpoint, target, options)
     return save_hf(checkpoint, target, options, experts=experts)
 
 

@@ -14,8 +14,8 @@ def convert(
     source: Source,
     target: Target,
     to: Annotated[
-        Literal["hf", "meta", "mistral"],
-        typer.Option(help="Format of TARGET: Hugging Face's, Meta's or Mistral AI's."),
+        Literal["hf", "meta"],
+        typer.Option(help="Format of TARGET: Hugging Face's or Meta's."),
     ] = "hf",
     shards: Annotated[
         int | None,
@@ -52,7 +52,7 @@ def convert(
         ),
     ] = None,
 ) -> None:
-    """Convert a checkpoint between Meta's or Mistral AI's format and Hugging Face's.
+    """Convert Meta's, Mistral AI's or Hugging Face's checkpoint to Hugging Face's or Meta's format.
 
     The tokenizer, chat template, generation settings and processor settings are converted too. The result works with
     AutoTokenizer, AutoProcessor and generate.

@@ -4,26 +4,22 @@ All files have the same names, and each holds its slice of every large tensor.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
-from ...configuration.json_files import to_json
-from ..checkpoint import Checkpoint, Report, carry_out, check_model, tie_heads, tied_head
+from ..checkpoint import check_model, tie_heads
 from ..hf import fuse_experts
 from ..io import (
     LazyTensor,
-    Plan,
     Table,
-    WriteOptions,
     open_pickle,
     open_safetensors,
     read_through,
     sources_of,
 )
-from .params import KEPT, Params
+from .params import Params
 
 Files = Sequence[Mapping[str, LazyTensor]]
 
@@ -148,49 +144,3 @@ def is_tuned(folder: Path, instruct: bool | None) -> bool | None:
     name = folder.parent.name if folder.name == "original" else folder.name
     # A name that does not show it may still belong to a tuned model.
     return True if _TUNED.search(name) else None
-
-
-def tensors_with_head(checkpoint: Checkpoint, notes: list[str], whose: str) -> dict[str, LazyTensor]:
-    """The checked tensors of a model to write; a tied head is a copy of the embedding, and `notes` says so."""
-    tensors = check_model(checkpoint.config, checkpoint.tensors, str(checkpoint.path))
-    for head, embedding in tied_head(checkpoint.config).items():
-        tensors[head] = tensors[embedding]
-        notes.append(
-            f"the embedding serves as the output head (tie_word_embeddings), which {whose} does not know: "
-            "output.weight is a copy"
-        )
-    return tensors
-
-
-def write_tokenizer(
-    find: Callable[[Mapping[str, bytes], Any], dict[str, bytes]],
-    checkpoint: Checkpoint,
-    what: str,
-    notes: list[str],
-) -> dict[str, bytes]:
-    """The tokenizer's file by name; if there is none, a note: the weights are useful without it."""
-    try:
-        found = find(checkpoint.companions, checkpoint.config)
-    except CheckpointError as error:
-        notes.append(f"no {what} is written: {error}")
-        return {}
-    if not found:
-        notes.append(f"the source has no tokenizer: no {what} is written")
-    return found
-
-
-def write_folder(
-    checkpoint: Checkpoint,
-    target: Path,
-    to: str,
-    options: WriteOptions,
-    plan: Plan,
-    contents: tuple[dict[str, Any], dict[str, Any]],
-    notes: list[str],
-) -> Report:
-    """Write the weights of a plan, and last `contents`, those of params.json and of llamoe.json."""
-    params, kept = contents
-    plan.last = {**({KEPT: to_json(kept)} if kept else {}), "params.json": to_json(params)}
-    report = carry_out(plan, checkpoint, target, to, options)
-    report.notes.extend(notes)
-    return report

@@ -167,7 +167,6 @@ SOURCES = {
     "split Mixtral": ("mixtral", dict(layout="stock")),
     "Meta": ("dense", dict(to="meta", shards=2)),
     "Meta, Llama 4": ("text", dict(to="meta", shards=2)),
-    "Mistral AI": ("mixtral", dict(to="mistral")),
     "bin": ("mixtral", None),
 }
 
