@@ -68,7 +68,7 @@ class Report:
     Attributes:
         source, target: paths.
         kind: kind of the source, see `Checkpoint`.
-        to: "hf", "meta", "open_clip" or "clip".
+        to: "hf", "meta", "tower" or "clip".
         files: weight files of the target.
         tensors: how many tensors they hold.
         bytes: size of those tensors.

@@ -1,17 +1,15 @@
-"""What open_clip states about a tower besides its tensors: open_clip_config.json, models, architectures and releases.
+"""What open_clip states about a tower besides its tensors: open_clip_config.json, models and architectures.
 
-Architectures and releases are open_clip's own tables, which are read where a file does not describe itself: importing
-open_clip takes as long as importing torch. Nothing is downloaded.
+Architectures are open_clip's own tables, which are read where a file does not describe itself: importing open_clip
+takes as long as importing torch. Nothing is downloaded.
 """
 
-from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, cast
 
 from torch import nn
 
 from ...configuration.errors import CheckpointError
-from ...configuration.vision import LlamoeVisionConfig
 from .name_tables import OPEN_CLIP_DEFAULTS
 
 OPEN_CLIP_CONFIG = "open_clip_config.json"
@@ -80,34 +78,6 @@ def read_model_cfg(model: Any, where: object) -> dict[str, Any]:
     }
 
 
-def write_model_cfg(config: LlamoeVisionConfig) -> dict[str, Any]:
-    """The open_clip description of a tower, without a text tower; `ValueError` for an activation it does not have."""
-    if config.hidden_act not in ("quick_gelu", "gelu", "gelu_pytorch_tanh"):
-        raise ValueError(
-            f"hidden_act = {config.hidden_act!r}: open_clip has QuickGELU and GELU only, and cannot compute this tower."
-        )
-    width, inner = config.hidden_size, config.intermediate_size
-    ratios = (round(inner / width, 4), inner / width, (inner + 0.5) / width)
-    vision: dict[str, Any] = {
-        "image_size": config.image_size,
-        "layers": config.num_hidden_layers,
-        "width": width,
-        "head_width": config.head_dim,
-        # open_clip rounds width * ratio down; a rounded ratio may give the integer below.
-        "mlp_ratio": next(ratio for ratio in ratios if int(width * ratio) == inner),
-        "patch_size": config.patch_size,
-    }
-    if config.norm_eps != 1e-5:
-        vision["norm_kwargs"] = {"eps": config.norm_eps}
-    if config.hidden_act == "gelu_pytorch_tanh":
-        vision["act_kwargs"] = dict(_TANH)
-    return {
-        "embed_dim": width if config.projection_dim is None else config.projection_dim,
-        "quick_gelu": config.hidden_act == "quick_gelu",
-        "vision_cfg": vision,
-    }
-
-
 def describe_tower(visual: nn.Module, where: object) -> dict[str, Any]:
     """What open_clip_config.json would state of a tower in memory, which is the `visual` of a model of open_clip.
 
@@ -161,71 +131,3 @@ def architecture(name: str) -> dict[str, Any]:
         near = ", ".join(get_close_matches(str(name), known, n=4)) or "see open_clip.list_models()"
         raise ValueError(f"model = {name!r}: no architecture of open_clip. Near to it: {near}.")
     return cast(dict[str, Any], open_clip.get_model_config(name))
-
-
-def published_heads(sizes: Mapping[str, Any]) -> int | None:
-    """The number of heads of open_clip's architectures of these sizes, if they agree; no tensor shows it."""
-    fields = ("hidden_size", "num_hidden_layers", "intermediate_size")
-    heads = {own["num_attention_heads"] for _, _, own in _published(sizes, fields)}
-    return heads.pop() if len(heads) == 1 else None
-
-
-def find_release(tag: str, sizes: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Activation and `preprocess_cfg` of one of open_clip's releases of weights, by its tag and a tower's sizes.
-
-    The picture size decides where a release has the same tower with both activations.
-
-    Raises:
-        ValueError: no release of this tag for these sizes, or an undecided activation.
-    """
-    image_size = sizes["image_size"]
-    fitting = [found for found in _releases(sizes) if found[0] == str(tag).lower().replace("-", "_")]
-    chosen = [found for found in fitting if found[1] == image_size] or fitting
-    if len({activation for _, _, activation, _ in chosen}) != 1:
-        problem = (
-            "has towers of either activation, but none for these pictures," if fitting else "has no tower"
-        )
-        width, layers = sizes["hidden_size"], sizes["num_hidden_layers"]
-        raise ValueError(
-            f"tag = {tag!r}: the release {problem} of width {width}, {layers} layers, "
-            f"patches of {sizes['patch_size']} and {image_size} pixels. Give activation= instead. "
-            f"{describe_releases(sizes)}"
-        )
-    return chosen[0][2:]
-
-
-def describe_releases(sizes: Mapping[str, Any]) -> str:
-    """The tags of open_clip's releases of these sizes, for messages."""
-    found = [f"{tag} ({activation} at {size} pixels)" for tag, size, activation, _ in _releases(sizes)]
-    return f"open_clip's releases of these sizes: {', '.join(dict.fromkeys(found)) or 'none'}."
-
-
-def _releases(sizes: Mapping[str, Any]) -> Iterator[tuple[str, int, str, dict[str, Any]]]:
-    """Tag, picture size, activation and `preprocess_cfg` of each release of weights for a tower of these sizes."""
-    import open_clip
-
-    for name, model, _ in _published(sizes, ("hidden_size", "num_hidden_layers", "patch_size")):
-        for tag in open_clip.list_pretrained_tags_by_model(name):
-            listed = open_clip.get_pretrained_cfg(name, tag)
-            # The same weights stand under architectures with either; the release says what they were trained with.
-            quick = listed.get("quick_gelu", model.get("quick_gelu", False))
-            preprocess = {field: listed[field] for field in ("mean", "std", "interpolation", "resize_mode")}
-            described = read_model_cfg({**model, "quick_gelu": quick}, name)
-            yield tag, described["image_size"], described["hidden_act"], preprocess
-
-
-def _published(
-    sizes: Mapping[str, Any], fields: tuple[str, ...]
-) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Name, `model_cfg` and sizes of open_clip's architectures that have these sizes in these fields."""
-    import open_clip
-
-    for name in open_clip.list_models():
-        model = cast(dict[str, Any], open_clip.get_model_config(name))
-        try:
-            own = read_model_cfg(model, name)
-        except CheckpointError:
-            # Of parts that ours does not have.
-            continue
-        if all(own[field] == sizes[field] for field in fields):
-            yield name, model, own

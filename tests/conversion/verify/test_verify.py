@@ -174,12 +174,10 @@ def test_towers_of_every_format_are_the_same_and_the_activation_decides(tmp_path
         image_size=56, patch_size=14, hidden_act="quick_gelu", **fields,
     )  # fmt: skip
     draw(llamoe.LlamoeVisionModel, config).save_pretrained(tmp_path / "tower")
-    for kind in ("open_clip", "clip"):
-        convert_vision(tmp_path / "tower", tmp_path / kind, to=kind)
-        result = verify(tmp_path / kind, tmp_path / "tower")
-        assert result.same_weights and result.same_function, result.reasons
+    convert_vision(tmp_path / "tower", tmp_path / "clip", to="clip")
+    assert verify(tmp_path / "clip", tmp_path / "tower").verdict == "equal"
     other = edited(tmp_path / "tower", tmp_path / "gelu", hidden_act="gelu")
-    result = verify(tmp_path / "open_clip", other)
+    result = verify(tmp_path / "clip", other)
     assert result.same_weights and result.same_function is False
     assert result.function == {"hidden_act": ("quick_gelu", "gelu")}
 
