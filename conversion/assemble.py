@@ -259,8 +259,6 @@ def _join(decoder: Checkpoint, tower: Checkpoint, vocabulary: Vocabulary, seed: 
         dropped={**decoder.dropped, **tower.dropped},
         companions=companions,
         sources=[*decoder.sources, *tower.sources],
-        # Where both are parts of one model, the look of the first opening counts.
-        looks={**tower.looks, **decoder.looks},
         notes=notes,
     )
 

@@ -20,7 +20,7 @@ from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
 from ...configuration.multimodal import LlamoeConfig
 from ...configuration.vision import LlamoeVisionConfig
-from ..checkpoint import Checkpoint, check_model, look_at_checkpoint, take_part
+from ..checkpoint import Checkpoint, check_model, check_source, take_part
 from ..hf import open_hf, open_shards, read_companions
 from ..io import InMemory, LazyTensor, Table, open_weights, read_json, read_through, sources_of
 from . import image_processors
@@ -90,15 +90,15 @@ def open_tower(path: str | Path | nn.Module, *, model: str | None = None) -> Che
     if isinstance(path, nn.Module):
         return _open_open_clip(path, model)
     path = Path(path)
-    looks = look_at_checkpoint(path)
+    check_source(path)
     kind = tower_kind(path)
     if kind == "open_clip":
-        return replace(_open_open_clip(path, model), looks=looks)
+        return _open_open_clip(path, model)
     if model is not None:
         raise ValueError(f"model = {model!r}: {path} is not an open_clip checkpoint, and describes itself.")
     if kind is None:
         raise _explain_unknown(path)
-    return replace(_open_clip(path) if kind == "clip" else _open_ours(path), looks=looks)
+    return _open_clip(path) if kind == "clip" else _open_ours(path)
 
 
 def _explain_unknown(path: Path) -> CheckpointError:
