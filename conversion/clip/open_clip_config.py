@@ -33,23 +33,15 @@ def read_model_cfg(model: Any, where: object) -> dict[str, Any]:
     vision = model.get("vision_cfg") if isinstance(model, dict) else None
     if not isinstance(vision, dict):
         raise CheckpointError(f"{where}: has no vision_cfg, where open_clip describes the tower.")
-    for name, (default, meaning) in OPEN_CLIP_DEFAULTS.items():
-        if (vision.get(name) or default) != default:
+    for name, default in OPEN_CLIP_DEFAULTS.items():
+        if (value := vision.get(name) or default) != default:
             raise CheckpointError(
-                f"{where}: {name} is {vision[name]!r}: {meaning} has no place in this tower, nor in MetaCLIP's."
+                f"{where}: {name} is {value!r}, and only {default!r} has a place in this tower."
             )
-    if isinstance(vision.get("layers"), list):
-        raise CheckpointError(
-            f"{where}: layers is {vision['layers']}, a ResNet tower, which cannot be converted."
-        )
+    patch, image = (side_of(vision.get(name, 16), name, where) for name in ("patch_size", "image_size"))
     try:
-        width, patch = (
-            int(vision.get("width", 768)),
-            int(side_of(vision.get("patch_size", 16), "patch_size", where)),
-        )
-        inner, layers = int(width * float(vision.get("mlp_ratio", 4.0))), int(vision.get("layers", 12))
-    except CheckpointError:
-        raise
+        width, layers = int(vision.get("width", 768)), int(vision.get("layers", 12))
+        inner = int(width * float(vision.get("mlp_ratio", 4.0)))
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{where}: vision_cfg cannot be read ({error}).") from error
     head_width = vision.get("head_width", 64)
@@ -71,7 +63,7 @@ def read_model_cfg(model: Any, where: object) -> dict[str, Any]:
         "intermediate_size": inner,
         "num_attention_heads": width // head_width,
         "patch_size": patch,
-        "image_size": side_of(vision.get("image_size"), "image_size", where),
+        "image_size": image,
         "projection_dim": model.get("embed_dim"),
         "norm_eps": float(eps),
         "hidden_act": "quick_gelu" if quick else "gelu_pytorch_tanh" if act == _TANH else "gelu",
@@ -85,7 +77,7 @@ def describe_tower(visual: nn.Module, where: object) -> dict[str, Any]:
         CheckpointError: it is none of open_clip's own vision transformers, has another activation, or blocks or norms
             that differ from one another.
     """
-    from open_clip.transformer import QuickGELU, ResidualAttentionBlock, VisionTransformer
+    from open_clip.transformer import QuickGELU, VisionTransformer
 
     if not isinstance(visual, VisionTransformer):
         raise CheckpointError(
@@ -114,8 +106,6 @@ def describe_tower(visual: nn.Module, where: object) -> dict[str, Any]:
         "act_kwargs": {"approximate": act.approximate} if isinstance(act, nn.GELU) else {},
         "pool_type": visual.pool_type,
         "final_ln_after_pool": visual.final_ln_after_pool,
-        "no_ln_pre": isinstance(visual.ln_pre, nn.Identity),
-        "block_type": None if type(block) is ResidualAttentionBlock else type(block).__name__,
     }
     model = {"embed_dim": visual.output_dim, "quick_gelu": isinstance(act, QuickGELU), "vision_cfg": vision}
     # The loader puts it there; a model that was built without the loader has none.

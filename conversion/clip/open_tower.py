@@ -25,7 +25,7 @@ from ..hf import open_hf, open_shards, read_companions
 from ..io import InMemory, LazyTensor, Table, open_weights, read_json, read_through, sources_of
 from . import image_processors
 from .image_processors import PROCESSOR
-from .name_tables import CLIP, OPEN_CLIP, OPEN_CLIP_REFUSED
+from .name_tables import CLIP, OPEN_CLIP
 from .open_clip_config import (
     OPEN_CLIP_CONFIG,
     architecture,
@@ -97,35 +97,12 @@ def open_tower(path: str | Path | nn.Module, *, model: str | None = None) -> Che
     if model is not None:
         raise ValueError(f"model = {model!r}: {path} is not an open_clip checkpoint, and describes itself.")
     if kind is None:
-        raise _explain_unknown(path)
-    return _open_clip(path) if kind == "clip" else _open_ours(path)
-
-
-def _explain_unknown(path: Path) -> CheckpointError:
-    if path.is_file():
-        names = list(open_weights(path))
-        found = f"has no tensor of an open_clip tower (visual.…), but {', '.join(names[:3]) or 'none'}"
-        if any(name.startswith(("cls_token", "blocks.0.", "trunk.")) for name in names):
-            found = (
-                "has timm's names; the file open_clip_model.safetensors of the same release has open_clip's"
-            )
-        elif any("encoder.layers.0." in name or "model.layers.0." in name for name in names):
-            found = "has transformers' names; give its folder, whose config.json belongs to it"
-        return CheckpointError(f"{path}: {found}.")
-    expected = (
-        f"{' or '.join(OPEN_CLIP_FILES)}, or a config.json with model_type "
-        f"{', '.join(map(repr, (*_CLIP_CONFIGS, *_OUR_TYPES)))}"
-    )
-    if not (path / "config.json").is_file():
-        return CheckpointError(
-            f"{path}: is not a tower's folder: expected {expected}. A single file is named itself."
+        types = ", ".join((*_CLIP_CONFIGS, *_OUR_TYPES))
+        raise CheckpointError(
+            f"{path}: is not a tower: expected a file of open_clip, whose names begin with visual., or a folder with "
+            f"{' or '.join(OPEN_CLIP_FILES)}, or with a config.json of the model_type {types}."
         )
-    model_type = str(read_json(path / "config.json").get("model_type"))
-    reason = " (SigLIP's towers have no class token and pool by attention)" if "siglip" in model_type else ""
-    return CheckpointError(
-        f"{path / 'config.json'}: model_type {model_type!r} is not a tower that can be converted{reason}; expected "
-        f"{expected}."
-    )
+    return _open_clip(path) if kind == "clip" else _open_ours(path)
 
 
 def _agree(stated: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -151,7 +128,6 @@ def _open_open_clip(source: Path | nn.Module, model: str | None) -> Checkpoint:
         # A name for messages, which no file has.
         path = file = described = Path(f"<open_clip.{type(source).__name__}>")
         tensors = _view_tower(source, file)
-        _refuse_parts(tensors, file)
         settings = describe_tower(cast(nn.Module, source.visual), file)
     else:
         path = file = source
@@ -159,7 +135,6 @@ def _open_open_clip(source: Path | nn.Module, model: str | None) -> Checkpoint:
             file = next(path / name for name in OPEN_CLIP_FILES if (path / name).is_file())
         # Distributed training adds this prefix.
         tensors = _renamed(open_weights(file), lambda name: name.removeprefix("module."))
-        _refuse_parts(tensors, file)
         # The configuration belongs to the file only where both have the names that open_clip gives them.
         described = file.with_name(OPEN_CLIP_CONFIG)
         if file.name in OPEN_CLIP_FILES and described.is_file():
@@ -211,15 +186,6 @@ def _renamed(tensors: Mapping[str, LazyTensor], rename: Callable[[str], str]) ->
             other = result[rename(name)].origin
             raise CheckpointError(f"{tensor.origin}: is the same tensor as {other}. Remove one.")
     return result
-
-
-def _refuse_parts(tensors: Mapping[str, LazyTensor], file: Path) -> None:
-    for name in tensors:
-        for part, reason in OPEN_CLIP_REFUSED.items():
-            if name.startswith("visual.") and part in name:
-                raise CheckpointError(
-                    f"{file}: {name}: {reason} has no place in this tower, nor in MetaCLIP's."
-                )
 
 
 def _measure(tensors: Mapping[str, LazyTensor], file: Path) -> dict[str, Any]:
