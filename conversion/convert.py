@@ -85,7 +85,7 @@ def convert(
         scaled = checkpoint.config.get_text_config().rope_parameters
         checkpoint.notes.append(f"rope_parameters are what rope_scaling asks for: {scaled}")
     if checksums:
-        check_sums(checkpoint.sources, progress)
+        check_sums(checkpoint.sources)
     if to == "meta":
         return save_meta(checkpoint, target, options, shards=shards, style=style)
     return save_hf(checkpoint, target, options, experts=experts)

@@ -101,6 +101,7 @@ class _ReadAhead:
     """
 
     def __init__(self):
+        # Asked before the writer, whose copies want one thread, lowers the number.
         self._count = min(torch.get_num_threads(), _MOST_THREADS)
         self._pool = ThreadPoolExecutor(self._count)
         self._matrices: list[tuple[PackedWeight, LazyTensor]] = []

@@ -12,10 +12,10 @@ from .lazy_tensor import LazyTensor
 
 
 class Progress(Protocol):
-    """Receives the progress of writing, and of comparing checksums before."""
+    """Receives the progress of writing, or of reading."""
 
     def start(self, total: int) -> None:
-        """Begin with checksums, or with weights; `total` is the number of bytes to read, or to write."""
+        """Begin; `total` is the number of bytes to read, or to write."""
 
     def advance(self, nbytes: int, file: str) -> None:
         """Count bytes that were read, written to a file, or were already there."""

@@ -31,6 +31,17 @@ _CHECKED_AT_ONCE = 1 << 24
 _BEHIND = 1 << 26
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Context in which torch computes in one thread: on a busy machine, joining threads takes ten times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 # (file, key, tensor) of tensors that are written together.
 Unit = list[tuple[str, str, LazyTensor]]
 
@@ -111,7 +122,7 @@ class _Run:
     def _write_group(self, group: Mapping[str, Mapping[str, LazyTensor]]) -> None:
         """Write files side by side, so that each block of the source is read once for all of them."""
         outputs: dict[str, Output] = {}
-        with ExitStack() as opened:
+        with _one_thread(), ExitStack() as opened:
             for name, tensors in group.items():
                 make = SafetensorsOutput if name.endswith(".safetensors") else TorchOutput
                 outputs[name] = make(self._partial(name), tensors)
