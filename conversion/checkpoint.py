@@ -285,25 +285,23 @@ def check_source(path: Path) -> None:
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder.")
     check_whole(path)
-    refuse_adapter(path)
+    _refuse_adapter(path)
 
 
-def refuse_adapter(path: Path) -> None:
-    """Refuse a folder or file of peft's.
-
-    Raises:
-        CheckpointError: it is one; the sentence says how it becomes a model.
-    """
+def _refuse_adapter(path: Path) -> None:
+    """Refuse a folder or file of peft's, and say how it becomes a model."""
     folder = path if path.is_dir() else path.parent
-    files = [folder / f"adapter_model.{ending}" for ending in ("safetensors", "bin")]
-    if path not in files:
-        is_adapter = path.is_dir() and any(file.is_file() for file in (folder / _OF_ADAPTER, *files))
-        if not is_adapter or find_weights(path) is not None or any(path.glob("consolidated*")):
-            return
+    names = ("adapter_model.safetensors", "adapter_model.bin", _OF_ADAPTER)
+    is_adapter = path.name in names or path.is_dir() and any((path / name).is_file() for name in names)
+    if (
+        not is_adapter
+        or path.is_dir()
+        and (find_weights(path) is not None or any(path.glob("consolidated*")))
+    ):
+        return
     content = read_json(folder / _OF_ADAPTER) if (folder / _OF_ADAPTER).is_file() else {}
     base = content.get("base_model_name_or_path") or "its model"
     raise CheckpointError(
-        f"{path}: is an adapter of {base}, no model. Merge it, and give the folder that this saves: "
-        f'PeftModel.from_pretrained(model, "{folder}").merge_and_unload().save_pretrained("merged"), where model is '
-        f"{base} in 16 or 32 bit, loaded by an Auto class after `import llamoe`."
+        f"{path}: is an adapter of {base}, no model. Merge it by merge_and_unload(), save the result, and give that "
+        "folder."
     )

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...configuration.base import LlamoeBaseConfig
+from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
 from ..checkpoint import check_model, tie_heads
 from ..hf import fuse_experts
@@ -53,19 +54,14 @@ def weight_files(folder: Path, *endings: str) -> list[Path]:
     if len(kinds) > 1:
         held = " and ".join(sorted(kinds.values(), reverse=True))
         raise CheckpointError(f"{folder}: holds {held}. Remove what is not the model.")
-    first, match = next(iter(found.items()))
-    if match[1] is None:
-        return [folder / first]
-    numbers = sorted((int(match[1]), name) for name, match in found.items())
-    for expected, (number, name) in enumerate(numbers):
-        if number > expected:
-            missing = f"consolidated.{expected:0{len(match[1])}d}.{match[2]}"
-            raise CheckpointError(f"{folder}: {missing} missing; there is {name}.")
-        if number < expected:
-            raise CheckpointError(
-                f"{folder}: a file of weights is there twice: {numbers[number][1]}, {name}."
-            )
-    return [folder / name for _, name in numbers]
+    numbers = {int(match[1] or 0): name for name, match in found.items()}
+    if missing := [number for number in range(len(found)) if number not in numbers]:
+        first = next(iter(found.values()))
+        name = f"consolidated.{missing[0]:0{len(first[1])}d}.{first[2]}"
+        raise CheckpointError(
+            f"{folder}: {name} missing, or another file is there twice; there are {listed(list(found))}."
+        )
+    return [folder / numbers[number] for number in range(len(found))]
 
 
 def open_files(paths: Sequence[Path]) -> tuple[list[dict[str, LazyTensor]], dict[str, str]]:

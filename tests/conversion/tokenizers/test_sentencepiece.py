@@ -309,7 +309,7 @@ def test_wrong_files_are_named(model):
         assert "a/given.model" in str(error.value)
     for given, settings, named in (
         (model, config_of(vocabulary=32000), f"{VOCABULARY} pieces.*vocab_size is 32000"),
-        (train(model_type="unigram"), config, "type unigram"),
+        (train(model_type="unigram"), config, "model_type 1"),
         (train(eos_id=-1), config, "eos_id is -1"),
     ):
         with pytest.raises(CheckpointError, match=named):
