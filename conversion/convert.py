@@ -28,7 +28,6 @@ def convert(
     *,
     to: str = "hf",
     shards: int | None = None,
-    style: str = "release",
     experts: str = "fused",
     checksums: bool = False,
     instruct: bool | None = None,
@@ -49,8 +48,6 @@ def convert(
         to: "hf" or "meta".
         shards: for "meta", the number of files that each tensor is split over; it divides the key/value heads. None
             takes as many as Meta's releases of that size have: one up to 17.5 GB.
-        style: for "meta" and Llama 4, "release" (names of the published files, some tensors fused) or "unfused" (module
-            names of Meta's code).
         experts: for "hf", "fused" (stacked, as stock) or "split" (a linear layer for each expert).
         checksums: first compare the source with its checklist.chk and with the checksums inside .pth files. This reads
             the source once more.
@@ -71,7 +68,7 @@ def convert(
     if to not in ("hf", "meta"):
         raise ValueError(f"to = {to!r}: valid are 'hf' and 'meta'.")
     options = WriteOptions(layout, dtype, shard_size, resume, dry_run, progress)
-    unused = {"shards": (shards, None), "style": (style, "release")}
+    unused = {"shards": (shards, None)}
     if to == "meta":
         unused = {"experts": (experts, "fused"), "shard_size": (shard_size, "5GB"), "layout": (layout, None)}
     for name, (value, default) in unused.items():
@@ -87,7 +84,7 @@ def convert(
     if checksums:
         check_sums(checkpoint.sources)
     if to == "meta":
-        return save_meta(checkpoint, target, options, shards=shards, style=style)
+        return save_meta(checkpoint, target, options, shards=shards)
     return save_hf(checkpoint, target, options, experts=experts)
 
 

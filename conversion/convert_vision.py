@@ -15,7 +15,7 @@ _TARGETS = ("tower", "clip")
 
 
 def convert_vision(
-    source: str | os.PathLike | torch.nn.Module,
+    source: str | os.PathLike,
     target: str | os.PathLike,
     *,
     to: str = "tower",
@@ -29,8 +29,7 @@ def convert_vision(
     """Convert a vision tower of open_clip, transformers' CLIP or ours to ours or CLIP's.
 
     Args:
-        source: an open_clip file or folder, a folder of CLIP, MetaCLIP 2, Llama 4 or llamoe, or a model that
-            `open_clip.create_model` returned, whose `visual` describes itself; only read.
+        source: an open_clip file or folder, or a folder of CLIP, MetaCLIP 2, Llama 4 or llamoe; only read.
         target: a folder that does not exist or is empty.
         to: "tower" writes a folder of `LlamoeVisionModel`; "clip" writes a folder of transformers'
             `CLIPVisionModelWithProjection`, or `CLIPVisionModel` for a tower without projection.
@@ -44,21 +43,15 @@ def convert_vision(
         what was written; its notes say where the activation came from and what was changed.
 
     Raises:
-        ValueError: bad options, a target in use or inside the source, a file that nothing describes, a tower
-            that the target format cannot express, a damaged source, or `resume` for a model, of which nothing shows
-            that it is the same one; no file is left behind.
-        TypeError: a module that is not a model of open_clip.
+        ValueError: bad options, a target in use or inside the source, a file that nothing describes, a tower that the
+            target format cannot express, or a damaged source; no file is left behind.
         OSError: the disk is full or fails; complete files stay for `resume`.
     """
     target = Path(target)
     if to not in _TARGETS:
         raise ValueError(f"to = {to!r}: valid are {', '.join(map(repr, _TARGETS))}.")
     options = WriteOptions("llamoe", dtype, resume=resume, dry_run=dry_run, progress=progress)
-    if not isinstance(source, torch.nn.Module):
-        source = Path(source)
-        check_apart(source, target)
-    elif resume:
-        raise ValueError("resume = True: goes on with files only. Convert the model anew to another target.")
+    check_apart(Path(source), target)
     check_target(target, resume)
     checkpoint = open_tower(source, model=model)
     if image_size is not None:

@@ -24,12 +24,6 @@ def convert(
             "The default is that of Meta's releases of this size."
         ),
     ] = None,
-    style: Annotated[
-        Literal["release", "unfused"],
-        typer.Option(
-            help="With --to meta, for Llama 4: tensor names of the published files, or of the modules in Meta's code."
-        ),
-    ] = "release",
     experts: Annotated[
         Literal["fused", "split"],
         typer.Option(

@@ -1,4 +1,4 @@
-"""What open_clip states about a tower besides its tensors: open_clip_config.json, models and architectures.
+"""What open_clip states about a tower besides its tensors: open_clip_config.json, and its architectures.
 
 Architectures are open_clip's own tables, which are read where a file does not describe itself: importing open_clip
 takes as long as importing torch. Nothing is downloaded.
@@ -6,8 +6,6 @@ takes as long as importing torch. Nothing is downloaded.
 
 from difflib import get_close_matches
 from typing import Any, cast
-
-from torch import nn
 
 from ...configuration.errors import CheckpointError
 from .name_tables import OPEN_CLIP_DEFAULTS
@@ -68,48 +66,6 @@ def read_model_cfg(model: Any, where: object) -> dict[str, Any]:
         "norm_eps": float(eps),
         "hidden_act": "quick_gelu" if quick else "gelu_pytorch_tanh" if act == _TANH else "gelu",
     }
-
-
-def describe_tower(visual: nn.Module, where: object) -> dict[str, Any]:
-    """What open_clip_config.json would state of a tower in memory, which is the `visual` of a model of open_clip.
-
-    Raises:
-        CheckpointError: it is none of open_clip's own vision transformers, has another activation, or blocks or norms
-            that differ from one another.
-    """
-    from open_clip.transformer import QuickGELU, VisionTransformer
-
-    if not isinstance(visual, VisionTransformer):
-        raise CheckpointError(
-            f"{where}: its tower is a {type(visual).__name__}; open_clip's own VisionTransformer was expected."
-        )
-    blocks: list[Any] = list(visual.transformer.resblocks)
-    norms = {part.eps for part in visual.modules() if isinstance(part, nn.LayerNorm)}
-    kinds = {(type(block), block.attn.num_heads, str(block.mlp.gelu)) for block in blocks}
-    if len(kinds) != 1 or len(norms) != 1:
-        raise CheckpointError(
-            f"{where}: its blocks differ in kind, heads or activation, or its norms in eps; all must be alike."
-        )
-    block, act = blocks[0], blocks[0].mlp.gelu
-    if not isinstance(act, (QuickGELU, nn.GELU)):
-        raise CheckpointError(f"{where}: its activation is {act}; QuickGELU or GELU was expected.")
-    width = visual.conv1.out_channels
-    vision = {
-        "image_size": visual.image_size,
-        "layers": len(blocks),
-        "width": width,
-        "head_width": width // block.attn.num_heads,
-        # open_clip rounds width * ratio down.
-        "mlp_ratio": (block.mlp.c_fc.out_features + 0.5) / width,
-        "patch_size": visual.patch_size,
-        "norm_kwargs": {"eps": norms.pop()},
-        "act_kwargs": {"approximate": act.approximate} if isinstance(act, nn.GELU) else {},
-        "pool_type": visual.pool_type,
-        "final_ln_after_pool": visual.final_ln_after_pool,
-    }
-    model = {"embed_dim": visual.output_dim, "quick_gelu": isinstance(act, QuickGELU), "vision_cfg": vision}
-    # The loader puts it there; a model that was built without the loader has none.
-    return {"model_cfg": model, "preprocess_cfg": getattr(visual, "preprocess_cfg", {})}
 
 
 def architecture(name: str) -> dict[str, Any]:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import isqrt
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from torch import nn
 from transformers import CLIPConfig, CLIPVisionConfig, MetaClip2Config, MetaClip2VisionConfig
 
 from ...configuration.errors import CheckpointError
@@ -22,14 +21,13 @@ from ...configuration.multimodal import LlamoeConfig
 from ...configuration.vision import LlamoeVisionConfig
 from ..checkpoint import Checkpoint, check_model, check_source, take_part
 from ..hf import open_hf, open_shards, read_companions
-from ..io import InMemory, LazyTensor, Table, open_weights, read_json, read_through, sources_of
+from ..io import LazyTensor, Table, open_weights, read_json, read_through, sources_of
 from . import image_processors
 from .image_processors import PROCESSOR
 from .name_tables import CLIP, OPEN_CLIP
 from .open_clip_config import (
     OPEN_CLIP_CONFIG,
     architecture,
-    describe_tower,
     read_model_cfg,
     side_of,
 )
@@ -75,7 +73,7 @@ def tower_kind(path: str | Path) -> str | None:
     return None
 
 
-def open_tower(path: str | Path | nn.Module, *, model: str | None = None) -> Checkpoint:
+def open_tower(path: str | Path, *, model: str | None = None) -> Checkpoint:
     """Open a vision tower under the keys of `LlamoeVisionModel`; for the arguments see `convert_vision`.
 
     Its companions hold preprocessor_config.json where the source states how pictures are prepared, or is of open_clip,
@@ -85,10 +83,7 @@ def open_tower(path: str | Path | nn.Module, *, model: str | None = None) -> Che
         CheckpointError: a file is missing or damaged, a tensor is missing, unknown or of another shape, or the
             tower has parts that ours cannot express.
         ValueError: the model is unknown, or given for a tower that describes itself.
-        TypeError: a module that is not a model of open_clip.
     """
-    if isinstance(path, nn.Module):
-        return _open_open_clip(path, model)
     path = Path(path)
     check_source(path)
     kind = tower_kind(path)
@@ -121,26 +116,20 @@ def _agree(stated: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {field: value for field, (value, _) in agreed.items()}
 
 
-def _open_open_clip(source: Path | nn.Module, model: str | None) -> Checkpoint:
+def _open_open_clip(path: Path, model: str | None) -> Checkpoint:
+    file = path
+    if path.is_dir():
+        file = next(path / name for name in OPEN_CLIP_FILES if (path / name).is_file())
+    # Distributed training adds this prefix.
+    tensors = _renamed(open_weights(file), lambda name: name.removeprefix("module."))
     stated: dict[str, Mapping[str, Any]] = {}
     settings: dict[str, Any] = {}
-    if isinstance(source, nn.Module):
-        # A name for messages, which no file has.
-        path = file = described = Path(f"<open_clip.{type(source).__name__}>")
-        tensors = _view_tower(source, file)
-        settings = describe_tower(cast(nn.Module, source.visual), file)
-    else:
-        path = file = source
-        if path.is_dir():
-            file = next(path / name for name in OPEN_CLIP_FILES if (path / name).is_file())
-        # Distributed training adds this prefix.
-        tensors = _renamed(open_weights(file), lambda name: name.removeprefix("module."))
-        # The configuration belongs to the file only where both have the names that open_clip gives them.
-        described = file.with_name(OPEN_CLIP_CONFIG)
-        if file.name in OPEN_CLIP_FILES and described.is_file():
-            settings = read_json(described)
-            if "model_cfg" not in settings:
-                settings = {"model_cfg": settings, **settings}
+    # The configuration belongs to the file only where both have the names that open_clip gives them.
+    described = file.with_name(OPEN_CLIP_CONFIG)
+    if file.name in OPEN_CLIP_FILES and described.is_file():
+        settings = read_json(described)
+        if "model_cfg" not in settings:
+            settings = {"model_cfg": settings, **settings}
     if settings:
         stated[str(described)] = read_model_cfg(settings["model_cfg"], described)
     if model is not None:
@@ -162,21 +151,7 @@ def _open_open_clip(source: Path | nn.Module, model: str | None) -> Checkpoint:
     origin = str(described if settings else file)
     processor = image_processors.from_open_clip(preprocess, sizes["image_size"], origin)
     checkpoint = _checkpoint(path, "open_clip", OPEN_CLIP, fields, tensors, processor, file)
-    return replace(checkpoint, sources=[] if isinstance(source, nn.Module) else [file], notes=notes)
-
-
-def _view_tower(model: nn.Module, where: Path) -> dict[str, LazyTensor]:
-    """View the tensors of the tower of a model of open_clip; those on an accelerator are copied."""
-    visual = getattr(model, "visual", None)
-    if not isinstance(visual, nn.Module):
-        raise TypeError(
-            f"{type(model).__name__}: is not a model of open_clip, which has its tower in `visual`; expected a path, "
-            "or what open_clip.create_model returns."
-        )
-    state = {f"visual.{name}": tensor for name, tensor in visual.state_dict().items()}
-    if any(tensor.is_meta for tensor in state.values()):
-        raise CheckpointError(f"{where}: its tensors are on the meta device and hold no numbers.")
-    return {name: InMemory(tensor.cpu(), f"{where}: {name}") for name, tensor in state.items()}
+    return replace(checkpoint, sources=[file], notes=notes)
 
 
 def _renamed(tensors: Mapping[str, LazyTensor], rename: Callable[[str], str]) -> dict[str, LazyTensor]:

@@ -39,7 +39,7 @@ from ..io import (
     write_through,
 )
 from ..tokenizers import hf_files_from_meta, looks_like_table, meta_tokenizer_file
-from .name_tables import STYLES, divisors, llama4_table, llama_table
+from .name_tables import divisors, llama4_table, llama_table
 from .params import (
     LARGEST_SENTENCEPIECE,
     LLAMA3_THETA,
@@ -173,16 +173,13 @@ def save_meta(
     options: WriteOptions = DEFAULTS,
     *,
     shards: int | None = None,
-    style: str = "release",
 ) -> Report:
-    """Write a checkpoint in Meta's format; for `shards` and `style` see `convert`.
+    """Write a checkpoint in Meta's format; for `shards` see `convert`.
 
     Dense models are written as Llama 3 if their tokenizer, vocabulary or rotary embedding is Llama 3's, else as LLaMA
     2; mixtures as Llama 4.
     """
     target, config = Path(target), checkpoint.config
-    if style not in STYLES:
-        raise ValueError(f"style = {style!r}: valid are {', '.join(map(repr, STYLES))}.")
     if isinstance(config, LlamoeVisionConfig):
         raise ValueError(f"{checkpoint.path}: is a vision tower alone, for which Meta has no format.")
     if isinstance(config, LlamoeMixtralConfig):
@@ -217,11 +214,11 @@ def save_meta(
     # A block is read once, and every file takes its slice of it.
     for name, tensor in tensors.items():
         tensors[name] = tensor.remember(slots[_SLOTS.get(name.split(".")[-2], 0)])
-    table = llama_table(embedding_axis) if generation < 4 else llama4_table(config, style)
+    table = llama_table(embedding_axis) if generation < 4 else llama4_table(config, to_write=True)
     parts = write_through(table, tensors, shards, config)
     groups = [{f"consolidated.{number:02d}.pth": part for number, part in enumerate(parts)}]
     last = {**({KEPT: to_json(kept)} if kept else {}), "params.json": to_json(params)}
-    plan = Plan(groups, before=tokenizer, last=last, identity={"style": style})
+    plan = Plan(groups, before=tokenizer, last=last)
     report = carry_out(plan, checkpoint, target, "meta", options)
     report.notes.extend(notes)
     return report

@@ -151,52 +151,6 @@ class TestOpenClip:
             open_tower(source)
 
 
-def built(change=lambda visual: None, **vision):
-    """A model of open_clip, of which only the tower counts here."""
-    model = torch.nn.Module()
-    model.visual = open_clip_tower(**vision)
-    change(model.visual)
-    return model
-
-
-def of_timm(visual):
-    visual.trunk = torch.nn.Linear(3, 4)
-
-
-def one_other_block(visual):
-    visual.transformer.resblocks[1].mlp.gelu = torch.nn.GELU()
-
-
-class TestModels:
-    @pytest.mark.parametrize(
-        ("model", "message"),
-        [
-            (lambda: built(pool_type="avg"), "pool_type is 'avg'"),
-            (lambda: built(final_ln_after_pool=True), "final_ln_after_pool"),
-            (lambda: built(no_ln_pre=True), "ln_pre.weight"),
-            (lambda: built(attentional_pool=True, attn_pooler_heads=4), "attn_pool"),
-            (lambda: built(ls_init_value=0.1), "ls_1.gamma"),
-            (lambda: built(activation=torch.nn.ReLU), "activation is ReLU"),
-            (lambda: built(of_timm), "visual.trunk.weight"),
-            (lambda: built(one_other_block), "blocks differ"),
-            (lambda: built(lambda visual: setattr(visual.ln_post, "eps", 0.1)), "norms in eps"),
-            (lambda: built(lambda visual: visual.to("meta")), "meta device"),
-            (lambda: built(lambda visual: visual.prune_intermediate_layers(1)), "visual.proj is missing"),
-        ],
-    )
-    def test_what_is_no_plain_tower(self, tmp_path, model, message):
-        with pytest.raises(CheckpointError, match=f"<open_clip.Module>.*{message}"):
-            convert_vision(model(), tmp_path / "tower")
-        assert not (tmp_path / "tower").exists()
-
-    def test_options(self, tmp_path):
-        for module in (torch.nn.Linear(2, 3), torch.nn.DataParallel(built())):
-            with pytest.raises(TypeError, match=type(module).__name__):
-                convert_vision(module, tmp_path / "tower")
-        with pytest.raises(ValueError, match="resume"):
-            convert_vision(built(), tmp_path / "tower", resume=True)
-
-
 class TestClip:
     @pytest.mark.parametrize(
         ("change", "fields", "message"),

@@ -11,8 +11,6 @@ from support.towers import (
     EMBED,
     GRID,
     HEADS_HERE,
-    PATCH,
-    SIZE,
     WIDTH,
     check_close,
     load_tower,
@@ -171,35 +169,6 @@ class TestActivation:
         for message, options in refused.items():
             with pytest.raises(ValueError, match=message):
                 open_tower(file, **options)
-
-    @pytest.mark.parametrize(
-        ("activation", "options"),
-        [
-            ("quick_gelu", {"force_quick_gelu": True}),
-            ("gelu", {"force_custom_text": True, "force_preprocess_cfg": {"mean": [0.3, 0.4, 0.6]}}),
-            ("gelu_pytorch_tanh", {"force_image_size": 5 * PATCH}),
-        ],
-    )
-    def test_a_model_that_its_loader_made(self, tmp_path, activation, options):
-        """It describes itself: activation, heads, epsilon, size and preparation of pictures."""
-        act = {"approximate": "tanh"} if activation == "gelu_pytorch_tanh" else None
-        vision = {"layers": 2, "norm_kwargs": {"eps": 1e-3}, "act_kwargs": act}
-        add_architecture(tmp_path / "ViT-tiny-made.json", False, **vision)
-        made = open_clip.create_model("ViT-tiny-made", load_weights=False, **options)
-        randomize(made)
-        report = convert_vision(made, tmp_path / "tower")
-        ours = load_tower(tmp_path / "tower")
-        images = pictures(options.get("force_image_size", SIZE))
-        with torch.no_grad():
-            result = ours(images, output_hidden_states=True)
-            expected = made.forward_intermediates(images, image_output_fmt="NLC", normalize=False)
-            check_close(result.pooler_output, made.encode_image(images))
-        for index, features in enumerate(expected["image_intermediates"], start=1):
-            check_close(result.hidden_states[index][:, : features.shape[1]], features)
-        assert (ours.config.hidden_act, ours.config.norm_eps) == (activation, 1e-3)
-        processor = AutoImageProcessor.from_pretrained(tmp_path / "tower")
-        assert list(processor.image_mean) == list(made.visual.preprocess_cfg["mean"])
-        assert (report.source, report.kind) == (f"<open_clip.{type(made).__name__}>", "open_clip")
 
     def test_descriptions_that_disagree_are_refused(self, tmp_path):
         add_architecture(tmp_path / "ViT-tiny-other.json")

@@ -94,7 +94,6 @@ def _meta(rng: random.Random, seed: int, subject: Subject, place: Path) -> None:
             place / "meta",
             to="meta",
             shards=shards,
-            style=rng.choice(["release", "unfused"]),
         )
     except ValueError as error:
         # A limit of Meta's format: every such message names the field and the valid values.
