@@ -27,7 +27,6 @@ from support.towers import (
     open_clip_tower,
     pictures,
     randomize,
-    same_tensors,
     visual_state,
     write_open_clip,
 )
@@ -229,29 +228,6 @@ class TestBack:
         check_close(torch.cat([ours[:, -1:], ours[:, :-1]], dim=1), theirs)
         assert "language_model.lm_head.weight" in report.dropped
         assert "adapter" in report.dropped["vision_adapter.mlp.fc1.weight"]
-
-    @pytest.mark.parametrize("to", ["tower", "clip"])
-    def test_a_run_that_ended_goes_on(self, tmp_path, to):
-        class Stop:
-            def start(self, total):
-                assert total == sum(value.nbytes for value in state.values())
-
-            def advance(self, nbytes, file):
-                raise KeyboardInterrupt
-
-        state = visual_state(randomize(open_clip_tower()))
-        source = write_open_clip(tmp_path / "source", state, open_clip_config())
-        with pytest.raises(KeyboardInterrupt):
-            convert_vision(source, tmp_path / "out", to=to, progress=Stop())
-        assert not list((tmp_path / "out").glob("*.safetensors"))
-        with pytest.raises(ValueError, match="unfinished"):
-            convert_vision(source, tmp_path / "out", to=to)
-        with pytest.raises(ValueError, match="other options"):
-            convert_vision(source, tmp_path / "out", to=to, image_size=48, resume=True)
-        (name,) = convert_vision(source, tmp_path / "out", to=to, resume=True).files
-        convert_vision(source, tmp_path / "fresh", to=to)
-        same_tensors(tmp_path / "out" / name, load_file(tmp_path / "fresh" / name))
-        assert not list((tmp_path / "out").glob(".*"))
 
 
 class TestPresets:

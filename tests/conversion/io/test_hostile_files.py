@@ -16,7 +16,6 @@ from support.models import draw, text_config
 import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import convert, inspect, verify
-from llamoe.conversion.io.read_files import open_pickle, open_weights
 
 READERS = {
     "convert": lambda source, target: convert(source, target),
@@ -214,10 +213,3 @@ def test_checksums_are_compared_where_it_is_asked_for(folders, tmp_path):
     (source / "consolidated.01.pth").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"consolidated.01.pth: is damaged"):
         convert(source, tmp_path / "four", checksums=True)
-
-
-def test_file_of_either_format_under_any_name(tmp_path):
-    (tmp_path / "x.bin").write_bytes(safetensors({"x": entry([1], 0, 4)}, b"\0\0\x80\x3f"))
-    assert open_weights(tmp_path / "x.bin")["x"].read().tolist() == [1.0]
-    torch.save({"y": torch.ones(1)}, tmp_path / "y.bin")
-    assert open_pickle(tmp_path / "y.bin")[0]["y"].read().tolist() == [1.0]

@@ -325,34 +325,6 @@ def test_truncation_anywhere_is_an_error(model):
             conversion.check_tokenizer(model[:length], config_of())
 
 
-def damage(content, generator):
-    """Change, take out or put in a few bytes, or cut the end off."""
-    start, length = generator.randrange(len(content)), generator.randrange(1, 9)
-    new = generator.choice([generator.randbytes(length), b"", generator.randbytes(1)])
-    return generator.choice([content[:start] + new + content[start + length :], content[:start] + new])
-
-
-def test_any_damage_is_told_or_harmless(model):
-    """What is read all the same is a tokenizer that SentencePiece itself reads, and gives its ids."""
-    generator = random.Random(2)
-    files = conversion.hf_files_from_meta(model, config_of())
-    told = []
-
-    def read(function, *arguments):
-        try:
-            function(*arguments)
-        except CheckpointError as error:
-            told.append(str(error))
-
-    for _ in range(120):
-        read(conversion.hf_files_from_meta, damage(model, generator), config_of())
-        damaged = {**files, "tokenizer.json": damage(files["tokenizer.json"], generator)}
-        read(conversion.meta_tokenizer_model, damaged)
-        read(conversion.extend_tokenizer, damaged)
-    assert len(told) > 250
-    assert all(message.startswith(("tokenizer.model: ", "tokenizer.json: ")) for message in told)
-
-
 def test_a_missing_library_is_named(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(CheckpointError, match=r"pip install 'llamoe\[tokenizers\]'"):
