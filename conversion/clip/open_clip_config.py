@@ -37,33 +37,27 @@ def read_model_cfg(model: Any, where: object) -> dict[str, Any]:
                 f"{where}: {name} is {value!r}, and only {default!r} has a place in this tower."
             )
     patch, image = (side_of(vision.get(name, 16), name, where) for name in ("patch_size", "image_size"))
+    quick, act = model.get("quick_gelu", False), vision.get("act_kwargs") or {}
+    if not isinstance(quick, bool) or (not quick and act not in ({}, {"approximate": "none"}, _TANH)):
+        raise CheckpointError(
+            f"{where}: quick_gelu is {quick!r} and act_kwargs {act}, which is no activation here."
+        )
     try:
         width, layers = int(vision.get("width", 768)), int(vision.get("layers", 12))
         inner = int(width * float(vision.get("mlp_ratio", 4.0)))
-    except (TypeError, ValueError, OverflowError) as error:
+        heads = width // int(vision.get("head_width", 64))
+        eps = float((vision.get("norm_kwargs") or {}).get("eps", 1e-5))
+    except (TypeError, ValueError, OverflowError, ZeroDivisionError, AttributeError) as error:
         raise CheckpointError(f"{where}: vision_cfg cannot be read ({error}).") from error
-    head_width = vision.get("head_width", 64)
-    is_count = isinstance(head_width, int) and not isinstance(head_width, bool) and 1 <= head_width <= width
-    if not is_count or width % (width // head_width):
-        raise CheckpointError(f"{where}: head_width is {head_width!r}, which does not divide width {width}.")
-    arguments = vision.get("norm_kwargs") or {}
-    eps = arguments.get("eps", 1e-5) if isinstance(arguments, dict) else None
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise CheckpointError(f"{where}: norm_kwargs is {arguments!r}, where eps was expected.")
-    quick, act = model.get("quick_gelu", False), vision.get("act_kwargs") or {}
-    if not isinstance(quick, bool):
-        raise CheckpointError(f"{where}: quick_gelu is {quick!r}; true or false was expected.")
-    if not quick and act not in ({}, {"approximate": "none"}, _TANH):
-        raise CheckpointError(f"{where}: act_kwargs is {act}, which GELU does not take.")
     return {
         "hidden_size": width,
         "num_hidden_layers": layers,
         "intermediate_size": inner,
-        "num_attention_heads": width // head_width,
+        "num_attention_heads": heads,
         "patch_size": patch,
         "image_size": image,
         "projection_dim": model.get("embed_dim"),
-        "norm_eps": float(eps),
+        "norm_eps": eps,
         "hidden_act": "quick_gelu" if quick else "gelu_pytorch_tanh" if act == _TANH else "gelu",
     }
 
