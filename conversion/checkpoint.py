@@ -33,13 +33,13 @@ class Checkpoint:
     """An opened checkpoint.
 
     Attributes:
-        path: file or folder that it was opened from; for a model in memory a name in angle brackets.
+        path: file or folder that it was opened from.
         kind: "meta-llama", "meta-llama4", "mistral", "hf", "open_clip" or "clip".
         config: a configuration of llamoe.
         tensors: key of stock's modules to tensor, with stacked experts.
         dropped: source key to the reason why the tensor is not in `tensors`.
         companions: file name to content of the small files that come along, in Hugging Face's form.
-        sources: the weight files; none for a model in memory.
+        sources: the weight files.
         notes: what a user should know about how the source was read.
         quantization: of a folder of packed weights, how they are stored; `tensors` are what they mean.
         stored: of such a folder, key to tensor as the files have them.

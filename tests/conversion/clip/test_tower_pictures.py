@@ -9,6 +9,7 @@ import torch
 from open_clip.model import resize_pos_embed
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
+from support.lazy_tensors import InMemory
 from support.towers import (
     PATCH,
     SIZE,
@@ -34,7 +35,6 @@ from transformers import (
 
 from llamoe.conversion.clip.resize import resize_positions
 from llamoe.conversion.convert_vision import convert_vision
-from llamoe.conversion.io.lazy_tensor import InMemory
 
 
 def picture() -> Image.Image:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from open_clip.model import _build_vision_tower
 from safetensors.torch import load_file
+from support.lazy_tensors import InMemory
 from support.towers import (
     EMBED,
     GRID,
@@ -54,7 +55,6 @@ from llamoe.configuration.vision import LlamoeVisionConfig
 from llamoe.conversion.checkpoint import expected_shapes
 from llamoe.conversion.clip.name_tables import CLIP, OPEN_CLIP
 from llamoe.conversion.convert_vision import convert_vision, open_tower
-from llamoe.conversion.io.lazy_tensor import InMemory
 from llamoe.conversion.io.name_table import read_through, write_through
 
 # Each class, with each activation in turn.

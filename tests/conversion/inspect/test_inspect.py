@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.counting import calls_of
+from support.lazy_tensors import InMemory
 from support.models import dense_config, draw, multimodal_config, text_config, vision_config
 from transformers import Llama4ForCausalLM, Llama4ForConditionalGeneration, LlamaForCausalLM
 
@@ -21,7 +22,7 @@ from llamoe.conversion import quantize
 from llamoe.conversion.convert_vision import convert_vision
 from llamoe.conversion.hf import open_hf, save_hf, split_experts
 from llamoe.conversion.inspect import inspect
-from llamoe.conversion.io import InMemory, WriteOptions
+from llamoe.conversion.io import WriteOptions
 from llamoe.conversion.io.read_files import FileTensor
 from llamoe.conversion.meta.folder import save_meta
 from llamoe.modeling.registration import empty_model, model_class

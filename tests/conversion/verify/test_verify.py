@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.lazy_tensors import InMemory
 from support.models import (
     DENSE,
     IMAGE_TOKEN,
@@ -27,7 +28,6 @@ from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.convert_vision import convert_vision
 from llamoe.conversion.hf import open_hf, save_hf
 from llamoe.conversion.io import WriteOptions
-from llamoe.conversion.io.lazy_tensor import InMemory
 from llamoe.conversion.meta.folder import save_meta
 from llamoe.conversion.open import open_checkpoint
 from llamoe.conversion.upcycle import upcycle
