@@ -17,11 +17,9 @@ from torch import nn
 
 from ...configuration import LlamoeConfig, LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
-from ...configuration.checks import listed
-from ...configuration.errors import CheckpointError
 from ...modeling.moe import Experts
 from ...modeling.registration import empty_model
-from ..checkpoint import expected_shapes, tied_head
+from ..checkpoint import tied_head
 from ..io import LazyTensor
 
 
@@ -33,9 +31,6 @@ class Weights:
     Attributes:
         config: the model's configuration.
         tensors: the parameters by name.
-
-    Raises:
-        CheckpointError: a weight of the model is missing or has another shape.
     """
 
     def __init__(
@@ -49,16 +44,6 @@ class Weights:
         aliases = {head: tensors[key] for head, key in tied_head(config).items() if key in tensors}
         self.config, self.tensors = config, {**aliases, **tensors}
         self.device, self.on_read = device, on_read
-        expected = expected_shapes(config)
-        if missing := [name for name in expected if name not in self.tensors]:
-            raise CheckpointError(f"the model needs tensors that are not there: {listed(missing)}")
-        for name, shape in expected.items():
-            given = self.tensors[name]
-            if tuple(given.shape) != shape:
-                raise CheckpointError(
-                    f"{given.origin}: {name} has shape {list(given.shape)}, but the configuration asks for "
-                    f"{list(shape)}"
-                )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows of a weight, as float32 on the device."""

@@ -112,24 +112,6 @@ class TestFromOpenClip:
         pixels = processor(Image.new("RGB", (90, 50), "teal"), return_tensors="pt").pixel_values
         assert model(pixels).last_hidden_state.shape == (1, GRID**2, WIDTH)
 
-    def test_dry_run_and_refused_targets_write_nothing(self, tmp_path):
-        source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), open_clip_config())
-        before = sorted(path.name for path in source.iterdir())
-        report = convert_vision(source, tmp_path / "tower", dry_run=True)
-        assert report.dry_run and report.bytes == sum(
-            v.nbytes for v in open_clip_tower().state_dict().values()
-        )
-        assert not (tmp_path / "tower").exists()
-        (tmp_path / "full").mkdir()
-        (tmp_path / "full" / "notes.txt").write_text("mine")
-        with pytest.raises(ValueError, match="exists already"):
-            convert_vision(source, tmp_path / "full")
-        for inside in (source, source / "below"):
-            with pytest.raises(ValueError, match="lies in the source"):
-                convert_vision(source, inside)
-        assert sorted(path.name for path in source.iterdir()) == before
-        assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
-
 
 class TestActivation:
     def test_the_wrong_one_shows(self, tmp_path):

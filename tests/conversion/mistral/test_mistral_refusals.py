@@ -210,13 +210,6 @@ def test_a_mixture_in_slices_is_refused(tmp_path):
     assert "as if sliced" in message
 
 
-def test_weights_that_are_not_finite_leave_nothing_behind(tmp_path):
-    weights = MIXTRAL.weights()
-    weights[EXPERT.format("w2")][3, 5] = torch.nan
-    source = MIXTRAL.write(tmp_path / "mistral", weights)
-    assert EXPERT.format("w2") in refused(source, tmp_path / "hf")
-
-
 def test_a_damaged_hugging_face_folder_of_mixtral_names_its_own_tensors(tmp_path):
     convert(MIXTRAL.write(tmp_path / "mistral"), tmp_path / "hf")
     from safetensors.torch import load_file
