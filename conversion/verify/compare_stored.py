@@ -44,13 +44,11 @@ def compare_tensors(a: LazyTensor, b: LazyTensor, on_read: Callable[[int, str], 
     `on_read` is called with the number of bytes and the origin of what was read.
 
     Returns:
-        the largest absolute difference, nan where only one of two elements is nan; and whether no element differs by
-        more than the rounding of the narrower of both dtypes.
+        the largest absolute difference, nan where only one of two elements is nan; and whether both are equal once the
+        wider one is rounded to the narrower's dtype.
     """
     largest, is_rounded = 0.0, True
-    kinds = [torch.finfo(tensor.dtype) for tensor in (a, b)]
-    eps = max(kind.eps for kind in kinds)
-    smallest = max(kind.smallest_normal * kind.eps for kind in kinds)
+    narrow = max(a.dtype, b.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     wide = torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
     for start, stop in blocks(a):
         x, y = a.read(start, stop), b.read(start, stop)
@@ -62,10 +60,11 @@ def compare_tensors(a: LazyTensor, b: LazyTensor, on_read: Callable[[int, str], 
             difference = (mine - its).abs()
             # The same infinity in both, or nan in both.
             difference[(mine == its) | (mine.isnan() & its.isnan())] = 0
-            allowed = eps * torch.maximum(mine.abs(), its.abs()) + smallest
-            # An infinity on one side is no rounding.
-            is_rounded &= bool(((difference <= allowed) & difference.isfinite()).all())
             found = difference.max().item() if len(difference) else 0.0
+            # An infinity on one side is no rounding.
+            is_rounded &= math.isfinite(found) and (
+                found == 0 or torch.equal(mine.to(narrow), its.to(narrow))
+            )
             largest = max(largest, found) if found == found and largest == largest else math.nan
     return largest, is_rounded
 

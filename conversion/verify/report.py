@@ -52,7 +52,7 @@ class Verification:
         dtypes: both dtypes to the number of tensors, where they differ.
         tensors: key to largest absolute difference, for tensors that differ, in the model's order; nan if only one of
             two elements is nan.
-        is_rounded: whether no element differs by more than the rounding of the narrower of both dtypes.
+        is_rounded: whether all are equal once the wider of both dtypes is rounded to the narrower.
         structure: configuration fields that differ but may describe the same function (experts, heads, pairing of
             rotated channels, the routing rule); the outputs decide.
         function: configuration fields that change the function of the same weights, even if few tokens show it.
