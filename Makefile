@@ -76,12 +76,12 @@ test-lowest: wheel ## run the tests on the wheel, with the lowest supported vers
 		cp -r tests examples pyproject.toml "$$outside" && python=$$PWD/$(LOWEST)/bin/python && cd "$$outside" && \
 		$$python $(PYTEST) $(NOT_IN_WHEEL:%=--ignore=tests/%) $(ARGS)
 
-fuzz: $(VENV)/.installed-test ## random models and random damage: N=6000 cases; SEED=… alone repeats one
+fuzz: $(VENV)/.installed-test ## random models: N=6000 cases; SEED=… alone repeats one
 	@cd tests && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 ../$(BIN) -W ignore -m fuzz --workers $(WORKERS) \
-		$(if $(ONLY),--only $(ONLY)) $(if $(SEED),--seed $(SEED)) $(if $(N),--cases $(N)) $(ARGS)
+		$(if $(SEED),--seed $(SEED)) $(if $(N),--cases $(N)) $(ARGS)
 
-kill: $(VENV)/.installed-test ## end saves and conversions at N=200 random moments, and look what is left
-	LLAMOE_KILLS=$(or $(N),200) $(BIN) $(PYTEST) --run-slow -k "kill or random_stops" $(ARGS)
+kill: $(VENV)/.installed-test ## end saves at N=200 random moments, and look what is left
+	LLAMOE_KILLS=$(or $(N),200) $(BIN) $(PYTEST) --run-slow -k kill $(ARGS)
 
 lint: $(VENV)/.installed-dev ## check style and docstrings
 	$(BIN) -m ruff check .

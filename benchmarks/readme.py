@@ -170,8 +170,8 @@ FEATURES = {
         "without peft's copy of all experts in each step, also on quantized and offloaded experts; router losses and "
         "balancing"
     ),
-    "**[Converters both ways](docs/checkpoints.md)**": (
-        "between Meta's, Mistral AI's and Hugging Face's files; `llamoe verify` compares the logits of two checkpoints"
+    "**[Converters](docs/checkpoints.md)**": (
+        "between Meta's and Hugging Face's files, and from Mistral AI's; `llamoe verify` compares two checkpoints"
     ),
 }
 SCOUT, CONVERSION = "published_sizes_llama-4-scout-int4-128", "conversion"

@@ -15,7 +15,6 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,7 +27,7 @@ from ..configuration import (
 )
 from ..configuration.sizes import count_of
 from .checkpoint import Checkpoint, Report, expected_shapes, take_part
-from .clip import CLIP_MEAN, CLIP_STD, PROCESSOR, fold, normalization, open_tower, read_processor, resize
+from .clip import CLIP_MEAN, CLIP_STD, PROCESSOR, normalization, open_tower, read_processor, resize
 from .hf import save_hf
 from .io import LazyTensor, Progress, WriteOptions, check_apart
 from .open import family_of, open_checkpoint, open_source
@@ -48,12 +47,8 @@ def assemble(
     projector_dim: int | None = None,
     pixel_shuffle_ratio: float | None = None,
     image_size: int | None = None,
-    fold_normalization: bool = False,
     max_tiles: int = 16,
-    activation: str | None = None,
-    tag: str | None = None,
     model: str | None = None,
-    heads: int | None = None,
     seed: int = 0,
     layout: str | None = None,
     dtype: str | torch.dtype | None = None,
@@ -75,9 +70,8 @@ def assemble(
         pixel_shuffle_ratio: the adapter merges squares of `1 / ratio` by `1 / ratio` patches. None is Llama 4's 0.5,
             which needs a grid with an even number of patches a side.
         image_size: side of a tile in pixels, a multiple of the tower's patch size; None keeps the tower's.
-        fold_normalization: change the patch weights so that pixels are normalized as for Llama 4.
         max_tiles: largest number of tiles that a picture is cut into.
-        activation, tag, model, heads: what an open_clip file does not state, as in `convert_vision`.
+        model: open_clip's name of a tower whose file does not describe itself, as in `convert_vision`.
         seed: random seed of adapter and projector, at least 0.
         layout, dtype, shard_size, resume, dry_run, progress: as in `WriteOptions`. Without a dtype, all
             weights get the decoder's. Stock cannot express a model with a CLIP tower.
@@ -96,11 +90,9 @@ def assemble(
         count_of("projector_dim", projector_dim)
     check_apart(Path(vision), Path(target))
     decoder = _open_decoder(text, target, resume)
-    tower = _open_tower(vision, activation=activation, tag=tag, model=model, heads=heads)
+    tower = _open_tower(vision, model)
     if image_size is not None:
         tower = resize(tower, image_size)
-    if fold_normalization:
-        tower = fold(tower)
     tower = _with_adapter(tower, decoder.config.hidden_size, projector_dim, pixel_shuffle_ratio)
     vocabulary = extend_vocabulary(decoder.companions, decoder.config)
     whole = _join(decoder, tower, vocabulary, seed)
@@ -123,7 +115,6 @@ def assemble(
         "projector_dim": projector_dim,
         "pixel_shuffle_ratio": pixel_shuffle_ratio,
         "image_size": image_size,
-        "fold_normalization": fold_normalization,
         "seed": seed,
     }
     return save_hf(whole, target, options, identity=identity)
@@ -157,10 +148,10 @@ def _open_decoder(text: str | Path, target: str | Path, resume: bool) -> Checkpo
     return checkpoint
 
 
-def _open_tower(vision: str | Path, **stated: Any) -> Checkpoint:
+def _open_tower(vision: str | Path, model: str | None) -> Checkpoint:
     """Open a tower; of Meta's multimodal models the tower alone, as `open_tower` does for Hugging Face's."""
     if not (Path(vision) / "params.json").is_file():
-        return open_tower(vision, **stated)
+        return open_tower(vision, model=model)
     whole = open_checkpoint(vision)
     if not isinstance(whole.config, LlamoeConfig):
         raise ValueError(
@@ -275,8 +266,6 @@ def _join(decoder: Checkpoint, tower: Checkpoint, vocabulary: Vocabulary, seed: 
         dropped={**decoder.dropped, **tower.dropped},
         companions=companions,
         sources=[*decoder.sources, *tower.sources],
-        # Where both are parts of one model, the look of the first opening counts.
-        looks={**tower.looks, **decoder.looks},
         notes=notes,
     )
 

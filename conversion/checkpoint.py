@@ -20,14 +20,12 @@ from ..configuration import LlamoeConfig, QuantizationConfig
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.checks import listed
 from ..configuration.errors import CheckpointError
-from ..configuration.json_files import FileStamp, stamp_of
+from ..configuration.json_files import stamp_of
 from ..modeling.checkpoints import check_whole, find_weights, in_units
 from ..modeling.registration import empty_model
 from .io import LazyTensor, Plan, WriteOptions, one_of, read_json, write
 
 _OF_ADAPTER = "adapter_config.json"
-# Endings of the files that a checkpoint is read from; tokenizer.model.v3 has two.
-_READ = {".safetensors", ".bin", ".pth", ".pt", ".json", ".model", ".jinja"}
 
 
 @dataclass
@@ -35,14 +33,13 @@ class Checkpoint:
     """An opened checkpoint.
 
     Attributes:
-        path: file or folder that it was opened from; for a model in memory a name in angle brackets.
+        path: file or folder that it was opened from.
         kind: "meta-llama", "meta-llama4", "mistral", "hf", "open_clip" or "clip".
         config: a configuration of llamoe.
         tensors: key of stock's modules to tensor, with stacked experts.
         dropped: source key to the reason why the tensor is not in `tensors`.
         companions: file name to content of the small files that come along, in Hugging Face's form.
-        sources: the weight files; none for a model in memory.
-        looks: stamps of the source's files, noted before any was read.
+        sources: the weight files.
         notes: what a user should know about how the source was read.
         quantization: of a folder of packed weights, how they are stored; `tensors` are what they mean.
         stored: of such a folder, key to tensor as the files have them.
@@ -56,7 +53,6 @@ class Checkpoint:
     companions: dict[str, bytes] = field(default_factory=dict)
     sources: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    looks: dict[Path, FileStamp] = field(default_factory=dict)
     quantization: QuantizationConfig | None = None
     stored: dict[str, LazyTensor] = field(default_factory=dict)
 
@@ -68,7 +64,7 @@ class Report:
     Attributes:
         source, target: paths.
         kind: kind of the source, see `Checkpoint`.
-        to: "hf", "meta", "mistral", "open_clip" or "clip".
+        to: "hf", "meta", "tower" or "clip".
         files: weight files of the target.
         tensors: how many tensors they hold.
         bytes: size of those tensors.
@@ -126,7 +122,6 @@ def carry_out(plan: Plan, checkpoint: Checkpoint, target: Path, to: str, options
     """
     begun = time.monotonic()
     plan.identity = {"source": identify(checkpoint), "to": to, **plan.identity}
-    plan.sources = checkpoint.looks
     if not options.dry_run:
         write(plan, target, options.resume, options.progress)
     return Report(
@@ -145,10 +140,9 @@ def carry_out(plan: Plan, checkpoint: Checkpoint, target: Path, to: str, options
 
 
 def identify(checkpoint: Checkpoint) -> list[list[Any]]:
-    """Name and look of each of the source's weight files; a changed source cannot resume a conversion."""
-    looks = [(path, checkpoint.looks.get(path) or stamp_of(path.stat())) for path in checkpoint.sources]
+    """Name, size, time and inode of each of the source's weight files; a changed source cannot resume a conversion."""
     # Without the device, which may have another number after a restart.
-    return [[str(path.absolute()), *look[:3]] for path, look in looks]
+    return [[str(path.absolute()), *stamp_of(path.stat())[:3]] for path in checkpoint.sources]
 
 
 def main_dtype(tensors: Mapping[str, LazyTensor]) -> torch.dtype:
@@ -282,42 +276,32 @@ def tie_heads(config: LlamoeBaseConfig, tensors: dict[str, LazyTensor]) -> dict[
     return dropped
 
 
-def look_at_checkpoint(path: Path) -> dict[Path, FileStamp]:
-    """The looks of a checkpoint's files, before any of them is read; of a single file, of its description, too.
+def check_source(path: Path) -> None:
+    """Refuse what cannot be a source.
 
     Raises:
         CheckpointError: the path does not exist, is an unfinished target, or holds an adapter.
-        OSError: the folder cannot be read.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder.")
     check_whole(path)
-    refuse_adapter(path)
-    if path.is_dir():
-        files = [file for file in path.iterdir() if _READ.intersection(file.suffixes)]
-        # Releases of LLaMA 1 and 2 have it one level above the weights.
-        files.append(path.absolute().parent / "tokenizer.model")
-    else:
-        files = [path, path.with_name("open_clip_config.json")]
-    return {file: stamp_of(file.stat()) for file in files if file.is_file()}
+    _refuse_adapter(path)
 
 
-def refuse_adapter(path: Path) -> None:
-    """Refuse a folder or file of peft's.
-
-    Raises:
-        CheckpointError: it is one; the sentence says how it becomes a model.
-    """
+def _refuse_adapter(path: Path) -> None:
+    """Refuse a folder or file of peft's, and say how it becomes a model."""
     folder = path if path.is_dir() else path.parent
-    files = [folder / f"adapter_model.{ending}" for ending in ("safetensors", "bin")]
-    if path not in files:
-        is_adapter = path.is_dir() and any(file.is_file() for file in (folder / _OF_ADAPTER, *files))
-        if not is_adapter or find_weights(path) is not None or any(path.glob("consolidated*")):
-            return
+    names = ("adapter_model.safetensors", "adapter_model.bin", _OF_ADAPTER)
+    is_adapter = path.name in names or path.is_dir() and any((path / name).is_file() for name in names)
+    if (
+        not is_adapter
+        or path.is_dir()
+        and (find_weights(path) is not None or any(path.glob("consolidated*")))
+    ):
+        return
     content = read_json(folder / _OF_ADAPTER) if (folder / _OF_ADAPTER).is_file() else {}
     base = content.get("base_model_name_or_path") or "its model"
     raise CheckpointError(
-        f"{path}: is an adapter of {base}, no model. Merge it, and give the folder that this saves: "
-        f'PeftModel.from_pretrained(model, "{folder}").merge_and_unload().save_pretrained("merged"), where model is '
-        f"{base} in 16 or 32 bit, loaded by an Auto class after `import llamoe`."
+        f"{path}: is an adapter of {base}, no model. Merge it by merge_and_unload(), save the result, and give that "
+        "folder."
     )

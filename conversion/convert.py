@@ -1,4 +1,4 @@
-"""Conversion between Meta's, Mistral AI's and Hugging Face's formats: `llamoe convert`."""
+"""Conversion of Meta's, Mistral AI's and Hugging Face's folders to Hugging Face's and Meta's: `llamoe convert`."""
 
 import copy
 import json
@@ -14,7 +14,6 @@ from .checkpoint import Report
 from .hf import save_hf
 from .io import Progress, WriteOptions, check_sums
 from .meta import save_meta
-from .mistral import save_mistral
 from .open import open_source
 
 _ROPE_NAMES = (
@@ -29,7 +28,6 @@ def convert(
     *,
     to: str = "hf",
     shards: int | None = None,
-    style: str = "release",
     experts: str = "fused",
     checksums: bool = False,
     instruct: bool | None = None,
@@ -47,11 +45,9 @@ def convert(
         source: a folder in Meta's, Mistral AI's or Hugging Face's format; it is never changed. Weights that `quantize`
             has packed are unpacked.
         target: a folder that does not exist or is empty.
-        to: "hf", "meta" or "mistral".
+        to: "hf" or "meta".
         shards: for "meta", the number of files that each tensor is split over; it divides the key/value heads. None
             takes as many as Meta's releases of that size have: one up to 17.5 GB.
-        style: for "meta" and Llama 4, "release" (names of the published files, some tensors fused) or "unfused" (module
-            names of Meta's code).
         experts: for "hf", "fused" (stacked, as stock) or "split" (a linear layer for each expert).
         checksums: first compare the source with its checklist.chk and with the checksums inside .pth files. This reads
             the source once more.
@@ -69,12 +65,12 @@ def convert(
             is left behind.
         OSError: the disk is full or fails; complete files stay for `resume`.
     """
-    if to not in ("hf", "meta", "mistral"):
-        raise ValueError(f"to = {to!r}: valid are 'hf', 'meta' and 'mistral'.")
+    if to not in ("hf", "meta"):
+        raise ValueError(f"to = {to!r}: valid are 'hf' and 'meta'.")
     options = WriteOptions(layout, dtype, shard_size, resume, dry_run, progress)
-    unused = {} if to == "meta" else {"shards": (shards, None), "style": (style, "release")}
-    if to != "hf":
-        unused |= {"experts": (experts, "fused"), "shard_size": (shard_size, "5GB"), "layout": (layout, None)}
+    unused = {"shards": (shards, None)}
+    if to == "meta":
+        unused = {"experts": (experts, "fused"), "shard_size": (shard_size, "5GB"), "layout": (layout, None)}
     for name, (value, default) in unused.items():
         if value != default:
             raise ValueError(f"{name} = {value!r}: has no meaning for to = {to!r}.")
@@ -86,11 +82,9 @@ def convert(
         scaled = checkpoint.config.get_text_config().rope_parameters
         checkpoint.notes.append(f"rope_parameters are what rope_scaling asks for: {scaled}")
     if checksums:
-        check_sums(checkpoint.sources, progress)
+        check_sums(checkpoint.sources)
     if to == "meta":
-        return save_meta(checkpoint, target, options, shards=shards, style=style)
-    if to == "mistral":
-        return save_mistral(checkpoint, target, options)
+        return save_meta(checkpoint, target, options, shards=shards)
     return save_hf(checkpoint, target, options, experts=experts)
 
 

@@ -1,4 +1,4 @@
-"""Vision towers between all formats: open_clip, transformers' CLIP, ours; on request for another picture size."""
+"""Vision towers of open_clip, transformers' CLIP and ours, as ours or CLIP's; on request for another picture size."""
 
 import os
 from dataclasses import replace
@@ -7,85 +7,59 @@ from pathlib import Path
 import torch
 
 from .checkpoint import Report, carry_out
-from .clip import check_expressible, fold, open_tower, plan_clip, plan_open_clip, resize
+from .clip import open_tower, plan_clip, resize
 from .hf import save_hf
 from .io import Progress, WriteOptions, check_apart, check_target
 
-_TARGETS = ("tower", "open_clip", "clip")
+_TARGETS = ("tower", "clip")
 
 
 def convert_vision(
-    source: str | os.PathLike | torch.nn.Module,
+    source: str | os.PathLike,
     target: str | os.PathLike,
     *,
     to: str = "tower",
     image_size: int | None = None,
-    fold_normalization: bool = False,
-    activation: str | None = None,
-    tag: str | None = None,
     model: str | None = None,
-    heads: int | None = None,
     dtype: str | torch.dtype | None = None,
     resume: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Convert a vision tower between open_clip, transformers' CLIP and ours, in any direction.
+    """Convert a vision tower of open_clip, transformers' CLIP or ours to ours or CLIP's.
 
     Args:
-        source: an open_clip file or folder, a folder of CLIP, MetaCLIP 2, Llama 4 or llamoe, or a model that
-            `open_clip.create_model` returned, whose `visual` describes itself; only read.
+        source: an open_clip file or folder, or a folder of CLIP, MetaCLIP 2, Llama 4 or llamoe; only read.
         target: a folder that does not exist or is empty.
-        to: "tower" writes a folder of `LlamoeVisionModel`; "open_clip" writes open_clip_model.safetensors (keys
-            `visual.…`) and open_clip_config.json; "clip" writes a folder of transformers'
+        to: "tower" writes a folder of `LlamoeVisionModel`; "clip" writes a folder of transformers'
             `CLIPVisionModelWithProjection`, or `CLIPVisionModel` for a tower without projection.
         image_size: side of the pictures that the new tower takes, in pixels, a multiple of the patch size. The position
             grid is resized as open_clip does it.
-        fold_normalization: change the patch weights so that pixels are normalized by mean = std = 0.5, as Llama 4's
-            processor does, and the features stay the same.
-        activation: "quick_gelu" or "gelu"; needed for an open_clip file without open_clip_config.json, unless `tag` or
-            `model` is given.
-        tag: the release's tag in open_clip, such as "metaclip_fullcc", which implies activation and preparation of
-            pixels. The file is a local one in any case.
-        model: the architecture's name in open_clip, such as "ViT-L-14-quickgelu", which stands for the description that
-            the file has not. For the same weights open_clip has architectures with either activation.
-        heads: number of attention heads; needed for an open_clip file of an unpublished size without
-            open_clip_config.json.
+        model: the architecture's name in open_clip, such as "ViT-L-14-quickgelu"; needed for an open_clip file without
+            open_clip_config.json. For the same weights open_clip has architectures with either activation.
         dtype, resume, dry_run, progress: as in `WriteOptions`.
 
     Returns:
         what was written; its notes say where the activation came from and what was changed.
 
     Raises:
-        ValueError: bad options, a target in use or inside the source, an unknown activation or number of heads, a tower
-            that the target format cannot express, a damaged source, or `resume` for a model, of which nothing shows
-            that it is the same one; no file is left behind.
-        TypeError: a module that is not a model of open_clip.
+        ValueError: bad options, a target in use or inside the source, a file that nothing describes, a tower that the
+            target format cannot express, or a damaged source; no file is left behind.
         OSError: the disk is full or fails; complete files stay for `resume`.
     """
     target = Path(target)
     if to not in _TARGETS:
         raise ValueError(f"to = {to!r}: valid are {', '.join(map(repr, _TARGETS))}.")
     options = WriteOptions("llamoe", dtype, resume=resume, dry_run=dry_run, progress=progress)
-    if not isinstance(source, torch.nn.Module):
-        source = Path(source)
-        check_apart(source, target)
-    elif resume:
-        raise ValueError("resume = True: goes on with files only. Convert the model anew to another target.")
+    check_apart(Path(source), target)
     check_target(target, resume)
-    checkpoint = open_tower(source, activation=activation, tag=tag, model=model, heads=heads)
-    if to != "tower":
-        check_expressible(checkpoint, to)
+    checkpoint = open_tower(source, model=model)
     if image_size is not None:
         checkpoint = resize(checkpoint, image_size)
-    if fold_normalization:
-        checkpoint = fold(checkpoint)
-    identity = {"image_size": image_size, "fold_normalization": fold_normalization}
-    identity |= {"hidden_act": checkpoint.config.hidden_act, "heads": checkpoint.config.num_attention_heads}
+    identity = {"image_size": image_size, "hidden_act": checkpoint.config.hidden_act}
     if to == "tower":
         report = save_hf(checkpoint, target, options, identity=identity)
         return replace(report, to="tower")
-    plan_target = plan_open_clip if to == "open_clip" else plan_clip
-    checkpoint, plan = plan_target(replace(checkpoint, tensors=options.cast(checkpoint.tensors)))
+    checkpoint, plan = plan_clip(replace(checkpoint, tensors=options.cast(checkpoint.tensors)))
     plan.identity = {"dtype": str(options.cast_to), **identity}
     return carry_out(plan, checkpoint, target, to, options)

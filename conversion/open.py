@@ -1,14 +1,13 @@
 """Opens a checkpoint of any format; the format is recognised by its files."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.errors import CheckpointError
 from ..modeling.checkpoints import find_weights
-from .checkpoint import Checkpoint, look_at_checkpoint
+from .checkpoint import Checkpoint, check_source
 from .clip import open_tower, tower_kind
 from .hf import in_words, open_hf
 from .io import check_apart, check_target
@@ -33,11 +32,7 @@ def open_checkpoint(
         CheckpointError: the path does not exist, has another format, is damaged, or is an unfinished target.
     """
     path = Path(path)
-    looks = look_at_checkpoint(path)
-    return replace(_open(path, companions, instruct), looks=looks)
-
-
-def _open(path: Path, companions: bool, instruct: bool | None) -> Checkpoint:
+    check_source(path)
     if path.is_file():
         return open_tower(path)
     if is_mistral(path):

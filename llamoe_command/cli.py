@@ -1,8 +1,8 @@
 """The command `llamoe`: all commands, and what becomes of errors.
 
 Results go to standard output, as text or with `--json` as JSON; progress and errors go to standard error. Exit status:
-0 for success, 1 if `verify` finds a difference or `inspect --for` a problem, 2 for wrong options or an unusable source,
-3 if reading or writing failed, 4 if `verify` cannot tell, 130 if interrupted.
+0 for success, 1 if `verify` finds different models, 2 for wrong options or an unusable source, 3 if reading or writing
+failed, 130 if interrupted.
 """
 
 import json

@@ -28,28 +28,13 @@ Instruct = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
-Fold = Annotated[
-    bool,
-    typer.Option(
-        "--fold-normalization",
-        help="Change the patch weights so that pixels are normalized as for Llama 4, by 0.5 and 0.5.",
-    ),
-]
-ActivationOfFile = Annotated[
-    Literal["quick_gelu", "gelu"] | None,
-    typer.Option(help="Activation of an open_clip file without open_clip_config.json beside it."),
-]
-Tag = Annotated[
-    str | None,
-    typer.Option(help='Release of an open_clip file, such as "metaclip_fullcc"; it implies the activation.'),
-]
 ModelOfFile = Annotated[
     str | None,
     typer.Option(
-        help='Architecture of an open_clip file by open_clip\'s name, such as "ViT-L-14-quickgelu".'
+        help="Architecture of an open_clip file without open_clip_config.json beside it, by open_clip's name, such as "
+        '"ViT-L-14-quickgelu".'
     ),
 ]
-Heads = Annotated[int | None, typer.Option(help="Attention heads of an open_clip file of unpublished size.")]
 
 
 def shared_options(

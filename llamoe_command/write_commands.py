@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from .app import writes
-from .options import ActivationOfFile, Fold, Heads, Instruct, ModelOfFile, Seed, Source, Tag, Target
+from .options import Instruct, ModelOfFile, Seed, Source, Target
 
 
 @writes("convert")
@@ -14,8 +14,8 @@ def convert(
     source: Source,
     target: Target,
     to: Annotated[
-        Literal["hf", "meta", "mistral"],
-        typer.Option(help="Format of TARGET: Hugging Face's, Meta's or Mistral AI's."),
+        Literal["hf", "meta"],
+        typer.Option(help="Format of TARGET: Hugging Face's or Meta's."),
     ] = "hf",
     shards: Annotated[
         int | None,
@@ -24,12 +24,6 @@ def convert(
             "The default is that of Meta's releases of this size."
         ),
     ] = None,
-    style: Annotated[
-        Literal["release", "unfused"],
-        typer.Option(
-            help="With --to meta, for Llama 4: tensor names of the published files, or of the modules in Meta's code."
-        ),
-    ] = "release",
     experts: Annotated[
         Literal["fused", "split"],
         typer.Option(
@@ -52,7 +46,7 @@ def convert(
         ),
     ] = None,
 ) -> None:
-    """Convert a checkpoint between Meta's or Mistral AI's format and Hugging Face's.
+    """Convert Meta's, Mistral AI's or Hugging Face's checkpoint to Hugging Face's or Meta's format.
 
     The tokenizer, chat template, generation settings and processor settings are converted too. The result works with
     AutoTokenizer, AutoProcessor and generate.
@@ -72,8 +66,8 @@ def vision(
     source: Source,
     target: Target,
     to: Annotated[
-        Literal["tower", "open_clip", "clip"],
-        typer.Option(help="Format of TARGET: llamoe's tower, open_clip's file, or transformers' CLIP."),
+        Literal["tower", "clip"],
+        typer.Option(help="Format of TARGET: llamoe's tower, or transformers' CLIP."),
     ] = "tower",
     image_size: Annotated[
         int | None,
@@ -81,20 +75,14 @@ def vision(
             help="New side of the pictures in pixels. The position grid is resized as open_clip does it."
         ),
     ] = None,
-    fold_normalization: Fold = False,
-    activation: ActivationOfFile = None,
-    tag: Tag = None,
     model: ModelOfFile = None,
-    heads: Heads = None,
 ) -> None:
     """Convert a vision tower: open_clip's MetaCLIP, Hugging Face's CLIP and MetaCLIP 2, or llamoe's.
 
     The weights do not show which activation they were trained with.
     MetaCLIP's first releases use QuickGELU.
 
-        llamoe vision l14_400m.pt tower --tag metaclip_400m --image-size 336
-
-        llamoe vision ViT-L-14.pt tower --model ViT-L-14-quickgelu
+        llamoe vision l14_400m.pt tower --model ViT-L-14-quickgelu --image-size 336
     """
 
 
@@ -185,11 +173,7 @@ def assemble(
         int | None, typer.Option(help="Width of the adapter's output. The default is the decoder's width.")
     ] = None,
     max_tiles: Annotated[int, typer.Option(help="Largest number of tiles that a picture is cut into.")] = 16,
-    fold_normalization: Fold = False,
-    activation: ActivationOfFile = None,
-    tag: Tag = None,
     model: ModelOfFile = None,
-    heads: Heads = None,
     seed: Seed = 0,
 ) -> None:
     """Join a decoder and a vision tower into one multimodal checkpoint, ready for training.

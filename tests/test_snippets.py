@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from support import programs
 from support.conversions import META_LLAMA_2
 from support.documents import NOT_RUN, PAGES, ROOT, blocks
+from support.mistral_folders import MistralCase
 from support.models import draw
 from support.served import Server, free_port
 from support.tokenizer_files import sentencepiece_model, some_lines
@@ -33,8 +34,6 @@ from transformers import (
     AutoProcessor,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
 )
@@ -42,7 +41,7 @@ from transformers.utils import logging
 from typer.main import get_command
 
 import llamoe
-from llamoe.conversion import convert, verify
+from llamoe.conversion import verify
 from llamoe_command import cli
 
 pytestmark = pytest.mark.slow
@@ -66,6 +65,7 @@ def write_llama(folder):
 
 
 # Sizes that int4 takes, outputs in multiples of 16 and inputs of 32; the vocabulary is the small model's.
+MISTRAL = dict(vocab_size=784, dim=64, hidden_dim=96, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=8)
 QUANTIZABLE = dict(
     vocab_size=784, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
     num_key_value_heads=2, head_dim=8, sliding_window=None,
@@ -73,10 +73,8 @@ QUANTIZABLE = dict(
 
 
 def write_mistral(folder):
-    config = MistralConfig(**QUANTIZABLE)
-    stock = folder.with_name(f"{folder.name}-stock")
-    draw(MistralForCausalLM, config).to(torch.bfloat16).save_pretrained(stock)
-    convert(stock, folder, to="mistral")
+    case = MistralCase("Mistral", MISTRAL)
+    case.write(folder, case.weights(torch.bfloat16))
     controls = [
         "[INST]",
         "[/INST]",

@@ -5,5 +5,5 @@ Reading order: image_processors, resize, name_tables, open_clip_config, open_tow
 
 from .image_processors import CLIP_MEAN, CLIP_STD, PROCESSOR, normalization
 from .open_tower import open_tower, tower_kind
-from .resize import fold, read_processor, resize
-from .write_tower import check_expressible, plan_clip, plan_open_clip
+from .resize import read_processor, resize
+from .write_tower import plan_clip

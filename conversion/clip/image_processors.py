@@ -54,28 +54,6 @@ def from_open_clip(settings: Mapping[str, Any], image_size: int, origin: str) ->
     }
 
 
-def to_open_clip(processor: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """The open_clip `preprocess_cfg` for the content of preprocessor_config.json.
-
-    Raises:
-        CheckpointError: open_clip does not support a value.
-    """
-    mean, std = normalization(processor, origin)
-    names = {number: name for name, number in _RESAMPLE.items()}
-    resample = processor.get("resample", 3)
-    if not isinstance(resample, int) or resample not in names:
-        raise CheckpointError(
-            f"{origin}: resample {resample!r} has no equivalent in open_clip; 2 and 3 have."
-        )
-    squash = set(_size(processor)) >= {"height", "width"} and not processor.get("do_center_crop", True)
-    return {
-        "mean": mean,
-        "std": std,
-        "interpolation": names[resample],
-        "resize_mode": "squash" if squash else "shortest",
-    }
-
-
 def normalization(processor: Mapping[str, Any], origin: str) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of pixels between 0 and 1 in a preprocessor_config.json, a number for each channel.
 

@@ -114,37 +114,5 @@ CLIP = [
     *CLIP_DROPS,
 ]
 
-# Fragments of open_clip keys that ours cannot express, most specific first, each with its reason.
-OPEN_CLIP_REFUSED = {
-    "visual.trunk.": "a tower of timm (as SigLIP's, EVA's and ConvNeXt's are)",
-    "visual.attnpool.": "a ResNet tower",
-    "visual.layer1.": "a ResNet tower",
-    "visual.attn_pool": "an attentional pool",
-    "visual.head.": "a head besides the projection",
-    ".ls_1.gamma": "LayerScale",
-    ".ls_2.gamma": "LayerScale",
-    ".attn.ln_q.": "norms of queries and keys (qk_norm)",
-    ".attn.ln_k.": "norms of queries and keys (qk_norm)",
-    ".attn.logit_scale": "scaled cosine attention",
-    ".attn.head_scale": "scales for each attention head",
-    ".attn.ln_inner.": "a norm inside of the attention (scale_attn_inner)",
-    ".ln_attn.": "a norm behind the attention (scale_attn)",
-    ".mlp.ln.": "a norm inside of the feed-forward (scale_fc)",
-}
-# open_clip vision_cfg fields that must have their defaults, and what other values would mean.
-OPEN_CLIP_DEFAULTS = {
-    "ls_init_value": (None, "LayerScale"),
-    "attentional_pool": (False, "an attentional pool"),
-    "no_ln_pre": (False, "no norm in front of the blocks"),
-    "pos_embed_type": ("learnable", "fixed sine and cosine positions"),
-    "final_ln_after_pool": (False, "the last norm behind the pooling"),
-    "pool_type": ("tok", "pooling by another token than the class token"),
-    "block_type": (None, "another kind of block"),
-    "qk_norm": (False, "norms of queries and keys"),
-    "scaled_cosine_attn": (False, "scaled cosine attention"),
-    "scale_heads": (False, "scales for each attention head"),
-    "scale_attn_inner": (False, "a norm inside of the attention"),
-    "scale_attn": (False, "a norm behind the attention"),
-    "scale_fc": (False, "a norm inside of the feed-forward"),
-    "timm_model_name": (None, "a tower of timm"),
-}
+# open_clip vision_cfg fields that must have their defaults: other values change the function and leave no other tensor.
+OPEN_CLIP_DEFAULTS = {"pool_type": "tok", "final_ln_after_pool": False, "pos_embed_type": "learnable"}

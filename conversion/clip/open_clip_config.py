@@ -1,17 +1,13 @@
-"""What open_clip states about a tower besides its tensors: open_clip_config.json, models, architectures and releases.
+"""What open_clip states about a tower besides its tensors: open_clip_config.json, and its architectures.
 
-Architectures and releases are open_clip's own tables, which are read where a file does not describe itself: importing
-open_clip takes as long as importing torch. Nothing is downloaded.
+Architectures are open_clip's own tables, which are read where a file does not describe itself: importing open_clip
+takes as long as importing torch. Nothing is downloaded.
 """
 
-from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, cast
 
-from torch import nn
-
 from ...configuration.errors import CheckpointError
-from ...configuration.vision import LlamoeVisionConfig
 from .name_tables import OPEN_CLIP_DEFAULTS
 
 OPEN_CLIP_CONFIG = "open_clip_config.json"
@@ -35,121 +31,35 @@ def read_model_cfg(model: Any, where: object) -> dict[str, Any]:
     vision = model.get("vision_cfg") if isinstance(model, dict) else None
     if not isinstance(vision, dict):
         raise CheckpointError(f"{where}: has no vision_cfg, where open_clip describes the tower.")
-    for name, (default, meaning) in OPEN_CLIP_DEFAULTS.items():
-        if (vision.get(name) or default) != default:
+    for name, default in OPEN_CLIP_DEFAULTS.items():
+        if (value := vision.get(name) or default) != default:
             raise CheckpointError(
-                f"{where}: {name} is {vision[name]!r}: {meaning} has no place in this tower, nor in MetaCLIP's."
+                f"{where}: {name} is {value!r}, and only {default!r} has a place in this tower."
             )
-    if isinstance(vision.get("layers"), list):
+    patch, image = (side_of(vision.get(name, 16), name, where) for name in ("patch_size", "image_size"))
+    quick, act = model.get("quick_gelu", False), vision.get("act_kwargs") or {}
+    if not isinstance(quick, bool) or (not quick and act not in ({}, {"approximate": "none"}, _TANH)):
         raise CheckpointError(
-            f"{where}: layers is {vision['layers']}, a ResNet tower, which cannot be converted."
+            f"{where}: quick_gelu is {quick!r} and act_kwargs {act}, which is no activation here."
         )
     try:
-        width, patch = (
-            int(vision.get("width", 768)),
-            int(side_of(vision.get("patch_size", 16), "patch_size", where)),
-        )
-        inner, layers = int(width * float(vision.get("mlp_ratio", 4.0))), int(vision.get("layers", 12))
-    except CheckpointError:
-        raise
-    except (TypeError, ValueError, OverflowError) as error:
+        width, layers = int(vision.get("width", 768)), int(vision.get("layers", 12))
+        inner = int(width * float(vision.get("mlp_ratio", 4.0)))
+        heads = width // int(vision.get("head_width", 64))
+        eps = float((vision.get("norm_kwargs") or {}).get("eps", 1e-5))
+    except (TypeError, ValueError, OverflowError, ZeroDivisionError, AttributeError) as error:
         raise CheckpointError(f"{where}: vision_cfg cannot be read ({error}).") from error
-    head_width = vision.get("head_width", 64)
-    is_count = isinstance(head_width, int) and not isinstance(head_width, bool) and 1 <= head_width <= width
-    if not is_count or width % (width // head_width):
-        raise CheckpointError(f"{where}: head_width is {head_width!r}, which does not divide width {width}.")
-    arguments = vision.get("norm_kwargs") or {}
-    eps = arguments.get("eps", 1e-5) if isinstance(arguments, dict) else None
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise CheckpointError(f"{where}: norm_kwargs is {arguments!r}, where eps was expected.")
-    quick, act = model.get("quick_gelu", False), vision.get("act_kwargs") or {}
-    if not isinstance(quick, bool):
-        raise CheckpointError(f"{where}: quick_gelu is {quick!r}; true or false was expected.")
-    if not quick and act not in ({}, {"approximate": "none"}, _TANH):
-        raise CheckpointError(f"{where}: act_kwargs is {act}, which GELU does not take.")
     return {
         "hidden_size": width,
         "num_hidden_layers": layers,
         "intermediate_size": inner,
-        "num_attention_heads": width // head_width,
+        "num_attention_heads": heads,
         "patch_size": patch,
-        "image_size": side_of(vision.get("image_size"), "image_size", where),
+        "image_size": image,
         "projection_dim": model.get("embed_dim"),
-        "norm_eps": float(eps),
+        "norm_eps": eps,
         "hidden_act": "quick_gelu" if quick else "gelu_pytorch_tanh" if act == _TANH else "gelu",
     }
-
-
-def write_model_cfg(config: LlamoeVisionConfig) -> dict[str, Any]:
-    """The open_clip description of a tower, without a text tower; `ValueError` for an activation it does not have."""
-    if config.hidden_act not in ("quick_gelu", "gelu", "gelu_pytorch_tanh"):
-        raise ValueError(
-            f"hidden_act = {config.hidden_act!r}: open_clip has QuickGELU and GELU only, and cannot compute this tower."
-        )
-    width, inner = config.hidden_size, config.intermediate_size
-    ratios = (round(inner / width, 4), inner / width, (inner + 0.5) / width)
-    vision: dict[str, Any] = {
-        "image_size": config.image_size,
-        "layers": config.num_hidden_layers,
-        "width": width,
-        "head_width": config.head_dim,
-        # open_clip rounds width * ratio down; a rounded ratio may give the integer below.
-        "mlp_ratio": next(ratio for ratio in ratios if int(width * ratio) == inner),
-        "patch_size": config.patch_size,
-    }
-    if config.norm_eps != 1e-5:
-        vision["norm_kwargs"] = {"eps": config.norm_eps}
-    if config.hidden_act == "gelu_pytorch_tanh":
-        vision["act_kwargs"] = dict(_TANH)
-    return {
-        "embed_dim": width if config.projection_dim is None else config.projection_dim,
-        "quick_gelu": config.hidden_act == "quick_gelu",
-        "vision_cfg": vision,
-    }
-
-
-def describe_tower(visual: nn.Module, where: object) -> dict[str, Any]:
-    """What open_clip_config.json would state of a tower in memory, which is the `visual` of a model of open_clip.
-
-    Raises:
-        CheckpointError: it is none of open_clip's own vision transformers, has another activation, or blocks or norms
-            that differ from one another.
-    """
-    from open_clip.transformer import QuickGELU, ResidualAttentionBlock, VisionTransformer
-
-    if not isinstance(visual, VisionTransformer):
-        raise CheckpointError(
-            f"{where}: its tower is a {type(visual).__name__}; open_clip's own VisionTransformer was expected."
-        )
-    blocks: list[Any] = list(visual.transformer.resblocks)
-    norms = {part.eps for part in visual.modules() if isinstance(part, nn.LayerNorm)}
-    kinds = {(type(block), block.attn.num_heads, str(block.mlp.gelu)) for block in blocks}
-    if len(kinds) != 1 or len(norms) != 1:
-        raise CheckpointError(
-            f"{where}: its blocks differ in kind, heads or activation, or its norms in eps; all must be alike."
-        )
-    block, act = blocks[0], blocks[0].mlp.gelu
-    if not isinstance(act, (QuickGELU, nn.GELU)):
-        raise CheckpointError(f"{where}: its activation is {act}; QuickGELU or GELU was expected.")
-    width = visual.conv1.out_channels
-    vision = {
-        "image_size": visual.image_size,
-        "layers": len(blocks),
-        "width": width,
-        "head_width": width // block.attn.num_heads,
-        # open_clip rounds width * ratio down.
-        "mlp_ratio": (block.mlp.c_fc.out_features + 0.5) / width,
-        "patch_size": visual.patch_size,
-        "norm_kwargs": {"eps": norms.pop()},
-        "act_kwargs": {"approximate": act.approximate} if isinstance(act, nn.GELU) else {},
-        "pool_type": visual.pool_type,
-        "final_ln_after_pool": visual.final_ln_after_pool,
-        "no_ln_pre": isinstance(visual.ln_pre, nn.Identity),
-        "block_type": None if type(block) is ResidualAttentionBlock else type(block).__name__,
-    }
-    model = {"embed_dim": visual.output_dim, "quick_gelu": isinstance(act, QuickGELU), "vision_cfg": vision}
-    # The loader puts it there; a model that was built without the loader has none.
-    return {"model_cfg": model, "preprocess_cfg": getattr(visual, "preprocess_cfg", {})}
 
 
 def architecture(name: str) -> dict[str, Any]:
@@ -161,71 +71,3 @@ def architecture(name: str) -> dict[str, Any]:
         near = ", ".join(get_close_matches(str(name), known, n=4)) or "see open_clip.list_models()"
         raise ValueError(f"model = {name!r}: no architecture of open_clip. Near to it: {near}.")
     return cast(dict[str, Any], open_clip.get_model_config(name))
-
-
-def published_heads(sizes: Mapping[str, Any]) -> int | None:
-    """The number of heads of open_clip's architectures of these sizes, if they agree; no tensor shows it."""
-    fields = ("hidden_size", "num_hidden_layers", "intermediate_size")
-    heads = {own["num_attention_heads"] for _, _, own in _published(sizes, fields)}
-    return heads.pop() if len(heads) == 1 else None
-
-
-def find_release(tag: str, sizes: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Activation and `preprocess_cfg` of one of open_clip's releases of weights, by its tag and a tower's sizes.
-
-    The picture size decides where a release has the same tower with both activations.
-
-    Raises:
-        ValueError: no release of this tag for these sizes, or an undecided activation.
-    """
-    image_size = sizes["image_size"]
-    fitting = [found for found in _releases(sizes) if found[0] == str(tag).lower().replace("-", "_")]
-    chosen = [found for found in fitting if found[1] == image_size] or fitting
-    if len({activation for _, _, activation, _ in chosen}) != 1:
-        problem = (
-            "has towers of either activation, but none for these pictures," if fitting else "has no tower"
-        )
-        width, layers = sizes["hidden_size"], sizes["num_hidden_layers"]
-        raise ValueError(
-            f"tag = {tag!r}: the release {problem} of width {width}, {layers} layers, "
-            f"patches of {sizes['patch_size']} and {image_size} pixels. Give activation= instead. "
-            f"{describe_releases(sizes)}"
-        )
-    return chosen[0][2:]
-
-
-def describe_releases(sizes: Mapping[str, Any]) -> str:
-    """The tags of open_clip's releases of these sizes, for messages."""
-    found = [f"{tag} ({activation} at {size} pixels)" for tag, size, activation, _ in _releases(sizes)]
-    return f"open_clip's releases of these sizes: {', '.join(dict.fromkeys(found)) or 'none'}."
-
-
-def _releases(sizes: Mapping[str, Any]) -> Iterator[tuple[str, int, str, dict[str, Any]]]:
-    """Tag, picture size, activation and `preprocess_cfg` of each release of weights for a tower of these sizes."""
-    import open_clip
-
-    for name, model, _ in _published(sizes, ("hidden_size", "num_hidden_layers", "patch_size")):
-        for tag in open_clip.list_pretrained_tags_by_model(name):
-            listed = open_clip.get_pretrained_cfg(name, tag)
-            # The same weights stand under architectures with either; the release says what they were trained with.
-            quick = listed.get("quick_gelu", model.get("quick_gelu", False))
-            preprocess = {field: listed[field] for field in ("mean", "std", "interpolation", "resize_mode")}
-            described = read_model_cfg({**model, "quick_gelu": quick}, name)
-            yield tag, described["image_size"], described["hidden_act"], preprocess
-
-
-def _published(
-    sizes: Mapping[str, Any], fields: tuple[str, ...]
-) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Name, `model_cfg` and sizes of open_clip's architectures that have these sizes in these fields."""
-    import open_clip
-
-    for name in open_clip.list_models():
-        model = cast(dict[str, Any], open_clip.get_model_config(name))
-        try:
-            own = read_model_cfg(model, name)
-        except CheckpointError:
-            # Of parts that ours does not have.
-            continue
-        if all(own[field] == sizes[field] for field in fields):
-            yield name, model, own

@@ -2,8 +2,8 @@
 
 The weights do not show their activation: most MetaCLIP releases were trained with QuickGELU, some with GELU, and
 open_clip lists the same weights under architectures with either. It is taken from a description of the weights
-(open_clip_config.json, config.json, the release's tag, the architecture's name in open_clip, the caller) and never from
-a file's name. A tower without a description, or with two that disagree, is refused.
+(open_clip_config.json, config.json, the architecture's name in open_clip) and never from a file's name. A tower without
+a description, or with one that contradicts another or the tensors, is refused.
 """
 
 import re
@@ -11,34 +11,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import isqrt
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from torch import nn
 from transformers import CLIPConfig, CLIPVisionConfig, MetaClip2Config, MetaClip2VisionConfig
 
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
 from ...configuration.multimodal import LlamoeConfig
-from ...configuration.sizes import count_of
 from ...configuration.vision import LlamoeVisionConfig
-from ..checkpoint import Checkpoint, check_model, look_at_checkpoint, take_part
+from ..checkpoint import Checkpoint, check_model, check_source, take_part
 from ..hf import open_hf, open_shards, read_companions
-from ..io import InMemory, LazyTensor, Table, open_weights, read_json, read_through, sources_of
+from ..io import LazyTensor, Table, open_weights, read_json, read_through, sources_of
 from . import image_processors
 from .image_processors import PROCESSOR
-from .name_tables import CLIP, OPEN_CLIP, OPEN_CLIP_REFUSED
+from .name_tables import CLIP, OPEN_CLIP
 from .open_clip_config import (
     OPEN_CLIP_CONFIG,
     architecture,
-    describe_releases,
-    describe_tower,
-    find_release,
-    published_heads,
     read_model_cfg,
     side_of,
 )
 
-ACTIVATIONS = ("quick_gelu", "gelu")
 OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 _CLIP_CONFIGS = {
     "clip": CLIPConfig,
@@ -59,12 +52,7 @@ _MEASURED = {
     "visual.proj": 2,
 }
 _BLOCK = re.compile(r"visual\.transformer\.resblocks\.(\d+)\.")
-# What fields are called in messages.
-_WORDS = {"hidden_act": "the activation", "num_attention_heads": "the number of heads"}
 _LICENCES = ("LICENSE", "NOTICE", "USE_POLICY")
-
-Stated = Mapping[str, Mapping[str, Any]]
-"""Fields of a tower's configuration that a source states, by the source's name in messages."""
 
 
 def tower_kind(path: str | Path) -> str | None:
@@ -85,14 +73,7 @@ def tower_kind(path: str | Path) -> str | None:
     return None
 
 
-def open_tower(
-    path: str | Path | nn.Module,
-    *,
-    activation: str | None = None,
-    tag: str | None = None,
-    model: str | None = None,
-    heads: int | None = None,
-) -> Checkpoint:
+def open_tower(path: str | Path, *, model: str | None = None) -> Checkpoint:
     """Open a vision tower under the keys of `LlamoeVisionModel`; for the arguments see `convert_vision`.
 
     Its companions hold preprocessor_config.json where the source states how pictures are prepared, or is of open_clip,
@@ -101,154 +82,76 @@ def open_tower(
     Raises:
         CheckpointError: a file is missing or damaged, a tensor is missing, unknown or of another shape, or the
             tower has parts that ours cannot express.
-        ValueError: activation, model or heads are unknown, or an argument contradicts the configuration.
-        TypeError: a module that is not a model of open_clip.
+        ValueError: the model is unknown, or given for a tower that describes itself.
     """
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation = {activation!r}: valid are {' and '.join(map(repr, ACTIVATIONS))}.")
-    if heads is not None:
-        count_of("heads", heads)
-    given = {
-        "the argument activation": {"hidden_act": activation},
-        "the argument heads": {"num_attention_heads": heads},
-    }
-    if isinstance(path, nn.Module):
-        return _open_open_clip(path, tag, model, given)
     path = Path(path)
-    looks = look_at_checkpoint(path)
+    check_source(path)
     kind = tower_kind(path)
     if kind == "open_clip":
-        return replace(_open_open_clip(path, tag, model, given), looks=looks)
-    for name, value in {"tag": tag, "model": model}.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} = {value!r}: {path} is not an open_clip checkpoint, and describes itself."
-            )
+        return _open_open_clip(path, model)
+    if model is not None:
+        raise ValueError(f"model = {model!r}: {path} is not an open_clip checkpoint, and describes itself.")
     if kind is None:
-        raise _explain_unknown(path)
-    return replace(_open_clip(path, given) if kind == "clip" else _open_ours(path, given), looks=looks)
-
-
-def _explain_unknown(path: Path) -> CheckpointError:
-    if path.is_file():
-        names = list(open_weights(path))
-        found = f"has no tensor of an open_clip tower (visual.…), but {', '.join(names[:3]) or 'none'}"
-        if any(name.startswith(("cls_token", "blocks.0.", "trunk.")) for name in names):
-            found = (
-                "has timm's names; the file open_clip_model.safetensors of the same release has open_clip's"
-            )
-        elif any("encoder.layers.0." in name or "model.layers.0." in name for name in names):
-            found = "has transformers' names; give its folder, whose config.json belongs to it"
-        return CheckpointError(f"{path}: {found}.")
-    expected = (
-        f"{' or '.join(OPEN_CLIP_FILES)}, or a config.json with model_type "
-        f"{', '.join(map(repr, (*_CLIP_CONFIGS, *_OUR_TYPES)))}"
-    )
-    if not (path / "config.json").is_file():
-        return CheckpointError(
-            f"{path}: is not a tower's folder: expected {expected}. A single file is named itself."
+        types = ", ".join((*_CLIP_CONFIGS, *_OUR_TYPES))
+        raise CheckpointError(
+            f"{path}: is not a tower: expected a file of open_clip, whose names begin with visual., or a folder with "
+            f"{' or '.join(OPEN_CLIP_FILES)}, or with a config.json of the model_type {types}."
         )
-    model_type = str(read_json(path / "config.json").get("model_type"))
-    reason = " (SigLIP's towers have no class token and pool by attention)" if "siglip" in model_type else ""
-    return CheckpointError(
-        f"{path / 'config.json'}: model_type {model_type!r} is not a tower that can be converted{reason}; expected "
-        f"{expected}."
-    )
+    return _open_clip(path) if kind == "clip" else _open_ours(path)
 
 
-def _agree(stated: Stated) -> dict[str, Any]:
+def _agree(stated: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The value of each field that the sources state, which must be one; None stands for a source that is silent."""
-    found: dict[str, dict[str, Any]] = {}
+    agreed: dict[str, tuple[Any, str]] = {}
     for where, fields in stated.items():
         for field, value in fields.items():
-            if value is not None:
-                found.setdefault(field, {})[where] = value
-    for field, values in found.items():
-        if any(value != next(iter(values.values())) for value in values.values()):
-            said = ", ".join(f"{value!r} by {where}" for where, value in values.items())
-            raise CheckpointError(
-                f"{_WORDS.get(field, field)} is said to be {said}. Only one can belong to these weights: correct "
-                "the file, or leave out the argument."
-            )
-    return {field: next(iter(values.values())) for field, values in found.items()}
+            other, place = agreed.setdefault(field, (value, where))
+            if other is None:
+                agreed[field] = value, where
+            elif value is not None and value != other:
+                raise CheckpointError(
+                    f"{field} is said to be {other!r} by {place}, {value!r} by {where}. Only one can belong to these "
+                    "weights: correct the file, or leave out the argument."
+                )
+    return {field: value for field, (value, _) in agreed.items()}
 
 
-def _open_open_clip(
-    source: Path | nn.Module, tag: str | None, model: str | None, given: Stated
-) -> Checkpoint:
+def _open_open_clip(path: Path, model: str | None) -> Checkpoint:
+    file = path
+    if path.is_dir():
+        file = next(path / name for name in OPEN_CLIP_FILES if (path / name).is_file())
+    # Distributed training adds this prefix.
+    tensors = _renamed(open_weights(file), lambda name: name.removeprefix("module."))
     stated: dict[str, Mapping[str, Any]] = {}
     settings: dict[str, Any] = {}
-    if isinstance(source, nn.Module):
-        # A name for messages, which no file has.
-        path = file = described = Path(f"<open_clip.{type(source).__name__}>")
-        tensors = _view_tower(source, file)
-        _refuse_parts(tensors, file)
-        settings = describe_tower(cast(nn.Module, source.visual), file)
-    else:
-        path = file = source
-        if path.is_dir():
-            file = next(path / name for name in OPEN_CLIP_FILES if (path / name).is_file())
-        # Distributed training adds this prefix.
-        tensors = _renamed(open_weights(file), lambda name: name.removeprefix("module."))
-        _refuse_parts(tensors, file)
-        # The configuration belongs to the file only where both have the names that open_clip gives them.
-        described = file.with_name(OPEN_CLIP_CONFIG)
-        if file.name in OPEN_CLIP_FILES and described.is_file():
-            settings = read_json(described)
-            if "model_cfg" not in settings:
-                settings = {"model_cfg": settings, **settings}
-    sizes = _measure(tensors, file)
+    # The configuration belongs to the file only where both have the names that open_clip gives them.
+    described = file.with_name(OPEN_CLIP_CONFIG)
+    if file.name in OPEN_CLIP_FILES and described.is_file():
+        settings = read_json(described)
+        if "model_cfg" not in settings:
+            settings = {"model_cfg": settings, **settings}
     if settings:
         stated[str(described)] = read_model_cfg(settings["model_cfg"], described)
     if model is not None:
         stated[f"open_clip's {model}"] = read_model_cfg(architecture(model), f"open_clip's {model}")
-    prepared: Mapping[str, Any] = {}
     if not stated:
-        stated["the published towers of this size"] = {"num_attention_heads": published_heads(sizes)}
-    stated |= given
-    if tag is not None:
-        hidden_act, prepared = find_release(tag, sizes)
-        stated[f"the tag {tag!r}"] = {"hidden_act": hidden_act}
-    fields = {"norm_eps": 1e-5} | _agree(stated | {f"the tensors of {file}": sizes}) | sizes
-    if "hidden_act" not in fields:
         raise ValueError(
-            f"{file}: nothing says whether these weights were trained with QuickGELU or GELU: there is no "
-            f"{OPEN_CLIP_CONFIG} beside a file named {' or '.join(OPEN_CLIP_FILES)}, and the tensors do not show it. "
-            "Give activation='quick_gelu' or 'gelu', or the release's tag, or open_clip's name of the model. "
-            f"{describe_releases(sizes)}"
+            f"{file}: the tensors do not show with which activation (QuickGELU or GELU) and how many heads they were "
+            "trained. Give open_clip's name of the model, such as model='ViT-L-14-quickgelu', or put "
+            f"{OPEN_CLIP_CONFIG} beside a file named {' or '.join(OPEN_CLIP_FILES)}."
         )
-    if "num_attention_heads" not in fields:
-        width = sizes["hidden_size"]
-        raise ValueError(
-            f"{file}: the tensors do not show the number of attention heads, and no published tower has width {width}, "
-            f"{sizes['num_hidden_layers']} layers and inner width {sizes['intermediate_size']}. Give heads= (often "
-            f"width / 64 = {width / 64:g}), or put {OPEN_CLIP_CONFIG} beside the file."
-        )
-    said = [where for where, its in stated.items() if its.get("hidden_act") is not None]
-    notes = [f"activation: {fields['hidden_act']}, by {' and '.join(said)}"]
+    sizes = _measure(tensors, file)
+    fields = _agree(stated | {f"the tensors of {file}": sizes})
+    notes = [f"activation: {fields['hidden_act']}, by {' and '.join(stated)}"]
     preprocess = settings.get("preprocess_cfg") or {}
     if not isinstance(preprocess, dict):
         raise CheckpointError(f"{described}: preprocess_cfg is {preprocess!r}, not an object.")
-    if not preprocess and tag is None:
+    if not preprocess:
         notes.append("pixels: open_clip's default preparation, as nothing states another")
     origin = str(described if settings else file)
-    processor = image_processors.from_open_clip({**prepared, **preprocess}, sizes["image_size"], origin)
+    processor = image_processors.from_open_clip(preprocess, sizes["image_size"], origin)
     checkpoint = _checkpoint(path, "open_clip", OPEN_CLIP, fields, tensors, processor, file)
-    return replace(checkpoint, sources=[] if isinstance(source, nn.Module) else [file], notes=notes)
-
-
-def _view_tower(model: nn.Module, where: Path) -> dict[str, LazyTensor]:
-    """View the tensors of the tower of a model of open_clip; those on an accelerator are copied."""
-    visual = getattr(model, "visual", None)
-    if not isinstance(visual, nn.Module):
-        raise TypeError(
-            f"{type(model).__name__}: is not a model of open_clip, which has its tower in `visual`; expected a path, "
-            "or what open_clip.create_model returns."
-        )
-    state = {f"visual.{name}": tensor for name, tensor in visual.state_dict().items()}
-    if any(tensor.is_meta for tensor in state.values()):
-        raise CheckpointError(f"{where}: its tensors are on the meta device and hold no numbers.")
-    return {name: InMemory(tensor.cpu(), f"{where}: {name}") for name, tensor in state.items()}
+    return replace(checkpoint, sources=[file], notes=notes)
 
 
 def _renamed(tensors: Mapping[str, LazyTensor], rename: Callable[[str], str]) -> dict[str, LazyTensor]:
@@ -258,15 +161,6 @@ def _renamed(tensors: Mapping[str, LazyTensor], rename: Callable[[str], str]) ->
             other = result[rename(name)].origin
             raise CheckpointError(f"{tensor.origin}: is the same tensor as {other}. Remove one.")
     return result
-
-
-def _refuse_parts(tensors: Mapping[str, LazyTensor], file: Path) -> None:
-    for name in tensors:
-        for part, reason in OPEN_CLIP_REFUSED.items():
-            if name.startswith("visual.") and part in name:
-                raise CheckpointError(
-                    f"{file}: {name}: {reason} has no place in this tower, nor in MetaCLIP's."
-                )
 
 
 def _measure(tensors: Mapping[str, LazyTensor], file: Path) -> dict[str, Any]:
@@ -302,7 +196,7 @@ def _measure(tensors: Mapping[str, LazyTensor], file: Path) -> dict[str, Any]:
     }
 
 
-def _open_clip(path: Path, given: Stated) -> Checkpoint:
+def _open_clip(path: Path) -> Checkpoint:
     file = path / "config.json"
     content = read_json(file)
     tensors, _, files = open_shards(path)
@@ -331,7 +225,6 @@ def _open_clip(path: Path, given: Stated) -> Checkpoint:
         "norm_eps": stock.layer_norm_eps,
         "projection_dim": stock.projection_dim if has_projection else None,
     }
-    _agree({f"config.json of {path}": fields, **given})
     checkpoint = _checkpoint(path, "clip", CLIP, fields, tensors, _read_processor(path), file)
     return replace(checkpoint, sources=files, notes=[f"activation: {stock.hidden_act}, by {file}"])
 
@@ -368,14 +261,12 @@ def _companions(path: Path, processor: Mapping[str, Any] | None) -> dict[str, by
     return kept if processor is None else {**kept, PROCESSOR: to_json(processor)}
 
 
-def _open_ours(path: Path, given: Stated) -> Checkpoint:
+def _open_ours(path: Path) -> Checkpoint:
     """Open a tower's folder, or the tower of a multimodal model."""
     tower = open_hf(path)
     if isinstance(tower.config, LlamoeConfig):
         tower = take_part(tower, "vision_config", "not part of the tower")
         tower.config.architectures = ["LlamoeVisionModel"]
-    fields = {name: getattr(tower.config, name) for name in ("hidden_act", "num_attention_heads")}
-    _agree({f"config.json of {path}": fields, **given})
     return replace(tower, companions=_companions(path, _read_processor(path)))
 
 

@@ -1,12 +1,7 @@
-"""A tower for other pictures: the position grid resized, or the pixel normalization folded into the patch weights.
-
-Both work on a tower's tensors under stock keys: position rows with the class token last, patch weights as a linear
-layer over channels, rows and columns of a patch. Shapes and suffixes: G patches a side, D width, C channels.
-"""
+"""A tower for pictures of another size: the position grid resized. Shapes: G patches a side, D width."""
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isqrt
 from typing import Any
@@ -16,14 +11,11 @@ import torch
 from ...configuration.json_files import to_json
 from ...configuration.sizes import count_of
 from ..checkpoint import Checkpoint
-from ..io import Computed, LazyTensor
+from ..io import LazyTensor
 from . import image_processors
 from .image_processors import PROCESSOR
 
-PATCH_WEIGHT = "patch_embedding.linear.weight"
 POSITIONS = "positional_embedding_vlm"
-# Mean and standard deviation of pixels for Llama 4.
-_LLAMA_4 = [0.5] * 3
 
 
 def resize_positions(positions: LazyTensor, grid: int) -> LazyTensor:
@@ -58,36 +50,6 @@ def resize_positions(positions: LazyTensor, grid: int) -> LazyTensor:
     return positions.map(resize, (grid * grid + 1, width))
 
 
-def _fold_normalization(
-    tensors: Mapping[str, LazyTensor], mean: Sequence[float], std: Sequence[float]
-) -> dict[str, LazyTensor]:
-    """Change the normalization that a tower expects of its pixels to Llama 4's, and keep its features.
-
-    With x = (raw - mean) / std and y = (raw - 0.5) / 0.5, x = y * 0.5 / std + (0.5 - mean) / std. The factor goes into
-    the patch weights of its channel. What the constant adds to every patch goes into every patch's position. The class
-    token sees no pixels, so its row stays.
-
-    Returns:
-        all tensors, two of them new, in their dtypes; computed in float64 and rounded once.
-    """
-    weight, positions = tensors[PATCH_WEIGHT], tensors[POSITIONS]
-    pixels = weight.shape[1] // len(mean)
-    mean_C, std_C = (torch.tensor(list(values), dtype=torch.float64) for values in (mean, std))
-    factor = (0.5 / std_C).repeat_interleave(pixels)
-    constant = ((0.5 - mean_C) / std_C).repeat_interleave(pixels)
-
-    def scale(weight: torch.Tensor) -> torch.Tensor:
-        return (weight.double() * factor).to(weight.dtype)
-
-    def shift(positions: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        shifted = positions.double()
-        shifted[:-1] += weight.double() @ constant
-        return shifted.to(positions.dtype)
-
-    shifted = Computed(shift, [positions, weight], positions.shape, positions.dtype, positions.origin)
-    return {**tensors, PATCH_WEIGHT: weight.map(scale), POSITIONS: shifted}
-
-
 def resize(checkpoint: Checkpoint, image_size: int) -> Checkpoint:
     """A tower for pictures of another size in pixels: positions resized (see `resize_positions`), processor adapted.
 
@@ -110,32 +72,6 @@ def resize(checkpoint: Checkpoint, image_size: int) -> Checkpoint:
     )
     notes = [*checkpoint.notes, note]
     return replace(checkpoint, config=config, tensors=tensors, companions=companions, notes=notes)
-
-
-def fold(checkpoint: Checkpoint) -> Checkpoint:
-    """A tower that computes the same for pixels normalized by mean = std = 0.5.
-
-    Raises:
-        ValueError: the companions hold no preprocessor_config.json, which says what the weights expect.
-    """
-    processor, path = read_processor(checkpoint), checkpoint.path
-    if processor is None:
-        raise ValueError(
-            f"{path}: holds no {PROCESSOR}, which says how pixels are normalized for these weights, so that the "
-            "normalization cannot be folded. Put it there."
-        )
-    mean, std = image_processors.normalization(processor, f"{path}: {PROCESSOR}")
-    if mean == std == _LLAMA_4:
-        return replace(checkpoint, notes=[*checkpoint.notes, "normalization: is mean = std = 0.5 already"])
-    if checkpoint.config.num_channels != len(mean):
-        raise ValueError(
-            f"{path}: has {checkpoint.config.num_channels} channels, but a mean for {len(mean)}."
-        )
-    note = f"normalization: mean {mean} and std {std} folded into the patch weights and positions; now 0.5 and 0.5"
-    tensors = _fold_normalization(checkpoint.tensors, mean, std)
-    processor.update(do_normalize=True, image_mean=_LLAMA_4, image_std=_LLAMA_4)
-    companions = {**checkpoint.companions, PROCESSOR: to_json(processor)}
-    return replace(checkpoint, tensors=tensors, companions=companions, notes=[*checkpoint.notes, note])
 
 
 def read_processor(checkpoint: Checkpoint) -> dict[str, Any] | None:

@@ -9,9 +9,6 @@ from .folder import (
     measure,
     open_files,
     read_tensors,
-    tensors_with_head,
     weight_files,
-    write_folder,
-    write_tokenizer,
 )
-from .params import Params, kept_fields, naming, read_decoder, read_dtype, read_kept
+from .params import KEPT, Params, kept_fields, naming, read_decoder, read_dtype, read_kept

@@ -4,26 +4,23 @@ All files have the same names, and each holds its slice of every large tensor.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ...configuration.base import LlamoeBaseConfig
+from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
-from ...configuration.json_files import to_json
-from ..checkpoint import Checkpoint, Report, carry_out, check_model, tie_heads, tied_head
+from ..checkpoint import check_model, tie_heads
 from ..hf import fuse_experts
 from ..io import (
     LazyTensor,
-    Plan,
     Table,
-    WriteOptions,
     open_pickle,
     open_safetensors,
     read_through,
     sources_of,
 )
-from .params import KEPT, Params
+from .params import Params
 
 Files = Sequence[Mapping[str, LazyTensor]]
 
@@ -57,19 +54,14 @@ def weight_files(folder: Path, *endings: str) -> list[Path]:
     if len(kinds) > 1:
         held = " and ".join(sorted(kinds.values(), reverse=True))
         raise CheckpointError(f"{folder}: holds {held}. Remove what is not the model.")
-    first, match = next(iter(found.items()))
-    if match[1] is None:
-        return [folder / first]
-    numbers = sorted((int(match[1]), name) for name, match in found.items())
-    for expected, (number, name) in enumerate(numbers):
-        if number > expected:
-            missing = f"consolidated.{expected:0{len(match[1])}d}.{match[2]}"
-            raise CheckpointError(f"{folder}: {missing} missing; there is {name}.")
-        if number < expected:
-            raise CheckpointError(
-                f"{folder}: a file of weights is there twice: {numbers[number][1]}, {name}."
-            )
-    return [folder / name for _, name in numbers]
+    numbers = {int(match[1] or 0): name for name, match in found.items()}
+    if missing := [number for number in range(len(found)) if number not in numbers]:
+        first = next(iter(found.values()))
+        name = f"consolidated.{missing[0]:0{len(first[1])}d}.{first[2]}"
+        raise CheckpointError(
+            f"{folder}: {name} missing, or another file is there twice; there are {listed(list(found))}."
+        )
+    return [folder / numbers[number] for number in range(len(found))]
 
 
 def open_files(paths: Sequence[Path]) -> tuple[list[dict[str, LazyTensor]], dict[str, str]]:
@@ -148,49 +140,3 @@ def is_tuned(folder: Path, instruct: bool | None) -> bool | None:
     name = folder.parent.name if folder.name == "original" else folder.name
     # A name that does not show it may still belong to a tuned model.
     return True if _TUNED.search(name) else None
-
-
-def tensors_with_head(checkpoint: Checkpoint, notes: list[str], whose: str) -> dict[str, LazyTensor]:
-    """The checked tensors of a model to write; a tied head is a copy of the embedding, and `notes` says so."""
-    tensors = check_model(checkpoint.config, checkpoint.tensors, str(checkpoint.path))
-    for head, embedding in tied_head(checkpoint.config).items():
-        tensors[head] = tensors[embedding]
-        notes.append(
-            f"the embedding serves as the output head (tie_word_embeddings), which {whose} does not know: "
-            "output.weight is a copy"
-        )
-    return tensors
-
-
-def write_tokenizer(
-    find: Callable[[Mapping[str, bytes], Any], dict[str, bytes]],
-    checkpoint: Checkpoint,
-    what: str,
-    notes: list[str],
-) -> dict[str, bytes]:
-    """The tokenizer's file by name; if there is none, a note: the weights are useful without it."""
-    try:
-        found = find(checkpoint.companions, checkpoint.config)
-    except CheckpointError as error:
-        notes.append(f"no {what} is written: {error}")
-        return {}
-    if not found:
-        notes.append(f"the source has no tokenizer: no {what} is written")
-    return found
-
-
-def write_folder(
-    checkpoint: Checkpoint,
-    target: Path,
-    to: str,
-    options: WriteOptions,
-    plan: Plan,
-    contents: tuple[dict[str, Any], dict[str, Any]],
-    notes: list[str],
-) -> Report:
-    """Write the weights of a plan, and last `contents`, those of params.json and of llamoe.json."""
-    params, kept = contents
-    plan.last = {**({KEPT: to_json(kept)} if kept else {}), "params.json": to_json(params)}
-    report = carry_out(plan, checkpoint, target, to, options)
-    report.notes.extend(notes)
-    return report

@@ -134,17 +134,17 @@ def read_dtype(params: Params) -> dict[str, str]:
     return {"dtype": params.entries["dtype"]} if "dtype" in params else {}
 
 
-def kept_fields(config: Any, again: Any, whose: str) -> dict[str, Any]:
+def kept_fields(config: Any, again: Any) -> dict[str, Any]:
     """Fields of `config` that `again`, read from its new `params.json`, lacks: the content of `llamoe.json`.
 
-    A `ValueError` names a field that changes the output, and whose code cannot compute it.
+    A `ValueError` names a field that changes the output and that Meta's code cannot compute.
     """
     kept: dict[str, Any] = {}
     free = NO_EFFECT | fields_without_effect(config)
     for name in declared_fields(type(config)):
         value, read = getattr(config, name), getattr(again, name)
         if isinstance(value, LlamoeBaseConfig):
-            if part := kept_fields(value, read, whose):
+            if part := kept_fields(value, read):
                 kept[name] = part
         elif name in free or (name == "attn_temperature_tuning" and bool(value) == bool(read)):
             if value != read or name in _ALWAYS_KEPT:
@@ -153,10 +153,10 @@ def kept_fields(config: Any, again: Any, whose: str) -> dict[str, Any]:
             mine, its = _rope_content(value), _rope_content(read)
             for key in ("rope_type", *sorted(mine | its)):
                 if mine.get(key) != its.get(key):
-                    problem = f"{whose} code cannot compute it"
+                    problem = "Meta's code cannot compute it"
                     fail(config, f"{name}[{key!r}]", mine.get(key), problem, repr(its.get(key)))
         elif value != read:
-            problem = f"{whose} params.json cannot express it, its code would compute with another"
+            problem = "Meta's params.json cannot express it, its code would compute with another"
             fail(config, name, value, problem, repr(read))
     return kept
 

@@ -42,12 +42,6 @@ def _in_files(name: str) -> str:
     return name.replace(_OF_MIXTRAL, _IN_FILES)
 
 
-def name_of_one_expert(name: str) -> str | None:
-    """A single expert's weight in our spelling; None for other names."""
-    place = _place(name)
-    return place and _in_files("{}.{}.{}.weight".format(*place))
-
-
 def fuse_experts(
     tensors: Mapping[str, LazyTensor], source_of: Callable[[str], str] = _in_files
 ) -> dict[str, LazyTensor]:

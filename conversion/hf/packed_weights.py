@@ -209,7 +209,6 @@ def unpack_tensors(
     config: LlamoeBaseConfig,
     quantization: QuantizationConfig,
     place: Path,
-    problems: list[str] | None = None,
 ) -> dict[str, LazyTensor]:
     """The tensors that a packed folder means, without weights of which no part is there.
 
@@ -218,7 +217,6 @@ def unpack_tensors(
         config: of the model.
         quantization: how its weights are stored.
         place: the folder, for messages.
-        problems: gets sentences on parts that are missing or do not fit, which then are not errors.
 
     Raises:
         CheckpointError: a part is missing, or has another shape or dtype than the format asks for; or no such model can
@@ -236,13 +234,7 @@ def unpack_tensors(
         keys = weight.parts.keys()
         if not tensors.keys() & keys:
             continue
-        try:
-            parts = [_part(tensors, key, weight, place) for key in keys]
-        except CheckpointError as problem:
-            if problems is None:
-                raise
-            problems.append(str(problem))
-            continue
+        parts = [_part(tensors, key, weight, place) for key in keys]
         for key in keys:
             del found[key]
         found[name] = weight.unpack(parts)

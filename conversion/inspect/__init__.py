@@ -1,7 +1,6 @@
 """What a checkpoint is and how much memory it needs: `llamoe inspect`.
 
-Reading order: describe (family and sizes), open_partly (damaged
-checkpoints too), gguf (what llama.cpp makes of it), command.
+Reading order: describe (family and sizes), command.
 """
 
 from .command import Inspection, inspect

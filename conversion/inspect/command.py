@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from ...configuration import LlamoeVisionConfig, QuantizationConfig, cache_bytes, count_parameters
+from ...configuration import (
+    PRESETS,
+    LlamoeVisionConfig,
+    QuantizationConfig,
+    cache_bytes,
+    count_parameters,
+    preset,
+)
 from ...configuration.base import LlamoeBaseConfig
+from ...configuration.errors import CheckpointError
+from ...configuration.json_files import reading
 from ...configuration.memory import default_context
+from ...configuration.presets import nearest_preset
 from ...configuration.quantization import as_quantization
 from ...configuration.sizes import count_of
-from ...modeling.checkpoints import in_units, sum_by_part
+from ...modeling.checkpoints import check_whole, in_units, sum_by_part
 from ...planning import (
     DEFAULT_TOKENS,
     PlacementPlan,
@@ -31,15 +43,14 @@ from ...planning import (
     rows_of_training,
     weight_bytes,
 )
-from ..checkpoint import Checkpoint, expected_shapes, tied_head
-from ..hf import in_words
-from ..open import family_of
-from .describe import dtypes_of, guess, layers_of, mismatches_of, presets_like, sizes_of
-from .gguf import answer_for_gguf
-from .open_partly import open_partly
+from ..checkpoint import Checkpoint
+from ..hf import in_words, read_config, take_quantization
+from ..open import family_of, open_checkpoint
+from .describe import dtypes_of, layers_of, presets_like, sizes_of
 
 _FEW_BITS = {"int8": 8, "int4": 4}
-_SHOWN = 6
+# Names of weight files, and of the indexes of several.
+_WEIGHTS = re.compile(r"\.(safetensors|bin|pth|pt)(\.index\.json)?$")
 
 MACHINE = ("gpus", "gpu_memory", "ram", "bits", "quantization", "prefill", "headroom")
 """Arguments of `plan_placement` that `inspect` takes, too."""
@@ -64,14 +75,12 @@ class Inspection:
 
     Attributes:
         path: the path that was given.
-        kind: form of the source: a kind of `open_checkpoint`; "preset" or "configuration" without weights, "weights"
-            without a configuration, "partial" where only some of it can be opened.
+        kind: form of the source: a kind of `open_checkpoint`; "preset" or "configuration" without weights.
         family: sort of model.
         presets: published models of exactly these sizes that are closest in all other fields; several if tied.
-        sizes: fields of the configuration, or of the shapes where there is none.
+        sizes: fields of the configuration that determine the size.
         parameters: `count_parameters` of the configuration: total, and active for one token.
         stored: elements in the weight files, a tied head counted once; None without weights.
-        mismatches: disagreements of files and configuration, tensor by tensor.
         dtypes: dtype to number of tensors and bytes.
         quantization: how the weights are packed, as config.json says it; None for plain ones.
         files, bytes: weight files with their bytes, and the bytes of all.
@@ -83,9 +92,6 @@ class Inspection:
         packed: "int8" and "int4" to the bytes of the weights as `llamoe quantize` writes them; without a format that
             cannot store the model, and empty for weights that are packed already.
         dropped: tensors of the source that no model uses, and why.
-        problems: what is missing or wrong, in sentences.
-        gguf: what llama.cpp would compute otherwise or not load, in sentences; None if nobody asked.
-        gguf_notes: what else there is to know and to do before llama.cpp's converter reads the checkpoint.
         placement: where each part would go on a machine; None if nobody asked.
         seconds: duration.
     """
@@ -95,9 +101,8 @@ class Inspection:
     family: str
     presets: list[str]
     sizes: dict[str, Any]
-    parameters: dict[str, int] | None
+    parameters: dict[str, int]
     stored: int | None
-    mismatches: list[str]
     dtypes: dict[str, tuple[int, int]]
     quantization: dict[str, Any] | None
     files: dict[str, int]
@@ -109,9 +114,6 @@ class Inspection:
     needs: dict[str, Need]
     packed: dict[str, int]
     dropped: dict[str, str]
-    problems: list[str]
-    gguf: list[str] | None
-    gguf_notes: list[str]
     placement: PlacementPlan | None
     seconds: float
 
@@ -119,10 +121,8 @@ class Inspection:
         """Titles with rows of a label and a text, for printing. GB are 10^9 bytes."""
         what = [("path", self.path), ("source", self.kind), ("family", self.family)]
         what += [("sizes of", ", ".join(self.presets))] if self.presets else []
-        sections = [("model", what)]
-        if self.sizes:
-            sections.append(("sizes", [(name, _text(value)) for name, value in self.sizes.items()]))
-        counts = [(name, f"{count:,}") for name, count in (self.parameters or {}).items()]
+        sections = [("model", what), ("sizes", [(name, _text(value)) for name, value in self.sizes.items()])]
+        counts = [(name, f"{count:,}") for name, count in self.parameters.items()]
         if self.stored is not None:
             counts.append(("in the files", f"{self.stored:,}"))
         sections.append(("parameters", counts))
@@ -141,30 +141,21 @@ class Inspection:
             rows += [("a layer", _runs(self.layers))] if self.layers else []
             rows += [("left out", f"{len(self.dropped):,} tensors")] if self.dropped else []
             sections.append(("weights", rows))
-        if self.needs:
-            rows = [(name, _need(need.weights, need.cache)) for name, need in self.needs.items()]
-            if self.context is not None:
-                rows.append(("cache", f"{self.context:,} tokens x {self.batch:,} rows in bfloat16"))
-            if not self.quantization:
-                rows.append(("note", note_of_bits(*_FEW_BITS)))
-            if self.packed:
-                sizes = ", ".join(f"{name} {in_units(size)}" for name, size in self.packed.items())
-                rows.append(("packed", f"{sizes}, as llamoe quantize writes them"))
-            sections.append(("memory", rows))
+        rows = [(name, _need(need.weights, need.cache)) for name, need in self.needs.items()]
+        if self.context is not None:
+            rows.append(("cache", f"{self.context:,} tokens x {self.batch:,} rows in bfloat16"))
+        if not self.quantization:
+            rows.append(("note", note_of_bits(*_FEW_BITS)))
+        if self.packed:
+            sizes = ", ".join(f"{name} {in_units(size)}" for name, size in self.packed.items())
+            rows.append(("packed", f"{sizes}, as llamoe quantize writes them"))
+        sections.append(("memory", rows))
         if self.placement is not None:
             table = lines_of_devices(self.placement, "holds (GB)") + lines_of_experts(self.placement)
             rows = [("", line) for line in table]
             rows += rows_of_speed(self.placement) + rows_of_training(self.placement)
             rows += [("from_pretrained", _arguments(self.placement))]
             sections.append(("plan", rows))
-        if self.gguf is not None:
-            answers = self.gguf or ["llama.cpp computes this model as it is"]
-            sections.append(("gguf", [("", text) for text in (*answers, *self.gguf_notes)]))
-        wrong = [*self.problems, *self.mismatches[:_SHOWN]]
-        if len(self.mismatches) > _SHOWN:
-            wrong.append(f"and {len(self.mismatches) - _SHOWN:,} more tensors")
-        if wrong:
-            sections.append(("problems", [("", text) for text in wrong]))
         return sections
 
 
@@ -173,7 +164,6 @@ def inspect(
     *,
     context: int | None = None,
     batch: int = 1,
-    reader: Literal["gguf"] | None = None,
     plan: bool = False,
     train: bool = False,
     rank: int | None = None,
@@ -184,11 +174,10 @@ def inspect(
 
     Args:
         path: a folder or file that `open_checkpoint` reads, or its result; without weights, a config.json or the name
-            of a preset; or one weight file without a configuration.
+            of a preset.
         context: tokens of prompt and answer that the cache is computed for, the prompt read in one pass; by default
             8192, or the model's limit if that is lower.
         batch: rows that the cache is computed for.
-        reader: "gguf": also say whether llama.cpp, which reads a GGUF file of it, computes this model.
         plan: also say where each part would go on a machine, as `plan_placement` plans it.
         gpus: for the plan: number of accelerators; by default those of this machine.
         gpu_memory: for the plan: of each accelerator; by default 80GB.
@@ -204,22 +193,16 @@ def inspect(
         adapt_experts: for training: whether routed experts have adapters; by default they have.
         **machine: for the plan: gpus, gpu_memory, ram, bits, quantization, prefill and headroom of `plan_placement`.
 
-    Returns:
-        The findings. A checkpoint with missing or damaged files is described as far as possible; `problems` names
-        what is wrong with it.
-
     Raises:
-        CheckpointError: the path does not exist, or nothing at it can be read.
-        ValueError: a context beyond the model's limit, a batch below 1, or an unknown reader; arguments of a plan
-            without one, or a plan of a model that has no configuration or no place on such a machine.
+        CheckpointError: the path does not exist, or a file is missing or damaged.
+        ValueError: a context beyond the model's limit, or a batch below 1; arguments of a plan without one, or a plan
+            of a model that has no place on such a machine.
         TypeError: another argument.
     """
     begin = time.perf_counter()
     count_of("batch", batch)
     if context is not None:
         count_of("context", context)
-    if reader not in (None, "gguf"):
-        raise ValueError(f"reader = {reader!r}: valid are 'gguf' and None.")
     if unknown := machine.keys() - MACHINE:
         raise TypeError(f"inspect() got an unexpected keyword argument {min(unknown)!r}")
     machine = {name: machine[name] for name in MACHINE if machine.get(name) is not None}
@@ -234,40 +217,18 @@ def inspect(
     if train:
         context = DEFAULT_TOKENS if context is None else context
         machine |= {"adapters": 8 if rank is None else rank, "adapt_experts": adapt_experts is not False}
-    found, problems = open_partly(path)
+    found = _open(path)
     config, tensors, in_files = found.config, found.tensors, found.stored or found.tensors
-    tied = {} if config is None else tied_head(config)
-    kept = {key: tensor for key, tensor in tensors.items() if tied.get(key) not in tensors}
-    stored = sum(tensor.numel for tensor in kept.values()) if tensors else None
-    parameters, mismatches, needs, packed, source = None, [], {}, {}, None
-    if config is None:
-        family, sizes = guess(tensors)
-        context = None
-    else:
-        family, sizes = family_of(config), sizes_of(config)
-        context, cached = _cache(config, context, batch)
-        counted = count_parameters(config)
-        parameters = {"total": counted.total, "active": counted.active}
-        expected = expected_shapes(config)
-        mismatches = mismatches_of(expected, kept) if tensors and stored != counted.total else []
-        source = _source(found)
-        needs = _needs(found, source, cached)
-        packed = {} if source.quantization else _packed(config)
-    if mismatches:
-        problems.append(
-            f"the configuration asks for {counted.total:,} numbers, and the files have {stored:,}: "
-            f"{len(mismatches):,} tensors do not fit"
-        )
+    context, cached = _cache(config, context, batch)
+    counted = count_parameters(config)
+    source = _source(found)
     placement: Any = None
     if plan:
-        if source is None:
-            raise ValueError(f"{found.path}: has no configuration, by which a placement could be planned.")
         if train and not machine.get("gpus", torch.accelerator.device_count()):
             given = as_quantization(machine.get("quantization"))
             folder = found.path if found.path.is_dir() else None
             machine["bandwidths"] = measure_rates(source, folder, context * batch, given)
         placement = plan_placement(source, context=context, batch=batch, **machine)
-    gguf, gguf_notes = answer_for_gguf(found) if reader == "gguf" else (None, [])
     files = {file.name: file.stat().st_size for file in found.sources}
     # Packed weights have the numbers that they mean, and the bytes of what stands for them.
     numbers = ((key, tensor.numel, 0) for key, tensor in tensors.items())
@@ -275,12 +236,11 @@ def inspect(
     return Inspection(
         path=str(found.path),
         kind=found.kind,
-        family=family,
-        presets=[] if config is None else presets_like(config),
-        sizes=sizes,
-        parameters=parameters,
-        stored=stored,
-        mismatches=mismatches,
+        family=family_of(config),
+        presets=presets_like(config),
+        sizes=sizes_of(config),
+        parameters={"total": counted.total, "active": counted.active},
+        stored=sum(tensor.numel for tensor in tensors.values()) if tensors else None,
         dtypes=dtypes_of(in_files.values()),
         quantization=found.quantization and found.quantization.to_dict(),
         files=files,
@@ -289,15 +249,36 @@ def inspect(
         layers=layers_of(config, in_files),
         context=context,
         batch=batch,
-        needs=needs,
-        packed=packed,
+        needs=_needs(found, source, cached),
+        packed={} if source.quantization else _packed(config),
         dropped=dict(found.dropped),
-        problems=problems,
-        gguf=gguf,
-        gguf_notes=gguf_notes,
         placement=placement,
         seconds=time.perf_counter() - begin,
     )
+
+
+def _open(given: str | os.PathLike | Checkpoint) -> Checkpoint:
+    """Open a checkpoint, or a configuration or preset without weights."""
+    if isinstance(given, Checkpoint):
+        return given
+    path = Path(given)
+    # The name may be too long, or the folder without permission.
+    with reading(given):
+        if not str(given) or not path.exists():
+            if str(given) in PRESETS:
+                return Checkpoint(path, "preset", preset(str(given)), {})
+            near = nearest_preset(given)
+            hint = f" Did you mean the preset {near!r}?" if near else ""
+            raise CheckpointError(
+                f"{str(given)!r}: no such folder or file, and no preset of that name.{hint}"
+            )
+        file = path / "config.json" if path.is_dir() else path
+        is_bare = path.is_dir() and not any(_WEIGHTS.search(inner.name) for inner in path.iterdir())
+        if file.suffix == ".json" and file.is_file() and (is_bare or path.is_file()):
+            check_whole(file.parent)
+            config = read_config(file)
+            return Checkpoint(path, "configuration", config, {}, quantization=take_quantization(config, file))
+        return open_checkpoint(path, companions=False)
 
 
 def _cache(config: LlamoeBaseConfig, context: int | None, batch: int) -> tuple[int | None, int]:

@@ -7,8 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-
 from ...configuration import (
     PRESETS,
     LlamoeConfig,
@@ -18,19 +16,8 @@ from ...configuration import (
     preset,
 )
 from ...configuration.base import LlamoeBaseConfig
-from ..hf import name_of_one_expert, split_experts
-from ..io import InMemory, LazyTensor
+from ..io import LazyTensor
 from ..verify import compare_configs
-
-OF_CLIP = re.compile(r"(^|\.)visual\.|vision_model\.encoder\.")
-# Patterns of keys that name the family where there is no configuration.
-_FAMILIES = (
-    ("CLIP", OF_CLIP),
-    ("Llama 4 multimodal, or its tower", re.compile(r"^vision_(model|embeddings)\.")),
-    ("Mixtral", re.compile(r"\.block_sparse_moe\.|\.feed_forward\.(gate|experts\.\d+\.w\d)\.")),
-    ("Llama 4 text", re.compile(r"\.feed_forward\.(experts|router)")),
-    ("LLaMA (dense decoder)", re.compile(r"\.mlp\.gate_proj\.|\.attention\.w[qkv]\.")),
-)
 
 
 def sizes_of(config: LlamoeBaseConfig) -> dict[str, Any]:
@@ -94,47 +81,6 @@ def presets_like(config: LlamoeBaseConfig) -> list[str]:
     return ranks[min(ranks)] if ranks else []
 
 
-def split_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Keys and shapes with each stacked expert as linear layers, as `split_experts` makes them."""
-    stacked = {key: InMemory(torch.empty(shape, device="meta")) for key, shape in shapes.items()}
-    return {key: tensor.shape for key, tensor in split_experts(stacked).items()}
-
-
-def mismatches_of(expected: dict[str, tuple[int, ...]], tensors: Mapping[str, LazyTensor]) -> list[str]:
-    """Sentences on tensors that are missing, unknown or of another shape."""
-    tensors = {name_of_one_expert(key) or key: tensor for key, tensor in tensors.items()}
-    if any(map(name_of_one_expert, tensors)):
-        expected = split_shapes(expected)
-    lines = [f"{key} {list(shape)} is missing" for key, shape in expected.items() if key not in tensors]
-    for key, tensor in tensors.items():
-        if key not in expected:
-            lines.append(f"{key} {list(tensor.shape)} is not of this model")
-        elif tuple(tensor.shape) != expected[key]:
-            lines.append(f"{key} is {list(tensor.shape)} and should be {list(expected[key])}")
-    return lines
-
-
-def guess(tensors: Mapping[str, LazyTensor]) -> tuple[str, dict[str, Any]]:
-    """Family and sizes as keys and shapes show them without a configuration; they do not show the number of heads."""
-    sizes: dict[str, Any] = {}
-    for key, tensor in tensors.items():
-        if re.search(r"(embed_tokens|tok_embeddings)\.weight$", key) and len(tensor.shape) == 2:
-            sizes["vocab_size"], sizes["hidden_size"] = tensor.shape
-        elif key.endswith("experts.gate_up_proj") and len(tensor.shape) == 3:
-            sizes["num_local_experts"] = tensor.shape[0]
-            sizes["intermediate_size"] = tensor.shape[2] // 2
-        elif re.search(r"layers\.\d+\.mlp\.gate_proj\.weight$", key):
-            sizes["intermediate_size"] = tensor.shape[0]
-        elif re.search(r"visual\.(conv1|patch_embed\.proj)\.weight$", key):
-            sizes["hidden_size"], sizes["patch_size"] = tensor.shape[0], tensor.shape[-1]
-    if layers := layers_of(None, tensors):
-        sizes["num_hidden_layers"] = len(layers)
-    for family, pattern in _FAMILIES:
-        if any(map(pattern.search, tensors)):
-            return f"looks like {family}", sizes
-    return "unknown", sizes
-
-
 def dtypes_of(tensors: Iterable[LazyTensor]) -> dict[str, tuple[int, int]]:
     """Dtype to the number of its tensors and their bytes."""
     found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
@@ -144,7 +90,7 @@ def dtypes_of(tensors: Iterable[LazyTensor]) -> dict[str, tuple[int, int]]:
     return dict(found)
 
 
-def layers_of(config: LlamoeBaseConfig | None, tensors: Mapping[str, LazyTensor]) -> list[int]:
+def layers_of(config: LlamoeBaseConfig, tensors: Mapping[str, LazyTensor]) -> list[int]:
     """Bytes of each decoder layer; for a tower alone, of each of the tower's layers."""
     sizes: dict[int, int] = defaultdict(int)
     for key, tensor in tensors.items():

@@ -195,17 +195,6 @@ class Slot:
         self.rows: torch.Tensor | None = None
 
 
-class InMemory(LazyTensor):
-    """A tensor that is in memory."""
-
-    def __init__(self, tensor: torch.Tensor, origin: str = ""):
-        super().__init__(tensor.shape, tensor.dtype, origin)
-        self.tensor = tensor.detach()
-
-    def _read(self, start, stop):
-        return self.tensor[start:stop] if self.shape else self.tensor
-
-
 class _Join(LazyTensor):
     def __init__(self, parts: Sequence[LazyTensor], dim: int):
         first = parts[0]

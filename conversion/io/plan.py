@@ -5,18 +5,17 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Protocol
 
-from ...configuration.json_files import FileStamp, to_json
+from ...configuration.json_files import to_json
 from .lazy_tensor import LazyTensor
 
 
 class Progress(Protocol):
-    """Receives the progress of writing, and of comparing checksums before."""
+    """Receives the progress of writing, or of reading."""
 
     def start(self, total: int) -> None:
-        """Begin with checksums, or with weights; `total` is the number of bytes to read, or to write."""
+        """Begin; `total` is the number of bytes to read, or to write."""
 
     def advance(self, nbytes: int, file: str) -> None:
         """Count bytes that were read, written to a file, or were already there."""
@@ -31,14 +30,12 @@ class Plan:
         before: small files that are written first, name to content.
         last: small files that make the folder a checkpoint, in order.
         identity: source and options of the conversion; a resumed run must have the same.
-        sources: the source's files and their looks when they were opened.
     """
 
     groups: list[dict[str, dict[str, LazyTensor]]]
     before: dict[str, bytes] = field(default_factory=dict)
     last: dict[str, bytes] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=dict)
-    sources: Mapping[Path, FileStamp] = field(default_factory=dict)
 
     @property
     def files(self) -> dict[str, dict[str, LazyTensor]]:

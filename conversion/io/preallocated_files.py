@@ -1,6 +1,5 @@
 """Weight files that are created in full size and filled in any order: safetensors, and the format of `torch.save`."""
 
-import errno
 import json
 import os
 import zipfile
@@ -27,14 +26,6 @@ class Output:
         self.path, self.offsets = path, offsets
         self.written = dict.fromkeys(offsets, 0)
         self.file: Any = open(path, mode, buffering=0)
-        # Reserve the space now, so that a full disk shows before hours of work.
-        if hasattr(os, "posix_fallocate"):
-            try:
-                os.posix_fallocate(self.file.fileno(), 0, max(size, 1))
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                    self.close()
-                    raise
         self.file.truncate(size)
 
     def append(self, key: str, block: torch.Tensor) -> None:

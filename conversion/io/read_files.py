@@ -4,9 +4,10 @@ Opening reads headers only. Tensors are read at their offsets and not memory-map
 memory, and a file that shrinks meanwhile causes an error instead of ending the process.
 """
 
+import hashlib
 import os
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from ...configuration.errors import CheckpointError
 from ...configuration.json_files import LARGE, check_regular, reading
 from ...modeling.checkpoints import DTYPES, TensorHeader, read_header, read_torch
 from .lazy_tensor import LazyTensor
-from .plan import Progress
 
 # Bytes that are read at a time.
 _PIECE = 1 << 22
@@ -163,73 +163,32 @@ def read_bytes(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def check_sums(paths: Sequence[Path], progress: Progress | None = None) -> None:
+def check_sums(paths: Sequence[Path]) -> None:
     """Compare weight files with their checksums, which reads them whole.
 
     Checksums are `checklist.chk` beside the file (Meta's lines of an MD5 sum and a name) and the CRC-32 of every record
     of a torch file.
 
-    Args:
-        paths: of the files.
-        progress: is told of every block.
-
     Raises:
         CheckpointError: a checksum differs.
     """
-    import hashlib
-
-    def tell(nbytes: int) -> None:
-        if progress is not None:
-            progress.advance(nbytes, f"checksums of {path.name}")
-
-    listed = {path: _checklist(path.parent / "checklist.chk").get(path.name) for path in paths}
-    archives = {path for path in paths if _is_archive(path)}
-    if progress is not None:
-        progress.start(
-            sum(path.stat().st_size * ((listed[path] is not None) + (path in archives)) for path in paths)
-        )
     for path in paths:
-        if listed[path] is not None:
-            summed = hashlib.md5(usedforsecurity=False)
+        listed = path.parent / "checklist.chk"
+        text = read_bytes(listed).decode(errors="replace") if listed.is_file() else ""
+        lines = (line.split() for line in text.splitlines())
+        sums = {line[1].lstrip("*"): line[0].lower() for line in lines if len(line) == 2}
+        if path.name in sums:
             with open(path, "rb") as file:
-                while piece := file.read(_PIECE):
-                    summed.update(piece)
-                    tell(len(piece))
-            if (found := summed.hexdigest()) != listed[path]:
+                found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+            if found != sums[path.name]:
                 raise CheckpointError(
-                    f"{path}: its MD5 sum is {found}, but checklist.chk says {listed[path]}. Download it again."
+                    f"{path}: its MD5 sum is {found}, but checklist.chk says {sums[path.name]}. Download it again."
                 )
-        if path in archives:
-            _check_records(path, tell)
-
-
-def _is_archive(path: Path) -> bool:
-    """Whether a file is of torch's format since 1.6; the earlier one has no checksums."""
-    with open(path, "rb") as file:
-        return file.read(4) == b"PK\x03\x04"
-
-
-def _check_records(path: Path, tell: Callable[[int], None]) -> None:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for record in archive.infolist():
-                with archive.open(record) as file:
-                    # Raises at the end of a record whose CRC-32 differs.
-                    while piece := file.read(1 << 24):
-                        tell(len(piece))
-    except zipfile.BadZipFile as error:
-        raise CheckpointError(f"{path}: is damaged ({error}). Download it again.") from error
-
-
-def _checklist(path: Path) -> dict[str, str]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}).") from error
-    entries = (line.split() for line in lines)
-    return {entry[1].lstrip("*"): entry[0].lower() for entry in entries if len(entry) == 2}
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
+            if damaged:
+                raise CheckpointError(f"{path}: is damaged ({damaged}). Download it again.")
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:

@@ -14,17 +14,16 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from threading import Lock
 
 import torch
 
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
-from ...modeling.checkpoints import UNFINISHED, FolderLock, sync
+from ...modeling.checkpoints import UNFINISHED, sync
 from .lazy_tensor import LazyTensor, blocks
 from .plan import Plan, Progress
 from .preallocated_files import Output, SafetensorsOutput, TorchOutput
-from .target_folder import TEMPORARY, check_target, check_unchanged, is_empty, one_run
+from .target_folder import TEMPORARY, check_target, is_empty, one_run
 
 # Elements that are checked for infinities and nan at a time.
 _CHECKED_AT_ONCE = 1 << 24
@@ -32,30 +31,16 @@ _CHECKED_AT_ONCE = 1 << 24
 _BEHIND = 1 << 26
 
 
-class _OneThread:
-    """Context in which torch computes in one thread while something is written, also by several runs of a process.
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Context in which torch computes in one thread: on a busy machine, joining threads takes ten times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
-    Copies of a few MB take less time than joining threads, which takes ten times as long on a busy machine.
-    """
-
-    def __init__(self):
-        self._lock, self._runs, self._threads = Lock(), 0, 1
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._runs == 0:
-                self._threads = torch.get_num_threads()
-            self._runs += 1
-            torch.set_num_threads(1)
-
-    def __exit__(self, *error) -> None:
-        # torch keeps the number for each thread and, for threads to come, that which was set last.
-        with self._lock:
-            self._runs -= 1
-            torch.set_num_threads(self._threads)
-
-
-_ONE_THREAD = _OneThread()
 
 # (file, key, tensor) of tensors that are written together.
 Unit = list[tuple[str, str, LazyTensor]]
@@ -67,14 +52,14 @@ def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | N
     With `resume` the folder was left unfinished by an earlier run of the same plan, whose whole files are kept.
 
     Raises:
-        ValueError: the target is in use, the earlier run had another plan, a weight is not finite, or a source file has
-            changed since it was opened. This run's files are removed.
-        OSError: the disk is full or fails, or the target was moved or removed. Whole files stay for `resume`.
+        ValueError: the target is in use, the earlier run had another plan, or a weight is not finite. This run's files
+            are removed.
+        OSError: the disk is full or fails. Whole files stay for `resume`.
     """
-    with one_run(target) as lock:
+    with one_run(target):
         # Only now can no other run write there any more.
         check_target(target, resume)
-        _Run(plan, target, lock, progress).write()
+        _Run(plan, target, progress).write()
 
 
 class _Run:
@@ -85,8 +70,8 @@ class _Run:
         made: paths of the files that this run has completed.
     """
 
-    def __init__(self, plan: Plan, target: Path, lock: FolderLock, progress: Progress | None):
-        self.plan, self.target, self.lock, self.progress = plan, target, lock, progress
+    def __init__(self, plan: Plan, target: Path, progress: Progress | None):
+        self.plan, self.target, self.progress = plan, target, progress
         self.missing = [
             group for group in plan.groups if not all((target / name).is_file() for name in group)
         ]
@@ -103,32 +88,27 @@ class _Run:
         try:
             if not is_begun:
                 state = {"fingerprint": self.plan.fingerprint(), "made_from": self.plan.identity}
-                self._write_small({UNFINISHED: to_json(state), **self.plan.before})
-            else:
-                self._write_small(self.plan.before)
+                self._write_small({UNFINISHED: to_json(state)})
+            self._write_small(self.plan.before)
             self._write_weights()
-            self._check()
             self._write_small(self.plan.last)
             (self.target / UNFINISHED).unlink()
         except ValueError:
-            if self.lock.is_held():
-                # In reverse, so that UNFINISHED is removed last.
-                for path in reversed(self.made):
-                    path.unlink(missing_ok=True)
-                    if path.parent != self.target and not any(path.parent.iterdir()):
-                        path.parent.rmdir()
+            # In reverse, so that UNFINISHED is removed last.
+            for path in reversed(self.made):
+                path.unlink()
+                if path.parent != self.target and not any(path.parent.iterdir()):
+                    path.parent.rmdir()
             raise
         except OSError as error:
-            self.lock.check()
             raise OSError(
                 error.errno,
                 f"{self.target}: writing failed ({error.strerror or error}). Whole files were kept; make room or "
                 "repair the disk, then go on with resume=True (--resume)",
             ) from error
         finally:
-            if self.lock.is_held():
-                for name in (UNFINISHED, *self.plan.before, *self.plan.files, *self.plan.last):
-                    self._partial(name).unlink(missing_ok=True)
+            for name in (UNFINISHED, *self.plan.before, *self.plan.files, *self.plan.last):
+                self._partial(name).unlink(missing_ok=True)
 
     def _write_weights(self) -> None:
         if self.progress:
@@ -142,7 +122,7 @@ class _Run:
     def _write_group(self, group: Mapping[str, Mapping[str, LazyTensor]]) -> None:
         """Write files side by side, so that each block of the source is read once for all of them."""
         outputs: dict[str, Output] = {}
-        with _ONE_THREAD, ExitStack() as opened:
+        with _one_thread(), ExitStack() as opened:
             for name, tensors in group.items():
                 make = SafetensorsOutput if name.endswith(".safetensors") else TorchOutput
                 outputs[name] = make(self._partial(name), tensors)
@@ -152,7 +132,6 @@ class _Run:
                     self._write_unit(unit, outputs, write_later)
             for output in outputs.values():
                 output.finish()
-        self._check()
         for name in outputs:
             self._name(name)
         sync(self.target)
@@ -186,11 +165,6 @@ class _Run:
         """Temporary path of a file until it is complete."""
         path = self.target / name
         return path.parent / TEMPORARY.format(path.name)
-
-    def _check(self) -> None:
-        """Refuse to go on in a lost folder, or with a changed source."""
-        self.lock.check()
-        check_unchanged(self.plan.sources)
 
 
 def _check_same(plan: Plan, target: Path) -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeVisionConfig, count_parameters
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
+from ...configuration.json_files import to_json
 from ...configuration.sizes import count_of
-from ..checkpoint import Checkpoint, Report
+from ..checkpoint import Checkpoint, Report, carry_out, check_model, tied_head
 from ..consolidated import (
+    KEPT,
     Files,
     Params,
     is_tuned,
@@ -22,10 +24,7 @@ from ..consolidated import (
     open_files,
     read_kept,
     read_tensors,
-    tensors_with_head,
     weight_files,
-    write_folder,
-    write_tokenizer,
 )
 from ..io import (
     DEFAULTS,
@@ -40,7 +39,7 @@ from ..io import (
     write_through,
 )
 from ..tokenizers import hf_files_from_meta, looks_like_table, meta_tokenizer_file
-from .name_tables import STYLES, divisors, llama4_table, llama_table
+from .name_tables import divisors, llama4_table, llama_table
 from .params import (
     LARGEST_SENTENCEPIECE,
     LLAMA3_THETA,
@@ -174,28 +173,36 @@ def save_meta(
     options: WriteOptions = DEFAULTS,
     *,
     shards: int | None = None,
-    style: str = "release",
 ) -> Report:
-    """Write a checkpoint in Meta's format; for `shards` and `style` see `convert`.
+    """Write a checkpoint in Meta's format; for `shards` see `convert`.
 
     Dense models are written as Llama 3 if their tokenizer, vocabulary or rotary embedding is Llama 3's, else as LLaMA
     2; mixtures as Llama 4.
     """
     target, config = Path(target), checkpoint.config
-    if style not in STYLES:
-        raise ValueError(f"style = {style!r}: valid are {', '.join(map(repr, STYLES))}.")
     if isinstance(config, LlamoeVisionConfig):
         raise ValueError(f"{checkpoint.path}: is a vision tower alone, for which Meta has no format.")
     if isinstance(config, LlamoeMixtralConfig):
-        raise ValueError(
-            f"{checkpoint.path}: is a Mixtral, which Meta's code does not compute; give to = 'mistral'."
-        )
+        raise ValueError(f"{checkpoint.path}: is a Mixtral, which Meta's code does not compute.")
     notes: list[str] = []
-    tokenizer = write_tokenizer(meta_tokenizer_file, checkpoint, "tokenizer.model", notes)
+    tokenizer: dict[str, bytes] = {}
+    try:
+        tokenizer = meta_tokenizer_file(checkpoint.companions, config)
+        if not tokenizer:
+            notes.append("the source has no tokenizer: no tokenizer.model is written")
+    # The weights are useful without it.
+    except CheckpointError as error:
+        notes.append(f"no tokenizer.model is written: {error}")
     generation = _generation_to_write(config, tokenizer.get("tokenizer.model"))
     params, kept = write_params(config, generation)
     embedding_axis = 0 if generation > 2 else 1
-    tensors = tensors_with_head(checkpoint, notes, "Meta's format")
+    tensors = check_model(config, checkpoint.tensors, str(checkpoint.path))
+    for head, embedding in tied_head(config).items():
+        tensors[head] = tensors[embedding]
+        notes.append(
+            "the embedding serves as the output head (tie_word_embeddings), which Meta's format does not know: "
+            "output.weight is a copy"
+        )
     if needs_own_scaling(params):
         notes.append(
             "Llama 3's own code scales rotary embeddings by 8 and 4 whatever params.json says; rope_scaling_factor and "
@@ -207,11 +214,14 @@ def save_meta(
     # A block is read once, and every file takes its slice of it.
     for name, tensor in tensors.items():
         tensors[name] = tensor.remember(slots[_SLOTS.get(name.split(".")[-2], 0)])
-    table = llama_table(embedding_axis) if generation < 4 else llama4_table(config, style)
+    table = llama_table(embedding_axis) if generation < 4 else llama4_table(config, to_write=True)
     parts = write_through(table, tensors, shards, config)
     groups = [{f"consolidated.{number:02d}.pth": part for number, part in enumerate(parts)}]
-    plan = Plan(groups, before=tokenizer, identity={"style": style})
-    return write_folder(checkpoint, target, "meta", options, plan, (params, kept), notes)
+    last = {**({KEPT: to_json(kept)} if kept else {}), "params.json": to_json(params)}
+    plan = Plan(groups, before=tokenizer, last=last)
+    report = carry_out(plan, checkpoint, target, "meta", options)
+    report.notes.extend(notes)
+    return report
 
 
 def _generation_to_write(config: LlamoeBaseConfig, tokenizer: bytes | None) -> int:

@@ -34,8 +34,6 @@ from ..io import (
     split,
 )
 
-STYLES = ("release", "unfused")
-
 
 class _Rotated(Operation):
     """Rows of a projection before rotary embedding: Meta rotates neighbouring channels, Hugging Face rotates halves.
@@ -177,7 +175,7 @@ _LLAMA = (
     Drop("layers.{i}.attention.inner_attention.rope.freqs", _COMPUTED),
 )
 
-# The decoder of Llama 4: names that both styles share.
+# The decoder of Llama 4: names that both sets share.
 _LLAMA4_SHARED = (
     Row("tok_embeddings.weight", "model.embed_tokens.weight", axis=0),
     *_ENDS,
@@ -273,25 +271,21 @@ def llama_table(embedding_axis: int) -> Table:
     return (Row("tok_embeddings.weight", "model.embed_tokens.weight", axis=embedding_axis), *_LLAMA)
 
 
-def llama4_table(config: LlamoeBaseConfig, style: str | None = None) -> Table:
+def llama4_table(config: LlamoeBaseConfig, to_write: bool = False) -> Table:
     """The table of Llama 4: a decoder alone, or inside a multimodal model with its tower.
 
-    Written are the names of a style, "release" or "unfused". None is a table for reading, which has both in any layer,
-    and an older form of the tower's positions.
+    Written are the names of the releases. A table for reading has both sets of names in any layer, and an older form of
+    the tower's positions.
     """
-    chosen = {
-        "release": _LLAMA4_SHARED + _LLAMA4_RELEASE,
-        "unfused": _LLAMA4_SHARED + _LLAMA4_UNFUSED,
-        None: _LLAMA4_SHARED + _LLAMA4_RELEASE + _LLAMA4_UNFUSED,
-    }[style]
-    if style is None:
-        chosen = tuple(replace(row, when=None) for row in chosen)
+    chosen = _LLAMA4_SHARED + _LLAMA4_RELEASE
+    if not to_write:
+        chosen = tuple(replace(row, when=None) for row in chosen + _LLAMA4_UNFUSED)
     if not isinstance(config, LlamoeConfig):
         return chosen + _LLAMA4_DROPPED
     prefixed = tuple(
         replace(row, target=tuple(f"language_model.{name}" for name in row.targets)) for row in chosen
     )
-    return prefixed + _VISION + (_VISION_OLD if style is None else ()) + _LLAMA4_DROPPED
+    return prefixed + _VISION + (() if to_write else _VISION_OLD) + _LLAMA4_DROPPED
 
 
 def divisors(config: LlamoeBaseConfig, embedding_axis: int) -> dict[str, int]:

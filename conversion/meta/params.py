@@ -262,7 +262,7 @@ def write_params(config: LlamoeBaseConfig, generation: int) -> tuple[dict[str, A
     if isinstance(config, LlamoeConfig):
         params["vision_args"] = _write_vision(config.vision_config)
     again = read_config(Params.of(params, "params.json"), generation)
-    return params, kept_fields(config, again, "Meta's")
+    return params, kept_fields(config, again)
 
 
 def _add_dense(params: dict[str, Any], config: LlamoeDenseConfig, generation: int) -> None:

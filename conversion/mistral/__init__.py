@@ -3,4 +3,4 @@
 Reading order: name_tables, params, folder.
 """
 
-from .folder import is_mistral, open_mistral, save_mistral
+from .folder import is_mistral, open_mistral

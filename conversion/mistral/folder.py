@@ -1,4 +1,4 @@
-"""Reads and writes folders in Mistral AI's format: Mistral, Mixtral, and the first releases of both.
+"""Reads folders in Mistral AI's format: Mistral, Mixtral, and the first releases of both.
 
 Such a folder holds params.json and one file of weights, consolidated.safetensors or consolidated.00.pth. The first
 releases have several: of Mixtral 8x7B each holds some of the tensors, of Mistral 7B each a slice of every large one.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig
 from ...configuration.errors import CheckpointError
-from ..checkpoint import Checkpoint, Report
+from ..checkpoint import Checkpoint
 from ..consolidated import (
     Params,
     is_tuned,
@@ -20,16 +20,12 @@ from ..consolidated import (
     open_files,
     read_kept,
     read_tensors,
-    tensors_with_head,
     weight_files,
-    write_folder,
-    write_tokenizer,
 )
-from ..hf import split_experts
-from ..io import DEFAULTS, LazyTensor, Plan, WriteOptions, one_of, read_bytes, read_json, write_through
-from ..tokenizers import hf_files_from_meta, mistral_tokenizer_file
+from ..io import LazyTensor, one_of, read_bytes, read_json
+from ..tokenizers import hf_files_from_meta
 from .name_tables import mistral_table
-from .params import read_config, read_params, whose_params, write_params
+from .params import read_config, read_params, whose_params
 
 # Endings of weight files; Meta has .pth only.
 _ENDINGS = ("safetensors", "pth", "pt")
@@ -112,25 +108,4 @@ def _translate_tokenizer(
         return {}
     name = max(found, key=found.__getitem__)
     content, tuned = read_bytes(folder / name), is_tuned(folder, instruct)
-    files = hf_files_from_meta(content, config, instruct=tuned, family="mistral", origin=str(folder / name))
-    return {name: content, **files}
-
-
-def save_mistral(
-    checkpoint: Checkpoint, target: str | os.PathLike, options: WriteOptions = DEFAULTS
-) -> Report:
-    """Write a dense decoder or a Mixtral in Mistral AI's format: one consolidated.safetensors."""
-    target, config = Path(target), checkpoint.config
-    if not isinstance(config, (LlamoeDenseConfig, LlamoeMixtralConfig)):
-        raise ValueError(
-            f"{checkpoint.path}: is a {config.model_type}, and mistral-inference computes dense decoders and Mixtral."
-        )
-    contents, notes = write_params(config), []
-    tokenizer = write_tokenizer(mistral_tokenizer_file, checkpoint, "tokenizer", notes)
-    tensors = options.cast(split_experts(tensors_with_head(checkpoint, notes, "mistral-inference")))
-    tensors = {name.replace(".block_sparse_moe.", ".mlp."): tensor for name, tensor in tensors.items()}
-    plan = Plan(
-        [{"consolidated.safetensors": write_through(mistral_table(), tensors, 1, config)[0]}],
-        before=tokenizer,
-    )
-    return write_folder(checkpoint, target, "mistral", options, plan, contents, notes)
+    return hf_files_from_meta(content, config, instruct=tuned, family="mistral", origin=str(folder / name))

@@ -1,4 +1,4 @@
-"""Mistral AI's `params.json` as our configurations, and back.
+"""Mistral AI's `params.json` as our configurations.
 
 `params.json` has the keys of mistral-inference's `TransformerArgs`. The first release of Mixtral has some of Hugging
 Face's names instead, and its experts' counts inside or outside of `moe`. A key that is not known here may change what
@@ -15,9 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig
-from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
-from ..consolidated import Params, kept_fields, read_decoder
+from ..consolidated import Params, read_decoder
 
 _CONTEXT = 32768
 _THETA, _THETA_WITH_WINDOW = 1000000.0, 10000.0
@@ -164,33 +163,3 @@ def _read_window(params: Params) -> dict[str, Any]:
         )
     kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
     return {"sliding_window": sizes.pop(), "layer_types": kinds * (layers // len(windows))}
-
-
-def write_params(config: LlamoeBaseConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The content of `params.json` and of `llamoe.json` for a configuration.
-
-    A `ValueError` names a field whose value mistral-inference cannot compute.
-    """
-    assert isinstance(config, (LlamoeDenseConfig, LlamoeMixtralConfig))
-    params: dict[str, Any] = {
-        "dim": config.hidden_size,
-        "n_layers": config.num_hidden_layers,
-        "head_dim": config.head_dim,
-        "hidden_dim": config.intermediate_size,
-        "n_heads": config.num_attention_heads,
-        "n_kv_heads": config.num_key_value_heads,
-        "norm_eps": config.rms_norm_eps,
-        "vocab_size": config.vocab_size,
-        "rope_theta": (config.rope_parameters or {}).get("rope_theta"),
-    }
-    kinds = config.attention_types()
-    if "sliding_attention" in kinds:
-        windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-        params["sliding_window"] = windows if None in windows else config.sliding_window
-    if isinstance(config, LlamoeMixtralConfig):
-        params["moe"] = {
-            "num_experts": config.num_local_experts,
-            "num_experts_per_tok": config.num_experts_per_tok,
-        }
-    again = read_config(Params.of(params, "params.json"))
-    return params, kept_fields(config, again, "Mistral AI's")

@@ -9,7 +9,6 @@ from .folder_files import (
     hf_files_from_meta,
     meta_tokenizer_file,
     meta_tokenizer_model,
-    mistral_tokenizer_file,
 )
 from .processors import processor_files, processor_of_layout
 from .tiktoken_tables import looks_like_table

@@ -18,7 +18,7 @@ from .check_tokenizer import check_tokenizer
 from .processors import processor_files
 from .source_tokenizer import SourceTokenizer
 from .tiktoken_tables import SPECIAL_TOKENS
-from .tokenizer_json import read_part, token_ids
+from .tokenizer_json import read_part
 
 
 def hf_files_from_meta(
@@ -111,31 +111,6 @@ def meta_tokenizer_file(companions: Mapping[str, bytes], config: Any) -> dict[st
         return {}
     check_tokenizer(content, config)
     return {"tokenizer.model": content}
-
-
-def mistral_tokenizer_file(companions: Mapping[str, bytes], config: Any) -> dict[str, bytes]:
-    """Mistral AI's tokenizer file, by name, for the tokenizer of a Hugging Face folder; empty where it has none.
-
-    Raises:
-        CheckpointError: no such file can say what tokenizer.json says, or it is another model's.
-    """
-    if "tekken.json" in companions:
-        size = check_tokenizer(companions["tekken.json"], config, family="mistral", origin="tekken.json").size
-        if "tokenizer.json" in companions and len(token_ids(companions)) != size:
-            raise CheckpointError(
-                f"tekken.json: has {size} tokens, and the tokenizer.json beside it {len(token_ids(companions))}."
-            )
-        return {"tekken.json": companions["tekken.json"]}
-    content = meta_tokenizer_model(companions, vocab_size=config.vocab_size)
-    if content is None:
-        return {}
-    if check_tokenizer(content, config).kind != "sentencepiece":
-        raise CheckpointError(
-            "tokenizer.model: is a tiktoken table of ranks, which Mistral AI's code does not read."
-        )
-    # Its version is part of the name.
-    versions = (name for name, other in companions.items() if other == content and ".model.v" in name)
-    return {next(versions, "tokenizer.model"): content}
 
 
 def _template(tokenizer: SourceTokenizer, instruct: bool | None, *, images: bool) -> str | None:

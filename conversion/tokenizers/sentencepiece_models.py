@@ -22,7 +22,6 @@ from .source_tokenizer import SourceTokenizer, begin_with, merges_of, refuse
 SPACE = "\u2581"
 # Piece types of sentencepiece_model.proto.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
-_MODEL_TYPES = {1: "unigram", 2: "byte-pair encoding", 3: "words", 4: "characters"}
 _BPE = 2
 # Where the dummy prefix goes if a model has symbols of its own, see _normalizer.
 _PREFIX_BUT_FOR = r"\A(?!(?:{})\z)(?=[\s\S])"
@@ -90,8 +89,7 @@ def _parse(content: bytes, origin: str) -> Any:
     kind = proto.trainer_spec.model_type
     if kind != _BPE:
         raise CheckpointError(
-            f"{origin}: a SentencePiece model of the type {_MODEL_TYPES.get(kind, kind)}; {_MODEL_TYPES[_BPE]}, as "
-            "LLaMA's, was expected."
+            f"{origin}: a SentencePiece model of model_type {kind}; {_BPE}, byte-pair encoding, was expected."
         )
     return proto
 

@@ -100,33 +100,24 @@ def read(content: bytes, origin: str) -> list[bytes]:
     Raises:
         CheckpointError: a line is damaged, a rank or a token is missing or stands twice, or a single byte has no rank.
     """
+    lines = [line for line in content.splitlines() if line.strip()]
     ranks: dict[int, bytes] = {}
-    tokens: dict[bytes, int] = {}
-    for number, line in enumerate(content.splitlines(), start=1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(lines, start=1):
         try:
             word, written = line.split()
-            token, rank = base64.b64decode(word, validate=True), int(written)
-            if rank < 0 or not token:
-                raise ValueError
+            ranks[int(written)] = base64.b64decode(word, validate=True)
         except ValueError:
-            what = "a token in base64, a space and its rank were expected"
-            refuse(origin, f"line {number} is {line[:60]!r}; {what}")
-        given = f"line {number} gives {token!r} the rank {rank}, "
-        if rank in ranks:
-            refuse(origin, given + f"which {ranks[rank]!r} has already")
-        if token in tokens:
-            refuse(origin, given + f"and it has rank {tokens[token]} already")
-        ranks[rank], tokens[token] = token, rank
-    gap = next((rank for rank in range(len(ranks)) if rank not in ranks), None)
-    if gap is not None:
-        refuse(origin, f"has {len(ranks)} ranks up to {max(ranks)}, without {gap}, as if lines were lost")
-    missing = [byte for byte in range(256) if bytes([byte]) not in tokens]
-    if missing:
-        what = f"without the byte 0x{missing[0]:02X} ({len(missing)} of 256 are missing)"
-        refuse(origin, f"a table of {len(ranks)} ranks {what}; it cannot write every text")
-    return [ranks[rank] for rank in range(len(ranks))]
+            refuse(
+                origin,
+                f"line {number} is {line[:60]!r}; a token in base64, a space and its rank were expected",
+            )
+    tokens = [ranks.get(rank, b"") for rank in range(len(lines))]
+    known, needed = set(tokens), {bytes([byte]) for byte in range(256)}
+    if len(known) != len(lines) or b"" in known or not needed <= known:
+        refuse(
+            origin, f"a table of {len(lines)} lines has not one token for each rank and every byte among them"
+        )
+    return tokens
 
 
 def build_json(

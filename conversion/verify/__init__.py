@@ -1,7 +1,7 @@
 """Whether two checkpoints hold the same model: `llamoe verify`.
 
-Reading order: compare_stored (weights as they are stored), run_streamed (logits, one layer at a time), common_parts,
-report, compare_unreached (weights that no logit depends on), command.
+Reading order: compare_stored (weights as they are stored), run_streamed (logits, one matrix at a time), common_parts,
+report, command.
 """
 
 from .command import Verification, verify

@@ -1,20 +1,13 @@
-"""The parts that two checkpoints have in common, and the pixel normalization that each expects."""
+"""The parts that two checkpoints have in common."""
 
 import copy
-import json
 from dataclasses import replace
 from typing import Any
 
 from ...configuration import LlamoeConfig, LlamoeVisionConfig
-from ...configuration.errors import CheckpointError
 from ..checkpoint import Checkpoint, take_part
-from ..clip import normalization
 
-_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _ADAPTER = ("pixel_shuffle_ratio", "projector_input_dim", "projector_output_dim", "projector_final_act")
-
-Normalization = tuple[list[float], list[float]]
-"""Mean and standard deviation that normalize pixels between 0 and 1: a number for each channel."""
 
 
 def shared_parts(first: Checkpoint, second: Checkpoint) -> tuple[list[Checkpoint], list[str]]:
@@ -78,28 +71,3 @@ def _left_out(what: str, in_a: bool, in_b: bool) -> str:
         return f"a and b have {what}s of other sizes: the towers are compared without"
     article = "an" if what[0] in "aeiou" else "a"
     return f"only {'a' if in_a else 'b'} has {article} {what}: the towers are compared without"
-
-
-def pixel_normalization(checkpoint: Checkpoint) -> Normalization | None:
-    """The pixel normalization of a checkpoint's processor; None if no file states it.
-
-    Raises:
-        CheckpointError: the processor's file is damaged.
-    """
-    config = getattr(checkpoint.config, "vision_config", checkpoint.config)
-    for name in _PROCESSORS:
-        if name not in checkpoint.companions or not isinstance(config, LlamoeVisionConfig):
-            continue
-        origin = f"{checkpoint.path}: {name}"
-        try:
-            content = json.loads(checkpoint.companions[name])
-        except ValueError as error:
-            raise CheckpointError(f"{origin}: is not JSON ({error}).") from error
-        part = content.get("image_processor", content) if isinstance(content, dict) else None
-        is_told = isinstance(part, dict) and (
-            {"image_mean", "image_std"} <= part.keys() or part.get("do_normalize") is False
-        )
-        if is_told:
-            found = normalization(part, origin)
-            return found if len(found[0]) == config.num_channels else None
-    return None

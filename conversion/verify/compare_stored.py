@@ -20,8 +20,6 @@ from ..io import LazyTensor, blocks
 
 # Elements that are compared at a time.
 _PIECE = 1 << 24
-# Rows of an embedding that are compared at a time.
-_ROWS = 4096
 # Sizes that are compared with a model of another family, too, which may not have them.
 _SIZES = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -40,79 +38,35 @@ _FUNCTION_OF_TOWER = frozenset(
 )
 
 
-def compare_tensors(
-    a: LazyTensor, b: LazyTensor, on_read: Callable[[int, str], None]
-) -> tuple[float, tuple[bool, bool], set[int]]:
-    """Compare two tensors block by block; where their numbers of rows differ, the common rows.
+def compare_tensors(a: LazyTensor, b: LazyTensor, on_read: Callable[[int, str], None]) -> tuple[float, bool]:
+    """Compare two tensors of one shape, block by block.
 
     `on_read` is called with the number of bytes and the origin of what was read.
 
     Returns:
-        the largest absolute difference, nan where only one of two elements is nan; whether each tensor is finite, which
-        is checked only where they differ or hold nan; and the rows (experts of a stack) that differ.
+        the largest absolute difference, nan where only one of two elements is nan; and whether both are equal once the
+        wider one is rounded to the narrower's dtype.
     """
-    rows = min(a.shape[0], b.shape[0]) if a.ndim else 1
-    largest, finite, unequal = 0.0, [True, True], set()
+    largest, is_rounded = 0.0, True
+    narrow = max(a.dtype, b.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    wide = torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
     for start, stop in blocks(a):
-        stop = min(stop, rows)
-        if start >= stop:
-            break
         x, y = a.read(start, stop), b.read(start, stop)
         on_read(x.nbytes + y.nbytes, a.origin)
         if x.dtype == y.dtype and torch.equal(x, y):
             continue
-        x, y = x.flatten(), y.flatten()
-        for at in range(0, len(x), _PIECE):
-            difference, is_finite = _compare_numbers(x[at : at + _PIECE], y[at : at + _PIECE])
-            largest = (
-                max(largest, difference) if difference == difference and largest == largest else math.nan
+        pieces = zip(x.flatten().split(_PIECE), y.flatten().split(_PIECE), strict=True)
+        for mine, its in ((mine.to(wide), its.to(wide)) for mine, its in pieces):
+            difference = (mine - its).abs()
+            # The same infinity in both, or nan in both.
+            difference[(mine == its) | (mine.isnan() & its.isnan())] = 0
+            found = difference.max().item() if len(difference) else 0.0
+            # An infinity on one side is no rounding.
+            is_rounded &= math.isfinite(found) and (
+                found == 0 or torch.equal(mine.to(narrow), its.to(narrow))
             )
-            finite = [known and now for known, now in zip(finite, is_finite, strict=True)]
-            if a.ndim > 2 and difference != 0:
-                # A block of a stack is one row.
-                unequal.update(range(start, stop))
-    return largest, (finite[0], finite[1]), unequal
-
-
-def compare_rows(
-    a: LazyTensor, b: LazyTensor, eps: float, on_read: Callable[[int, str], None]
-) -> torch.Tensor:
-    """Compare two embeddings `[V, H]` and `[W, H]` row by row: V and W rows, hidden size H.
-
-    Returns:
-        for each row the largest absolute difference, divided by `sqrt(mean(row ** 2) + eps)` of the larger row, as the
-        norm that reads them does: float32 `[min(V, W)]`, infinite where one of them is not finite.
-    """
-    x, y = a.read(), b.read()
-    on_read(x.nbytes + y.nbytes, a.origin)
-    parts = []
-    for mine, its in zip(x.split(_ROWS), y.split(_ROWS), strict=False):
-        count = min(len(mine), len(its))
-        mine, its = mine[:count].float(), its[:count].float()
-        size = torch.maximum(mine.square().mean(-1), its.square().mean(-1)).add(eps).sqrt()
-        difference = (mine - its).abs()
-        difference[(mine == its) | (mine.isnan() & its.isnan())] = 0
-        differs = difference.amax(-1)
-        part = (differs / size).nan_to_num(nan=math.inf)
-        part[differs == 0] = 0
-        part[~differs.isfinite()] = math.inf
-        parts.append(part)
-    return torch.cat(parts)
-
-
-def _compare_numbers(x: torch.Tensor, y: torch.Tensor) -> tuple[float, tuple[bool, bool]]:
-    wide = (
-        torch.float32
-        if max(x.dtype.itemsize, y.dtype.itemsize) <= 4 and x.is_floating_point()
-        else torch.float64
-    )
-    x, y = x.to(wide), y.to(wide)
-    finite = (bool(x.isfinite().all()), bool(y.isfinite().all()))
-    difference = (x - y).abs()
-    if not all(finite):
-        # The same infinity in both, or nan in both.
-        difference[(x == y) | (x.isnan() & y.isnan())] = 0
-    return difference.max().item() if len(x) else 0.0, finite
+            largest = max(largest, found) if found == found and largest == largest else math.nan
+    return largest, is_rounded
 
 
 def compare_configs(

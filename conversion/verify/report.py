@@ -14,7 +14,7 @@ TOLERANCE = 1e-4
 """Largest difference of two outputs that counts as the same, in standard deviations of the output.
 
 Formats with the same weights differ only by float32's order of summation, about 1e-6; bfloat16 files are computed in
-float32, too. Weights that were rounded to another dtype differ by more and need a larger tolerance.
+float32, too.
 """
 # Names listed in a sentence.
 _SHOWN = 8
@@ -25,7 +25,7 @@ class OutputDifference:
     """Difference of two outputs.
 
     Attributes:
-        name: output `logits`, `last_hidden_state` or `pooler_output`, or a layer.
+        name: `logits`, `last_hidden_state` or `pooler_output`.
         max_abs: largest absolute difference; nan where one of the two is not finite.
         mean_abs: mean absolute difference.
         std: standard deviation of the first output.
@@ -48,25 +48,19 @@ class Verification:
         kinds: source formats of both.
         compared: number of tensors compared.
         only_in_a, only_in_b: keys that the other lacks.
-        shapes: key to both shapes where they differ; of embedding and head the common rows are still compared.
+        shapes: key to both shapes where they differ.
         dtypes: both dtypes to the number of tensors, where they differ.
-        tensors: key to largest absolute difference, for tensors that differ; nan if only one of two elements is nan.
-        not_finite: keys of tensors with infinities or nan, prefixed with `a: ` or `b: `.
+        tensors: key to largest absolute difference, for tensors that differ, in the model's order; nan if only one of
+            two elements is nan.
+        is_rounded: whether all are equal once the wider of both dtypes is rounded to the narrower.
         structure: configuration fields that differ but may describe the same function (experts, heads, pairing of
             rotated channels, the routing rule); the outputs decide.
         function: configuration fields that change the function of the same weights, even if few tokens show it.
         outputs: the outputs' differences; empty if they were not computed.
         other_outputs: outputs of another shape, or of one side only (None), with both shapes.
-        not_run: why outputs that were asked for could not be computed; None if they were, or were not asked for.
-        unreached: on weights that differ and that the run did not reach: whether the function is the same, None if that
-            is unknown, and a sentence.
-        layers: the hidden states' differences, in order of computation.
-        first_layer: the first layer beyond the tolerance.
-        tokens: random tokens in a row, rows, and the seed of the run.
-        by_layer: whether weights were read one matrix at a time.
+        tokens: number of random tokens that outputs were computed for.
         tolerance: largest `max_abs / std` that counts as the same output.
-        same_weights: whether keys, shapes and all elements are equal; dtypes may differ.
-        reasons: the verdict in sentences.
+        notes: what else a user should know about what was compared.
         seconds: duration.
     """
 
@@ -79,42 +73,20 @@ class Verification:
     shapes: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
     dtypes: dict[str, int] = field(default_factory=dict)
     tensors: dict[str, float] = field(default_factory=dict)
-    not_finite: list[str] = field(default_factory=list)
+    is_rounded: bool = False
     structure: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     function: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    tolerance: float = TOLERANCE
-    same_weights: bool = False
     outputs: list[OutputDifference] = field(default_factory=list)
     other_outputs: dict[str, tuple[list[int] | None, list[int] | None]] = field(default_factory=dict)
-    not_run: str | None = None
-    unreached: list[tuple[bool | None, str]] = field(default_factory=list)
-    layers: list[OutputDifference] = field(default_factory=list)
-    first_layer: str | None = None
-    tokens: tuple[int, int, int] | None = None
-    by_layer: bool | None = None
-    reasons: list[str] = field(default_factory=list)
+    tokens: int = 0
+    tolerance: float = TOLERANCE
+    notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
-    def same_function(self) -> bool | None:
-        """The verdict: True if the findings show one function, False if they show two, None if they show neither.
-
-        Outputs decide where they were computed, unless `function` names a field, or something that no token reached
-        differs. Without outputs one function is shown only by equal, finite weights under equal configurations.
-        """
-        if self.function or self.other_outputs:
-            return False
-        if not self.outputs:
-            is_shown = self.same_weights and not (self.not_run or self.not_finite or self.undecided)
-            return True if is_shown else None
-        if not agree(self) or any(same is False for same, _ in self.unreached):
-            return False
-        return None if self.unreached else True
-
-    @property
-    def verdict(self) -> str:
-        """`same_function` as a word: "same", "different" or "unknown"."""
-        return {True: "same", False: "different", None: "unknown"}[self.same_function]
+    def same_weights(self) -> bool:
+        """Whether keys, shapes and all elements are equal; dtypes may differ."""
+        return not (self.only_in_a or self.only_in_b or self.shapes or self.tensors)
 
     @property
     def undecided(self) -> dict[str, tuple[Any, Any]]:
@@ -124,104 +96,86 @@ class Verification:
             name: both for name, both in self.structure.items() if not name.endswith("tie_word_embeddings")
         }
 
+    @property
+    def verdict(self) -> str:
+        """The verdict, which is one of four words.
+
+        "equal": every number is equal. "rounded": numbers differ by rounding alone. "agree": weights differ, or are
+        used in another way, and the outputs agree on `tokens` tokens. "different": none of these.
+        """
+        if self.function or self.other_outputs:
+            return "different"
+        if self.outputs:
+            agree = all(part.max_abs <= self.tolerance * part.std for part in self.outputs)
+            return "agree" if agree else "different"
+        if self.undecided:
+            return "different"
+        return "equal" if self.same_weights else "rounded" if self.is_rounded else "different"
+
+    @property
+    def same_function(self) -> bool:
+        """Whether the verdict is any but "different"."""
+        return self.verdict != "different"
+
+    @property
+    def first_difference(self) -> str | None:
+        """Key of the first tensor that differs, has another shape, or is on one side only."""
+        return next(iter([*self.tensors, *self.shapes, *self.only_in_a, *self.only_in_b]), None)
+
+    @property
+    def reasons(self) -> list[str]:
+        """The verdict in sentences."""
+        weights = "are equal" if self.same_weights else "differ"
+        words = {
+            "equal": f"every number of {self.compared:,} tensors is equal",
+            "rounded": "the weights are equal within rounding",
+            "agree": f"weights {weights}, outputs agree on {self.tokens:,} tokens",
+            "different": "the checkpoints hold different models",
+        }
+        reasons = [words[self.verdict]]
+        if (key := self.first_difference) is not None and not self.is_rounded:
+            reasons.append(f"the first tensor that differs is {key}")
+        fields = self.function or (self.undecided if not self.outputs else {})
+        if fields:
+            both = "; ".join(f"{name}: {a} and {b}" for name, (a, b) in fields.items())
+            reasons.append(f"the configurations differ in {both}")
+        reasons += [f"{name}: {a or 'none'} and {b or 'none'}" for name, (a, b) in self.other_outputs.items()]
+        return reasons + self.notes
+
     def as_dict(self) -> dict[str, Any]:
         """All fields and the verdict for JSON; nan and infinity, which JSON lacks, become text."""
-        return _plain(asdict(self) | {"same_function": self.same_function, "verdict": self.verdict})
+        names = ("verdict", "same_function", "same_weights", "first_difference", "reasons")
+        return _plain(asdict(self) | {name: getattr(self, name) for name in names})
 
     def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
         """Titles with rows of a label and a text, for printing."""
-        words = {True: "yes", False: "no", None: "cannot be told"}
-        verdict = [("same weights", words[self.same_weights]), ("same function", words[self.same_function])]
-        sections = [("verdict", verdict + [("", reason) for reason in self.reasons])]
+        sections = [("verdict", [("", reason) for reason in self.reasons])]
         tensors = [("compared", f"{self.compared:,}, of which {len(self.tensors):,} differ")]
-        tensors += [(key, f"max |a - b| = {value:.3g}") for key, value in largest(self.tensors)]
+        tensors += [(key, f"max |a - b| = {value:.3g}") for key, value in list(self.tensors.items())[:_SHOWN]]
         for label, keys in (("only in a", self.only_in_a), ("only in b", self.only_in_b)):
             tensors += [(label, listed(keys, _SHOWN))] if keys else []
         tensors += [(key, f"{a} and {b}") for key, (a, b) in list(self.shapes.items())[:_SHOWN]]
         tensors += [(pair, f"{count:,} tensors") for pair, count in self.dtypes.items()]
-        tensors += [("not finite", listed(self.not_finite, _SHOWN))] if self.not_finite else []
         sections.append(("tensors", tensors))
         fields = {**self.function, **self.structure}
         if fields:
             sections.append(("configuration", [(key, f"{a} and {b}") for key, (a, b) in fields.items()]))
         if self.outputs:
-            sections.append(("outputs", [(part.name, described(part)) for part in self.outputs]))
-        if self.first_layer is not None:
-            parted = [part for part in self.layers if part.max_abs != 0][:_SHOWN]
-            sections.append(("layers", [(part.name, described(part)) for part in parted]))
+            sections.append(("outputs", [(part.name, _described(part)) for part in self.outputs]))
         return sections
 
 
 def difference(name: str, a: torch.Tensor, b: torch.Tensor) -> OutputDifference:
-    """The difference of two outputs of one shape."""
+    """Return the difference of two outputs of one shape."""
     apart = (a - b).abs()
     top1 = (a.argmax(-1) == b.argmax(-1)).float().mean().item() if name == "logits" else None
     return OutputDifference(name, apart.max().item(), apart.mean().item(), a.std(correction=0).item(), top1)
 
 
-def within(part: OutputDifference, tolerance: float) -> bool:
-    """Whether a difference is within the tolerance."""
-    # False for nan.
-    return part.max_abs <= tolerance * part.std
-
-
-def agree(result: Verification) -> bool:
-    """Whether outputs were computed and all of them agree."""
-    return bool(result.outputs) and all(within(part, result.tolerance) for part in result.outputs)
-
-
-def reasons_of_fields(result: Verification) -> list[str]:
-    """Sentences on what the configurations leave open, or decide."""
-    if result.function:
-        although = " (although the outputs on these tokens agree)" if agree(result) else ""
-        return [f"the configurations describe other functions{although}: {_both(result.function)}"]
-    if result.outputs or result.same_function:
-        return []
-    if result.same_weights and result.undecided:
-        return [f"only outputs could tell what differs in the configurations: {_both(result.undecided)}"]
-    return [] if result.not_run else ["only outputs could tell whether this is another function"]
-
-
-def _both(fields: dict[str, tuple[Any, Any]]) -> str:
-    return "; ".join(f"{name}: {a} and {b}" for name, (a, b) in fields.items())
-
-
-def reasons_of_weights(result: Verification) -> list[str]:
-    """Sentences on how the weights differ."""
-    if result.same_weights:
-        return [f"every number of {result.compared:,} tensors is equal"]
-    reasons = []
-    if result.tensors:
-        (key, value), *_ = largest(result.tensors)
-        reasons.append(
-            f"{len(result.tensors):,} of {result.compared:,} tensors differ, {key} by as much as {value:.3g}"
-        )
-    for label, keys in (("a", result.only_in_a), ("b", result.only_in_b)):
-        if keys:
-            reasons.append(f"only {label} has {listed(keys, _SHOWN)}")
-    if result.shapes:
-        key, (a, b) = next(iter(result.shapes.items()))
-        more = f", and {len(result.shapes) - 1} other shapes differ" if len(result.shapes) > 1 else ""
-        reasons.append(f"{key} has shape {a} in a and {b} in b{more}")
-    return reasons
-
-
-def sentence(part: OutputDifference, tolerance: float) -> str:
-    """A sentence on the difference of two outputs, and whether it is too large."""
-    verdict = "within" if within(part, tolerance) else "beyond"
-    return f"{described(part, part.name + ' differ by')}, {verdict} the tolerance of {tolerance:.3g}"
-
-
-def described(part: OutputDifference, begin: str = "max") -> str:
-    """The difference of two outputs in words."""
+def _described(part: OutputDifference) -> str:
     share = f", {part.max_abs / part.std:.2g} of the standard deviation" if part.std > 0 else ""
     top1 = "" if part.top1 is None else f"; top-1 agrees at {part.top1:.1%}"
-    return f"{begin} {part.max_abs:.3g} (mean {part.mean_abs:.3g}){share}{top1}"
-
-
-def largest(tensors: dict[str, float]) -> list[tuple[str, float]]:
-    """The tensors that differ most; nan first."""
-    return sorted(tensors.items(), key=lambda pair: (pair[1] == pair[1], -pair[1]))[:_SHOWN]
+    return f"max {part.max_abs:.3g} (mean {part.mean_abs:.3g}){share}{top1}"
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Runs the model of a checkpoint from its lazy tensors: whole, or one matrix at a time.
+"""Runs the model of a checkpoint from its lazy tensors, one matrix at a time.
 
-One matrix at a time means: a weight is read just before its module computes and freed right after. Of stacked experts,
+A weight is read just before its module computes and freed right after. Of stacked experts,
 only those that a token was sent to are read, one by one. The forward pass is the model's own, on a model without
 weights (on the meta device). Hooks load and free the parameters, so no second implementation could differ. A model of
 any size runs in a little more memory than its largest matrix in float32.
@@ -9,8 +9,7 @@ any size runs in a little more memory than its largest matrix in float32.
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,16 +17,10 @@ from torch import nn
 
 from ...configuration import LlamoeConfig, LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
-from ...configuration.checks import listed
-from ...configuration.errors import CheckpointError
-from ...modeling.decoder import DecoderLayer
 from ...modeling.moe import Experts
 from ...modeling.registration import empty_model
-from ...modeling.vision import VisionEncoderLayer
-from ..checkpoint import expected_shapes, tied_head
+from ..checkpoint import tied_head
 from ..io import LazyTensor
-
-Watch = Callable[[str, torch.Tensor], None]
 
 
 class Weights:
@@ -38,10 +31,6 @@ class Weights:
     Attributes:
         config: the model's configuration.
         tensors: the parameters by name.
-        used: name of each layer's experts to the experts that a token was sent to; `run` fills it.
-
-    Raises:
-        CheckpointError: a weight of the model is missing or has another shape.
     """
 
     def __init__(
@@ -55,17 +44,6 @@ class Weights:
         aliases = {head: tensors[key] for head, key in tied_head(config).items() if key in tensors}
         self.config, self.tensors = config, {**aliases, **tensors}
         self.device, self.on_read = device, on_read
-        self.used: dict[str, set[int]] = {}
-        expected = expected_shapes(config)
-        if missing := [name for name in expected if name not in self.tensors]:
-            raise CheckpointError(f"the model needs tensors that are not there: {listed(missing)}")
-        for name, shape in expected.items():
-            given = self.tensors[name]
-            if tuple(given.shape) != shape:
-                raise CheckpointError(
-                    f"{given.origin}: {name} has shape {list(given.shape)}, but the configuration asks for "
-                    f"{list(shape)}"
-                )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows of a weight, as float32 on the device."""
@@ -112,51 +90,25 @@ class ExpertsOnDemand(nn.Module):
         return result
 
 
-def run(
-    weights: Weights, inputs: dict[str, torch.Tensor], *, stream: bool, watch: Watch
-) -> dict[str, torch.Tensor]:
+def run(weights: Weights, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Run a model once.
 
     Args:
         weights: the model's configuration and parameters.
         inputs: arguments of its `forward`, on any device.
-        stream: read one matrix at a time; otherwise the whole model is first read into memory.
-        watch: called with name and output of the embedding, each layer and the last norm, in this order; names are
-            those of `LlamoeForCausalLM.model`, and a tower's begin with `vision_model`.
 
     Returns:
         float32 on the CPU: `logits` `[B, T, vocab_size]` for B rows of T tokens; for a tower `last_hidden_state` and,
         if it has one, `pooler_output`.
     """
-    config = weights.config
-    model = empty_model(config).float().eval()
-    if stream:
-        _stream(model, weights)
-    else:
-        _fill(model, weights)
-    for name, module in model.named_modules():
-        if label := _label(name, module):
-            module.register_forward_hook(
-                lambda _, inputs, output, label=label: watch(label, output.float().cpu())
-            )
-        if isinstance(module, ExpertsOnDemand if stream else Experts):
-            chosen = weights.used.setdefault(name, set())
-            module.register_forward_pre_hook(
-                lambda _, inputs, chosen=chosen: chosen.update(inputs[1].unique().tolist())
-            )
-    more = {} if isinstance(config, LlamoeVisionConfig) else {"use_cache": False}
+    is_tower = isinstance(weights.config, LlamoeVisionConfig)
+    model = empty_model(weights.config).float().eval()
+    _stream(model, weights)
+    more = {} if is_tower else {"use_cache": False}
     with torch.no_grad():
         output = model(**{name: value.to(weights.device) for name, value in inputs.items()}, **more)
-    names = ("last_hidden_state", "pooler_output") if isinstance(config, LlamoeVisionConfig) else ("logits",)
+    names = ("last_hidden_state", "pooler_output") if is_tower else ("logits",)
     return {name: output[name].float().cpu() for name in names if output.get(name) is not None}
-
-
-def _fill(model: nn.Module, weights: Weights) -> None:
-    for prefix, module in model.named_modules():
-        _bring(module, prefix, weights)
-    if getattr(model, "_has_experts", False):
-        # The same products as in `ExpertsOnDemand`.
-        model.set_experts_implementation("eager")
 
 
 def _stream(model: nn.Module, weights: Weights) -> None:
@@ -183,26 +135,12 @@ def _bring(module: nn.Module, prefix: str, weights: Weights) -> None:
             module._parameters[key] = nn.Parameter(read, requires_grad=False)
 
 
-def _label(name: str, module: nn.Module) -> str | None:
-    if isinstance(module, VisionEncoderLayer):
-        return "vision_model." + name.removeprefix("vision_model.").removeprefix("model.")
-    if isinstance(module, DecoderLayer) or re.search(r"(^|\.)model\.(embed_tokens|norm)$", name):
-        return name.removeprefix("language_model.").removeprefix("model.")
-    return "multi_modal_projector" if name == "multi_modal_projector" else None
-
-
 def _takes_pictures(config: LlamoeBaseConfig) -> bool:
     return not isinstance(config, LlamoeConfig) or config.image_token_index < config.text_config.vocab_size
 
 
 def random_inputs(
-    configs: tuple[LlamoeBaseConfig, LlamoeBaseConfig],
-    tokens: int,
-    rows: int,
-    seed: int,
-    *,
-    wanted: Sequence[int] = (),
-    normalizations: Sequence[tuple[list[float], list[float]]] | None = None,
+    configs: tuple[LlamoeBaseConfig, LlamoeBaseConfig], tokens: int, rows: int, seed: int
 ) -> list[dict[str, Any]]:
     """Draw the same inputs for two towers, two multimodal models or two decoders.
 
@@ -211,9 +149,6 @@ def random_inputs(
         tokens: number of tokens in a row, besides those of its picture.
         rows: number of rows in the batch.
         seed: random seed.
-        wanted: token ids to include; the first of them if there is no room for all.
-        normalizations: mean and standard deviation of both models' pixels, by which random pixels between 0 and 1 are
-            normalized. None draws the same normal numbers for both.
 
     Returns:
         keyword arguments for each. Token ids are in both vocabularies, and none is an image token. In multimodal models
@@ -225,22 +160,13 @@ def random_inputs(
     with_pictures = isinstance(visions[0], LlamoeVisionConfig) and all(map(_takes_pictures, configs))
     if with_pictures:
         shape = (rows, visions[0].num_channels, visions[0].image_size, visions[0].image_size)
-        if normalizations is None:
-            inputs[0]["pixel_values"] = inputs[1]["pixel_values"] = torch.randn(shape, generator=generator)
-        else:
-            pixels = torch.rand(shape, generator=generator, dtype=torch.float64)
-            for given, numbers in zip(inputs, normalizations, strict=True):
-                mean, std = torch.tensor(numbers, dtype=torch.float64)[..., None, None]
-                given["pixel_values"] = ((pixels - mean) / std).float()
+        inputs[0]["pixel_values"] = inputs[1]["pixel_values"] = torch.randn(shape, generator=generator)
     if isinstance(configs[0], LlamoeVisionConfig):
         return inputs
     image_tokens = {getattr(config, "image_token_index", -1) for config in configs}
     common = min(config.get_text_config().vocab_size for config in configs)
     allowed = torch.tensor([token for token in range(common) if token not in image_tokens])
     ids = allowed[torch.randint(len(allowed), (rows, tokens), generator=generator)]
-    wanted = [token for token in wanted if token < common and token not in image_tokens][: ids.numel()]
-    places = torch.randperm(ids.numel(), generator=generator)[: len(wanted)]
-    ids.view(-1)[places] = torch.tensor(wanted, dtype=torch.long)
     for given, config in zip(inputs, configs, strict=True):
         given["input_ids"] = ids
         if with_pictures and isinstance(config, LlamoeConfig):

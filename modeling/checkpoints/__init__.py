@@ -50,4 +50,4 @@ from .saving import AtomicSaveMixin, saving_adapter
 from .state_dicts import TakesStateDicts
 from .stored import Stored, check_fit, headers_of, tensors_of
 from .torch_files import read_torch
-from .whole_folders import LOCK, UNFINISHED, FolderLock, check_whole, holder, sync
+from .whole_folders import LOCK, UNFINISHED, check_whole, sync

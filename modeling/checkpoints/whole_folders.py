@@ -1,13 +1,11 @@
 """What all writers of folders share: one run a folder, signs that it is not whole, and writing through to the disk.
 
 A run's lock is held on a small file in the folder, so that it works whatever path leads there, and the system releases
-it in whatever way the process ends. A file that a killed process left behind blocks nobody: only the lock counts, and
-the file's text names the holder for messages.
+it in whatever way the process ends. A file that a killed process left behind blocks nobody: only the lock counts.
 """
 
 import errno
 import os
-import socket
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -47,9 +45,6 @@ class FolderLock:
                 stacklevel=2,
             )
         self._status = os.stat(self.path)
-        # Only for messages: the disk may be full, and Windows lets nobody write into a locked file.
-        with suppress(OSError):
-            self.path.write_text(f"process {self._process} on {socket.gethostname()}", encoding="utf-8")
 
     def is_held(self) -> bool:
         """Whether the folder still belongs to this run, and this is its process and not a fork."""
@@ -86,15 +81,6 @@ def check_whole(folder: str | os.PathLike, subfolder: str = "") -> None:
             f"{place}: is unfinished. If no llamoe command is writing it any more, run that command again with "
             "--resume (resume=True); or remove the folder."
         )
-
-
-def holder(folder: Path) -> str:
-    """The process that holds a folder's lock, in words."""
-    with suppress(OSError):
-        said = (folder / LOCK).read_bytes()[:200].decode(errors="replace")
-        if said and said.isprintable():
-            return said
-    return "another process"
 
 
 def sync(path: Path) -> None:

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from support.lazy_tensors import InMemory
 from support.models import draw, max_abs, stock_dense_config, stock_multimodal_config, stock_text_config
 from transformers import (
     Llama4ForCausalLM,
@@ -12,7 +13,6 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from llamoe.conversion.io.lazy_tensor import InMemory
 from llamoe.conversion.merge_kv_heads import merge_heads, merge_kv_heads
 from llamoe.conversion.open import open_checkpoint
 

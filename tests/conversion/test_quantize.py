@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.models import draw, multimodal_config
 from support.paths import EXAMPLES
-from support.progress import stops
-from transformers import AutoModelForCausalLM, AutoProcessor
+from transformers import AutoProcessor
 
 import llamoe
 from llamoe.configuration.errors import CheckpointError
@@ -167,7 +166,6 @@ SOURCES = {
     "split Mixtral": ("mixtral", dict(layout="stock")),
     "Meta": ("dense", dict(to="meta", shards=2)),
     "Meta, Llama 4": ("text", dict(to="meta", shards=2)),
-    "Mistral AI": ("mixtral", dict(to="mistral")),
     "bin": ("mixtral", None),
 }
 
@@ -198,7 +196,7 @@ def test_converting_gives_what_the_bits_mean(name, to, saved, packed, tmp_path):
     assert any(f"stored as {to}" in note for note in report.notes)
 
     same = verify(folder, tmp_path / "plain", tokens=9)
-    assert same.same_weights and same.same_function
+    assert same.verdict == "equal"
     other = verify(source, folder, tokens=9)
     assert not other.same_function and other.outputs
 
@@ -252,40 +250,12 @@ def test_a_block_is_one_expert_which_is_read_and_packed_once(name, threads, save
     assert reads == expected and len(packed) == len(expected)
 
 
-def test_an_interrupted_run_goes_on_with_the_same_options_only(saved, tmp_path):
-    source, target = saved("text")[0], tmp_path / "packed"
-    options = dict(to="int4", shard_size="30KB")
-    quantize(source, tmp_path / "whole", **options)
-    with pytest.raises(KeyboardInterrupt):
-        quantize(source, target, progress=stops(KeyboardInterrupt(), 0.6), **options)
-    assert not (target / "model.safetensors.index.json").exists()
-    with pytest.raises(ValueError, match="is unfinished"):
-        AutoModelForCausalLM.from_pretrained(target)
-    with pytest.raises(ValueError, match="is unfinished"):
-        quantize(source, target, **options)
-    for other in (dict(to="int8"), dict(group_size=64), dict(search=False), dict(keep=["o_proj"])):
-        with pytest.raises(ValueError, match="other options"):
-            quantize(source, target, resume=True, **{**options, **other})
-    quantize(source, target, resume=True, **options)
-    whole, found = (
-        {path.name: path.read_bytes() for path in folder.iterdir()} for folder in (tmp_path / "whole", target)
-    )
-    assert found == whole
-
-
 def test_the_parts_of_a_weight_stay_in_one_file(saved, tmp_path):
     report = quantize(saved("text")[0], tmp_path / "packed", to="int4", search=False, shard_size="9KB")
     files = json.loads((tmp_path / "packed/model.safetensors.index.json").read_text())["weight_map"]
     assert len(report.files) > 10
     scales = [name for name in files if name.endswith("_scale")]
     assert scales and all(files[name] == files[name.removesuffix("_scale")] for name in scales)
-
-
-def test_a_dry_run_writes_nothing(saved, tmp_path):
-    told = quantize(saved("mixtral")[0], tmp_path / "packed", to="int4", dry_run=True)
-    assert told.dry_run and not (tmp_path / "packed").exists()
-    done = quantize(saved("mixtral")[0], tmp_path / "packed", to="int4")
-    assert (told.bytes, told.parts, told.tensors) == (done.bytes, done.parts, done.tensors)
 
 
 @pytest.mark.parametrize(("to", "value"), [("int4", torch.nan), ("int8", torch.inf), ("int8", torch.nan)])

@@ -43,14 +43,12 @@ class Summary:
         for (kind, text), seeds in sorted(alike.items(), key=lambda item: -len(item[1])):
             yield f"  {len(seeds)} x {kind}: {text}; seeds {', '.join(map(str, seeds[:6]))}"
 
-    def lines(self, name: str, first: int, last: int, seconds: float) -> Iterator[str]:
+    def lines(self, first: int, last: int, seconds: float) -> Iterator[str]:
         """The summary: a line for each kind, and one for all."""
         for kind in sorted(self.by_kind):
             counts, total = self.by_kind[kind], self.by_kind[kind].total()
             yield f"  {kind:14} {_words(counts)}; {1000 * self.seconds[kind] / total:.0f} ms each"
-        yield (
-            f"{name}: {self.counts.total()} cases, seeds {first} to {last}: {_words(self.counts)}; {seconds:.0f} s"
-        )
+        yield f"{self.counts.total()} cases, seeds {first} to {last}: {_words(self.counts)}; {seconds:.0f} s"
 
 
 def _words(counts: Counter) -> str:
@@ -60,7 +58,6 @@ def _words(counts: Counter) -> str:
 
 
 def run_cases(
-    name: str,
     run: Callable[[int], Outcome],
     seeds: Sequence[int],
     workers: int,
@@ -70,7 +67,6 @@ def run_cases(
     """Run a case for each seed.
 
     Args:
-        name: the fuzzer's name in the command that repeats a case.
         run: returns a seed's outcome; must be importable.
         seeds: the seeds.
         workers: number of processes; 0 runs all cases in this one.
@@ -83,19 +79,17 @@ def run_cases(
         summary.add(seed, outcome, taken)
         last = max(last, seed)
         if outcome.verdict in ("failed", "judge"):
-            say(
-                f"{outcome.verdict}: {outcome.kind}: {outcome.text} {outcome.notes}\n    {repeat(name, seed)}"
-            )
+            say(f"{outcome.verdict}: {outcome.kind}: {outcome.text} {outcome.notes}\n    {repeat(seed)}")
     for line in summary.causes():
         say(line)
-    for line in summary.lines(name, seeds[0], last, time.monotonic() - begun):
+    for line in summary.lines(seeds[0], last, time.monotonic() - begun):
         say(line)
     return summary
 
 
-def repeat(name: str, seed: int) -> str:
+def repeat(seed: int) -> str:
     """The command that runs one case again."""
-    return f"make fuzz ONLY={name} SEED={seed}"
+    return f"make fuzz SEED={seed}"
 
 
 def _outcomes(run, seeds, workers, begun, seconds) -> Iterator[tuple[int, Outcome, float]]:

@@ -12,8 +12,6 @@ from support import programs
 from support.models import make_asymmetric, stock_dense_config
 from transformers import LlamaForCausalLM
 
-import llamoe
-from llamoe.conversion import convert
 from llamoe.modeling.kernels import cpp_kernels
 from llamoe_command import printing
 
@@ -123,16 +121,6 @@ def test_a_log_gets_a_line_each_minute(monkeypatch, capsys):
         "model-1.safetensors: 6.00 of 10.00 GB, about 1 min left",
         "model-1.safetensors: 9.00 of 10.00 GB, about 0 min left",
     ]
-
-
-def test_checksums_have_a_bar(tmp_path, run):
-    llamoe.LlamoeDenseForCausalLM(llamoe.LlamoeDenseConfig(
-        vocab_size=97, hidden_size=48, intermediate_size=88, num_hidden_layers=1, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=8,
-    )).save_pretrained(tmp_path / "model")  # fmt: skip
-    convert(tmp_path / "model", tmp_path / "meta", to="meta")
-    errors, _ = run("-m", "llamoe", "convert", tmp_path / "meta", tmp_path / "back", "--checksums")
-    assert "checksums of consolidated.00.pth" in errors
 
 
 LOAD = """

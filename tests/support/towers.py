@@ -4,7 +4,6 @@ import json
 import math
 
 import torch
-from open_clip.model import _build_vision_tower
 from open_clip.transformer import QuickGELU, VisionTransformer
 from safetensors.torch import load_file, save_file
 from support.models import max_abs
@@ -114,17 +113,6 @@ def load_tower(folder) -> llamoe.LlamoeVisionModel:
     model, info = llamoe.LlamoeVisionModel.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     return model.eval()
-
-
-def load_open_clip(folder) -> VisionTransformer:
-    """open_clip's tower as its own factory builds it from the file that was written; every key is loaded."""
-    model = json.loads((folder / "open_clip_config.json").read_text())["model_cfg"]
-    vision = {**model["vision_cfg"], "output_tokens": True}
-    tower = _build_vision_tower(model["embed_dim"], vision, model["quick_gelu"])
-    state = load_file(folder / "open_clip_model.safetensors")
-    assert all(name.startswith("visual.") for name in state)
-    tower.load_state_dict({name.removeprefix("visual."): value for name, value in state.items()}, strict=True)
-    return tower.eval()
 
 
 def load_stock(model_class, folder):

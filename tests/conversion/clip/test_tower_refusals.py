@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.towers import (
-    HEADS_HERE,
     INNER,
     PATCH,
     WIDTH,
@@ -52,13 +51,13 @@ def remove_layer(state):
 
 
 CHANGES = {
-    "LayerScale": (add(f"{BLOCK}.ls_1.gamma", WIDTH), r"resblocks.1.ls_1.gamma: LayerScale"),
-    "attentional pool": (add("visual.attn_pool.query", 4, WIDTH), r"attn_pool.query: an attentional pool"),
+    "LayerScale": (add(f"{BLOCK}.ls_1.gamma", WIDTH), r"unknown tensor .*resblocks.1.ls_1.gamma"),
+    "attentional pool": (add("visual.attn_pool.query", 4, WIDTH), r"unknown tensor .*attn_pool.query"),
     "no_ln_pre": (remove("visual.ln_pre.weight", "visual.ln_pre.bias"), r"ln_pre.weight, visual.ln_pre.bias missing"),
-    "qk norm": (add(f"{BLOCK}.attn.ln_q.weight", 26), r"ln_q.weight: norms of queries and keys"),
-    "timm": (add("visual.trunk.cls_token", 1, 1, WIDTH), r"visual.trunk.cls_token: a tower of timm"),
-    "resnet": (add("visual.layer1.0.conv1.weight", 4, 4, 1, 1), r"a ResNet tower"),
-    "scaled feed-forward": (add(f"{BLOCK}.mlp.ln.weight", INNER), r"mlp.ln.weight: a norm inside"),
+    "qk norm": (add(f"{BLOCK}.attn.ln_q.weight", 26), r"unknown tensor .*ln_q.weight"),
+    "timm": (add("visual.trunk.cls_token", 1, 1, WIDTH), r"unknown tensor visual.trunk.cls_token"),
+    "resnet": (add("visual.layer1.0.conv1.weight", 4, 4, 1, 1), r"unknown tensor visual.layer1"),
+    "scaled feed-forward": (add(f"{BLOCK}.mlp.ln.weight", INNER), r"unknown tensor .*mlp.ln.weight"),
     "patches not square": (add("visual.conv1.weight", WIDTH, 3, PATCH, PATCH - 1), r"conv1.weight: patches of 6 by 5"),
     "a linear patch embedding": (add("visual.conv1.weight", WIDTH, 108), r"has shape \[104, 108\]; 4 axes"),
     "no class position": (add("visual.positional_embedding", 49, WIDTH), r"positional_embedding: 49 positions"),
@@ -87,24 +86,18 @@ class TestOpenClip:
         change, message = CHANGES[name]
         state = visual_state(open_clip_tower())
         change(state)
-        file = write_open_clip(tmp_path / "source", state)
+        source = write_open_clip(tmp_path / "source", state, open_clip_config())
         with pytest.raises(CheckpointError, match=message) as error:
-            convert_vision(file, tmp_path / "tower", activation="gelu", heads=HEADS_HERE)
-        assert str(file) in str(error.value)
+            convert_vision(source, tmp_path / "tower")
+        assert str(source) in str(error.value)
         assert not (tmp_path / "tower").exists()
 
     @pytest.mark.parametrize(
         ("vision", "message"),
         [
-            ({"pos_embed_type": "sin_cos_2d"}, "pos_embed_type is 'sin_cos_2d': fixed sine and cosine"),
+            ({"pos_embed_type": "sin_cos_2d"}, "pos_embed_type is 'sin_cos_2d'"),
             ({"pool_type": "avg"}, "pool_type is 'avg'"),
             ({"final_ln_after_pool": True}, "final_ln_after_pool"),
-            ({"no_ln_pre": True}, "no_ln_pre is True"),
-            ({"attentional_pool": True}, "attentional_pool is True: an attentional pool"),
-            ({"ls_init_value": 1e-4}, "ls_init_value is 0.0001: LayerScale"),
-            ({"qk_norm": True}, "qk_norm"),
-            ({"timm_model_name": "vit_base"}, "a tower of timm"),
-            ({"layers": [3, 4, 6, 3]}, "a ResNet tower"),
             ({"layers": 4}, "num_hidden_layers is said to be 4 by .*, 3 by the tensors of"),
             ({"width": 128}, "hidden_size is said to be 128 by .*, 104 by the tensors of"),
             ({"width": "wide"}, "vision_cfg cannot be read"),
@@ -115,9 +108,8 @@ class TestOpenClip:
             ({"patch_size": [6, 7]}, "patch_size is .*must be square"),
             ({"image_size": 48}, "image_size is said to be 48 by .*, 42 by the tensors of"),
             ({"image_size": [42, 48]}, "image_size is .*must be square"),
-            ({"head_width": 15}, "head_width is 15"),
-            ({"head_width": 0}, "head_width is 0"),
-            ({"norm_kwargs": {"eps": "small"}}, "norm_kwargs"),
+            ({"head_width": 0}, "vision_cfg cannot be read"),
+            ({"norm_kwargs": {"eps": "small"}}, "vision_cfg cannot be read"),
             ({"act_kwargs": {"alpha": 2}}, "act_kwargs"),
         ],
     )
@@ -156,55 +148,6 @@ class TestOpenClip:
         (source / "open_clip_config.json").write_text(content)
         with pytest.raises(CheckpointError, match=f"open_clip_config.json.*({named})"):
             open_tower(source)
-
-
-def built(change=lambda visual: None, **vision):
-    """A model of open_clip, of which only the tower counts here."""
-    model = torch.nn.Module()
-    model.visual = open_clip_tower(**vision)
-    change(model.visual)
-    return model
-
-
-def of_timm(visual):
-    visual.trunk = torch.nn.Linear(3, 4)
-
-
-def one_other_block(visual):
-    visual.transformer.resblocks[1].mlp.gelu = torch.nn.GELU()
-
-
-class TestModels:
-    @pytest.mark.parametrize(
-        ("model", "message"),
-        [
-            (lambda: built(pool_type="avg"), "pool_type is 'avg'"),
-            (lambda: built(final_ln_after_pool=True), "final_ln_after_pool"),
-            (lambda: built(no_ln_pre=True), "no_ln_pre"),
-            (lambda: built(attentional_pool=True, attn_pooler_heads=4), "attn_pool.*: an attentional pool"),
-            (lambda: built(ls_init_value=0.1), "LayerScale"),
-            (lambda: built(block_type="custom"), "block_type is 'CustomResidualAttentionBlock'"),
-            (lambda: built(activation=torch.nn.ReLU), "activation is ReLU"),
-            (lambda: built(of_timm), "visual.trunk.weight: a tower of timm"),
-            (lambda: built(one_other_block), "blocks differ"),
-            (lambda: built(lambda visual: setattr(visual.ln_post, "eps", 0.1)), "norms in eps"),
-            (lambda: built(lambda visual: visual.to("meta")), "meta device"),
-            (lambda: built(lambda visual: visual.prune_intermediate_layers(1)), "visual.proj is missing"),
-        ],
-    )
-    def test_what_is_no_plain_tower(self, tmp_path, model, message):
-        with pytest.raises(CheckpointError, match=f"<open_clip.Module>.*{message}"):
-            convert_vision(model(), tmp_path / "tower")
-        assert not (tmp_path / "tower").exists()
-
-    def test_options(self, tmp_path):
-        for module in (torch.nn.Linear(2, 3), torch.nn.DataParallel(built())):
-            with pytest.raises(TypeError, match=type(module).__name__):
-                convert_vision(module, tmp_path / "tower")
-        with pytest.raises(ValueError, match="resume"):
-            convert_vision(built(), tmp_path / "tower", resume=True)
-        with pytest.raises(ValueError, match="activation is said to be 'quick_gelu' by"):
-            convert_vision(built(), tmp_path / "tower", activation="gelu")
 
 
 class TestClip:
@@ -249,16 +192,10 @@ class TestClip:
         assert str(source) in str(error.value)
         assert not (tmp_path / "tower").exists()
 
-    def test_a_tag_has_no_meaning(self, tmp_path):
+    def test_a_name_of_open_clip_has_no_meaning(self, tmp_path):
         CLIPVisionModel(CLIPVisionConfig(**clip_fields())).save_pretrained(tmp_path / "source")
-        with pytest.raises(ValueError, match="tag = 'metaclip_400m'.*not an open_clip checkpoint"):
-            open_tower(tmp_path / "source", tag="metaclip_400m")
-
-    def test_an_activation_that_open_clip_lacks(self, tmp_path):
-        CLIPVisionModel(CLIPVisionConfig(**clip_fields("relu"))).save_pretrained(tmp_path / "source")
-        with pytest.raises(ValueError, match="hidden_act = 'relu'"):
-            convert_vision(tmp_path / "source", tmp_path / "back", to="open_clip")
-        convert_vision(tmp_path / "source", tmp_path / "back", to="clip")
+        with pytest.raises(ValueError, match="model = 'ViT-B-32'.*not an open_clip checkpoint"):
+            open_tower(tmp_path / "source", model="ViT-B-32")
 
 
 class TestPlaces:
@@ -266,57 +203,32 @@ class TestPlaces:
         with pytest.raises(CheckpointError, match="no such file or folder"):
             open_tower(tmp_path / "nothing")
         (tmp_path / "empty").mkdir()
-        with pytest.raises(
-            CheckpointError, match="not a tower's folder: expected open_clip_model.safetensors or"
-        ):
-            open_tower(tmp_path / "empty")
         (tmp_path / "text.pt").write_text("hello")
-        with pytest.raises(CheckpointError, match=r"text.pt"):
-            open_tower(tmp_path / "text.pt")
         save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "text.safetensors")
-        with pytest.raises(CheckpointError, match=r"no tensor of an open_clip tower .*lm_head.weight"):
-            open_tower(tmp_path / "text.safetensors")
-        save_file({"cls_token": torch.zeros(2)}, tmp_path / "model.safetensors")
-        with pytest.raises(CheckpointError, match="timm's names; the file open_clip_model.safetensors"):
-            open_tower(tmp_path / "model.safetensors")
+        for name in ("empty", "text.pt", "text.safetensors"):
+            with pytest.raises(CheckpointError, match=name):
+                open_tower(tmp_path / name)
 
     @pytest.mark.filterwarnings("ignore:.*torch.jit")
     def test_a_program_is_not_run(self, tmp_path):
         """OpenAI's own files of CLIP are of this kind."""
         torch.jit.save(torch.jit.trace(torch.nn.Linear(3, 3), torch.zeros(1, 3)), tmp_path / "ViT-B-32.pt")
         with pytest.raises(CheckpointError, match=r"ViT-B-32.pt: .*TorchScript"):
-            convert_vision(tmp_path / "ViT-B-32.pt", tmp_path / "tower", activation="quick_gelu")
-
-    def test_a_file_of_transformers_belongs_to_its_folder(self, tmp_path):
-        CLIPVisionModel(CLIPVisionConfig(**clip_fields())).save_pretrained(tmp_path)
-        with pytest.raises(CheckpointError, match="give its folder"):
-            open_tower(tmp_path / "model.safetensors")
+            convert_vision(tmp_path / "ViT-B-32.pt", tmp_path / "tower")
 
     def test_siglip_is_refused_by_name(self, tmp_path):
         fields = clip_fields("gelu")
         fields.pop("projection_dim")
         SiglipVisionModel(SiglipVisionConfig(**fields)).save_pretrained(tmp_path / "source")
-        with pytest.raises(
-            CheckpointError, match=r"'siglip_vision_model' .*SigLIP's towers have no class token"
-        ):
+        with pytest.raises(CheckpointError, match="is not a tower"):
             convert_vision(tmp_path / "source", tmp_path / "tower")
-
-    @pytest.mark.parametrize("name", ["open_clip_model.safetensors", "open_clip_pytorch_model.bin"])
-    def test_a_file_cut_short(self, tmp_path, name):
-        source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), open_clip_config())
-        file = source / "open_clip_model.safetensors"
-        if name.endswith(".bin"):
-            torch.save(load_file(file), source / name)
-            file.unlink()
-        content = (source / name).read_bytes()
-        (source / name).write_bytes(content[: len(content) - 1000])
-        with pytest.raises(CheckpointError, match=name):
-            convert_vision(source, tmp_path / "tower")
-        assert not (tmp_path / "tower").exists()
 
     def test_options(self, tmp_path):
         source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), open_clip_config())
-        for option, message in (({"to": "onnx"}, "to = 'onnx'"), ({"dtype": "int8"}, "dtype = 'int8'")):
+        for option, message in (
+            ({"to": "open_clip"}, "to = 'open_clip'"),
+            ({"dtype": "int8"}, "dtype = 'int8'"),
+        ):
             with pytest.raises(ValueError, match=message):
                 convert_vision(source, tmp_path / "tower", **option)
         assert not (tmp_path / "tower").exists()

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from support.lazy_tensors import InMemory
 from support.meta_folders import BY_NAME, cut, make_folder, whole_model, write_folder
 from support.mistral_folders import DENSE
 
@@ -11,7 +12,6 @@ import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import Checkpoint, convert
 from llamoe.conversion.checkpoint import expected_shapes
-from llamoe.conversion.io import InMemory
 from llamoe.conversion.meta import open_meta, save_meta
 from llamoe.conversion.meta.params import write_params
 

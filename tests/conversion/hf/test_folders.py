@@ -176,20 +176,6 @@ def test_tokenizer_of_another_model_is_refused_and_added_padding_noted(dense, tm
         convert(folder, tmp_path / "other")
 
 
-def test_index_that_does_not_say_what_is_there_is_named(dense, tmp_path):
-    _, model = dense
-    model.save_pretrained(tmp_path / "sharded", max_shard_size="30KB")
-    path = tmp_path / "sharded/model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    first = index["weight_map"].pop("model.norm.weight")
-    path.write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"index\.json: does not name 'model\.norm\.weight'"):
-        convert(tmp_path / "sharded", tmp_path / "out")
-    path.write_text(json.dumps({**index, "weight_map": {"nonsense": first}}))
-    with pytest.raises(CheckpointError, match=r"index\.json: says that 'nonsense' is in"):
-        convert(tmp_path / "sharded", tmp_path / "out")
-
-
 def test_what_is_no_tensor_is_listed(dense, tmp_path):
     folder, _ = dense
     torch.save({**weights(folder), "step": 3}, folder / "pytorch_model.bin")
@@ -229,26 +215,6 @@ def test_bad_options_are_refused_before_anything_is_written(dense, tmp_path, opt
     assert (tmp_path / "out").exists() == ("resume" in options)
 
 
-def test_target_that_exists_is_refused_and_stays(dense, tmp_path):
-    folder, _ = dense
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/mine").write_text("mine")
-    (tmp_path / "link").symlink_to(folder)
-    for source, target, said in (
-        (folder, tmp_path / "file", "is a file"),
-        (folder, tmp_path / "full", "exists already"),
-        (folder, folder / "out", "lies in the source"),
-        (folder, folder, "lies in the source"),
-        (tmp_path / "link", folder / "out", "lies in the source"),
-        (folder, tmp_path / "link/out", "lies in the source"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            convert(source, target)
-    assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine"]
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 def test_large_numbers_whose_sum_overflows_pass(dense, tmp_path):
     folder, _ = dense
     state = weights(folder)
@@ -256,38 +222,6 @@ def test_large_numbers_whose_sum_overflows_pass(dense, tmp_path):
     save_file(state, folder / "model.safetensors")
     convert(folder, tmp_path / "out", dtype="float16")
     assert_equal(weights(tmp_path / "out"), {name: tensor.half() for name, tensor in state.items()})
-
-
-def put(name, tensor):
-    return lambda state: state.update({name: tensor})
-
-
-def spoil(name, place, value):
-    return lambda state: state[name].__setitem__(place, value)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda state: state.pop("model.norm.weight"), r"model\.norm\.weight missing"),
-        (put("score.weight", torch.ones(2, 48)), r"score\.weight"),
-        (put("model.norm.weight", torch.ones(47)), r"model\.norm\.weight of shape \[47\].*\[48\]"),
-        (put("model.norm.weight", torch.ones(48, dtype=torch.int8)), "dtype int8"),
-        (
-            spoil("model.layers.1.mlp.up_proj.weight", (3, 5), float("nan")),
-            r"model\.safetensors: model\.layers\.1\.mlp\.up_proj\.weight .*1 of its numbers",
-        ),
-        (spoil("model.norm.weight", 3, 1e6), r"model\.norm\.weight.*torch\.float16"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_named_and_nothing_is_left(dense, tmp_path, change, named):
-    folder, _ = dense
-    state = weights(folder)
-    change(state)
-    save_file(state, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=named):
-        convert(folder, tmp_path / "out", shard_size="20KB", dtype="float16" if "float16" in named else None)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("given", ["adapter", "adapter with a config.json", "its file", "its .bin"])
@@ -321,19 +255,6 @@ def test_an_adapter_is_called_one_by_every_command(given, dense, tmp_path):
     assert not target.exists()
 
 
-def test_quantized_and_unknown_models_are_refused(dense, tmp_path):
-    folder, _ = dense
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps({**config, "quantization_config": {"quant_method": "gptq"}})
-    )
-    with pytest.raises(CheckpointError, match=r"config\.json.*gptq"):
-        convert(folder, tmp_path / "out")
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))
-    with pytest.raises(CheckpointError, match=r"config\.json: .*'qwen2'"):
-        convert(folder, tmp_path / "out")
-
-
 def test_what_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no such file or folder"):
         open_checkpoint(tmp_path / "nothing")
@@ -342,22 +263,17 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_experts_with_a_gap_are_named(tmp_path):
-    config = llamoe.LlamoeTextConfig(
-        vocab_size=61, hidden_size=48, intermediate_size=40, intermediate_size_mlp=88, num_hidden_layers=1,
-        num_attention_heads=6, num_key_value_heads=2, head_dim=8, num_local_experts=3,
-    )  # fmt: skip
-    draw(llamoe.LlamoeForCausalLM, config).save_pretrained(tmp_path / "model")
-    convert(tmp_path / "model", tmp_path / "split", experts="split")
-    state = weights(tmp_path / "split")
-    gone = "model.layers.0.feed_forward.experts.1.up_proj.weight"
-    del state[gone]
-    save_file(state, tmp_path / "split/model.safetensors")
-    with pytest.raises(CheckpointError, match=gone):
-        convert(tmp_path / "split", tmp_path / "out")
-
-
 @pytest.mark.slow
 def test_importing_llamoe_does_not_import_conversion():
     code = "import sys, llamoe; sys.exit('llamoe.conversion' in sys.modules)"
     assert programs.run(["-c", code]).returncode == 0
+
+
+def test_numbers_beyond_the_dtype_leave_no_target(dense, tmp_path):
+    folder, _ = dense
+    state = weights(folder)
+    state["model.norm.weight"][3] = 1e6
+    save_file(state, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*torch\.float16"):
+        convert(folder, tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()

@@ -9,19 +9,12 @@ from safetensors import safe_open
 from support.conversions import META_LLAMA_2, META_LLAMA_3, META_MAVERICK, META_SCOUT
 from support.models import (
     SHALLOW_MODELS,
-    deviation_in_range,
-    draw,
     load_whole,
-    max_abs,
     run,
-    stock_dense_config,
 )
-from support.towers import open_clip_config, open_clip_tower, randomize, visual_state, write_open_clip
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import llamoe
-from llamoe.conversion import assemble, convert, merge_kv_heads, upcycle
+from llamoe.conversion import convert
 
 pytestmark = pytest.mark.slow
 
@@ -92,69 +85,6 @@ def test_converted(name, dtype, shard_size, form, source_of, tmp_path):
     assert torch.equal(run(loaded, **case.inputs()), expected)
 
 
-@pytest.mark.parametrize("form", FORMS[::3], ids=words)
-def test_upcycled(form, tmp_path):
-    dense = draw(LlamaForCausalLM, stock_dense_config())
-    dense.save_pretrained(tmp_path / "dense")
-    upcycle(tmp_path / "dense", tmp_path / "moe", experts=3, interleave=2, noise=0.0)
-    convert(tmp_path / "moe", tmp_path / "target", **form)
-    expected = run(dense, input_ids=some_ids())
-    assert deviation_in_range(expected)
-    for folder in ("moe", "target"):
-        loaded = load_whole(llamoe.LlamoeForCausalLM, tmp_path / folder, dtype=torch.float32)
-        assert max_abs(run(loaded, input_ids=some_ids()), expected) < TOLERANCE
-
-
-@pytest.mark.parametrize(("name", "form"), zip(CASES, FORMS, strict=True), ids=words)
-def test_merged_heads(name, form, source_of, tmp_path):
-    """Merging equal heads changes nothing."""
-    case, (_, expected) = CASES[name], source_of(name, torch.float32)
-    large, state = case.make(num_key_value_heads=6), case.make().state_dict()
-    for key, tensor in state.items():
-        if (".k_proj." in key or ".v_proj." in key) and "vision_model" not in key:
-            state[key] = tensor.unflatten(0, (2, -1)).repeat_interleave(3, 0).flatten(0, 1)
-    large.load_state_dict(state)
-    large.save_pretrained(tmp_path / "source")
-    merge_kv_heads(tmp_path / "source", tmp_path / "merged", kv_heads=2)
-    convert(tmp_path / "merged", tmp_path / "target", **form)
-    for folder in ("merged", "target"):
-        loaded = load_whole(case.model_class, tmp_path / folder)
-        assert max_abs(run(loaded, **case.inputs()), expected) < TOLERANCE
-
-
-def test_assembled(tmp_path):
-    decoder = TEXT.make()
-    decoder.save_pretrained(tmp_path / "decoder", layout="stock")
-    save_tokenizer(tmp_path / "decoder")
-    tower = randomize(open_clip_tower(image_size=56, patch_size=14))
-    config = open_clip_config(image_size=56, patch_size=14)
-    write_open_clip(tmp_path / "tower", visual_state(tower), config)
-    assemble(tmp_path / "decoder", tmp_path / "tower", tmp_path / "whole")
-    convert(tmp_path / "whole", tmp_path / "target", experts="split")
-    whole, target = (
-        load_whole(llamoe.LlamoeForConditionalGeneration, tmp_path / name, dtype=torch.float32)
-        for name in ("whole", "target")
-    )
-    expected = run(decoder, input_ids=some_ids())
-    given = run(target, input_ids=some_ids())
-    assert max_abs(given[..., : expected.shape[-1]], expected) < TOLERANCE
-    ids = some_ids()
-    ids[:, 4 : 4 + target.config.vision_config.tokens_per_tile] = target.config.image_token_index
-    pictures = torch.randn(2, 3, 56, 56, generator=torch.Generator().manual_seed(5))
-    assert torch.equal(
-        run(target, input_ids=ids, pixel_values=pictures), run(whole, input_ids=ids, pixel_values=pictures)
-    )
-
-
-def save_tokenizer(folder, size=83):
-    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"word{index}": index for index in range(3, size)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
-
-
 def test_the_tower_of_a_model_whose_experts_are_split(tmp_path):
     pictures = torch.randn(2, 3, 56, 56, generator=torch.Generator().manual_seed(5))
     model = CASES["LlamoeForConditionalGeneration"].make()
@@ -164,27 +94,3 @@ def test_the_tower_of_a_model_whose_experts_are_split(tmp_path):
     with torch.no_grad():
         given, expected = (part(pictures).last_hidden_state for part in (loaded, model.vision_model))
     assert torch.equal(given, expected)
-
-
-# Forms other than that of tests/conversion/meta.
-META_FORMS = [("Llama-3", FORMS[1]), ("Llama-4-Scout", FORMS[2]), ("Llama-4-Maverick", FORMS[3])]
-
-
-@pytest.mark.parametrize(("name", "form"), META_FORMS, ids=words)
-def test_through_metas_format_and_back(name, form, tmp_path):
-    case = META_CASES[name]
-    weights, (tokens, tiles) = case.weights(), case.inputs()
-    source, expected = case.write(tmp_path / "meta", weights, 1), case.logits(weights, tokens, tiles)
-    convert(source, tmp_path / "hf", **form)
-    convert(tmp_path / "hf", tmp_path / "back", to="meta", shards=case.counts[-1])
-    convert(tmp_path / "back", tmp_path / "again", **form)
-    if not case.is_llama4:
-        model_class = llamoe.LlamoeDenseForCausalLM
-    else:
-        model_class = llamoe.LlamoeForConditionalGeneration if case.has_images else llamoe.LlamoeForCausalLM
-    inputs = {"input_ids": tokens} | ({} if tiles is None else {"pixel_values": tiles})
-    assert deviation_in_range(expected)
-    for folder in ("hf", "again"):
-        assert has_split_experts(tmp_path / folder) == (case.is_llama4 and form["experts"] == "split")
-        loaded = load_whole(model_class, tmp_path / folder, dtype=torch.float32)
-        assert max_abs(run(loaded, **inputs).double(), expected) < TOLERANCE

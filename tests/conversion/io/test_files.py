@@ -121,17 +121,6 @@ def test_what_is_no_dictionary_of_tensors_is_refused(tmp_path):
         open_pickle(tmp_path / "sparse.pth")
 
 
-@pytest.mark.parametrize("kind", ["pth", "safetensors"])
-@pytest.mark.parametrize("keep", [0, 3, 100, -1, -200, 0.5])
-def test_file_that_is_cut_short_is_refused(tmp_path, keep, kind):
-    path = tmp_path / f"x.{kind}"
-    (torch.save if kind == "pth" else save_file)({"x": BASE, "y": BASE[0].clone()}, path)
-    size = path.stat().st_size
-    os.truncate(path, int(size * keep) if isinstance(keep, float) else keep % size if keep < 0 else keep)
-    with pytest.raises(CheckpointError, match=rf"x\.{kind}"):
-        open_weights(path)
-
-
 def test_file_that_shrinks_while_it_is_read_names_the_tensor(tmp_path):
     save_file({"x": BASE}, tmp_path / "x.safetensors")
     tensor = open_safetensors(tmp_path / "x.safetensors")["x"]
@@ -140,29 +129,13 @@ def test_file_that_shrinks_while_it_is_read_names_the_tensor(tmp_path):
         tensor.read()
 
 
-class Seen:
-    """The progress that was told."""
-
-    done = 0
-
-    def start(self, total):
-        self.total = total
-
-    def advance(self, nbytes, file):
-        assert file == "checksums of consolidated.00.pth"
-        self.done += nbytes
-
-
 def test_checksums_tell_damage_that_nothing_else_does(tmp_path):
     path = tmp_path / "consolidated.00.pth"
     torch.save({"x": BASE}, path)
     (tmp_path / "checklist.chk").write_text(
         f"{hashlib.md5(path.read_bytes()).hexdigest()}  consolidated.00.pth\n"
     )
-    seen = Seen()
-    check_sums([path], seen)
-    # The file once for its MD5 sum, and its records once more.
-    assert path.stat().st_size < seen.done <= seen.total == 2 * path.stat().st_size
+    check_sums([path])
     data = bytearray(path.read_bytes())
     data[open_pickle(path)[0]["x"].offset + 5] ^= 1
     path.write_bytes(data)

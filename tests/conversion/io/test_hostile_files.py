@@ -1,133 +1,215 @@
-"""What `from_pretrained` refuses (see tests/modeling) is refused by `convert`, `inspect` and `verify` too."""
+"""Damaged and hostile folders: each command names the file or key, runs no code, and leaves no target behind."""
 
 import json
 import os
+import re
 import shutil
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.conversions import META_LLAMA_2, sums
 from support.hostile_files import JSON, code, entry, safetensors
-from support.spoilt_folders import edit, index_of
+from support.models import draw, text_config
 
+import llamoe
 from llamoe.configuration.errors import CheckpointError
-from llamoe.conversion import convert, inspect
-from llamoe.conversion.io.read_files import open_pickle, open_weights
+from llamoe.conversion import convert, inspect, verify
 
-pytestmark = pytest.mark.slow
-
-
-def refused(guard, path, other, says, inspected=None):
-    """By each command: `inspect` describes what is left of a folder, and names the problem."""
-    target = path.parent / "target"
-    guard.refused("convert_to", says, folder=path, target=target)
-    assert not target.exists()
-    guard.refused("verify_with", says, folder=path, other=other)
-    outcome = guard.run("look", folder=path)
-    assert not outcome.kinds or "CheckpointError" in outcome.kinds, outcome
-    told = outcome.message or " ".join(outcome.result)
-    assert (inspected or path.name) in told, outcome
+READERS = {
+    "convert": lambda source, target: convert(source, target),
+    "inspect": lambda source, target: inspect(source),
+    "verify": lambda source, target: verify(source, source),
+}
+NORM, EXPERTS = "model.norm.weight", "model.layers.1.feed_forward.experts"
+ONE_EXPERT = f"{EXPERTS}.2.up_proj.weight"
+BEYOND = safetensors({NORM: entry([2**40], 0, 2**42)})
+OUTSIDE = {NORM: "../one/model.safetensors"}
+GPTQ = {"quant_method": "gptq", "bits": 4}
 
 
-@pytest.mark.parametrize("field", ["num_hidden_layers", "num_local_experts", "hidden_size", "vocab_size"])
-def test_size_beyond_reason(field, model_copy, model_folders, guard):
-    path = model_copy("text")
-    edit(path / "config.json", **{field: 2**40})
-    refused(guard, path, model_folders / "text", rf"{field} = {2**40}: is beyond reason", field)
-    guard.refused("look", rf"{field} = {2**40}: is beyond reason", folder=path / "config.json")
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Sound folders: one file, several files, experts one by one, a file of torch, Meta's."""
+    place = tmp_path_factory.mktemp("folders")
+    draw(llamoe.LlamoeForCausalLM, text_config()).save_pretrained(place / "one", layout="stock")
+    convert(place / "one", place / "shards", shard_size="100KB")
+    convert(place / "one", place / "split", experts="split")
+    shutil.copytree(place / "one", place / "bin")
+    torch.save(load_file(place / "bin/model.safetensors"), place / "bin/pytorch_model.bin")
+    (place / "bin/model.safetensors").unlink()
+    case = replace(META_LLAMA_2, params={**META_LLAMA_2.params, "n_layers": 2})
+    case.write(place / "meta", case.weights(torch.bfloat16), 2)
+    return place
 
 
-def test_pickle_that_runs_code(model_copy, model_folders, guard):
-    path = model_copy("bin")
-    code(path / "pytorch_model.bin")
-    refused(guard, path, model_folders / "single", "model")
-    assert not (Path.cwd() / "was-run").exists()
+def change(function):
+    """Apply a function to the tensors of model.safetensors."""
+
+    def damage(folder):
+        tensors = load_file(folder / "model.safetensors")
+        function(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return damage
 
 
-@pytest.mark.parametrize("name", ["../stolen.safetensors", "/etc/hostname", "..\\stolen.safetensors"])
-def test_index_that_leaves_the_folder(name, model_copy, model_folders, guard):
-    path = model_copy("sharded")
-    index = json.loads(index_of(path).read_text())
-    shard = index["weight_map"]["model.norm.weight"]
-    shutil.move(path / shard, path.parent / "stolen.safetensors")
-    index["weight_map"] = {key: name if file == shard else file for key, file in index["weight_map"].items()}
-    index_of(path).write_text(json.dumps(index))
-    refused(guard, path, model_folders / "single", "outside of the folder")
+def put(name, value):
+    return change(lambda tensors: tensors.update({name: value}))
 
 
-@pytest.mark.parametrize("kind", ["sharded", "sharded_bin"])
-def test_tensor_in_two_shards(kind, model_copy, tmp_path):
-    path = model_copy(kind)
-    shards = sorted({*json.loads(index_of(path).read_text())["weight_map"].values()})
-    read, write = (load_file, save_file) if kind == "sharded" else (torch.load, torch.save)
-    name, value = next(iter(read(path / shards[0]).items()))
-    write({**read(path / shards[-1]), name: value + 1}, path / shards[-1])
-    with pytest.raises(CheckpointError, match=f"'{name}' is in .* too"):
-        convert(path, tmp_path / "target")
+def lose(name):
+    return change(lambda tensors: tensors.pop(name))
 
 
-def test_single_file_beside_shards(model_copy, model_folders, tmp_path):
-    path = model_copy("sharded")
-    shutil.copy(model_folders / "single/model.safetensors", path)
-    with pytest.raises(CheckpointError, match="holds both"):
-        convert(path, tmp_path / "target")
-    assert any("holds both" in problem for problem in inspect(path).problems)
+def write(name, content):
+    def damage(folder):
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return damage
 
 
-@pytest.mark.parametrize("damage", ["deep", "twice", "nan", "many"])
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
-def test_hostile_json(name, damage, model_copy, guard):
-    path = model_copy("single")
-    (path / name).write_text(JSON[damage][0])
-    outcome = guard.run("convert_to", folder=path, target=path.parent / "target")
-    if name != "config.json" and damage == "many":  # a companion may be larger, and this one says nothing
-        assert not outcome.kinds or "CheckpointError" in outcome.kinds, outcome
-        return
-    assert "CheckpointError" in outcome.kinds and name in outcome.message, outcome
-    assert not guard.run("look", folder=path).kinds
+def cut(name, by=5):
+    def damage(folder):
+        path = next(folder.glob(name))
+        os.truncate(path, path.stat().st_size - by)
+
+    return damage
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "preprocessor_config.json", "tokenizer.model"])
-def test_companion_of_a_terabyte(name, model_copy, guard):
-    path = model_copy("single")
-    (path / name).touch()
-    os.truncate(path / name, 2**40)
-    guard.refused("convert_to", name, folder=path, target=path.parent / "target")
+def remove(name):
+    return lambda folder: sorted(folder.glob(name))[0].unlink()
 
 
-def test_numbers_of_files_without_end(tmp_path, guard):
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source/params.json").write_text("{}")
-    (tmp_path / f"source/consolidated.{10**100}.pth").touch()
-    guard.refused("look", "consolidated.0+.pth missing", folder=tmp_path / "source")
+def edit(name, **entries):
+    def damage(folder):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**content, **entries}))
+
+    return damage
 
 
-@pytest.mark.parametrize("family", ["clip", "metaclip_2"])
-@pytest.mark.parametrize("value", [5, {"a": 1}, [["CLIPModel"]], [None]])
-def test_odd_architectures_of_a_tower(value, family, tmp_path, guard):
-    from transformers import CLIPVisionConfig, CLIPVisionModel
+def index(function):
+    def damage(folder):
+        path = folder / "model.safetensors.index.json"
+        content = json.loads(path.read_text())
+        function(content["weight_map"])
+        path.write_text(json.dumps(content))
 
-    sizes = dict(
-        hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2, image_size=28
-    )
-    CLIPVisionModel(CLIPVisionConfig(**sizes, patch_size=14)).save_pretrained(tmp_path / "tower")
-    edit(tmp_path / "tower/config.json", architectures=value, model_type=f"{family}_vision_model")
-    outcome = guard.run("look", folder=tmp_path / "tower")
-    assert not outcome.kinds or "CheckpointError" in outcome.kinds, outcome
-    assert "architectures" in (outcome.message or str(outcome.result)), outcome
+    return damage
 
 
-def test_file_of_either_format_under_any_name(tmp_path):
-    (tmp_path / "x.bin").write_bytes(safetensors({"x": entry([1], 0, 4)}, b"\0\0\x80\x3f"))
-    assert open_weights(tmp_path / "x.bin")["x"].read().tolist() == [1.0]
-    torch.save({"y": torch.ones(1)}, tmp_path / "y.bin")
-    assert open_pickle(tmp_path / "y.bin")[0]["y"].read().tolist() == [1.0]
+def second_copy(folder):
+    """A tensor in two shards."""
+    shards = sorted(folder.glob("*.safetensors"))
+    name, value = next(iter(load_file(shards[0]).items()))
+    save_file({**load_file(shards[-1]), name: value + 1}, shards[-1])
 
 
-def test_pipe_in_the_place_of_weights(tmp_path, guard):
-    os.mkfifo(tmp_path / "x.pth")
-    with pytest.raises(CheckpointError, match=r"x\.pth: is a pipe"):
-        open_weights(tmp_path / "x.pth")
-    with pytest.raises(CheckpointError, match=r"x\.pth: is a pipe"):
-        open_pickle(tmp_path / "x.pth")
+def saved(content):
+    return lambda folder: torch.save(content, folder / "pytorch_model.bin")
+
+
+def pipe(folder):
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    shard.unlink()
+    os.mkfifo(shard)
+
+
+def terabyte(folder):
+    (folder / "tokenizer.json").touch()
+    os.truncate(folder / "tokenizer.json", 2**40)
+
+
+# Name: the folder, what happens to it, and words of the error.
+DAMAGE = {
+    "no configuration": ("one", remove("config.json"), "neither params.json"),
+    "empty": ("one", write("model.safetensors", b""), "model.safetensors"),
+    "cut short": ("one", cut("model.safetensors"), "model.safetensors"),
+    "a header without end": ("one", write("model.safetensors", safetensors(b"{" * 99)), "model.safetensors"),
+    "a tensor beyond the end": ("one", write("model.safetensors", BEYOND), "model.safetensors"),
+    "a pipe": ("shards", pipe, "model-00001"),
+    "a missing tensor": ("one", lose(NORM), f"{NORM} missing"),
+    "an unknown tensor": ("one", put("model.extra.weight", torch.ones(3)), "model.extra.weight"),
+    "another shape": ("one", put(NORM, torch.ones(71)), NORM),
+    "a dtype of no weight": ("one", put(NORM, torch.ones(72, dtype=torch.int8)), NORM),
+    "a missing expert": ("split", lose(ONE_EXPERT), f"{ONE_EXPERT} missing"),
+    "an expert twice": ("split", put(f"{EXPERTS}.gate_up_proj", torch.ones(5, 72, 112)), f"{EXPERTS}.gate_up_proj"),
+    "a lost shard": ("shards", remove("model-00002*"), "model-00002"),
+    "a shard cut short": ("shards", cut("model-00002*"), "model-00002"),
+    "a shard that the index lacks": ("shards", index(lambda names: names.pop(NORM)), NORM),
+    "an index that leaves the folder": ("shards", index(lambda names: names.update(OUTSIDE)), "outside"),
+    "a tensor in two shards": ("shards", second_copy, "too"),
+    "one file beside shards": ("shards", write("model.safetensors", safetensors({})), "both"),
+    "code in a pickle": ("bin", lambda folder: code(folder / "pytorch_model.bin"), "pytorch_model.bin"),
+    "a list in a pickle": ("bin", saved([torch.ones(3)]), "not a dictionary"),
+    "a number in a pickle": ("bin", saved({NORM: 3.5}), "too few"),
+    "a pickle cut short": ("bin", cut("pytorch_model.bin", 1000), "pytorch_model.bin"),
+    **{f"config.json: {name}": ("one", write("config.json", text), "config.json") for name, (text, _) in JSON.items()},
+    "another architecture": ("one", edit("config.json", model_type="qwen2"), "qwen2"),
+    "an unknown quantization": ("one", edit("config.json", quantization_config=GPTQ), "gptq"),
+    "layers beyond reason": ("one", edit("config.json", num_hidden_layers=2**40), "num_hidden_layers"),
+    "a width beyond reason": ("one", edit("config.json", hidden_size=2**40), "hidden_size"),
+    "Meta: a lost file": ("meta", remove("consolidated.00.pth"), "consolidated.00.pth missing"),
+    "Meta: the last file lost": ("meta", remove("consolidated.01.pth"), "A file is missing"),
+    "Meta: an empty file": ("meta", write("consolidated.01.pth", b""), "consolidated.01.pth"),
+    "Meta: no params.json": ("meta", remove("params.json"), "params.json"),
+    "Meta: another width": ("meta", edit("params.json", dim=64), "dim = 64"),
+    "Meta: a width beyond reason": ("meta", edit("params.json", dim=10**30), "params.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_every_reader_names_the_damage(name, folders, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kind, damage, words = DAMAGE[name]
+    source, target = shutil.copytree(folders / kind, tmp_path / "source"), tmp_path / "target"
+    damage(source)
+    before = {path.name: path.lstat().st_mtime_ns for path in source.iterdir()}
+    for reader in READERS.values():
+        with pytest.raises(CheckpointError, match=re.escape(words)) as caught:
+            reader(source, target)
+        assert str(source) in str(caught.value) or words in str(caught.value)
+        assert not target.exists()
+    assert {path.name: path.lstat().st_mtime_ns for path in source.iterdir()} == before
+    assert not (tmp_path / "was-run").exists()
+
+
+@pytest.mark.parametrize("kind", ["one", "bin", "meta"])
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+def test_numbers_that_are_none_leave_no_target(kind, value, folders, tmp_path):
+    source = shutil.copytree(folders / kind, tmp_path / "source")
+    file = {"one": "model.safetensors", "bin": "pytorch_model.bin", "meta": "consolidated.01.pth"}[kind]
+    tensors = load_file(source / file) if kind == "one" else torch.load(source / file)
+    name = "layers.1.ffn_norm.weight" if kind == "meta" else "model.layers.1.self_attn.k_proj.weight"
+    tensors[name].view(-1)[-1] = value
+    (save_file if kind == "one" else torch.save)(tensors, source / file)
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        convert(source, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+def test_companions_beyond_reason_are_refused(folders, tmp_path):
+    source = shutil.copytree(folders / "one", tmp_path / "source")
+    terabyte(source)
+    with pytest.raises(CheckpointError, match="tokenizer.json"):
+        convert(source, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+def test_checksums_are_compared_where_it_is_asked_for(folders, tmp_path):
+    source = shutil.copytree(folders / "meta", tmp_path / "source")
+    (source / "checklist.chk").write_text(f"{'0' * 32}  consolidated.01.pth\n")
+    convert(source, tmp_path / "one")
+    with pytest.raises(CheckpointError, match=r"consolidated.01.pth: .*checklist.chk"):
+        convert(source, tmp_path / "two", checksums=True)
+    (source / "checklist.chk").unlink()
+    before = sums(convert(source, tmp_path / "three", checksums=True) and tmp_path / "three")
+    assert before == sums(tmp_path / "one")
+    # A bit of a tensor, which nothing but its checksum shows.
+    content = bytearray((source / "consolidated.01.pth").read_bytes())
+    content[len(content) // 2] ^= 1
+    (source / "consolidated.01.pth").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"consolidated.01.pth: is damaged"):
+        convert(source, tmp_path / "four", checksums=True)

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from support.lazy_tensors import InMemory
 
-from llamoe.conversion.io.lazy_tensor import Computed, InMemory, Slot, blocks, join, stack
+from llamoe.conversion.io.lazy_tensor import Computed, Slot, blocks, join, stack
 
 CUBE = torch.arange(5 * 6 * 8.0).reshape(5, 6, 8)
 MATRIX = torch.arange(6 * 10.0).reshape(6, 10)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from support.lazy_tensors import InMemory
 
 from llamoe.configuration.errors import CheckpointError
-from llamoe.conversion.io.lazy_tensor import InMemory
 from llamoe.conversion.io.name_table import Drop, Row, read_through, write_through
 
 TABLE = [

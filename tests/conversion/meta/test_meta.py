@@ -59,14 +59,10 @@ def test_files_are_joined_as_stock_lays_them_out_and_cut_again_bit_by_bit(case, 
 
 
 @pytest.mark.parametrize(("name", "count"), [("llama-4", 1), ("llama-4", 4), ("llama-4-dense", 2)])
-def test_unfused_names_of_metas_modules_are_read_and_written(name, count, tmp_path):
+def test_unfused_names_of_metas_modules_are_read(name, count, tmp_path):
     case = BY_NAME[name]
     full = make_folder(tmp_path / "meta", case, count, style="unfused")
-    checkpoint = open_meta(tmp_path / "meta")
-    assert_same(checkpoint.tensors, hugging_face(case, full))
-    save_meta(checkpoint, tmp_path / "again", shards=count, style="unfused")
-    for given, wanted in zip(load_files(tmp_path / "again"), cut(case, full, count, "unfused"), strict=True):
-        assert_same(given, wanted)
+    assert_same(open_meta(tmp_path / "meta").tensors, hugging_face(case, full))
 
 
 def test_fused_and_unfused_names_may_be_mixed(tmp_path):

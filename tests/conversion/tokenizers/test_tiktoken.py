@@ -336,12 +336,14 @@ DAMAGED = {
     "line 40 is b'QQ== x'": replaced(40, b"QQ== x"),
     "line 7 is b'QQ=='": replaced(7, b"QQ=="),
     "line 9 is b'QQ== 1 2'": replaced(9, b"QQ== 1 2"),
-    "line 9 is b'QQ== -1'": replaced(9, b"QQ== -1"),
-    "line 300 gives .* the rank 3, which": replaced(300, TABLE.splitlines()[299].split()[0] + b" 3"),
-    "line 300 gives .* already": replaced(300, TABLE.splitlines()[9].split()[0] + b" 299"),
-    "without 99, as if lines were lost": b"\n".join(TABLE.splitlines()[:99] + TABLE.splitlines()[100:]),
-    "without the byte 0x": rank_table(TOKENS[10:]),
     "line 577": TABLE + b"\xff\xfe\n",
+}
+INCOMPLETE = {
+    "a rank below 0": replaced(9, b"QQ== -1"),
+    "a rank twice": replaced(300, TABLE.splitlines()[299].split()[0] + b" 3"),
+    "a token twice": replaced(300, TABLE.splitlines()[9].split()[0] + b" 299"),
+    "a lost line": b"\n".join(TABLE.splitlines()[:99] + TABLE.splitlines()[100:]),
+    "a byte without a rank": rank_table(TOKENS[10:]),
 }
 
 
@@ -350,6 +352,12 @@ def test_damage_is_named(message, family):
     with pytest.raises(CheckpointError, match=message) as error:
         conversion.hf_files_from_meta(DAMAGED[message], config_of(family), origin="a/tokenizer.model")
     assert "a/tokenizer.model" in str(error.value)
+
+
+@pytest.mark.parametrize("damage", INCOMPLETE)
+def test_a_table_without_each_rank_once_is_refused(damage, family):
+    with pytest.raises(CheckpointError, match="a/tokenizer.model: .*one token for each rank"):
+        conversion.hf_files_from_meta(INCOMPLETE[damage], config_of(family), origin="a/tokenizer.model")
 
 
 def test_a_table_cut_short_or_of_another_model_is_refused(family):

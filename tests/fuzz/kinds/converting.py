@@ -94,7 +94,6 @@ def _meta(rng: random.Random, seed: int, subject: Subject, place: Path) -> None:
             place / "meta",
             to="meta",
             shards=shards,
-            style=rng.choice(["release", "unfused"]),
         )
     except ValueError as error:
         # A limit of Meta's format: every such message names the field and the valid values.
@@ -175,23 +174,12 @@ def _verify(rng: random.Random, seed: int, subject: Subject, place: Path) -> Non
         experts=rng.choice(["fused", "split"]) if subject.has_mixture else "fused",
     )
     found = verify(place / "source", place / "same", tokens=9, rows=1)
-    if not found.same_weights or not found.same_function:
-        raise Wrong(
-            f"verify says of equal folders: {found.same_weights}, {found.same_function}, {found.reasons}"
-        )
-    if inspect(place / "source").problems:
-        raise Wrong(f"inspect finds problems: {inspect(place / 'source').problems}")
-    ids = torch.randint(
-        0, subject.fields["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(seed)
-    )
+    if found.verdict != "equal":
+        raise Wrong(f"verify says of equal folders: {found.verdict}, {found.reasons}")
+    inspect(place / "source")
+    name, parameter = rng.choice(list(subject.model.named_parameters()))
     with torch.no_grad():
-        before = subject.model(ids).logits.float()
-        name, parameter = rng.choice(list(subject.model.named_parameters()))
         parameter.view(-1)[rng.randrange(parameter.numel())] += 3.0
-        change = (subject.model(ids).logits.float() - before).abs().max().item()
     subject.model.save_pretrained(place / "other")
-    found = verify(place / "source", place / "other", tokens=9, rows=1)
-    if found.same_weights or (found.same_function and change > 0.05):
-        raise Wrong(
-            f"verify sees no difference in {name}, which changes logits by {change:.2g}: {found.reasons}"
-        )
+    if verify(place / "source", place / "other", logits=False).verdict != "different":
+        raise Wrong(f"verify sees no difference in {name}")

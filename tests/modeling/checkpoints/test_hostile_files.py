@@ -79,8 +79,7 @@ def test_size_beyond_reason(family, part, field, value, model_copy, guard):
     field = "num_local_experts" if field == "num_experts" else field
     says = rf"{field} = .*beyond reason|{field} = .*must"
     guard.refused("load", says, folder=path, name=FAMILIES[family][0].__name__)
-    problems = guard.run("look", limit=10, folder=path)
-    assert problems.kinds == [] and any(field in problem for problem in problems.result), problems
+    guard.refused("look", says, folder=path)
     guard.refused("look", says, folder=path / "config.json")
 
 
@@ -122,7 +121,7 @@ def test_odd_architectures(value, model_copy, guard):
         edit(path / "config.json", architectures=value)
         guard.refused("load", "architectures = .*wrong type", folder=path, name=FAMILIES[family][0].__name__)
         guard.refused("look", "architectures = .*wrong type", folder=path / "config.json")
-        assert "architectures" in str(guard.run("look", folder=path).result)
+        guard.refused("look", "architectures = .*wrong type", folder=path)
         shutil.rmtree(path)
 
 
