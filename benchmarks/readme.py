@@ -176,9 +176,9 @@ FEATURES = {
 }
 SCOUT, CONVERSION = "published_sizes_llama-4-scout-int4-128", "conversion"
 SPEED_OF_LARGE_MODELS = (
-    "How fast is a token on a CPU? Its products read the weights at the memory's speed, in 32, 16, 8 or 4 bits. At the "
-    "sizes of a 7B model the calls between them take a fifth of a token in int4 (Zen 4, one core), less with more bits; "
-    "in small models most."
+    "How fast is a token on a CPU? Its products read the weights at the memory's speed, in 32, 16, 8 or 4 bits. At "
+    "the sizes of a 7B model the calls between them take a fifth of a token in int4 (Zen 4, one core), less with "
+    "more bits; in small models most."
 )
 OTHERS = (SCOUT, CONVERSION)
 """Files of results of which README has a figure, beside those of `benchmarks.cpu`."""
