@@ -30,8 +30,6 @@ from llamoe.modeling.moe.products import (
 )
 
 CUDA = torch.device("cuda", 0)
-# transformers' grouped_mm takes aligned sizes, and in these dtypes.
-IMPLEMENTATIONS = ["llamoe", "eager", "grouped_mm", "batched_mm"]
 
 
 def computed_by(implementation, experts):
@@ -317,19 +315,6 @@ def test_gradients_of_groups_without_rows(dtype):
     expected = torch.stack([x[:0].T @ grad[:0], x[:2].T @ grad[:2], x[:0].T @ grad[:0], x[2:3].T @ grad[2:3]])
     assert max_abs(out, expected) <= torch.finfo(dtype).eps * 8
     assert products.grouped_outer_product(x[:, :0], grad, ends).shape == (4, 0, 7)
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_gradients_of_gradients_equal_stocks(sizes):
-    stock, ours, x = stock_pair(sizes)
-    results = []
-    for block in (stock, ours):
-        inputs = x.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(main(block(inputs)).square().sum(), inputs, create_graph=True)
-        gradient.square().sum().backward()
-        results.append([inputs.grad, *(parameter.grad for parameter in block.parameters())])
-    for theirs, mine in zip(*results, strict=True):
-        assert max_abs(mine, theirs) < 1e-5 * theirs.abs().max()
 
 
 TRANSFORMS = {
