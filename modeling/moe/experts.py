@@ -251,8 +251,10 @@ class Experts(TakesSingleExperts):
     def _products_of_sorted(
         self, x_TH: torch.Tensor, ids_N: torch.Tensor, top_k: int, way: Way, lora: ExpertsLora
     ) -> torch.Tensor:
-        """Return the outputs of all choices, `[N, H]`; the rows are sorted by expert in between."""
-        # Ids of `num_experts` and above sort last, past every expert's end.
+        """Return the outputs of all choices, `[N, H]`; the rows are sorted by expert in between.
+
+        Ids of `num_experts` and above sort last, past every expert's end.
+        """
         if way == "host":
             order_N, groups = sort_on_host(ids_N)
         else:

@@ -238,9 +238,9 @@ def multiply_sorted(
 def takes_grouped_mm(x_NI: torch.Tensor, stack: Stack) -> bool:
     """Return whether torch's grouped product takes these rows and matrices, and is the fastest product of them.
 
-    On a CPU the loop stays. Without instructions for bfloat16 it is two hundred times as fast. In float32 it is as fast
-    (0.97 to 1.0 of the time at the sizes of Mixtral, 0.4 to 1.2 at smaller ones). In bfloat16 with instructions it takes
-    0.7 to 1.8 of the time where matrices are output-first (more for 8 to 128 rows), and 0.4 to 1.1 where input-first.
+    On a CPU the loop stays. In float32 it is as fast (0.97 to 1.0 of the time at the sizes of Mixtral, 0.4 to 1.2 at
+    smaller ones). Without instructions for bfloat16 it is two hundred times as fast; with them it takes 0.7 to 1.8 of
+    the time where matrices are output-first, most for 8 to 128 rows, and 0.4 to 1.1 where they are input-first.
 
     What torch takes stands in ATen/native/GroupedMMUtils.h: rows or columns are contiguous, and the next one, the next
     matrix and the first begin at multiples of 16 bytes. GroupedBlas.cpp has a kernel that does not ask the host for the
