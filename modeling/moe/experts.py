@@ -324,9 +324,10 @@ class Experts(TakesSingleExperts):
         # An exported program serves all numbers of rows.
         if self.is_offloaded or not may_have_gpu_kernel(self.device) or is_exported():
             return False
-        max_rows = few_rows_limit(self.device)
         if self.is_packed:
             max_rows = self.num_experts * max_rows_of_matrix(self.device)
+        else:
+            max_rows = few_rows_limit(self.device)
         # Plain experts have no kernel for the gradient of their weights.
         if num_rows > max_rows or (needs_gradient and not self.is_packed):
             return False
