@@ -28,7 +28,6 @@ from .float32_blocks import (
     rows_of_torch,
 )
 from .limits import (
-    CPU_UNSORTED_MAX_ROWS,
     FEW_BITS_FLOAT_MAX_ROWS,
     INT4_TORCH_MAX_ROWS,
     INT8_TORCH_MAX_ROWS,

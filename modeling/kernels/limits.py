@@ -29,8 +29,6 @@ INT8_TORCH_MAX_ROWS = 12
 """Torch's kernel of 8 bits."""
 
 # Experts (`moe`).
-CPU_UNSORTED_MAX_ROWS = 4
-"""Rows of all experts that a CPU leaves unsorted: reading an expert twice is cheaper."""
 PEFT_ORDER_MAX_ROWS = 16
 """Rows of all experts that the CPU multiplies by adapters in peft's order: copying into the stacks' costs more."""
 

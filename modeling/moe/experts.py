@@ -1,9 +1,9 @@
 """The experts: rows sorted by expert, a product, the gate, a product; and the loop that defines their result.
 
-`Experts.forward` multiplies the rows of the chosen experts. On a CPU in inference the host counts the rows, which costs
-nothing, and multiplies expert by expert; a few rows go to their experts unsorted. Few rows on a GPU, and packed experts
-there, go through kernels that find the hit experts on the device: nothing waits for the host, and a step fits into a
-CUDA graph. All else is multiplied by operators that autograd and compilers follow (`products`).
+`Experts.forward` multiplies the rows of the chosen experts. On a CPU in inference the host sorts and counts the rows
+and multiplies expert by expert. Few rows on a GPU, and packed experts there, go through kernels that find the hit
+experts on the device: nothing waits for the host, and a step fits into a CUDA graph. All else is multiplied by
+operators that autograd and compilers follow (`products`).
 
 Here expert e is slice e of two stacks in memory, whose numbers `formats` knows. `quantization` has experts whose stacks
 are codes, `offload` those whose stacks are not in memory: they say where tensors are.
@@ -33,8 +33,6 @@ from transformers.integrations.moe import (
 from .._private_api import is_under_vmap
 from ..formats import Format, Sizes, has_gpu_kernel, may_have_gpu_kernel, plain_format
 from ..kernels import (
-    CPU_UNSORTED_MAX_ROWS,
-    SHORTCUTS_ARE_ON,
     TRITON_UNSORTED_MAX_ROWS,
     few_rows_limit,
     is_exported,
@@ -44,7 +42,7 @@ from ..kernels import (
 )
 from ..layers import activation
 from .low_rank import NO_LORA, ExpertsLora
-from .products import Stack, groups_between, multiply_groups, multiply_on_device, multiply_sorted
+from .products import Stack, multiply_groups, multiply_on_device, multiply_sorted, sort_on_host
 from .state_dicts import TakesSingleExperts
 
 Way = Literal["host", "kernels", "operators"]
@@ -53,6 +51,11 @@ IMPLEMENTATION = "llamoe"
 """The default name in transformers' registry of experts implementations."""
 STACKS = ("gate_up_proj", "down_proj")
 """Names of the stacks, in the order in which they multiply."""
+_PRODUCTS: Mapping[Way, Callable[..., torch.Tensor]] = {
+    "host": multiply_groups,
+    "kernels": multiply_on_device,
+    "operators": multiply_sorted,
+}
 
 
 class Implementations(ExpertsInterface):
@@ -236,49 +239,40 @@ class Experts(TakesSingleExperts):
         num_tokens, top_k = top_k_index.shape
         ids_N = top_k_index.reshape(-1)
         way = self.way(ids_N.shape[0], needs_gradient, lora, is_recorded(hidden_states))
-        if not needs_gradient and ids_N.shape[0] <= _UNSORTED_MAX_ROWS[way]:
-            y_NH = self._products_of_choices(x_TH, ids_N, top_k, way, lora)
+        if way == "kernels" and not needs_gradient and ids_N.shape[0] <= TRITON_UNSORTED_MAX_ROWS:
+            # Same layout as in the check: kernels are compiled for the dtype of the ids.
+            groups, multiply = ids_N.long().contiguous(), partial(multiply_on_device, by_id=True)
+            y_NH = self.products(x_TH.repeat_interleave(top_k, 0), groups, multiply, lora)
         else:
             y_NH = self._products_of_sorted(x_TH, ids_N, top_k, way, lora)
-        y_NH = y_NH * top_k_weights.reshape(-1, 1)
-        y_TH = y_NH if top_k == 1 else y_NH.unflatten(0, (num_tokens, top_k)).sum(1)
+        y_TH = (y_NH * top_k_weights.reshape(-1, 1)).unflatten(0, (num_tokens, top_k)).sum(1)
         return y_TH.to(hidden_states.dtype)
-
-    def _products_of_choices(
-        self, x_TH: torch.Tensor, ids_N: torch.Tensor, top_k: int, way: Way, lora: ExpertsLora
-    ) -> torch.Tensor:
-        """Return the outputs of all choices, `[N, H]`, of so few rows that sorting them would take longer."""
-        x_NH = x_TH.contiguous() if top_k == 1 else x_TH.repeat_interleave(top_k, 0)
-        if way == "host":
-            groups = [(expert, row, row + 1) for row, expert in enumerate(ids_N.tolist())]
-            return self.products(x_NH, groups, multiply_groups, lora)
-        # Same layout as in the check: kernels are compiled for the dtype of the ids.
-        multiply = partial(multiply_on_device, by_id=True)
-        return self.products(x_NH, ids_N.long().contiguous(), multiply, lora)
 
     def _products_of_sorted(
         self, x_TH: torch.Tensor, ids_N: torch.Tensor, top_k: int, way: Way, lora: ExpertsLora
     ) -> torch.Tensor:
-        """Return the outputs of all choices, `[N, H]`; the rows are sorted by expert in between."""
-        # Ids of `num_experts` and above sort last, past every expert's end.
-        ids_N, order_N = ids_N.sort(stable=True)
-        expert_E = torch.arange(self.num_experts, device=ids_N.device)
-        ends_E = torch.searchsorted(ids_N, expert_E, right=True, out_int32=True)
-        x_NH = x_TH.index_select(0, order_N // top_k)
+        """Return the outputs of all choices, `[N, H]`; the rows are sorted by expert in between.
+
+        Ids of `num_experts` and above sort last, past every expert's end.
+        """
         if way == "host":
-            y_NH = self.products(x_NH, groups_between(ends_E, ids_N.shape[0]), multiply_groups, lora)
-        elif way == "kernels":
-            y_NH = self.products(x_NH, ends_E, multiply_on_device, lora)
-        elif self._is_expert_parallel:
+            order_N, groups = sort_on_host(ids_N)
+        else:
+            ids_N, order_N = ids_N.sort(stable=True)
+            expert_E = torch.arange(self.num_experts, device=ids_N.device)
+            groups = torch.searchsorted(ids_N, expert_E, right=True, out_int32=True)
+        x_NH = x_TH.index_select(0, order_N // top_k)
+        if way == "operators" and self._is_expert_parallel:
             # torch's grouped product leaves rows past the last end undefined, in forward and in backward.
             is_past_N1 = (ids_N >= self.num_experts)[:, None]
-            y_NH = self.products(x_NH.masked_fill(is_past_N1, 0), ends_E, multiply_sorted, lora)
+            y_NH = self.products(x_NH.masked_fill(is_past_N1, 0), groups, multiply_sorted, lora)
             y_NH = y_NH.masked_fill(is_past_N1, 0)
         else:
-            y_NH = self.products(x_NH, ends_E, multiply_sorted, lora)
-        place_N = torch.empty_like(order_N)
-        place_N[order_N] = torch.arange(order_N.shape[0], device=order_N.device)
-        return y_NH.index_select(0, place_N)
+            y_NH = self.products(x_NH, groups, _PRODUCTS[way], lora)
+        out_NH = torch.empty_like(y_NH)
+        # `index_copy_` would keep the rows for the backward pass.
+        out_NH[order_N] = y_NH
+        return out_NH
 
     def products(
         self, x_NH: torch.Tensor, groups: Any, multiply: Callable[..., torch.Tensor], lora: ExpertsLora
@@ -323,11 +317,19 @@ class Experts(TakesSingleExperts):
     def has_kernels(
         self, num_rows: int, needs_gradient: bool, lora: ExpertsLora = NO_LORA, may_check: bool = True
     ) -> bool:
-        """Return whether Triton kernels multiply so many rows on this device, and are right.
+        """Return whether Triton kernels multiply so many rows on this device faster than operators, and are right.
 
         They ask the host for nothing, so that a step fits into a CUDA graph.
         """
-        if num_rows > self.kernel_max_rows(needs_gradient):
+        # An exported program serves all numbers of rows.
+        if self.is_offloaded or not may_have_gpu_kernel(self.device) or is_exported():
+            return False
+        if self.is_packed:
+            max_rows = self.num_experts * max_rows_of_matrix(self.device)
+        else:
+            max_rows = few_rows_limit(self.device)
+        # Plain experts have no kernel for the gradient of their weights.
+        if num_rows > max_rows or (needs_gradient and not self.is_packed):
             return False
         dtype = self.product_dtype()
         stacks = [self.stack(name) for name in STACKS]
@@ -342,15 +344,6 @@ class Experts(TakesSingleExperts):
             for stack in stacks
             for transposed in ((False, True) if needs_gradient else (False,))
         )
-
-    def kernel_max_rows(self, needs_gradient: bool) -> int:
-        """Return the number of rows up to which kernels are faster; -1 where there are none, as for plain gradients."""
-        # An exported program serves all numbers of rows.
-        if self.is_offloaded or not may_have_gpu_kernel(self.device) or is_exported():
-            return -1
-        if self.is_packed:
-            return self.num_experts * max_rows_of_matrix(self.device)
-        return -1 if needs_gradient else few_rows_limit(self.device)
 
     def _follow_transform(
         self,
@@ -388,13 +381,6 @@ class Experts(TakesSingleExperts):
         """Show the sizes in `print(model)`."""
         hidden_size, intermediate_size = self.sizes_of("down_proj")
         return f"num_experts={self.num_experts}, {hidden_size=}, {intermediate_size=}"
-
-
-_UNSORTED_MAX_ROWS: Mapping[Way, int] = {
-    "host": CPU_UNSORTED_MAX_ROWS if SHORTCUTS_ARE_ON else -1,
-    "kernels": TRITON_UNSORTED_MAX_ROWS,
-    "operators": -1,
-}
 
 
 class OutputFirstExperts(Experts):

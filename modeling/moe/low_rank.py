@@ -7,7 +7,7 @@ Shapes: N rows, E experts, I columns in, r rank, O columns out.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,13 +76,11 @@ class ExpertsLora:
 
     def of(self, stack: str) -> tuple[LowRank, ...]:
         """Return the updates of the stack of this name."""
-        return self.gate_up_proj if stack == "gate_up_proj" else self.down_proj
+        return getattr(self, stack)
 
     def with_stack(self, stack: str, updates: Sequence[LowRank]) -> "ExpertsLora":
         """Return the same with these updates of the stack of this name."""
-        if stack == "gate_up_proj":
-            return ExpertsLora(tuple(updates), self.down_proj)
-        return ExpertsLora(self.gate_up_proj, tuple(updates))
+        return replace(self, **{stack: tuple(updates)})
 
     def updates(self) -> tuple[LowRank, ...]:
         """Return the updates of both stacks."""

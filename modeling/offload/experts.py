@@ -7,7 +7,7 @@ Shapes: N rows, E experts, I columns in, O columns out.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -152,7 +152,7 @@ class OffloadedStack(Stack):
         self.experts, self.name, self.form, self.parts = experts, name, form, []
         self.sizes, self.num_experts = experts.sizes_of(name), experts.num_experts
 
-    def bring(self, groups: Sequence[Group], transposed: bool) -> Iterator[tuple[Parts, Ranges]]:
+    def bring(self, groups: Sequence[Group], transposed: bool) -> Generator[tuple[Parts, Ranges], None, None]:
         """As `Stack.bring`; the experts are brought to the rows, or stay where they are.
 
         Forward passes ask in ascending order, backward passes in descending order: those that were used last, and are

@@ -80,8 +80,8 @@ def nobody_counts(monkeypatch):
     def refuse(*_):
         raise AssertionError("the host counted rows")
 
-    for module in (products, moe_experts):
-        monkeypatch.setattr(module, "groups_between", refuse)
+    monkeypatch.setattr(products, "groups_between", refuse)
+    monkeypatch.setattr(moe_experts, "sort_on_host", refuse)
 
 
 def draw_stack(form, sizes, num_experts=3):

@@ -99,7 +99,7 @@ def test_it_equals_pefts_way_and_forms_no_weight(rank, monkeypatch):
 
 
 def test_single_rows_are_adapted(monkeypatch):
-    """A token at a time with a cache, where rows reach their experts unsorted."""
+    """A token at a time with a cache, where few rows are multiplied."""
     model, ids = adapted(), TEXT.inputs(padding=(0,))["input_ids"][:, :9]
     whole = run(model, input_ids=ids)
     past, parts = None, []

@@ -30,8 +30,6 @@ from llamoe.modeling.moe.products import (
 )
 
 CUDA = torch.device("cuda", 0)
-# transformers' grouped_mm takes aligned sizes, and in these dtypes.
-IMPLEMENTATIONS = ["llamoe", "eager", "grouped_mm", "batched_mm"]
 
 
 def computed_by(implementation, experts):
@@ -312,24 +310,11 @@ def test_the_gradient_of_the_operator_is_its_derivative():
 def test_gradients_of_groups_without_rows(dtype):
     x, grad = torch.randn(4, 5).to(dtype), torch.randn(4, 7).to(dtype)
     ends = torch.tensor([0, 2, 2, 3], dtype=torch.int32)  # and a row behind the last end
-    out = products._multiply_outer(x, grad, ends)
+    out = products.grouped_outer_product(x, grad, ends)
     assert out.shape == (4, 5, 7) and out.dtype == dtype and out.is_contiguous()
     expected = torch.stack([x[:0].T @ grad[:0], x[:2].T @ grad[:2], x[:0].T @ grad[:0], x[2:3].T @ grad[2:3]])
     assert max_abs(out, expected) <= torch.finfo(dtype).eps * 8
-    assert products._multiply_outer(x[:, :0], grad, ends).shape == (4, 0, 7)
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_gradients_of_gradients_equal_stocks(sizes):
-    stock, ours, x = stock_pair(sizes)
-    results = []
-    for block in (stock, ours):
-        inputs = x.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(main(block(inputs)).square().sum(), inputs, create_graph=True)
-        gradient.square().sum().backward()
-        results.append([inputs.grad, *(parameter.grad for parameter in block.parameters())])
-    for theirs, mine in zip(*results, strict=True):
-        assert max_abs(mine, theirs) < 1e-5 * theirs.abs().max()
+    assert products.grouped_outer_product(x[:, :0], grad, ends).shape == (4, 0, 7)
 
 
 TRANSFORMS = {
