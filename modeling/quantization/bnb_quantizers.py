@@ -23,8 +23,7 @@ from ..checkpoints import AtomicSaveMixin, Stored
 from ..formats import BitsAndBytesFormat, Bnb4Bit, Bnb8Bit
 from ..layers import Linear
 from ..moe import STACKS, Experts, Router
-from .bnb_experts import BitsAndBytesExperts, packed_experts
-from .bnb_files import first_state, layer_of, packed_layers
+from .bnb_experts import BitsAndBytesExperts, first_state, layer_of, packed_experts, packed_layers
 from .packed import QuantizeWeight, check_scales, holds_packed
 
 if TYPE_CHECKING:

@@ -56,14 +56,9 @@ def test_a_config_is_a_dict_as_well(weights):
     ],
 )
 def test_sizes_that_no_kernel_takes(family, sizes, fields, name):
-    """The message names a layer to leave out; where all are left out, that is refused, too."""
-    model = make(family, **sizes)
+    """The message names a layer to leave out."""
     with pytest.raises(ConfigurationError, match=rf"{name}.*modules_to_not_convert"):
-        load(save(model), **fields)
-    kept = ["o_proj", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj", "experts"]
-    config = llamoe.QuantizationConfig(**fields, modules_to_not_convert=kept)
-    with pytest.raises(ConfigurationError, match=type(model).__name__):
-        AutoModelForCausalLM.from_pretrained(save(model), quantization_config=config)
+        load(save(make(family, **sizes)), **fields)
 
 
 def test_a_class_of_transformers(tmp_path):
