@@ -154,6 +154,11 @@ class LlamoeQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         check_scales(model)
+        for _, module in packed_modules(model):
+            for codes in map(module.get_parameter, module.sizes):
+                # Mapped from a file: torch's kernels cannot read them there, and other products round otherwise.
+                if codes.is_cpu and codes.data_ptr() % module.format.alignment:
+                    codes.data = codes.data.clone()
         forget_conversions(model)
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:
