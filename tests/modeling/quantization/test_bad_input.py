@@ -67,12 +67,6 @@ def test_a_class_of_transformers(tmp_path):
         MixtralForCausalLM.from_pretrained(tmp_path, quantization_config=llamoe.QuantizationConfig("int8"))
 
 
-@pytest.mark.parametrize("device_map", [{"": "cpu", "expert": "disk"}, {"": "disk"}], ids=str)
-def test_places_that_packed_weights_cannot_have(device_map):
-    with pytest.raises(ValueError, match=r'\{"experts": "disk"\}'):
-        AutoModelForCausalLM.from_pretrained(save(packed("mixtral", "int8")), device_map=device_map)
-
-
 # Folders
 
 
