@@ -72,8 +72,7 @@ def take_activations(stored: Any, options: dict[str, Any]) -> str | None:
         if field in given and getattr(holds, field) != getattr(asked, field):
             raise ConfigurationError(
                 f"quantization_config asks for {field}={getattr(asked, field)!r}, but this folder is stored with "
-                f"{field}={getattr(holds, field)!r}: leave it out, or quantize the 16-bit checkpoint. Only "
-                "activations can be chosen for a folder that is quantized already."
+                f"{field}={getattr(holds, field)!r}: quantize the 16-bit checkpoint."
             )
     if all(getattr(holds, name) == getattr(asked, name) for name in _OF_MODULES):
         del options["quantization_config"]
