@@ -61,7 +61,9 @@ def unpack(packed: torch.Tensor, scales: torch.Tensor, out_IO: torch.Tensor) -> 
         low, high = out_IO.unflatten(1, (-1, 2)).unbind(2)
     else:
         # The bytes of an input and block are as large as two complex numbers, and copied as such.
-        pairs = _in_pairs(packed).view(-1, num_in, 2).transpose(0, 1).contiguous()
+        is_odd = packed.data_ptr() % 16 or packed.storage_offset() % 16
+        pairs = (packed.clone() if is_odd else packed).view(-1).view(torch.complex128)
+        pairs = pairs.view(-1, num_in, 2).transpose(0, 1).contiguous()
         bytes_ = pairs.view(torch.uint8).view(num_in, -1, BLOCK // 2)
         low, high = out_IO.unflatten(1, (-1, 2, BLOCK // 2)).unbind(2)
     # Bytes are subtracted from, and cast where they are signed, faster than numbers of more bits.
@@ -71,12 +73,6 @@ def unpack(packed: torch.Tensor, scales: torch.Tensor, out_IO: torch.Tensor) -> 
     scale_GO, offset_GO = (each.to(out_IO.dtype).contiguous() for each in scales.unbind(2))
     codes_GgO = out_IO.unflatten(0, (len(scales), -1))
     torch.addcmul(offset_GO[:, None], codes_GgO, scale_GO[:, None], out=codes_GgO)
-
-
-def _in_pairs(packed: torch.Tensor) -> torch.Tensor:
-    """The bytes, 16 as one complex number; copied where they do not begin at a multiple of 16."""
-    is_odd = packed.data_ptr() % 16 or packed.storage_offset() % 16
-    return (packed.clone() if is_odd else packed).view(-1).view(torch.complex128)
 
 
 @lru_cache

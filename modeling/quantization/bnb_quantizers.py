@@ -130,11 +130,6 @@ class QuantizesExperts(_Base):
             if path not in packed:
                 weights[name] = tensor
             elif f"{path}.{STACKS[0]}" == name:
-                if tensor.is_meta:
-                    raise ValueError(
-                        f"{path} is offloaded, and has no numbers in memory: load the model without device_map "
-                        "to save it."
-                    )
                 weights.update(packed[path].unfused(path, storage))
         return weights, {}
 
