@@ -10,11 +10,9 @@ others import it only when a kernel is about to run.
 
 from .cpp_kernels import (
     Matrix,
-    cpp_attention,
     cpp_instructions,
     cpp_product,
     cpp_unpack,
-    plain_matrix,
     why_no_cpp_kernels,
 )
 from .cpu import SHORTCUTS_ARE_ON, can_use_shortcut, few_rms_norms, linear, widened
@@ -32,7 +30,6 @@ from .limits import (
     INT4_TORCH_MAX_ROWS,
     INT8_TORCH_MAX_ROWS,
     PEFT_ORDER_MAX_ROWS,
-    TRITON_MAX_ROWS,
     TRITON_UNSORTED_MAX_ROWS,
 )
 from .packed_rows import (

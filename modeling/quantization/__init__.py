@@ -1,13 +1,12 @@
 """Quantized weights: linear layers and routed experts whose matrices are packed.
 
-Reading order: packed (what the modules have in common), experts and linear (the modules), quantizer (what transformers
-calls). For bitsandbytes: bnb_files (what folders hold), bnb_experts, bnb_quantizers. plain_experts warns of experts
-that a quantizer has left out. What the numbers are is in `formats`.
+Reading order: packed (the modules), quantizer (what transformers calls); for bitsandbytes, bnb_experts (the experts,
+and what folders hold of them) and bnb_quantizers. plain_experts warns of experts that a quantizer has left out. What
+the numbers are is in `formats`.
 """
 
 from .bnb_experts import packed_experts
 from .bnb_quantizers import naming_plain_layers, register_bitsandbytes
-from .experts import QuantizedExperts
-from .linear import QuantizedLinear
+from .packed import QuantizedExperts, QuantizedLinear
 from .plain_experts import warn_of_plain_experts
 from .quantizer import LlamoeQuantizer, format_for, register_quantizers, take_activations

@@ -23,8 +23,7 @@ from ..checkpoints import AtomicSaveMixin, Stored
 from ..formats import BitsAndBytesFormat, Bnb4Bit, Bnb8Bit
 from ..layers import Linear
 from ..moe import STACKS, Experts, Router
-from .bnb_experts import BitsAndBytesExperts, packed_experts
-from .bnb_files import first_state, layer_of, packed_layers
+from .bnb_experts import BitsAndBytesExperts, first_state, layer_of, packed_experts, packed_layers
 from .packed import QuantizeWeight, check_scales, holds_packed
 
 if TYPE_CHECKING:
@@ -131,11 +130,6 @@ class QuantizesExperts(_Base):
             if path not in packed:
                 weights[name] = tensor
             elif f"{path}.{STACKS[0]}" == name:
-                if tensor.is_meta:
-                    raise ValueError(
-                        f"{path} is offloaded, and has no numbers in memory: load the model without device_map "
-                        "to save it."
-                    )
                 weights.update(packed[path].unfused(path, storage))
         return weights, {}
 

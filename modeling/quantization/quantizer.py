@@ -21,13 +21,17 @@ from ...configuration.hub import is_ours, is_saving_stock
 from ...configuration.quantization import METHOD, QuantizationConfig
 from .._private_api import forget_conversions
 from ..checkpoints import current_loading
-from ..formats import BLOCK, Format, format_of, torchs_block
-from ..kernels import why_no_cpp_kernels, why_no_gpu_kernel
+from ..formats import Format, format_of
 from ..layers import Linear
-from ..moe import STACKS, Experts
-from .experts import QuantizedExperts
-from .linear import QuantizedLinear
-from .packed import QuantizeWeight, check_scales, holds_packed, packed_modules
+from ..moe import Experts
+from .packed import (
+    QuantizedExperts,
+    QuantizedLinear,
+    QuantizeWeight,
+    check_scales,
+    holds_packed,
+    packed_modules,
+)
 
 logger = logging.get_logger("llamoe")
 
@@ -68,8 +72,7 @@ def take_activations(stored: Any, options: dict[str, Any]) -> str | None:
         if field in given and getattr(holds, field) != getattr(asked, field):
             raise ConfigurationError(
                 f"quantization_config asks for {field}={getattr(asked, field)!r}, but this folder is stored with "
-                f"{field}={getattr(holds, field)!r}: leave it out, or quantize the 16-bit checkpoint. Only "
-                "activations can be chosen for a folder that is quantized already."
+                f"{field}={getattr(holds, field)!r}: quantize the 16-bit checkpoint."
             )
     if all(getattr(holds, name) == getattr(asked, name) for name in _OF_MODULES):
         del options["quantization_config"]
@@ -84,7 +87,7 @@ class LlamoeQuantizer(HfQuantizer):
     """Tells `checkpoints` that the model's modules say what files hold."""
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuse what no packed weight can follow; say once that a CPU has no kernel.
+        """Refuse what no packed weight can follow.
 
         Raises:
             ValueError: modules on disk.
@@ -94,12 +97,6 @@ class LlamoeQuantizer(HfQuantizer):
             raise ValueError(
                 f"device_map puts {listed(map(repr, on_disk))} on disk, from where packed weights are not read. Routed "
                 'experts alone can stay there, by this name: device_map={"experts": "disk"}. Put all else on "cpu".'
-            )
-        if self.quantization_config.weights == "int4" and torchs_block() != BLOCK and why_no_cpp_kernels():
-            why, remedy = why_no_cpp_kernels() or ("", "")
-            logger.warning_once(
-                f"This CPU has no compiled kernels for int4 ({why}): int4 saves memory here, no time."
-                f"{remedy and f' To change that, {remedy}.'}"
             )
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -125,7 +122,6 @@ class LlamoeQuantizer(HfQuantizer):
         kept = self.get_modules_to_not_convert(
             model, list(config.modules_to_not_convert or ()), add_default_skips=True
         )
-        is_found, refused = self.pre_quantized, dict[str, str]()
         # Heads are outside of the decoder, and so are tower and projector. A tower takes itself for a decoder.
         has_decoder = not isinstance(model.config, LlamoeVisionConfig)
         inside = {id(module) for module in model.get_decoder().modules()} if has_decoder else ()
@@ -136,32 +132,16 @@ class LlamoeQuantizer(HfQuantizer):
             )
             if not is_asked or id(module) not in inside or not should_convert_module(name, kept):
                 continue
-            sizes = (
-                {f"{name}.{stack}": module.sizes_of(stack) for stack in STACKS}
-                if is_experts
-                else {f"{name}.weight": (module.out_features, module.in_features)}
-            )
-            refused |= {weight: why for weight, each in sizes.items() if (why := form.refusal(each))}
-            if refused:
-                continue
             with torch.device("meta"):
                 packed = (QuantizedExperts if is_experts else QuantizedLinear)(module, form)
+            for weight, sizes in packed.sizes.items():
+                if why := form.refusal(sizes):
+                    raise ConfigurationError(
+                        f"{name}.{weight} cannot be stored as {form.exact.key}: {why}. Choose another format or "
+                        f"group_size, or name {name.rpartition('.')[2]!r} in modules_to_not_convert. If the folder is "
+                        "packed already, quantization_config in its config.json is not that of its weights."
+                    )
             model.set_submodule(name, packed)
-            is_found = True
-        if refused:
-            weight, why = next(iter(refused.items()))
-            ends = dict.fromkeys(name.split(".")[-2] for name in refused)
-            raise ConfigurationError(
-                f"{weight} cannot be stored as {form.exact.key}: {why}. Choose another format or group_size, or name "
-                f"{listed(map(repr, ends), 9)} in modules_to_not_convert. If the folder is packed already, "
-                "quantization_config in its config.json is not that of its weights."
-            )
-        # The tower of a packed folder is not packed.
-        if not is_found:
-            raise ConfigurationError(
-                f"quantization_config finds nothing in this {type(model).__name__} that it could quantize: "
-                "leave it out."
-            )
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Whether a weight is quantized when it is loaded."""
@@ -173,10 +153,12 @@ class LlamoeQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         check_scales(model)
-        if self.pre_quantized:
-            _align_codes(model)
+        for _, module in packed_modules(model):
+            for codes in map(module.get_parameter, module.sizes):
+                # Mapped from a file: torch's kernels cannot read them there, and other products round otherwise.
+                if codes.is_cpu and codes.data_ptr() % module.format.alignment:
+                    codes.data = codes.data.clone()
         forget_conversions(model)
-        warn_without_gpu_kernel(model)
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:
         """In transformers' layout the weights that the packed ones mean."""
@@ -184,9 +166,9 @@ class LlamoeQuantizer(HfQuantizer):
             return None, {}
         weights = dict(model.state_dict())
         for path, module in _packed_modules(model, 'save_pretrained(layout="stock")'):
-            for name in STACKS if isinstance(module, QuantizedExperts) else ("weight",):
-                for suffix in module.format.suffixes:
-                    del weights[f"{path}.{name}{suffix}"]
+            for name in module.sizes:
+                for part in module.parts_of(name):
+                    del weights[f"{path}.{part}"]
                 weights[f"{path}.{name}"] = module.dequantized_weight(name, torch.bfloat16)
         return weights, {}
 
@@ -218,15 +200,6 @@ class LlamoeQuantizer(HfQuantizer):
         return True
 
 
-def _align_codes(model: nn.Module) -> None:
-    """Copy codes that are mapped from a file to addresses where torch's kernels cannot read them."""
-    for _, module in packed_modules(model):
-        for parameter in module._parameters.values():
-            is_code = parameter is not None and not parameter.is_floating_point() and parameter.is_cpu
-            if is_code and parameter.data_ptr() % module.format.alignment:
-                parameter.data = parameter.data.clone()
-
-
 def _packed_modules(model: PreTrainedModel, asked: str) -> list[tuple[str, Any]]:
     packed = packed_modules(model)
     for name, module in packed:
@@ -242,14 +215,6 @@ def _without_adapters(module: nn.Module) -> Iterator[nn.Module]:
     yield module
     for child in [module.base_layer] if hasattr(module, "base_layer") else module.children():
         yield from _without_adapters(child)
-
-
-def warn_without_gpu_kernel(model: PreTrainedModel) -> None:
-    """Say once for each GPU with packed weights that has no kernel for them why, and what serves it better."""
-    tensors = (tensor for _, module in packed_modules(model) for tensor in module.parameters())
-    for device in dict.fromkeys(tensor.device for tensor in tensors):
-        if device.type == "cuda" and (reason := why_no_gpu_kernel(device)):
-            logger.warning_once(f"{device}: {reason}")
 
 
 def register_quantizers() -> None:

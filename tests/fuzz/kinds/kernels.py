@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from llamoe.modeling.kernels import TRITON_MAX_ROWS
+from llamoe.modeling.kernels.limits import TRITON_MAX_ROWS
 from llamoe.modeling.moe import experts as moe_experts
 
 from ..batch import check, draw_batch, forward

@@ -21,7 +21,7 @@ from llamoe.modeling.checkpoints import in_units
 from llamoe.modeling.formats import Int4
 from llamoe.modeling.moe import STACKS as STACK_NAMES
 from llamoe.modeling.moe import Experts, ExpertsLora, LowRank, OutputFirstExperts
-from llamoe.modeling.quantization.experts import QuantizedExperts
+from llamoe.modeling.quantization import QuantizedExperts
 
 DENSE, TEXT = (
     case for case in SHALLOW_MODELS if case.name in ("LlamoeDenseForCausalLM", "LlamoeForCausalLM")

@@ -180,7 +180,7 @@ def test_plain_products(dtype, offset, num_in, num_rows):
     for num_out in (1, 67, 20):
         for weight in (placed((num_out, num_in), dtype, offset), placed((num_in, num_out), dtype, offset).T):
             expected = x.double() @ weight.double().T
-            found = kernels.cpp_product(x, kernels.plain_matrix(weight))
+            found = kernels.cpp_product(x, cpp_kernels.plain_matrix(weight))
             assert found.dtype == dtype and found.shape == expected.shape
             assert not num_rows or error(found, expected) < PLAIN[dtype]
 
@@ -226,11 +226,11 @@ def test_attention_of_one_query(heads, groups, keys, size, dtype):
     key, value = (placed((1, groups, keys + 9, size), dtype, 8)[:, :, :keys] for _ in range(2))
     shared = [each.float().repeat_interleave(heads // groups, 1) for each in (key, value)]
     expected = torch.nn.functional.scaled_dot_product_attention(query.float(), *shared, scale=0.3)
-    found = kernels.cpp_attention(query, key, value, 0.3)
+    found = cpp_kernels.cpp_attention(query, key, value, 0.3)
     assert found.shape == (1, 1, heads, size)
     assert error(found.transpose(1, 2), expected) < 2 * PLAIN[dtype]
-    assert kernels.cpp_attention(query, key[..., : size - 1], value[..., : size - 1], 0.3) is None
-    assert kernels.cpp_attention(query, key.to(torch.float64), value, 0.3) is None
+    assert cpp_kernels.cpp_attention(query, key[..., : size - 1], value[..., : size - 1], 0.3) is None
+    assert cpp_kernels.cpp_attention(query, key.to(torch.float64), value, 0.3) is None
 
 
 @for_plain
@@ -241,7 +241,7 @@ def test_weights_at_odd_addresses_are_left_to_torch(dtype):
     weight = torch.frombuffer(content, dtype=dtype, offset=1).view(7, 96)
     assert torch.equal(weight.flatten(), numbers)
     if weight.data_ptr() % dtype.itemsize:
-        assert kernels.plain_matrix(weight) is None
+        assert cpp_kernels.plain_matrix(weight) is None
     x = torch.randn(2, 96).to(dtype)
     assert error(kernels.linear(x, weight), x.float() @ weight.float().T) < PLAIN[dtype]
 
@@ -249,7 +249,7 @@ def test_weights_at_odd_addresses_are_left_to_torch(dtype):
 def test_sizes_that_do_not_fit_have_no_kernel():
     """Kernels read by the sizes that they are told; what does not fit is for torch, which raises."""
     x = torch.randn(2, 96)
-    assert kernels.cpp_product(x, kernels.plain_matrix(torch.randn(64, 80))) is None
+    assert kernels.cpp_product(x, cpp_kernels.plain_matrix(torch.randn(64, 80))) is None
     with torch.no_grad(), pytest.raises(RuntimeError):
         kernels.linear(x, torch.randn(512, 80))
 

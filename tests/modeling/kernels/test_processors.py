@@ -125,7 +125,7 @@ def test_plain_numbers(dtype, is_input_first, sizes, offset, library):
     weight = room[offset : offset + num_out * num_in].view(sizes[:: -1 if is_input_first else 1])
     weight.normal_()
     weight_OI = weight.T if is_input_first else weight
-    matrix = kernels.plain_matrix(weight_OI)
+    matrix = cpp_kernels.plain_matrix(weight_OI)
     for num_rows in (1, 3, 7):
         x = torch.randn(num_rows, num_in).to(dtype)
         expected = x.double() @ weight_OI.double().T

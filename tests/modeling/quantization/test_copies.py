@@ -13,7 +13,6 @@ from support.few_bits import (
     distance,
     folder,
     logits,
-    packed,
     route_by_position,
 )
 from torch import nn
@@ -53,12 +52,6 @@ def test_a_cast_leaves_codes_and_scales(model, cast, monkeypatch):
         assert tensor.dtype == before[name].dtype and torch.equal(tensor, before[name]), name
 
 
-def test_a_cast_within_a_class_is_refused_by_transformers():
-    for cast in (packed("text", "int4").half, packed("text", "int4").float):
-        with pytest.raises(ValueError, match="is not supported for quantized model"):
-            cast()
-
-
 # Copies
 
 
@@ -66,14 +59,7 @@ def pickled(model):
     return pickle.loads(pickle.dumps(model))
 
 
-def saved_by_torch(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved_by_torch])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_copies(model, copied):
     found = copied(model)
     assert torch.equal(logits(found), logits(model))

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from llamoe.modeling.formats import Int4, Int8, int4
-from llamoe.modeling.kernels import cpp_kernels, float32_blocks, packed_rows
+from llamoe.modeling.kernels import cpp_kernels, float32_blocks
 from llamoe.modeling.moe import multiply_one
-from llamoe.modeling.quantization import QuantizedLinear, quantizer
+from llamoe.modeling.quantization import QuantizedLinear
 
 # Inputs
 
@@ -97,57 +96,20 @@ _NAMES = {torch.uint8: "U8", torch.int8: "I8", torch.bfloat16: "BF16"}
 # Other machines and processes
 
 
-def test_a_processor_without_the_kernels(monkeypatch, caplog):
-    """Numbers are the same, and that it is slower is said once."""
+def test_a_processor_without_the_kernels(monkeypatch):
     paths = {weights: save(packed("text", weights)) for weights in WEIGHTS}
     asked = token_ids(), token_ids()[:1, :1]
     expected = {weights: [logits(packed("text", weights), ids) for ids in asked] for weights in WEIGHTS}
     monkeypatch.setattr(cpp_kernels, "_library", None)
-    for module in (int4, quantizer):
-        monkeypatch.setattr(module, "torchs_block", lambda: None)
+    monkeypatch.setattr(int4, "torch_has_kernel", lambda: False)
     monkeypatch.setattr(float32_blocks, "rows_of_torch", lambda dtype: 3)
-    logging.Logger.warning_once.cache_clear()
-    for weights in ("int4", "int8", "int4"):
+    for weights in WEIGHTS:
         model = AutoModelForCausalLM.from_pretrained(paths[weights])
         for ids, wanted in zip(asked, expected[weights], strict=True):
             error = (logits(model, ids) - wanted).float().norm(dim=-1) / wanted.float().norm(dim=-1)
             # The median, for tokens that rounding sends to another expert.
             assert error.median() < CLOSE
         assert model.train()(asked[0], labels=asked[0]).loss.isfinite()
-    assert caplog.text.count("int4 saves memory here, no time") == 1
-
-
-AVX2 = """
-import torch
-from llamoe.modeling.kernels import rows_of_torch
-from llamoe.modeling.formats import Int4, torchs_block
-
-torch.manual_seed(0)
-assert (torch.backends.cpu.get_cpu_capability(), torchs_block(), rows_of_torch(torch.bfloat16)) == ("AVX2", 32, 3)
-# The last block of 48 outputs is not a whole one; 49 rows are more than torch's kernel takes.
-for sizes in (240, 96), (192, 96):
-    parts = Int4(32).quantize(torch.randn(*sizes))
-    for rows in 1, 5, 49:
-        x = torch.randn(rows, 96).bfloat16()
-        expected = x.double() @ Int4(32).matrix(parts, sizes, torch.float32).double().T
-        error = (Int4(32).multiply(x, parts, sizes) - expected).norm() / expected.norm()
-        # The result's rounding to bfloat16.
-        assert error < 2**-8, (sizes, rows, error)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["0", "1"])
-def test_four_bits_with_avx2(kernels):
-    """A processor's kernels are chosen when torch starts."""
-    env = {
-        **os.environ,
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "LLAMOE_CPP_KERNELS": kernels,
-    }
-    done = programs.run(["-c", AVX2], env=env)
-    assert done.returncode == 0, done.stderr
 
 
 class Launches(TorchDispatchMode):
@@ -211,19 +173,3 @@ def test_a_cast_is_told(caplog):
     assert "int4 weights are multiplied in bfloat16: the model is cast from float32." in caplog.text
     assert model.dtype == torch.bfloat16
     assert isinstance(model.model.layers[0].mlp.up_proj, QuantizedLinear)
-
-
-@pytest.mark.parametrize(("capability", "is_named"), [((7, 5), True), ((8, 6), False)])
-def test_a_gpu_without_a_kernel_is_named(capability, is_named, monkeypatch, caplog):
-    logging.Logger.warning_once.cache_clear()
-    packed = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=torch.device("cuda", 0))])
-    monkeypatch.setattr(quantizer, "packed_modules", lambda model: [("", packed)])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(packed_rows, "_HAS_TRITON", True)
-    quantizer.warn_without_gpu_kernel(None)
-    said = [record.message for record in caplog.records if record.name == "llamoe"]
-    assert len(said) == is_named
-    assert all(
-        each.startswith("cuda:0: A GPU of compute capability 7.5 has no kernel") and "NF4" in each
-        for each in said
-    )
