@@ -19,7 +19,6 @@ from ...configuration.checks import listed
 from ...configuration.errors import ConfigurationError
 from ...configuration.hub import is_ours, is_saving_stock
 from ...configuration.quantization import METHOD, QuantizationConfig
-from .._private_api import forget_conversions
 from ..checkpoints import current_loading
 from ..formats import BLOCK, Format, format_of, torchs_block
 from ..kernels import why_no_cpp_kernels, why_no_gpu_kernel
@@ -175,7 +174,6 @@ class LlamoeQuantizer(HfQuantizer):
         check_scales(model)
         if self.pre_quantized:
             _align_codes(model)
-        forget_conversions(model)
         warn_without_gpu_kernel(model)
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:

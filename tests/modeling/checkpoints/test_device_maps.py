@@ -89,7 +89,7 @@ def test_disk_without_a_place_on_it(text_folder, tmp_path, no_weights_are_read):
         model_class.from_pretrained(text_folder, device_map={"": "disk"}, offload_folder=file)
 
 
-@for_models("is_head", "is_stored_as_it_is")
+@for_models("is_head")
 def test_new_weights_and_half_of_a_tied_pair_are_not_put_on_disk(case, tmp_path):
     case.make().model.save_pretrained(tmp_path / "base")
     prefix = "language_model." if case.has_images else ""
