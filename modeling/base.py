@@ -42,7 +42,7 @@ _QUANTIZERS_FOR_MIXTURES = ("bitsandbytes", "hqq", "llamoe", "quanto", "torchao"
 
 
 class LlamoePreTrainedModel(
-    OffloadMixin, LoadsAdapters, Distributed, checkpoints.TakesStateDicts, checkpoints.AtomicSaveMixin
+    OffloadMixin, LoadsAdapters, Distributed, checkpoints.TakesWeights, checkpoints.AtomicSaveMixin
 ):
     """Base of every llamoe model."""
 
