@@ -64,11 +64,6 @@ class LlamoePreTrainedModel(
     _keys_passed_over: ClassVar[list[str]] = []
     _has_stock_layout: ClassVar[bool] = True
 
-    def __init__(self, config: PreTrainedConfig, *args, **kwargs):
-        """Create a model; raises if it has more layers than the checkpoint being loaded has tensors."""
-        checkpoints.check_layers(config)
-        super().__init__(config, *args, **kwargs)
-
     def post_init(self) -> None:
         """Finish construction; layers of a model that another library quantizes are torch's own."""
         super().post_init()
@@ -212,8 +207,6 @@ class LlamoePreTrainedModel(
         checkpoints.check_devices(device_map, kwargs.get("max_memory"), kwargs.get("offload_folder"))
         if name_or_path is not None:
             checkpoints.check_whole(name_or_path, subfolder)
-            if config is None:
-                checkpoints.check_place(name_or_path, subfolder)
         if isinstance(config, PreTrainedConfig):
             kwargs["config"] = config = cls.resolve_config(config)
         elif name_or_path is not None and not kwargs.get("gguf_file"):
@@ -228,7 +221,7 @@ class LlamoePreTrainedModel(
             state.offload, state.activations = request, activations
             if name_or_path is not None and os.path.isdir(name_or_path):
                 variant, use_safetensors = kwargs.get("variant"), kwargs.get("use_safetensors")
-                state.tensors = checkpoints.check_folder(
+                checkpoints.check_folder(
                     name_or_path, subfolder, variant, use_safetensors, bool(quantization)
                 )
             result = super().from_pretrained(name_or_path, *model_args, **kwargs)
