@@ -203,8 +203,7 @@ class LlamoePreTrainedModel(
         """
         name_or_path = pretrained_model_name_or_path
         subfolder = kwargs.get("subfolder") or ""
-        config, device_map = kwargs.get("config"), kwargs.get("device_map")
-        checkpoints.check_devices(device_map, kwargs.get("max_memory"), kwargs.get("offload_folder"))
+        config = kwargs.get("config")
         if name_or_path is not None:
             checkpoints.check_whole(name_or_path, subfolder)
         if isinstance(config, PreTrainedConfig):

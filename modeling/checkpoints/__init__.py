@@ -21,7 +21,6 @@ from .checkpoint_files import (
     wrapper_prefix,
 )
 from .device_map import (
-    check_devices,
     check_on_disk,
     device_of,
     devices_here,

@@ -199,7 +199,8 @@ def test_weights_on_disk_are_cast(case, saved):
 def test_a_placed_model_saves_whole(case, layout, saved, tmp_path):
     model, folder, inputs, expected = saved(case)
     placed = case.model_class.from_pretrained(folder / "shards", device_map=in_turns(model))
-    placed.save_pretrained(tmp_path, layout=layout)
+    # A multimodal model without its head has no class in transformers.
+    placed.save_pretrained(tmp_path, layout=layout if model._has_stock_layout else "llamoe")
     assert_equal(case, case.model_class.from_pretrained(tmp_path), inputs, expected)
 
 
