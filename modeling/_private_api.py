@@ -8,7 +8,8 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -120,28 +121,18 @@ def mask_implementations() -> Mapping[str, Callable]:
     return ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
 
 
-def forget_conversions(model: Any) -> None:
-    """Remove the rules by which a model's weights were converted while they were loaded.
+@contextmanager
+def registered_conversions(model: Any) -> Iterator[None]:
+    """Context in which saving undoes the rules that are registered for the model type.
 
-    transformers keeps the rules with the model, and saving would run them in reverse. Where it keeps none, it runs
-    those that are registered for the model type.
+    transformers keeps with the model those that its loading has used, and prefers them.
     """
+    used = getattr(model, "_weight_conversions", None)
     model._weight_conversions = None
-
-
-def keep_conversions(model: Any, rules: Collection[Any] | None, keys: Collection[str]) -> None:
-    """Keep transformers' rules for stacks that were fused without them: saving runs the rules in reverse.
-
-    transformers keeps the rules that it used.
-    """
-    used = model._weight_conversions or ()
-    model._weight_conversions = [
-        rule
-        for rule in rules or ()
-        if rule in used
-        or hasattr(rule, "operations")
-        and any(target in key for target in rule.target_patterns for key in keys)
-    ]
+    try:
+        yield
+    finally:
+        model._weight_conversions = used
 
 
 def replace_quantizer(name: str, quantizer_class: type) -> None:

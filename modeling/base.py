@@ -20,7 +20,6 @@ from ..configuration.quantization import METHOD
 from ..serving import check_for_gguf
 from . import checkpoints
 from ._compat import takes_cache
-from ._private_api import keep_conversions
 from .adapters import LoadsAdapters
 from .attention import MaskInputs, attention_masks
 from .layers import make_layers_plain
@@ -31,7 +30,6 @@ from .quantization import (
     QuantizedExperts,
     QuantizedLinear,
     naming_plain_layers,
-    packed_experts,
     take_activations,
     warn_of_plain_experts,
 )
@@ -44,7 +42,7 @@ _QUANTIZERS_FOR_MIXTURES = ("bitsandbytes", "hqq", "llamoe", "quanto", "torchao"
 
 
 class LlamoePreTrainedModel(
-    OffloadMixin, LoadsAdapters, Distributed, checkpoints.TakesStateDicts, checkpoints.AtomicSaveMixin
+    OffloadMixin, LoadsAdapters, Distributed, checkpoints.TakesWeights, checkpoints.AtomicSaveMixin
 ):
     """Base of every llamoe model."""
 
@@ -65,11 +63,6 @@ class LlamoePreTrainedModel(
     # and servers drop every key that one of them matches.
     _keys_passed_over: ClassVar[list[str]] = []
     _has_stock_layout: ClassVar[bool] = True
-
-    def __init__(self, config: PreTrainedConfig, *args, **kwargs):
-        """Create a model; raises if it has more layers than the checkpoint being loaded has tensors."""
-        checkpoints.check_layers(config)
-        super().__init__(config, *args, **kwargs)
 
     def post_init(self) -> None:
         """Finish construction; layers of a model that another library quantizes are torch's own."""
@@ -210,12 +203,9 @@ class LlamoePreTrainedModel(
         """
         name_or_path = pretrained_model_name_or_path
         subfolder = kwargs.get("subfolder") or ""
-        config, device_map = kwargs.get("config"), kwargs.get("device_map")
-        checkpoints.check_devices(device_map, kwargs.get("max_memory"), kwargs.get("offload_folder"))
+        config = kwargs.get("config")
         if name_or_path is not None:
             checkpoints.check_whole(name_or_path, subfolder)
-            if config is None:
-                checkpoints.check_place(name_or_path, subfolder)
         if isinstance(config, PreTrainedConfig):
             kwargs["config"] = config = cls.resolve_config(config)
         elif name_or_path is not None and not kwargs.get("gguf_file"):
@@ -230,7 +220,7 @@ class LlamoePreTrainedModel(
             state.offload, state.activations = request, activations
             if name_or_path is not None and os.path.isdir(name_or_path):
                 variant, use_safetensors = kwargs.get("variant"), kwargs.get("use_safetensors")
-                state.tensors = checkpoints.check_folder(
+                checkpoints.check_folder(
                     name_or_path, subfolder, variant, use_safetensors, bool(quantization)
                 )
             result = super().from_pretrained(name_or_path, *model_args, **kwargs)
@@ -267,8 +257,6 @@ class LlamoePreTrainedModel(
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(model._keys_passed_over)
         loading_info, offload_index = load(model, state_dict, checkpoint_files, load_config)
-        if fused:
-            keep_conversions(model, load_config.weight_mapping, fused)
         checkpoints.check_found(model, loading_info, place)
         checkpoints.check_on_disk(load_config.device_map, loading_info.missing_keys, offload_index)
         return loading_info, offload_index
@@ -335,12 +323,13 @@ class LlamoePreTrainedModel(
     def save_pretrained(
         self, save_directory, *args, layout: str = "llamoe", for_gguf: bool = False, **kwargs
     ):
-        """Save as `PreTrainedModel.save_pretrained` does; the weights have stock keys in either layout.
+        """Save as `PreTrainedModel.save_pretrained` does, in our layout or in stock's.
 
         Args:
             layout: "llamoe" writes our model type to config.json, and llamoe_hub.py beside it, so that the folder
-                loads with `trust_remote_code=True` where llamoe is not imported. "stock" writes transformers' type
-                (`llama`, `llama4`, `llama4_text`), so that transformers, vLLM or llama.cpp read the folder without
+                loads with `trust_remote_code=True` where llamoe is not imported; the tensors are those of
+                `state_dict()`. "stock" writes transformers' type (`llama`, `mixtral`, `llama4`, `llama4_text`), and
+                of Mixtral each expert by itself, so that transformers, vLLM or llama.cpp read the folder without
                 llamoe.
             for_gguf: refuse a model that llama.cpp would not compute as it is, since its converter to GGUF and its
                 loader fix much of an architecture (`llamoe inspect --for gguf` tells of a folder).
@@ -374,13 +363,15 @@ class LlamoePreTrainedModel(
             to_stock(self.config)
         if for_gguf:
             check_for_gguf(self.config, type(self).__name__)
-        is_packed = any(getattr(module, "is_packed", False) for module in self.modules())
-        if is_packed and not is_stock and not packed_experts(self):
-            # Packed experts are stored as they are; transformers' rules would take them apart.
-            kwargs["save_original_format"] = False
         naming = naming_plain_layers(self) if is_stock else nullcontext()
         with naming, written_by(to_stock if is_stock else None):
-            super().save_pretrained(save_directory, *args, **kwargs)
+            super().save_pretrained(
+                save_directory, *args, unfuses=is_stock and self._is_unfused_in_stock(), **kwargs
+            )
+
+    def _is_unfused_in_stock(self) -> bool:
+        """Whether stock's files have each expert by itself, as Mixtral's do; all our other keys are stock's."""
+        return self._has_experts and self.config.stock_type() == "mixtral"
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):

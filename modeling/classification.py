@@ -150,7 +150,6 @@ class LlamoeMixtralForSequenceClassification(SequenceClassifier):
     # The loss is a mean over rows: Trainer divides it by the number of accumulation steps.
     accepts_loss_kwargs = False
     _has_experts = True
-    _has_original_format = True
 
 
 class OfMultimodalFolders(LlamoePreTrainedModel):
@@ -215,7 +214,6 @@ class LlamoeMixtralForTokenClassification(TokenClassifier):
 
     config: LlamoeMixtralConfig
     _has_experts = True
-    _has_original_format = True
 
 
 class LlamoeForTokenClassification(OfMultimodalFolders, TokenClassifier):

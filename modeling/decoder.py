@@ -217,7 +217,6 @@ class LlamoeMixtralModel(MixtureModel):
     """Mixtral without a head."""
 
     config: LlamoeMixtralConfig
-    _has_original_format = True
 
 
 class LlamoeTextModel(MixtureModel):
@@ -399,7 +398,6 @@ class LlamoeMixtralForCausalLM(CausalLM, Generation, GenerationMixin):
     config: LlamoeMixtralConfig
     _model_class = LlamoeMixtralModel
     _has_experts = True
-    _has_original_format = True
 
 
 class LlamoeForCausalLM(CausalLM, ChunkedGeneration, GenerationMixin):

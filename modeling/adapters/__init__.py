@@ -10,4 +10,3 @@ from .adapted_parts import lora_config
 from .fitting import skeleton_with
 from .loading import LoadsAdapters
 from .peft_registration import register_with_peft
-from .when_imported import when_imported

@@ -2,10 +2,9 @@
 
 Reading order: safetensors_files, torch_files (headers, without the numbers), checkpoint_files (is a folder
 whole), stored (does it hold this model), mapped_memory (memory that is given back), expert_index (which experts are
-where), load_weights (what is fused or quantized while it is loaded), model_names and state_dicts (the same for
-`load_state_dict`), other_loaders (accelerate's, Trainer's and torch's), device_map (on which device a module goes),
-parts, whole_folders (locks, and signs of what is unfinished), saving (a folder is written whole or not at
-all).
+where), load_weights (what is fused or quantized while it is loaded), state_dicts (weights are no codes), device_map (on
+which device a module goes), parts, whole_folders (locks, and signs of what is unfinished), saving (a folder is written
+whole or not at all).
 """
 
 from .checkpoint_files import (
@@ -13,9 +12,7 @@ from .checkpoint_files import (
     check_files,
     check_folder,
     check_found,
-    check_layers,
     check_names,
-    check_place,
     check_shards,
     current_loading,
     find_weights,
@@ -24,7 +21,6 @@ from .checkpoint_files import (
     wrapper_prefix,
 )
 from .device_map import (
-    check_devices,
     check_on_disk,
     device_of,
     devices_here,
@@ -43,11 +39,10 @@ from .expert_index import (
 )
 from .load_weights import make_weights
 from .mapped_memory import forget_pages, return_freed_memory
-from .other_loaders import replace_loaders, replace_trainers_loader
 from .parts import in_units, part_of, sum_by_part
 from .safetensors_files import DTYPE_NAMES, DTYPES, WEIGHT_DTYPES, TensorHeader
 from .saving import AtomicSaveMixin, saving_adapter
-from .state_dicts import TakesStateDicts
+from .state_dicts import TakesWeights
 from .stored import Stored, check_fit, headers_of, tensors_of
 from .torch_files import read_torch
 from .whole_folders import LOCK, UNFINISHED, check_whole, sync

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...configuration.base import LlamoeBaseConfig
 from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import LARGE, FileStamp, check_regular, read_json, reading, stamp_of
@@ -28,8 +27,6 @@ class _Loading:
     """What is known while a model is loaded."""
 
     headers: dict[FileStamp, dict[str, TensorHeader]] = field(default_factory=dict)
-    # Number of tensors in the files; None if unknown.
-    tensors: int | None = None
     # Which experts are not to be loaded (`offload.OffloadRequest`).
     offload: Any = None
     # What a folder of packed weights is to do to rows; None for what its config says.
@@ -41,7 +38,7 @@ _current: ContextVar[_Loading | None] = ContextVar("llamoe_loading", default=Non
 
 @contextmanager
 def loading() -> Iterator[_Loading]:
-    """Context that reads each file's header once, and in which `check_layers` knows the number of tensors."""
+    """Context that reads each file's header once."""
     state = _Loading()
     token = _current.set(state)
     try:
@@ -53,16 +50,6 @@ def loading() -> Iterator[_Loading]:
 def current_loading() -> _Loading:
     """What is known in this context of `loading`, or nothing outside of one."""
     return _current.get() or _Loading()
-
-
-def check_layers(config: LlamoeBaseConfig) -> None:
-    """Raise a `CheckpointError` before more layers are made than the checkpoint being loaded has tensors."""
-    found, layers = current_loading().tensors, getattr(config, "num_hidden_layers", 0)
-    if found is not None and isinstance(layers, int) and layers > found:
-        raise CheckpointError(
-            f"config.json describes {layers} layers, but the weights are {found} tensors, and a layer has several. "
-            "Weights and config.json do not belong together."
-        )
 
 
 def read_header(path: str | os.PathLike, kind: str | None = None) -> dict[str, TensorHeader]:
@@ -104,29 +91,6 @@ def _read_header(path: str | os.PathLike, kind: str | None) -> dict[str, TensorH
             "that, save it by itself, or convert the folder with `llamoe convert`."
         )
     return tensors
-
-
-def check_place(name_or_path: str | os.PathLike, subfolder: str = "") -> None:
-    """Check that a local path is a folder with a checkpoint; names on the Hub pass.
-
-    Raises:
-        CheckpointError: no such folder, a file in its place, or a folder without config.json.
-    """
-    path = os.fspath(name_or_path)
-    if os.path.isfile(path):
-        raise CheckpointError(f"{path} is a file; give the folder that holds config.json and the weights.")
-    if os.path.isdir(path):
-        place = Path(path, subfolder)
-        if (place / "config.json").is_file() or (place / "adapter_config.json").is_file():
-            return
-        if (place / "params.json").is_file() or any(place.glob("consolidated*.pth")):
-            raise CheckpointError(
-                f"{place}: is a folder of Meta's, without config.json. Convert it once with "
-                f"`llamoe convert {place} OUT`, and load OUT."
-            )
-        raise CheckpointError(f"{place}: no file named config.json in this folder.")
-    elif os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1:
-        raise CheckpointError(f"{path}: no such folder.")
 
 
 class WeightFiles(NamedTuple):
@@ -273,14 +237,11 @@ def check_folder(
     variant: str | None = None,
     use_safetensors: bool | None = None,
     quantized: bool = False,
-) -> int | None:
+) -> None:
     """Check the weights of a local checkpoint, and the small files that are read with them.
 
     The arguments are those of `from_pretrained`. If the model is `quantized`, pickles are skipped: they may hold
     objects of a quantizer that is not imported yet.
-
-    Returns:
-        number of tensors; None if it is unknown, or there are no weights.
 
     Raises:
         CheckpointError: a file is missing or damaged, the index cannot be read, leaves the
@@ -294,16 +255,15 @@ def check_folder(
         # Saved by the processes of a distributed run: each file has shards of the tensors, and all files are read.
         for path in place.glob("*.safetensors"):
             read_header(path)
-        return None
+        return
     formats = [suffix for suffix in _FORMATS if use_safetensors in (None, suffix == "safetensors")]
     found = find_weights(place, variant, formats)
     if found is None or quantized and found.files[0].suffix != ".safetensors":
-        return None
+        return
     if found.index is not None and found.metadata is None:
         raise CheckpointError(f"{found.index}: not an index that transformers reads: it has no metadata.")
     held = check_files(found.files)
     check_shards(found, held)
-    return len(held)
 
 
 def check_found(model: "PreTrainedModel", loading_info: Any, place: Any) -> None:

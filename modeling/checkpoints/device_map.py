@@ -8,81 +8,13 @@ it. Such maps are refused here, or rewritten so that every module is named once.
 """
 
 import difflib
-import os
 from collections.abc import Container, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...configuration.checks import listed
-
-STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
-
-
-def check_devices(device_map: Any, max_memory: Any = None, offload_folder: Any = None) -> None:
-    """Check the arguments of `from_pretrained` that place a model, as far as possible without the model.
-
-    Args:
-        device_map: None, a strategy, one device for everything, or names of modules to devices.
-        max_memory: None, or device to bytes or a text like "10GB".
-        offload_folder: None, or the folder for weights on disk.
-
-    Raises:
-        ValueError: no such device on this machine, a negative size, or a file at the folder's path.
-    """
-    if isinstance(device_map, Mapping):
-        for name, device in device_map.items():
-            if not isinstance(name, str):
-                raise ValueError(
-                    f"device_map: {name!r} is not a module's name, but of type {type(name).__name__}."
-                )
-            if not _exists(device):
-                raise ValueError(f"device_map[{name!r}] = {device!r}: {_no_such_device()}")
-    elif not (device_map is None or device_map in STRATEGIES or _exists(device_map)):
-        raise ValueError(
-            f"device_map = {device_map!r}: {_no_such_device()} Give one of them for the whole model, a dict of module "
-            f"names to devices, or a strategy: {_enumerate(STRATEGIES)}."
-        )
-    if not isinstance(max_memory, Mapping | None):
-        raise ValueError(f'max_memory = {max_memory!r}: give a dict of devices to sizes, {{"cpu": "10GB"}}.')
-    for device, size in (max_memory or {}).items():
-        if not _exists(device):
-            raise ValueError(f"max_memory[{device!r}]: {_no_such_device()}")
-        if not _is_size(size):
-            raise ValueError(f'max_memory[{device!r}] = {size!r}: give bytes, from 0, or a text like "10GB".')
-    if offload_folder is not None and os.path.isfile(offload_folder):
-        raise ValueError(f"offload_folder = {str(offload_folder)!r} is a file; give a folder.")
-
-
-def _exists(device: Any) -> bool:
-    if isinstance(device, str) and device == "disk":
-        return True
-    if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
-        return False
-    kind, index = None, device
-    if not isinstance(device, int):
-        try:
-            kind, index = torch.device(device).type, torch.device(device).index
-        except RuntimeError:
-            return False
-    if kind in ("cpu", "meta"):
-        return True
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if here is not None and kind in (None, here.type):
-        return 0 <= (index or 0) < torch.accelerator.device_count()
-    # Other kinds of devices come with packages of their own, which know what exists.
-    return kind not in (None, "cuda", "mps", "xpu")
-
-
-def _is_size(size: Any) -> bool:
-    if isinstance(size, str):
-        from accelerate.utils import convert_file_size_to_int
-
-        with suppress(ValueError):
-            size = convert_file_size_to_int(size)
-    return isinstance(size, int) and not isinstance(size, bool) and size >= 0
 
 
 def devices_here() -> list[str]:
@@ -91,11 +23,6 @@ def devices_here() -> list[str]:
         return ["cpu"]
     kind = torch.accelerator.current_accelerator().type
     return ["cpu", *(f"{kind}:{index}" for index in range(torch.accelerator.device_count()))]
-
-
-def _no_such_device() -> str:
-    names = ["'cpu'", "'disk'", *(f"{index} ('{name}')" for index, name in enumerate(devices_here()[1:]))]
-    return f"there is no such device. This machine has {', '.join(names)}."
 
 
 def owner_of(name: str, names: Container[str]) -> str:
@@ -225,8 +152,6 @@ def settle_places(model: nn.Module, load_config: Any, files: Sequence[str], fuse
     if device_map is None:
         return
     settled = settle_device_map(model, device_map)
-    # A strategy may have chosen devices by max_memory.
-    check_devices(settled)
     device_map.clear()
     device_map.update(settled)
     if load_config.disk_offload_folder is not None:

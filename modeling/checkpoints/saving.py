@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from ...configuration.hub import MODULE_NAME, is_our_module
+from .._private_api import registered_conversions
 from ..parallel import broadcast, is_sharded, is_shared, joined, refuse_stages, sharded_adapter
 from .whole_folders import sync
 
@@ -160,10 +161,6 @@ def _without_wrappers(model: PreTrainedModel) -> dict[str, Any] | None:
 class AtomicSaveMixin(PreTrainedModel):
     """`save_pretrained` for a model class; a base class to name before `PreTrainedModel`."""
 
-    # Whether transformers undoes the rules of loading. Most of our keys are those of stock's files, and the rules let
-    # classes read the folders of others: undone, even in models that were not loaded by them, nothing would fit.
-    _has_original_format: ClassVar[bool] = False
-
     def save_pretrained(
         self,
         save_directory: str | os.PathLike,
@@ -176,9 +173,14 @@ class AtomicSaveMixin(PreTrainedModel):
         save_peft_format: bool = True,
         save_original_format: bool = True,
         distributed_checkpoint: bool = False,
+        unfuses: bool = False,
         **kwargs,
     ):
         """Save as `PreTrainedModel.save_pretrained` does; no folder ever holds a part of each of two models.
+
+        With `unfuses` files have the form that is registered for the model type, whatever files were read. Otherwise
+        they have the tensors of `state_dict()`: the rules of loading also let classes read the folders of others, and
+        undone nothing would fit. `save_original_format` changes nothing.
 
         All processes that share the weights call this together, or the first one alone with a `state_dict` of whole
         tensors, as Trainer does under accelerate's FSDP2. A model that transformers has sharded is saved by all.
@@ -205,7 +207,8 @@ class AtomicSaveMixin(PreTrainedModel):
         save = _Save(save_directory, variant) if self.should_save_on_this_rank(is_main_process) else None
         saving = _current.set(save)
         try:
-            with nullcontext(save_directory) if save is None else save.files() as folder:
+            place = nullcontext(save_directory) if save is None else save.files()
+            with place as folder, registered_conversions(self):
                 # Each of the processes writes a part.
                 if distributed_checkpoint and has_to_wait:
                     folder = broadcast(folder)
@@ -218,7 +221,7 @@ class AtomicSaveMixin(PreTrainedModel):
                     variant=variant,
                     token=token,
                     save_peft_format=save_peft_format,
-                    save_original_format=save_original_format and self._has_original_format,
+                    save_original_format=unfuses,
                     distributed_checkpoint=distributed_checkpoint,
                     **kwargs,
                 )

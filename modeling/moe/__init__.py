@@ -1,9 +1,9 @@
 """The mixture of experts.
 
-Reading order: products (each expert's rows times its matrix), low_rank (what adapters add to it), state_dicts (experts
-that come one by one), experts (the module: rows sorted by expert, the gate, and the loop that defines the result),
-layer (which experts, with what weight), losses (router losses and the load of experts), balancing (routers watched in
-training, and balanced without a loss), trace (which experts compute which tokens).
+Reading order: products (each expert's rows times its matrix), low_rank (what adapters add to it), single_experts
+(those that a checkpoint has one by one), experts (the module: rows sorted by expert, the gate, and the loop that
+defines the result), layer (which experts, with what weight), losses (router losses and the load of experts), balancing
+(routers watched in training, and balanced without a loss), trace (which experts compute which tokens).
 """
 
 from .balancing import RouterWatch, watch_routers
@@ -18,15 +18,13 @@ from .layer import MixtureOfExperts, Router
 from .losses import RouterLossMixin, expert_load
 from .low_rank import NO_LORA, ExpertsLora, LowRank
 from .products import Group, Ranges, Stack, groups_between, multiply_groups, multiply_one
-from .state_dicts import (
+from .single_experts import (
     PARTS_OF_STACKS,
     PLACES,
     ExpertMatrix,
     fuse,
-    like,
     matrix_named,
     missing_matrices,
     put_matrix,
-    take_matrices,
 )
 from .trace import ExpertTrace, trace_experts

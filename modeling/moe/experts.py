@@ -43,7 +43,6 @@ from ..kernels import (
 from ..layers import activation
 from .low_rank import NO_LORA, ExpertsLora
 from .products import Stack, multiply_groups, multiply_on_device, multiply_sorted, sort_on_host
-from .state_dicts import TakesSingleExperts
 
 Way = Literal["host", "kernels", "operators"]
 """How products get the rows of each expert: the host counts them, kernels find them, or operators hide that."""
@@ -105,7 +104,7 @@ ExpertsInterface.register(IMPLEMENTATION, _refuse_other_experts)
 
 
 @use_experts_implementation(experts_interface=IMPLEMENTATIONS, is_transposed=True)
-class Experts(TakesSingleExperts):
+class Experts(nn.Module):
     """The routed experts' weights, stacked and input-first (`x @ W`), as stock has them for Llama 4."""
 
     # Quantizers, peft and transformers' backends rely on these names, shapes and their order.

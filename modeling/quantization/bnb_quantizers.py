@@ -18,7 +18,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from .._private_api import forget_conversions, replace_quantizer
+from .._private_api import replace_quantizer
 from ..checkpoints import AtomicSaveMixin, Stored
 from ..formats import BitsAndBytesFormat, Bnb4Bit, Bnb8Bit
 from ..layers import Linear
@@ -112,9 +112,6 @@ class QuantizesExperts(_Base):
         if isinstance(model, AtomicSaveMixin):
             check_scales(model)
             _keep_codes_in_order(model)
-            if self.pre_quantized or packed_experts(model):
-                # transformers cannot run its rules for packed weights in reverse, and saving would try.
-                forget_conversions(model)
         return model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:

@@ -19,7 +19,6 @@ from ...configuration.checks import listed
 from ...configuration.errors import ConfigurationError
 from ...configuration.hub import is_ours, is_saving_stock
 from ...configuration.quantization import METHOD, QuantizationConfig
-from .._private_api import forget_conversions
 from ..checkpoints import current_loading
 from ..formats import Format, format_of
 from ..layers import Linear
@@ -158,7 +157,6 @@ class LlamoeQuantizer(HfQuantizer):
                 # Mapped from a file: torch's kernels cannot read them there, and other products round otherwise.
                 if codes.is_cpu and codes.data_ptr() % module.format.alignment:
                     codes.data = codes.data.clone()
-        forget_conversions(model)
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:
         """In transformers' layout the weights that the packed ones mean."""

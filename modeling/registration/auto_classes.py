@@ -15,8 +15,7 @@ from ...configuration import LlamoeConfig, LlamoeMixtralConfig
 from ...configuration.hub import AUTO_CLASSES
 from ...configuration.stock import CONFIG_CLASSES
 from .._private_api import choose_processor, name_causal_model, publish, register_model
-from ..adapters import register_with_peft, when_imported
-from ..checkpoints import replace_loaders, replace_trainers_loader
+from ..adapters import register_with_peft
 from ..offload import let_accelerate_train
 from ..processing import LlamoeProcessor, config_beside
 from ..quantization import register_bitsandbytes, register_quantizers
@@ -44,9 +43,7 @@ def register(classes: Mapping[str, Any]) -> None:
     AutoProcessor.register(LlamoeConfig, LlamoeProcessor)
     choose_processor(Llama4Processor, _processor_of)
     register_with_peft()
-    replace_loaders()
     let_accelerate_train()
-    when_imported("transformers.trainer_utils", replace_trainers_loader)
     register_quantizers()
     register_bitsandbytes()
     publish(MODELS.values())

@@ -85,7 +85,7 @@ def saving(**options):
 
 @pytest.mark.parametrize(
     ("case", "is_adapted"),
-    [(DENSE, False), (MULTIMODAL, False), (MIXTRAL, True), (TEXT, True)],
+    [(DENSE, False), (MULTIMODAL, False), (MIXTRAL, False), (MIXTRAL, True), (TEXT, True)],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_a_resumed_training_equals_one_that_was_not_stopped(case, is_adapted, tmp_path):
@@ -105,7 +105,7 @@ def test_a_resumed_training_equals_one_that_was_not_stopped(case, is_adapted, tm
 
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path):
-    """The first checkpoint, since here more loss is better; files hold Mixtral's experts otherwise than the model."""
+    """The first checkpoint, since here more loss is better."""
     model = MIXTRAL.make_small()
     options = saving(eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, greater_is_better=True)
     trainer_of(model, tmp_path, rows(MIXTRAL), **options).train()

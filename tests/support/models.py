@@ -399,11 +399,6 @@ class Case:
         return self.has_experts and "Mixtral" not in self.name
 
     @property
-    def is_stored_as_it_is(self):
-        """Whether files have the model's own tensors, as all but Mixtral's have."""
-        return "Mixtral" not in self.name
-
-    @property
     def model_class(self):
         return getattr(llamoe, self.name)
 

@@ -151,7 +151,7 @@ def linear_names(model):
     return {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
 
 
-@for_models("is_text", "is_stored_as_it_is", models=SHALLOW_MODELS)
+@for_models("is_text", models=[case for case in SHALLOW_MODELS if "Mixtral" not in case.name])
 def test_all_linear_leaves_the_tower_alone_unless_asked(case):
     model = case.make()
     linear = linear_names(model)

@@ -86,7 +86,7 @@ def test_kinds_of_cache_give_the_same_tokens(case, kind, beams, streams):
     """On a padded batch, of which each row begins its chunks elsewhere."""
     if case.has_images and "pieces" in kind and not hasattr(generation_utils, "_slice_mm_encoder_output"):
         pytest.skip("this transformers prefills in pieces for texts only")
-    if kind == "offloaded_static" and not case.is_stored_as_it_is:
+    if kind == "offloaded_static" and "Mixtral" in case.name:
         pytest.skip("transformers' cache of this kind wants a layer that is not local")
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
     kind = KINDS[kind](model.config.get_text_config()) if callable(KINDS[kind]) else KINDS[kind]

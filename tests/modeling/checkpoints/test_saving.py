@@ -35,7 +35,8 @@ HEADS = [
         ("", "SequenceClassification", text_config, None),
     )
 ]
-CASES = {case.name: shallow(case) for case in MODELS + HEADS if case.is_stored_as_it_is}
+# Stock has Mixtral's tensors otherwise: `test_mixtral`.
+CASES = {case.name: shallow(case) for case in MODELS + HEADS if "Mixtral" not in case.name}
 for_classes = pytest.mark.parametrize("name", CASES)
 
 # Classes whose folders have other keys than those of the class named first.

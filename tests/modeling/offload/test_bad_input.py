@@ -141,7 +141,7 @@ def test_several_processes_are_refused(text_folder):
     ids=["missing", "of another shape", "beyond the last"],
 )
 def test_an_expert_that_does_not_fit_is_named(change, named, tmp_path, nothing_left):
-    mixtral().save_pretrained(tmp_path)
+    mixtral().save_pretrained(tmp_path, layout="stock")
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     change(tensors, "model.layers.1.block_sparse_moe.experts.3.w2.weight")
@@ -256,7 +256,7 @@ def test_a_model_can_be_saved_into_its_own_folder(tmp_path, ids):
 
 
 def test_refused_saving_leaves_the_own_folder_as_it_was(tmp_path, ids):
-    mixtral().save_pretrained(tmp_path)
+    mixtral().save_pretrained(tmp_path, layout="stock")
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     resident, model = load_both(tmp_path, 2)
     with pytest.raises(ValueError, match="layers.0.mlp.experts is on 'disk'"):

@@ -21,7 +21,7 @@ def folders(tmp_path_factory):
     text_model(**text).save_pretrained(found["float32"])
     larger = {**text, "intermediate_size": 1312}
     text_model(**larger).to(torch.bfloat16).save_pretrained(found["bfloat16"], max_shard_size="9MB")
-    mixtral(**SIZES).save_pretrained(found["mixtral"])
+    mixtral(**SIZES).save_pretrained(found["mixtral"], layout="stock")
     plain = tmp_path_factory.mktemp("plain")
     text_model(**{**text, "intermediate_size": 2624}).to(torch.bfloat16).save_pretrained(plain)
     config = llamoe.QuantizationConfig("int8")

@@ -16,7 +16,7 @@ TINY = "examples/llamoe-tiny"
 
 def test_the_folder_of_an_adapter_is_loaded(tmp_path, ids):
     base, folder = tmp_path / "base", tmp_path / "adapter"
-    mixtral().save_pretrained(base)
+    mixtral().save_pretrained(base, layout="stock")
     resident = llamoe.LlamoeMixtralForCausalLM.from_pretrained(base)
     memory = 2 * expert_bytes(resident)
     adapted = get_peft_model(resident, llamoe.lora_config(resident)).eval()
