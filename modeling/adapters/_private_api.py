@@ -32,8 +32,7 @@ from ..offload import freeze_for_training, showing_devices_of_rows
 from ..quantization import QuantizedLinear
 from . import expert_lora
 from .adapted_parts import refuse_shared_experts, warn_of_dropout, warn_of_frozen_experts
-from .expert_begin import refuse_beginnings
-from .expert_layout import join_beginnings, refuse_square_stacks
+from .expert_layout import refuse_square_stacks
 from .files import check_files
 from .loading import LoadsAdapters
 from .packed_weights import refuse_for_packed, refuse_merging
@@ -111,7 +110,6 @@ def expand_all_linear(original: Callable, config: Any, model: nn.Module) -> Any:
     refuse_square_stacks(model, parameters)
     refuse_for_packed(config, model, parameters)
     if is_lora:
-        refuse_beginnings(config, model, parameters)
         refuse_shared_experts(model, parameters)
         warn_of_dropout(config, parameters)
         # Where peft takes "all-linear" for experts, too, it asks here first for the layers alone.
@@ -262,13 +260,6 @@ def prepare_compiled_hotswap(original: Callable, model: nn.Module) -> Any:
                 "layers alone. Swap without it, or leave experts and routers out: lora_config(model, experts=False)."
             )
     return original(model)
-
-
-@instead_of(LoraModel, "subtract_mutated_init")
-def subtract_beginnings(original: Callable, self: Any, *args, **kwargs) -> dict[str, torch.Tensor]:
-    """Make plain LoRA of PiSSA and the like expert by expert."""
-    tensors = original(self, *args, **kwargs)
-    return join_beginnings(self.model, tensors) if isinstance(self.model, LoadsAdapters) else tensors
 
 
 # Sums and merging

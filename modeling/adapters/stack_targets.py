@@ -31,11 +31,6 @@ def reading(keys: Collection[str]) -> Iterator[None]:
         _keys.reset(token)
 
 
-def is_reading() -> bool:
-    """Whether layers are made for an adapter that exists already."""
-    return _keys.get() is not None
-
-
 def targeted_parameters(config: Any, model: nn.Module) -> list[str]:
     """Full names of the parameters that an adapter changes by its `target_parameters`, without those of wrappers."""
     asked = tuple(getattr(config, "target_parameters", None) or ())

@@ -282,7 +282,16 @@ def test_weighted_sums(kind):
             lambda: get_peft_model(
                 TEXT.make(), LoraConfig(target_parameters=STACKS, alora_invocation_tokens=[1, 2])
             ),
-            "Leave alora_invocation_tokens out",
+            "leave alora_invocation_tokens out",
+        ),
+        *(
+            (
+                lambda begin=begin: get_peft_model(
+                    TEXT.make(), LoraConfig(target_parameters=STACKS, init_lora_weights=begin)
+                ),
+                f"init_lora_weights='{begin}'",
+            )
+            for begin in ("pissa", "olora", "orthogonal")
         ),
         (lambda: llamoe.lora_config(TEXT.make(), r=0), "r .*not 0"),
         (lambda: llamoe.lora_config(TEXT.make(), r=2.5), "not 2.5"),
@@ -294,6 +303,9 @@ def test_weighted_sums(kind):
         "the module of experts",
         "dora",
         "activated by tokens",
+        "pissa",
+        "olora",
+        "orthogonal",
         "rank 0",
         "half a rank",
         "dropout of all",
