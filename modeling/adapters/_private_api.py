@@ -272,18 +272,17 @@ def check_sum(
     """Let peft sum adapters of experts' stacks, which it refuses before it looks at their layers.
 
     Raises:
-        ValueError: a sum by singular values, which peft takes of matrices; adapters of other stacks.
+        ValueError: a sum that peft takes of whole matrices; adapters of other stacks.
     """
     stacks = expert_lora.stacks_of(self.model, adapters)
     if any(name not in module.lora_A for module in stacks for name in adapters):
         raise ValueError(
             f"Some of the adapters {', '.join(adapters)} adapt experts' stacks that others do not."
         )
-    # The "sum" of one adapter is linear.
-    if stacks and "svd" in combination_type and len(adapters) > 1:
+    # The "sum" of one adapter is linear. "cat" would put ranks of one expert beside another expert's.
+    if stacks and ("svd" in combination_type or combination_type == "cat") and len(adapters) > 1:
         raise ValueError(
-            f'combination_type="{combination_type}" is not for adapters of experts\' stacks. '
-            'Choose "linear" or, where ranks differ, "cat".'
+            f'combination_type="{combination_type}" is not for adapters of experts\' stacks: choose "linear".'
         )
     targets = {name: self.peft_config[name].target_parameters for name in adapters if stacks}
     try:
@@ -293,25 +292,6 @@ def check_sum(
     finally:
         for name, parameters in targets.items():
             self.peft_config[name].target_parameters = parameters
-
-
-@instead_of(LoraModel, "add_weighted_adapter")
-def add_weighted_adapter(
-    original: Callable,
-    self: Any,
-    adapters: Sequence[str],
-    weights: Sequence[float],
-    adapter_name: str,
-    combination_type: str = "svd",
-    *more: Any,
-    **options: Any,
-) -> None:
-    """Concatenate factors of stacks expert by expert; peft puts them one behind another, as a linear layer's."""
-    is_new = adapter_name not in self.peft_config
-    original(self, adapters, weights, adapter_name, combination_type, *more, **options)
-    if is_new and combination_type == "cat":
-        for module in expert_lora.stacks_of(self.model, adapters):
-            module.concatenate(adapters, weights, adapter_name)
 
 
 @instead_of(tuners_utils.BaseTuner, "_check_merge_allowed")

@@ -148,22 +148,6 @@ class ParamWrapper(layer.ParamWrapper):
         whole = DTensor.from_local(factor, mesh, [Replicate()], run_check=False)
         return whole.redistribute(placements=[Shard(dim)]).to_local()
 
-    def concatenate(self, adapters: Sequence[str], weights: Sequence[float], adapter_name: str) -> None:
-        """Make one adapter the weighted sum of others, with the sum of their ranks.
-
-        peft puts the factors of linear layers one behind another, which in a stack mixes experts.
-        """
-        named = [
-            (name, weight) for name, weight in zip(adapters, weights, strict=True) if name in self.lora_A
-        ]
-        a = [self.lora_A[name].weight.data * weight * self.scaling[name] for name, weight in named]
-        b = [self.lora_B[name].weight.data for name, _ in named]
-        whole_a, whole_b = (each[adapter_name].weight.data.zero_() for each in (self.lora_A, self.lora_B))
-        for dim, whole, parts in ((0, whole_a, a), (1, whole_b, b)):
-            joined = torch.cat([by_expert(each, dim, self.num_experts) for each in parts], 1)
-            # With a `rank_pattern` peft makes room for the largest of all ranks.
-            by_expert(whole, dim, self.num_experts)[:, : joined.shape[1]] = joined
-
     def update_of(self, name: str) -> LowRank:
         """Return an adapter's factors, `[E, I, r]` and `[O, r, E]`; peft holds `[E * r, I]` and `[O, r * E]`."""
         a_ErI = self._of_own_experts(by_expert(self.lora_A[name].weight, 0, self.num_experts), 0)

@@ -237,41 +237,39 @@ def test_merging_and_back():
     assert max_abs(run(model, **inputs), before) < TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["linear", "cat"])
-def test_weighted_sums(kind):
-    """`cat` is the exact sum; `linear` sums factors, as for linear layers."""
-    model = two_adapters() if kind == "cat" else adapted()
-    if kind == "linear":
-        torch.manual_seed(2)
-        model.add_adapter("second", model.peft_config["default"])
-    model.add_weighted_adapter(["default", "second"], [0.3, 0.9], "sum", combination_type=kind)
-    found = wrappers(model)
-    assert len(found) == 2
-    for wrapper in found:
-        given = wrapper.get_delta_weight("sum")
-        if kind == "cat":
-            wanted = 0.3 * wrapper.get_delta_weight("default") + 0.9 * wrapper.get_delta_weight("second")
-        else:
-            scale = wrapper.scaling["default"]
-            a, b = (
-                (0.3 * scale) ** 0.5 * getattr(wrapper, x)["default"].weight
-                + (0.9 * scale) ** 0.5 * getattr(wrapper, x)["second"].weight
-                for x in ("lora_A", "lora_B")
-            )
-            wanted = torch.einsum(
-                "ore,eri->eio",
-                b.unflatten(1, (-1, wrapper.num_experts)),
-                a.unflatten(0, (wrapper.num_experts, -1)),
-            )
-        assert max_abs(given, wanted) < TOLERANCE
+def test_a_weighted_sum():
+    """Of factors, as for linear layers."""
+    model = adapted()
+    torch.manual_seed(2)
+    model.add_adapter("second", model.peft_config["default"])
+    model.add_weighted_adapter(["default", "second"], [0.3, 0.9], "sum", combination_type="linear")
+    assert len(wrappers(model)) == 2
+    for wrapper in wrappers(model):
+        scale = wrapper.scaling["default"]
+        a, b = (
+            (0.3 * scale) ** 0.5 * getattr(wrapper, x)["default"].weight
+            + (0.9 * scale) ** 0.5 * getattr(wrapper, x)["second"].weight
+            for x in ("lora_A", "lora_B")
+        )
+        wanted = torch.einsum(
+            "ore,eri->eio",
+            b.unflatten(1, (-1, wrapper.num_experts)),
+            a.unflatten(0, (wrapper.num_experts, -1)),
+        )
+        assert max_abs(wrapper.get_delta_weight("sum"), wanted) < TOLERANCE
 
 
 @pytest.mark.parametrize(
     ("act", "named"),
     [
-        (
-            lambda: two_adapters().add_weighted_adapter(["default", "second"], [0.3, 0.9], "sum", "svd"),
-            '"svd"',
+        *(
+            (
+                lambda kind=kind: two_adapters().add_weighted_adapter(
+                    ["default", "second"], [0.3, 0.9], "sum", kind
+                ),
+                f'"{kind}"',
+            )
+            for kind in ("svd", "cat")
         ),
         (lambda: get_peft_model(TEXT.make(), LoraConfig(target_modules=["experts"])), "target_parameters"),
         (
@@ -300,6 +298,7 @@ def test_weighted_sums(kind):
     ],
     ids=[
         "svd",
+        "cat",
         "the module of experts",
         "dora",
         "activated by tokens",
@@ -373,29 +372,12 @@ def test_a_swap_under_a_compiler_is_not_prepared_for_stacks():
     assert torch.equal(run(model, **TEXT.inputs()), before)
 
 
-def test_concatenation_with_ranks_of_their_own():
-    model = adapted(rank=3, rank_pattern={"q_proj": 7})
-    model.add_adapter("other", model.peft_config["default"])
-    model.add_weighted_adapter(["default", "other"], [0.7, -0.4], "both", "cat")
-    before = run(model, **TEXT.inputs())
-    model.set_adapter("both")
-    parts = []
-    for name, weight in (("default", 0.7), ("other", -0.4)):
-        for wrapper in wrappers(model):
-            parts.append((wrapper, weight * wrapper.get_delta_weight(name)))
-    for wrapper in wrappers(model):
-        wanted = sum(delta for other, delta in parts if other is wrapper)
-        assert max_abs(wrapper.get_delta_weight("both"), wanted) < TOLERANCE
-    assert max_abs(run(model, **TEXT.inputs()), before) > 1e-3
-
-
 def test_sums_of_adapters_of_other_stacks_are_refused():
     model = adapted()
     model.add_adapter("plain", LoraConfig(target_modules="all-linear", r=3, init_lora_weights=False))
-    for kind in ("linear", "cat"):
-        for names in (["default", "plain"], ["plain", "default"]):
-            with pytest.raises(ValueError, match="stacks"):
-                model.add_weighted_adapter(names, [1.0, 1.0], "sum", kind)
+    for names in (["default", "plain"], ["plain", "default"]):
+        with pytest.raises(ValueError, match="stacks"):
+            model.add_weighted_adapter(names, [1.0, 1.0], "sum", "linear")
     assert set(model.peft_config) == {"default", "plain"}
 
 
