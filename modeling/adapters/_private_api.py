@@ -257,7 +257,7 @@ def prepare_compiled_hotswap(original: Callable, model: nn.Module) -> Any:
             raise ValueError(
                 "prepare_model_for_compiled_hotswap: an adapter changes "
                 f"{place.replace('.base_layer', '')}.{module.parameter_name}, a parameter, and peft prepares linear "
-                "layers alone. Swap without it, or leave experts and routers out: lora_config(model, experts=False)."
+                "layers alone. Swap without it, or leave experts out: lora_config(model, experts=False)."
             )
     return original(model)
 
