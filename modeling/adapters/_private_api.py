@@ -33,7 +33,7 @@ from ..quantization import QuantizedLinear
 from . import expert_lora
 from .adapted_parts import refuse_shared_experts, warn_of_dropout, warn_of_frozen_experts
 from .expert_layout import refuse_square_stacks
-from .files import check_files
+from .files import tensor_names
 from .loading import LoadsAdapters
 from .packed_weights import refuse_for_packed, refuse_merging
 from .stack_targets import choose_parameters, reading, telling_unused
@@ -192,21 +192,20 @@ def _reading(model: nn.Module, name_or_path: Any, **download: Any) -> Iterator[N
     if not _is_ours(model):
         yield
         return
-    headers = check_files(_base(model), name_or_path, **download)[1]
-    with reading(headers), showing_devices_of_rows(model):
+    with reading(tensor_names(name_or_path, **download)), showing_devices_of_rows(model):
         yield
 
 
 @instead_of(PeftModel, "from_pretrained")
 def from_pretrained(original: Callable, cls: Any, model: nn.Module, model_id: Any, *args, **kwargs) -> Any:
-    """Check the files before layers are made for them."""
+    """Make layers for the tensors that the file has."""
     with _reading(model, model_id, **kwargs):
         return original(cls, model, model_id, *args, **kwargs)
 
 
 @instead_of(PeftModel, "load_adapter")
 def load_adapter(original: Callable, self: Any, model_id: Any, *args, **kwargs) -> Any:
-    """Check the files before layers are made for them."""
+    """Make layers for the tensors that the file has."""
     with _reading(self, model_id, **kwargs):
         return original(self, model_id, *args, **kwargs)
 
