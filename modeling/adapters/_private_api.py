@@ -31,7 +31,7 @@ from ..moe import Experts
 from ..offload import freeze_for_training, showing_devices_of_rows
 from ..quantization import QuantizedLinear
 from . import expert_lora
-from .adapted_parts import refuse_shared_experts, warn_of_dropout, warn_of_frozen_experts
+from .adapted_parts import refuse_shared_experts, warn_of_frozen_experts
 from .expert_layout import refuse_square_stacks
 from .files import tensor_names
 from .loading import LoadsAdapters
@@ -111,7 +111,6 @@ def expand_all_linear(original: Callable, config: Any, model: nn.Module) -> Any:
     refuse_for_packed(config, model, parameters)
     if is_lora:
         refuse_shared_experts(model, parameters)
-        warn_of_dropout(config, parameters)
         # Where peft takes "all-linear" for experts, too, it asks here first for the layers alone.
         if not (isinstance(targets, str) and model.config.model_type == LlamoeMixtralConfig.model_type):
             warn_of_frozen_experts(config, model, parameters)

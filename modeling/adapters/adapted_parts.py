@@ -1,7 +1,6 @@
 """Which parts of a model LoRA adapts: a `LoraConfig` by parts, and a word about experts that stay as they are."""
 
 import re
-from collections import Counter
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ...configuration import LlamoeMixtralConfig
-from ..checkpoints import in_units, part_of
+from ..checkpoints import in_units
 from ..moe import STACKS, Experts
 
 if TYPE_CHECKING:
@@ -125,46 +124,22 @@ def refuse_shared_experts(model: PreTrainedModel, parameters: Collection[str]) -
 
 
 def warn_of_frozen_experts(config: Any, model: nn.Module, parameters: Collection[str]) -> None:
-    """Say once how many bytes LoRA reaches, and how many it leaves frozen, if the experts are among these."""
-    stacks = {
-        f"{name}.{stack}".replace(".base_layer", "")
+    """Say once how many bytes of experts LoRA leaves frozen, if it adapts none."""
+    experts = {
+        name.replace(".base_layer", ""): module
         for name, module in model.named_modules()
         if isinstance(module, Experts)
-        for stack in STACKS
     }
+    stacks = [f"{name}.{stack}" for name in experts for stack in STACKS]
     saved = tuple(f"{module}.{stack}" for module in config.modules_to_save or () for stack in STACKS)
     is_trained = any(stack in parameters or stack.endswith(saved) for stack in stacks)
     if not stacks or config.inference_mode or is_trained:
         return
-    adapted, frozen = _bytes_by_part(config, model, parameters)
-    logger.warning_once(  # pyright: ignore[reportAttributeAccessIssue]
-        f"LoRA adapts {_listed(adapted) or 'nothing'}. It leaves frozen: {_listed(frozen)}. "
-        "llamoe.lora_config(model) adapts the routed experts, too."
+    size = sum(
+        parameter.numel() * parameter.element_size()
+        for module in experts.values()
+        for parameter in module.parameters()
     )
-
-
-def warn_of_dropout(config: Any, parameters: Collection[str]) -> None:
-    """Say once that a new adapter, which has dropout on experts' stacks, opens over our models only."""
-    if config.lora_dropout and not config.inference_mode and parameters:
-        logger.warning_once(  # pyright: ignore[reportAttributeAccessIssue]
-            "The adapter has dropout on the experts' stacks, which peft opens over llamoe's models and no others."
-        )
-
-
-def _bytes_by_part(config: Any, model: nn.Module, parameters: Collection[str]) -> tuple[Counter, Counter]:
-    from peft.tuners.tuners_utils import check_target_module_exists
-
-    adapted, frozen = Counter(), Counter()
-    named = tuple(f"{module}." for module in config.modules_to_save or ())
-    # Shared weights count once.
-    for name, parameter in model.named_parameters():
-        name = name.replace(".base_layer", "")
-        module = name.rpartition(".")[0]
-        is_target = name in parameters or any(f".{each}" in f".{name}" for each in named)
-        is_target = is_target or bool(module) and bool(check_target_module_exists(config, module))
-        (adapted if is_target else frozen)[part_of(name)] += parameter.numel() * parameter.element_size()
-    return adapted, frozen
-
-
-def _listed(sizes: Counter) -> str:
-    return ", ".join(f"{part} {in_units(number)}" for part, number in sizes.most_common())
+    logger.warning_once(  # pyright: ignore[reportAttributeAccessIssue]
+        f"LoRA leaves the routed experts frozen ({in_units(size)}). llamoe.lora_config(model) adapts them, too."
+    )
