@@ -246,7 +246,8 @@ class LlamoePreTrainedModel(
         held = checkpoints.check_files(files, place)
         if args or "expected_keys" in kwargs:
             # An adapter, for a model that is placed already.
-            return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+            info = model._load_adapter_tensors(state_dict, files, load_config.ignore_mismatched_sizes)
+            return info, None
         names = checkpoints.names_in_model(model, load_config.weight_mapping)
         checkpoints.check_names(held or state_dict or (), names, place)
         replace_with_offloaded(model, files, load_config)

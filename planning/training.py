@@ -8,6 +8,7 @@ keeps, which is float32 on a processor without bfloat16 products. Tests count th
 Shapes: H hidden, I inner size, K experts of a token, E experts, r rank, A and G channels of queries and of keys.
 """
 
+import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from ..configuration import QuantizationConfig
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.quantization import METHOD
-from ..modeling.adapters import lora_config, skeleton_with
+from ..modeling.adapters import lora_config
 from ..modeling.attention import window_block
 from ..modeling.formats import plain_format
 from ..modeling.kernels import needs_float32
@@ -106,7 +107,12 @@ def training_sizes(
         raise ValueError(
             f"{type(model).__name__} has no language model head: adapters are planned for models with one."
         )
-    adapted = skeleton_with(model, lora_config(model, experts=experts, r=rank), "planned")
+    from peft import inject_adapter_in_model
+
+    with torch.device("meta"):
+        adapted = type(model)(copy.deepcopy(model.config))
+    config_of_adapter = lora_config(model, experts=experts, r=rank)
+    inject_adapter_in_model(config_of_adapter, adapted, low_cpu_mem_usage=True)
     trained = sum(
         tensor.numel() for name, tensor in adapted.named_parameters() if ".lora_" in name or "lora_" in name
     )

@@ -31,10 +31,9 @@ from ..moe import Experts
 from ..offload import freeze_for_training, showing_devices_of_rows
 from ..quantization import QuantizedLinear
 from . import expert_lora
-from .adapted_parts import refuse_shared_experts, warn_of_dropout, warn_of_frozen_experts
-from .expert_begin import refuse_beginnings
-from .expert_layout import join_beginnings, refuse_square_stacks
-from .files import check_files
+from .adapted_parts import refuse_shared_experts, warn_of_frozen_experts
+from .expert_layout import refuse_square_stacks
+from .files import tensor_names
 from .loading import LoadsAdapters
 from .packed_weights import refuse_for_packed, refuse_merging
 from .stack_targets import choose_parameters, reading, telling_unused
@@ -111,9 +110,7 @@ def expand_all_linear(original: Callable, config: Any, model: nn.Module) -> Any:
     refuse_square_stacks(model, parameters)
     refuse_for_packed(config, model, parameters)
     if is_lora:
-        refuse_beginnings(config, model, parameters)
         refuse_shared_experts(model, parameters)
-        warn_of_dropout(config, parameters)
         # Where peft takes "all-linear" for experts, too, it asks here first for the layers alone.
         if not (isinstance(targets, str) and model.config.model_type == LlamoeMixtralConfig.model_type):
             warn_of_frozen_experts(config, model, parameters)
@@ -194,21 +191,20 @@ def _reading(model: nn.Module, name_or_path: Any, **download: Any) -> Iterator[N
     if not _is_ours(model):
         yield
         return
-    headers = check_files(_base(model), name_or_path, **download)[1]
-    with reading(headers), showing_devices_of_rows(model):
+    with reading(tensor_names(name_or_path, **download)), showing_devices_of_rows(model):
         yield
 
 
 @instead_of(PeftModel, "from_pretrained")
 def from_pretrained(original: Callable, cls: Any, model: nn.Module, model_id: Any, *args, **kwargs) -> Any:
-    """Check the files before layers are made for them."""
+    """Make layers for the tensors that the file has."""
     with _reading(model, model_id, **kwargs):
         return original(cls, model, model_id, *args, **kwargs)
 
 
 @instead_of(PeftModel, "load_adapter")
 def load_adapter(original: Callable, self: Any, model_id: Any, *args, **kwargs) -> Any:
-    """Check the files before layers are made for them."""
+    """Make layers for the tensors that the file has."""
     with _reading(self, model_id, **kwargs):
         return original(self, model_id, *args, **kwargs)
 
@@ -259,16 +255,9 @@ def prepare_compiled_hotswap(original: Callable, model: nn.Module) -> Any:
             raise ValueError(
                 "prepare_model_for_compiled_hotswap: an adapter changes "
                 f"{place.replace('.base_layer', '')}.{module.parameter_name}, a parameter, and peft prepares linear "
-                "layers alone. Swap without it, or leave experts and routers out: lora_config(model, experts=False)."
+                "layers alone. Swap without it, or leave experts out: lora_config(model, experts=False)."
             )
     return original(model)
-
-
-@instead_of(LoraModel, "subtract_mutated_init")
-def subtract_beginnings(original: Callable, self: Any, *args, **kwargs) -> dict[str, torch.Tensor]:
-    """Make plain LoRA of PiSSA and the like expert by expert."""
-    tensors = original(self, *args, **kwargs)
-    return join_beginnings(self.model, tensors) if isinstance(self.model, LoadsAdapters) else tensors
 
 
 # Sums and merging
@@ -281,18 +270,17 @@ def check_sum(
     """Let peft sum adapters of experts' stacks, which it refuses before it looks at their layers.
 
     Raises:
-        ValueError: a sum by singular values, which peft takes of matrices; adapters of other stacks.
+        ValueError: a sum that peft takes of whole matrices; adapters of other stacks.
     """
     stacks = expert_lora.stacks_of(self.model, adapters)
     if any(name not in module.lora_A for module in stacks for name in adapters):
         raise ValueError(
             f"Some of the adapters {', '.join(adapters)} adapt experts' stacks that others do not."
         )
-    # The "sum" of one adapter is linear.
-    if stacks and "svd" in combination_type and len(adapters) > 1:
+    # The "sum" of one adapter is linear. "cat" would put ranks of one expert beside another expert's.
+    if stacks and ("svd" in combination_type or combination_type == "cat") and len(adapters) > 1:
         raise ValueError(
-            f'combination_type="{combination_type}" is not for adapters of experts\' stacks. '
-            'Choose "linear" or, where ranks differ, "cat".'
+            f'combination_type="{combination_type}" is not for adapters of experts\' stacks: choose "linear".'
         )
     targets = {name: self.peft_config[name].target_parameters for name in adapters if stacks}
     try:
@@ -302,25 +290,6 @@ def check_sum(
     finally:
         for name, parameters in targets.items():
             self.peft_config[name].target_parameters = parameters
-
-
-@instead_of(LoraModel, "add_weighted_adapter")
-def add_weighted_adapter(
-    original: Callable,
-    self: Any,
-    adapters: Sequence[str],
-    weights: Sequence[float],
-    adapter_name: str,
-    combination_type: str = "svd",
-    *more: Any,
-    **options: Any,
-) -> None:
-    """Concatenate factors of stacks expert by expert; peft puts them one behind another, as a linear layer's."""
-    is_new = adapter_name not in self.peft_config
-    original(self, adapters, weights, adapter_name, combination_type, *more, **options)
-    if is_new and combination_type == "cat":
-        for module in expert_lora.stacks_of(self.model, adapters):
-            module.concatenate(adapters, weights, adapter_name)
 
 
 @instead_of(tuners_utils.BaseTuner, "_check_merge_allowed")

@@ -1,7 +1,6 @@
 """Which parts of a model LoRA adapts: a `LoraConfig` by parts, and a word about experts that stay as they are."""
 
 import re
-from collections import Counter
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +9,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ...configuration import LlamoeMixtralConfig
-from ..checkpoints import in_units, part_of
-from ..moe import STACKS, Experts, Router
+from ..checkpoints import in_units
+from ..moe import STACKS, Experts
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -24,7 +23,6 @@ def lora_config(
     *,
     experts: bool = True,
     vision: bool = False,
-    router: bool = False,
     r: int = 8,
     dropout: float = 0.0,
     **options: Any,
@@ -38,15 +36,14 @@ def lora_config(
         model: the model that it is for; its modules are read, not changed.
         experts: adapt the routed experts' stacks, where the model has any.
         vision: adapt the vision tower's linear layers.
-        router: adapt the routers' weights.
         r: rank.
         dropout: of what the adapters see. peft refuses it for stacks of experts; over llamoe it works.
         options: further fields of `LoraConfig`, `lora_alpha` (twice the rank by default) among them. Those that choose
             layers or modules (`layers_to_transform`, `exclude_modules`, `rank_pattern`, ...) mean experts, too.
 
     Raises:
-        ValueError: a rank below 1, a dropout outside of 0 to 1, or one for the router; a part that the model lacks; or
-            experts of a class that is not llamoe's, which would stay as they are.
+        ValueError: a rank below 1, a dropout outside of 0 to 1, a vision tower that the model lacks, or experts of a
+            class that is not llamoe's, which would stay as they are.
     """
     from peft import LoraConfig
 
@@ -54,20 +51,14 @@ def lora_config(
         raise ValueError(f"lora_config: r is a rank of at least 1, not {r!r}.")
     if not 0 <= dropout < 1:
         raise ValueError(f"lora_config: dropout is at least 0 and less than 1, not {dropout!r}.")
-    if router and dropout:
-        raise ValueError("lora_config: peft has no dropout for the router's weight: choose dropout=0.0.")
     if experts and type(model).__module__.startswith("transformers.models.") and _has_stacks(model):
         raise ValueError(
             f"lora_config: {type(model).__name__} is transformers' own class, whose experts this config would leave as "
             "they are. Call llamoe.adopt() before from_pretrained, or give experts=False."
         )
-    has_router = any(isinstance(module, Router) for module in model.modules())
-    for part, is_asked, is_there in (
-        ("router", router, has_router),
-        ("vision tower", vision, getattr(model.config, "vision_config", None) is not None),
-    ):
-        if is_asked and not is_there:
-            raise ValueError(f"lora_config: this {type(model).__name__} has no {part} to adapt.")
+    has_tower = getattr(model.config, "vision_config", None) is not None
+    if vision and not has_tower:
+        raise ValueError(f"lora_config: this {type(model).__name__} has no vision tower to adapt.")
     stacks, linear = set(), set()
     for name, module in model.named_modules():
         # Another adapter may be there already.
@@ -80,8 +71,6 @@ def lora_config(
         name = ".".join(name.split(".")[-2:])
         if experts and isinstance(module, Experts):
             stacks |= {f"{name}.{stack}" for stack in STACKS}
-        if router and isinstance(module, Router):
-            stacks.add(f"{name}.weight")
     chosen: dict[str, Any] = {"target_modules": "all-linear", "lora_alpha": 2 * r}
     excluded = options.get("exclude_modules")
     by_layer = options.get("layers_to_transform") is not None
@@ -96,11 +85,7 @@ def lora_config(
         chosen["layers_pattern"] = "layers"
     if vision:
         chosen["exclude_modules"] = []
-    elif (
-        by_layer
-        and "target_modules" not in options
-        and getattr(model.config, "vision_config", None) is not None
-    ):
+    elif by_layer and has_tower and "target_modules" not in options:
         # The tower's layers have the same numbers, and names in part.
         options["exclude_modules"] = _with_tower(excluded)
     return LoraConfig(r=r, lora_dropout=dropout, **(chosen | options))
@@ -139,46 +124,22 @@ def refuse_shared_experts(model: PreTrainedModel, parameters: Collection[str]) -
 
 
 def warn_of_frozen_experts(config: Any, model: nn.Module, parameters: Collection[str]) -> None:
-    """Say once how many bytes LoRA reaches, and how many it leaves frozen, if the experts are among these."""
-    stacks = {
-        f"{name}.{stack}".replace(".base_layer", "")
+    """Say once how many bytes of experts LoRA leaves frozen, if it adapts none."""
+    experts = {
+        name.replace(".base_layer", ""): module
         for name, module in model.named_modules()
         if isinstance(module, Experts)
-        for stack in STACKS
     }
+    stacks = [f"{name}.{stack}" for name in experts for stack in STACKS]
     saved = tuple(f"{module}.{stack}" for module in config.modules_to_save or () for stack in STACKS)
     is_trained = any(stack in parameters or stack.endswith(saved) for stack in stacks)
     if not stacks or config.inference_mode or is_trained:
         return
-    adapted, frozen = _bytes_by_part(config, model, parameters)
-    logger.warning_once(  # pyright: ignore[reportAttributeAccessIssue]
-        f"LoRA adapts {_listed(adapted) or 'nothing'}. It leaves frozen: {_listed(frozen)}. "
-        "llamoe.lora_config(model) adapts the routed experts, too."
+    size = sum(
+        parameter.numel() * parameter.element_size()
+        for module in experts.values()
+        for parameter in module.parameters()
     )
-
-
-def warn_of_dropout(config: Any, parameters: Collection[str]) -> None:
-    """Say once that a new adapter, which has dropout on experts' stacks, opens over our models only."""
-    if config.lora_dropout and not config.inference_mode and parameters:
-        logger.warning_once(  # pyright: ignore[reportAttributeAccessIssue]
-            "The adapter has dropout on the experts' stacks, which peft opens over llamoe's models and no others."
-        )
-
-
-def _bytes_by_part(config: Any, model: nn.Module, parameters: Collection[str]) -> tuple[Counter, Counter]:
-    from peft.tuners.tuners_utils import check_target_module_exists
-
-    adapted, frozen = Counter(), Counter()
-    named = tuple(f"{module}." for module in config.modules_to_save or ())
-    # Shared weights count once.
-    for name, parameter in model.named_parameters():
-        name = name.replace(".base_layer", "")
-        module = name.rpartition(".")[0]
-        is_target = name in parameters or any(f".{each}" in f".{name}" for each in named)
-        is_target = is_target or bool(module) and bool(check_target_module_exists(config, module))
-        (adapted if is_target else frozen)[part_of(name)] += parameter.numel() * parameter.element_size()
-    return adapted, frozen
-
-
-def _listed(sizes: Counter) -> str:
-    return ", ".join(f"{part} {in_units(number)}" for part, number in sizes.most_common())
+    logger.warning_once(  # pyright: ignore[reportAttributeAccessIssue]
+        f"LoRA leaves the routed experts frozen ({in_units(size)}). llamoe.lora_config(model) adapts them, too."
+    )

@@ -104,20 +104,3 @@ def orient_experts(
         for key, (other, num_experts) in pairs.items():
             tensors[key], tensors[other] = exchange_factors(tensors[key], tensors[other], num_experts)
         logger.info("The adapter's experts were trained on stock Llama 4: lora_A and lora_B are exchanged.")
-
-
-def join_beginnings(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Put what peft has subtracted from experts' factors behind each expert's own.
-
-    peft makes LoRA of PiSSA and the like by as many ranks again, which it puts behind all of a factor.
-    """
-    joined = dict(tensors)
-    for key, tensor in tensors.items():
-        head, is_factor, factor = key.removeprefix("base_model.model.").rpartition(".lora_")
-        module = model.get_submodule(head) if is_factor else None
-        if not hasattr(module, "parameter_name"):
-            continue
-        dim = 0 if factor.startswith("A") else 1
-        parts = [by_expert(each, dim, module.num_experts) for each in tensor.chunk(2, dim)]
-        joined[key] = torch.cat(parts, 1).flatten(dim, dim + 1).contiguous()
-    return joined

@@ -9,6 +9,7 @@ peft is imported here, so this file is imported when somebody uses peft (`peft_r
 Shapes: E experts, r rank, I columns in, O columns out, N rows (tokens, each as often as it has experts).
 """
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +21,10 @@ from peft.tuners.lora import layer
 from torch import nn
 
 from ..moe import NO_LORA, ExpertsLora, LowRank
-from .expert_begin import begin_by_expert, without_dropout
 from .expert_layout import by_expert
+
+# Beginnings that need no numbers of the experts' matrices.
+_BEGINNINGS = (True, False, "gaussian")
 
 
 class ParamWrapper(layer.ParamWrapper):
@@ -44,26 +47,16 @@ class ParamWrapper(layer.ParamWrapper):
                 "LoRA's target_modules names the experts' module, which is not a linear layer. Name its stacks in "
                 'target_parameters: ["experts.gate_up_proj", "experts.down_proj"].'
             )
-        for field in dataclasses.fields(config):
-            variant = getattr(config, field.name)
-            if field.metadata.get("is_lora_variant") and variant:
-                raise ValueError(
-                    f"LoraConfig({field.name}={variant!r}): peft has no such LoRA for stacks of experts, and "
-                    f"target_parameters names {parameter_name}. Leave {field.name} out, or the stacks."
-                )
-        super().__init__(base_layer, adapter_name, parameter_name, config=without_dropout(config), **kwargs)
+        super().__init__(base_layer, adapter_name, parameter_name, config=_without_dropout(config), **kwargs)
         self._set_dropout(adapter_name, config)
 
     def update_layer(
         self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any
     ) -> None:
-        """Add an adapter, as peft does, with the dropout and the beginnings that peft refuses."""
-        plain = without_dropout(config)
-        if config.init_lora_weights != "gaussian":
-            plain.init_lora_weights = True
-        super().update_layer(adapter_name, r, lora_alpha, config=plain, **kwargs)
+        """Add an adapter, as peft does, with the dropout that peft refuses."""
+        _refuse_for_stacks(config, self.parameter_name)
+        super().update_layer(adapter_name, r, lora_alpha, config=_without_dropout(config), **kwargs)
         self._set_dropout(adapter_name, config)
-        begin_by_expert(self, adapter_name, config)
         if (mesh := self.expert_mesh()) is not None:
             # All processes hold all of the adapter; it begins with the same numbers everywhere.
             for factor in (self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight):
@@ -155,27 +148,31 @@ class ParamWrapper(layer.ParamWrapper):
         whole = DTensor.from_local(factor, mesh, [Replicate()], run_check=False)
         return whole.redistribute(placements=[Shard(dim)]).to_local()
 
-    def concatenate(self, adapters: Sequence[str], weights: Sequence[float], adapter_name: str) -> None:
-        """Make one adapter the weighted sum of others, with the sum of their ranks.
-
-        peft puts the factors of linear layers one behind another, which in a stack mixes experts.
-        """
-        named = [
-            (name, weight) for name, weight in zip(adapters, weights, strict=True) if name in self.lora_A
-        ]
-        a = [self.lora_A[name].weight.data * weight * self.scaling[name] for name, weight in named]
-        b = [self.lora_B[name].weight.data for name, _ in named]
-        whole_a, whole_b = (each[adapter_name].weight.data.zero_() for each in (self.lora_A, self.lora_B))
-        for dim, whole, parts in ((0, whole_a, a), (1, whole_b, b)):
-            joined = torch.cat([by_expert(each, dim, self.num_experts) for each in parts], 1)
-            # With a `rank_pattern` peft makes room for the largest of all ranks.
-            by_expert(whole, dim, self.num_experts)[:, : joined.shape[1]] = joined
-
     def update_of(self, name: str) -> LowRank:
         """Return an adapter's factors, `[E, I, r]` and `[O, r, E]`; peft holds `[E * r, I]` and `[O, r * E]`."""
         a_ErI = self._of_own_experts(by_expert(self.lora_A[name].weight, 0, self.num_experts), 0)
         b_OrE = self._of_own_experts(by_expert(self.lora_B[name].weight, 1, self.num_experts), 2)
         return LowRank(a_ErI.transpose(1, 2), b_OrE, self.scaling[name], self.lora_dropout[name])
+
+
+def _without_dropout(config: LoraConfig) -> LoraConfig:
+    """Copy a `LoraConfig` without the dropout that peft refuses for a stack."""
+    config = copy.copy(config)
+    config.lora_dropout = 0.0
+    return config
+
+
+def _refuse_for_stacks(config: LoraConfig, parameter_name: str) -> None:
+    """Refuse the fields of a `LoraConfig` that stacks of experts do not have (`ValueError`)."""
+    fields = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
+    unsupported = {name: value for name in fields if (value := getattr(config, name))}
+    if config.init_lora_weights not in _BEGINNINGS:
+        unsupported["init_lora_weights"] = config.init_lora_weights
+    for name, value in unsupported.items():
+        raise ValueError(
+            f"LoraConfig({name}={value!r}) is for linear layers alone, and target_parameters names the experts' "
+            f"{parameter_name}: leave {name} out, or the experts to an adapter of their own."
+        )
 
 
 def stacks_of(model: nn.Module, adapters: Sequence[str]) -> list[ParamWrapper]:

@@ -1,16 +1,17 @@
-"""`load_adapter` of our models: an adapter is compared with the model before anything changes."""
+"""`load_adapter` of our models: what does not fit is an error."""
 
 import os
-from functools import cache, partial
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_utils import load_state_dict
+from transformers.utils.loading_report import LoadStateDictInfo
 
-from ...configuration.hub import hub_arguments
-from .files import check_files
-from .fitting import fit_folder, fit_state_dict, skeleton_with
-from .stack_targets import reading
+from .files import tensor_names
+from .fitting import fit_state_dict
+from .stack_targets import adapter_being_read, reading
 
 
 class LoadsAdapters(PreTrainedModel):
@@ -26,7 +27,6 @@ class LoadsAdapters(PreTrainedModel):
     ):
         """Load one of peft's adapters, as `PreTrainedModel.load_adapter` does.
 
-        It is first compared with the model, so that an adapter of another base is refused before anything changes.
         Adapters of stock Llama and Llama 4 fit; factors of experts that were trained on stock are exchanged.
 
         Args:
@@ -46,38 +46,46 @@ class LoadsAdapters(PreTrainedModel):
                 "that the adapter changes another place in device_map, or merge the adapter into the checkpoint first."
             )
         from peft import get_peft_config
-        from peft.utils import load_peft_weights
 
-        config = get_peft_config(peft_config) if isinstance(peft_config, dict) else peft_config
-        tensors = adapter_state_dict
-        name, strict = adapter_name or "default", not kwargs.get("ignore_mismatched_sizes")
-        make_skeleton = None
-        if peft_model_id is not None and (config is None or tensors is None):
+        keys: Any = adapter_state_dict
+        if keys is None and peft_model_id is not None:
             download = dict(getattr(kwargs.get("load_config"), "download_kwargs", None) or {})
             download |= {**kwargs, **(kwargs.get("adapter_kwargs") or {})}
-            download = hub_arguments(download)
             if "revision" in download:
                 # The revision may be an object that also carries the commit in the base model's repository.
                 download["revision"] = str(download["revision"])
-            config_of_file, headers = check_files(self, peft_model_id, **download)
-            config = config_of_file if config is None else config
-            if tensors is None and config is not None:
-                # Headers reveal a tensor of a wrong shape before it is read.
-                make_skeleton = cache(partial(skeleton_with, self, config, name))
-                empty = {key: torch.empty(header.shape, device="meta") for key, header in headers.items()}
-                if empty:
-                    fit_folder(self, config, name, empty, strict, make_skeleton)
-                tensors = load_peft_weights(os.fspath(peft_model_id), device="cpu", **download)
-        if config is not None and tensors is not None:
-            tensors = fit_folder(self, config, name, tensors, strict, make_skeleton)
-        with reading(tensors or ()):
+            keys = tensor_names(peft_model_id, **download)
+        with reading(keys or (), adapter_name or "default"):
             return super().load_adapter(
                 peft_model_id,
                 adapter_name=adapter_name,
-                peft_config=config,
-                adapter_state_dict=tensors,
+                peft_config=get_peft_config(peft_config) if isinstance(peft_config, dict) else peft_config,
+                adapter_state_dict=adapter_state_dict,
                 **kwargs,
             )
+
+    def _load_adapter_tensors(
+        self, tensors: Mapping[str, torch.Tensor] | None, files: Iterable[str], ignore_mismatched_sizes: bool
+    ) -> LoadStateDictInfo:
+        """Load tensors of an adapter whose layers peft has made, as peft's own classes do."""
+        from peft import set_peft_model_state_dict
+
+        if tensors is None:
+            tensors = {key: tensor for file in files for key, tensor in load_state_dict(file).items()}
+        tensors = {key.removeprefix("base_model.model."): tensor for key, tensor in tensors.items()}
+        name = adapter_being_read() or "default"
+        if self.peft_config[name].peft_type == "RANDLORA":
+            # It draws the tensors that its layers share anew, from a seed in its config.
+            tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("base_model.")}
+        result = set_peft_model_state_dict(self, tensors, name, ignore_mismatched_sizes)
+        return LoadStateDictInfo(
+            missing_keys={key for key in result.missing_keys if f".{name}" in key},
+            unexpected_keys=set(result.unexpected_keys),
+            mismatched_keys=set(),
+            error_msgs=[],
+            conversion_errors={},
+            skipped_pp_keys=set(),
+        )
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         # peft's own classes load an adapter's weights through this method.

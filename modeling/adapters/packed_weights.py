@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from ..moe import Experts
 from ..quantization import QuantizedLinear
 
 # peft's methods that compute from a layer's inputs and outputs alone.
@@ -69,9 +68,7 @@ def _what_needs_numbers(config: Any, name: str, module: Any, by_parameter: bool)
         return method
     if isinstance(module, QuantizedLinear) and by_parameter:
         return f"target_parameters, unlike target_modules={[name.rpartition('.')[2]]},"
-    # Of stacks it takes the sizes alone.
-    known = (*_INITIALISATIONS, "orthogonal") if isinstance(module, Experts) else _INITIALISATIONS
-    if (begin := getattr(config, "init_lora_weights", None)) not in known:
+    if (begin := getattr(config, "init_lora_weights", None)) not in _INITIALISATIONS:
         return f"init_lora_weights={begin!r}"
     # Of MiSS the one form that multiplies the weight.
     if getattr(config, "init_weights", None) == "bat":

@@ -17,23 +17,25 @@ from typing import Any
 from torch import nn
 
 _PATTERNS = ("rank_pattern", "alpha_pattern")
-# The names in the adapter's file that is being read.
-_keys: ContextVar[Collection[str] | None] = ContextVar("_keys", default=None)
+# The names in the adapter's file that is being read, and the name that the adapter gets.
+_keys: ContextVar[Collection[str]] = ContextVar("_keys", default=())
+_adapter: ContextVar[str | None] = ContextVar("_adapter", default=None)
 
 
 @contextmanager
-def reading(keys: Collection[str]) -> Iterator[None]:
+def reading(keys: Collection[str], adapter_name: str | None = None) -> Iterator[None]:
     """Say that layers are made for the tensors of these names, not to be trained anew."""
-    token = _keys.set(keys)
+    tokens = _keys.set(keys), _adapter.set(adapter_name)
     try:
         yield
     finally:
-        _keys.reset(token)
+        _keys.reset(tokens[0])
+        _adapter.reset(tokens[1])
 
 
-def is_reading() -> bool:
-    """Whether layers are made for an adapter that exists already."""
-    return _keys.get() is not None
+def adapter_being_read() -> str | None:
+    """Return the name that `reading` was given."""
+    return _adapter.get()
 
 
 def targeted_parameters(config: Any, model: nn.Module) -> list[str]:
@@ -68,7 +70,7 @@ def _stacks_in_file(name: str) -> int:
     Their wrappers are nested. Whatever stands before the name of the module's layer does not count.
     """
     count, place = 0, name[name.find("layers.") :]
-    while any(f"{place}.lora_" in key for key in _keys.get() or ()):
+    while any(f"{place}.lora_" in key for key in _keys.get()):
         count, place = count + 1, f"{place}.base_layer"
     return count
 

@@ -38,19 +38,6 @@ def torch_load(path):
     torch.load(path, map_location="cpu", weights_only=True)
 
 
-def add_adapter(base, folder, by="llamoe"):
-    import peft
-
-    model = llamoe.LlamoeDenseForCausalLM.from_pretrained(base)
-    if by == "llamoe":
-        model.load_adapter(folder)
-    elif by == "peft":
-        peft.PeftModel.from_pretrained(model, folder)
-    else:
-        first = peft.PeftModel.from_pretrained(model, by)
-        first.load_adapter(folder, "second")
-
-
 def allocate(gigabytes):
     return len(bytearray(gigabytes << 30))
 
@@ -62,7 +49,7 @@ def wait(seconds):
 JOBS = {
     job.__name__: job
     for job in (
-        load, load_config, look, torch_load, add_adapter, allocate, wait,
+        load, load_config, look, torch_load, allocate, wait,
     )
 }  # fmt: skip
 

@@ -283,7 +283,7 @@ def test_adapter_of_a_resized_vocabulary(how, tmp_path):
     trained = adapted(make_asymmetric(resized, seed=8), target_modules=["v_proj"])
     trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
     ids = torch.randint(3, 120, (2, 21))
-    with pytest.raises(ValueError, match=r"resize_token_embeddings\(120\)"):
+    with pytest.raises(ValueError, match=r"shape \[120, 72\] where the model has \[101, 72\]"):
         load(ours, tmp_path / "adapter", how)
     base = llamoe.LlamoeDenseForCausalLM.from_pretrained(tmp_path / "base")
     base.resize_token_embeddings(120)
@@ -339,9 +339,10 @@ def test_adapter_on_the_hub(how, tmp_path):
     ours, stock = pair(DENSE)
     trained = adapted(stock, target_modules=LINEAR)
     repository = tmp_path / "models--some--adapter"
-    trained.save_pretrained(repository / "snapshots/abc")
+    commit = "ab" * 20
+    trained.save_pretrained(repository / "snapshots" / commit)
     (repository / "refs").mkdir()
-    (repository / "refs/main").write_text("abc")
+    (repository / "refs/main").write_text(commit)
     inputs, ours = inputs_of(DENSE), copy.deepcopy(ours)
     if how == "PeftModel":
         ours = PeftModel.from_pretrained(ours, "some/adapter", cache_dir=str(tmp_path))
@@ -396,7 +397,7 @@ def adapter_of(tmp_path, make, **options):
 
 
 WRONG = {
-    "narrower": (dict(hidden_size=66), r"\[66, 4\] .*\[72, 4\] \(14 such\)"),
+    "narrower": (dict(hidden_size=66), r"\[66, 4\] .*\[72, 4\], and 13 more"),
     "longer": (dict(num_hidden_layers=3, no_rope_layers=[1, 0, 1]), r"layers\.2"),
     "shorter": (dict(num_hidden_layers=1, moe_layers=[], no_rope_layers=[1]), r"layers\.1"),
     "fewer experts": (dict(num_local_experts=4), r"experts.*\[16, 52\] .*\[20, 52\]"),
@@ -422,12 +423,6 @@ def test_adapter_of_another_base_is_refused(kind, how, tmp_path):
     if "experts" not in kind:
         assert "some/other-model" in str(error.value)
     assert torch.equal(run(model, **inputs), before)
-    if how == "load_adapter":  # peft's own way has put fresh, ineffective layers into the model by then
-        assert model.state_dict().keys() == TEXT.make().state_dict().keys()
-        assert all(parameter.requires_grad for parameter in model.parameters())
-        good = adapter_of(tmp_path, model)
-        model.load_adapter(good)
-        assert max_abs(run(model, **inputs), before) > 0.5
 
 
 @both_ways
@@ -465,7 +460,7 @@ def test_other_methods_of_stock_give_the_same_logits(method, tmp_path):
     assert max_abs(expected, run(stock, **inputs)) > 0.05
     assert max_abs(run(load(ours, tmp_path, "PeftModel"), **inputs), expected) < 2e-5
     if method == "VeraConfig":
-        with pytest.raises(ValueError, match="PeftModel.from_pretrained"):
+        with pytest.raises(ValueError, match="get_peft_model"):
             load(ours, tmp_path, "load_adapter")
     else:
         assert max_abs(run(load(ours, tmp_path, "load_adapter"), **inputs), expected) < 2e-5
@@ -532,67 +527,47 @@ def test_stock_adapts_experts_of_layers_that_a_config_leaves_out(how, tmp_path):
     assert max_abs(run(adapted(ours, **options), **inputs_of(MIXTRAL)), expected) > 0.1
 
 
-TARGETS = [
-    dict(target_modules="all-linear", target_parameters=EXPERTS),
-    dict(target_modules=["q_proj", "up_proj"]),
-]
+TARGETS = dict(target_modules="all-linear", target_parameters=EXPERTS)
 
 
-@pytest.mark.parametrize(("targets", "how"), in_turn(TARGETS, WAYS), ids=str)
-def test_an_adapter_of_a_part_is_told_to_be_loaded_on_it(targets, how, tmp_path):
+@both_ways
+def test_an_adapter_of_a_part_loads_on_that_part_alone(how, tmp_path):
     model = MULTIMODAL.make()
-    trained = adapted(model.language_model, **targets)
-    trained.base_model.model.name_or_path = "the_same_folder"
+    trained = adapted(model.language_model, **TARGETS)
     trained.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"PeftModel\.from_pretrained\(model\.language_model, ") as error:
+    with pytest.raises(ValueError, match="does not fit this LlamoeForConditionalGeneration"):
         load(model, tmp_path, how)
-    assert "the_same_folder" not in str(error.value)
-    # What it says works.
     inputs = inputs_of(TEXT)
     on_part = PeftModel.from_pretrained(model.language_model, tmp_path)
     assert torch.equal(run(on_part, **inputs), run(trained, **inputs))
 
 
 @pytest.mark.parametrize(
-    ("whole", "name", "auto_class", "how"),
+    ("whole", "name", "how"),
     [
-        (MULTIMODAL, "LlamoeForCausalLM", AutoModelForImageTextToText, "PeftModel"),
-        (MULTIMODAL, "LlamoeModel", AutoModelForImageTextToText, "load_adapter"),
-        (TEXT, "LlamoeTextModel", AutoModelForCausalLM, "PeftModel"),
+        (MULTIMODAL, "LlamoeForCausalLM", "PeftModel"),
+        (MULTIMODAL, "LlamoeModel", "load_adapter"),
+        (TEXT, "LlamoeTextModel", "PeftModel"),
     ],
     ids=["text", "base", "text-base"],
 )
-def test_an_adapter_of_the_whole_is_told_by_which_class_to_load_it(whole, name, auto_class, how, tmp_path):
-    whole.make().save_pretrained(tmp_path / "model")
-    model = auto_class.from_pretrained(tmp_path / "model")
-    trained = adapted(model, **TARGETS[0], task_type=None)
-    trained.save_pretrained(tmp_path / "adapter")
+def test_an_adapter_of_the_whole_is_not_loaded_on_a_part(whole, name, how, tmp_path):
+    """It changes layers that the part has by other names: the class that it was trained on is needed."""
+    model = whole.make()
+    model.save_pretrained(tmp_path / "model")
+    adapted(model, **TARGETS, task_type=None).save_pretrained(tmp_path / "adapter")
     loaded = getattr(llamoe, name).from_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=rf"{auto_class.__name__}\.from_pretrained\('{tmp_path}/model'\)"):
+    with pytest.raises(ValueError, match="does not fit this .*Load it on the class"):
         load(loaded, tmp_path / "adapter", how)
-    on_whole = PeftModel.from_pretrained(auto_class.from_pretrained(tmp_path / "model"), tmp_path / "adapter")
-    inputs = inputs_of(whole)
-    assert torch.equal(run(on_whole, **inputs), run(trained, **inputs))
 
 
-@pytest.mark.parametrize(("raised_by", "how"), in_turn(["hotswap", "target_rank"], WAYS))
-def test_a_file_of_a_raised_rank_contradicts_its_config(raised_by, how, tmp_path):
+@both_ways
+def test_a_file_of_another_rank_than_its_config_is_refused(how, tmp_path):
     model = adapted(DENSE.make(), r=3, target_modules=["q_proj"])
-    if raised_by == "hotswap":
-        adapted(DENSE.make(), r=5, target_modules=["q_proj"]).save_pretrained(tmp_path / "larger")
-        hotswap_adapter(model, tmp_path / "larger", "default", torch_device="cpu")
-    else:
-        prepare_model_for_compiled_hotswap(model, target_rank=5)
-    expected, scaling = run(model, **DENSE.inputs()), 2.0 if raised_by == "target_rank" else 6 / 5
+    prepare_model_for_compiled_hotswap(model, target_rank=5)
     model.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match=r"adapter_config\.json.*: it has 5/3 of the rank that r = 3"):
+    with pytest.raises(ValueError, match=r"has shape \[5, 72\] where the model has \[3, 72\]"):
         load(DENSE.make(), tmp_path / "adapter", how)
-    # What it says works.
-    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
-    (tmp_path / "adapter/adapter_config.json").write_text(
-        json.dumps(config | {"r": 5, "lora_alpha": 5 * scaling})
-    )
-    assert max_abs(run(load(DENSE.make(), tmp_path / "adapter", how), **DENSE.inputs()), expected) < 1e-5
 
 
 def test_adapters_of_single_experts_that_transformers_4_trained(tmp_path):
@@ -615,9 +590,8 @@ def test_adapters_of_single_experts_that_transformers_4_trained(tmp_path):
     inputs = inputs_of(MIXTRAL)
     expected = run(load(stock, tmp_path, "PeftModel"), **inputs)
     assert max_abs(expected, run(ours, **inputs)) > 0.3
-    assert max_abs(run(load(ours, tmp_path, "PeftModel"), **inputs), expected) < 2e-5
-    with pytest.raises(ValueError, match=r"PeftModel\.from_pretrained"):
-        load(ours, tmp_path, "load_adapter")
+    for how in WAYS:
+        assert max_abs(run(load(ours, tmp_path, how), **inputs), expected) < 2e-5
 
 
 def test_an_adapter_of_the_other_layout_is_refused(tmp_path):
