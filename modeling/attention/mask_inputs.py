@@ -126,16 +126,14 @@ class MaskInputs:
 
     @fact
     def positions(self) -> torch.Tensor:
-        """`[B or 1, Q]`: positions of the new tokens, given or counted from each row's first real token.
+        """`[B or 1, Q]`: positions of the new tokens, given or counted from each row's first real token; 0 on padding.
 
-        Given ones are 0 on padding, which must choose no frequencies where the highest position does (`dynamic` and
-        `longrope` scaling).
+        Padding must choose no frequencies where the highest position does (`dynamic` and `longrope` scaling).
         """
-        if self.position_ids is None:
-            return self.positions_at(self.query_index)
+        positions = self.positions_at(self.query_index) if self.position_ids is None else self.position_ids
         if self.padding_mask is None:
-            return self.position_ids
-        return torch.where(self.is_real(self.query_index), self.position_ids, 0)
+            return positions
+        return torch.where(self.is_real(self.query_index), positions, 0)
 
     @fact
     def first_position(self) -> int | None:
