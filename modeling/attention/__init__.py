@@ -1,19 +1,16 @@
 """Attention: which tokens see each other, and the product itself.
 
 Reading order: cache (length and keys of a KV cache before a forward), growing_cache (appending to one in place),
-implementation (which one a device takes), visibility (which tokens see each other), positions (from padding, from
-lengths), mask_inputs (the facts of a forward), by_sdpa, equal_rows and varlen (attention without a mask), forms (the
-table of all forms, and real masks), cache_checks (whether a cache fits the model), recomputation (caches under gradient
-checkpointing), layer (the module).
+implementation (which one a device takes), visibility (which tokens see each other), mask_inputs (the facts of a
+forward), equal_rows and varlen (attention without a mask), forms (the table of all forms, and real masks), cache_checks
+(whether a cache fits the model, and gradient checkpointing), layer (the module).
 """
 
 from .cache import cached_length
-from .cache_checks import check_cache
+from .cache_checks import cache_to_write, check_cache, recomputed_with_gradients_only
 from .equal_rows import window_block
 from .forms import attention_masks
 from .implementation import implementation_on
 from .layer import Attention, eager_attention_forward
 from .mask_inputs import MaskInputs, mask_of_new_tokens
-from .positions import without_padding_positions
-from .recomputation import cache_to_write, recomputed_with_gradients_only
 from .visibility import rules_of

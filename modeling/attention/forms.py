@@ -28,8 +28,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from .._compat import CACHE
 from .._private_api import mask_implementations
-from ..kernels import is_transformed, widened
-from .by_sdpa import attend_by_sdpa
+from ..kernels import are_single_queries, attend_to_single_queries, is_transformed, widened
 from .cache import keep_exported_tokens, replace_windows
 from .equal_rows import EqualRows, attend_in_equal_rows
 from .mask_inputs import MaskInputs
@@ -183,7 +182,7 @@ def attend_in_form(
         ValueError: the cache returned another number of keys than it had announced.
     """
     if attend is sdpa_attention_forward:
-        attend = attend_by_sdpa
+        attend = _attend_by_sdpa
     attend = widened(attend, query)
     if isinstance(form, Sequences):
         attend = partial(attend, module, position_ids=None, **kwargs)
@@ -199,3 +198,21 @@ def attend_in_form(
     output, weights = attend(module, query, key, value, form, position_ids=position_ids, **kwargs)
     # On a GPU flex attention returns log-sum-exp values, not weights.
     return output, None if config._attn_implementation == "flex_attention" else weights
+
+
+def _attend_by_sdpa(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute transformers' `sdpa`, one query a row without copies of the keys that heads share."""
+    if are_single_queries(query, attention_mask, dropout, **kwargs):
+        return attend_to_single_queries(query, key, value, attention_mask, scaling), None
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )

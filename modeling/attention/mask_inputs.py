@@ -1,5 +1,8 @@
 """Facts of a forward: its lengths, padding, positions, packed segments and groups, each worked out at most once.
 
+Left-padded, packed and single runs of the same tokens must give the same logits. So rotation, temperature and chunks
+follow positions, which count a row's real tokens, and never the index in a cache.
+
 Facts that are read from values make a GPU's host wait. They say so, and a form asks for them only where it must.
 
 Shapes: B batch, Q query tokens, K key tokens (cached and new), T some tokens, W width of the padding mask, S sequences.
@@ -15,7 +18,6 @@ from transformers.utils.generic import is_flash_attention_requested
 from ..kernels import is_readable, is_tracing
 from .cache import Keys, cached_length, keys_of
 from .implementation import implementation_on
-from .positions import is_real, positions_from_lengths
 from .visibility import Rule, rules_of
 
 
@@ -62,7 +64,9 @@ class MaskInputs:
         self.is_static = getattr(past_key_values, "is_compileable", False)
         self.has_lengths = cu_seq_lens is not None
         if position_ids is None and cu_seq_lens is not None:
-            position_ids = positions_from_lengths(cu_seq_lens, self.query_length)
+            index = torch.arange(self.query_length, device=cu_seq_lens.device)
+            sequence = torch.searchsorted(cu_seq_lens, index.to(cu_seq_lens.dtype), right=True) - 1
+            position_ids = (index - cu_seq_lens[sequence])[None]
         self.position_ids = None if position_ids is None else position_ids.to(self.device)
         self._keys: dict[bool, Keys] = {}
 
@@ -115,14 +119,12 @@ class MaskInputs:
             return None
         return mask.to(device=self.device, dtype=torch.bool)
 
-    @fact
-    def left_padding(self) -> torch.Tensor:
-        """`[B, 1]`: padding before each row's first real token."""
-        return (self.padding_mask.cumsum(-1) == 0).sum(-1, keepdim=True)
-
     def is_real(self, index: torch.Tensor) -> torch.Tensor:
-        """`[B, T]` bool: which indices `[T]` along the rows are real tokens."""
-        return is_real(index, self.padding_mask, self.batch_size)
+        """`[B, T]` bool: which indices `[T]` along the rows are real tokens; negative and past the mask are not."""
+        if self.padding_mask is None:
+            return (index >= 0).expand(self.batch_size, -1)
+        width = self.padding_mask.shape[1]
+        return self.padding_mask[:, index.clamp(0, width - 1)] & (index >= 0) & (index < width)
 
     @fact
     def positions(self) -> torch.Tensor:
@@ -158,7 +160,10 @@ class MaskInputs:
         """
         padding_mask = self.padding_mask
         if self.position_ids is None:
-            return index[None] if padding_mask is None else (index - self.left_padding).clamp(min=0)
+            if padding_mask is None:
+                return index[None]
+            left_padding_B1 = (padding_mask.cumsum(-1) == 0).sum(-1, keepdim=True)
+            return (index - left_padding_B1).clamp(min=0)
         offset = self.query_offset
         new = self.position_ids[:, (index - offset).clamp(0, self.query_length - 1)]
         if isinstance(offset, int) and offset == 0:

@@ -40,7 +40,7 @@ def test_single_tokens_pack_their_heads_unless_somebody_replaces_sdpa(case, dtyp
         seen.append(tuple(query.shape))
         return attend_to_single_queries(query, *args)
 
-    monkeypatch.setattr(llamoe.modeling.attention.by_sdpa, "attend_to_single_queries", record)
+    monkeypatch.setattr(llamoe.modeling.attention.forms, "attend_to_single_queries", record)
     model = case.make().to(dtype)
     layers = model.config.num_hidden_layers
     expected = model(torch.tensor([[5, 6], [6, 5]])).logits
