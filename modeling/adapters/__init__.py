@@ -2,7 +2,7 @@
 
 Reading order: files, expert_layout, stack_targets (which parameters an adapter means), fitting, loading, adapted_parts
 (which LoRA adapts), expert_lora (how they adapt), when_imported, packed_weights (what peft may do beside them),
-peft_registration.
+linear_lora, peft_registration.
 """
 
 from .adapted_parts import lora_config

@@ -17,7 +17,6 @@ import torch
 from peft import LoraConfig, PeftModel
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners import tuners_utils
-from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.lora.model import LoraModel
 from peft.utils import hotswap, other
 from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN
@@ -34,6 +33,7 @@ from . import expert_lora
 from .adapted_parts import refuse_shared_experts, warn_of_frozen_experts
 from .expert_layout import refuse_square_stacks
 from .files import tensor_names
+from .linear_lora import lora_linear
 from .loading import LoadsAdapters
 from .packed_weights import refuse_for_packed, refuse_merging
 from .stack_targets import choose_parameters, reading, telling_unused
@@ -79,16 +79,6 @@ def _base(model: Any) -> Any:
 # Making an adapter's layers
 
 
-@instead_of(LoraLayer, "update_layer")
-def update_layer(original: Callable, self: Any, adapter_name: str, *args, **kwargs) -> None:
-    """Give a linear layer of ours factors that multiply as it does."""
-    original(self, adapter_name, *args, **kwargs)
-    if isinstance(self.get_base_layer(), Linear | QuantizedLinear):
-        for factor in (self.lora_A[adapter_name], self.lora_B[adapter_name]):
-            if type(factor) is nn.Linear:
-                factor.__class__ = Linear
-
-
 @instead_of(tuners_utils, "_maybe_include_all_linear_layers")
 def expand_all_linear(original: Callable, config: Any, model: nn.Module) -> Any:
     """Leave the tower out of "all-linear" unless `exclude_modules=[]`; refuse what cannot be, before a layer changes.
@@ -102,7 +92,8 @@ def expand_all_linear(original: Callable, config: Any, model: nn.Module) -> Any:
     # LoRA's subclasses (AdaLora) have layers of their own.
     is_lora = type(config) is LoraConfig
     if is_lora and not config._custom_modules:
-        config._register_custom_module({Experts: expert_lora.ParamWrapper})
+        layers = {Experts: expert_lora.ParamWrapper, Linear: lora_linear, QuantizedLinear: lora_linear}
+        config._register_custom_module(layers)
     nothing_excluded = getattr(config, "exclude_modules", None) in ([], (), set(), "")
     if isinstance(targets, str) and config.target_modules != targets and not nothing_excluded:
         config.target_modules = set(config.target_modules) - _tower_layers(model)
