@@ -13,7 +13,6 @@ Shapes: N rows, E experts, O outputs, I inputs, C terms of a sum (I, or O if tra
 """
 
 import contextlib
-import functools
 import importlib.util
 import logging
 import os
@@ -107,8 +106,7 @@ def why_no_gpu_kernel(device: torch.device) -> str | None:
     if capability < (8, 0):
         return (
             f"A GPU of compute capability {capability[0]}.{capability[1]} has no kernel for packed experts: they need "
-            "8.0 (Ampere). Each hit matrix is unpacked first, and these cards do not multiply bfloat16: use "
-            "bitsandbytes' NF4 with bnb_4bit_compute_dtype=torch.float16."
+            "8.0 (Ampere). Use bitsandbytes' NF4 with bnb_4bit_compute_dtype=torch.float16."
         )
     return None if _HAS_TRITON else "Triton is not installed: pip install triton."
 
@@ -334,20 +332,7 @@ def is_right(
 # A compiler runs this function while it traces, and takes its result as a constant.
 @torch.compiler.assume_constant_result
 def _is_known(name: str, dtype: torch.dtype, device: torch.device) -> bool:
-    if (name, dtype, device) not in _FAILURES:
-        _say_that_a_graph_lacks(name, dtype, device)
     return _FAILURES.get((name, dtype, device)) == ""
-
-
-@functools.cache
-def _say_that_a_graph_lacks(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    logger.info(
-        "llamoe: a graph is made before the kernel for %s was checked on %s (%s), so it is not used in it. One pass of "
-        "few tokens, or for training one step, before compiling or capturing has it checked.",
-        name,
-        device,
-        dtype,
-    )
 
 
 @torch.no_grad()

@@ -44,7 +44,6 @@ PACKED = {"int4": Int4(32), "int8": Int8()}
 def nothing_known(monkeypatch):
     """A process that checked nothing yet."""
     monkeypatch.setattr(packed_rows, "_FAILURES", {})
-    packed_rows._say_that_a_graph_lacks.cache_clear()
 
 
 @pytest.fixture
