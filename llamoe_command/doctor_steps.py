@@ -25,7 +25,7 @@ from transformers.utils import (
 
 import llamoe
 from llamoe.modeling.checkpoints import devices_here
-from llamoe.modeling.formats import Int4, has_gpu_kernel, torch_has_kernel, why_no_kernel
+from llamoe.modeling.formats import Int4, has_gpu_kernel, torchs_block, why_no_kernel
 from llamoe.modeling.kernels import (
     SHORTCUTS_ARE_ON,
     cpp_instructions,
@@ -308,7 +308,7 @@ def _few_bits(device: torch.device) -> Iterator[Step]:
             yield Step(name, step, f"{_CPP}, {'rows in 8 bits, ' * form.in_bytes}{rows}")
         yield Step(name, "training beside int4 and int8", unpacked)
     else:
-        yield Step(name, "int4", "torch's kernel" if torch_has_kernel() else unpacked, *absence)
+        yield Step(name, "int4", "torch's kernel" if torchs_block() else unpacked, *absence)
         yield Step(name, "int8", "torch's kernel", *absence)
     served_by = "bitsandbytes" if is_bitsandbytes_available() else "nothing: it is not installed"
     yield Step(name, "bitsandbytes' 4 and 8 bits", served_by)

@@ -70,15 +70,17 @@ class Plain(Format):
 
 
 _PLAIN = {
-    (dtype, is_input_first): Plain(dtype, is_input_first)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    is_input_first: {
+        dtype: Plain(dtype, is_input_first)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    }
     for is_input_first in (False, True)
 }
 
 
 def plain_format(dtype: torch.dtype, is_input_first: bool) -> Plain:
     """The plain format of this dtype and order."""
-    return _PLAIN.get((dtype, is_input_first)) or Plain(dtype, is_input_first)
+    return _PLAIN[is_input_first].get(dtype) or Plain(dtype, is_input_first)
 
 
 MAKERS["plain"] = lambda dtype, is_input_first: plain_format(getattr(torch, dtype), is_input_first == "1")
