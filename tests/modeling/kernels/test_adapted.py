@@ -118,7 +118,7 @@ class Twice(lora.Linear):
 
 def of_another_class(model):
     for module in model.modules():
-        if type(module) is lora.Linear:
+        if isinstance(module, lora.Linear):
             module.__class__ = Twice
 
 
@@ -132,7 +132,7 @@ def adapted_twice(model):
 
 def with_scales_of_outputs(model):
     for module in model.modules():
-        if type(module) is lora.Linear:
+        if isinstance(module, lora.Linear):
             module.scaling["default"] = torch.linspace(-1, 1, module.out_features)
 
 

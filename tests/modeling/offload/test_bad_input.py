@@ -80,8 +80,7 @@ def test_a_memory_below_one_expert_is_refused_with_numbers(kind, text_folder, mi
 @pytest.mark.parametrize(
     ("device_map", "memory"),
     [
-        ({"experts": "moon"}, None), ({"experts": 99}, "1MB"), ({"experts": None}, None),
-        ({"experts": "disk", "": "moon"}, "1MB"), ({"experts": "disk", "model.layers.9": "cpu"}, None),
+        ({"experts": "disk", "model.layers.9": "cpu"}, None),
         ({"": "cpu", "model.layers.9.feed_forward.experts": "disk"}, "1MB"),
         # A dense layer.
         ({"": "cpu", "model.layers.0.feed_forward.experts": "disk"}, None),
@@ -89,10 +88,8 @@ def test_a_memory_below_one_expert_is_refused_with_numbers(kind, text_folder, mi
     ids=str,
 )  # fmt: skip
 def test_names_that_do_not_exist_are_refused(device_map, memory, text_folder, nothing_left):
-    """The last name or device of the map."""
-    named = next(
-        each for each in ("model.layers.9", "model.layers.0", "moon", "99", "None") if each in str(device_map)
-    )
+    """The last name of the map."""
+    named = next(each for each in ("model.layers.9", "model.layers.0") if each in str(device_map))
     refused(named, text_folder, device_map=device_map, **({"experts_memory": memory} if memory else {}))
 
 
@@ -174,7 +171,7 @@ def test_a_damaged_expert_of_bitsandbytes_is_named(kind, change, named, folders,
     for file in folders["mixtral in nf4"].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     tensors = load_file(tmp_path / "model.safetensors")
-    name = next(name for name in tensors if name.endswith(f"layers.1.block_sparse_moe.experts.3.w3.{kind}"))
+    name = next(name for name in tensors if name.endswith(f"layers.1.mlp.experts.3.w3.{kind}"))
     tensor = tensors.pop(name)
     if change is not None:
         tensors[name] = change(tensor).contiguous()
@@ -258,7 +255,7 @@ def test_a_model_can_be_saved_into_its_own_folder(tmp_path, ids):
 def test_refused_saving_leaves_the_own_folder_as_it_was(tmp_path, ids):
     mixtral().save_pretrained(tmp_path, layout="stock")
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    resident, model = load_both(tmp_path, 2)
+    resident, model = load_both(tmp_path, 2, llamoe.LlamoeMixtralForCausalLM)
     with pytest.raises(ValueError, match="layers.0.mlp.experts is on 'disk'"):
         model.save_pretrained(tmp_path)
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
