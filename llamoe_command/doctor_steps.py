@@ -254,8 +254,8 @@ def _ways(models: dict[str, dict[torch.dtype, Any]], rows: int, needs_gradient: 
         for dtype, model in by_dtype.items():
             experts = _experts(model)
             words = _LOOP if model.device.type == "cpu" else _GROUPED
-            if rows <= experts.kernel_max_rows(needs_gradient):
-                words = words if _why_no_kernel(model) else _KERNEL
+            if experts.way(rows, needs_gradient) == "kernels":
+                words = _KERNEL
             named = found.setdefault(words, {})
             named.setdefault(family, []).append(_name(dtype))
     if len(found) == 1:

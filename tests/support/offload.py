@@ -9,6 +9,7 @@ import torch
 from transformers import BitsAndBytesConfig
 
 import llamoe
+from llamoe.configuration.base import ARCHITECTURES
 from llamoe.modeling.kernels import cpp_kernels
 from llamoe.modeling.offload import ExpertsMemory, OffloadedExperts
 
@@ -118,7 +119,8 @@ def llamoe_class(folder):
     """The class that a folder was saved from."""
     import json
 
-    return getattr(llamoe, json.loads(Path(folder, "config.json").read_text())["architectures"][0])
+    name = json.loads(Path(folder, "config.json").read_text())["architectures"][0]
+    return getattr(llamoe, ARCHITECTURES.get(name, name))
 
 
 def put_in_store(model, place: str, memory, is_remote: bool) -> None:

@@ -35,8 +35,8 @@ pytestmark = pytest.mark.slow
 # What a LoraConfig can ask of stacks, in turns.
 CONFIGS = (
     {},
-    {"use_rslora": True, "router": True, "dropout": 0.0},
-    {"r": 4, "rank_pattern": {r".*layers\.1\..*experts\.down_proj": 6}, "init_lora_weights": "orthogonal"},
+    {"use_rslora": True, "dropout": 0.0},
+    {"r": 4, "rank_pattern": {r".*layers\.1\..*experts\.down_proj": 6}},
 )
 
 
