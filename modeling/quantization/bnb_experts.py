@@ -36,6 +36,8 @@ class BitsAndBytesExperts(QuantizedExperts):
     """
 
     is_packed_one_by_one = True
+    # Of one kind, which the base class does not know.
+    formats: dict[str, Any]
 
     def __init__(self, experts: Experts, form: BitsAndBytesFormat, weight_dtype: torch.dtype):
         # Of two matrices, each by itself.
