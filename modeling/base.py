@@ -333,7 +333,7 @@ class LlamoePreTrainedModel(
                 of Mixtral each expert by itself, so that transformers, vLLM or llama.cpp read the folder without
                 llamoe.
             for_gguf: refuse a model that llama.cpp would not compute as it is, since its converter to GGUF and its
-                loader fix much of an architecture (`llamoe inspect --for gguf` tells of a folder).
+                loader fix much of an architecture.
 
         Raises:
             ValueError: an unknown layout, or a config that stock cannot express, or with `for_gguf` llama.cpp; nothing

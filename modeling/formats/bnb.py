@@ -19,7 +19,6 @@ import torch
 
 from .format import MAKERS, Format, Parts, Sizes
 
-BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 # Blocks that share a scale of their scales.
 NESTED_BLOCKSIZE = 256
 # bitsandbytes' kernel for CPUs takes 24 bytes for each number that it quantizes. Whole blocks of all sizes.
