@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from support import mended_stock  # noqa: F401
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
