@@ -34,7 +34,7 @@ PYTEST := -m pytest -n $(WORKERS) --maxprocesses=8 --dist=worksteal
 
 LIBRARY := $(wildcard configuration serving modeling planning conversion)
 # Tests of the repository itself; everything else must pass on an installed wheel, far from the checkout.
-NOT_IN_WHEEL := test_benchmarks.py test_benchmarks_gpu.py test_benchmarks_offload.py test_benchmarks_quality.py test_layout.py test_readme.py test_snippets.py test_wheel.py
+NOT_IN_WHEEL := test_benchmarks.py test_layout.py test_readme.py test_snippets.py test_wheel.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

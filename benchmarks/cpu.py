@@ -1,96 +1,146 @@
-"""The benchmark on a CPU: mini shapes in float32, one thread, processor time.
+"""Measure speed and memory against transformers and peft on this CPU, in one thread; also `make bench`.
 
     python -m benchmarks.cpu
-    python -m benchmarks.cpu --cases block-16 dense
-    LLAMA_CPP_CONVERTER=llama.cpp/convert_hf_to_gguf.py python -m benchmarks.cpu --cases llama.cpp
+    python -m benchmarks.cpu --cases block-16 offload
+    make bench CPU=avx2 ARGS="--cases decoder"      # as a processor without AVX-512
 
-    make bench CPU=avx2 ARGS="--cases few-bits"
-
-The groups of llama.cpp run only when they are named; `--cases llama.cpp` names all of them. They need llama-cpp-python,
-the converter of llama.cpp's sources, ten minutes, and 4 GB in the folder for temporary files, or in the one that
-`LLAMOE_BENCH_FILES` names, where they stay. The cases of two threads need two processors that nobody else uses.
-`CPU=avx2` shows a processor with fewer instructions (`benchmarks/held.py`); its results stand in files of their own.
+A ratio is a contestant's time over the reference's. Results go to `benchmarks/results`, in a file for each kind of
+processor; cases that are not run keep what the file has of them. The exit status is 1 if outputs differ or a
+contestant fails. A limit that is missed is marked in the results.
 """
 
+import argparse
+import json
 import sys
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
+from transformers.utils import logging
 
-from . import (
-    block,
-    command_line,
-    few_bits,
-    held,
-    loading,
-    mixtral,
-    models,
-    offload,
-    saved_models,
-    small_modules,
-)
-from .clocks import ProcessorClock
-from .harness import Group
-from .large_mixtures import LargeMixture
-from .shapes import MANY_SMALL, MINI, MINI_8, MINI_128, Setting
+from . import block, decoder, offload
+from .harness import Case, LeftOut, ProcessorClock, measured
+from .machine import about_line, describe, is_held_to_avx2, kind_of_processor
+from .weights import Setting
 
-SETTING = Setting(torch.device("cpu"), torch.float32)
+RESULTS = Path(__file__).parent / "results"
+FLOAT32 = Setting(torch.device("cpu"), torch.float32)
 BFLOAT16 = Setting(torch.device("cpu"), torch.bfloat16)
-DECODE = (1, 2, 4, 8, 16, 32, 64, 128)
-LAYERS = 4
-# Copies of a block: one token reads more of them than a large cache holds.
-COPIES = 4
-# Experts of 6.3 MB, 2.4 GB of them.
-ON_DISK = LargeMixture(hidden=1024, expert=1024, layers=6, experts=64)
-SAVED = (saved_models.DENSE, saved_models.MIXTURE)
-BY_NAME = ("llama.cpp-token", "llama.cpp-context", "llama.cpp-prefill", "llama.cpp-threads")
-"""Groups that run only when they are named: they need what this repository does not install."""
 
-GROUPS: dict[str, Group] = {
-    "block-16": partial(block.inference, SETTING, MINI, DECODE, (256, 512, 1024, 8192), (32, 1024), COPIES),
-    "block-128": partial(block.inference, SETTING, MINI_128, DECODE, (256, 512, 1024), (32, 256), COPIES),
-    "training-16": partial(block.training, SETTING, MINI, 256),
-    "training-128": partial(block.training, SETTING, MINI_128, 256),
-    "adapters-16": partial(block.lora, SETTING, MINI, (512, 4096)),
-    "adapters-128": partial(block.lora, SETTING, MINI_128, (512, 4096)),
-    "adapters-bfloat16": partial(block.lora, BFLOAT16, MINI, (512, 4096)),
-    "adapters-decode": partial(block.lora_decoding, SETTING, MINI, LAYERS, (1, 8, 32)),
-    "decoder": partial(
-        models.mixture, SETTING, MINI, LAYERS, prefill=(128, 1024), decode=DECODE, training=(256,)
-    ),
-    "dense": partial(
-        models.dense, SETTING, MINI, LAYERS, prefill=(128, 1024), decode=DECODE, training=(256,)
-    ),
-    "chunked": partial(
-        models.chunked, SETTING, MINI, chunk=1024, counts=(2, 4, 8), long=65536, patience=60.0
-    ),
-    "window": partial(models.windowed, SETTING, MINI, 1024, (2, 16)),
-    "mixtral": partial(block.mixtral, SETTING, MINI_8, (1, 32, 1024), 256),
-    "mixtral-bfloat16": partial(block.mixtral, BFLOAT16, MINI_8, (1, 32, 1024), 256),
-    "vision": partial(small_modules.vision, SETTING, hidden=512, layers=4, heads=8, output=512, tiles=(1, 2)),
-    "parts": partial(small_modules.small, SETTING, MINI, 1024),
-    "few-bits": partial(few_bits.few_bits, SAVED, 512),
-    "llama.cpp-token": partial(few_bits.beside_llama_cpp, SAVED, "decode"),
-    "llama.cpp-context": partial(few_bits.beside_llama_cpp, SAVED, "context"),
-    "llama.cpp-prefill": partial(few_bits.beside_llama_cpp, SAVED, "prefill"),
-    # After all others: idle threads wait actively for a moment, which counts as processor time.
-    "llama.cpp-threads": partial(few_bits.beside_llama_cpp, SAVED, "threads"),
-    "large": partial(mixtral.mixtral, SETTING, 4),
-    "offload": partial(offload.offload, ON_DISK),
-    "loading": partial(loading.loading, SETTING, MINI, LAYERS, "100MB"),
-    "loading-many": partial(loading.loading, SETTING, MANY_SMALL, 12, "100KB", dense=True),
+GROUPS: dict[str, Callable[[], Iterator[Case | dict]]] = {
+    "block-16": partial(block.forward, FLOAT32, 16, {1: 1 / 5.5, 8: 1 / 3.3, 64: 1 / 3.4, 768: 1 / 7}),
+    "block-128": partial(block.forward, FLOAT32, 128, {1: 1 / 30, 8: 1 / 18, 64: 1 / 13, 768: 1 / 24}),
+    "training-16": partial(block.training, FLOAT32, 16, 256, 1 / 4.5),
+    "training-128": partial(block.training, FLOAT32, 128, 256, 1 / 8),
+    "mixtral": partial(block.mixtral, FLOAT32, {1: 1 / 1.3, 32: 1.05, 1024: 1.05}, 256),
+    "mixtral-bfloat16": partial(block.mixtral, BFLOAT16, {1: 1.05, 32: 1.05, 1024: 1.05}, 256),
+    "lora-16": partial(block.lora, FLOAT32, 16, {512: 0.4, 4096: 0.85}),
+    "lora-128": partial(block.lora, FLOAT32, 128, {512: 0.15, 4096: 0.4}, memory=0.1),
+    "decoder": decoder.sizes_of_7b,
+    "offload": partial(offload.offload, offload.LargeMixture(hidden=1024, expert=1024, layers=6, experts=64)),
+}
+TITLES = {
+    "block": "Llama 4's block beside stock's",
+    "training": "A step of training of the block",
+    "mixtral": "Mixtral's block beside stock's with `grouped_mm`",
+    "lora": "A step of LoRA on the experts of a frozen block beside peft's own",
+    "decoder": "Decoders at the sizes of 7B models",
+    "offload": "Experts on disk",
 }
 
 
-def main() -> int:
+def run(names: list[str], path: Path, clock: ProcessorClock, rounds: int) -> int:
+    """Run groups; write results and page after each. Return the number of failures."""
+    results = json.loads(path.read_text()) if path.exists() else {}
+    failures = 0
+    for name in names:
+        begun, rows = time.perf_counter(), []
+        try:
+            for result in measured(GROUPS[name](), clock, rounds):
+                rows.append(result)
+                failures += len(result["failures"])
+                print(f"{name}: {line_of(result)}", flush=True)
+        except LeftOut as reason:
+            print(f"{name} is left out: {reason}", flush=True)
+            continue
+        print(f"({name}: {time.perf_counter() - begun:.0f} s)", flush=True)
+        results[name] = {"about": describe(clock.device), "cases": rows}
+        results = {group: results[group] for group in GROUPS if group in results}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results, indent=1) + "\n")
+        path.with_suffix(".md").write_text(page(results))
+    return failures
+
+
+def line_of(result: dict) -> str:
+    """Return a case's result in one line."""
+    parts = [f"{who} {1e3 * row['median']:.3g} ms, {row['ratio']:.3f}" for who, row in result["rows"].items()]
+    return "; ".join([result["case"], *parts, *(f"FAILED: {failure}" for failure in result["failures"])])
+
+
+def page(results: dict) -> str:
+    """Return the results as a Markdown page."""
+    lines = [
+        "# Speed on a CPU",
+        "",
+        "One thread. A ratio is a contestant's time, or peak memory, over the reference's,",
+    ]
+    lines += ["the median of the rounds; a limit that is missed is bold.", ""]
+    for name, group in results.items():
+        lines += [f"## {TITLES[name.partition('-')[0]]} ({name})", ""]
+        lines += [
+            "| case | | ms | ratio | at most | MB | ratio | at most |",
+            "|---|---|--:|--:|--:|--:|--:|--:|",
+        ]
+        for case in group["cases"]:
+            for who, row in case["rows"].items():
+                memory = f"{row['peak_bytes'] / 1e6:.1f}" if "peak_bytes" in row else ""
+                cells = [
+                    case["case"],
+                    who,
+                    f"{1e3 * row['median']:.3g}",
+                    *_judged(row, "ratio", who, case["at_most"]),
+                ]
+                cells += [memory, *_judged(row, "memory_ratio", who, case["memory_at_most"])]
+                lines.append(f"| {' | '.join(cells)} |")
+            lines += [f"| {case['case']} | **{failure}** | | | | | | |" for failure in case["failures"]]
+        lines += ["", f"`python -m benchmarks.cpu --cases {name}`: {about_line(group['about'])}", ""]
+    return "\n".join(lines)
+
+
+def _judged(row: dict, field: str, who: str, limits: dict[str, float]) -> list[str]:
+    value, limit = row.get(field), limits.get(who)
+    if value is None:
+        return ["", ""]
+    text = f"{value:.3f}"
+    return [text, ""] if limit is None else [text if value <= limit else f"**{text}**", f"{limit:.3f}"]
+
+
+def main(arguments: list[str] | None = None) -> int:
     """Run the groups named on the command line."""
-    made = command_line.parser("cpu", GROUPS, __doc__, by_name=BY_NAME)
-    options, budget = command_line.options(made, "cpu", GROUPS)
-    name = "_".join(filter(None, ("cpu", held.is_held())))
-    torch.set_num_threads(1)
-    return command_line.run(
-        name, GROUPS, options.cases, ProcessorClock(), SETTING.dtype, options.output, budget
+    parser = argparse.ArgumentParser("python -m benchmarks.cpu", description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=list(GROUPS),
+        default=list(GROUPS),
+        metavar="GROUP",
+        help=", ".join(GROUPS),
     )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="rounds of a case, at most; default: %(default)s"
+    )
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    options = parser.parse_args(arguments)
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    name = kind_of_processor() + ("_held" if is_held_to_avx2() else "")
+    path = options.output / f"{name}.json"
+    failures = run(options.cases, path, ProcessorClock(), options.rounds)
+    print(f"results in {path}")
+    return int(failures > 0)
 
 
 if __name__ == "__main__":

@@ -1,85 +1,54 @@
-"""Runs a case: contestants on the same weights and inputs are compared, then timed in turn in one process."""
+"""Measure a case: contestants on the same weights and inputs are compared, then timed in turn in one process."""
 
 import gc
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import OURS, REFERENCE, is_of
-from .clocks import Clock
-from .hardware import Rates
-from .memory import peak_of
-from .roofline import Work
+STOCK = "stock"
+"""The contestant that the others are compared with, unless a case names another."""
+OURS = "llamoe"
+ROUNDS = 7
+SECONDS = 1.0
+"""A case is measured for so long at least, and for three rounds."""
+SAMPLE = 50e-3
+"""Least length of a sample in seconds; shorter runs are repeated within it, as steps of decoding follow one another."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest allowed distance of outputs from the reference's.
+    """Largest allowed difference of outputs from the reference's, in standard deviations of the reference's output.
 
     Attributes:
-        largest: largest difference, in standard deviations of the reference's output.
-        mean: root mean square of the differences, in the same unit.
-        why: reason for the numbers.
+        largest: of a single number.
+        mean: root mean square over all numbers.
     """
 
     largest: float
     mean: float
-    why: str
 
 
-# Measured on the CPU: at most 5e-6 and 6e-7 for outputs, 6e-5 and 7e-7 for gradients.
-IN_FLOAT32 = Tolerance(1e-3, 1e-4, "the same sums in another order, in float32")
-# A rounding is 2^-9 of a value; a value of 5 standard deviations is rounded about six times.
-IN_BFLOAT16 = Tolerance(0.25, 0.03, "the same sums in another order, rounded to bfloat16 at each step")
+FLOAT32 = Tolerance(1e-3, 1e-4)
+"""The same sums in another order: at most 5e-6 and 6e-7 were measured for outputs, 6e-5 and 7e-7 for gradients."""
+BFLOAT16 = Tolerance(0.25, 0.03)
+"""A rounding is 2^-9 of a value; a value of five standard deviations is rounded about six times."""
 
 
 def tolerance_of(dtype: torch.dtype, layers: int = 1) -> Tolerance:
-    """The tolerance for outputs in a dtype; differences of layers add up like a random walk."""
-    one = IN_FLOAT32 if dtype == torch.float32 else IN_BFLOAT16
-    return Tolerance(one.largest * layers**0.5, one.mean * layers**0.5, one.why)
+    """Return the tolerance for outputs in a dtype; differences of layers add up like a random walk."""
+    one = FLOAT32 if dtype == torch.float32 else BFLOAT16
+    return Tolerance(one.largest * layers**0.5, one.mean * layers**0.5)
 
 
-def tolerance_of_gradients(dtype: torch.dtype, layers: int | None = None) -> Tolerance:
-    """The tolerance for gradients of a block, or of a decoder with this many layers.
-
-    Measured in bfloat16 on a CPU: at most 0.22 and 0.006 for a block, 0.31 and 0.026 for a decoder.
-    """
-    own = tolerance_of(dtype, layers or 1)
-    if layers is None:
-        why = "gradients are sums over many tokens; " + own.why
-        limits = (10 * own.largest, own.mean) if dtype == torch.float32 else (0.5, 0.02)
-    else:
-        why = "gradients through all layers; " + own.why
-        limits = (20 * own.largest, 3 * own.mean) if dtype == torch.float32 else (2.0, 0.08)
-    return Tolerance(*limits, why)
-
-
-ROUNDS = 3
-"""Least number of rounds of a case that sets no other."""
-SURE_ROUNDS = 7
-"""Least number of rounds of cases whose target is to be never slower."""
-
-
-@dataclass
-class Contestant:
-    """One way to compute a case.
-
-    Attributes:
-        run: computes it once.
-        outputs: takes the result of `run` and returns the tensors to compare; None where it computes another function.
-        warm_up: number of runs before measuring, for contestants that compile.
-        has_own_pool: whether its memory is where no counter sees a single run: in a CUDA graph's pool, in another
-            library, from several threads.
-    """
-
-    run: Callable[[], Any]
-    outputs: Callable[[Any], list[torch.Tensor]] | None = lambda result: [result]
-    warm_up: int = 0
-    has_own_pool: bool = False
+def tolerance_of_gradients(dtype: torch.dtype, layers: int = 1) -> Tolerance:
+    """Return the tolerance for gradients, which are sums over many tokens."""
+    one = tolerance_of(dtype, layers)
+    return Tolerance(20 * one.largest, 3 * one.mean)
 
 
 @dataclass
@@ -88,275 +57,206 @@ class Case:
 
     Attributes:
         name: unique in its group.
-        contestants: by name; a ratio is the time of `reference` over theirs. Another mode of one is "name, mode".
-        work: the least that has to be read and computed.
-        tolerance: for the outputs.
-        facts: keys for tables and figures: phase, tokens, experts and so on.
-        skipped: contestants that are not run, with the reason.
-        before: called before each run whose memory is measured.
-        least: least number of rounds.
-        reference: the contestant that the others are compared with.
+        runs: by contestant, what computes it once and returns a tensor or a list of tensors to compare.
+        tolerance: for the outputs; None where contestants compute different functions.
+        reference: the contestant whose time and outputs the others' are measured by.
+        at_most: limits of contestants' times over the reference's.
+        memory_at_most: limits of their peak memory over the reference's. Memory is measured only where there are any.
         parts: number of equal parts of each run, such as tokens; times are those of one.
-        clock: measures in place of the session's clock.
+        before: called before each run whose memory is measured.
     """
 
     name: str
-    contestants: dict[str, Contestant]
-    work: Work | None
-    tolerance: Tolerance
-    facts: dict[str, Any] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    before: Callable[[], Any] | None = None
-    least: int = ROUNDS
-    reference: str = REFERENCE
+    runs: dict[str, Callable[[], Any]]
+    tolerance: Tolerance | None
+    reference: str = STOCK
+    at_most: dict[str, float] = field(default_factory=dict)
+    memory_at_most: dict[str, float] = field(default_factory=dict)
     parts: int = 1
-    clock: Clock | None = None
+    before: Callable[[], Any] | None = None
 
 
 class LeftOut(Exception):
     """A group cannot be run here; says why in a part of a sentence."""
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Length of a case's measurement: at least `least` rounds, then until `seconds` have passed or `most` rounds.
+class ProcessorClock:
+    """Processor time, with other data in the caches before each sample.
 
-    Without `least`, each case sets its own.
+    In a model, a layer's weights have left the caches before its next turn. In repeated runs of one layer they would
+    stay, which favours contestants that read little. Processor time excludes other load on the machine.
     """
 
-    seconds: float = 1.0
-    least: int | None = None
-    most: int = 15
+    def __init__(self, cache_bytes: int | None = None):
+        self.device = torch.device("cpu")
+        self._elsewhere = torch.zeros(2 * (cache_bytes or last_cache_bytes()) // 8, dtype=torch.int64)
+
+    def sample(self, run: Callable[[], Any], repeats: int) -> float:
+        """Return the seconds of one run, as the mean of `repeats` runs."""
+        # Read, not written: writes would cost time later, when they are flushed to memory.
+        self._elsewhere.sum()
+        begun = time.process_time()
+        for _ in range(repeats):
+            run()
+        return (time.process_time() - begun) / repeats
 
 
-# A group yields its cases one after another, receives each result, and frees what it built when it ends. A case that
-# cannot be measured in this process is yielded as a function that measures it.
-Cases = Generator[Case | Callable[[Budget], dict], dict, None]
-Group = Callable[[], Cases]
+class DeviceClock:
+    """Time between two CUDA events around runs that follow one another without a pause."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def sample(self, run: Callable[[], Any], repeats: int) -> float:
+        """Return the seconds of one run, as the mean of `repeats` runs."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(self.device)
+        begin.record()
+        for _ in range(repeats):
+            run()
+        end.record()
+        torch.cuda.synchronize(self.device)
+        return begin.elapsed_time(end) / 1e3 / repeats
 
 
-def run_group(group: Group, clock: Clock, rates: Rates, budget: Budget) -> Iterator[dict]:
-    """Measure each case of a group; yield the results as plain data."""
-    cases = group()
-    result = None
-    while True:
+Clock = ProcessorClock | DeviceClock
+
+
+def last_cache_bytes() -> int:
+    """Return the size of the processor's last cache; 64 MiB where the system does not report it."""
+    units = {"K": 2**10, "M": 2**20}
+    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    texts = [path.read_text().strip() for path in sizes]
+    return max((int(text[:-1]) * units[text[-1]] for text in texts if text[-1:] in units), default=2**26)
+
+
+def measure(case: Case, clock: Clock, rounds: int = ROUNDS) -> dict:
+    """Compare, weigh and time the contestants of a case.
+
+    Returns:
+        the case's name, and by contestant the seconds of all rounds with their median, the median of the ratios to the
+        reference within rounds (a slow phase of the machine slows both), and the peak memory; the limits and
+        `failures`: contestants that raise, outputs that differ.
+    """
+    rows: dict[str, dict] = {}
+    failures: list[str] = []
+    expected: list[torch.Tensor] = []
+    for name, run in case.runs.items():
+        row: dict[str, Any] = {}
         try:
-            # None starts the generator.
-            case = cases.send(result)
-        except StopIteration:
-            break
-        if isinstance(case, Case):
-            result = measure(case, case.clock or clock, rates, budget)
-        else:
-            result = case(budget)
-        del case
+            # The first run includes one-time work.
+            outputs = tensors_of(run())
+            if case.memory_at_most:
+                if case.before:
+                    case.before()
+                row["peak_bytes"] = peak_of(run, clock.device)[1]
+        except Exception as error:
+            failures.append(f"{name}: {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
+            continue
+        rows[name] = row
+        if case.tolerance and expected:
+            largest, mean = difference(outputs, expected)
+            # Written so that NaN fails.
+            if not (largest <= case.tolerance.largest and mean <= case.tolerance.mean):
+                failures.append(
+                    f"{name} differs from {case.reference} by {largest:.3g}, {mean:.3g} deviations"
+                )
+        if name == case.reference:
+            expected = [tensor.detach().clone() for tensor in outputs]
+        del outputs
         free(clock.device)
-        yield result
-    free(clock.device)
+    del expected
+    _time_in_turn({name: case.runs[name] for name in rows}, rows, clock, rounds)
+    reference = rows.get(case.reference)
+    for row in rows.values():
+        row["seconds"] = [each / case.parts for each in row["seconds"]]
+        row["median"] = statistics.median(row["seconds"])
+    for row in rows.values():
+        if reference is not None:
+            pairs = zip(row["seconds"], reference["seconds"], strict=True)
+            row["ratio"] = statistics.median(own / theirs for own, theirs in pairs)
+            if "peak_bytes" in row:
+                row["memory_ratio"] = row["peak_bytes"] / max(1, reference["peak_bytes"])
+    limits = {"at_most": case.at_most, "memory_at_most": case.memory_at_most}
+    return {"case": case.name, "reference": case.reference, "rows": rows, **limits, "failures": failures}
+
+
+def _time_in_turn(runs: dict[str, Callable], rows: dict[str, dict], clock: Clock, rounds: int) -> None:
+    repeats = {name: max(1, round(SAMPLE / max(clock.sample(run, 1), 1e-7))) for name, run in runs.items()}
+    for row in rows.values():
+        row["seconds"] = []
+    spent = 0.0
+    for number in range(rounds):
+        if number >= 3 and spent > SECONDS * len(runs):
+            break
+        # The order alternates, so that no contestant is always first.
+        for name in list(runs)[:: 1 if number % 2 == 0 else -1]:
+            seconds = clock.sample(runs[name], repeats[name])
+            rows[name]["seconds"].append(seconds)
+            spent += seconds * repeats[name]
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    """Return a run's result as a list of tensors."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [each for each in result or () if isinstance(each, torch.Tensor)]
+
+
+def difference(given: list[torch.Tensor], expected: list[torch.Tensor]) -> tuple[float, float]:
+    """Return the largest and the root mean square difference, each tensor in its own standard deviations.
+
+    A tensor that varies less than a hundredth of the most varying one is measured in units of that hundredth.
+    """
+    floor = max(tensor.float().std().item() for tensor in expected) / 100
+    largest, mean = [], []
+    for one, other in zip(given, expected, strict=True):
+        apart = one.detach().float() - other.float()
+        scale = max(other.float().std().item(), floor) or 1.0
+        largest.append(apart.abs().max().item() / scale)
+        mean.append(apart.square().mean().sqrt().item() / scale)
+    return max(largest), max(mean)
+
+
+def peak_of(run: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
+    """Run once; return the result and the largest memory in bytes above what was held before.
+
+    On a CPU it is the running sum of what torch's allocator gave out, as the profiler records it: scratch space inside
+    operators included, the allocator's caches and mapped files not. On CUDA it is the counter of torch's allocator.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        base = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        result = run()
+        torch.cuda.synchronize(device)
+        return result, torch.cuda.max_memory_allocated(device) - base
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as recorded:
+        result = run()
+    events = recorded.profiler.kineto_results.events()
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    held = peak = 0
+    for _, nbytes in sorted(changes, key=lambda change: change[0]):
+        held += nbytes
+        peak = max(peak, held)
+    # Memory that did not come from the allocator, such as mapped gradients of experts.
+    storages = [tensor.untyped_storage() for tensor in tensors_of(result)]
+    foreign = {storage.data_ptr(): storage.nbytes() for storage in storages if not storage.resizable()}
+    return result, peak + sum(foreign.values())
 
 
 def free(device: torch.device) -> None:
     """Free unreferenced memory, and the device's cached blocks."""
+    gc.collect()
     if device.type == "cuda":
-        gc.collect()
         torch.cuda.empty_cache()
 
 
-def measure(case: Case, clock: Clock, rates: Rates, budget: Budget) -> dict:
-    """Compare, weigh and time the contestants of a case.
-
-    A contestant that runs out of memory is skipped with a note, and so is another's contestant that fails. `failures`
-    gets our contestants that fail, all whose outputs differ, and errors outside the contestants.
-    """
-    try:
-        return _measure(case, clock, rates, budget)
-    except Exception as error:
-        skipped = {name: {"skipped": reason} for name, reason in case.skipped.items()}
-        failures = [f"the case failed: {reason_of(error)}"]
-        return {"case": case.name, **case.facts, "contestants": skipped, "failures": failures}
-
-
-def _measure(case: Case, clock: Clock, rates: Rates, budget: Budget) -> dict:
-    rows: dict[str, dict] = {name: {"skipped": reason} for name, reason in case.skipped.items()}
-    failures: list[str] = []
-    expected: list[torch.Tensor] | None = None
-    running = {}
-    for name, contestant in case.contestants.items():
-        if name in case.skipped:
-            continue
-        row = rows[name] = {}
-        try:
-            outputs, row["peak_bytes"], taken = _first_run(contestant, clock, case.before)
-            if outputs is not None and expected is not None:
-                row["difference"] = difference(outputs, expected)
-                if problem := beyond(row["difference"], case.tolerance):
-                    failures.append(f"{name} differs from {case.reference}: {problem}")
-            if name == case.reference and outputs is not None:
-                expected = [tensor.detach().clone() for tensor in outputs]
-            del outputs
-            running[name] = (contestant, taken)
-        except Exception as error:
-            _give_up(name, row, error, failures)
+def measured(group: Iterator[Case | dict], clock: Clock, rounds: int = ROUNDS) -> Iterator[dict]:
+    """Measure each case of a group; a case that measured itself in another process comes as its result."""
+    for case in group:
+        yield case if isinstance(case, dict) else measure(case, clock, rounds)
+        del case
         free(clock.device)
-    del expected
-    free(clock.device)
-    if case.before:
-        case.before()
-    least = case.least if budget.least is None else budget.least
-    samples, errors = _time_in_turn(running, clock, least, budget)
-    for name in samples:
-        rows[name]["seconds"] = [seconds / case.parts for seconds in samples[name]]
-    for name, error in errors.items():
-        _give_up(name, rows[name], error, failures)
-    result = {"case": case.name, **case.facts, "contestants": {name: rows[name] for name in rows}}
-    result["tolerance"] = vars(case.tolerance)
-    if case.work:
-        seconds, bound = rates.ideal_seconds(case.work.nbytes, case.work.flops)
-        result["work"] = {**vars(case.work), "ideal_seconds": seconds, "bound": bound}
-    if case.clock:
-        result["clock"] = case.clock.unit
-    summarize(result, case.reference)
-    return {**result, "failures": failures}
-
-
-def _give_up(name: str, row: dict, error: Exception, failures: list[str]) -> None:
-    row["skipped"] = reason_of(error)
-    if is_of(name, OURS) and not isinstance(error, torch.OutOfMemoryError):
-        failures.append(f"{name} failed: {row['skipped']}")
-
-
-def _first_run(
-    contestant: Contestant, clock: Clock, before: Callable[[], Any] | None
-) -> tuple[list[torch.Tensor] | None, int | None, float]:
-    """Outputs, peak memory and seconds after the warm-up runs; a device's first run allocates workspaces."""
-    least = 1 if clock.device.type == "cuda" else 0
-    for _ in range(max(contestant.warm_up, least)):
-        contestant.run()
-    if before:
-        before()
-    begun = time.perf_counter()
-    if contestant.has_own_pool:
-        result, peak = contestant.run(), None
-    else:
-        result, peak = peak_of(contestant.run, clock.device)
-    taken = time.perf_counter() - begun
-    return (None if contestant.outputs is None else contestant.outputs(result)), peak, taken
-
-
-def reason_of(error: Exception) -> str:
-    """An error in one line."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
-
-
-def _time_in_turn(
-    running: Mapping[str, tuple[Contestant, float]], clock: Clock, least: int, budget: Budget
-) -> tuple[dict[str, list[float]], dict[str, Exception]]:
-    """Samples of the contestants that finished all rounds, and the errors of the others."""
-    repeats: dict[str, int] = {}
-    samples: dict[str, list[float]] = {}
-    errors: dict[str, Exception] = {}
-    for name, (contestant, taken) in running.items():
-        try:
-            # A first run includes one-time work. A long run is measured once, so its first run must do.
-            if taken < 1:
-                taken = clock.sample(contestant.run, 1)
-        except Exception as error:
-            # A traceback would hold tensors.
-            errors[name] = error.with_traceback(None)
-            continue
-        repeats[name] = max(1, round(clock.shortest / max(taken, 1e-7)))
-        samples[name] = []
-    spent = 0.0
-    for round_ in range(max(least, budget.most)):
-        if not samples or (round_ >= least and spent >= budget.seconds):
-            break
-        # The order alternates, so that no contestant is always first.
-        for name in list(samples)[:: 1 if round_ % 2 == 0 else -1]:
-            try:
-                seconds = clock.sample(running[name][0].run, repeats[name])
-            except Exception as error:
-                errors[name] = error.with_traceback(None)
-                del samples[name]
-                continue
-            samples[name].append(seconds)
-            spent += seconds * repeats[name]
-    return samples, errors
-
-
-def difference(given: list[torch.Tensor], expected: list[torch.Tensor]) -> dict[str, float]:
-    """Largest and root mean square difference over all tensors, each in its own standard deviations.
-
-    A tensor that varies less than a hundredth of the most varying one is measured in units of that hundredth.
-    """
-    if len(given) != len(expected):
-        raise ValueError(f"{len(given)} outputs, and {len(expected)} of the reference")
-    deviations = [_deviation(tensor) for tensor in expected]
-    floor = max(deviations) / 100
-    largest = mean = 0.0
-    for one, other, deviation in zip(given, expected, deviations, strict=True):
-        if one.shape != other.shape:
-            raise ValueError(
-                f"an output of shape {list(one.shape)}, and {list(other.shape)} of the reference"
-            )
-        scale = max(deviation, floor) or 1.0
-        squares = count = 0.0
-        for piece, its in zip(_pieces(one.detach()), _pieces(other), strict=True):
-            delta = piece - its
-            highest = delta.abs().max().item()
-            # Written so that NaN is kept.
-            largest = highest / scale if not highest / scale <= largest else largest
-            squares += delta.square().sum().item()
-            count += delta.numel()
-        one_mean = (squares / count) ** 0.5 / scale
-        mean = one_mean if not one_mean <= mean else mean
-    return {"largest": largest, "mean": mean}
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    # A float copy of everything at once would need more memory than the case itself.
-    return (piece.float() for piece in tensor.reshape(-1).split(2**26))
-
-
-def _deviation(tensor: torch.Tensor) -> float:
-    mean = sum(piece.sum().item() for piece in _pieces(tensor)) / tensor.numel()
-    squares = sum((piece - mean).square().sum().item() for piece in _pieces(tensor))
-    return (squares / tensor.numel()) ** 0.5
-
-
-def beyond(found: Mapping[str, float], tolerance: Tolerance) -> str:
-    """The parts of a difference that exceed the tolerance, in words; empty if none do."""
-    limits = {"largest": tolerance.largest, "mean": tolerance.mean}
-    return ", ".join(
-        f"{kind} difference of {found[kind]:.3g} deviations, at most {limit:g} allowed ({tolerance.why})"
-        for kind, limit in limits.items()
-        if not found[kind] <= limit
-    )
-
-
-def summarize(result: dict, reference_name: str) -> None:
-    """Add medians, quartiles, ratios and fractions of the roofline to the rows."""
-    rows = result["contestants"]
-    reference = rows.get(reference_name, {}).get("seconds")
-    for row in rows.values():
-        if not row.get("seconds"):
-            continue
-        row["median"] = statistics.median(row["seconds"])
-        row["quartiles"] = quartiles(row["seconds"])
-        if reference:
-            # Ratios within a round, since a slow phase of the machine slows both.
-            ratios = [theirs / own for theirs, own in zip(reference, row["seconds"], strict=True)]
-            row["ratio"] = statistics.median(ratios)
-            row["ratio_quartiles"] = quartiles(ratios)
-        if "work" in result:
-            row["roofline"] = result["work"]["ideal_seconds"] / row["median"]
-
-
-def quartiles(values: list[float]) -> list[float]:
-    """The first and the third quartile."""
-    if len(values) < 2:
-        return [values[0], values[0]]
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
-    return [first, third]

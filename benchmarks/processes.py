@@ -1,27 +1,20 @@
-"""Measures in a new process: what a function there returns, its memory, its reads, and what the page cache holds."""
+"""Measure in a new process: what a function there returns, its memory, its reads, and what the page cache holds."""
 
 import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 
-SAMPLED_EVERY = 2e-3
-
 
 def in_process(module: str, what: str, **given) -> dict:
-    """Call a function of a module of this package in a new process.
-
-    Args:
-        module: its name.
-        what: the function, which takes and returns what JSON can hold.
-        **given: its arguments.
+    """Call a function of a module of this package in a new process; it takes and returns what JSON can hold.
 
     Returns:
-        what it returns; `{"skipped": reason}` if it fails.
+        what it returns; `{"failed": reason}` if it fails.
     """
     words = [module, what, json.dumps(given), str(torch.get_num_threads())]
     done = subprocess.run(
@@ -30,39 +23,24 @@ def in_process(module: str, what: str, **given) -> dict:
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     if done.returncode:
-        return {"skipped": (done.stderr.strip().splitlines() or ["it ended"])[-1][:300]}
+        return {"failed": (done.stderr.strip().splitlines() or ["it ended"])[-1][:300]}
     return json.loads(done.stdout.splitlines()[-1])
 
 
-class Watch:
-    """Samples the process's anonymous memory every two milliseconds and keeps the largest."""
-
-    def __init__(self):
-        self.highest = 0
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-
-    def _look(self) -> None:
-        while not self._stopped.wait(SAMPLED_EVERY):
-            self.highest = max(self.highest, status("RssAnon"))
-
-    def stop(self) -> int:
-        """Stop sampling; return the largest sample, in bytes."""
-        self._stopped.set()
-        self._thread.join()
-        return max(self.highest, status("RssAnon"))
-
-
 def status(field: str) -> int:
-    """A field of this process's status, in bytes."""
+    """Return a field of this process's status, in bytes."""
     text = Path("/proc/self/status").read_text()
     return 1024 * int(text.partition(f"{field}:")[2].split()[0])
 
 
 def bytes_read() -> int:
-    """Bytes that the kernel read from drives for this process."""
+    """Return the bytes that the kernel read from drives for this process."""
     return int(Path("/proc/self/io").read_text().partition("\nread_bytes:")[2].split()[0])
+
+
+def counted(model: Any, name: str) -> int:
+    """Sum one of the counts of `experts_statistics` over all layers."""
+    return sum(layer[name] for layer in model.experts_statistics().values())
 
 
 def forget(folder: Path) -> None:

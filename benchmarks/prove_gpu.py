@@ -31,13 +31,12 @@ import llamoe
 from llamoe.modeling.kernels import kernel_failures
 from llamoe.modeling.moe import Experts
 
-from . import qlora
-from .clocks import DeviceClock, ProcessorClock
-from .hardware import describe, measure_rates
-from .memory import peak_of
-from .report import ROOT
-from .shapes import Setting
+from .harness import Clock, DeviceClock, ProcessorClock, free, peak_of
+from .machine import about_line, bytes_per_second, describe
+from .random_models import build
+from .weights import Setting
 
+ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 SMALL = dict(
     hidden_size=128, intermediate_size=192, num_attention_heads=8, num_key_value_heads=2, head_dim=32
@@ -52,6 +51,11 @@ TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 """Largest difference of the median token's logits from the CPU's in float32, in standard deviations of logits."""
 _LAYER, _EMBEDDINGS = 4.5e9, 4.2e9
 """Bytes of a layer of Scout's shape in 16 bits, and of its embeddings and head."""
+COPIED = 1 << 32
+TINY = dict(vocab_size=101, hidden_size=96, intermediate_size=128, head_dim=16, num_local_experts=5) | dict(
+    num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=None
+)
+"""Sizes of random models with `--small`."""
 LEAST_BANDWIDTH = 0.5
 """Share of the measured bandwidth at which few rows shall read their experts."""
 MOST_TIME = 2.0
@@ -104,7 +108,6 @@ class Proof:
     def seconds(self, run: Callable[[], Any], repeats: int = 5) -> float:
         """The least time of a run, of several; on a card by replays of a CUDA graph where one can be made."""
         run()
-        clock = DeviceClock(self.device) if self.is_cuda else ProcessorClock(1 << 20)
         if self.is_cuda:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
@@ -115,7 +118,17 @@ class Proof:
             with torch.cuda.graph(graph):
                 run()
             run = graph.replay
-        return min(clock.sample(run, repeats) for _ in range(3))
+        return min(self.clock().sample(run, repeats) for _ in range(3))
+
+    def clock(self) -> Clock:
+        """What measures time here."""
+        return DeviceClock(self.device) if self.is_cuda else ProcessorClock(1 << 20)
+
+    def model(self, layers: int, weights: str) -> Any:
+        """A text model of Scout's shape, or a small one, of random weights."""
+        text = {**(TINY if self.small else {}), "num_hidden_layers": layers}
+        config = llamoe.preset("llama-4-scout", text_config=text).text_config
+        return build(self.setting(), config, weights)
 
     @property
     def has_bfloat16(self) -> bool:
@@ -202,13 +215,10 @@ def formats_here(proof: Proof) -> tuple[str, ...]:
 @torch.no_grad()
 def kernels(proof: Proof) -> None:
     """Few and many rows of a Scout-shaped mixture layer: beside the plain loop in float32, and the memory's speed."""
-    clock = DeviceClock(proof.device) if proof.is_cuda else ProcessorClock(1 << 20)
-    rates = measure_rates(
-        clock, proof.setting().dtype, rounds=3, **({} if proof.is_cuda else dict(side=64, nbytes=1 << 20))
-    )
-    proof.say("GB a second of a copy", round(rates.bytes_per_second / 1e9))
+    rate = bytes_per_second(proof.clock(), COPIED if proof.is_cuda else 1 << 20)
+    proof.say("GB a second of a copy", round(rate / 1e9))
     for weights in formats_here(proof):
-        model = qlora.build(proof.setting(), 1, weights, proof.small)
+        model = proof.model(1, weights)
         experts: Any = model.model.layers[0].feed_forward.experts
         hidden, _ = experts.sizes_of("down_proj")
         plain: Any = experts.dequantized(torch.float32) if weights != "bf16" else _cast(experts)
@@ -223,13 +233,13 @@ def kernels(proof: Proof) -> None:
             proof.judge(f"{weights}, {rows} rows: largest error", error, most=0.03)
             if proof.is_cuda and rows <= 64:
                 read = min(1, ids.unique().numel() / experts.num_experts) * _nbytes(experts)
-                share = read / proof.seconds(run) / rates.bytes_per_second
+                share = read / proof.seconds(run) / rate
                 # Cards without bfloat16 have no kernel of ours, and bitsandbytes' experts are unpacked.
                 has_kernel = proof.has_bfloat16 and weights != "nf4"
                 least = LEAST_BANDWIDTH if rows == 1 and has_kernel else 0.0
                 proof.judge(f"{weights}, {rows} rows: share of the bandwidth", share, least=least)
         del model, experts, plain
-        _free(proof)
+        free(proof.device)
 
 
 def _cast(experts: Any) -> Any:
@@ -240,12 +250,6 @@ def _cast(experts: Any) -> Any:
 
 def _nbytes(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-
-
-def _free(proof: Proof) -> None:
-    gc.collect()
-    if proof.is_cuda:
-        torch.cuda.empty_cache()
 
 
 def parity(proof: Proof) -> None:
@@ -381,10 +385,10 @@ def formats(proof: Proof) -> None:
         return
     times = {}
     for weights in formats_here(proof):
-        model = qlora.build(proof.setting(), proof.layers(4), weights, proof.small)
+        model = proof.model(proof.layers(4), weights)
         times[weights] = _step_seconds(proof, model)
         del model
-        _free(proof)
+        free(proof.device)
         name, ratio = f"{weights}: time of a step over 16 bits'", times[weights] / times["bf16"]
         # bitsandbytes' experts are unpacked for each product.
         if weights == "nf4":
@@ -401,7 +405,7 @@ def _nf4(dtype: torch.dtype) -> Any:
 
 def _step_seconds(proof: Proof, model: Any) -> float:
     """Seconds of an eager decode step of one row."""
-    clock = DeviceClock(proof.device) if proof.is_cuda else ProcessorClock(1 << 20)
+    clock = proof.clock()
     ids = proof.setting().tokens(1, 16, model.config.vocab_size)
     cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
     step = partial(model, ids[:, :1], past_key_values=cache)
@@ -468,7 +472,7 @@ def _pinned_bytes() -> int:
 def trains(proof: Proof) -> None:
     """LoRA on attention and experts, of plain and of packed weights: the loss falls, and every factor has gradients."""
     for weights in formats_here(proof)[::2]:
-        model = adapted(qlora.build(proof.setting(), 2, weights, tiny=True)).train()
+        model = adapted(proof.model(2, weights)).train()
         factors = [weight for weight in model.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(factors, lr=3e-3)
         ids = proof.setting().tokens(2, 33, model.get_base_model().config.vocab_size)
@@ -488,7 +492,7 @@ def trains(proof: Proof) -> None:
 def prompts(proof: Proof) -> None:
     """Peaks of memory of two prompts and of a loss; on a card that attention has a fused kernel."""
     lengths = tuple(length // 32 for length in LENGTHS) if proof.small else LENGTHS
-    model = qlora.build(proof.setting(), proof.layers(4), "bf16", proof.small)
+    model = proof.model(proof.layers(4), "bf16")
     names, peaks = set[str](), []
     for length in lengths:
         tokens = proof.setting().tokens(1, length, model.config.vocab_size)
@@ -516,22 +520,19 @@ def _operators(run: Callable[[], Any]) -> set[str]:
 
 def speed(proof: Proof) -> None:
     """Tokens a second of a few layers, and the share of the bandwidth at which their weights are read; told alone."""
-    clock = DeviceClock(proof.device) if proof.is_cuda else ProcessorClock(1 << 20)
-    rates = measure_rates(
-        clock, proof.setting().dtype, rounds=3, **({} if proof.is_cuda else dict(side=64, nbytes=1 << 20))
-    )
+    rate = bytes_per_second(proof.clock(), COPIED if proof.is_cuda else 1 << 20)
     layers = 2 if proof.small else proof.layers(8)
     for weights in formats_here(proof):
         with torch.no_grad():
-            model = qlora.build(proof.setting(), layers, weights, proof.small)
+            model = proof.model(layers, weights)
             seconds = _step_seconds(proof, model)
         experts = [each for each in model.modules() if isinstance(each, Experts)]
         idle = sum(_nbytes(each) * (1 - 1 / each.num_experts) for each in experts)
         read = _nbytes(model) - _nbytes(model.get_input_embeddings()) - idle
         proof.say(f"{weights}: milliseconds a token and layer", round(1e3 * seconds / layers, 3))
-        proof.say(f"{weights}: share of the bandwidth", round(read / seconds / rates.bytes_per_second, 3))
+        proof.say(f"{weights}: share of the bandwidth", round(read / seconds / rate, 3))
         del model, experts
-        _free(proof)
+        free(proof.device)
 
 
 @torch.no_grad()
@@ -554,7 +555,7 @@ def cards_together(proof: Proof) -> None:
         error = (one(**inputs).logits - two(**inputs).logits.to(proof.device)).abs().max().item()
         proof.judge("largest difference from one card", error, most=1e-4)
         del one, two
-        _free(proof)
+        free(proof.device)
     results = proof.folder / "two_cards.json"
     words = ["-m", "benchmarks.two_cards", str(folder), str(results), *([] if proof.is_cuda else ["--cpu"])]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
@@ -596,7 +597,7 @@ def prove(proof: Proof, steps: list[str]) -> dict[str, Any]:
         for check in proof.checks:
             if check.step == name:
                 print(_line(check), flush=True)
-        _free(proof)
+        free(proof.device)
     return {
         "machine": describe(proof.device),
         "sizes": "small" if proof.small else "whole",
@@ -612,22 +613,14 @@ def _line(check: Check) -> str:
 
 
 def page(results: dict[str, Any]) -> str:
-    """Results as Markdown, of which the README can quote a line."""
-    checks = [Check(**each) for each in results["checks"]]
-    judged = [check for check in checks if check.passed is not None]
-    failed = [check for check in judged if not check.passed]
-    where = results["machine"].get("device") or results["machine"].get("processor") or "this machine"
-    lines = [
-        "# What was proved",
+    """Return the results as a Markdown page."""
+    lines = ["# What was proved", "", about_line(results["machine"]), ""]
+    lines += [
+        f"`python -m benchmarks.prove_gpu`, {results['sizes']} sizes, {sum(results['seconds'].values()):.0f} s",
         "",
-        f"{len(judged) - len(failed)} of {len(judged)} checks passed in {sum(results['seconds'].values()):.0f} seconds "
-        f"on {where}, {results['machine'].get('date', '')}, with {results['sizes']} sizes. Written by "
-        "`python -m benchmarks.prove_gpu`.",
-        "",
-        "| step | what | value | limit | |",
-        "|---|---|---|---|---|",
     ]
-    for check in checks:
+    lines += ["| step | what | value | limit | |", "|---|---|---|---|---|"]
+    for check in (Check(**each) for each in results["checks"]):
         value = f"{check.value:.4g}" if isinstance(check.value, float) else check.value
         verdict = {True: "ok", False: "**failed**", None: ""}[check.passed]
         cells = (check.step, check.what, value, check.limit, verdict)

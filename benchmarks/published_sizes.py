@@ -43,10 +43,10 @@ from llamoe.modeling.offload import reading
 from llamoe.modeling.registration import model_class
 from llamoe.planning import Source, measure_rates
 
-from .command_line import RESULTS
-from .hardware import describe
-from .large_mixtures import counted
-from .processes import bytes_read, forget, in_process, status
+from .machine import about_line, describe
+from .processes import bytes_read, counted, forget, in_process, status
+
+RESULTS = Path(__file__).parent / "results"
 
 NEW_TOKENS, SHORT, LONG, STEPS, ROW, RANK = 16, 16, 256, 3, 32, 8
 # Seconds after which a drive has forgotten what it has just taken, and reads as fast as on another day.
@@ -410,7 +410,6 @@ def page(
         bounds = ", ".join(f"at {word} {bound:g}" for word, bound in both if bound is not None)
         given = "nothing was read" if figure is None else f"{figure:.3f}"
         judged.append(f"- {target.replace('_', ' ')}: {given}, {bounds}: {'met' if met else 'MISSED'}")
-    versions = ", ".join(f"{package} {number}" for package, number in about["versions"].items())
     lines = [
         f"# {name} in {weights}, on one machine",
         "",
@@ -425,9 +424,7 @@ def page(
         "",
         *judged,
         "",
-        f"`{about['command']}`: {about['date']} at {about['commit']}, {about['processor']}, {about['threads']} of "
-        f"{about['processors']} processors, which other work shared, {about['system']}, Python {about['python']}, "
-        f"{versions}",
+        f"`{about['command']}`: {about_line(about)}",
         "",
     ]
     return "\n".join(lines)
@@ -452,10 +449,10 @@ def measure(
         forget(Path(folder))
         time.sleep(SETTLING)
         found = in_process("published_sizes", "rates", folder=folder, tokens=given["row"])
-        if "skipped" not in found:
+        if "failed" not in found:
             found = in_process("published_sizes", "run", folder=folder, given=found, **given)
-    if "skipped" in found:
-        raise RuntimeError(found["skipped"])
+    if "failed" in found:
+        raise RuntimeError(found["failed"])
     return written, found
 
 

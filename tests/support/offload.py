@@ -1,6 +1,6 @@
 """Small mixtures of sizes that never coincide, the models that they are loaded into, and a cache to compare with."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ import llamoe
 from llamoe.configuration.base import ARCHITECTURES
 from llamoe.modeling.kernels import cpp_kernels
 from llamoe.modeling.offload import ExpertsMemory, OffloadedExperts
+from llamoe.modeling.offload.matrix_cache import MatrixCache
 
 TEXT = {
     "vocab_size": 199, "hidden_size": 64, "intermediate_size": 48, "intermediate_size_mlp": 96, "num_hidden_layers": 3,
@@ -167,6 +168,30 @@ def asked_in(trace: llamoe.ExpertTrace) -> list[list[tuple[int, int]]]:
         ]
         for recorded in trace._complete()
     ]
+
+
+class _Arrived:
+    """Stands for a matrix that is there (`Entry.arrival`)."""
+
+    def done(self) -> bool:
+        return True
+
+    def failed(self) -> bool:
+        return False
+
+
+def simulate(passes: Iterable[Collection[tuple[int, int]]], slots: int) -> list[tuple[int, int]]:
+    """Hits and misses of each pass, by the store's own table of slots, without matrices."""
+    cache, counts = MatrixCache(slots), []
+    for experts in passes:
+        hits = 0
+        for expert in experts:
+            if cache.get(expert) is not None:
+                hits += 1
+            else:
+                cache.put(expert).arrival = _Arrived()
+        counts.append((hits, len(experts) - hits))
+    return counts
 
 
 def simulate_lru(keys: Iterable[tuple[int, int]], slots: int) -> tuple[int, int]:

@@ -11,11 +11,11 @@ from support.offload import (
     freeze_experts,
     load_both,
     put_in_store,
+    simulate,
     without_kernels,
 )
 
 import llamoe
-from benchmarks.large_mixtures import simulate
 from llamoe.modeling.offload import ExpertsMemory
 from llamoe.modeling.offload.store import Store
 

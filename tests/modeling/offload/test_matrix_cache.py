@@ -3,9 +3,7 @@
 import random
 
 import pytest
-from support.offload import simulate_lru
-
-from benchmarks.large_mixtures import simulate
+from support.offload import simulate, simulate_lru
 
 pytestmark = pytest.mark.slow
 

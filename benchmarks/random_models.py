@@ -1,0 +1,77 @@
+"""Build models of random weights, packed by the quantizer that `from_pretrained` would call, without files.
+
+Of each shape one matrix is quantized, whose parts all layers and experts get with scales of their own, so that a packed
+model is never whole in 16 bits.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+
+import llamoe
+from llamoe.modeling.formats import Format
+from llamoe.modeling.layers import RotaryEmbedding
+from llamoe.modeling.quantization import LlamoeQuantizer, QuantizedExperts, QuantizedLinear
+from llamoe.modeling.quantization.bnb_quantizers import BitsAndBytes4BitQuantizer
+from llamoe.modeling.registration import model_class
+
+from .weights import Setting
+
+STD = 0.02
+
+
+def build(setting: Setting, config: Any, weights: str) -> PreTrainedModel:
+    """Return a model of random weights: "float32", "bf16", "int8", "int4" or "nf4"."""
+    with torch.device("meta"):
+        model = model_class(config)(config)
+    quantizer: Any = None
+    if weights == "nf4":
+        fields = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+        options: Any = BitsAndBytesConfig(**fields, bnb_4bit_compute_dtype=setting.dtype)
+        quantizer = BitsAndBytes4BitQuantizer(options, pre_quantized=False)
+    elif weights in ("int8", "int4"):
+        quantizer = LlamoeQuantizer(llamoe.QuantizationConfig(weights=weights), pre_quantized=False)
+    # Experts are packed in the dtype of the model's weights.
+    model.to(setting.dtype)
+    if quantizer is not None:
+        quantizer.preprocess_model(model, device_map=None)
+    made: dict[Any, list[torch.Tensor]] = {}
+    for module in model.modules():
+        _fill(module, setting, made)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    if quantizer is not None:
+        quantizer.postprocess_model(model)
+    return model.eval()
+
+
+def _fill(module: nn.Module, setting: Setting, made: dict[Any, list[torch.Tensor]]) -> None:
+    """Give a module's own weights random numbers; `made` keeps what was quantized."""
+
+    def packed(name: str, form: Format, sizes: tuple[int, ...], count: int) -> None:
+        if (form.key, sizes) not in made:
+            made[form.key, sizes] = form.quantize(STD * setting.randn(*sizes))
+        for suffix, part in zip(form.suffixes, made[form.key, sizes], strict=True):
+            stack = part.expand(count, *part.shape).clone()
+            if part.is_floating_point():
+                # Scales and what else is in the weights' unit.
+                factors = torch.linspace(0.8, 1.2, count, device=part.device).to(part.dtype)
+                stack *= factors.view(-1, *[1] * part.dim())
+            tensor = stack if isinstance(module, QuantizedExperts) else stack[0]
+            setattr(module, name + suffix, tensor if suffix else nn.Parameter(tensor, requires_grad=False))
+
+    if isinstance(module, QuantizedExperts):
+        for name, form in module.formats.items():
+            packed(name, form, module.sizes[name], module.num_experts)
+    elif isinstance(module, QuantizedLinear):
+        packed("weight", module.format, (module.out_features, module.in_features), 1)
+    elif isinstance(module, RotaryEmbedding):
+        module.to_empty(device=setting.device)
+    else:
+        for name, old in module.named_parameters(recurse=False):
+            shape = (module.out_features, module.in_features) if isinstance(module, nn.Linear) else old.shape
+            noise = STD * setting.randn(*shape)
+            number = noise if len(shape) > 1 else torch.ones_like(noise)
+            # bitsandbytes' parameters are quantized when they are moved.
+            setattr(module, name, type(old)(number, requires_grad=False, **vars(old)).to(setting.device))

@@ -1,0 +1,147 @@
+"""Build modules and models of transformers and ours that share the same parameters, without copies."""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import Llama4TextConfig, MixtralConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+import llamoe
+
+STEP = 8.0
+"""Length of the step towards an expert's row of the router, in standard deviations of the noise: so long that every
+contestant, in every dtype, chooses the drawn expert."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Device and dtype of weights and activations, and the random seed of both."""
+
+    device: torch.device
+    dtype: torch.dtype
+    seed: int = 0
+
+    def generator(self, offset: int = 0) -> torch.Generator:
+        """Return a random generator with a fixed seed."""
+        return torch.Generator(self.device).manual_seed(self.seed + offset)
+
+    def randn(self, *shape: int, offset: int = 1) -> torch.Tensor:
+        """Draw normal random numbers in the setting's dtype, on its device."""
+        return torch.randn(*shape, generator=self.generator(offset), device=self.device).to(self.dtype)
+
+    def tokens(self, batch: int, length: int, vocabulary: int, offset: int = 1) -> torch.Tensor:
+        """Draw token ids `[batch, length]`."""
+        generator = self.generator(offset)
+        return torch.randint(0, vocabulary, (batch, length), generator=generator, device=self.device)
+
+
+def llama4_config(experts: int, layers: int = 1, **changes) -> Llama4TextConfig:
+    """Return a text model of Llama 4 in which every layer is a mixture; the head has Scout's share of the weights."""
+    fields = dict(hidden_size=512, intermediate_size=1024, intermediate_size_mlp=2048, head_dim=64) | dict(
+        num_hidden_layers=layers,
+        interleave_moe_layer_step=1,
+        num_local_experts=experts,
+        num_experts_per_tok=1,
+    )
+    fields |= dict(num_attention_heads=8, num_key_value_heads=2, vocab_size=2048, pad_token_id=None)
+    return Llama4TextConfig(**{**fields, "bos_token_id": None, "eos_token_id": None, **changes})
+
+
+def llama4_blocks(setting: Setting, experts: int) -> tuple[nn.Module, nn.Module]:
+    """Return a mixture block of transformers, and ours with the same parameters."""
+    config = llama4_config(experts)
+    with made_in(setting):
+        stock = Llama4TextMoe(config)
+    draw_weights(stock, setting)
+    with torch.device("meta"):
+        ours = llamoe.LlamoeForCausalLM(llamoe.from_stock(config)).model.layers[0].feed_forward
+    ours.load_state_dict(dict(stock.named_parameters()), assign=True)
+    return stock.eval(), ours.eval()
+
+
+def mixtral_blocks(setting: Setting, experts: int = 8) -> tuple[nn.Module, nn.Module]:
+    """Return Mixtral's block with transformers' grouped products, and ours; two experts are chosen."""
+    config = MixtralConfig(
+        hidden_size=512, intermediate_size=1024, num_local_experts=experts, num_hidden_layers=1, vocab_size=2048,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=64, experts_implementation="grouped_mm",
+    )  # fmt: skip
+    with made_in(setting):
+        stock = MixtralSparseMoeBlock(config)
+    draw_weights(stock, setting)
+    with torch.device("meta"):
+        ours = llamoe.LlamoeMixtralModel(llamoe.from_stock(config)).layers[0].mlp
+    ours.load_state_dict(dict(stock.named_parameters()), assign=True)
+    return stock.eval(), ours.eval()
+
+
+def model_pair(
+    setting: Setting,
+    stock_class: type[PreTrainedModel],
+    our_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return a model of transformers, and ours with the same parameters.
+
+    All routers of a model are equal, and each vocabulary token's embedding points to one expert in every layer.
+    Otherwise bfloat16 would send some tokens to other experts on either side.
+    """
+    with made_in(setting):
+        stock = stock_class(config)
+    draw_weights(stock, setting)
+    routers = [module.router.weight for module in stock.modules() if hasattr(module, "router")]
+    if routers:
+        embedding = stock.get_input_embeddings().weight
+        wanted = torch.arange(len(embedding), device=setting.device) % len(routers[0])
+        with torch.no_grad():
+            for router in routers[1:]:
+                router.copy_(routers[0])
+            # Large compared with what the layers add to it.
+            embedding.copy_(4 * steered(embedding, routers[0], wanted))
+    with torch.device("meta"):
+        ours = our_class(llamoe.from_stock(config))
+    ours.load_state_dict(dict(stock.named_parameters()), assign=True)
+    return stock.eval(), ours.eval()
+
+
+def routed_rows(setting: Setting, router: torch.Tensor, rows: int) -> torch.Tensor:
+    """Draw inputs `[1, rows, hidden]`, each of which a router's weight `[experts, hidden]` sends to a drawn expert."""
+    chosen = torch.randint(len(router), (rows,), generator=setting.generator(rows), device=setting.device)
+    return steered(setting.randn(rows, router.shape[1], offset=rows + 1), router, chosen)[None]
+
+
+def steered(x: torch.Tensor, router: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Move each row of `x` `[tokens, hidden]` towards its expert in `chosen` `[tokens]`."""
+    directions = nn.functional.normalize(router.detach().float(), dim=-1)
+    return (x.float() + STEP * directions[chosen]).to(x.dtype)
+
+
+@torch.no_grad()
+def draw_weights(module: nn.Module, setting: Setting) -> None:
+    """Draw all parameters so that activations keep a standard deviation of about one."""
+    generator = setting.generator()
+    for name, parameter in module.named_parameters():
+        if name.endswith(("router.weight", "gate.weight")):
+            # Chosen logits are around 2 then.
+            rows = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+            parameter.copy_(0.25 * nn.functional.normalize(rows, dim=-1))
+        elif parameter.ndim < 2:
+            noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+            parameter.copy_(0.1 * noise + (0.0 if name.endswith("bias") else 1.0))
+        else:
+            fan_in = parameter.shape[-2] if ".experts." in f".{name}" else parameter.shape[-1]
+            parameter.normal_(std=1.0 if "embed_tokens" in name else fan_in**-0.5, generator=generator)
+
+
+@contextmanager
+def made_in(setting: Setting):
+    """Make modules on the setting's device, in its dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(setting.dtype)
+    try:
+        with torch.device(setting.device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
