@@ -17,7 +17,6 @@ from transformers import initialization as init
 from ..configuration import LlamoeConfig, from_stock, to_stock
 from ..configuration.hub import hub_arguments, is_ours, written_by
 from ..configuration.quantization import METHOD
-from ..serving import check_for_gguf
 from . import checkpoints
 from ._compat import takes_cache
 from .adapters import LoadsAdapters
@@ -321,9 +320,7 @@ class LlamoePreTrainedModel(
             message += f", experts {text_config._experts_implementation}"
         logger.info(message)
 
-    def save_pretrained(
-        self, save_directory, *args, layout: str = "llamoe", for_gguf: bool = False, **kwargs
-    ):
+    def save_pretrained(self, save_directory, *args, layout: str = "llamoe", **kwargs):
         """Save as `PreTrainedModel.save_pretrained` does, in our layout or in stock's.
 
         Args:
@@ -332,12 +329,9 @@ class LlamoePreTrainedModel(
                 `state_dict()`. "stock" writes transformers' type (`llama`, `mixtral`, `llama4`, `llama4_text`), and
                 of Mixtral each expert by itself, so that transformers, vLLM or llama.cpp read the folder without
                 llamoe.
-            for_gguf: refuse a model that llama.cpp would not compute as it is, since its converter to GGUF and its
-                loader fix much of an architecture.
 
         Raises:
-            ValueError: an unknown layout, or a config that stock cannot express, or with `for_gguf` llama.cpp; nothing
-                is written then.
+            ValueError: an unknown layout, or a config that stock cannot express; nothing is written then.
         """
         if not os.fspath(save_directory):
             raise ValueError(
@@ -349,11 +343,6 @@ class LlamoePreTrainedModel(
         if layout not in ("llamoe", "stock"):
             raise ValueError(f"save_pretrained(layout={layout!r}): valid layouts are 'llamoe' and 'stock'.")
         is_stock = layout == "stock"
-        if for_gguf and not is_stock:
-            raise ValueError(
-                f"save_pretrained(for_gguf=True, layout={layout!r}): llama.cpp's converter reads transformers' layout "
-                "alone; give layout='stock'."
-            )
         if is_stock:
             if not self._has_stock_layout:
                 raise ValueError(
@@ -362,8 +351,6 @@ class LlamoePreTrainedModel(
                 )
             # Raises before anything is written.
             to_stock(self.config)
-        if for_gguf:
-            check_for_gguf(self.config, type(self).__name__)
         naming = naming_plain_layers(self) if is_stock else nullcontext()
         with naming, written_by(to_stock if is_stock else None):
             super().save_pretrained(

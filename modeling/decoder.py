@@ -27,7 +27,6 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from ..configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig
 from ..configuration.decoder import DecoderConfig
 from ..configuration.parallel import HEAD_FSDP, HEAD_PP, HEAD_TP
-from ..serving import warn_of_server
 from ._compat import CACHE, takes_cache
 from .attention import (
     Attention,
@@ -104,7 +103,6 @@ class DecoderModel(LlamoePreTrainedModel):
     def __init__(self, config: PreTrainedConfig):
         config = self.resolve_config(config)
         super().__init__(config)
-        warn_of_server(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)

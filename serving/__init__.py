@@ -1,11 +1,5 @@
-"""What other programs need to know of our models: what they compute otherwise, and what they are given instead.
+"""Adapters to servers: `client_errors` for `transformers serve`, and the plugin `vllm_plugin`, which vLLM imports."""
 
-Reading order: servers (vLLM's and SGLang's transformers backends, and the errors of `transformers serve`), llama_cpp
-(GGUF files), vllm_plugin (vLLM's native classes; vLLM imports it, and nothing here). Everything is read off a
-configuration.
-"""
+from .client_errors import report_to_client
 
-from .llama_cpp import check_for_gguf, gguf_problems
-from .servers import told_to_clients, warn_of_server
-
-__all__ = ["check_for_gguf", "gguf_problems", "told_to_clients", "warn_of_server"]
+__all__ = ["report_to_client"]

@@ -61,7 +61,9 @@ def test_outputs_that_differ_and_errors_are_failures(clock):
     )
     assert [failure.split()[0] for failure in result["failures"]] == ["wrong", "nan", "broken:"]
     assert set(result["rows"]) == set(runs) and len(result["rows"][OURS]["seconds"]) == 3
-    assert result["rows"][STOCK]["ratio"] == 1 and x.nbytes <= result["rows"][OURS]["peak_bytes"] < x.nbytes + 64
+    assert (
+        result["rows"][STOCK]["ratio"] == 1 and x.nbytes <= result["rows"][OURS]["peak_bytes"] < x.nbytes + 64
+    )
 
 
 def tiny_models():

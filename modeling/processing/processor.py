@@ -15,7 +15,7 @@ from transformers.models.llama4.processing_llama4 import Llama4Processor
 
 from ...configuration.hub import MODULE, MODULE_NAME, hub_arguments, is_ours
 from ...configuration.json_files import write_whole
-from ...serving import told_to_clients
+from ...serving import report_to_client
 from .pictures import PictureError, as_rgb, read_picture
 
 
@@ -26,7 +26,7 @@ class LlamoeProcessor(Llama4Processor):
     the values of bfloat16, in which the stock class computes them.
     """
 
-    @told_to_clients()
+    @report_to_client()
     def apply_chat_template(self, conversation, *args, **kwargs):
         """Return a conversation as one text or as its tokens; arguments as in `Llama4Processor`.
 

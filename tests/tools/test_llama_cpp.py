@@ -1,8 +1,4 @@
-"""GGUF files that llama.cpp's converter writes of our folders, in llama.cpp: the same logits, or what was refused.
-
-`llamoe.serving.gguf_problems` says what llama.cpp makes of a model. Here llama.cpp says it. What it computes
-otherwise is compared with our model as a sentence says that llama.cpp reads it, with the same weights.
-"""
+"""GGUF files that llama.cpp's converter writes of our folders of stock's layout give the same logits in llama.cpp."""
 
 import importlib.util
 import os
@@ -19,7 +15,6 @@ from transformers import AutoTokenizer
 
 import llamoe
 from llamoe.modeling.registration import model_class
-from llamoe.serving import gguf_problems
 
 ROOT = Path(__file__).parents[2]
 CONVERTER = os.environ.get("LLAMA_CPP_CONVERTER", "")
@@ -89,45 +84,6 @@ SAME = {
     "text, dense layers alone": text(num_local_experts=1, num_experts_per_tok=1, interleave_moe_layer_step=0),
     "multimodal": multimodal(),
 }
-# What is refused, and the fields as llama.cpp reads them.
-OTHERWISE = {
-    "activation": (dense(hidden_act="gelu"), {"hidden_act": "silu"}),
-    "activation of experts": (text(hidden_act="gelu"), {"hidden_act": "silu"}),
-    "dynamic": (dense(**scaled_rope("dynamic")), rope()),
-    "longrope": (dense(**scaled_rope("longrope")), rope()),
-    "proportional": (dense(**scaled_rope("proportional")), rope()),
-    "yarn's blend": (dense(**yarn(beta_fast=4.0, beta_slow=2.0)), yarn()),
-    "yarn's factor": (dense(**yarn(attention_factor=1.5)), yarn()),
-    "yarn's scales": (dense(**yarn(mscale=0.7, mscale_all_dim=0.4)), yarn()),
-    "yarn's rounding": (dense(**yarn(truncate=False)), yarn()),
-    "no norm": (text(use_qk_norm=False), {"use_qk_norm": True}),
-    "a norm": (text(num_local_experts=128), {"use_qk_norm": False}),
-    "rotation": (text(no_rope_layers=[1, 1, 0, 1, 1]), {"no_rope_layers": [1, 1, 1, 0, 1]}),
-}
-# What is refused, the fields as llama.cpp reads them, and the tokens that it computes as we do.
-BEYOND = {
-    "window": (dense(sliding_window=16), {"sliding_window": None, "layer_types": None}, 16),
-    "window of experts": (mixtral(sliding_window=16), {"sliding_window": None, "layer_types": None}, 16),
-    "chunk": (text(attention_chunk_size=16), {"attention_chunk_size": 8192}, 16),
-    "temperature": (text(floor_scale=8, attn_scale=0.5), {"floor_scale": 8192, "attn_scale": 0.1}, 7),
-}
-STOPPED = {
-    "biases": (text(attention_bias=True), "wrong number of tensors"),
-    "no chunk": (text(attention_chunk_size=None), "GGML_ASSERT(f_attn_temp_scale != 0.0f) failed"),
-    "mixtures": (text(moe_layers=[1, 2]), "'blk.2.ffn_gate.weight' not found"),
-    "no experts": (
-        text(num_local_experts=0, num_experts_per_tok=0, interleave_moe_layer_step=0),
-        "cannot have zero experts",
-    ),
-    "layers": (
-        dense(num_hidden_layers=513, hidden_size=12, intermediate_size=6),
-        "n_layer_all <= LLAMA_MAX_LAYERS",
-    ),
-    "experts": (
-        mixtral(num_local_experts=1025, num_hidden_layers=1, hidden_size=12, intermediate_size=6),
-        "n_expert <= LLAMA_MAX_EXPERTS",
-    ),
-}
 
 
 def save(model, folder, **options):
@@ -192,78 +148,16 @@ def test_llama_cpp_computes_what_we_compute(name, tmp_path, record_parity):
     config = SAME[name]
     model = draw(model_class(config), config)
     ids = draw_ids()
-    error = differences(ours(model, ids), in_llama_cpp(model, tmp_path / "model", ids, for_gguf=True)).max()
+    error = differences(ours(model, ids), in_llama_cpp(model, tmp_path / "model", ids)).max()
     record_parity(type(model).__name__, "llama.cpp", "float32", error.item(), f"GGUF, {name}")
     assert error < TOLERANCE
-
-
-@pytest.mark.parametrize("name", OTHERWISE)
-def test_what_is_refused_is_computed_as_the_sentence_says(name, tmp_path):
-    config, fields = OTHERWISE[name]
-    assert gguf_problems(config)
-    model = draw(model_class(config), config)
-    ids = draw_ids()
-    logits = in_llama_cpp(model, tmp_path / "model", ids)
-    assert differences(ours(model, ids), logits).max() > 50 * TOLERANCE
-    assert differences(ours(as_read(model, **fields), ids), logits).max() < TOLERANCE
-
-
-@pytest.mark.parametrize("name", BEYOND)
-def test_refused_lengths_agree_up_to_their_position(name, tmp_path):
-    config, fields, same = BEYOND[name]
-    (problem,) = gguf_problems(config)
-    assert f"position {same} on" in problem
-    assert f"max_position_embeddings = {same}" in problem
-    model = draw(model_class(config), config)
-    ids = draw_ids()
-    logits = in_llama_cpp(model, tmp_path / "model", ids)
-    error = differences(ours(model, ids), logits)
-    assert error[:same].max() < TOLERANCE
-    assert error[same] > 10 * TOLERANCE
-    assert differences(ours(as_read(model, **fields), ids), logits).max() < TOLERANCE
-
-
-@pytest.mark.parametrize("name", STOPPED)
-def test_llama_cpp_stops_at_what_is_refused_for_that(name, tmp_path):
-    config, told = STOPPED[name]
-    assert gguf_problems(config)
-    save(draw(model_class(config), config), tmp_path / "model")
-    file, done = convert(tmp_path / "model")
-    assert done.returncode == 0, done.stderr
-    logits, errors = run_llama_cpp(file, draw_ids())
-    assert logits is None
-    assert told in errors
-
-
-@pytest.mark.parametrize("name", ["LlamoeDenseForSequenceClassification", "LlamoeTextModel"])
-def test_the_converter_stops_at_classes_that_are_refused(name, tmp_path):
-    model_type = getattr(llamoe, name)
-    config = text() if "Text" in name else dense()
-    (problem,) = gguf_problems(config, name)
-    save(draw(model_type, config), tmp_path / "model")
-    _, done = convert(tmp_path / "model")
-    assert done.returncode != 0
-    assert "is not supported" in done.stderr
-    assert "knows" in problem
-
-
-def test_converter_refuses_mixed_attention(tmp_path):
-    config = dense(
-        sliding_window=16, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
-    )
-    model = draw(llamoe.LlamoeDenseForCausalLM, config)
-    assert any("Ministral" in problem for problem in gguf_problems(config, type(model).__name__))
-    save(model, tmp_path / "model")
-    _, done = convert(tmp_path / "model")
-    assert done.returncode != 0
-    assert "MinistralForCausalLM is not supported" in done.stderr
 
 
 def test_base_models_embedding_reads_their_states(tmp_path):
     """llama.cpp takes the embedding for the head that is not there."""
     model = draw(llamoe.LlamoeDenseModel, dense())
     ids = draw_ids()
-    logits = in_llama_cpp(model, tmp_path / "model", ids, for_gguf=True)
+    logits = in_llama_cpp(model, tmp_path / "model", ids)
     with torch.no_grad():
         states = model(input_ids=ids[None]).last_hidden_state[0]
     expected = states @ model.embed_tokens.weight.T
@@ -306,7 +200,7 @@ def test_chunks_and_temperature_of_long_contexts_are_the_same(tmp_path, record_p
     )
     model = draw(llamoe.LlamoeForCausalLM, config)
     ids = draw_ids(8192 + 70)
-    logits = in_llama_cpp(model, tmp_path / "model", ids, for_gguf=True)
+    logits = in_llama_cpp(model, tmp_path / "model", ids)
     error = differences(ours(model, ids), logits)
     record_parity("LlamoeForCausalLM", "llama.cpp", "float32", error.max().item(), "GGUF, two chunks")
     assert error.max() < TOLERANCE
