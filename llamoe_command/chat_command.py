@@ -9,7 +9,6 @@ import typer
 
 from .app import app, load
 from .options import Quiet
-from .page.address import find_port
 
 _PLANNED = {"device_map", "experts_memory", "dtype"}
 
@@ -24,9 +23,7 @@ def chat(
     ] = "127.0.0.1",
     port: Annotated[
         int | None,
-        typer.Option(
-            min=0, max=65535, help="Port, 0 for any free one. The default is the first free one from 7860 on."
-        ),
+        typer.Option(min=1, max=65535, help="Port. The default is the first free one from 7860 on."),
     ] = None,
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
@@ -94,11 +91,10 @@ def chat(
         placement |= _read_plan(plan)
     if missing := [name for name in ("gradio", "matplotlib") if find_spec(name) is None]:
         raise ValueError(f"the page needs {' and '.join(missing)}: pip install 'llamoe[page]'")
-    free_port = find_port(host, port)
     load("llamoe_command.page.serve", quiet).serve(
         folder,
         host,
-        free_port,
+        port,
         placement,
         adapter=adapter,
         pictures=pictures,

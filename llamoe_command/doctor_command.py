@@ -1,121 +1,168 @@
-"""The command that says what is installed here, and what serves each step of a model."""
+"""The command that shows what is installed here, which devices there are, and which kernels serve them."""
 
-import dataclasses
-import importlib
-from typing import Annotated, Any
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from typing import Any
 
-import typer
+from packaging.requirements import Requirement
 
 from .app import app, load
 from .options import AsJson, Quiet
 from .printing import print_sections, status
 
+EXTRAS = {
+    "vision": "pictures and chat templates",
+    "tokenizers": "tokenizers of sentencepiece and tiktoken, which LLaMA 1 to 4 have",
+    "page": "the page of `llamoe chat`",
+    "serve": "`transformers serve`, and a client for it",
+    "bitsandbytes": "weights in bitsandbytes' formats (llamoe's own need nothing)",
+    "evaluate": "evaluating with lm-eval, training with TRL",
+}
+"""Purpose of each extra; those of developers are left out."""
+_IMPORTED_AS = {"open-clip-torch": "open_clip", "pillow": "PIL", "protobuf": "google.protobuf"}
+_VARIABLES = (
+    "ATEN_CPU_CAPABILITY", "CUDA_VISIBLE_DEVICES", "CXX", "HF_HUB_OFFLINE", "OMP_NUM_THREADS",
+    "TORCHINDUCTOR_CACHE_DIR", "TRITON_INTERPRET",
+)  # fmt: skip
+
+Rows = list[tuple[str, str]]
+
 
 @app.command()
-def doctor(
-    try_all: Annotated[
-        bool,
-        typer.Option(
-            "--try",
-            help="Also import every package that is installed, and check the kernel for few rows of experts on each "
-            "GPU, in tens of seconds (estimated).",
-        ),
-    ] = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
-    """Show what is installed, which devices there are, and which kernels serve which step on them.
+def doctor(as_json: AsJson = False, quiet: Quiet = False) -> None:
+    """Show what is installed, which devices there are, and which kernels serve them.
 
     What is missing comes with one line of advice.
     The C++ kernels for this processor are compiled and tested, which takes a few seconds once.
 
         llamoe doctor
     """
-    is_silent = as_json or quiet
-    # Not by `load`: what is wrong with torch or transformers is told here.
-    packages = importlib.import_module("llamoe_command.doctor_packages")
-    with status("looking at packages …", is_silent):
-        found = packages.find_packages(try_all)
-    content: dict[str, Any] = {
-        "versions": packages.versions(),
-        "packages": found,
-        "devices": {},
-        "steps": [],
-        "environment": packages.environment(),
-        "advice": [],
-    }
+    advice: list[str] = []
+    sections = {"versions": _versions(advice)}
     try:
-        steps = load("llamoe_command.doctor_steps", is_silent)
+        load("llamoe", as_json or quiet)
     # A broken torch raises whatever its loader meets.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        content["advice"].append(f"llamoe cannot be imported, so that no step can be shown: {reason}")
+        advice.insert(0, f"llamoe cannot be imported: {reason}")
     else:
-        from transformers.utils import logging
-
-        # The line of `status` takes the place of what kernels tell while they are compiled.
-        logging.disable_progress_bar()
-        with status("compiling and testing kernels …", is_silent):
-            content["steps"] = steps.find_steps(try_all)
-        content["devices"] = steps.describe_devices()
-        content["advice"] += [*steps.advice_on_devices(), *steps.advice_on_steps(content["steps"])]
-    has_gpu = any(name.startswith("cuda") for name in content["devices"])
-    content["advice"] += [
-        package.advice for package in found if package.advice and (has_gpu or not package.needs_gpu)
-    ]
-    for name in ("packages", "steps"):
-        content[name] = [dataclasses.asdict(row) for row in content[name]]
-    print_sections(content, _sections(content), as_json)
+        with status("compiling and testing kernels …", as_json or quiet):
+            sections["cpu"] = _cpu(advice)
+        sections["gpu"] = _gpus(advice)
+    names = sorted(name for name in os.environ if name.startswith("LLAMOE_") or name in _VARIABLES)
+    sections["environment"] = [(name, os.environ[name]) for name in names]
+    content: dict[str, Any] = {title: dict(rows) for title, rows in sections.items()} | {"advice": advice}
+    shown = [*sections.items(), ("advice", [("", line) for line in advice or ["nothing is missing"]])]
+    print_sections(content, [(title, rows) for title, rows in shown if rows], as_json)
 
 
-def _sections(content: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
-    needed, optional = (
-        [
-            (package["name"], _installed(package))
-            for package in content["packages"]
-            if package["is_needed"] == is_needed
-        ]
-        for is_needed in (True, False)
-    )
-    sections = [
-        ("versions", [*content["versions"].items(), *needed]),
-        ("optional packages", optional),
-        ("devices", [(name, _in_words(facts)) for name, facts in content["devices"].items()]),
-    ]
-    for device in content["devices"]:
-        rows = [
-            (step["step"], "; ".join(filter(None, (step["served_by"], step["why"]))))
-            for step in content["steps"]
-            if step["device"] == device
-        ]
-        sections.append((f"on {device}", rows))
-    if len(content["devices"]) == 1:
-        sections.append(("on a GPU", [("", "torch sees none here, so that nothing runs on one")]))
-    sections += [
-        ("environment", list(content["environment"].items())),
-        ("advice", [("", line) for line in content["advice"] or ["nothing is missing"]]),
-    ]
-    return [(title, rows) for title, rows in sections if rows]
+def _versions(advice: list[str]) -> Rows:
+    """Return the version of each package that llamoe needs or can use, without importing any."""
+    rows = [("python", f"{platform.python_version()} ({platform.system()} {platform.machine()})")]
+    rows += [("llamoe", version("llamoe"))]
+    for extra, purpose in {"": "llamoe itself", **EXTRAS}.items():
+        for requirement in _requirements("llamoe", extra):
+            name, bounds = requirement.name.lower().replace("_", "-"), requirement.specifier
+            if name in dict(rows):
+                continue
+            installed = _version(name)
+            rows.append((name, (installed or "missing") + (f": {purpose}" if extra else "")))
+            if installed is None:
+                install = f"'llamoe[{extra}]'" if extra else f"'{name}{bounds}'"
+                advice.append(f"{name} is missing, for {purpose}: pip install {install}")
+            elif not bounds.contains(installed, prereleases=True):
+                advice.append(f"{name} is {installed}, llamoe needs {bounds}: pip install '{name}{bounds}'")
+    return rows
 
 
-def _installed(package: dict[str, Any]) -> str:
-    told = package["version"] or "missing"
-    if package["is_needed"]:
-        return told
-    return f"{told}: {package['purpose']}{', on a GPU' if package['needs_gpu'] else ''}"
+def _requirements(distribution: str, extra: str) -> Iterator[Requirement]:
+    """Yield what a distribution requires, or what an extra of it adds."""
+    for requirement in map(Requirement, requires(distribution) or ()):
+        marker = requirement.marker
+        is_general = marker is None or marker.evaluate({"extra": ""})
+        if is_general != (not extra) or not (marker is None or marker.evaluate({"extra": extra})):
+            continue
+        # An extra of llamoe's may ask for another one.
+        if requirement.name == distribution:
+            for inner in sorted(requirement.extras):
+                yield from _requirements(distribution, inner)
+        else:
+            yield requirement
 
 
-def _in_words(facts: dict[str, Any]) -> str:
-    # Here, since the import takes seconds; where there are devices it is done already.
+def _version(name: str) -> str | None:
+    try:
+        found = find_spec(_IMPORTED_AS.get(name, name.replace("-", "_")))
+        return version(name) if found is not None else None
+    except (PackageNotFoundError, ImportError, ValueError):
+        return None
+
+
+def _cpu(advice: list[str]) -> Rows:
+    """Return the processor and what multiplies its matrices."""
+    import psutil
+    import torch
+
     from llamoe.modeling.checkpoints import in_units
+    from llamoe.modeling.kernels import SHORTCUTS_ARE_ON, cpp_instructions, rows_of_torch, why_no_cpp_kernels
 
-    words = [facts["name"]]
-    if "capability" in facts:
-        words.append(f"capability {facts['capability']}")
-    if "cores" in facts:
-        bfloat16 = " with bfloat16" if facts["bfloat16_instructions"] else ""
-        words.append(f"{facts['instructions']}{bfloat16}")
-        words.append(f"{facts['cores']} cores, {facts['threads']} threads of torch")
-    if "memory" in facts:
-        words.append(f"{in_units(facts['memory'])} of memory, {in_units(facts['free_memory'])} free")
-    return ", ".join(words)
+    capabilities, memory = torch.cpu.get_capabilities(), psutil.virtual_memory()
+    rows = [
+        (
+            "processor",
+            f"{capabilities.get('cpu_name') or platform.machine()}, {torch.get_num_threads()} threads",
+        ),
+        ("memory", f"{in_units(memory.total)}, {in_units(memory.available)} free"),
+    ]
+    absence = why_no_cpp_kernels()
+    if not SHORTCUTS_ARE_ON:
+        absence = ("LLAMOE_CPU_SHORTCUTS=0 turns them off", "unset LLAMOE_CPU_SHORTCUTS")
+    if absence is None:
+        few = f"llamoe's C++ kernels for {cpp_instructions()}, compiled and tested here"
+    else:
+        few = f"torch's products, no C++ kernels: {absence[0]}"
+        advice.append(f"a token in few bits takes two to six times as long without C++ kernels; {absence[1]}")
+    rows.append(("products of few rows, int4, int8", few))
+    for dtype in (torch.bfloat16, torch.float16):
+        is_cast = rows_of_torch(dtype) is not None and SHORTCUTS_ARE_ON
+        served_by = "torch's products" + (", of weights cast to float32 block by block" if is_cast else "")
+        rows.append((f"prompts in {str(dtype).removeprefix('torch.')}", served_by))
+    return [*rows, ("experts", _experts(advice))]
+
+
+def _experts(advice: list[str]) -> str:
+    """Return the experts implementation of a new model."""
+    from llamoe.modeling.moe import IMPLEMENTATION
+
+    name = os.environ.get("LLAMOE_EXPERTS", IMPLEMENTATION)
+    if name != IMPLEMENTATION:
+        advice.append(f"LLAMOE_EXPERTS names {name}; unset it, and llamoe chooses by sizes, dtype and device")
+    return name
+
+
+def _gpus(advice: list[str]) -> Rows:
+    """Return each GPU with its memory and what multiplies packed weights on it."""
+    import torch
+
+    from llamoe.modeling.checkpoints import in_units
+    from llamoe.modeling.kernels import why_no_gpu_kernel
+
+    if not torch.cuda.is_available():
+        return [("", "torch sees none here")]
+    rows: Rows = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        properties, (free, total) = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)
+        name = f"{properties.name}, capability {properties.major}.{properties.minor}"
+        rows.append((str(device), f"{name}, {in_units(total)}, {in_units(free)} free"))
+        reason = why_no_gpu_kernel(device)
+        kernel = "llamoe's Triton kernel, which each process checks at its first use"
+        rows.append(
+            (f"few rows, int4, int8 on {device}", f"weights unpacked first: {reason}" if reason else kernel)
+        )
+        if reason and "pip install" in reason:
+            advice.append(reason)
+    return rows

@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +47,7 @@ _ONE_PASS_A_TOKEN = {
 # Compared by identity, as records are.
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """How an answer came about, whether it ended or was stopped.
+    """How an answer came about.
 
     Attributes:
         record: of a mixture's experts; None without.
@@ -168,7 +168,6 @@ class ChatModel:
         temperature: float,
         *,
         is_adapted: bool = True,
-        on_end: Callable[[Outcome], None] = lambda _: None,
     ) -> Iterator[tuple[str, Outcome | None]]:
         """Answer the last message, after those that were asked before.
 
@@ -179,7 +178,6 @@ class ChatModel:
             max_new_tokens: most tokens of the answer; fewer where the model does not know as many positions.
             temperature: 0 for the most probable token, else of sampling.
             is_adapted: whether the adapter is used, if there is one.
-            on_end: is told how the answer came about, also of one that was closed; in the model's thread.
 
         Yields:
             the text so far, some times a second, and at the end, with the whole text, how it came about.
@@ -193,7 +191,7 @@ class ChatModel:
             # The iterator can be closed at a `yield` alone.
             while not self._is_free.acquire(timeout=_PATIENCE):
                 yield "", None
-            yield from self._stream(messages, max_new_tokens, temperature, is_adapted, on_end)
+            yield from self._stream(messages, max_new_tokens, temperature, is_adapted)
         finally:
             self._room.release()
 
@@ -203,7 +201,6 @@ class ChatModel:
         max_new_tokens: int,
         temperature: float,
         is_adapted: bool,
-        on_end: Callable[[Outcome], None],
     ) -> Iterator[tuple[str, Outcome | None]]:
         streamer = TextIteratorStreamer(
             self.tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=_PATIENCE
@@ -232,7 +229,6 @@ class ChatModel:
                 layers = self.model.experts_statistics().values()
                 hits, misses = (sum(layer[name] for layer in layers) for name in ("hits", "misses"))
                 outcome.append(Outcome(record, times, hits, misses))
-                on_end(outcome[0])
             # Whatever it is, the reader of the stream raises it.
             except BaseException as error:
                 outcome.append(error)

@@ -1,8 +1,7 @@
 """The page: a conversation, and the experts of its last answer."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import gradio as gr
 
 import llamoe
 
-from .chat_model import MAX_QUESTIONS, ChatModel, Outcome
+from .chat_model import ChatModel, Outcome
 from .expert_record import layer_names
 from .expert_view import answer_table, coloured_answer, colours, heat_map, overlay
 
@@ -23,8 +22,6 @@ _MOST_IN_LEGEND = 16
 # How often pictures that were sent are deleted, and how old they are then, in seconds.
 _CACHE = (3600, 86400)
 _FAILED = "**No answer.**"
-# How long a stopped answer may take to end, in seconds: a model stops after the token that it computes.
-_STOPPING = 60
 _VIEWS = ("whole picture", "its tiles")
 
 logger = logging.getLogger("llamoe")
@@ -59,31 +56,7 @@ def make_page(chat: ChatModel, pictures: Sequence[Path] = ()) -> gr.Blocks:
     return page
 
 
-class _Endings:
-    """How the last answer of each window came about, also of one that was stopped, which its stream cannot tell."""
-
-    def __init__(self) -> None:
-        self._last: dict[str | None, Future[Outcome]] = {}
-
-    def begin(self, window: str | None) -> Callable[[Outcome], None]:
-        """What is told of an answer that begins now; of the windows the latest are remembered."""
-        self._last.pop(window, None)
-        for earliest in list(self._last)[: 1 - MAX_QUESTIONS]:
-            del self._last[earliest]
-        self._last[window] = future = Future()
-        return future.set_result
-
-    def wait(self, window: str | None) -> Outcome | None:
-        """The outcome of the last answer; None if it never began, or does not end."""
-        try:
-            return self._last[window].result(_STOPPING)
-        except (KeyError, TimeoutError):
-            return None
-
-
 def _chat(chat: ChatModel, outcome: gr.State, pictures: Sequence[Path]) -> None:
-    endings = _Endings()
-
     def check(message: Any, *_: Any) -> dict[str, Any]:
         try:
             _read(message)
@@ -91,11 +64,9 @@ def _chat(chat: ChatModel, outcome: gr.State, pictures: Sequence[Path]) -> None:
             return gr.validate(False, str(error))
         return gr.validate(True, "")
 
-    # gradio hands the request to what asks for it by this annotation.
     def answer(
         message: Any,
         history: list[dict[str, Any]],
-        request: gr.Request,
         max_new_tokens: int,
         temperature: float,
         is_adapted: bool = True,
@@ -108,7 +79,6 @@ def _chat(chat: ChatModel, outcome: gr.State, pictures: Sequence[Path]) -> None:
                 max_new_tokens,
                 temperature,
                 is_adapted=is_adapted,
-                on_end=endings.begin(request.session_hash),
             )
         # An error in an event leaves gradio's box for the question locked, so it is told as a message.
         except Exception as error:
@@ -117,10 +87,7 @@ def _chat(chat: ChatModel, outcome: gr.State, pictures: Sequence[Path]) -> None:
             sentence = " ".join(str(error).split()) or type(error).__name__
             yield f"{_FAILED} {sentence}", None
 
-    def stopped(request: gr.Request) -> Outcome | None:
-        return endings.wait(request.session_hash)
-
-    interface = gr.ChatInterface(
+    gr.ChatInterface(
         answer,
         multimodal=chat.sees_pictures,
         chatbot=gr.Chatbot(show_label=False, height="60vh", buttons=["copy"], elem_id="conversation"),
@@ -135,7 +102,6 @@ def _chat(chat: ChatModel, outcome: gr.State, pictures: Sequence[Path]) -> None:
         concurrency_limit=None,
         api_name="chat",
     )
-    interface.textbox.stop(stopped, None, outcome, show_progress="hidden", api_visibility="private")
 
 
 def _question_box(chat: ChatModel) -> gr.Textbox | gr.MultimodalTextbox:

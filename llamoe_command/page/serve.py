@@ -14,7 +14,6 @@ import gradio as gr
 
 import llamoe
 
-from .address import has_display, is_loopback, url_of
 from .chat_model import MAX_QUESTIONS, ChatModel
 from .layout import make_page
 
@@ -28,7 +27,7 @@ _FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "mo
 def serve(
     folder: Path,
     host: str,
-    port: int,
+    port: int | None,
     placement: dict[str, Any],
     *,
     adapter: Path | None,
@@ -40,7 +39,7 @@ def serve(
     Args:
         folder: of the model.
         host: address to listen on.
-        port: a free one.
+        port: None for the first free one from 7860 on.
         placement: dtype, device_map and experts_memory, as in `from_pretrained`.
         adapter: folder of an adapter, which the page lets one switch on and off.
         pictures: to click on.
@@ -59,7 +58,7 @@ def serve(
     # The page's library asks its own address when it starts, and would ask a proxy for it.
     for name in ("NO_PROXY", "no_proxy"):
         os.environ[name] = ",".join(filter(None, (os.environ.get(name), host)))
-    page.launch(
+    _, address, _ = page.launch(
         server_name=f"[{host}]" if ":" in host else host,
         server_port=port,
         max_file_size=MAX_FILE_SIZE,
@@ -74,14 +73,11 @@ def serve(
         max_threads=2 * MAX_QUESTIONS,
         prevent_thread_lock=True,
     )
-    address = url_of(host, port)
-    print(f"{chat.name} answers at {address} (end with Ctrl-C)", flush=True)
-    if not is_loopback(host):
-        print(
-            f"llamoe: everybody who reaches port {port} of this machine (host {host}) can use the page",
-            file=sys.stderr,
-        )
-    if open_browser and has_display():
+    print(f"{chat.name} answers at {address.rstrip('/')} (end with Ctrl-C)", flush=True)
+    if host not in ("127.0.0.1", "localhost"):
+        print(f"llamoe: everybody who reaches {host} can use the page", file=sys.stderr)
+    # Without a display a text browser would block the terminal.
+    if open_browser and (sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()):
         webbrowser.open(address)
     try:
         page.block_thread()

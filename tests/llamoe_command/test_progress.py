@@ -69,7 +69,7 @@ def first_always(*values):
 
 
 # Of each command what it draws besides the line about torch.
-COMMANDS = {"convert": "preparing", "verify": "preparing", "inspect": "", "doctor": "looking at packages"}
+COMMANDS = {"convert": "preparing", "verify": "preparing", "inspect": "", "doctor": ""}
 
 
 def words(name, source, tmp_path):

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,12 @@ def require_browser():
         pytest.skip("Chromium is missing: apt-get install chromium", allow_module_level=True)
 
 
+def _free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
 class PageServer:
     """A running `llamoe chat`.
 
@@ -51,7 +58,16 @@ class PageServer:
         env = os.environ | {"HTTP_PROXY": "http://127.0.0.1:1", "HTTPS_PROXY": "http://127.0.0.1:1"}
         for name in ("DISPLAY", "WAYLAND_DISPLAY", "NO_PROXY", "no_proxy"):
             env.pop(name, None)
-        command = [sys.executable, "-m", "llamoe", "chat", str(folder), "--port", "0", *map(str, words)]
+        command = [
+            sys.executable,
+            "-m",
+            "llamoe",
+            "chat",
+            str(folder),
+            "--port",
+            str(_free_port()),
+            *map(str, words),
+        ]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         try:

@@ -24,7 +24,6 @@ from llamoe.modeling.moe import check_kernels, products
 from llamoe.modeling.moe import experts as moe_experts
 from llamoe.modeling.moe.experts import Experts
 from llamoe.modeling.moe.products import plain_stack
-from llamoe_command import doctor_steps
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels would need a GPU"
 
@@ -332,22 +331,3 @@ def test_check_kernels_checks_nothing_that_is_not_asked_for(on_a_gpu, launches):
     check_kernels(experts.to(torch.float64))  # which the kernel does not take
     check_kernels(experts.to("meta"))
     assert launches == []
-
-
-def test_what_doctor_tells_of_the_kernel(monkeypatch):
-    """Not asked for, right, wrong."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_local_experts": 2}
-    monkeypatch.setattr(doctor_steps, "_CHECKED", sizes)
-    model = doctor_steps._tiny("Mixtral", torch.device("cpu"), torch.bfloat16)
-
-    def told(try_kernel):
-        return doctor_steps._kernel_for_few_rows(torch.device("cpu"), model, try_kernel)
-
-    assert told(False).served_by.startswith("up to 128 rows; each process checks it")
-    assert told(True).served_by == "up to 128 rows; checked, and right here"
-    packed_rows._FAILURES.clear()
-    monkeypatch.setattr(
-        packed_rows, "packed_product", lambda x, matrix, *_: x.new_full((len(x), matrix.sizes[0]), 9)
-    )
-    wrong = told(True)
-    assert wrong.served_by == "wrong, not used" and "numbers are wrong" in wrong.why

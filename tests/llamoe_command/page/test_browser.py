@@ -213,16 +213,6 @@ def test_stop_stops_the_model(browser, endless):
     window.page.close()
 
 
-def test_a_stopped_answer_shows_its_experts_and_its_speed(browser, mixture):
-    window = begin_endless_answer(browser, mixture)
-    window.page.locator("#question .stop-button").click()
-    window.wait_for_text("#speed", "a second")
-    window.page.get_by_role("tab", name="Experts").click()
-    window.wait_for_text("#table", "(0.")
-    assert window.page.locator("#view").count() == 0 or not window.page.locator("#view").is_visible()
-    window.page.close()
-
-
 def test_an_adapter_is_switched_off_on_the_page(browser, mixture):
     window = ChatWindow(browser, mixture.address)
     window.page.get_by_text("Settings").click()
