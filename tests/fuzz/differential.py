@@ -13,20 +13,7 @@ import torch
 from .judge import JudgeIsWrong, Refused, TooClose, Wrong
 
 # Weight of each kind of case in the draw, by the name of its file.
-KINDS = {
-    "forward": 22,
-    "cached": 18,
-    "training": 14,
-    "generation": 8,
-    "towers": 3,
-    "multimodal": 6,
-    "saving": 10,
-    "adapters": 7,
-    "converting": 5,
-    "heads": 4,
-    "compiling": 2.5,
-    "kernels": 0.3,
-}
+KINDS = {"forward": 22, "cached": 18, "training": 14, "generation": 8}
 
 # Refusals that state what is not supported and why. Any other error that stock does not raise is a fault.
 DOCUMENTED = [

@@ -202,29 +202,6 @@ def draw_text(rng: random.Random, by_length: bool = False, for_stock: bool = Fal
     return fields
 
 
-def draw_vision(rng: random.Random, for_stock: bool = False) -> dict[str, Any]:
-    """Fields of transformers' `Llama4VisionConfig` as a dictionary."""
-    heads, block = rng.choice([1, 2, 3]), rng.choice([1, 2, 2, 3])
-    width = heads * 4 * rng.choice([1, 2, 3, 5])
-    patch = rng.choice([1, 2, 4, 7])
-    out = rng.choice([6, 16, 28])
-    return {
-        "model_type": "llama4_vision_model",
-        "hidden_size": width,
-        "num_hidden_layers": rng.choice([1, 2, 3]),
-        "num_attention_heads": heads,
-        "num_channels": rng.choice([3, 3, 3, 1]),
-        "intermediate_size": width * block**2,
-        "patch_size": patch,
-        "image_size": patch * block * rng.choice([1, 2, 3]),
-        "pixel_shuffle_ratio": 1 / block,
-        "projector_input_dim": out,
-        "projector_output_dim": out,
-        "vision_output_dim": out,
-        "rope_parameters": {"rope_type": "default", "rope_theta": rng.choice([10000.0, 50.0])},
-    }
-
-
 def draw_weights(model: nn.Module, seed: int, scale: float = 1.0) -> nn.Module:
     """Draw weights that any wrong split, order or transpose changes.
 

@@ -6,7 +6,6 @@ model's choices are recorded. The reference follows them, and rounding must expl
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
 
 import torch
@@ -45,14 +44,6 @@ ROUNDING = {
 }
 MARGIN = 10
 RUNS = 3
-
-
-@dataclass
-class Tally:
-    """Counts of a case's comparisons, for the summary."""
-
-    tokens: int = 0
-    near_ties: int = 0
 
 
 class RouterLog:
@@ -94,7 +85,6 @@ class Judge:
     def __init__(self, decoder: Decoder, dtype: torch.dtype, seed: int):
         self.decoder, self.dtype = decoder, dtype
         self.generator = torch.Generator().manual_seed(seed)
-        self.tally = Tally()
 
     def blur(self) -> Blur:
         return Blur(ROUNDING[self.dtype], self.generator)
@@ -127,7 +117,6 @@ class Judge:
         else:
             self.check_no_tie(exact)
         expected = read(exact)
-        self.tally.tokens += len(expected)
         self.check_values(
             given,
             expected,
@@ -174,7 +163,6 @@ class Judge:
             gap = (highest - lowest).max().item() if len(logits) else 0.0
             if gap <= 0:
                 continue
-            self.tally.near_ties += int((highest > lowest).sum())
             if noise is None:
                 noise = [
                     max(

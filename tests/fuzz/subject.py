@@ -83,11 +83,6 @@ class Subject:
         )
 
     @property
-    def has_linear_feed_forward(self) -> bool:
-        """Whether there are feed-forwards of linear layers, dense or shared."""
-        return not self.has_mixture or self.judge.decoder.rule["use_shared_expert"]
-
-    @property
     def forgets(self) -> bool:
         """Whether layers have chunks or windows, so that their caches forget tokens."""
         return any(layer_kinds(self.fields, idx)[1] for idx in range(self.fields["num_hidden_layers"]))

@@ -12,37 +12,30 @@ from ..judge import MARGIN, PASSES, Wrong, largest
 from ..subject import Subject, draw_subject
 
 
-def exact_logits(subject: Subject, ids: torch.Tensor, images: Any = None, blur: Any = None) -> torch.Tensor:
+def exact_logits(subject: Subject, ids: torch.Tensor, blur: Any = None) -> torch.Tensor:
     decoder = subject.judge.decoder
     x = decoder.embed(ids)
-    if images is not None:
-        x = images(ids, x)
     more = {} if blur is None else {"blur": blur}
     return decoder(x, torch.arange(len(ids)), len(ids), **more)
 
 
-def check_greedy(
-    subject: Subject, sequence: torch.Tensor, prompt: int, what: str, images: Any = None
-) -> None:
+def check_greedy(subject: Subject, sequence: torch.Tensor, prompt: int, what: str) -> None:
     """Each new token has the highest logit, or one that rounding may exchange with it."""
-    result = exact_logits(subject, sequence, images)
+    result = exact_logits(subject, sequence)
     subject.judge.check_no_tie(result)
     logits = result.logits[prompt - 1 : -1]
     new = sequence[prompt:]
     gap = (logits.max(-1).values - logits.gather(1, new[:, None])[:, 0]).max().item()
-    subject.judge.tally.tokens += len(new)
     if gap <= 2 * PASSES[subject.dtype] * max(1.0, largest(logits)):
         return
-    blurred = exact_logits(subject, sequence, images, subject.judge.blur()).logits[prompt - 1 : -1]
+    blurred = exact_logits(subject, sequence, subject.judge.blur()).logits[prompt - 1 : -1]
     if gap > 2 * MARGIN * largest(blurred - logits):
         raise Wrong(f"{what}: a token whose logit is {gap:.2e} below the best")
 
 
-def check_scores(
-    subject: Subject, sequence: torch.Tensor, prompt: int, score: float, what: str, images: Any = None
-) -> None:
+def check_scores(subject: Subject, sequence: torch.Tensor, prompt: int, score: float, what: str) -> None:
     """A beam's score is the mean log-probability of its new tokens."""
-    result = exact_logits(subject, sequence, images)
+    result = exact_logits(subject, sequence)
     subject.judge.check_no_tie(result)
 
     def mean(logits):
@@ -51,7 +44,7 @@ def check_scores(
     expected = mean(result.logits)
     difference = abs(score - expected)
     if difference > PASSES[subject.dtype] * 10:
-        allowed = abs(mean(exact_logits(subject, sequence, images, subject.judge.blur()).logits) - expected)
+        allowed = abs(mean(exact_logits(subject, sequence, subject.judge.blur()).logits) - expected)
         if difference > 3 * MARGIN * allowed:
             raise Wrong(f"{what}: a beam's score is {score:.6g} instead of {expected:.6g}")
 
@@ -129,8 +122,6 @@ def generate(
     batch: Batch,
     way: str,
     options: dict[str, Any],
-    images: Any = None,
-    **inputs: Any,
 ) -> None:
     """Generate for a batch and compare."""
     count, length = rng.choice([1, 3, 6, 9]), batch.shape[1]
@@ -145,7 +136,6 @@ def generate(
         output_logits=way not in ("lookup", "assisted", "early"),
         output_scores=True,
         **options,
-        **inputs,
     )
     repeated = options.get("num_return_sequences", 1)
     if output.sequences.shape != (batch.shape[0] * repeated, length + count):
@@ -157,8 +147,7 @@ def generate(
         start = int((~batch.real[row]).sum())
         real, prompt = sequence[start:], length - start
         what = f"generate, {way}, {batch.kind}"
-        here = None if images is None else images(row, start)
         if way == "beams":
-            check_scores(subject, real, prompt, output.sequences_scores[number].item(), what, here)
+            check_scores(subject, real, prompt, output.sequences_scores[number].item(), what)
         else:
-            check_greedy(subject, real, prompt, what, here)
+            check_greedy(subject, real, prompt, what)
