@@ -14,9 +14,9 @@ from importlib.util import find_spec
 import pytest
 import transformers
 from support import serve_with_vllm
-from support.load_with_vllm import CANNOT_IMPORT
 from support.models import MODELS, ROPES, max_abs, run
 from support.paths import SUPPORT, environment
+from support.serve_with_vllm import CANNOT_IMPORT
 from transformers import AutoConfig
 
 import llamoe

@@ -11,12 +11,12 @@ import sys
 import tempfile
 
 import torch
-from support.load_with_vllm import CANNOT_IMPORT
 from support.models import IMAGE_TOKEN, LENGTH, MODELS, ROPES, max_abs
 from support.pictures import drawn, make_processor
 
 from llamoe import LlamoeProcessor
 
+CANNOT_IMPORT = 77
 # vLLM's attention on the CPU knows heads of 32 channels, and its experts sizes in multiples of 32.
 SIZES = dict(hidden_size=96, intermediate_size=64, head_dim=32)
 # On a CPU a block of the cache holds 32 tokens or a multiple, and a chunk whole blocks.
