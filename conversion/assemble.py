@@ -292,7 +292,7 @@ def _pixels(tower: Checkpoint) -> tuple[list[float], list[float], int, str]:
     """Mean, standard deviation and resampling filter that the tower's pixels need, and a note on their source."""
     processor = read_processor(tower)
     if processor is not None:
-        mean, std = normalization(processor, f"{tower.path}: {PROCESSOR}")
+        mean, std = normalization(processor)
         resample = processor.get("resample")
         note = "pixels are normalized as the tower's source says"
         return mean, std, 3 if resample is None else resample, note

@@ -64,7 +64,7 @@ class Report:
     Attributes:
         source, target: paths.
         kind: kind of the source, see `Checkpoint`.
-        to: "hf", "meta", "tower" or "clip".
+        to: "hf", "meta" or "tower".
         files: weight files of the target.
         tensors: how many tensors they hold.
         bytes: size of those tensors.

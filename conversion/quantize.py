@@ -35,8 +35,8 @@ def quantize(
     """Write a model with its routed experts and linear layers in 4 or 8 bits.
 
     The folder has the tensors that `save_pretrained` writes of a model that was loaded with a `QuantizationConfig`, bit
-    by bit, and `from_pretrained` loads it as it is. Weights of float32 and float16 are rounded to bfloat16 first. In
-    memory are as many matrices as torch has threads, at most 8; of a stack those of single experts.
+    by bit, and `from_pretrained` loads it as it is. Weights of float32 and float16 are rounded to bfloat16 first. One
+    matrix is in memory at a time, of a stack that of one expert.
 
     Args:
         source: a model of any format that `open_checkpoint` reads, in 16 or 32 bit.

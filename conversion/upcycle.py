@@ -56,7 +56,7 @@ from ..configuration.parameter_count import count_parameters
 from ..configuration.sizes import count_of
 from .checkpoint import Checkpoint, Report
 from .hf import save_hf
-from .io import Computed, LazyTensor, Progress, Slot, WriteOptions, join, permute_pairs, stack
+from .io import Computed, LazyTensor, Progress, WriteOptions, join, permute_pairs, stack
 from .open import family_of, open_source
 
 # Elements that are drawn, or summed, at a time.
@@ -172,7 +172,7 @@ class Mixture:
     seed: int
 
     def tensors(
-        self, name: str, dense: Mapping[str, LazyTensor], config: MixtureConfig, slot: Slot
+        self, name: str, dense: Mapping[str, LazyTensor], config: MixtureConfig
     ) -> dict[str, LazyTensor]:
         """Router and experts of the mixture layer called `name`. E experts, H hidden size, I inner size.
 
@@ -180,7 +180,6 @@ class Mixture:
             name: such as "model.layers.3.feed_forward".
             dense: the dense feed-forward's gate_proj and up_proj, `[I, H]`, and down_proj, `[H, I]`.
             config: the mixture's; a shared expert says that the routed ones begin as zero.
-            slot: memory for an expert that is written several times.
 
         Returns:
             the model's three tensors by key: `[E, H]`, `[E, H, 2 I]` and `[E, I, H]`; the experts with their last two
@@ -208,7 +207,7 @@ class Mixture:
         else:
             if config.use_shared_expert:
                 down = zeros(down.shape, down.dtype, f"{name}.experts.down_proj (zero)")
-            experts = [[tensor.remember(slot) for tensor in joined(gate, up, down)]] * self.experts
+            experts = [joined(gate, up, down)] * self.experts
         gate_ups, downs = zip(*experts, strict=True)
         router = f"{name}.{config.router_name}.weight"
         shape = (self.experts, config.hidden_size)
@@ -301,12 +300,11 @@ def _under(config: MixtureConfig, dense: Checkpoint, mixture: Mixture | None) ->
             if dense.config.rope_interleave != config.rope_interleave:
                 tensor = _reorder(match[2], tensor, config)
         tensors[key] = tensor
-    slot = Slot()
     for index in config.moe_layers:
         assert mixture is not None
         matrices = {part: dense.tensors[f"model.layers.{index}.mlp.{part}.weight"] for part in _PARTS}
         name = f"model.layers.{index}.{config.feed_forward_name}"
-        tensors.update(mixture.tensors(name, matrices, config, slot))
+        tensors.update(mixture.tensors(name, matrices, config))
     return replace(dense, config=config, tensors=tensors)
 
 

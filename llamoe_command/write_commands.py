@@ -65,10 +65,6 @@ def convert(
 def vision(
     source: Source,
     target: Target,
-    to: Annotated[
-        Literal["tower", "clip"],
-        typer.Option(help="Format of TARGET: llamoe's tower, or transformers' CLIP."),
-    ] = "tower",
     image_size: Annotated[
         int | None,
         typer.Option(

@@ -78,10 +78,6 @@ class LazyTensor(ABC):
         assert rows.dtype == self.dtype, (self, rows.dtype)
         return rows
 
-    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
-        """Read the same elements as `read`, in order, as flat pieces, which are small where that costs nothing."""
-        return self._stream(start, self._rows() if stop is None else stop)
-
     def leaves(self) -> Iterator["LazyTensor"]:
         """The tensors that this one is made from, down to those that are read from files."""
         inputs = self._inputs()
@@ -132,10 +128,6 @@ class LazyTensor(ABC):
         """View one index of the first axis, as a tensor without that axis."""
         return self.cut(0, index, index + 1).view(*self.shape[1:])
 
-    def remember(self, slot: "Slot") -> "LazyTensor":
-        """View that keeps its latest block in `slot`, for parts of it that are read one after the other."""
-        return _Remembered(self, slot)
-
     def _rows(self) -> int:
         return self.shape[0] if self.shape else 1
 
@@ -147,9 +139,6 @@ class LazyTensor(ABC):
 
     @abstractmethod
     def _read(self, start: int, stop: int) -> torch.Tensor: ...
-
-    def _stream(self, start: int, stop: int) -> Iterator[torch.Tensor]:
-        yield self.read(start, stop).reshape(-1)
 
     def _inputs(self) -> Sequence["LazyTensor"]:
         return ()
@@ -185,14 +174,6 @@ def join(parts: Sequence[LazyTensor], dim: int) -> LazyTensor:
 def stack(parts: Sequence[LazyTensor]) -> LazyTensor:
     """View tensors of one shape as rows of a new first axis, as by `torch.stack`."""
     return _Join([part.view(1, *part.shape) for part in parts], 0)
-
-
-class Slot:
-    """Memory for one block, shared by all tensors that remember their latest block here."""
-
-    def __init__(self):
-        self.key: tuple[int, int, int] | None = None
-        self.rows: torch.Tensor | None = None
 
 
 class _Join(LazyTensor):
@@ -249,13 +230,6 @@ class _Join(LazyTensor):
             position += rows.shape[self.dim]
         return result
 
-    def _stream(self, start, stop):
-        if self.dim:
-            yield from super()._stream(start, stop)
-            return
-        for part, first, last in self._wanted(start, stop):
-            yield from part.stream(first, last)
-
 
 class _Derived(LazyTensor):
     """Another look at one tensor; by default of the same shape, dtype and blocks."""
@@ -289,11 +263,6 @@ class _Cut(_Derived):
             return self.tensor.read(self.start + start, self.start + stop)
         return self.tensor.read(start, stop).narrow(self.dim, self.start, self.shape[self.dim])
 
-    def _stream(self, start, stop):
-        if self.dim == 0:
-            return self.tensor.stream(self.start + start, self.start + stop)
-        return super()._stream(start, stop)
-
 
 class _View(_Derived):
     """Any reshape: rows of the result are a run of elements, and the rows that cover the run are read."""
@@ -324,20 +293,14 @@ class _View(_Derived):
         rows = self.tensor.read(first, -(-end // self.inner)).reshape(-1)
         return rows[begin - first * self.inner : end - first * self.inner].reshape(shape)
 
-    def _stream(self, start, stop):
-        begin, end = start * self.width, stop * self.width
-        if self.inner and begin % self.inner == 0 and end % self.inner == 0:
-            return self.tensor.stream(begin // self.inner, end // self.inner)
-        return super()._stream(start, stop)
-
 
 class _Cast(_Derived):
     def _read(self, start, stop):
         return self.tensor.read(start, stop).to(self.dtype)
 
-    def _stream(self, start, stop):
-        for piece in self.tensor.stream(start, stop):
-            yield piece.to(self.dtype)
+    def cut(self, dim, start, stop):
+        """View indices of an axis; only they are cast."""
+        return self.tensor.cut(dim, start, stop).cast(self.dtype)
 
 
 class _MapRows(_Derived):
@@ -379,22 +342,3 @@ class Computed(LazyTensor):
     def _read(self, start, stop):
         result = self.function(*(tensor.read() for tensor in self.inputs))
         return result[start:stop] if self.shape else result
-
-
-class _Remembered(_Derived):
-    def __init__(self, tensor: LazyTensor, slot: Slot):
-        super().__init__(tensor)
-        self.slot = slot
-
-    def _read(self, start, stop):
-        """Rows from the remembered block, which spans whole blocks of the tensor."""
-        step = max(self.tensor.block_rows, 1)
-        begin, end = start // step * step, min(-(-stop // step) * step, self._rows())
-        key = (id(self), begin, end)
-        if self.slot.key != key:
-            self.slot.key = self.slot.rows = None
-            self.slot.rows = self.tensor.read(begin, end)
-            self.slot.key = key
-        rows = self.slot.rows
-        assert rows is not None
-        return rows[start - begin : stop - begin] if self.shape else rows

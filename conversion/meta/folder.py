@@ -30,7 +30,6 @@ from ..io import (
     DEFAULTS,
     LazyTensor,
     Plan,
-    Slot,
     WriteOptions,
     are_equal,
     read_bytes,
@@ -54,8 +53,6 @@ from .params import (
 
 # Most bytes of weights in a file of Meta's releases, Llama 4's excepted, and most files.
 _LARGEST_FILE, _MOST_FILES = 17.5e9, 8
-# Projections that are fused in one tensor of a file; each needs a slot of its own to be remembered in.
-_SLOTS = {"k_proj": 1, "up_proj": 1, "v_proj": 2}
 
 
 def open_meta(
@@ -210,15 +207,11 @@ def save_meta(
         )
     tensors = options.cast(tensors)
     shards = _number_of_files(config, tensors, shards, embedding_axis)
-    slots = [Slot() for _ in range(1 + max(_SLOTS.values()))]
-    # A block is read once, and every file takes its slice of it.
-    for name, tensor in tensors.items():
-        tensors[name] = tensor.remember(slots[_SLOTS.get(name.split(".")[-2], 0)])
     table = llama_table(embedding_axis) if generation < 4 else llama4_table(config, to_write=True)
     parts = write_through(table, tensors, shards, config)
-    groups = [{f"consolidated.{number:02d}.pth": part for number, part in enumerate(parts)}]
+    files = {f"consolidated.{number:02d}.pth": part for number, part in enumerate(parts)}
     last = {**({KEPT: to_json(kept)} if kept else {}), "params.json": to_json(params)}
-    plan = Plan(groups, before=tokenizer, last=last)
+    plan = Plan(files, before=tokenizer, last=last)
     report = carry_out(plan, checkpoint, target, "meta", options)
     report.notes.extend(notes)
     return report

@@ -313,8 +313,7 @@ def test_an_expert_is_made_of_its_dense_matrices_alone(dense, family):
         parts = ["gate_proj", "up_proj"] if "gate_up" in key else ["down_proj"]
         reads.clear()
         rows = [tensor.read(*row) for row in blocks(tensor)]
-        # A copy is kept for those that follow.
-        assert len(reads) == len(parts) * (6 if family == "llama4" else 1)
+        assert len(reads) == len(parts) * 6
         reads.clear()
         assert torch.equal(tensor.read(4, 5), rows[4])
         if family == "llama4":
