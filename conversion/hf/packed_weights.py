@@ -21,7 +21,6 @@ from ...configuration.errors import CheckpointError
 from ...modeling.formats import Format
 from ...modeling.quantization import LlamoeQuantizer, QuantizedExperts, QuantizedLinear
 from ...modeling.registration import empty_model
-from ..checkpoint import expected_shapes_of
 from ..io import Computed, LazyTensor, check_finite, dtype_name, stack
 
 # What products of packed weights are computed in, and what the rest of such a model is cast to.
@@ -189,8 +188,6 @@ def unpack_tensors(
         CheckpointError: a part is missing, or has another shape or dtype than the format asks for; or no such model can
             be stored so.
     """
-    # Refuses an absurd number of layers.
-    expected_shapes_of(config, len(tensors), str(place))
     try:
         packed = packed_weights(config, quantization, are_stored=True)
     # A damaged configuration may name modules in patterns that are none.

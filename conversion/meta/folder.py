@@ -3,12 +3,13 @@
 tokenizer.model lies in the folder or one level up.
 """
 
+import math
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeVisionConfig, count_parameters
+from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
@@ -28,7 +29,6 @@ from ..consolidated import (
 )
 from ..io import (
     DEFAULTS,
-    LazyTensor,
     Plan,
     WriteOptions,
     are_equal,
@@ -38,7 +38,7 @@ from ..io import (
     write_through,
 )
 from ..tokenizers import hf_files_from_meta, looks_like_table, meta_tokenizer_file
-from .name_tables import divisors, llama4_table, llama_table
+from .name_tables import llama4_table, llama_table
 from .params import (
     LARGEST_SENTENCEPIECE,
     LLAMA3_THETA,
@@ -206,7 +206,8 @@ def save_meta(
             "rope_high_freq_factor are written for other readers"
         )
     tensors = options.cast(tensors)
-    shards = _number_of_files(config, tensors, shards, embedding_axis)
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    shards = _number_of_files(config, nbytes, shards)
     table = llama_table(embedding_axis) if generation < 4 else llama4_table(config, to_write=True)
     parts = write_through(table, tensors, shards, config)
     files = {f"consolidated.{number:02d}.pth": part for number, part in enumerate(parts)}
@@ -230,30 +231,23 @@ def _generation_to_write(config: LlamoeBaseConfig, tokenizer: bytes | None) -> i
     return 3 if config.vocab_size > LARGEST_SENTENCEPIECE or rope.get("rope_theta") == LLAMA3_THETA else 2
 
 
-def _number_of_files(
-    config: LlamoeBaseConfig, tensors: Mapping[str, LazyTensor], shards: int | None, embedding_axis: int
-) -> int:
+def _number_of_files(config: LlamoeBaseConfig, nbytes: int, shards: int | None) -> int:
     """The number of files that was asked for, else as many as Meta's releases of that size have.
 
     Raises:
-        ValueError: it does not divide every size; the message names those and the numbers that do.
+        ValueError: files would not hold whole heads.
     """
-    sizes = divisors(config, embedding_axis)
+    parts: list[Any] = [config.get_text_config(), *filter(None, [getattr(config, "vision_config", None)])]
+    counts = [getattr(part, "num_key_value_heads", part.num_attention_heads) for part in parts]
+    heads = math.gcd(*counts, *(part.num_attention_heads for part in parts))
     if shards is None:
-        width = next(iter(tensors.values())).dtype.itemsize
-        nbytes, shards = count_parameters(config).total * width, 1
-        while shards < _MOST_FILES and nbytes / shards > _LARGEST_FILE:
-            if any(size % (2 * shards) for size in sizes.values()):
-                break
+        shards = 1
+        while shards < _MOST_FILES and nbytes / shards > _LARGEST_FILE and heads % (2 * shards) == 0:
             shards *= 2
         return shards
-    count_of("shards", shards)
-    if wrong := [f"{name} = {size}" for name, size in sizes.items() if size % shards]:
-        fewer = " (fewer key/value heads than files)" if sizes["num_key_value_heads"] < shards else ""
-        valid = [n for n in range(1, shards) if not any(size % n for size in sizes.values())]
+    if heads % count_of("shards", shards):
         raise ValueError(
-            f"shards = {shards}: Meta's files hold whole heads and equal parts of everything else, but "
-            f"{', '.join(wrong)} cannot be divided by {shards}{fewer}; fewer files that work: "
-            f"{', '.join(map(str, valid))}."
+            f"shards = {shards}: Meta's files hold whole heads, so that the number has to divide {heads}, the greatest "
+            "common divisor of the numbers of heads."
         )
     return shards

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...configuration import LlamoeConfig, LlamoeDenseConfig
+from ...configuration import LlamoeConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ..io import (
@@ -286,21 +286,3 @@ def llama4_table(config: LlamoeBaseConfig, to_write: bool = False) -> Table:
         replace(row, target=tuple(f"language_model.{name}" for name in row.targets)) for row in chosen
     )
     return prefixed + _VISION + (() if to_write else _VISION_OLD) + _LLAMA4_DROPPED
-
-
-def divisors(config: LlamoeBaseConfig, embedding_axis: int) -> dict[str, int]:
-    """The sizes that the number of files must divide, since files hold whole heads and equal parts of everything."""
-    text: Any = config.get_text_config()
-    names = ["num_key_value_heads", "num_attention_heads"]
-    if isinstance(config, LlamoeDenseConfig):
-        names += ["intermediate_size"] + ["hidden_size"] * embedding_axis
-    else:
-        is_mixture = [text.layer_plan(idx).is_moe for idx in range(text.num_hidden_layers)]
-        names += ["intermediate_size"] * any(is_mixture) + ["intermediate_size_mlp"] * (not all(is_mixture))
-    # Of a multimodal model's width the rows of the projector are as many.
-    names += ["vocab_size"] + ["hidden_size"] * isinstance(config, LlamoeConfig)
-    sizes = {name: getattr(text, name) for name in names}
-    if isinstance(config, LlamoeConfig):
-        for name in ("hidden_size", "num_attention_heads", "intermediate_size", "projector_output_dim"):
-            sizes[f"vision_config.{name}"] = getattr(config.vision_config, name)
-    return sizes

@@ -144,7 +144,7 @@ DAMAGE = {
     "one file beside shards": ("shards", write("model.safetensors", safetensors({})), "both"),
     "code in a pickle": ("bin", lambda folder: code(folder / "pytorch_model.bin"), "pytorch_model.bin"),
     "a list in a pickle": ("bin", saved([torch.ones(3)]), "not a dictionary"),
-    "a number in a pickle": ("bin", saved({NORM: 3.5}), "too few"),
+    "a number in a pickle": ("bin", saved({NORM: 3.5}), "missing"),
     "a pickle cut short": ("bin", cut("pytorch_model.bin", 1000), "pytorch_model.bin"),
     **{f"config.json: {name}": ("one", write("config.json", text), "config.json") for name, (text, _) in JSON.items()},
     "another architecture": ("one", edit("config.json", model_type="qwen2"), "qwen2"),

@@ -23,7 +23,6 @@ from support.meta_folders import (
 from support.tokenizer_files import rank_table, sentencepiece_model
 from transformers import AutoConfig, AutoTokenizer
 
-from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.convert import convert
 from llamoe.conversion.io import WriteOptions
 from llamoe.conversion.io.name_table import Drop
@@ -148,14 +147,6 @@ def test_a_head_that_is_the_embedding_is_written_as_a_copy(tmp_path):
     embedding = full["tok_embeddings.weight"]
     assert torch.equal(again.tensors["model.embed_tokens.weight"].read(), embedding)
     assert torch.equal(torch.cat([file["output.weight"] for file in files]), embedding)
-
-
-@pytest.mark.parametrize("pad", [-400, 5000])
-def test_padding_that_no_model_can_have_is_told_with_its_folder(pad, tmp_path):
-    make_folder(tmp_path, BY_NAME["llama-2"])
-    (tmp_path / "llamoe.json").write_text(json.dumps({"pad_token_id": pad}))
-    with pytest.raises(CheckpointError, match=f"{tmp_path.name}.*no model can be made"):
-        open_meta(tmp_path)
 
 
 def test_another_dtype_is_written_for_every_tensor(tmp_path):

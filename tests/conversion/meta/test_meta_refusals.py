@@ -21,25 +21,18 @@ from llamoe.conversion.meta.folder import open_meta, save_meta
 
 
 @pytest.mark.parametrize(
-    ("name", "shards", "numbers"),
+    ("name", "shards", "words"),
     [
-        ("llama-2-gqa", 6, ["num_key_value_heads = 4", "6", "fewer"]),
-        ("llama-2-gqa-of-3", 2, ["num_key_value_heads = 3", "2"]),
-        ("llama-4", 3, ["num_key_value_heads = 4", "3"]),
-        (
-            "llama-4",
-            8,
-            ["num_key_value_heads = 4", "intermediate_size = 132", "vision_config.num_attention_heads = 12"],
-        ),
-        ("llama-2", 0, ["shards=0"]),
+        ("llama-2-gqa", 6, "shards = 6: .* divide 4,"),
+        ("llama-2-gqa-of-3", 2, "shards = 2: .* divide 3,"),
+        ("llama-4", 3, "shards = 3: .* divide 4,"),
+        ("llama-2", 0, "shards=0"),
     ],
 )
-def test_files_that_sizes_cannot_be_divided_by_are_refused(name, shards, numbers, tmp_path):
+def test_files_that_heads_cannot_be_divided_by_are_refused(name, shards, words, tmp_path):
     make_folder(tmp_path / "meta", BY_NAME[name])
-    with pytest.raises(ValueError, match="shards") as caught:
+    with pytest.raises(ValueError, match=words):
         save_meta(open_meta(tmp_path / "meta"), tmp_path / "to", shards=shards)
-    for number in numbers:
-        assert number in str(caught.value)
     assert not (tmp_path / "to").exists()
 
 
@@ -139,5 +132,5 @@ def test_dtypes_that_one_tensor_of_metas_cannot_mix_are_refused(tmp_path):
 def test_a_tokenizer_of_another_size_is_refused(tmp_path):
     make_folder(tmp_path, BY_NAME["llama-4"], 2)
     (tmp_path / "tokenizer.model").write_bytes(rank_table() + b"YWE= 256\n")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.model: .*257 \+ 2048.*2304"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model: .*257 ranks.*2304"):
         open_meta(tmp_path)
