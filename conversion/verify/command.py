@@ -25,7 +25,7 @@ from ..io import Progress
 from ..open import open_checkpoint
 from .common_parts import shared_parts
 from .compare_stored import compare_configs, compare_tensors
-from .report import TOLERANCE, Verification, difference
+from .report import Verification, difference
 from .run_streamed import Weights, random_inputs, run
 
 
@@ -36,9 +36,7 @@ def verify(
     tokens: int = 32,
     rows: int = 2,
     seed: int = 0,
-    tolerance: float | None = None,
     logits: bool = True,
-    device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> Verification:
     """Compare two checkpoints of any formats: keys, shapes, weights, configurations and, if these differ, outputs.
@@ -57,24 +55,18 @@ def verify(
         tokens: number of random tokens in a row; at most what both models accept.
         rows: number of rows.
         seed: random seed of tokens and pictures.
-        tolerance: see `Verification.tolerance`; by default `TOLERANCE`.
         logits: compute outputs; otherwise only weights and configurations are compared.
-        device: device that the models run on.
         progress: an object with `start(total_bytes)` and `advance(nbytes, file)`.
 
     Raises:
         CheckpointError: a path is not a checkpoint, or a file is damaged.
-        ValueError: a count below 1, a negative seed or tolerance, or one checkpoint reads texts only and the other
+        ValueError: a count below 1, a negative seed, or one checkpoint reads texts only and the other
             pictures only.
     """
     begin = time.perf_counter()
     count_of("tokens", tokens)
     count_of("rows", rows)
     count_of("seed", seed, 0)
-    tolerance = TOLERANCE if tolerance is None else tolerance
-    if not tolerance >= 0:
-        raise ValueError(f"tolerance = {tolerance!r}: should be a part of the standard deviation, 0 or more")
-    device = torch.device(device)
     opened = [_open(given) for given in (a, b)]
     parts, notes = shared_parts(*opened)
     configs = parts[0].config, parts[1].config
@@ -85,7 +77,6 @@ def verify(
         (opened[0].kind, opened[1].kind),
         structure=structure,
         function=function,
-        tolerance=tolerance,
         notes=notes,
     )
     total = sum(tensor.nbytes for part in parts for tensor in part.tensors.values())
@@ -102,7 +93,7 @@ def verify(
             inputs = random_inputs(configs, tokens, rows, seed)
             with _counting(progress, total) as advance:
                 outputs = [
-                    run(Weights(part.config, part.tensors, device, advance), given)
+                    run(Weights(part.config, part.tensors, advance), given)
                     for part, given in zip(parts, inputs, strict=True)
                 ]
             _compare_outputs(result, *outputs)

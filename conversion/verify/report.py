@@ -59,7 +59,6 @@ class Verification:
         outputs: the outputs' differences; empty if they were not computed.
         other_outputs: outputs of another shape, or of one side only (None), with both shapes.
         tokens: number of random tokens that outputs were computed for.
-        tolerance: largest `max_abs / std` that counts as the same output.
         notes: what else a user should know about what was compared.
         seconds: duration.
     """
@@ -79,7 +78,6 @@ class Verification:
     outputs: list[OutputDifference] = field(default_factory=list)
     other_outputs: dict[str, tuple[list[int] | None, list[int] | None]] = field(default_factory=dict)
     tokens: int = 0
-    tolerance: float = TOLERANCE
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -106,7 +104,7 @@ class Verification:
         if self.function or self.other_outputs:
             return "different"
         if self.outputs:
-            agree = all(part.max_abs <= self.tolerance * part.std for part in self.outputs)
+            agree = all(part.max_abs <= TOLERANCE * part.std for part in self.outputs)
             return "agree" if agree else "different"
         if self.undecided:
             return "different"

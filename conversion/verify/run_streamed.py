@@ -24,7 +24,7 @@ from ..io import LazyTensor
 
 
 class Weights:
-    """Source of a model's parameters, which are float32 on `device`.
+    """Source of a model's parameters in float32.
 
     `on_read` is called with the number of bytes and the origin of everything that is read.
 
@@ -37,20 +37,19 @@ class Weights:
         self,
         config: LlamoeBaseConfig,
         tensors: Mapping[str, LazyTensor],
-        device: torch.device,
         on_read: Callable[[int, str], None] = lambda nbytes, origin: None,
     ):
         # As in `from_pretrained`, a tied head that is stored all the same is used as its own weight.
         aliases = {head: tensors[key] for head, key in tied_head(config).items() if key in tensors}
         self.config, self.tensors = config, {**aliases, **tensors}
-        self.device, self.on_read = device, on_read
+        self.on_read = on_read
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows of a weight, as float32 on the device."""
+        """Rows of a weight in float32."""
         tensor = self.tensors[name]
         value = tensor.read(start, stop)
         self.on_read(value.nbytes, tensor.origin)
-        return value.to(self.device, torch.float32)
+        return value.float()
 
 
 class ExpertsOnDemand(nn.Module):
@@ -95,10 +94,10 @@ def run(weights: Weights, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
     Args:
         weights: the model's configuration and parameters.
-        inputs: arguments of its `forward`, on any device.
+        inputs: arguments of its `forward`.
 
     Returns:
-        float32 on the CPU: `logits` `[B, T, vocab_size]` for B rows of T tokens; for a tower `last_hidden_state` and,
+        float32: `logits` `[B, T, vocab_size]` for B rows of T tokens; for a tower `last_hidden_state` and,
         if it has one, `pooler_output`.
     """
     is_tower = isinstance(weights.config, LlamoeVisionConfig)
@@ -106,9 +105,9 @@ def run(weights: Weights, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
     _stream(model, weights)
     more = {} if is_tower else {"use_cache": False}
     with torch.no_grad():
-        output = model(**{name: value.to(weights.device) for name, value in inputs.items()}, **more)
+        output = model(**inputs, **more)
     names = ("last_hidden_state", "pooler_output") if is_tower else ("logits",)
-    return {name: output[name].float().cpu() for name in names if output.get(name) is not None}
+    return {name: output[name].float() for name in names if output.get(name) is not None}
 
 
 def _stream(model: nn.Module, weights: Weights) -> None:

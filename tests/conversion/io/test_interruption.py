@@ -40,7 +40,7 @@ WRITERS = {
     "vision": (convert_vision, ["tower"], {}),
     "upcycle": (upcycle, ["dense"], {"experts": 3, **SHARDED}),
     "gqa": (merge_kv_heads, ["dense"], {"kv_heads": 1, **SHARDED}),
-    "assemble": (assemble, ["dense", "tower"], {"pixel_shuffle_ratio": 1.0, **SHARDED}),
+    "assemble": (assemble, ["dense", "tower"], {"image_size": 48, **SHARDED}),
     "quantize": (quantize, ["packable"], {"to": "int8", "shard_size": "30KB"}),
 }
 
