@@ -166,8 +166,8 @@ def take_part(whole: Checkpoint, part: str, reason: str) -> Checkpoint:
     )
 
 
-def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
-    """Keys and shapes of the model that a configuration describes, in the model's order.
+def expected_shapes(config: LlamoeBaseConfig, place: str = "") -> dict[str, tuple[int, ...]]:
+    """Keys and shapes of the model that a configuration describes, in the model's order; `place` is for messages.
 
     Raises:
         CheckpointError: torch or transformers cannot build the model, although the configuration passed our checks.
@@ -176,7 +176,7 @@ def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
         shapes = _shapes_of_model(type(config), config.to_json_string(use_diff=False))
     # Both raise errors of many types.
     except Exception as error:
-        raise CheckpointError(f"no model can be made of the configuration ({error}).") from error
+        raise CheckpointError(f"{place}: no model can be made of the configuration ({error}).") from error
     tied = tied_head(config)
     return {name: shape for name, shape in shapes.items() if name not in tied}
 
@@ -203,7 +203,7 @@ def check_model(
     Raises:
         CheckpointError: one is missing, unknown, of another shape, or of a dtype that weights do not have.
     """
-    expected = expected_shapes(config)
+    expected = expected_shapes(config, place)
     for name, tensor in tensors.items():
         if name not in expected:
             origin = tensor.origin or place

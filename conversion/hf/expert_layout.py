@@ -77,13 +77,10 @@ def fuse_experts(
         gates, ups, downs = in_order
         check_alike([*gates, *ups])
         check_alike(downs)
-        gate, down = gates[0], downs[0]
-        for matrix in (gate, down):
-            if matrix.ndim != 2:
-                raise CheckpointError(f"{matrix.origin}: is {matrix.described}, not a matrix.")
-        if gate.dtype != down.dtype:
+        if gates[0].ndim != 2 or (downs[0].ndim, downs[0].dtype) != (2, gates[0].dtype):
             raise CheckpointError(
-                f"{down.origin} is {down.described}, but {gate.origin} is {gate.described}."
+                f"{downs[0].origin} is {downs[0].described}, but {gates[0].origin} is {gates[0].described}; expected: "
+                "matrices of one dtype."
             )
         make = stack_rows if experts.endswith(_OF_MIXTRAL) else _stack_columns
         for stacked, tensor in zip(_parts(experts), make(*in_order), strict=True):

@@ -102,9 +102,6 @@ class _Part(LazyTensor):
     def block_rows(self):
         return self.shape[0]
 
-    def _inputs(self):
-        return (self._matrix,)
-
     def _read(self, start, stop):
         if self._index not in self._kept:
             codes, *others = self._weight.parts_of(self._matrix, self._matrix.read())

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ from ...planning import (
 from ..checkpoint import Checkpoint
 from ..hf import in_words, read_config, take_quantization
 from ..open import family_of, open_checkpoint
-from .describe import dtypes_of, layers_of, presets_like, sizes_of
+from .describe import dtypes_of, sizes_of
 
 _FEW_BITS = {"int8": 8, "int4": 4}
 # Names of weight files, and of the indexes of several.
@@ -77,7 +76,6 @@ class Inspection:
         path: the path that was given.
         kind: form of the source: a kind of `open_checkpoint`; "preset" or "configuration" without weights.
         family: sort of model.
-        presets: published models of exactly these sizes that are closest in all other fields; several if tied.
         sizes: fields of the configuration that determine the size.
         parameters: `count_parameters` of the configuration: total, and active for one token.
         stored: elements in the weight files, a tied head counted once; None without weights.
@@ -85,7 +83,6 @@ class Inspection:
         quantization: how the weights are packed, as config.json says it; None for plain ones.
         files, bytes: weight files with their bytes, and the bytes of all.
         parts: part of the model to stored parameters and bytes.
-        layers: stored bytes of each decoder layer; of a tower alone, of each of its layers.
         context, batch: tokens and rows that the cache is computed for; a tower has no context.
         needs: "bfloat16", "int8" and "int4" to the memory that the model takes in it; of packed weights that of the
             stored format alone.
@@ -99,7 +96,6 @@ class Inspection:
     path: str
     kind: str
     family: str
-    presets: list[str]
     sizes: dict[str, Any]
     parameters: dict[str, int]
     stored: int | None
@@ -108,7 +104,6 @@ class Inspection:
     files: dict[str, int]
     bytes: int
     parts: dict[str, tuple[int, int]]
-    layers: list[int]
     context: int | None
     batch: int
     needs: dict[str, Need]
@@ -120,7 +115,6 @@ class Inspection:
     def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
         """Titles with rows of a label and a text, for printing. GB are 10^9 bytes."""
         what = [("path", self.path), ("source", self.kind), ("family", self.family)]
-        what += [("sizes of", ", ".join(self.presets))] if self.presets else []
         sections = [("model", what), ("sizes", [(name, _text(value)) for name, value in self.sizes.items()])]
         counts = [(name, f"{count:,}") for name, count in self.parameters.items()]
         if self.stored is not None:
@@ -138,7 +132,6 @@ class Inspection:
                 (name, f"{numbers:,} numbers, {in_units(size)}")
                 for name, (numbers, size) in self.parts.items()
             ]
-            rows += [("a layer", _runs(self.layers))] if self.layers else []
             rows += [("left out", f"{len(self.dropped):,} tensors")] if self.dropped else []
             sections.append(("weights", rows))
         rows = [(name, _need(need.weights, need.cache)) for name, need in self.needs.items()]
@@ -237,7 +230,6 @@ def inspect(
         path=str(found.path),
         kind=found.kind,
         family=family_of(config),
-        presets=presets_like(config),
         sizes=sizes_of(config),
         parameters={"total": counted.total, "active": counted.active},
         stored=sum(tensor.numel for tensor in tensors.values()) if tensors else None,
@@ -246,7 +238,6 @@ def inspect(
         files=files,
         bytes=sum(files.values()),
         parts=sum_by_part([*numbers, *sizes_in_files], isinstance(config, LlamoeVisionConfig)),
-        layers=layers_of(config, in_files),
         context=context,
         batch=batch,
         needs=_needs(found, source, cached),
@@ -340,10 +331,3 @@ def _need(weights: int, cached: int) -> str:
 
 def _text(value: Any) -> str:
     return f"{value:,}" if type(value) is int else str(value)
-
-
-def _runs(sizes: list[int]) -> str:
-    counts = Counter(sizes)
-    return ", ".join(f"{in_units(size)} ({count} layers)" for size, count in counts.most_common(4)) + (
-        ", ..." if len(counts) > 4 else ""
-    )

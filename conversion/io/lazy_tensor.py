@@ -7,7 +7,7 @@ whole matrix.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -78,14 +78,6 @@ class LazyTensor(ABC):
         assert rows.dtype == self.dtype, (self, rows.dtype)
         return rows
 
-    def leaves(self) -> Iterator["LazyTensor"]:
-        """The tensors that this one is made from, down to those that are read from files."""
-        inputs = self._inputs()
-        if not inputs:
-            yield self
-        for tensor in inputs:
-            yield from tensor.leaves()
-
     def cast(self, dtype: torch.dtype) -> "LazyTensor":
         """View as another dtype; tensors that are not floating are unchanged."""
         if dtype == self.dtype or not self.dtype.is_floating_point:
@@ -140,9 +132,6 @@ class LazyTensor(ABC):
     @abstractmethod
     def _read(self, start: int, stop: int) -> torch.Tensor: ...
 
-    def _inputs(self) -> Sequence["LazyTensor"]:
-        return ()
-
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype, such as "float32"."""
@@ -186,9 +175,6 @@ class _Join(LazyTensor):
         shape = (*first.shape[:dim], sum(part.shape[dim] for part in parts), *first.shape[dim + 1 :])
         super().__init__(shape, first.dtype, first.origin)
         self.parts, self.dim = list(parts), dim
-
-    def _inputs(self):
-        return self.parts
 
     def cut(self, dim, start, stop):
         """View indices of an axis; if one part has them all, a view of that part, so that no other is read."""
@@ -239,9 +225,6 @@ class _Derived(LazyTensor):
     ):
         super().__init__(tensor.shape if shape is None else shape, dtype or tensor.dtype, tensor.origin)
         self.tensor = tensor
-
-    def _inputs(self):
-        return (self.tensor,)
 
     @property
     def block_rows(self):
@@ -335,9 +318,6 @@ class Computed(LazyTensor):
     ):
         super().__init__(shape, dtype, origin)
         self.function, self.inputs = function, list(inputs)
-
-    def _inputs(self):
-        return self.inputs
 
     def _read(self, start, stop):
         result = self.function(*(tensor.read() for tensor in self.inputs))

@@ -166,9 +166,8 @@ def check_finite(key: str, tensor: LazyTensor, block: torch.Tensor) -> None:
         # A sum is many times faster. It may overflow for finite elements, so they are checked in that case.
         if bool(torch.isfinite(piece.sum())) or bool(piece.isfinite().all()):
             continue
-        count, leaf = int((~piece.isfinite()).sum()), next(tensor.leaves())
-        cause = "NaN or infinity; the source is damaged"
-        if leaf.dtype != tensor.dtype:
-            cause = f"numbers too large for {tensor.dtype} (cast from {leaf.dtype}), NaN or infinity; another dtype "
-            cause += "may hold them"
-        raise CheckpointError(f"{leaf.origin} (as {key}): {count} of its numbers are {cause}.")
+        count = int((~piece.isfinite()).sum())
+        raise CheckpointError(
+            f"{tensor.origin} (as {key}): {count} of its numbers are NaN or infinity in {tensor.dtype_name}. The "
+            "source is damaged, or another dtype may hold them."
+        )

@@ -42,7 +42,6 @@ from .name_tables import llama4_table, llama_table
 from .params import (
     LARGEST_SENTENCEPIECE,
     LLAMA3_THETA,
-    check_entries,
     is_llama_32,
     needs_own_scaling,
     note_defaults,
@@ -65,10 +64,9 @@ def open_meta(
     files, dropped = open_files(paths)
     path, tokenizer = _find_tokenizer(folder)
     generation = _find_generation(params, files, tokenizer)
-    dropped |= check_entries(params, generation == 4)
     is_tied = _head_is_embedding(params, files)
     params, axis = measure(params, files, str(paths[0]))
-    params = _measure_feed_forwards(params, files, str(paths[0]))
+    params = _measure_feed_forwards(params, files)
     tuned = is_tuned(folder, instruct)
     with naming(params):
         config = read_config(params, generation, bool(tuned), is_tied)
@@ -137,7 +135,7 @@ def _head_is_embedding(params: Params, files: Files) -> bool:
     )
 
 
-def _measure_feed_forwards(params: Params, files: Files, place: str) -> Params:
+def _measure_feed_forwards(params: Params, files: Files) -> Params:
     """The parameters with hidden sizes, which params.json does not say, and a number of experts that it leaves open."""
     first = files[0]
 
@@ -146,10 +144,6 @@ def _measure_feed_forwards(params: Params, files: Files, place: str) -> Params:
         shapes = (tensor.shape for name, tensor in first.items() if name.endswith(suffix))
         return next((shape[axis] * len(files) for shape in shapes if len(shape) > axis), None)
 
-    for pattern, part in {r".*\.router_DE": "moe_args", r"vision_embeddings\..*": "vision_args"}.items():
-        held = next(filter(re.compile(pattern).fullmatch, first), None)
-        if held and part not in params:
-            raise CheckpointError(f"{place}: {held} is there, but {params.origin} has no {part}.")
     fused = whole("feed_forward.mlp.fc1_weight", 0)
     params = params.completed(hidden_dim=fused // 2 if fused else whole("feed_forward.w1.weight", 0))
     if experts := params.part("moe_args"):

@@ -37,9 +37,10 @@ _ONLY = {
 # Keys of other models' code, and of other kinds of weights, that are off if they are false, 0 or empty.
 _OFF = frozenset(
     "use_biases use_bias attention_bias qkv_bias mlp_bias qk_norm use_qk_norm use_scaled_rope dropout "
-    "attention_dropout attn_logit_softcap final_logit_softcap attn_logit_softcapping final_logit_softcapping q_lora_rank "
-    "kv_lora_rank attn_temperature_tuning moe.first_k_dense_replace moe.num_shared_experts rope_scaling "
-    "yarn llama_4_scaling vision_encoder multimodal lora quantization quantization_config".split()
+    "attention_dropout "
+    "attn_logit_softcap final_logit_softcap attn_logit_softcapping final_logit_softcapping q_lora_rank kv_lora_rank "
+    "attn_temperature_tuning moe.first_k_dense_replace moe.num_shared_experts rope_scaling yarn llama_4_scaling "
+    "vision_encoder multimodal lora quantization quantization_config".split()
 )
 # A key without effect on what the model computes, whatever it says.
 _NO_EFFECT = "max_batch_size"

@@ -10,15 +10,11 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
 from ...configuration import LlamoeConfig, LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
-from ...configuration.json_files import reading
 from ...configuration.sizes import count_of
 from ..checkpoint import Checkpoint, tied_head
 from ..io import Progress
@@ -56,7 +52,7 @@ def verify(
         rows: number of rows.
         seed: random seed of tokens and pictures.
         logits: compute outputs; otherwise only weights and configurations are compared.
-        progress: an object with `start(total_bytes)` and `advance(nbytes, file)`.
+        progress: an object with `start(total_bytes)` and `advance(nbytes, file)`, for the comparison of weights.
 
     Raises:
         CheckpointError: a path is not a checkpoint, or a file is damaged.
@@ -67,7 +63,10 @@ def verify(
     count_of("tokens", tokens)
     count_of("rows", rows)
     count_of("seed", seed, 0)
-    opened = [_open(given) for given in (a, b)]
+    opened = [
+        given if isinstance(given, Checkpoint) else open_checkpoint(given, companions=False)
+        for given in (a, b)
+    ]
     parts, notes = shared_parts(*opened)
     configs = parts[0].config, parts[1].config
     structure, function = compare_configs(*configs)
@@ -79,57 +78,24 @@ def verify(
         function=function,
         notes=notes,
     )
-    total = sum(tensor.nbytes for part in parts for tensor in part.tensors.values())
-    with _counting(progress, total) as advance:
-        _compare_tensors(result, parts, advance)
+    if progress:
+        progress.start(sum(tensor.nbytes for part in parts for tensor in part.tensors.values()))
+    _compare_tensors(result, parts, progress)
     is_open = not (result.same_weights or result.is_rounded) or bool(result.undecided)
     if logits and is_open and not function:
-        if problem := _cannot_share_inputs(*configs):
-            result.notes.append(problem)
-        else:
-            if not isinstance(configs[0], LlamoeVisionConfig):
-                tokens = min(tokens, *map(_longest, configs))
-            result.tokens = tokens * rows
-            inputs = random_inputs(configs, tokens, rows, seed)
-            with _counting(progress, total) as advance:
-                outputs = [
-                    run(Weights(part.config, part.tensors, advance), given)
-                    for part, given in zip(parts, inputs, strict=True)
-                ]
-            _compare_outputs(result, *outputs)
+        if not isinstance(configs[0], LlamoeVisionConfig):
+            tokens = min(tokens, *map(_longest, configs))
+        result.tokens = tokens * rows
+        inputs = random_inputs(configs, tokens, rows, seed)
+        outputs = [
+            run(Weights(part.config, part.tensors), given) for part, given in zip(parts, inputs, strict=True)
+        ]
+        _compare_outputs(result, *outputs)
     result.seconds = time.perf_counter() - begin
     return result
 
 
-def _open(given: str | os.PathLike | Checkpoint) -> Checkpoint:
-    if isinstance(given, Checkpoint):
-        return given
-    # It may be a device file, or a folder without permission.
-    with reading(Path(given)):
-        return open_checkpoint(given, companions=False)
-
-
-@contextmanager
-def _counting(progress: Progress | None, total: int) -> Iterator[Callable[[int, str], None]]:
-    """A function that counts bytes that were read. Unused experts are never read, so the total is an upper limit."""
-    left = total
-
-    def advance(nbytes: int, origin: str) -> None:
-        nonlocal left
-        nbytes = min(nbytes, left)
-        left -= nbytes
-        if progress is not None and nbytes:
-            progress.advance(nbytes, origin.partition(": ")[0])
-
-    if progress is not None:
-        progress.start(total)
-    yield advance
-    advance(left, "")
-
-
-def _compare_tensors(
-    result: Verification, parts: list[Checkpoint], on_read: Callable[[int, str], None]
-) -> None:
+def _compare_tensors(result: Verification, parts: list[Checkpoint], progress: Progress | None) -> None:
     # A tied head counts as a copy of the embedding.
     a, b = (
         part.tensors | {head: part.tensors[key] for head, key in tied_head(part.config).items()}
@@ -138,10 +104,8 @@ def _compare_tensors(
     result.only_in_a, result.only_in_b = [[key for key in x if key not in y] for x, y in ((a, b), (b, a))]
     dtypes = Counter()
     is_rounded = not result.only_in_a and not result.only_in_b
-    for key, mine in a.items():
-        if key not in b:
-            continue
-        its = b[key]
+    for key in [key for key in a if key in b]:
+        mine, its = a[key], b[key]
         result.compared += 1
         if mine.dtype != its.dtype:
             dtypes[f"{mine.dtype_name} and {its.dtype_name}"] += 1
@@ -149,7 +113,9 @@ def _compare_tensors(
             result.shapes[key] = (list(mine.shape), list(its.shape))
             is_rounded = False
             continue
-        differs, is_close = compare_tensors(mine, its, on_read)
+        differs, is_close = compare_tensors(mine, its)
+        if progress:
+            progress.advance(mine.nbytes + its.nbytes, mine.origin.partition(": ")[0])
         is_rounded = is_rounded and is_close
         if differs != 0:
             result.tensors[key] = differs
@@ -172,20 +138,6 @@ def _compare_outputs(
             result.outputs.append(difference(name, first[name], second[name]))
         else:
             result.other_outputs[name] = (a, b)
-
-
-def _cannot_share_inputs(a: LlamoeBaseConfig, b: LlamoeBaseConfig) -> str | None:
-    visions = [getattr(config, "vision_config", config) for config in (a, b)]
-    if not isinstance(visions[0], LlamoeVisionConfig):
-        return None
-    shapes = [(vision.num_channels, vision.image_size, vision.image_size) for vision in visions]
-    if shapes[0] != shapes[1]:
-        return (
-            f"a sees pictures of {' x '.join(map(str, shapes[0]))} and b of {' x '.join(map(str, shapes[1]))}"
-        )
-    if isinstance(a, LlamoeConfig) and visions[0].tokens_per_tile != visions[1].tokens_per_tile:
-        return f"a makes {visions[0].tokens_per_tile} tokens of a picture and b {visions[1].tokens_per_tile}"
-    return None
 
 
 def _longest(config: LlamoeBaseConfig) -> int:

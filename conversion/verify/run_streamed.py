@@ -9,7 +9,7 @@ any size runs in a little more memory than its largest matrix in float32.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,30 +26,19 @@ from ..io import LazyTensor
 class Weights:
     """Source of a model's parameters in float32.
 
-    `on_read` is called with the number of bytes and the origin of everything that is read.
-
     Attributes:
         config: the model's configuration.
         tensors: the parameters by name.
     """
 
-    def __init__(
-        self,
-        config: LlamoeBaseConfig,
-        tensors: Mapping[str, LazyTensor],
-        on_read: Callable[[int, str], None] = lambda nbytes, origin: None,
-    ):
+    def __init__(self, config: LlamoeBaseConfig, tensors: Mapping[str, LazyTensor]):
         # As in `from_pretrained`, a tied head that is stored all the same is used as its own weight.
         aliases = {head: tensors[key] for head, key in tied_head(config).items() if key in tensors}
         self.config, self.tensors = config, {**aliases, **tensors}
-        self.on_read = on_read
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows of a weight in float32."""
-        tensor = self.tensors[name]
-        value = tensor.read(start, stop)
-        self.on_read(value.nbytes, tensor.origin)
-        return value.float()
+        return self.tensors[name].read(start, stop).float()
 
 
 class ExpertsOnDemand(nn.Module):

@@ -85,7 +85,3 @@ def test_stacks_are_read_by_row_and_matrices_whole():
 def test_integers_are_not_cast():
     steps = InMemory(torch.arange(4))
     assert steps.cast(torch.float16) is steps
-
-
-def test_leaves_are_what_files_hold():
-    assert list(join([cube.transpose(), cube.transpose()], 1).leaves()) == [cube, cube]

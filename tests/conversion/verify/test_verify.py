@@ -84,7 +84,7 @@ def test_a_model_read_one_matrix_at_a_time_computes_what_the_whole_model_does(fa
     # `text` has chunks of 16 tokens, layers without positions and temperatures from 8 on: 53 tokens cross them.
     model = build(family)
     tensors = {name: InMemory(value) for name, value in model.state_dict().items()}
-    weights = run_streamed.Weights(model.config, tensors, torch.device("cpu"))
+    weights = run_streamed.Weights(model.config, tensors)
     inputs, _ = run_streamed.random_inputs((model.config, model.config), 53, 2, seed=1)
     found = run_streamed.run(weights, inputs)
     with torch.no_grad():
@@ -116,7 +116,7 @@ def test_a_stream_holds_one_matrix_at_a_time_and_only_the_experts_that_are_used(
             rows.append((name, start))
             return value
 
-    weights = Watched(model.config, tensors, torch.device("cpu"))
+    weights = Watched(model.config, tensors)
     inputs = {"input_ids": torch.tensor([[3]])}
     run_streamed.run(weights, inputs)
     largest = max(tensor.nbytes // (tensor.shape[0] if tensor.ndim > 2 else 1) for tensor in tensors.values())
@@ -282,7 +282,7 @@ def test_equal_weights_of_another_rule_are_told_apart_by_outputs_alone(family, f
 def test_the_verdict_follows_from_the_findings(findings, verdict):
     given = {"compared": 3, **findings}
     if "outputs" in findings:
-        given["outputs"] = [OutputDifference("logits", findings["outputs"], 0.0, 1.0)]
+        given["outputs"] = [OutputDifference("logits", findings["outputs"], 1.0)]
     found = Verification("a", "b", ("hf", "hf"), **given)
     assert found.verdict == found.as_dict()["verdict"] == verdict
     assert found.as_dict()["same_function"] is (verdict != "different")
@@ -315,7 +315,7 @@ def test_the_same_function_of_other_weights_is_the_same_function(saved, tmp_path
     result = verify(saved("dense"), tmp_path / "turned")
     assert not result.same_weights and len(result.tensors) == 2 * config.num_hidden_layers
     assert result.same_function and result.structure == {"rope_interleave": (False, True)}
-    assert 0 < result.outputs[0].max_abs < 1e-5 * result.outputs[0].std and result.outputs[0].top1 == 1
+    assert 0 < result.outputs[0].max_abs < 1e-5 * result.outputs[0].std
     assert "outputs agree on 64 tokens" in result.reasons[0]
     assert verify(saved("dense"), tmp_path / "turned", logits=False).verdict == "different"
 
