@@ -9,7 +9,6 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from ..configuration import LlamoeVisionConfig, QuantizationConfig
 from ..configuration.errors import ConfigurationError
 from ..configuration.quantization import WEIGHTS
-from ..modeling.checkpoints import part_of
 from .checkpoint import Checkpoint, Report
 from .hf import save_hf
 from .io import Progress, WriteOptions
@@ -86,9 +85,4 @@ def _check_names(names: Sequence[str], checkpoint: Checkpoint) -> None:
         except re.error:
             is_there = False
         if not is_there:
-            key = next(key for key in checkpoint.tensors if part_of(key) == "attention")
-            example = key.rpartition(".")[0]
-            raise ValueError(
-                f"keep = {name!r}: the model has no module of that name. Names are such as {example!r} or "
-                f"{example.rpartition('.')[2]!r}, which stands for all whose names end so."
-            )
+            raise ValueError(f"keep = {name!r}: the model has no module whose name is or ends so.")

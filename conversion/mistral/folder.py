@@ -10,9 +10,9 @@ import re
 from pathlib import Path
 
 from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig
-from ...configuration.errors import CheckpointError
 from ..checkpoint import Checkpoint
 from ..consolidated import (
+    Params,
     is_tuned,
     measure,
     naming,
@@ -24,7 +24,7 @@ from ..consolidated import (
 from ..io import Row, read_bytes, read_json
 from ..meta import llama_table
 from ..tokenizers import hf_files_from_meta
-from .params import read_config, read_params, whose_params
+from .params import OWN_KEYS, read_config, read_params
 
 # Endings of weight files; Meta has .pth only.
 _ENDINGS = ("safetensors", "pth", "pt")
@@ -39,15 +39,10 @@ _TOKENIZER = re.compile(r"tekken\.json|tokenizer\.model(?:\.v(\d+))?")
 
 def is_mistral(folder: Path) -> bool:
     """Whether a folder is in Mistral AI's format and not in Meta's, by params.json, else by the files of weights."""
-    endings = {ending for ending in _ENDINGS if any(folder.glob(f"consolidated*.{ending}"))}
-    whose = None
-    if (folder / "params.json").is_file():
-        try:
-            whose = whose_params(read_json(folder / "params.json"))
-        except CheckpointError:
-            # Opening the folder names the damage.
-            pass
-    return whose == "mistral" or (whose is None and bool(endings) and "pth" not in endings)
+    if not (folder / "params.json").is_file():
+        return any(folder.glob("consolidated*.safetensors"))
+    keys = Params.of(read_json(folder / "params.json"), "").entries.keys()
+    return bool(keys & OWN_KEYS) or not any(folder.glob("consolidated*.pth"))
 
 
 def open_mistral(

@@ -20,6 +20,8 @@ from ..consolidated import Params, read_decoder
 _CONTEXT = 32768
 _THETA, _THETA_WITH_WINDOW = 1000000.0, 10000.0
 _EXPERTS = ("num_experts", "num_experts_per_tok")
+# Keys that Mistral AI's files have, and Meta's have not.
+OWN_KEYS = frozenset("hidden_dim sliding_window moe model_type vision_encoder lora".split())
 _KNOWN = frozenset(
     "dim n_layers head_dim hidden_dim n_heads n_kv_heads norm_eps vocab_size rope_theta sliding_window moe max_seq_len "
     "tied_embeddings".split()
@@ -44,19 +46,6 @@ _OFF = frozenset(
 )
 # A key without effect on what the model computes, whatever it says.
 _NO_EFFECT = "max_batch_size"
-# Keys that only Mistral AI's files have, and those that only Meta's have.
-_OF_MISTRAL = frozenset("hidden_dim sliding_window moe model_type vision_encoder lora".split())
-_OF_META = frozenset(
-    "multiple_of ffn_dim_multiplier ffn_exp use_scaled_rope moe_args vision_args quantization_args lora_args".split()
-)
-
-
-def whose_params(content: Mapping[str, Any]) -> str | None:
-    """Whose params.json this is: "meta", "mistral", or None where its keys do not show it."""
-    keys = Params.of(content, "").entries.keys()
-    if keys & _OF_META:
-        return "meta"
-    return "mistral" if keys & _OF_MISTRAL else None
 
 
 def read_params(content: Mapping[str, Any], origin: str) -> tuple[Params, dict[str, str]]:

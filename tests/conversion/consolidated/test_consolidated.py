@@ -29,10 +29,7 @@ def add(name):
     [
         ("llama-2-gqa", 4, remove("consolidated.01.pth"), "Each number"),
         ("llama-2-gqa", 4, remove("consolidated.00.pth"), "Each number"),
-        *(
-            (name, 4, remove("consolidated.03.pth"), " missing")
-            for name in ("llama-1", "llama-3", "llama-4")
-        ),
+        *((name, 4, remove("consolidated.03.pth"), " missing") for name in ("llama-1", "llama-3", "llama-4")),
         ("llama-2-gqa", 4, add("consolidated.1.pth"), "Each number"),
         ("llama-2-gqa", 4, add("consolidated.pth"), "Each number"),
         ("llama-2-gqa", 1, remove("consolidated.00.pth"), "no consolidated.00.pth"),

@@ -93,7 +93,7 @@ CONTRADICTIONS = [
         "llama-4", replace(f"{EXPERTS}_out_eF_D", lambda weight: weight[:-1], rank=1),
         ["consolidated.01.pth", "moe_w_out_eF_D", "[329, 72]", "[330, 72]"],
     ),
-    ("llama-4", say(moe_args=None), ["router", "params.json"]),
+    ("llama-4", say(moe_args=None), ["experts"]),
     (
         "llama-4", say(moe_args={"num_experts": 4, "interleave_moe_layer_step": 2}),
         ["moe_w_out_eF_D has shape [330, 72]", "4 experts"],
