@@ -9,17 +9,13 @@ a dense model. In Llama 4's mixture, a layer maps a token x to
 projection of zero. Then e_i(z) = 0 for every z, so y = f exactly, for any router, any number of chosen experts, any
 jitter, dropout or capacity.
 
-*No other choice of functions does this.* Assume y = f for every router. Fix x and let the chosen w_i vary. The s_i
-cover an open set (the chosen stay chosen while their logits stay the largest), on which sum e_i(s_i x) is constant.
-SwiGLU is analytic, so each e_i(s x) is constant in s wherever it is defined, down to s = 0, where an expert without
-biases gives 0. So each routed expert is the zero function, and shared = f. Copies of f as routed experts, as in the
-paper, cannot work here: SwiGLU is not homogeneous, so f(s x) is not a multiple of f(x), and s is unknown.
+Copies of f as routed experts, as in the paper, cannot work here: SwiGLU is not homogeneous, so f(s x) is not a multiple
+of f(x), and s is unknown.
 
 *Among the weights of the zero function*, a down projection of zero learns best. With h(s x) the inner state, the
 gradient of the down projection is h(s x)^T dL/dy: the dense model's own features, for the tokens of that expert only,
 which makes the experts differ. It is not zero at the first step. Gate, up and router get gradients through the down
-projection, so they follow from the second step on, as with LoRA's zero factor. (Pairs of inner channels with opposite
-down rows would train all three at once, with half the features and a sum that is zero only up to rounding.)
+projection, so they follow from the second step on, as with LoRA's zero factor.
 
 *Bits.* A finite inner state times zero is zero and f(x) + 0 is f(x), so feed-forwards are equal bit by bit. Llama 4
 rotates neighbouring channels and Hugging Face's LLaMA rotates channels half a head apart, so rows of q and k are

@@ -183,7 +183,7 @@ def test_inspect_prints_sections(source, capsys):
     status, out, _ = run(capsys, "inspect", source, "--context", "512")
     assert status == 0
     assert "parameters" in out
-    assert "int4" in out
+    assert "bfloat16" in out
     options = ["--plan", "--gpus", "1", "--gpu-memory", "24GB", "--ram", "64GB", "--bits", "4"]
     status, out, _ = run(capsys, "inspect", "llama-4-scout", *options)
     assert status == 0 and "routed experts are in RAM" in out
