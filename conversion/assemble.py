@@ -44,8 +44,6 @@ def assemble(
     vision: str | Path,
     target: str | Path,
     *,
-    projector_dim: int | None = None,
-    pixel_shuffle_ratio: float | None = None,
     image_size: int | None = None,
     max_tiles: int = 16,
     model: str | None = None,
@@ -66,9 +64,6 @@ def assemble(
         text: a decoder with its tokenizer: a dense LLaMA, a mixture, or a multimodal model, whose decoder is used.
         vision: a tower of any format that `open_tower` reads, or a multimodal model, whose tower is used.
         target: the folder to write.
-        projector_dim: width of the adapter's output; None for the decoder's width.
-        pixel_shuffle_ratio: the adapter merges squares of `1 / ratio` by `1 / ratio` patches. None is Llama 4's 0.5,
-            which needs a grid with an even number of patches a side.
         image_size: side of a tile in pixels, a multiple of the tower's patch size; None keeps the tower's.
         max_tiles: largest number of tiles that a picture is cut into.
         model: open_clip's name of a tower whose file does not describe itself, as in `convert_vision`.
@@ -86,14 +81,12 @@ def assemble(
     options = WriteOptions(layout, dtype, shard_size, resume, dry_run, progress)
     count_of("seed", seed, 0)
     count_of("max_tiles", max_tiles)
-    if projector_dim is not None:
-        count_of("projector_dim", projector_dim)
     check_apart(Path(vision), Path(target))
     decoder = _open_decoder(text, target, resume)
     tower = _open_tower(vision, model)
     if image_size is not None:
         tower = resize(tower, image_size)
-    tower = _with_adapter(tower, decoder.config.hidden_size, projector_dim, pixel_shuffle_ratio)
+    tower = _with_adapter(tower, decoder.config.hidden_size)
     vocabulary = extend_vocabulary(decoder.companions, decoder.config)
     whole = _join(decoder, tower, vocabulary, seed)
     mean, std, resample, note = _pixels(tower)
@@ -110,13 +103,7 @@ def assemble(
     whole.notes.append(note)
     if dtype is None:
         options = replace(options, dtype=decoder.tensors["model.embed_tokens.weight"].dtype)
-    identity = {
-        "vision": str(vision),
-        "projector_dim": projector_dim,
-        "pixel_shuffle_ratio": pixel_shuffle_ratio,
-        "image_size": image_size,
-        "seed": seed,
-    }
+    identity = {"vision": str(vision), "image_size": image_size, "seed": seed}
     return save_hf(whole, target, options, identity=identity)
 
 
@@ -160,58 +147,35 @@ def _open_tower(vision: str | Path, model: str | None) -> Checkpoint:
     return replace(take_part(whole, "vision_config", "not part of the tower"), companions={})
 
 
-def _with_adapter(
-    tower: Checkpoint, hidden_size: int, projector_dim: int | None, ratio: float | None
-) -> Checkpoint:
-    """The tower with an adapter in its configuration, without the tensors that a decoder does not use."""
+def _with_adapter(tower: Checkpoint, hidden_size: int) -> Checkpoint:
+    """The tower with an adapter in its configuration, without the projection, which a decoder does not use.
+
+    A new adapter has the decoder's width, and merges two by two patches, as Llama 4's.
+    """
     config = copy.deepcopy(tower.config)
     assert isinstance(config, LlamoeVisionConfig)
-    dropped = {}
-    if config.projection_dim is not None:
-        dropped["visual_projection.weight"] = (
-            "maps a class token into CLIP's space; the decoder reads the patches"
-        )
-    wanted = None if ratio is None else _nearest_ratio(ratio)
-    has_adapter = config.use_adapter
-    if has_adapter:
-        width, ratio = config.projector_output_dim, config.pixel_shuffle_ratio
-        if (projector_dim or width, wanted or ratio) != (width, ratio):
-            reason = f"is of width {width} and ratio {ratio:g}, and others were asked for"
-            dropped.update({key: reason for key in tower.tensors if key.startswith("vision_adapter.")})
-            has_adapter = False
-            projector_dim, wanted = projector_dim or width, wanted or ratio
-    if not has_adapter:
-        width = projector_dim or hidden_size
-        config.projector_input_dim = config.projector_output_dim = width
-        config.pixel_shuffle_ratio = wanted or _default_ratio(config)
+    if not config.use_adapter:
+        if config.grid_size % 2:
+            sizes = [
+                side * config.patch_size for side in (config.grid_size - 1, config.grid_size + 1) if side
+            ]
+            raise ValueError(
+                f"assemble: the tower's grid of {config.grid_size} by {config.grid_size} patches is odd, so that two "
+                f"by two patches do not merge; give image_size = {' or '.join(map(str, sizes))}."
+            )
+        config.projector_input_dim = config.projector_output_dim = hidden_size
+        config.pixel_shuffle_ratio = 0.5
     config.vision_output_dim = config.projector_output_dim
     config.projection_dim = None
     config.vision_feature_select_strategy = "default"
     config.use_adapter = True
     config.validate()
-    tensors = {key: tensor for key, tensor in tower.tensors.items() if key not in dropped}
-    gone = {f"{tower.path}: {key}": reason for key, reason in {**tower.dropped, **dropped}.items()}
-    return replace(tower, config=config, tensors=tensors, dropped=gone)
-
-
-def _nearest_ratio(ratio: float) -> float:
-    """The nearest 1/n, so that 0.3333 means a third; the configuration refuses all other ratios."""
-    if isinstance(ratio, (int, float)) and 0 < ratio <= 1 and abs(ratio * round(1 / ratio) - 1) < 0.01:
-        return 1 / round(1 / ratio)
-    raise ValueError(f"pixel_shuffle_ratio = {ratio!r}; give one over an integer: 1.0, 0.5, 0.25 and so on.")
-
-
-def _default_ratio(config: LlamoeVisionConfig) -> float:
-    grid, patch = config.grid_size, config.patch_size
-    if grid % 2 == 0:
-        return 0.5
-    sides = [side for side in range(1, grid) if grid % side == 0]
-    choices = ", ".join(f"{1 / side:.4g} ({(grid // side) ** 2} tokens a tile)" for side in sides)
-    sizes = " or ".join(str(size * patch) for size in (grid - 1, grid + 1) if size)
-    raise ValueError(
-        f"assemble: the tower's grid of {grid} by {grid} patches is odd, so that two by two patches do not merge; give "
-        f"image_size = {sizes}, or pixel_shuffle_ratio = {choices or '1 (1 token a tile)'}."
-    )
+    tensors = dict(tower.tensors)
+    dropped = {f"{tower.path}: {key}": reason for key, reason in tower.dropped.items()}
+    if tensors.pop("visual_projection.weight", None):
+        reason = "maps a class token into CLIP's space; the decoder reads the patches"
+        dropped[f"{tower.path}: visual_projection.weight"] = reason
+    return replace(tower, config=config, tensors=tensors, dropped=dropped)
 
 
 def _join(decoder: Checkpoint, tower: Checkpoint, vocabulary: Vocabulary, seed: int) -> Checkpoint:
@@ -292,7 +256,7 @@ def _pixels(tower: Checkpoint) -> tuple[list[float], list[float], int, str]:
     """Mean, standard deviation and resampling filter that the tower's pixels need, and a note on their source."""
     processor = read_processor(tower)
     if processor is not None:
-        mean, std = normalization(processor, f"{tower.path}: {PROCESSOR}")
+        mean, std = normalization(processor)
         resample = processor.get("resample")
         note = "pixels are normalized as the tower's source says"
         return mean, std, 3 if resample is None else resample, note

@@ -21,11 +21,9 @@ from ..configuration.base import LlamoeBaseConfig
 from ..configuration.checks import listed
 from ..configuration.errors import CheckpointError
 from ..configuration.json_files import stamp_of
-from ..modeling.checkpoints import check_whole, find_weights, in_units
+from ..modeling.checkpoints import check_whole, in_units
 from ..modeling.registration import empty_model
-from .io import LazyTensor, Plan, WriteOptions, one_of, read_json, write
-
-_OF_ADAPTER = "adapter_config.json"
+from .io import LazyTensor, Plan, WriteOptions, one_of, write
 
 
 @dataclass
@@ -64,7 +62,7 @@ class Report:
     Attributes:
         source, target: paths.
         kind: kind of the source, see `Checkpoint`.
-        to: "hf", "meta", "tower" or "clip".
+        to: "hf", "meta" or "tower".
         files: weight files of the target.
         tensors: how many tensors they hold.
         bytes: size of those tensors.
@@ -168,8 +166,8 @@ def take_part(whole: Checkpoint, part: str, reason: str) -> Checkpoint:
     )
 
 
-def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
-    """Keys and shapes of the model that a configuration describes, in the model's order.
+def expected_shapes(config: LlamoeBaseConfig, place: str = "") -> dict[str, tuple[int, ...]]:
+    """Keys and shapes of the model that a configuration describes, in the model's order; `place` is for messages.
 
     Raises:
         CheckpointError: torch or transformers cannot build the model, although the configuration passed our checks.
@@ -178,7 +176,7 @@ def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
         shapes = _shapes_of_model(type(config), config.to_json_string(use_diff=False))
     # Both raise errors of many types.
     except Exception as error:
-        raise CheckpointError(f"no model can be made of the configuration ({error}).") from error
+        raise CheckpointError(f"{place}: no model can be made of the configuration ({error}).") from error
     tied = tied_head(config)
     return {name: shape for name, shape in shapes.items() if name not in tied}
 
@@ -188,21 +186,6 @@ def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
 def _shapes_of_model(config_class: type[LlamoeBaseConfig], values: str) -> dict[str, tuple[int, ...]]:
     config = config_class.from_dict(json.loads(values))
     return {name: tuple(tensor.shape) for name, tensor in empty_model(config).state_dict().items()}
-
-
-def expected_shapes_of(config: LlamoeBaseConfig, count: int, place: str) -> dict[str, tuple[int, ...]]:
-    """`expected_shapes` of a configuration that may be damaged: an absurd number of layers is refused at once."""
-    parts = [getattr(config, name) for name in config.sub_configs] or [config]
-    layers = sum(part.num_hidden_layers for part in parts)
-    # Every layer has several tensors.
-    if layers > count:
-        raise CheckpointError(
-            f"{place}: holds {count} tensors, too few for the {layers} layers that the configuration describes."
-        )
-    try:
-        return expected_shapes(config)
-    except CheckpointError as error:
-        raise CheckpointError(f"{place}: {error}") from error
 
 
 def check_model(
@@ -220,7 +203,7 @@ def check_model(
     Raises:
         CheckpointError: one is missing, unknown, of another shape, or of a dtype that weights do not have.
     """
-    expected = expected_shapes_of(config, len(tensors), place)
+    expected = expected_shapes(config, place)
     for name, tensor in tensors.items():
         if name not in expected:
             origin = tensor.origin or place
@@ -277,31 +260,7 @@ def tie_heads(config: LlamoeBaseConfig, tensors: dict[str, LazyTensor]) -> dict[
 
 
 def check_source(path: Path) -> None:
-    """Refuse what cannot be a source.
-
-    Raises:
-        CheckpointError: the path does not exist, is an unfinished target, or holds an adapter.
-    """
+    """Refuse a path that does not exist, or that is an unfinished target, with a `CheckpointError`."""
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder.")
     check_whole(path)
-    _refuse_adapter(path)
-
-
-def _refuse_adapter(path: Path) -> None:
-    """Refuse a folder or file of peft's, and say how it becomes a model."""
-    folder = path if path.is_dir() else path.parent
-    names = ("adapter_model.safetensors", "adapter_model.bin", _OF_ADAPTER)
-    is_adapter = path.name in names or path.is_dir() and any((path / name).is_file() for name in names)
-    if (
-        not is_adapter
-        or path.is_dir()
-        and (find_weights(path) is not None or any(path.glob("consolidated*")))
-    ):
-        return
-    content = read_json(folder / _OF_ADAPTER) if (folder / _OF_ADAPTER).is_file() else {}
-    base = content.get("base_model_name_or_path") or "its model"
-    raise CheckpointError(
-        f"{path}: is an adapter of {base}, no model. Merge it by merge_and_unload(), save the result, and give that "
-        "folder."
-    )

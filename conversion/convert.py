@@ -93,8 +93,6 @@ def _scale_rope(config: LlamoeBaseConfig, scaling: str | Mapping[str, Any], sour
     if isinstance(config, LlamoeVisionConfig):
         raise ValueError(f"rope_scaling = {scaling!r}: {source} is a vision tower, which scales no rotation.")
     given = dict(_parse_scaling(scaling) if isinstance(scaling, str) else scaling)
-    if "type" in given:
-        given.setdefault("rope_type", given.pop("type"))
     if unknown := sorted(given.keys() - set(_ROPE_NAMES)):
         raise ValueError(f"rope_scaling has {', '.join(unknown)}: valid are {', '.join(_ROPE_NAMES)}.")
     config = copy.deepcopy(config)
@@ -102,11 +100,9 @@ def _scale_rope(config: LlamoeBaseConfig, scaling: str | Mapping[str, Any], sour
     present = dict(text.rope_parameters or {})
     kept = {"rope_theta": present.get("rope_theta", text.default_theta)} if "rope_type" in given else present
     text.rope_parameters = {"rope_type": "default", **kept, **given}
-    unused = given.keys() - {"rope_type", "rope_theta"}
-    if text.rope_parameters["rope_type"] == "default" and unused:
+    if text.rope_parameters["rope_type"] == "default" and given.keys() - {"rope_type", "rope_theta"}:
         raise ValueError(
-            f"rope_scaling has {', '.join(sorted(unused))}, but rope_type = 'default' scales nothing: give the "
-            "rope_type, too, such as 'llama3' or 'linear'."
+            f"rope_scaling = {scaling!r}: rope_type = 'default' scales nothing: give the rope_type, too."
         )
     try:
         config.validate()
@@ -117,21 +113,12 @@ def _scale_rope(config: LlamoeBaseConfig, scaling: str | Mapping[str, Any], sour
 
 def _parse_scaling(text: str) -> dict[str, Any]:
     """A scaling in JSON, or as names and values: `rope_type=linear,factor=2`."""
-    if not text.lstrip().startswith("{"):
-        pairs = [pair.partition("=") for pair in text.split(",")]
-        if not all(name.strip() and value.strip() for name, _, value in pairs):
-            raise ValueError(
-                f"rope_scaling = {text!r}: should be JSON, or names and values such as 'rope_type=linear,factor=2'."
-            )
-        return {name.strip(): _number_or_word(value.strip()) for name, _, value in pairs}
     try:
-        return json.loads(text)
+        if text.lstrip().startswith("{"):
+            return json.loads(text)
+        pairs = dict(pair.split("=") for pair in text.split(","))
+        return {name: value if name == "rope_type" else json.loads(value) for name, value in pairs.items()}
     except ValueError as error:
-        raise ValueError(f"rope_scaling = {text!r}: is not JSON ({error}).") from error
-
-
-def _number_or_word(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
+        raise ValueError(
+            f"rope_scaling = {text!r}: should be JSON, or names and values such as 'rope_type=linear,factor=2'."
+        ) from error

@@ -1,4 +1,4 @@
-"""Vision towers of open_clip, transformers' CLIP and ours, as ours or CLIP's; on request for another picture size."""
+"""Vision towers of open_clip, transformers' CLIP and ours, as ours; on request for another picture size."""
 
 import os
 from dataclasses import replace
@@ -6,19 +6,16 @@ from pathlib import Path
 
 import torch
 
-from .checkpoint import Report, carry_out
-from .clip import open_tower, plan_clip, resize
+from .checkpoint import Report
+from .clip import open_tower, resize
 from .hf import save_hf
 from .io import Progress, WriteOptions, check_apart, check_target
-
-_TARGETS = ("tower", "clip")
 
 
 def convert_vision(
     source: str | os.PathLike,
     target: str | os.PathLike,
     *,
-    to: str = "tower",
     image_size: int | None = None,
     model: str | None = None,
     dtype: str | torch.dtype | None = None,
@@ -26,13 +23,11 @@ def convert_vision(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Convert a vision tower of open_clip, transformers' CLIP or ours to ours or CLIP's.
+    """Convert a vision tower of open_clip, transformers' CLIP or ours to a folder of `LlamoeVisionModel`.
 
     Args:
         source: an open_clip file or folder, or a folder of CLIP, MetaCLIP 2, Llama 4 or llamoe; only read.
         target: a folder that does not exist or is empty.
-        to: "tower" writes a folder of `LlamoeVisionModel`; "clip" writes a folder of transformers'
-            `CLIPVisionModelWithProjection`, or `CLIPVisionModel` for a tower without projection.
         image_size: side of the pictures that the new tower takes, in pixels, a multiple of the patch size. The position
             grid is resized as open_clip does it.
         model: the architecture's name in open_clip, such as "ViT-L-14-quickgelu"; needed for an open_clip file without
@@ -43,13 +38,11 @@ def convert_vision(
         what was written; its notes say where the activation came from and what was changed.
 
     Raises:
-        ValueError: bad options, a target in use or inside the source, a file that nothing describes, a tower that the
-            target format cannot express, or a damaged source; no file is left behind.
+        ValueError: bad options, a target in use or inside the source, a file that nothing describes, or a damaged
+            source; no file is left behind.
         OSError: the disk is full or fails; complete files stay for `resume`.
     """
     target = Path(target)
-    if to not in _TARGETS:
-        raise ValueError(f"to = {to!r}: valid are {', '.join(map(repr, _TARGETS))}.")
     options = WriteOptions("llamoe", dtype, resume=resume, dry_run=dry_run, progress=progress)
     check_apart(Path(source), target)
     check_target(target, resume)
@@ -57,9 +50,4 @@ def convert_vision(
     if image_size is not None:
         checkpoint = resize(checkpoint, image_size)
     identity = {"image_size": image_size, "hidden_act": checkpoint.config.hidden_act}
-    if to == "tower":
-        report = save_hf(checkpoint, target, options, identity=identity)
-        return replace(report, to="tower")
-    checkpoint, plan = plan_clip(replace(checkpoint, tensors=options.cast(checkpoint.tensors)))
-    plan.identity = {"dtype": str(options.cast_to), **identity}
-    return carry_out(plan, checkpoint, target, to, options)
+    return replace(save_hf(checkpoint, target, options, identity=identity), to="tower")

@@ -9,7 +9,6 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from ..configuration import LlamoeVisionConfig, QuantizationConfig
 from ..configuration.errors import ConfigurationError
 from ..configuration.quantization import WEIGHTS
-from ..modeling.checkpoints import part_of
 from .checkpoint import Checkpoint, Report
 from .hf import save_hf
 from .io import Progress, WriteOptions
@@ -35,8 +34,8 @@ def quantize(
     """Write a model with its routed experts and linear layers in 4 or 8 bits.
 
     The folder has the tensors that `save_pretrained` writes of a model that was loaded with a `QuantizationConfig`, bit
-    by bit, and `from_pretrained` loads it as it is. Weights of float32 and float16 are rounded to bfloat16 first. In
-    memory are as many matrices as torch has threads, at most 8; of a stack those of single experts.
+    by bit, and `from_pretrained` loads it as it is. Weights of float32 and float16 are rounded to bfloat16 first. One
+    matrix is in memory at a time, of a stack that of one expert.
 
     Args:
         source: a model of any format that `open_checkpoint` reads, in 16 or 32 bit.
@@ -86,9 +85,4 @@ def _check_names(names: Sequence[str], checkpoint: Checkpoint) -> None:
         except re.error:
             is_there = False
         if not is_there:
-            key = next(key for key in checkpoint.tensors if part_of(key) == "attention")
-            example = key.rpartition(".")[0]
-            raise ValueError(
-                f"keep = {name!r}: the model has no module of that name. Names are such as {example!r} or "
-                f"{example.rpartition('.')[2]!r}, which stands for all whose names end so."
-            )
+            raise ValueError(f"keep = {name!r}: the model has no module whose name is or ends so.")

@@ -9,19 +9,13 @@ a dense model. In Llama 4's mixture, a layer maps a token x to
 projection of zero. Then e_i(z) = 0 for every z, so y = f exactly, for any router, any number of chosen experts, any
 jitter, dropout or capacity.
 
-*No other choice of functions does this.* Assume y = f for every router. Fix x and let the chosen w_i vary. The s_i
-cover an open set (the chosen stay chosen while their logits stay the largest), on which sum e_i(s_i x) is constant.
-SwiGLU is analytic, so each e_i(s x) is constant in s wherever it is defined, down to s = 0, where an expert without
-biases gives 0. So each routed expert is the zero function, and shared = f. Copies of f as routed experts, as in the
-paper, cannot work here: SwiGLU is not homogeneous, so f(s x) is not a multiple of f(x), and s is unknown.
+Copies of f as routed experts, as in the paper, cannot work here: SwiGLU is not homogeneous, so f(s x) is not a multiple
+of f(x), and s is unknown.
 
 *Among the weights of the zero function*, a down projection of zero learns best. With h(s x) the inner state, the
 gradient of the down projection is h(s x)^T dL/dy: the dense model's own features, for the tokens of that expert only,
 which makes the experts differ. It is not zero at the first step. Gate, up and router get gradients through the down
-projection, so they follow from the second step on, as with LoRA's zero factor. (Pairs of inner channels with opposite
-down rows would train all three at once, with half the features and a sum that is zero only up to rounding.) `noise` S
-adds Gaussian noise to each expert's gate, up and zero down projection, with S times the standard deviation of the
-dense matrix. The function is then the dense one up to O(S), and experts differ from the start.
+projection, so they follow from the second step on, as with LoRA's zero factor.
 
 *Bits.* A finite inner state times zero is zero and f(x) + 0 is f(x), so feed-forwards are equal bit by bit. Llama 4
 rotates neighbouring channels and Hugging Face's LLaMA rotates channels half a head apart, so rows of q and k are
@@ -34,12 +28,11 @@ summed in that order, so logits differ by rounding (about 1e-6 in float32).
 
 Every e_i is f, as in the paper, so y = f for any router, up to the rounding of sum p_i f(x). Each expert gets gradients
 of its own tokens at once, which makes the experts differ. As long as they are equal, no choice is better than another
-and the routers' gradient is zero; they follow from the second step on. With `noise`, gate, up and down all get it. Rows
-of q and k stay in Hugging Face's order, and windows stay.
+and the routers' gradient is zero; they follow from the second step on. Rows of q and k stay in Hugging Face's order,
+and windows stay.
 """
 
 import copy
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -50,16 +43,15 @@ import numpy as np
 import torch
 
 from ..configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig
-from ..configuration.errors import CheckpointError
 from ..configuration.mixture import MixtureConfig
 from ..configuration.parameter_count import count_parameters
 from ..configuration.sizes import count_of
 from .checkpoint import Checkpoint, Report
 from .hf import save_hf
-from .io import Computed, LazyTensor, Progress, Slot, WriteOptions, join, permute_pairs, stack
+from .io import Computed, LazyTensor, Progress, WriteOptions, join, permute_pairs, stack
 from .open import family_of, open_source
 
-# Elements that are drawn, or summed, at a time.
+# Elements that are drawn at a time.
 _PIECE = 1 << 20
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -73,7 +65,6 @@ def upcycle(
     family: str | None = None,
     interleave: int = 1,
     top_k: int | None = None,
-    noise: float = 0.0,
     seed: int = 0,
     layout: str | None = None,
     dtype: str | torch.dtype | None = None,
@@ -84,7 +75,7 @@ def upcycle(
 ) -> Report:
     """Make a mixture of experts from a dense LLaMA.
 
-    Without noise the result computes the same function as the source, whatever its routers choose; the module's
+    The result computes the same function as the source, whatever its routers choose; the module's
     docstring proves it. Tokenizer, chat template and generation configuration come along.
 
     Args:
@@ -97,16 +88,14 @@ def upcycle(
         interleave: distance between mixture layers, counted as in Llama 4: 1 means all, 2 layers 1, 3, 5 and so on. In
             Mixtral all layers are mixtures.
         top_k: number of experts that a token is sent to, from 1 to `experts`; None means 1 in Llama 4, 2 in Mixtral.
-        noise: standard deviation of the noise on the experts' weights, as a fraction of the dense weights' standard
-            deviation; 0 keeps the function.
-        seed: random seed of routers and noise, at least 0. Each tensor depends on the seed and its own name alone.
+        seed: random seed of routers, at least 0. Each tensor depends on the seed and its own name alone.
         layout, dtype, shard_size, resume, dry_run, progress: as in `WriteOptions`.
 
     Returns:
         what was written; its notes name the new weights.
 
     Raises:
-        ValueError: a source that is not a dense LLaMA, or options that family_of no mixture.
+        ValueError: a source that is not a dense LLaMA, or options that describe no mixture.
         CheckpointError: a missing or damaged file (also a ValueError).
     """
     options = WriteOptions(layout, dtype, shard_size, resume, dry_run, progress)
@@ -116,8 +105,6 @@ def upcycle(
     count_of("seed", seed, 0)
     if family not in (None, "llama4", "mixtral"):
         raise ValueError(f"upcycle: family = {family!r}: valid are 'llama4' and 'mixtral', or none.")
-    if isinstance(noise, bool) or not isinstance(noise, (int, float)) or not 0 <= noise < math.inf:
-        raise ValueError(f"upcycle: noise = {noise!r}; give a number of at least 0, such as 0.01.")
     dense = open_source(source, target, resume)
     if not isinstance(dense.config, LlamoeDenseConfig):
         raise ValueError(
@@ -139,7 +126,7 @@ def upcycle(
             f"upcycle: interleave = {interleave}, but {source} has {layers} layers, so that none would be a mixture; "
             f"choose 1 to {layers}."
         )
-    mixture = Mixture(experts, interleave, top_k, float(noise), seed)
+    mixture = Mixture(experts, interleave, top_k, seed)
     result = (as_text_model if family == "llama4" else as_mixtral)(dense, mixture)
     before, after = count_parameters(dense.config), count_parameters(result.config)
     identity = {"upcycle": {"family": family, **asdict(mixture)}}
@@ -150,9 +137,7 @@ def upcycle(
         f"{experts} experts, {top_k} a token, in {routers} of {layers} layers: {before.total:,} parameters became "
         f"{after.total:,}, {after.active:,} active",
         f"{routers} routers are fresh: normal, deviation {std:g}, seed {seed}",
-        f"experts have noise of {noise:g} times the dense weights' deviation: the function is not quite the source's"
-        if noise
-        else f"the experts are {copies}: the function is the source's until they are trained",
+        f"the experts are {copies}: the function is the source's until they are trained",
     ]
     if family == "mixtral" and top_k == 1:
         report.notes.append(
@@ -168,11 +153,10 @@ class Mixture:
     experts: int
     interleave: int
     top_k: int
-    noise: float
     seed: int
 
     def tensors(
-        self, name: str, dense: Mapping[str, LazyTensor], config: MixtureConfig, slot: Slot
+        self, name: str, dense: Mapping[str, LazyTensor], config: MixtureConfig
     ) -> dict[str, LazyTensor]:
         """Router and experts of the mixture layer called `name`. E experts, H hidden size, I inner size.
 
@@ -180,41 +164,23 @@ class Mixture:
             name: such as "model.layers.3.feed_forward".
             dense: the dense feed-forward's gate_proj and up_proj, `[I, H]`, and down_proj, `[H, I]`.
             config: the mixture's; a shared expert says that the routed ones begin as zero.
-            slot: memory for an expert that is written several times.
 
         Returns:
             the model's three tensors by key: `[E, H]`, `[E, H, 2 I]` and `[E, I, H]`; the experts with their last two
             axes swapped if they are output-first.
         """
         gate, up, down = (dense[part] for part in _PARTS)
-
-        def joined(gate: LazyTensor, up: LazyTensor, down: LazyTensor) -> list[LazyTensor]:
-            if config.experts_are_output_first:
-                return [join([gate, up], 0), down]
-            return [join([gate.transpose(), up.transpose()], 1), down.transpose()]
-
-        if self.noise:
-            is_zero = config.use_shared_expert
-            noisy = {part: _Noisy(dense[part], is_zero and part == "down_proj") for part in _PARTS}
-            experts = [
-                joined(
-                    *(
-                        matrix.view(self.noise, self.seed, f"{name}.experts.{expert}.{part}")
-                        for part, matrix in noisy.items()
-                    )
-                )
-                for expert in range(self.experts)
-            ]
+        if config.use_shared_expert:
+            down = zeros(down.shape, down.dtype, f"{name}.experts.down_proj (zero)")
+        if config.experts_are_output_first:
+            gate_up = join([gate, up], 0)
         else:
-            if config.use_shared_expert:
-                down = zeros(down.shape, down.dtype, f"{name}.experts.down_proj (zero)")
-            experts = [[tensor.remember(slot) for tensor in joined(gate, up, down)]] * self.experts
-        gate_ups, downs = zip(*experts, strict=True)
+            gate_up, down = join([gate.transpose(), up.transpose()], 1), down.transpose()
         router = f"{name}.{config.router_name}.weight"
         shape = (self.experts, config.hidden_size)
         return {
-            f"{name}.experts.gate_up_proj": stack(gate_ups),
-            f"{name}.experts.down_proj": stack(downs),
+            f"{name}.experts.gate_up_proj": stack([gate_up] * self.experts),
+            f"{name}.experts.down_proj": stack([down] * self.experts),
             router: fresh(shape, gate.dtype, config.initializer_range, self.seed, router),
         }
 
@@ -301,12 +267,11 @@ def _under(config: MixtureConfig, dense: Checkpoint, mixture: Mixture | None) ->
             if dense.config.rope_interleave != config.rope_interleave:
                 tensor = _reorder(match[2], tensor, config)
         tensors[key] = tensor
-    slot = Slot()
     for index in config.moe_layers:
         assert mixture is not None
         matrices = {part: dense.tensors[f"model.layers.{index}.mlp.{part}.weight"] for part in _PARTS}
         name = f"model.layers.{index}.{config.feed_forward_name}"
-        tensors.update(mixture.tensors(name, matrices, config, slot))
+        tensors.update(mixture.tensors(name, matrices, config))
     return replace(dense, config=config, tensors=tensors)
 
 
@@ -328,7 +293,12 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype, std: float, seed: int, nam
     """View normal random numbers with mean 0, drawn in float32; they depend on seed and name alone."""
 
     def draw() -> torch.Tensor:
-        return _add_normal(torch.zeros(shape, dtype=dtype), std, seed, name)
+        # A random stream of its own for each name.
+        stream = np.random.default_rng([seed, *name.encode()])
+        drawn = torch.empty(shape, dtype=dtype)
+        for piece in drawn.view(-1).split(_PIECE):
+            piece.copy_(std * torch.from_numpy(stream.standard_normal(piece.numel(), dtype=np.float32)))
+        return drawn
 
     return Computed(draw, [], shape, dtype, f"{name} (fresh)")
 
@@ -336,47 +306,3 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype, std: float, seed: int, nam
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> LazyTensor:
     """View zeros."""
     return Computed(lambda: torch.zeros(shape, dtype=dtype), [], shape, dtype, name)
-
-
-class _Noisy:
-    """A dense matrix, or zeros of its shape, to which each expert adds its own noise."""
-
-    def __init__(self, dense: LazyTensor, onto_zero: bool = False):
-        self.dense, self.onto_zero = dense, onto_zero
-        # Measured once, when the first expert is written.
-        self.std: float | None = None
-
-    def view(self, noise: float, seed: int, name: str) -> LazyTensor:
-        """View with noise of `noise` times the matrix's standard deviation; the noise depends on seed and name."""
-
-        def disturb(weight: torch.Tensor) -> torch.Tensor:
-            if self.std is None:
-                self.std = _deviation(weight, self.dense.origin)
-            result = torch.zeros_like(weight) if self.onto_zero else weight.clone()
-            return _add_normal(result, noise * self.std, seed, name)
-
-        return self.dense.map(disturb)
-
-
-def _deviation(weight: torch.Tensor, origin: str) -> float:
-    # In pieces, since a float32 copy of the whole would need more memory than anything else.
-    total = squares = 0.0
-    for piece in weight.reshape(-1).split(_PIECE):
-        piece = piece.double()
-        total += piece.sum().item()
-        squares += piece.square().sum().item()
-    if not math.isfinite(squares):
-        raise CheckpointError(f"{origin}: holds values that are not finite; the source is damaged.")
-    mean = total / weight.numel()
-    std = math.sqrt(max(squares / weight.numel() - mean**2, 0.0))
-    # Rounded, so that the order of summation has no effect.
-    return float(f"{std:.6g}")
-
-
-def _add_normal(tensor: torch.Tensor, std: float, seed: int, name: str) -> torch.Tensor:
-    """Add normal noise in place, from a random stream of its own: seed and name are mixed to keep streams apart."""
-    stream = np.random.default_rng([seed, *name.encode()])
-    for piece in tensor.view(-1).split(_PIECE):
-        drawn = torch.from_numpy(stream.standard_normal(piece.numel(), dtype=np.float32))
-        piece.copy_(piece.float().add_(drawn, alpha=std))
-    return tensor

@@ -126,18 +126,10 @@ def verify(
     tokens: Annotated[int, typer.Option(help="Number of random tokens in each row.")] = 32,
     rows: Annotated[int, typer.Option(help="Number of rows.")] = 2,
     seed: Seed = 0,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            help="Largest difference of outputs that counts as none, in standard deviations of the output. The "
-            "default is 0.0001."
-        ),
-    ] = None,
     logits: Annotated[
         bool,
         typer.Option(help="Whether to run both models, or to compare only their weights and configurations."),
     ] = True,
-    device: Annotated[str, typer.Option(help="Device that the models run on, such as cuda.")] = "cpu",
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -152,11 +144,11 @@ def verify(
 
         llamoe verify llama-2-7b-chat chat      # before and after convert
     """
-    options = {"tokens": tokens, "rows": rows, "seed": seed, "tolerance": tolerance, "logits": logits}
+    options = {"tokens": tokens, "rows": rows, "seed": seed, "logits": logits}
     is_silent = as_json or quiet
     conversion = load_conversion(a, b, is_silent=is_silent)
     with progress_bar(is_silent) as progress:
-        found = conversion.verify(a, b, **options, device=device, progress=progress)
+        found = conversion.verify(a, b, **options, progress=progress)
     print_sections(found.as_dict(), found.sections(), as_json)
     if not found.same_function:
         raise typer.Exit(1)

@@ -65,10 +65,6 @@ def convert(
 def vision(
     source: Source,
     target: Target,
-    to: Annotated[
-        Literal["tower", "clip"],
-        typer.Option(help="Format of TARGET: llamoe's tower, or transformers' CLIP."),
-    ] = "tower",
     image_size: Annotated[
         int | None,
         typer.Option(
@@ -110,13 +106,6 @@ def upcycle(
             help="Number of experts that a token is sent to. The default is 1 in Llama 4's mixtures, 2 in Mixtral's."
         ),
     ] = None,
-    noise: Annotated[
-        float,
-        typer.Option(
-            help="Noise on the experts' weights, as a fraction of the dense weights' standard deviation. 0 keeps the "
-            "function exactly."
-        ),
-    ] = 0.0,
     seed: Seed = 0,
 ) -> None:
     """Make a mixture of experts from a dense LLaMA or Mistral; before training it computes the same function.
@@ -162,15 +151,6 @@ def assemble(
     target: Target,
     image_size: Annotated[
         int | None, typer.Option(help="Side of a tile in pixels. The default is the tower's.")
-    ] = None,
-    pixel_shuffle_ratio: Annotated[
-        float | None,
-        typer.Option(
-            help="The adapter merges squares of 1/ratio by 1/ratio patches into one token. The default is 0.5."
-        ),
-    ] = None,
-    projector_dim: Annotated[
-        int | None, typer.Option(help="Width of the adapter's output. The default is the decoder's width.")
     ] = None,
     max_tiles: Annotated[int, typer.Option(help="Largest number of tiles that a picture is cut into.")] = 16,
     model: ModelOfFile = None,

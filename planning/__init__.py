@@ -10,7 +10,7 @@ from .bandwidths import Bandwidths, measure_bandwidths
 from .nodes import NodesPlan
 from .one_machine import PlacementPlan, plan_placement
 from .source import Source
-from .table import lines_of_devices, lines_of_experts, note_of_bits, rows_of_speed, rows_of_training
+from .table import lines_of_devices, lines_of_experts, rows_of_speed, rows_of_training
 from .training import DEFAULT_TOKENS, TrainingPlan, measure_rates
 from .units import packed_bytes, weight_bytes
 
@@ -25,7 +25,6 @@ __all__ = [
     "lines_of_experts",
     "measure_bandwidths",
     "measure_rates",
-    "note_of_bits",
     "packed_bytes",
     "plan_placement",
     "rows_of_speed",

@@ -1,4 +1,4 @@
-"""Image preprocessing settings: open_clip's `preprocess_cfg` and transformers' preprocessor_config.json.
+"""Image preprocessing settings: transformers' preprocessor_config.json from open_clip's `preprocess_cfg`.
 
 Both state the same: resize by the short side and crop the centre, or squash to a square; bicubic; a mean and a
 standard deviation for each channel. transformers' class for it is `CLIPImageProcessor`. Its PIL variant gives
@@ -14,8 +14,8 @@ from ...configuration.errors import CheckpointError
 # OpenAI's CLIP; every MetaCLIP model was trained with the same numbers.
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-# PIL's numbers for the filters.
-_RESAMPLE = {"bicubic": 3, "bilinear": 2}
+# PIL's numbers for the filters; "random" is any in training and bicubic in evaluation.
+_RESAMPLE = {"bicubic": 3, "bilinear": 2, "random": 3}
 PROCESSOR = "preprocessor_config.json"
 _RESIZE_MODES = ("shortest", "squash")
 
@@ -34,7 +34,7 @@ def from_open_clip(settings: Mapping[str, Any], image_size: int, origin: str) ->
             f"{' and '.join(map(repr, _RESIZE_MODES))} have."
         )
     interpolation = given.get("interpolation", "bicubic")
-    if interpolation not in (*_RESAMPLE, "random"):
+    if interpolation not in _RESAMPLE:
         raise CheckpointError(f"{origin}: interpolation {interpolation!r} is none of {', '.join(_RESAMPLE)}.")
     square = {"height": image_size, "width": image_size}
     return {
@@ -42,28 +42,23 @@ def from_open_clip(settings: Mapping[str, Any], image_size: int, origin: str) ->
         "do_convert_rgb": True,
         "do_resize": True,
         "size": square if mode == "squash" else {"shortest_edge": image_size},
-        # "random" is a random filter in training and bicubic in evaluation.
-        "resample": _RESAMPLE.get(interpolation, 3),
+        "resample": _RESAMPLE[interpolation],
         "do_center_crop": mode != "squash",
         "crop_size": dict(square),
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": _channels(given.get("mean", CLIP_MEAN), "mean", origin),
-        "image_std": _channels(given.get("std", CLIP_STD), "std", origin, is_positive=True),
+        "image_mean": _channels(given.get("mean", CLIP_MEAN)),
+        "image_std": _channels(given.get("std", CLIP_STD)),
     }
 
 
-def normalization(processor: Mapping[str, Any], origin: str) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of pixels between 0 and 1 in a preprocessor_config.json, a number for each channel.
-
-    Raises:
-        CheckpointError: they are neither one number nor one for each channel.
-    """
+def normalization(processor: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation of pixels between 0 and 1, a number for each channel."""
     if not processor.get("do_normalize", True):
         return [0.0] * 3, [1.0] * 3
-    mean = _channels(processor.get("image_mean", CLIP_MEAN), "image_mean", origin)
-    return mean, _channels(processor.get("image_std", CLIP_STD), "image_std", origin, is_positive=True)
+    mean, std = processor.get("image_mean", CLIP_MEAN), processor.get("image_std", CLIP_STD)
+    return _channels(mean), _channels(std)
 
 
 def with_image_size(processor: Mapping[str, Any], before: int, after: int) -> dict[str, Any]:
@@ -85,13 +80,5 @@ def _size(processor: Mapping[str, Any]) -> dict[str, Any]:
     return dict(size) if isinstance(size, dict) else {}
 
 
-def _channels(values: Any, name: str, origin: str, is_positive: bool = False) -> list[float]:
-    listed = [values] * 3 if isinstance(values, (int, float)) else values
-    is_listed = isinstance(listed, (list, tuple)) and len(listed) == 3
-    if not is_listed or not all(
-        isinstance(value, (int, float)) and not isinstance(value, bool) for value in listed
-    ):
-        raise CheckpointError(f"{origin}: {name} is {values!r}; three numbers were expected.")
-    if is_positive and not all(value > 0 for value in listed):
-        raise CheckpointError(f"{origin}: {name} is {listed}; positive numbers were expected.")
-    return [float(value) for value in listed]
+def _channels(values: Any) -> list[float]:
+    return [values] * 3 if isinstance(values, (int, float)) else list(values)

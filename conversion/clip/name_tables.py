@@ -1,7 +1,7 @@
 """CLIP's towers as data: keys in open_clip and transformers, and what of open_clip has no place in ours.
 
-The right side of a row holds our keys, those of `LlamoeVisionModel`. Shapes: D width, M inner width, P patch side,
-C channels, G patches a side, E width of the joint space.
+The right side of a row holds our keys, those of `LlamoeVisionModel`. The tables only read. Shapes: D width, M inner
+width, P patch side, C channels, G patches a side, E width of the joint space.
 
 Sources: open_clip's `transformer.py`; transformers' CLIP and MetaCLIP 2. Published sizes and releases are read from
 open_clip itself (`open_clip_config.py`).
@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 
-from ..io import TRANSPOSED, Drop, FusedRows, Operation, Row, Slot
+from ..io import TRANSPOSED, Drop, FusedRows, Operation, Row
 
 
 class _ClassLast(Operation):
@@ -20,21 +20,12 @@ class _ClassLast(Operation):
     def convert(self, tensors, sizes):
         return [tensors[0].map(lambda rows: torch.cat([rows[1:], rows[:1]]))]
 
-    def revert(self, tensors, sizes):
-        return [tensors[0].map(lambda rows: torch.cat([rows[-1:], rows[:-1]]))]
-
 
 class _Flatten(Operation):
     """A strided convolution `[D, C, P, P]` as a linear layer `[D, C * P * P]`: same elements, same order."""
 
     def convert(self, tensors, sizes):
         return [tensors[0].view(tensors[0].shape[0], prod(tensors[0].shape[1:]))]
-
-    def revert(self, tensors, sizes):
-        side = sizes.patch_size
-        # Rows are read one by one; without `remember`, each would compute the whole matrix anew.
-        whole = tensors[0].remember(Slot())
-        return [whole.view(whole.shape[0], sizes.num_channels, side, side)]
 
 
 def _pairs(source: str, target: str) -> list[Row]:
@@ -113,6 +104,3 @@ CLIP = [
     Row("visual_projection.weight", "visual_projection.weight"),
     *CLIP_DROPS,
 ]
-
-# open_clip vision_cfg fields that must have their defaults: other values change the function and leave no other tensor.
-OPEN_CLIP_DEFAULTS = {"pool_type": "tok", "final_ln_after_pool": False, "pos_embed_type": "learnable"}

@@ -3,13 +3,11 @@
 The weights do not show their activation: most MetaCLIP releases were trained with QuickGELU, some with GELU, and
 open_clip lists the same weights under architectures with either. It is taken from a description of the weights
 (open_clip_config.json, config.json, the architecture's name in open_clip) and never from a file's name. A tower without
-a description, or with one that contradicts another or the tensors, is refused.
+a description is refused.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +23,7 @@ from ..io import LazyTensor, Table, open_weights, read_json, read_through, sourc
 from . import image_processors
 from .image_processors import PROCESSOR
 from .name_tables import CLIP, OPEN_CLIP
-from .open_clip_config import (
-    OPEN_CLIP_CONFIG,
-    architecture,
-    read_model_cfg,
-    side_of,
-)
+from .open_clip_config import OPEN_CLIP_CONFIG, architecture, read_model_cfg, side_of
 
 OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 _CLIP_CONFIGS = {
@@ -43,15 +36,6 @@ _OUR_TYPES = ("llamoe_vision", "llama4_vision_model", "llamoe", "llama4")
 _WITHOUT_PREFIX = ("embeddings.", "encoder.", "pre_layrnorm.", "post_layernorm.")
 # Checkpoints of these classes, or of no class that is named, have no projection.
 _BARE = (None, [], ["CLIPVisionModel"], ["MetaClip2VisionModel"])
-# Tensors of open_clip's that show the sizes, and their axes.
-_MEASURED = {
-    "visual.class_embedding": 1,
-    "visual.positional_embedding": 2,
-    "visual.conv1.weight": 4,
-    "visual.transformer.resblocks.0.mlp.c_fc.weight": 2,
-    "visual.proj": 2,
-}
-_BLOCK = re.compile(r"visual\.transformer\.resblocks\.(\d+)\.")
 _LICENCES = ("LICENSE", "NOTICE", "USE_POLICY")
 
 
@@ -100,57 +84,34 @@ def open_tower(path: str | Path, *, model: str | None = None) -> Checkpoint:
     return _open_clip(path) if kind == "clip" else _open_ours(path)
 
 
-def _agree(stated: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The value of each field that the sources state, which must be one; None stands for a source that is silent."""
-    agreed: dict[str, tuple[Any, str]] = {}
-    for where, fields in stated.items():
-        for field, value in fields.items():
-            other, place = agreed.setdefault(field, (value, where))
-            if other is None:
-                agreed[field] = value, where
-            elif value is not None and value != other:
-                raise CheckpointError(
-                    f"{field} is said to be {other!r} by {place}, {value!r} by {where}. Only one can belong to these "
-                    "weights: correct the file, or leave out the argument."
-                )
-    return {field: value for field, (value, _) in agreed.items()}
-
-
 def _open_open_clip(path: Path, model: str | None) -> Checkpoint:
     file = path
     if path.is_dir():
         file = next(path / name for name in OPEN_CLIP_FILES if (path / name).is_file())
     # Distributed training adds this prefix.
     tensors = _renamed(open_weights(file), lambda name: name.removeprefix("module."))
-    stated: dict[str, Mapping[str, Any]] = {}
-    settings: dict[str, Any] = {}
     # The configuration belongs to the file only where both have the names that open_clip gives them.
-    described = file.with_name(OPEN_CLIP_CONFIG)
+    described, settings = file.with_name(OPEN_CLIP_CONFIG), {}
     if file.name in OPEN_CLIP_FILES and described.is_file():
-        settings = read_json(described)
-        if "model_cfg" not in settings:
-            settings = {"model_cfg": settings, **settings}
-    if settings:
-        stated[str(described)] = read_model_cfg(settings["model_cfg"], described)
-    if model is not None:
-        stated[f"open_clip's {model}"] = read_model_cfg(architecture(model), f"open_clip's {model}")
-    if not stated:
+        if model is not None:
+            raise ValueError(f"model = {model!r}: {described} describes the tower. Leave the argument out.")
+        where, settings = str(described), read_json(described)
+        model_cfg = settings.get("model_cfg", settings)
+    elif model is not None:
+        where, model_cfg = f"open_clip's {model}", architecture(model)
+    else:
         raise ValueError(
             f"{file}: the tensors do not show with which activation (QuickGELU or GELU) and how many heads they were "
             "trained. Give open_clip's name of the model, such as model='ViT-L-14-quickgelu', or put "
             f"{OPEN_CLIP_CONFIG} beside a file named {' or '.join(OPEN_CLIP_FILES)}."
         )
-    sizes = _measure(tensors, file)
-    fields = _agree(stated | {f"the tensors of {file}": sizes})
-    notes = [f"activation: {fields['hidden_act']}, by {' and '.join(stated)}"]
+    fields = read_model_cfg(model_cfg, where)
+    notes = [f"activation: {fields['hidden_act']}, by {where}"]
     preprocess = settings.get("preprocess_cfg") or {}
-    if not isinstance(preprocess, dict):
-        raise CheckpointError(f"{described}: preprocess_cfg is {preprocess!r}, not an object.")
     if not preprocess:
         notes.append("pixels: open_clip's default preparation, as nothing states another")
-    origin = str(described if settings else file)
-    processor = image_processors.from_open_clip(preprocess, sizes["image_size"], origin)
-    checkpoint = _checkpoint(path, "open_clip", OPEN_CLIP, fields, tensors, processor, file)
+    processor = image_processors.from_open_clip(preprocess, fields["image_size"], where)
+    checkpoint = _checkpoint(path, "open_clip", OPEN_CLIP, fields, tensors, processor, where)
     return replace(checkpoint, sources=[file], notes=notes)
 
 
@@ -161,39 +122,6 @@ def _renamed(tensors: Mapping[str, LazyTensor], rename: Callable[[str], str]) ->
             other = result[rename(name)].origin
             raise CheckpointError(f"{tensor.origin}: is the same tensor as {other}. Remove one.")
     return result
-
-
-def _measure(tensors: Mapping[str, LazyTensor], file: Path) -> dict[str, Any]:
-    """Configuration fields that the shapes of an open_clip file's tensors show."""
-    for name, axes in _MEASURED.items():
-        if name not in tensors:
-            raise CheckpointError(
-                f"{file}: {name} is missing, without which this is not a vision transformer of open_clip."
-            )
-        if tensors[name].ndim != axes:
-            raise CheckpointError(
-                f"{tensors[name].origin}: has shape {list(tensors[name].shape)}; {axes} axes were expected."
-            )
-    class_token, positions, patches, inner, projection = (tensors[name] for name in _MEASURED)
-    _, channels, rows, columns = patches.shape
-    if rows != columns:
-        raise CheckpointError(f"{patches.origin}: patches of {rows} by {columns} pixels are not square.")
-    count = positions.shape[0]
-    grid = isqrt(max(count - 1, 0))
-    if grid < 1 or grid * grid != count - 1:
-        raise CheckpointError(
-            f"{positions.origin}: {count} positions are not those of a class token and a square grid of patches "
-            "(1 + G * G); towers for other pictures are not converted."
-        )
-    return {
-        "hidden_size": class_token.shape[0],
-        "num_hidden_layers": max(int(match[1]) for match in map(_BLOCK.match, tensors) if match) + 1,
-        "intermediate_size": inner.shape[0],
-        "num_channels": channels,
-        "patch_size": rows,
-        "projection_dim": projection.shape[1],
-        "image_size": grid * rows,
-    }
 
 
 def _open_clip(path: Path) -> Checkpoint:
@@ -236,9 +164,9 @@ def _checkpoint(
     fields: Mapping[str, Any],
     tensors: Mapping[str, LazyTensor],
     processor: Mapping[str, Any] | None,
-    file: Path,
+    where: object,
 ) -> Checkpoint:
-    """A tower without adapter; `file` is named where the fields make no configuration."""
+    """A tower without adapter; `where` is named if the fields make no configuration."""
     try:
         config = LlamoeVisionConfig(
             **fields,
@@ -248,7 +176,7 @@ def _checkpoint(
             architectures=["LlamoeVisionModel"],
         )
     except ValueError as error:
-        raise CheckpointError(f"{file}: {error}") from error
+        raise CheckpointError(f"{where}: {error}") from error
     ours, dropped = read_through(table, [tensors], config)
     ours = check_model(config, ours, str(path), lambda name: sources_of(table, name))
     return Checkpoint(path, kind, config, ours, dropped, _companions(path, processor))

@@ -25,7 +25,6 @@ from .params import Params
 Files = Sequence[Mapping[str, LazyTensor]]
 
 _TUNED = re.compile(r"instruct|chat", re.IGNORECASE)
-_SCALES = re.compile(r"(fp8|int4)_scales.*")
 _ADVICE = "A file is missing or too many, or params.json is another model's."
 
 
@@ -33,35 +32,22 @@ def weight_files(folder: Path, *endings: str) -> list[Path]:
     """The weight files, sorted by number: consolidated.00.pth and so on, or one consolidated.pth.
 
     Raises:
-        CheckpointError: there is none, or not each number once, or files of two endings; or the release is quantized.
+        CheckpointError: there is none, or not each number once, or files of two endings; or params.json is missing.
     """
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    if "params.json" not in names:
+    if not (folder / "params.json").is_file():
         raise CheckpointError(f"{folder}: holds no params.json, which belongs to consolidated weights.")
-    for name in names:
-        if match := _SCALES.fullmatch(name):
-            raise CheckpointError(
-                f"{folder / name}: belongs to a release quantized to {match[1]}, which is not converted. Get the "
-                "bfloat16 weights."
-            )
     pattern = re.compile(rf"consolidated(?:\.(\d+))?\.({'|'.join(endings)})")
-    found = {name: match for name in names if (match := pattern.fullmatch(name))}
-    if not found:
-        what = "neither consolidated.safetensors nor" if "safetensors" in endings else "no"
-        raise CheckpointError(f"{folder}: holds params.json, but {what} consolidated.00.pth.")
-    # The first name of each ending, with and without numbers.
-    kinds = {(match[2], match[1] is None): name for name, match in reversed(found.items())}
-    if len(kinds) > 1:
-        held = " and ".join(sorted(kinds.values(), reverse=True))
-        raise CheckpointError(f"{folder}: holds {held}. Remove what is not the model.")
-    numbers = {int(match[1] or 0): name for name, match in found.items()}
-    if missing := [number for number in range(len(found)) if number not in numbers]:
-        first = next(iter(found.values()))
-        name = f"consolidated.{missing[0]:0{len(first[1])}d}.{first[2]}"
+    matches = {path: match for path in folder.iterdir() if (match := pattern.fullmatch(path.name))}
+    if not matches:
+        raise CheckpointError(f"{folder}: holds params.json, but no consolidated.00.{endings[0]}.")
+    paths = sorted(matches, key=lambda path: int(matches[path][1] or 0))
+    numbers = [int(matches[path][1] or 0) for path in paths]
+    if numbers != list(range(len(paths))) or len({match[2] for match in matches.values()}) > 1:
+        names = listed([path.name for path in paths])
         raise CheckpointError(
-            f"{folder}: {name} missing, or another file is there twice; there are {listed(list(found))}."
+            f"{folder}: holds {names}. Each number from 00 on was expected once, with one ending."
         )
-    return [folder / numbers[number] for number in range(len(found))]
+    return paths
 
 
 def open_files(paths: Sequence[Path]) -> tuple[list[dict[str, LazyTensor]], dict[str, str]]:

@@ -19,7 +19,7 @@ from itertools import chain
 from ...configuration.errors import CheckpointError
 from ...modeling.checkpoints import WEIGHT, expert_of
 from ...modeling.moe import PARTS_OF_STACKS
-from ..io import LazyTensor, Slot, check_alike, join, stack
+from ..io import LazyTensor, check_alike, join, stack
 
 _STACK = re.compile(r"(.*(?:feed_forward|mlp)\.experts)\.(gate_up_proj|down_proj)")
 _OF_MIXTRAL, _IN_FILES = ".mlp.experts", ".block_sparse_moe.experts"
@@ -77,13 +77,10 @@ def fuse_experts(
         gates, ups, downs = in_order
         check_alike([*gates, *ups])
         check_alike(downs)
-        gate, down = gates[0], downs[0]
-        for matrix in (gate, down):
-            if matrix.ndim != 2:
-                raise CheckpointError(f"{matrix.origin}: is {matrix.described}, not a matrix.")
-        if gate.dtype != down.dtype:
+        if gates[0].ndim != 2 or (downs[0].ndim, downs[0].dtype) != (2, gates[0].dtype):
             raise CheckpointError(
-                f"{down.origin} is {down.described}, but {gate.origin} is {gate.described}."
+                f"{downs[0].origin} is {downs[0].described}, but {gates[0].origin} is {gates[0].described}; expected: "
+                "matrices of one dtype."
             )
         make = stack_rows if experts.endswith(_OF_MIXTRAL) else _stack_columns
         for stacked, tensor in zip(_parts(experts), make(*in_order), strict=True):
@@ -111,7 +108,6 @@ def _stack_columns(
 
 def split_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Undo `fuse_experts`: for each expert the linear layers gate, up and down, `[out, in]`, named as in files."""
-    slot = Slot()
     result: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         match = _STACK.fullmatch(name)
@@ -119,11 +115,10 @@ def split_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
             result[re.sub(r"\.mlp\.gate\.weight$", ".block_sparse_moe.gate.weight", name)] = tensor
             continue
         is_mixtral = match[1].endswith(_OF_MIXTRAL)
-        # A part of Llama 4's is a transposed piece of a block; of Mixtral's, rows, which are read by themselves.
-        whole, axis = (tensor, 0) if is_mixtral else (tensor.remember(slot), 1)
+        axis = 0 if is_mixtral else 1
         parts = _parts(match[1])[match[2]]
         for number in range(tensor.shape[0]):
-            one = whole.row(number)
+            one = tensor.row(number)
             size = one.shape[axis] // len(parts)
             for index, part in enumerate(parts):
                 matrix = one.cut(axis, index * size, (index + 1) * size)

@@ -155,11 +155,8 @@ def save_hf(
         raise ValueError(f"experts = {experts!r}: valid are 'fused' and 'split'.")
     config = copy.deepcopy(checkpoint.config)
     plain = tensors = check_model(config, checkpoint.tensors, str(checkpoint.path))
-    # Of each part the weight that it belongs to: they are made together, so that they stay in one file.
-    owners: dict[str, str] = {}
     if quantization is not None:
         packed = packed_weights(config, quantization, are_stored=False)
-        owners = {part: weight.name for weight in packed.values() for part in weight.parts}
         tensors = pack_tensors(plain, packed)
         config.quantization_config = quantization
     elif experts == "split" or isinstance(config, LlamoeMixtralConfig):
@@ -168,10 +165,10 @@ def save_hf(
     config.dtype = torch.bfloat16 if quantization is not None else main_dtype(tensors)
     described, layout = _config_files(config, options.layout)
     shard_size = bytes_of("shard_size", options.shard_size, 1)
-    groups, index = split_shards(tensors, shard_size, lambda name: owners.get(name, name))
+    files, index = split_shards(tensors, shard_size)
     companions = processor_of_layout(checkpoint.companions, layout)
     plan = Plan(
-        groups, {**companions, **described}, last=index, identity={"layout": layout, **(identity or {})}
+        files, {**companions, **described}, last=index, identity={"layout": layout, **(identity or {})}
     )
     report = carry_out(plan, checkpoint, target, "hf", options)
     if quantization is not None:

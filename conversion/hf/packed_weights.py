@@ -4,12 +4,11 @@ A packed weight is the matrix of a linear layer, or a stack of experts, and is s
 (`modeling.quantization`). Which weights are packed, and what their parts are called, is read off an empty model that
 was prepared as `from_pretrained` prepares it. So a packed folder has the tensors that a quantized model saves.
 
-Both directions work on one matrix at a time, of a stack on one expert; packing on as many as torch has threads.
+Both directions work on one matrix at a time, of a stack on one expert.
 """
 
 import re
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,12 @@ from ...configuration.errors import CheckpointError
 from ...modeling.formats import Format
 from ...modeling.quantization import LlamoeQuantizer, QuantizedExperts, QuantizedLinear
 from ...modeling.registration import empty_model
-from ..checkpoint import expected_shapes_of
 from ..io import Computed, LazyTensor, check_finite, dtype_name, stack
 
 # What products of packed weights are computed in, and what the rest of such a model is cast to.
 _DTYPE = torch.bfloat16
 # Ends of the names that stay in float32 under any dtype of the model.
 _IN_FLOAT32 = "balancing_bias"
-# Matrices that are packed at a time. More threads would wait for Python, and each holds a matrix.
-_MOST_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -58,18 +54,16 @@ class PackedWeight:
         parts = zip(self.form.suffixes, self.form.parts(self.sizes), strict=True)
         return {self.name + suffix: ((*experts, *shape), dtype) for suffix, (shape, dtype) in parts}
 
-    def pack(self, tensor: LazyTensor, ahead: "_ReadAhead") -> dict[str, LazyTensor]:
+    def pack(self, tensor: LazyTensor) -> dict[str, LazyTensor]:
         """View the parts of a weight, by their keys."""
         experts = range(self.num_experts or 0)
         matrices = [tensor] if self.num_experts is None else [tensor.row(number) for number in experts]
-        places = [ahead.add(self, matrix) for matrix in matrices]
-        found = {}
-        for index, (name, (shape, dtype)) in enumerate(
-            zip(self.parts, self.form.parts(self.sizes), strict=True)
-        ):
-            parts = [_Part(ahead, place, index, shape, dtype) for place in places]
-            found[name] = parts[0] if self.num_experts is None else stack(parts)
-        return found
+        kept: list[dict[int, torch.Tensor]] = [{} for _ in matrices]
+        packed = {}
+        for index, name in enumerate(self.parts):
+            parts = [_Part(self, matrix, index, rest) for matrix, rest in zip(matrices, kept, strict=True)]
+            packed[name] = parts[0] if self.num_experts is None else stack(parts)
+        return packed
 
     def parts_of(self, tensor: LazyTensor, matrix: torch.Tensor) -> list[torch.Tensor]:
         """The parts of a matrix that was read from `tensor`."""
@@ -96,55 +90,25 @@ class PackedWeight:
         return matrix.T if self.is_input_first else matrix
 
 
-class _ReadAhead:
-    """Packs matrices in threads: the one that is asked for, and those that follow it.
-
-    They are read in the thread that asks, since views of a source may share memory for their latest block.
-    """
-
-    def __init__(self):
-        # Asked before the writer, whose copies want one thread, lowers the number.
-        self._count = min(torch.get_num_threads(), _MOST_THREADS)
-        self._pool = ThreadPoolExecutor(self._count)
-        self._matrices: list[tuple[PackedWeight, LazyTensor]] = []
-        self._running: dict[int, Future[list[torch.Tensor]]] = {}
-
-    def add(self, weight: PackedWeight, matrix: LazyTensor) -> int:
-        """The place of a matrix, which is asked for after those that were added before it."""
-        self._matrices.append((weight, matrix))
-        return len(self._matrices) - 1
-
-    def matrix(self, place: int) -> LazyTensor:
-        """The matrix at this place."""
-        return self._matrices[place][1]
-
-    def get(self, place: int) -> list[torch.Tensor]:
-        """The parts of the matrix at this place; the same ones until another place is asked for."""
-        window = range(place, min(place + self._count, len(self._matrices)))
-        self._running = {number: future for number, future in self._running.items() if number in window}
-        for number in window:
-            if number not in self._running:
-                weight, matrix = self._matrices[number]
-                self._running[number] = self._pool.submit(weight.parts_of, matrix, matrix.read())
-        return self._running[place].result()
-
-
 class _Part(LazyTensor):
-    """One part of a matrix, in one block: the next matrix that is asked for replaces this one."""
+    """One part of a packed matrix. Reading the codes, the first part, keeps the small others until they are read."""
 
-    def __init__(self, ahead: _ReadAhead, place: int, index: int, shape: tuple[int, ...], dtype: torch.dtype):
-        super().__init__(shape, dtype, ahead.matrix(place).origin)
-        self._ahead, self._place, self._index = ahead, place, index
+    def __init__(self, weight: PackedWeight, matrix: LazyTensor, index: int, kept: dict[int, torch.Tensor]):
+        shape, dtype = weight.form.parts(weight.sizes)[index]
+        super().__init__(shape, dtype, matrix.origin)
+        self._weight, self._matrix, self._index, self._kept = weight, matrix, index, kept
 
     @property
     def block_rows(self):
         return self.shape[0]
 
-    def _inputs(self):
-        return (self._ahead.matrix(self._place),)
-
     def _read(self, start, stop):
-        return self._ahead.get(self._place)[self._index][start:stop]
+        if self._index not in self._kept:
+            codes, *others = self._weight.parts_of(self._matrix, self._matrix.read())
+            self._kept.update(enumerate(others, start=1))
+            if self._index == 0:
+                return codes[start:stop]
+        return self._kept.pop(self._index)[start:stop]
 
 
 def packed_weights(
@@ -194,11 +158,10 @@ def pack_tensors(
 
     Weights are packed from the dtype that they have: a cast would round what is rounded again.
     """
-    ahead = _ReadAhead()
     found: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         if name in packed:
-            found |= packed[name].pack(tensor, ahead)
+            found |= packed[name].pack(tensor)
         else:
             found[name] = tensor.cast(torch.float32 if name.endswith(_IN_FLOAT32) else _DTYPE)
     return found
@@ -222,8 +185,6 @@ def unpack_tensors(
         CheckpointError: a part is missing, or has another shape or dtype than the format asks for; or no such model can
             be stored so.
     """
-    # Refuses an absurd number of layers.
-    expected_shapes_of(config, len(tensors), str(place))
     try:
         packed = packed_weights(config, quantization, are_stored=True)
     # A damaged configuration may name modules in patterns that are none.

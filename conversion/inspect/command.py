@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ from ...planning import (
     lines_of_devices,
     lines_of_experts,
     measure_rates,
-    note_of_bits,
     packed_bytes,
     plan_placement,
     rows_of_speed,
@@ -46,27 +44,13 @@ from ...planning import (
 from ..checkpoint import Checkpoint
 from ..hf import in_words, read_config, take_quantization
 from ..open import family_of, open_checkpoint
-from .describe import dtypes_of, layers_of, presets_like, sizes_of
+from .describe import dtypes_of, sizes_of
 
-_FEW_BITS = {"int8": 8, "int4": 4}
 # Names of weight files, and of the indexes of several.
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pth|pt)(\.index\.json)?$")
 
 MACHINE = ("gpus", "gpu_memory", "ram", "bits", "quantization", "prefill", "headroom")
 """Arguments of `plan_placement` that `inspect` takes, too."""
-
-
-@dataclass(frozen=True)
-class Need:
-    """Bytes of memory that a running model takes.
-
-    Attributes:
-        weights: bytes of the weights.
-        cache: bytes of keys and values in bfloat16, for the context and batch asked for.
-    """
-
-    weights: int
-    cache: int
 
 
 @dataclass(frozen=True)
@@ -77,7 +61,6 @@ class Inspection:
         path: the path that was given.
         kind: form of the source: a kind of `open_checkpoint`; "preset" or "configuration" without weights.
         family: sort of model.
-        presets: published models of exactly these sizes that are closest in all other fields; several if tied.
         sizes: fields of the configuration that determine the size.
         parameters: `count_parameters` of the configuration: total, and active for one token.
         stored: elements in the weight files, a tied head counted once; None without weights.
@@ -85,12 +68,10 @@ class Inspection:
         quantization: how the weights are packed, as config.json says it; None for plain ones.
         files, bytes: weight files with their bytes, and the bytes of all.
         parts: part of the model to stored parameters and bytes.
-        layers: stored bytes of each decoder layer; of a tower alone, of each of its layers.
         context, batch: tokens and rows that the cache is computed for; a tower has no context.
-        needs: "bfloat16", "int8" and "int4" to the memory that the model takes in it; of packed weights that of the
-            stored format alone.
-        packed: "int8" and "int4" to the bytes of the weights as `llamoe quantize` writes them; without a format that
-            cannot store the model, and empty for weights that are packed already.
+        cache: bytes of its keys and values in bfloat16.
+        needs: "bfloat16", and "int8" and "int4" as `llamoe quantize` writes them, to the bytes of the weights; without
+            a format that cannot store the model. Of packed weights the stored format alone.
         dropped: tensors of the source that no model uses, and why.
         placement: where each part would go on a machine; None if nobody asked.
         seconds: duration.
@@ -99,7 +80,6 @@ class Inspection:
     path: str
     kind: str
     family: str
-    presets: list[str]
     sizes: dict[str, Any]
     parameters: dict[str, int]
     stored: int | None
@@ -108,11 +88,10 @@ class Inspection:
     files: dict[str, int]
     bytes: int
     parts: dict[str, tuple[int, int]]
-    layers: list[int]
     context: int | None
     batch: int
-    needs: dict[str, Need]
-    packed: dict[str, int]
+    cache: int
+    needs: dict[str, int]
     dropped: dict[str, str]
     placement: PlacementPlan | None
     seconds: float
@@ -120,7 +99,6 @@ class Inspection:
     def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
         """Titles with rows of a label and a text, for printing. GB are 10^9 bytes."""
         what = [("path", self.path), ("source", self.kind), ("family", self.family)]
-        what += [("sizes of", ", ".join(self.presets))] if self.presets else []
         sections = [("model", what), ("sizes", [(name, _text(value)) for name, value in self.sizes.items()])]
         counts = [(name, f"{count:,}") for name, count in self.parameters.items()]
         if self.stored is not None:
@@ -138,17 +116,16 @@ class Inspection:
                 (name, f"{numbers:,} numbers, {in_units(size)}")
                 for name, (numbers, size) in self.parts.items()
             ]
-            rows += [("a layer", _runs(self.layers))] if self.layers else []
             rows += [("left out", f"{len(self.dropped):,} tensors")] if self.dropped else []
             sections.append(("weights", rows))
-        rows = [(name, _need(need.weights, need.cache)) for name, need in self.needs.items()]
+        rows = []
+        for name, weights in self.needs.items():
+            total = (
+                f" + {in_units(self.cache)} of cache = {in_units(weights + self.cache)}" if self.cache else ""
+            )
+            rows.append((name, f"{in_units(weights)}{total}"))
         if self.context is not None:
             rows.append(("cache", f"{self.context:,} tokens x {self.batch:,} rows in bfloat16"))
-        if not self.quantization:
-            rows.append(("note", note_of_bits(*_FEW_BITS)))
-        if self.packed:
-            sizes = ", ".join(f"{name} {in_units(size)}" for name, size in self.packed.items())
-            rows.append(("packed", f"{sizes}, as llamoe quantize writes them"))
         sections.append(("memory", rows))
         if self.placement is not None:
             table = lines_of_devices(self.placement, "holds (GB)") + lines_of_experts(self.placement)
@@ -237,7 +214,6 @@ def inspect(
         path=str(found.path),
         kind=found.kind,
         family=family_of(config),
-        presets=presets_like(config),
         sizes=sizes_of(config),
         parameters={"total": counted.total, "active": counted.active},
         stored=sum(tensor.numel for tensor in tensors.values()) if tensors else None,
@@ -246,11 +222,10 @@ def inspect(
         files=files,
         bytes=sum(files.values()),
         parts=sum_by_part([*numbers, *sizes_in_files], isinstance(config, LlamoeVisionConfig)),
-        layers=layers_of(config, in_files),
         context=context,
         batch=batch,
-        needs=_needs(found, source, cached),
-        packed={} if source.quantization else _packed(config),
+        cache=cached,
+        needs=_needs(found, source),
         dropped=dict(found.dropped),
         placement=placement,
         seconds=time.perf_counter() - begin,
@@ -302,23 +277,16 @@ def _source(found: Checkpoint) -> Source:
     return Source(found.config, quantization, stored, are_safetensors)
 
 
-def _needs(found: Checkpoint, source: Source, cached: int) -> dict[str, Need]:
-    """Memory that a model takes in bfloat16, int8 and int4; of packed weights in their format alone."""
+def _needs(found: Checkpoint, source: Source) -> dict[str, int]:
+    """Bytes of the weights in bfloat16, int8 and int4; of packed weights in their format alone."""
     if found.quantization is not None:
-        weights = sum(packed_bytes(found.config, found.quantization, are_stored=True).values())
-        return {found.quantization.weights: Need(weights, cached)}
-    sizes = {"bfloat16": weight_bytes(source.model, 16)}
-    sizes |= {name: weight_bytes(source.model, bits) for name, bits in _FEW_BITS.items()}
-    return {name: Need(sum(each.values()), cached) for name, each in sizes.items()}
-
-
-def _packed(config: LlamoeBaseConfig) -> dict[str, int]:
-    """Bytes of the weights in llamoe's formats that can store them."""
-    sizes = {}
-    for name in _FEW_BITS:
+        stored = packed_bytes(found.config, found.quantization, are_stored=True)
+        return {found.quantization.weights: sum(stored.values())}
+    sizes = {"bfloat16": sum(weight_bytes(source.model, 16).values())}
+    for name in ("int8", "int4"):
         # The groups of a format do not divide every size.
         with contextlib.suppress(ValueError):
-            sizes[name] = sum(packed_bytes(config, QuantizationConfig(name)).values())
+            sizes[name] = sum(packed_bytes(found.config, QuantizationConfig(name)).values())
     return sizes
 
 
@@ -333,17 +301,5 @@ def _arguments(plan: PlacementPlan) -> str:
     )
 
 
-def _need(weights: int, cached: int) -> str:
-    more = f" + {in_units(cached)} of cache = {in_units(weights + cached)}" if cached else ""
-    return f"{in_units(weights)}{more}"
-
-
 def _text(value: Any) -> str:
     return f"{value:,}" if type(value) is int else str(value)
-
-
-def _runs(sizes: list[int]) -> str:
-    counts = Counter(sizes)
-    return ", ".join(f"{in_units(size)} ({count} layers)" for size, count in counts.most_common(4)) + (
-        ", ..." if len(counts) > 4 else ""
-    )

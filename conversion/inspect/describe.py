@@ -1,23 +1,14 @@
-"""What a model is in words: its family, its sizes, the published models of the same sizes."""
+"""What a model is in words: its sizes and dtypes."""
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from ...configuration import (
-    PRESETS,
-    LlamoeConfig,
-    LlamoeMixtralConfig,
-    LlamoeTextConfig,
-    LlamoeVisionConfig,
-    preset,
-)
+from ...configuration import LlamoeConfig, LlamoeMixtralConfig, LlamoeTextConfig, LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
 from ..io import LazyTensor
-from ..verify import compare_configs
 
 
 def sizes_of(config: LlamoeBaseConfig) -> dict[str, Any]:
@@ -61,26 +52,6 @@ def _rope(parameters: dict | None) -> str:
     )
 
 
-def presets_like(config: LlamoeBaseConfig) -> list[str]:
-    """Published models of the same sizes that differ least in all other fields."""
-    ranks = defaultdict(list)
-    hidden = config.get_text_config().hidden_size
-    for name, fields in PRESETS.items():
-        if fields.get("text_config", fields)["hidden_size"] != hidden:
-            continue
-        known = preset(name)
-        if isinstance(config, LlamoeTextConfig) and isinstance(known, LlamoeConfig):
-            known = known.text_config
-        if type(known) is not type(config):
-            continue
-        structure, function = compare_configs(config, known)
-        if not structure:
-            mine, its = config.get_text_config(), known.get_text_config()
-            longest = [getattr(text, "max_position_embeddings", None) for text in (mine, its)]
-            ranks[2 * len(function) + (longest[0] != longest[1])].append(name)
-    return ranks[min(ranks)] if ranks else []
-
-
 def dtypes_of(tensors: Iterable[LazyTensor]) -> dict[str, tuple[int, int]]:
     """Dtype to the number of its tensors and their bytes."""
     found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
@@ -88,13 +59,3 @@ def dtypes_of(tensors: Iterable[LazyTensor]) -> dict[str, tuple[int, int]]:
         count, size = found[tensor.dtype_name]
         found[tensor.dtype_name] = (count + 1, size + tensor.nbytes)
     return dict(found)
-
-
-def layers_of(config: LlamoeBaseConfig, tensors: Mapping[str, LazyTensor]) -> list[int]:
-    """Bytes of each decoder layer; for a tower alone, of each of the tower's layers."""
-    sizes: dict[int, int] = defaultdict(int)
-    for key, tensor in tensors.items():
-        of_tower = re.search(r"(^|\.)vision_model\.", key) and not isinstance(config, LlamoeVisionConfig)
-        if not of_tower and (number := re.search(r"(?:^|\.)(?:layers|resblocks)\.(\d+)\.", key)):
-            sizes[int(number[1])] += tensor.nbytes
-    return [sizes[layer] for layer in sorted(sizes)]

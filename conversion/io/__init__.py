@@ -5,7 +5,7 @@ write_checkpoint, write_options.
 """
 
 from ...configuration.json_files import read_json
-from .lazy_tensor import Computed, LazyTensor, Slot, blocks, check_alike, dtype_name, join, stack
+from .lazy_tensor import Computed, LazyTensor, blocks, check_alike, dtype_name, join, stack
 from .name_table import Drop, Row, Table, read_through, sources_of, write_through
 from .operations import KEEP, TRANSPOSED, FusedRows, Operation, are_equal, one_of, permute_pairs, split
 from .plan import Plan, Progress, split_shards

@@ -7,7 +7,7 @@ whole matrix.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -78,18 +78,6 @@ class LazyTensor(ABC):
         assert rows.dtype == self.dtype, (self, rows.dtype)
         return rows
 
-    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
-        """Read the same elements as `read`, in order, as flat pieces, which are small where that costs nothing."""
-        return self._stream(start, self._rows() if stop is None else stop)
-
-    def leaves(self) -> Iterator["LazyTensor"]:
-        """The tensors that this one is made from, down to those that are read from files."""
-        inputs = self._inputs()
-        if not inputs:
-            yield self
-        for tensor in inputs:
-            yield from tensor.leaves()
-
     def cast(self, dtype: torch.dtype) -> "LazyTensor":
         """View as another dtype; tensors that are not floating are unchanged."""
         if dtype == self.dtype or not self.dtype.is_floating_point:
@@ -132,10 +120,6 @@ class LazyTensor(ABC):
         """View one index of the first axis, as a tensor without that axis."""
         return self.cut(0, index, index + 1).view(*self.shape[1:])
 
-    def remember(self, slot: "Slot") -> "LazyTensor":
-        """View that keeps its latest block in `slot`, for parts of it that are read one after the other."""
-        return _Remembered(self, slot)
-
     def _rows(self) -> int:
         return self.shape[0] if self.shape else 1
 
@@ -147,12 +131,6 @@ class LazyTensor(ABC):
 
     @abstractmethod
     def _read(self, start: int, stop: int) -> torch.Tensor: ...
-
-    def _stream(self, start: int, stop: int) -> Iterator[torch.Tensor]:
-        yield self.read(start, stop).reshape(-1)
-
-    def _inputs(self) -> Sequence["LazyTensor"]:
-        return ()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -187,14 +165,6 @@ def stack(parts: Sequence[LazyTensor]) -> LazyTensor:
     return _Join([part.view(1, *part.shape) for part in parts], 0)
 
 
-class Slot:
-    """Memory for one block, shared by all tensors that remember their latest block here."""
-
-    def __init__(self):
-        self.key: tuple[int, int, int] | None = None
-        self.rows: torch.Tensor | None = None
-
-
 class _Join(LazyTensor):
     def __init__(self, parts: Sequence[LazyTensor], dim: int):
         first = parts[0]
@@ -205,9 +175,6 @@ class _Join(LazyTensor):
         shape = (*first.shape[:dim], sum(part.shape[dim] for part in parts), *first.shape[dim + 1 :])
         super().__init__(shape, first.dtype, first.origin)
         self.parts, self.dim = list(parts), dim
-
-    def _inputs(self):
-        return self.parts
 
     def cut(self, dim, start, stop):
         """View indices of an axis; if one part has them all, a view of that part, so that no other is read."""
@@ -249,13 +216,6 @@ class _Join(LazyTensor):
             position += rows.shape[self.dim]
         return result
 
-    def _stream(self, start, stop):
-        if self.dim:
-            yield from super()._stream(start, stop)
-            return
-        for part, first, last in self._wanted(start, stop):
-            yield from part.stream(first, last)
-
 
 class _Derived(LazyTensor):
     """Another look at one tensor; by default of the same shape, dtype and blocks."""
@@ -265,9 +225,6 @@ class _Derived(LazyTensor):
     ):
         super().__init__(tensor.shape if shape is None else shape, dtype or tensor.dtype, tensor.origin)
         self.tensor = tensor
-
-    def _inputs(self):
-        return (self.tensor,)
 
     @property
     def block_rows(self):
@@ -288,11 +245,6 @@ class _Cut(_Derived):
         if self.dim == 0:
             return self.tensor.read(self.start + start, self.start + stop)
         return self.tensor.read(start, stop).narrow(self.dim, self.start, self.shape[self.dim])
-
-    def _stream(self, start, stop):
-        if self.dim == 0:
-            return self.tensor.stream(self.start + start, self.start + stop)
-        return super()._stream(start, stop)
 
 
 class _View(_Derived):
@@ -324,20 +276,14 @@ class _View(_Derived):
         rows = self.tensor.read(first, -(-end // self.inner)).reshape(-1)
         return rows[begin - first * self.inner : end - first * self.inner].reshape(shape)
 
-    def _stream(self, start, stop):
-        begin, end = start * self.width, stop * self.width
-        if self.inner and begin % self.inner == 0 and end % self.inner == 0:
-            return self.tensor.stream(begin // self.inner, end // self.inner)
-        return super()._stream(start, stop)
-
 
 class _Cast(_Derived):
     def _read(self, start, stop):
         return self.tensor.read(start, stop).to(self.dtype)
 
-    def _stream(self, start, stop):
-        for piece in self.tensor.stream(start, stop):
-            yield piece.to(self.dtype)
+    def cut(self, dim, start, stop):
+        """View indices of an axis; only they are cast."""
+        return self.tensor.cut(dim, start, stop).cast(self.dtype)
 
 
 class _MapRows(_Derived):
@@ -373,28 +319,6 @@ class Computed(LazyTensor):
         super().__init__(shape, dtype, origin)
         self.function, self.inputs = function, list(inputs)
 
-    def _inputs(self):
-        return self.inputs
-
     def _read(self, start, stop):
         result = self.function(*(tensor.read() for tensor in self.inputs))
         return result[start:stop] if self.shape else result
-
-
-class _Remembered(_Derived):
-    def __init__(self, tensor: LazyTensor, slot: Slot):
-        super().__init__(tensor)
-        self.slot = slot
-
-    def _read(self, start, stop):
-        """Rows from the remembered block, which spans whole blocks of the tensor."""
-        step = max(self.tensor.block_rows, 1)
-        begin, end = start // step * step, min(-(-stop // step) * step, self._rows())
-        key = (id(self), begin, end)
-        if self.slot.key != key:
-            self.slot.key = self.slot.rows = None
-            self.slot.rows = self.tensor.read(begin, end)
-            self.slot.key = key
-        rows = self.slot.rows
-        assert rows is not None
-        return rows[start - begin : stop - begin] if self.shape else rows

@@ -71,32 +71,30 @@ def read_through(
         target name to tensor, and source name to the reason why it was dropped.
 
     Raises:
-        CheckpointError: files hold different names; or a name is unknown, missing, or yields a tensor that another name
-            yields already.
+        CheckpointError: a name is unknown, missing in a file, or yields a tensor that another name yields already.
     """
     names = list(dict.fromkeys(name for file in files for name in file))
     rows = [row for row in table if isinstance(row, Row)]
     drops = [(_regex(drop.pattern), drop.reason) for drop in table if isinstance(drop, Drop)]
     found, unknown = _sort_names(names, [row.sources for row in rows], rows, sizes)
     dropped = {name: reason for name in unknown for regex, reason in drops if regex.fullmatch(name)}
-    _check_common([name for name in names if name not in dropped], files)
-    where = _place(files, names)
+    where = _place(files)
     _refuse_unknown([name for name in unknown if name not in dropped], where)
     results: dict[str, LazyTensor] = {}
-    givers: dict[str, str] = {}
     for (index, numbers), group in found.items():
         row, values = rows[index], dict(numbers)
         keys = [pattern.format_map(values) for pattern in row.sources]
-        _refuse_missing([key for key in keys if key not in group], group, where)
+        for file in files:
+            _refuse_missing([key for key in keys if key not in file], group, _place([file]))
         parts = [[file[key] for file in files] for key in keys]
         _check_parts(parts, row.axis)
         for pattern, tensor in zip(row.targets, row.operation.forward(parts, row.axis, sizes), strict=True):
             name = pattern.format_map(values)
             if name in results:
                 raise CheckpointError(
-                    f"{where}{keys[0]} and {givers[name]} are the same tensor ({name}) under two names. Remove one."
+                    f"{where}{name} is there under two names, one of them {keys[0]}. Remove one."
                 )
-            results[name], givers[name] = tensor, keys[0]
+            results[name] = tensor
     return results, dropped
 
 
@@ -113,7 +111,7 @@ def write_through(
     """
     rows = [row for row in table if isinstance(row, Row)]
     found, unknown = _sort_names(list(tensors), [row.targets for row in rows], rows, sizes)
-    where = _place([tensors], list(tensors))
+    where = _place([tensors])
     _refuse_unknown(unknown, where)
     results: list[dict[str, LazyTensor]] = [{} for _ in range(files)]
     for (index, numbers), group in found.items():
@@ -150,16 +148,6 @@ def _check_parts(parts: list[list[LazyTensor]], axis: int | None) -> None:
         check_alike(files, "The files do not belong together.")
 
 
-def _check_common(names: Sequence[str], files: Sequence[Mapping[str, LazyTensor]]) -> None:
-    for name in names:
-        holder = next(file for file in files if name in file)
-        for file in files:
-            if name not in file:
-                raise CheckpointError(
-                    f"{_place([file], list(file))}{name} is missing, which {holder[name].origin} has."
-                )
-
-
 def _sort_names(
     names: Iterable[str], patterns: Sequence[tuple[str, ...]], rows: Sequence[Row], sizes: Any
 ) -> tuple[dict[tuple[int, tuple[tuple[str, int], ...]], set[str]], list[str]]:
@@ -187,9 +175,9 @@ def _regex(pattern: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>0|[1-9][0-9]*)", escaped))
 
 
-def _place(files: Sequence[Mapping[str, LazyTensor]], names: list[str]) -> str:
+def _place(files: Sequence[Mapping[str, LazyTensor]]) -> str:
     """The file that a message is about, as far as it is known."""
-    origin = files[0][names[0]].origin if names else ""
+    origin = next((tensor.origin for file in files for tensor in file.values()), "")
     return f"{origin.rpartition(': ')[0]}: " if ": " in origin else ""
 
 

@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any, Protocol
 
 from ...configuration.json_files import to_json
@@ -26,21 +25,16 @@ class Plan:
     """Everything that a target folder will hold.
 
     Attributes:
-        groups: files that are written together, as name to tensors; the groups follow one another.
+        files: weight files, name to tensors.
         before: small files that are written first, name to content.
         last: small files that make the folder a checkpoint, in order.
         identity: source and options of the conversion; a resumed run must have the same.
     """
 
-    groups: list[dict[str, dict[str, LazyTensor]]]
+    files: dict[str, dict[str, LazyTensor]]
     before: dict[str, bytes] = field(default_factory=dict)
     last: dict[str, bytes] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def files(self) -> dict[str, dict[str, LazyTensor]]:
-        """All weight files, name to tensors."""
-        return {name: tensors for group in self.groups for name, tensors in group.items()}
 
     @property
     def nbytes(self) -> int:
@@ -61,25 +55,23 @@ class Plan:
 
 
 def split_shards(
-    tensors: Mapping[str, LazyTensor], shard_size: int, together: Callable[[str], str] = lambda name: name
-) -> tuple[list[dict[str, dict[str, LazyTensor]]], dict[str, bytes]]:
+    tensors: Mapping[str, LazyTensor], shard_size: int
+) -> tuple[dict[str, dict[str, LazyTensor]], dict[str, bytes]]:
     """Distribute tensors over safetensors files, named as transformers names them.
 
-    A file does not exceed `shard_size` bytes; a larger tensor gets a file of its own. Neighbours for whose names
-    `together` gives the same are not separated. Returned are a group for each file, and the index if there are several.
+    A file does not exceed `shard_size` bytes; a larger tensor gets a file of its own. Returned are the files, and the
+    index if there are several.
     """
     shards: list[dict[str, LazyTensor]] = [{}]
     filled = 0
-    for _, names in groupby(tensors, together):
-        some = {name: tensors[name] for name in names}
-        size = sum(tensor.nbytes for tensor in some.values())
-        if shards[-1] and filled + size > shard_size:
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + tensor.nbytes > shard_size:
             shards.append({})
             filled = 0
-        shards[-1] |= some
-        filled += size
+        shards[-1][name] = tensor
+        filled += tensor.nbytes
     if len(shards) == 1:
-        return [{"model.safetensors": shards[0]}], {}
+        return {"model.safetensors": shards[0]}, {}
     count = len(shards)
     files = {f"model-{i:05d}-of-{count:05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
     index = {
@@ -89,5 +81,4 @@ def split_shards(
         },
         "weight_map": {key: name for name, shard in files.items() for key in sorted(shard)},
     }
-    groups = [{name: shard} for name, shard in files.items()]
-    return groups, {"model.safetensors.index.json": to_json(index)}
+    return files, {"model.safetensors.index.json": to_json(index)}

@@ -1,7 +1,6 @@
 """Weight files as dictionaries of lazy tensors: safetensors, and the format of `torch.save` (.pth, .pt, .bin).
 
-Opening reads headers only. Tensors are read at their offsets and not memory-mapped: no page of the file stays in
-memory, and a file that shrinks meanwhile causes an error instead of ending the process.
+Opening reads headers only. A tensor's rows are mapped into memory when they are read, and unmapped after that.
 """
 
 import hashlib
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ...configuration.errors import CheckpointError
@@ -18,8 +18,6 @@ from ...configuration.json_files import LARGE, check_regular, reading
 from ...modeling.checkpoints import DTYPES, TensorHeader, read_header, read_torch
 from .lazy_tensor import LazyTensor
 
-# Bytes that are read at a time.
-_PIECE = 1 << 22
 # Keys under which a torch file may hold its tensors.
 _WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
 
@@ -42,31 +40,16 @@ class FileTensor(LazyTensor):
         span = 1 + sum((size - 1) * step for size, step in zip(shape, self.strides, strict=True))
         return self._bytes(start * self.strides[0], span).as_strided(shape, self.strides)
 
-    def _stream(self, start, stop):
-        """Read pieces small enough to stay in the processor's cache until they are written."""
-        if self.strides is not None or not self.numel:
-            yield from super()._stream(start, stop)
-            return
-        width = self.numel // self._rows()
-        step = max(_PIECE // self.dtype.itemsize, 1)
-        for first in range(start * width, stop * width, step):
-            yield self._bytes(first, min(step, stop * width - first))
-
     def _bytes(self, first: int, count: int) -> torch.Tensor:
+        if not count:
+            return torch.empty(0, dtype=self.dtype)
         size = self.dtype.itemsize
-        buffer = torch.empty(count * size, dtype=torch.uint8)
-        view = memoryview(buffer.numpy())
-        with reading(self.origin), open(self.path, "rb", buffering=0) as file:
-            file.seek(self.offset + first * size)
-            done = 0
-            while done < len(view):
-                got = file.readinto(view[done:])
-                if not got:
-                    raise CheckpointError(
-                        f"{self.origin}: the file ended while the tensor was read; it became shorter."
-                    )
-                done += got
-        return buffer.view(self.dtype)
+        # A file that became shorter is a ValueError.
+        with reading(self.origin, ValueError):
+            mapped = np.memmap(
+                self.path, np.uint8, "c", offset=self.offset + first * size, shape=count * size
+            )
+        return torch.from_numpy(mapped).view(self.dtype)
 
 
 def same_place(a: LazyTensor, b: LazyTensor) -> bool:

@@ -9,10 +9,8 @@ import errno
 import json
 import os
 import shutil
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -22,28 +20,11 @@ from ...configuration.json_files import to_json
 from ...modeling.checkpoints import UNFINISHED, sync
 from .lazy_tensor import LazyTensor, blocks
 from .plan import Plan, Progress
-from .preallocated_files import Output, SafetensorsOutput, TorchOutput
+from .preallocated_files import SafetensorsOutput, TorchOutput
 from .target_folder import TEMPORARY, check_target, is_empty, one_run
 
 # Elements that are checked for infinities and nan at a time.
 _CHECKED_AT_ONCE = 1 << 24
-# Bytes that may wait to be written.
-_BEHIND = 1 << 26
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Context in which torch computes in one thread: on a busy machine, joining threads takes ten times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-# (file, key, tensor) of tensors that are written together.
-Unit = list[tuple[str, str, LazyTensor]]
 
 
 def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | None = None) -> None:
@@ -66,15 +47,13 @@ class _Run:
     """A run that writes a plan.
 
     Attributes:
-        missing: groups of files that are not there; those that are written together count only together.
+        missing: weight files that are not there.
         made: paths of the files that this run has completed.
     """
 
     def __init__(self, plan: Plan, target: Path, progress: Progress | None):
         self.plan, self.target, self.progress = plan, target, progress
-        self.missing = [
-            group for group in plan.groups if not all((target / name).is_file() for name in group)
-        ]
+        self.missing = [name for name in plan.files if not (target / name).is_file()]
         self.made: list[Path] = []
 
     def write(self) -> None:
@@ -82,9 +61,7 @@ class _Run:
         is_begun = not is_empty(self.target)
         if is_begun:
             _check_same(self.plan, self.target)
-        _check_room(
-            self.target, sum(_nbytes(tensors) for group in self.missing for tensors in group.values())
-        )
+        _check_room(self.target, sum(_nbytes(self.plan.files[name]) for name in self.missing))
         try:
             if not is_begun:
                 state = {"fingerprint": self.plan.fingerprint(), "made_from": self.plan.identity}
@@ -113,40 +90,25 @@ class _Run:
     def _write_weights(self) -> None:
         if self.progress:
             self.progress.start(self.plan.nbytes)
-            for group in self.plan.groups:
-                for name, tensors in group.items() if group not in self.missing else ():
-                    self.progress.advance(_nbytes(tensors), name)
-        for group in self.missing:
-            self._write_group(group)
+        for name, tensors in self.plan.files.items():
+            if name in self.missing:
+                self._write_file(name, tensors)
+            elif self.progress:
+                self.progress.advance(_nbytes(tensors), name)
 
-    def _write_group(self, group: Mapping[str, Mapping[str, LazyTensor]]) -> None:
-        """Write files side by side, so that each block of the source is read once for all of them."""
-        outputs: dict[str, Output] = {}
-        with _one_thread(), ExitStack() as opened:
-            for name, tensors in group.items():
-                make = SafetensorsOutput if name.endswith(".safetensors") else TorchOutput
-                outputs[name] = make(self._partial(name), tensors)
-                opened.callback(outputs[name].close)
-            with _write_behind() as write_later:
-                for unit in _units(group):
-                    self._write_unit(unit, outputs, write_later)
-            for output in outputs.values():
-                output.finish()
-        for name in outputs:
-            self._name(name)
-        sync(self.target)
-
-    def _write_unit(
-        self, unit: Unit, outputs: Mapping[str, Output], write_later: Callable[..., None]
-    ) -> None:
-        pending = [(name, key, tensor, blocks(tensor)) for name, key, tensor in unit]
-        for step in range(max(len(ranges) for *_, ranges in pending)):
-            for name, key, tensor, ranges in pending:
-                for piece in tensor.stream(*ranges[step]) if step < len(ranges) else ():
-                    check_finite(key, tensor, piece)
-                    write_later(outputs[name], key, piece)
+    def _write_file(self, name: str, tensors: Mapping[str, LazyTensor]) -> None:
+        make = SafetensorsOutput if name.endswith(".safetensors") else TorchOutput
+        with closing(make(self._partial(name), tensors)) as output:
+            for key, tensor in tensors.items():
+                for start, stop in blocks(tensor):
+                    block = tensor.read(start, stop)
+                    check_finite(key, tensor, block)
+                    output.append(key, block)
                     if self.progress:
-                        self.progress.advance(piece.nbytes, name)
+                        self.progress.advance(block.nbytes, name)
+            output.finish()
+        self._name(name)
+        sync(self.target)
 
     def _write_small(self, files: Mapping[str, bytes]) -> None:
         for name, content in files.items():
@@ -196,16 +158,6 @@ def _nbytes(tensors: Mapping[str, LazyTensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _units(group: Mapping[str, Mapping[str, LazyTensor]]) -> list[Unit]:
-    """Group tensors that are made from the same source tensors; their blocks are written in turn."""
-    units: dict[tuple[int, ...], Unit] = {}
-    for name, tensors in group.items():
-        for key, tensor in tensors.items():
-            leaves = tuple(sorted({id(leaf) for leaf in tensor.leaves()}))
-            units.setdefault(leaves, []).append((name, key, tensor))
-    return list(units.values())
-
-
 def check_finite(key: str, tensor: LazyTensor, block: torch.Tensor) -> None:
     """Refuse, with a `CheckpointError`, a block of the tensor `key` that holds infinities or nan."""
     if not block.is_floating_point() or block.dtype.itemsize == 1:
@@ -214,28 +166,8 @@ def check_finite(key: str, tensor: LazyTensor, block: torch.Tensor) -> None:
         # A sum is many times faster. It may overflow for finite elements, so they are checked in that case.
         if bool(torch.isfinite(piece.sum())) or bool(piece.isfinite().all()):
             continue
-        count, leaf = int((~piece.isfinite()).sum()), next(tensor.leaves())
-        cause = "NaN or infinity; the source is damaged"
-        if leaf.dtype != tensor.dtype:
-            cause = f"numbers too large for {tensor.dtype} (cast from {leaf.dtype}), NaN or infinity; another dtype "
-            cause += "may hold them"
-        raise CheckpointError(f"{leaf.origin} (as {key}): {count} of its numbers are {cause}.")
-
-
-@contextmanager
-def _write_behind() -> Iterator[Callable[[Output, str, torch.Tensor], None]]:
-    """A function that writes pieces one after the other in a thread, while the next ones are read."""
-    waiting: deque[tuple[int, Future]] = deque()
-
-    def write_later(output: Output, key: str, piece: torch.Tensor) -> None:
-        while waiting and (waiting[0][1].done() or piece.nbytes + sum(size for size, _ in waiting) > _BEHIND):
-            waiting.popleft()[1].result()
-        waiting.append((piece.nbytes, thread.submit(output.append, key, piece)))
-
-    thread = ThreadPoolExecutor(1)
-    try:
-        yield write_later
-        for _, call in waiting:
-            call.result()
-    finally:
-        thread.shutdown(cancel_futures=True)
+        count = int((~piece.isfinite()).sum())
+        raise CheckpointError(
+            f"{tensor.origin} (as {key}): {count} of its numbers are NaN or infinity in {tensor.dtype_name}. The "
+            "source is damaged, or another dtype may hold them."
+        )

@@ -3,12 +3,13 @@
 tokenizer.model lies in the folder or one level up.
 """
 
+import math
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeVisionConfig, count_parameters
+from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
@@ -28,9 +29,7 @@ from ..consolidated import (
 )
 from ..io import (
     DEFAULTS,
-    LazyTensor,
     Plan,
-    Slot,
     WriteOptions,
     are_equal,
     read_bytes,
@@ -39,11 +38,10 @@ from ..io import (
     write_through,
 )
 from ..tokenizers import hf_files_from_meta, looks_like_table, meta_tokenizer_file
-from .name_tables import divisors, llama4_table, llama_table
+from .name_tables import llama4_table, llama_table
 from .params import (
     LARGEST_SENTENCEPIECE,
     LLAMA3_THETA,
-    check_entries,
     is_llama_32,
     needs_own_scaling,
     note_defaults,
@@ -54,8 +52,6 @@ from .params import (
 
 # Most bytes of weights in a file of Meta's releases, Llama 4's excepted, and most files.
 _LARGEST_FILE, _MOST_FILES = 17.5e9, 8
-# Projections that are fused in one tensor of a file; each needs a slot of its own to be remembered in.
-_SLOTS = {"k_proj": 1, "up_proj": 1, "v_proj": 2}
 
 
 def open_meta(
@@ -68,10 +64,9 @@ def open_meta(
     files, dropped = open_files(paths)
     path, tokenizer = _find_tokenizer(folder)
     generation = _find_generation(params, files, tokenizer)
-    dropped |= check_entries(params, generation == 4)
     is_tied = _head_is_embedding(params, files)
     params, axis = measure(params, files, str(paths[0]))
-    params = _measure_feed_forwards(params, files, str(paths[0]))
+    params = _measure_feed_forwards(params, files)
     tuned = is_tuned(folder, instruct)
     with naming(params):
         config = read_config(params, generation, bool(tuned), is_tied)
@@ -140,7 +135,7 @@ def _head_is_embedding(params: Params, files: Files) -> bool:
     )
 
 
-def _measure_feed_forwards(params: Params, files: Files, place: str) -> Params:
+def _measure_feed_forwards(params: Params, files: Files) -> Params:
     """The parameters with hidden sizes, which params.json does not say, and a number of experts that it leaves open."""
     first = files[0]
 
@@ -149,10 +144,6 @@ def _measure_feed_forwards(params: Params, files: Files, place: str) -> Params:
         shapes = (tensor.shape for name, tensor in first.items() if name.endswith(suffix))
         return next((shape[axis] * len(files) for shape in shapes if len(shape) > axis), None)
 
-    for pattern, part in {r".*\.router_DE": "moe_args", r"vision_embeddings\..*": "vision_args"}.items():
-        held = next(filter(re.compile(pattern).fullmatch, first), None)
-        if held and part not in params:
-            raise CheckpointError(f"{place}: {held} is there, but {params.origin} has no {part}.")
     fused = whole("feed_forward.mlp.fc1_weight", 0)
     params = params.completed(hidden_dim=fused // 2 if fused else whole("feed_forward.w1.weight", 0))
     if experts := params.part("moe_args"):
@@ -209,16 +200,13 @@ def save_meta(
             "rope_high_freq_factor are written for other readers"
         )
     tensors = options.cast(tensors)
-    shards = _number_of_files(config, tensors, shards, embedding_axis)
-    slots = [Slot() for _ in range(1 + max(_SLOTS.values()))]
-    # A block is read once, and every file takes its slice of it.
-    for name, tensor in tensors.items():
-        tensors[name] = tensor.remember(slots[_SLOTS.get(name.split(".")[-2], 0)])
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    shards = _number_of_files(config, nbytes, shards)
     table = llama_table(embedding_axis) if generation < 4 else llama4_table(config, to_write=True)
     parts = write_through(table, tensors, shards, config)
-    groups = [{f"consolidated.{number:02d}.pth": part for number, part in enumerate(parts)}]
+    files = {f"consolidated.{number:02d}.pth": part for number, part in enumerate(parts)}
     last = {**({KEPT: to_json(kept)} if kept else {}), "params.json": to_json(params)}
-    plan = Plan(groups, before=tokenizer, last=last)
+    plan = Plan(files, before=tokenizer, last=last)
     report = carry_out(plan, checkpoint, target, "meta", options)
     report.notes.extend(notes)
     return report
@@ -237,30 +225,23 @@ def _generation_to_write(config: LlamoeBaseConfig, tokenizer: bytes | None) -> i
     return 3 if config.vocab_size > LARGEST_SENTENCEPIECE or rope.get("rope_theta") == LLAMA3_THETA else 2
 
 
-def _number_of_files(
-    config: LlamoeBaseConfig, tensors: Mapping[str, LazyTensor], shards: int | None, embedding_axis: int
-) -> int:
+def _number_of_files(config: LlamoeBaseConfig, nbytes: int, shards: int | None) -> int:
     """The number of files that was asked for, else as many as Meta's releases of that size have.
 
     Raises:
-        ValueError: it does not divide every size; the message names those and the numbers that do.
+        ValueError: files would not hold whole heads.
     """
-    sizes = divisors(config, embedding_axis)
+    parts: list[Any] = [config.get_text_config(), *filter(None, [getattr(config, "vision_config", None)])]
+    counts = [getattr(part, "num_key_value_heads", part.num_attention_heads) for part in parts]
+    heads = math.gcd(*counts, *(part.num_attention_heads for part in parts))
     if shards is None:
-        width = next(iter(tensors.values())).dtype.itemsize
-        nbytes, shards = count_parameters(config).total * width, 1
-        while shards < _MOST_FILES and nbytes / shards > _LARGEST_FILE:
-            if any(size % (2 * shards) for size in sizes.values()):
-                break
+        shards = 1
+        while shards < _MOST_FILES and nbytes / shards > _LARGEST_FILE and heads % (2 * shards) == 0:
             shards *= 2
         return shards
-    count_of("shards", shards)
-    if wrong := [f"{name} = {size}" for name, size in sizes.items() if size % shards]:
-        fewer = " (fewer key/value heads than files)" if sizes["num_key_value_heads"] < shards else ""
-        valid = [n for n in range(1, shards) if not any(size % n for size in sizes.values())]
+    if heads % count_of("shards", shards):
         raise ValueError(
-            f"shards = {shards}: Meta's files hold whole heads and equal parts of everything else, but "
-            f"{', '.join(wrong)} cannot be divided by {shards}{fewer}; fewer files that work: "
-            f"{', '.join(map(str, valid))}."
+            f"shards = {shards}: Meta's files hold whole heads, so that the number has to divide {heads}, the greatest "
+            "common divisor of the numbers of heads."
         )
     return shards

@@ -4,11 +4,10 @@ Sources: the feed-forwards of meta-llama/llama (LLaMA 1 and 2) and meta-llama/ll
 """
 
 import math
-from collections.abc import Iterable
 
 # Published pairs of multiple_of and ffn_dim_multiplier. Tried first, so that published sizes get their own values back.
 _PUBLISHED = ((256, None), (4096, 1.3), (1024, 1.3))
-_PUBLISHED_LLAMA4 = ((2048, 1.2),)
+_PUBLISHED_LLAMA4 = (2048, 1.2)
 _POWERS = tuple(2**n for n in range(13))
 
 
@@ -38,56 +37,31 @@ def expert_size(
 def fit_dense(dim: int, inner: int) -> tuple[int, float | None]:
     """multiple_of and ffn_dim_multiplier for a dense feed-forward.
 
-    Tried in this order: published pairs; the smallest power of two that needs no multiplier; the multiplier with the
-    fewest decimals and the smallest power of two.
+    Tried in this order: published pairs; the smallest power of two that needs no multiplier; no rounding, and the
+    multiplier that gives the size.
     """
     for pair in (*_PUBLISHED, *((power, None) for power in _POWERS)):
         if feed_forward_size(dim, *pair) == inner:
             return pair
-    return _pairs(dim, inner, [power for power in _POWERS if inner % power == 0])[0]
+    return 1, _multiplier(dim, inner)
 
 
 def fit_mixture(dim: int, inner: int, expert: int) -> tuple[int, float, float, float]:
     """multiple_of, ffn_dim_multiplier, ffn_exp and capacity_factor for a dense feed-forward and experts.
 
-    The capacity factor has no other effect: Meta's code limits no expert. It differs from the releases' 1.0 only
-    where the multiplier is so large that the formula would skip sizes.
+    The capacity factor has no other effect: Meta's code limits no expert.
     """
-    pairs = [pair for pair in _PUBLISHED_LLAMA4 if feed_forward_size(dim, *pair) == inner]
-    shared = [power for power in _POWERS if math.gcd(inner, expert) % power == 0]
-    for multiple_of, multiplier in pairs + _pairs(dim, inner, shared):
-        capacity = float(max(1, math.ceil(multiplier) - 1))
-        for ffn_exp in _expansions(dim, expert, multiple_of, multiplier, capacity):
-            if expert_size(dim, multiple_of, multiplier, ffn_exp, capacity) == expert:
-                return multiple_of, multiplier, ffn_exp, capacity
-    raise AssertionError(f"no parameters for sizes {dim}, {inner}, {expert}")
+    multiple_of, multiplier = _PUBLISHED_LLAMA4
+    if feed_forward_size(dim, multiple_of, multiplier) == inner:
+        if expert_size(dim, multiple_of, multiplier, 4.0) == expert:
+            return multiple_of, multiplier, 4.0, 1.0
+    multiplier = _multiplier(dim, inner)
+    # At least twice the size, so that the capacity factor is not negative.
+    ffn_exp = 4.0 * math.ceil(2 * expert / inner + 1)
+    scaled = expert_size(dim, 1, multiplier, ffn_exp, auto_scale=False)
+    return 1, multiplier, ffn_exp, scaled / (expert + 0.5) - 1
 
 
-def _pairs(dim: int, inner: int, powers: Iterable[int]) -> list[tuple[int, float]]:
-    """Pairs of multiple_of, one of the powers, and multiplier; those with the fewest decimals first."""
-    pairs = ((power, found) for power in powers for found in _multipliers(dim, inner, power))
-    return sorted(pairs, key=lambda pair: (len(str(pair[1])), pair[0]))
-
-
-def _multipliers(dim: int, inner: int, multiple_of: int) -> Iterable[float]:
-    base = int(2 * (4 * dim) / 3)
-    for decimals in range(1, 10):
-        lowest = math.ceil((inner - multiple_of + 1) / base * 10**decimals)
-        for candidate in (lowest, lowest + 1):
-            multiplier = candidate / 10**decimals
-            if multiplier > 0 and feed_forward_size(dim, multiple_of, multiplier) == inner:
-                yield multiplier
-
-
-def _expansions(
-    dim: int, expert: int, multiple_of: int, multiplier: float, capacity: float
-) -> Iterable[float]:
-    # The releases' value.
-    yield 4.0
-    scale = 1.5 * (capacity + 1) / multiplier / dim
-    for decimals in range(1, 5):
-        yield round((expert - multiple_of // 2) * scale, decimals)
-    # The formula first rounds down to an integer, so try the values around the quotient, to its last digit.
-    middle = int(expert * scale * dim)
-    reach = math.ceil(3 * scale * dim) + 3
-    yield from ((middle + step + 0.5) / dim for step in range(-reach, reach))
+def _multiplier(dim: int, inner: int) -> float:
+    # A half more, since the product is rounded down.
+    return (inner + 0.5) / int(2 * (4 * dim) / 3)

@@ -13,15 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from ...configuration import LlamoeConfig, LlamoeDenseConfig
+from ...configuration import LlamoeConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ..io import (
     KEEP,
     TRANSPOSED,
-    Computed,
     Drop,
     FusedRows,
     LazyTensor,
@@ -92,31 +89,6 @@ class _Experts(Operation):
     def _laid_out(self, tensor: LazyTensor) -> LazyTensor:
         experts, rows, columns = tensor.shape
         return tensor.view(experts * rows, columns) if self.flat else tensor
-
-
-class _ResampledPositions(Operation):
-    """Positions of an older tower, class token first; Meta's loader resamples them at the patches' corners.
-
-    `grid_sample` samples at x / width * 2 - 1, half a patch left of and above each patch: the mean of the four patches
-    around a corner, with zeros outside the picture. This operation only reads.
-    """
-
-    def convert(self, tensors, sizes):
-        tensor = tensors[0]
-        side = sizes.vision_config.grid_size
-        if tensor.shape != (side * side + 1, sizes.vision_config.hidden_size):
-            raise CheckpointError(
-                f"{tensor.origin} has shape {list(tensor.shape)}; expected: {side} x {side} patches and a class token, "
-                f"[{side * side + 1}, {sizes.vision_config.hidden_size}]."
-            )
-
-        def resample(positions: torch.Tensor) -> torch.Tensor:
-            grid = positions[1:].float().view(side, side, -1)
-            padded = torch.nn.functional.pad(grid, (0, 0, 1, 0, 1, 0))
-            corners = (padded[1:, 1:] + padded[1:, :-1] + padded[:-1, 1:] + padded[:-1, :-1]) / 4
-            return torch.cat([corners.flatten(0, 1).to(positions.dtype), positions[:1]])
-
-        return [Computed(resample, [tensor], tensor.shape, tensor.dtype, tensor.origin)]
 
 
 def _qkv_shares(sizes: Any) -> list[int]:
@@ -257,9 +229,6 @@ _VISION = (
     ),
     Row("vision_projection.weight", "multi_modal_projector.linear_1.weight", axis=0),
 )
-_VISION_OLD = (
-    Row(f"{_VE}positional_embedding", "vision_model.positional_embedding_vlm", _ResampledPositions()),
-)
 
 
 def llama_table(embedding_axis: int) -> Table:
@@ -274,8 +243,7 @@ def llama_table(embedding_axis: int) -> Table:
 def llama4_table(config: LlamoeBaseConfig, to_write: bool = False) -> Table:
     """The table of Llama 4: a decoder alone, or inside a multimodal model with its tower.
 
-    Written are the names of the releases. A table for reading has both sets of names in any layer, and an older form of
-    the tower's positions.
+    Written are the names of the releases. A table for reading has both sets of names in any layer.
     """
     chosen = _LLAMA4_SHARED + _LLAMA4_RELEASE
     if not to_write:
@@ -285,22 +253,4 @@ def llama4_table(config: LlamoeBaseConfig, to_write: bool = False) -> Table:
     prefixed = tuple(
         replace(row, target=tuple(f"language_model.{name}" for name in row.targets)) for row in chosen
     )
-    return prefixed + _VISION + (() if to_write else _VISION_OLD) + _LLAMA4_DROPPED
-
-
-def divisors(config: LlamoeBaseConfig, embedding_axis: int) -> dict[str, int]:
-    """The sizes that the number of files must divide, since files hold whole heads and equal parts of everything."""
-    text: Any = config.get_text_config()
-    names = ["num_key_value_heads", "num_attention_heads"]
-    if isinstance(config, LlamoeDenseConfig):
-        names += ["intermediate_size"] + ["hidden_size"] * embedding_axis
-    else:
-        is_mixture = [text.layer_plan(idx).is_moe for idx in range(text.num_hidden_layers)]
-        names += ["intermediate_size"] * any(is_mixture) + ["intermediate_size_mlp"] * (not all(is_mixture))
-    # Of a multimodal model's width the rows of the projector are as many.
-    names += ["vocab_size"] + ["hidden_size"] * isinstance(config, LlamoeConfig)
-    sizes = {name: getattr(text, name) for name in names}
-    if isinstance(config, LlamoeConfig):
-        for name in ("hidden_size", "num_attention_heads", "intermediate_size", "projector_output_dim"):
-            sizes[f"vision_config.{name}"] = getattr(config.vision_config, name)
-    return sizes
+    return prefixed + _VISION + _LLAMA4_DROPPED

@@ -32,15 +32,10 @@ LLAMA3_THETA = 500000.0
 _SPECIALS = {3: 256, 4: 2048}
 _LLAMA4_IDS = {"bos": 0, "eos": (1, 7, 8), "pad": 18, "boi": 80, "eoi": 81, "image": 92}
 
-_LLAMA_KEYS = frozenset(
-    "dim n_layers n_heads n_kv_heads head_dim vocab_size multiple_of ffn_dim_multiplier norm_eps rope_theta "
-    "use_scaled_rope rope_scaling_factor rope_high_freq_factor max_seq_len max_batch_size".split()
-)
 _LLAMA4_ONLY = frozenset(
     "ffn_exp attention_chunk_size nope_layer_interval use_qk_norm attn_temperature_tuning floor_scale attn_scale "
     "moe_args vision_args".split()
 )
-_REFUSED = ("quantization_args", "lora_args")
 
 
 # Reading
@@ -55,19 +50,6 @@ def is_llama_32(params: Params) -> bool:
     """Whether these are the sizes of Llama 3.2 1B or 3B, with scaled rotary embeddings."""
     sizes = tuple(params.entries.get(name) for name in ("dim", "n_heads", "n_kv_heads"))
     return params.flag("use_scaled_rope") and not says_llama4(params) and sizes in _LLAMA_32
-
-
-def check_entries(params: Params, is_llama4: bool) -> dict[str, str]:
-    """Refuse quantized releases, and return each key that Meta's code ignores, with the reason."""
-    for name in _REFUSED:
-        part = params.entries.get(name)
-        if part and (not isinstance(part, Mapping) or any(part.values())):
-            params.reject(
-                name, "none: quantised and adapted releases are not converted, only the original weights"
-            )
-    reason = f"no key that Meta's Llama{' 4' if is_llama4 else ''} reads"
-    unknown = params.entries.keys() - _LLAMA_KEYS - _LLAMA4_ONLY - {*_REFUSED}
-    return {f"params.json: {name}": reason for name in params.entries if name in unknown}
 
 
 def note_defaults(params: Params, config: LlamoeBaseConfig) -> list[str]:

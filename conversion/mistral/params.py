@@ -1,8 +1,7 @@
 """Mistral AI's `params.json` as our configurations.
 
-`params.json` has the keys of mistral-inference's `TransformerArgs`. The first release of Mixtral has some of Hugging
-Face's names instead, and its experts' counts inside or outside of `moe`. A key that is not known here may change what
-the model computes, so it is refused unless it is off.
+`params.json` has the keys of mistral-inference's `TransformerArgs`. A key that is not known here may change what the
+model computes, so it is refused.
 
 Without `rope_theta`, a model with a window has the base 10000, others 1000000. This was mistral-inference's rule in
 December 2023, when the key was new: Mistral 7B v0.1, which has a window and no such key, was trained with 10000.
@@ -21,103 +20,51 @@ from ..consolidated import Params, read_decoder
 _CONTEXT = 32768
 _THETA, _THETA_WITH_WINDOW = 1000000.0, 10000.0
 _EXPERTS = ("num_experts", "num_experts_per_tok")
-# Names of the first release, and what they are called since.
-_RENAMED = {
-    "hidden_size": "dim",
-    "num_hidden_layers": "n_layers",
-    "intermediate_size": "hidden_dim",
-    "num_attention_heads": "n_heads",
-    "num_key_value_heads": "n_kv_heads",
-    "rms_norm_eps": "norm_eps",
-    "max_position_embeddings": "max_seq_len",
-    "num_local_experts": "num_experts",
-    "_sliding_window": "sliding_window",
-}
+# Keys that Mistral AI's files have, and Meta's have not.
+OWN_KEYS = frozenset("hidden_dim sliding_window moe model_type vision_encoder lora".split())
 _KNOWN = frozenset(
     "dim n_layers head_dim hidden_dim n_heads n_kv_heads norm_eps vocab_size rope_theta sliding_window moe max_seq_len "
     "tied_embeddings".split()
 )
 # Keys of other models' code, with the only value at which they are what is computed here.
 _ONLY = {
+    "model_type": "transformer",
     "causal": True,
     "hidden_act": "silu",
     "activation": "silu",
-    **dict.fromkeys(("use_biases", "use_bias", "attention_bias", "qkv_bias", "mlp_bias"), False),
-    **dict.fromkeys(("qk_norm", "use_qk_norm", "use_scaled_rope"), False),
-    **dict.fromkeys(("dropout", "attention_dropout", "attn_logit_softcap", "final_logit_softcap"), 0),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), 0),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "attn_temperature_tuning"), 0),
     "moe.norm_topk_prob": True,
-    **dict.fromkeys(("moe.route_every_n", "moe.routed_scale"), 1),
-    **dict.fromkeys(("moe.first_k_dense_replace", "moe.num_shared_experts"), 0),
+    "moe.route_every_n": 1,
+    "moe.routed_scale": 1,
 }
-# Parts that other models have; empty, they are not there.
-_EMPTY = ("rope_scaling", "yarn", "llama_4_scaling")
-# Keys without effect on what the model computes, whatever they say.
-_NO_EFFECT = ("max_batch_size", "model_type")
-_REFUSED = {
-    "vision_encoder": "a vision encoder",
-    "multimodal": "other inputs than text",
-    "lora": "LoRA adapters",
-    "quantization": "quantized weights",
-    "quantization_config": "quantized weights",
-}
-# Keys that only Mistral AI's files have, and those that only Meta's have.
-_OF_MISTRAL = frozenset(
-    "hidden_dim hidden_size sliding_window _sliding_window moe model_type vision_encoder lora".split()
+# Keys of other models' code, and of other kinds of weights, that are off if they are false, 0 or empty.
+_OFF = frozenset(
+    "use_biases use_bias attention_bias qkv_bias mlp_bias qk_norm use_qk_norm use_scaled_rope dropout "
+    "attention_dropout "
+    "attn_logit_softcap final_logit_softcap attn_logit_softcapping final_logit_softcapping q_lora_rank kv_lora_rank "
+    "attn_temperature_tuning moe.first_k_dense_replace moe.num_shared_experts rope_scaling yarn llama_4_scaling "
+    "vision_encoder multimodal lora quantization quantization_config".split()
 )
-_OF_META = frozenset(
-    "multiple_of ffn_dim_multiplier ffn_exp use_scaled_rope moe_args vision_args quantization_args lora_args".split()
-)
-
-
-def whose_params(content: Mapping[str, Any]) -> str | None:
-    """Whose params.json this is: "meta", "mistral", or None where its keys do not show it."""
-    keys = Params.of(content, "").entries.keys()
-    if keys & _OF_META:
-        return "meta"
-    return "mistral" if keys & _OF_MISTRAL else None
+# A key without effect on what the model computes, whatever it says.
+_NO_EFFECT = "max_batch_size"
 
 
 def read_params(content: Mapping[str, Any], origin: str) -> tuple[Params, dict[str, str]]:
-    """The content of params.json under mistral-inference's names, and its keys without effect, with the reason."""
+    """The content of params.json, and its keys without effect, with the reason."""
     given = Params.of(content, origin)
-    for name, what in _REFUSED.items():
-        if given.entries.get(name):
+    mixture = given.part("moe")
+    entries = {name: value for name, value in given.entries.items() if name not in (*_KNOWN, _NO_EFFECT)}
+    if mixture is not None:
+        entries |= {f"moe.{name}": value for name, value in mixture.entries.items() if name not in _EXPERTS}
+    for name, value in entries.items():
+        if not (value == _ONLY[name] if name in _ONLY else name in _OFF and not value):
+            expected = f"; expected: {_ONLY[name]!r}, or nothing" if name in _ONLY else ""
             raise CheckpointError(
-                f"{origin}: has {name}, {what}; of Mistral AI's folders only decoders of text in plain weights are "
-                "converted. Get such a release."
+                f"{origin}: {name} = {str(value)[:60]} may change what the model computes, and only decoders of text "
+                f"in plain weights are converted{expected}. If it does not, remove it from the file."
             )
-    if given.entries.get("model_type", "transformer") != "transformer":
-        given.reject("model_type", "'transformer', as Mistral and Mixtral have; no other kind is converted")
-    entries: dict[str, Any] = {}
-    for name, value in given.entries.items():
-        if (known := _RENAMED.get(name, name)) in entries:
-            given.reject(name, f"one of {name} and {known} only")
-        entries[known] = value
-    counts = {name: entries.pop(name) for name in _EXPERTS if name in entries}
-    mixture = Params(entries, origin).part("moe")
-    if mixture is not None or counts:
-        inside = {} if mixture is None else mixture.entries
-        entries["moe"] = counts | {_RENAMED.get(name, name): value for name, value in inside.items()}
-    named = {name: value for name, value in entries.items() if name not in (*_KNOWN, *_NO_EFFECT)}
-    named |= {f"moe.{name}": value for name, value in entries.get("moe", {}).items() if name not in _EXPERTS}
-    for name, value in named.items():
-        if name in _ONLY and value == _ONLY[name] or name in (*_REFUSED, *_EMPTY) and not value:
-            continue
-        what = f"{origin}: {name} = {str(value)[:60]}"
-        if name in _ONLY:
-            raise CheckpointError(
-                f"{what} is not what is computed here; expected: {_ONLY[name]!r}, or nothing."
-            )
-        raise CheckpointError(
-            f"{what} is not known here and may change what the model computes. If it does not, remove it from the file."
-        )
+    known = Params({name: value for name, value in given.entries.items() if name in _KNOWN}, origin)
     reason = "has no effect on what the model computes"
-    return (
-        Params({name: value for name, value in entries.items() if name in _KNOWN}, origin),
-        {f"params.json: {name}": reason for name in _NO_EFFECT if name in entries and name != "model_type"},
-    )
+    return known, {f"params.json: {_NO_EFFECT}": reason} if _NO_EFFECT in given else {}
 
 
 def read_config(params: Params) -> LlamoeDenseConfig | LlamoeMixtralConfig:
@@ -148,12 +95,9 @@ def read_config(params: Params) -> LlamoeDenseConfig | LlamoeMixtralConfig:
 
 
 def _read_window(params: Params) -> dict[str, Any]:
-    """The window, and which layers have it: a number, as text in the first release, or a list that repeats."""
+    """The window, and which layers have it: a number, or a list that repeats."""
     given, layers = params.entries.get("sliding_window"), params.integer("n_layers")
-    windows = [
-        int(window) if isinstance(window, str) and window.isdecimal() else window
-        for window in (given if isinstance(given, list) else [given])
-    ]
+    windows = given if isinstance(given, list) else [given]
     sizes = {window for window in windows if window is not None}
     if not sizes and windows == [None]:
         return {}

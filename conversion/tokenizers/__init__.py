@@ -5,11 +5,7 @@ check_tokenizer, tokenizer_json, folder_files, vocabulary.
 """
 
 from .check_tokenizer import check_tokenizer
-from .folder_files import (
-    hf_files_from_meta,
-    meta_tokenizer_file,
-    meta_tokenizer_model,
-)
+from .folder_files import hf_files_from_meta, meta_tokenizer_file
 from .processors import processor_files, processor_of_layout
 from .tiktoken_tables import looks_like_table
 from .tokenizer_json import MULTIMODAL_TOKENS, check_companions, extend_tokenizer

@@ -29,8 +29,8 @@ def check_tokenizer(
     text = getattr(config, "text_config", config)
     kind = kind_of(content, origin)
     if kind == "tiktoken":
-        tokens = tiktoken_tables.read(content, origin)
-        return tiktoken_tables.of_family(tokens, _family_of_table(tokens, text, family, origin), content)
+        ranks = tiktoken_tables.read(content, origin)
+        return tiktoken_tables.of_family(ranks, _family_of_table(len(ranks), text, family, origin), content)
     if kind == "tekken":
         tokenizer, file = tekken.read(content, origin), "tekken.json"
         specials = len(tokenizer.special_ids)
@@ -73,23 +73,20 @@ def kind_of(content: bytes, origin: str) -> str:
     )
 
 
-def _family_of_table(tokens: list[bytes], text: Any, family: str | None, origin: str) -> str:
-    table = f"{origin}: a tiktoken table of {len(tokens)} ranks"
+def _family_of_table(ranks: int, text: Any, family: str | None, origin: str) -> str:
     if family not in (None, *SPECIAL_TOKENS):
-        raise CheckpointError(f"{table}; {family} has a SentencePiece model.")
+        raise CheckpointError(f"{origin}: a tiktoken table, and {family} has a SentencePiece model.")
     if text is None:
         # The releases have 128000 and 200000 ranks.
-        return family or ("llama-3" if len(tokens) < 160_000 else "llama-4")
+        return family or ("llama-3" if ranks < 160_000 else "llama-4")
     totals = {
-        name: len(tokens) + len(special) for name, special in SPECIAL_TOKENS.items() if family in (None, name)
+        name: ranks + len(special) for name, special in SPECIAL_TOKENS.items() if family in (None, name)
     }
-    fitting = [name for name, total in totals.items() if total == text.vocab_size]
-    if not fitting:
-        sums = " or ".join(
-            f"{len(tokens)} + {total - len(tokens)} = {total} ({name})" for name, total in totals.items()
-        )
-        raise CheckpointError(
-            f"{table}, with special tokens {sums} tokens, and {_rows(text)}. Take the tokenizer.model of this model's "
-            "release."
-        )
-    return fitting[0]
+    for name, total in totals.items():
+        if total == text.vocab_size:
+            return name
+    sizes = " or ".join(f"{total} ({name})" for name, total in totals.items())
+    raise CheckpointError(
+        f"{origin}: a tiktoken table of {ranks} ranks, with special tokens {sizes} tokens, and {_rows(text)}. Take the "
+        "tokenizer.model of this model's release."
+    )

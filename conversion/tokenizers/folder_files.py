@@ -13,12 +13,12 @@ from typing import Any
 from ...configuration import LlamoeConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
-from . import chat_templates, sentencepiece_models
+from . import chat_templates
 from .check_tokenizer import check_tokenizer
 from .processors import processor_files
 from .source_tokenizer import SourceTokenizer
 from .tiktoken_tables import SPECIAL_TOKENS
-from .tokenizer_json import read_part
+from .tokenizer_json import token_ids
 
 
 def hf_files_from_meta(
@@ -66,51 +66,35 @@ def hf_files_from_meta(
     return files
 
 
-def meta_tokenizer_model(companions: Mapping[str, bytes], *, vocab_size: int | None = None) -> bytes | None:
-    """Meta's tokenizer.model for the tokenizer of a Hugging Face folder; None where it has none.
+def meta_tokenizer_file(companions: Mapping[str, bytes], config: Any) -> dict[str, bytes]:
+    """Meta's tokenizer.model, by name, for the tokenizer of a Hugging Face folder; empty where it has none.
 
-    It is the folder's own, byte by byte if tokenizer.json adds no token to it. Special tokens whose ids are not below
-    `vocab_size`, the rows of the embedding, are left out; None keeps all.
+    It is the folder's own, byte by byte.
 
     Raises:
-        CheckpointError: there is a tokenizer.json alone, or one whose added tokens a tokenizer.model cannot name.
+        CheckpointError: there is a tokenizer.json alone, or one with a token in the embedding that a tokenizer.model
+            does not have.
     """
     original = companions.get("tokenizer.model")
-    if "tokenizer.json" not in companions:
-        return original
-    content = read_part(companions, "tokenizer.json")
     if original is None:
+        if "tokenizer.json" not in companions:
+            return {}
         raise CheckpointError(
             "tokenizer.json: no tokenizer.model is made of it. Add the original tokenizer.model of the model's release "
             "to the source's folder."
         )
-    ids = {
-        token["content"]: token["id"]
-        for token in content.get("added_tokens", [])
-        if vocab_size is None or token["id"] < vocab_size
-    }
-    tokenizer = check_tokenizer(original)
+    tokenizer, rows = check_tokenizer(original), config.get_text_config().vocab_size
+    size = tokenizer.size
     if tokenizer.kind == "tiktoken":
-        ranks = tokenizer.size - len(tokenizer.special_ids)
-        last = ranks + max(map(len, SPECIAL_TOKENS.values())) - 1
-        beyond = {token: index for token, index in ids.items() if index > last}
-        if beyond:
-            raise CheckpointError(
-                f"tokenizer.json: gives {next(iter(beyond))!r} the id {next(iter(beyond.values()))}, and Meta's code "
-                f"knows special tokens up to {last} behind {ranks} ranks; a tokenizer.model cannot name more."
-            )
-        return original
-    beyond = {token: index for token, index in ids.items() if index >= len(content["model"]["vocab"])}
-    return sentencepiece_models.extended(original, beyond, "tokenizer.model") if beyond else original
-
-
-def meta_tokenizer_file(companions: Mapping[str, bytes], config: Any) -> dict[str, bytes]:
-    """Meta's tokenizer.model, by name, for the tokenizer of a Hugging Face folder; empty where it has none."""
-    content = meta_tokenizer_model(companions, vocab_size=config.get_text_config().vocab_size)
-    if content is None:
-        return {}
-    check_tokenizer(content, config)
-    return {"tokenizer.model": content}
+        size += max(map(len, SPECIAL_TOKENS.values())) - len(tokenizer.special_ids)
+    if "tokenizer.json" in companions:
+        for token, index in token_ids(companions).items():
+            if size <= index < rows:
+                raise CheckpointError(
+                    f"tokenizer.json: gives {token!r} the id {index}, which is not in the tokenizer.model beside it."
+                )
+    check_tokenizer(original, config)
+    return {"tokenizer.model": original}
 
 
 def _template(tokenizer: SourceTokenizer, instruct: bool | None, *, images: bool) -> str | None:

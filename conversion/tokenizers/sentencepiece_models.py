@@ -1,30 +1,26 @@
 """The tokenizer of LLaMA 1 and 2: a SentencePiece model to tokenizer.json.
 
 SentencePiece always puts a space before a text. transformers' own `LlamaTokenizer` adds it only where the text does not
-begin with one, and so loses a piece. Here the normalizer adds it. Nothing splits the text into words, as in
-SentencePiece, whose high-ranked pieces may span words.
+begin with one, and so loses a piece, and its `LlamaConverter` fails for byte-pair models. Here the normalizer adds the
+space. Nothing splits the text into words, as in SentencePiece, whose high-ranked pieces may span words.
 
 SentencePiece (Kudo and Richardson, 2018, arXiv:1808.06226) ranks pieces by their scores. Each conversion is compared
 with SentencePiece itself before it is used.
 """
 
-import re
-from collections.abc import Mapping
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 
 from ...configuration.errors import CheckpointError
-from .source_tokenizer import SourceTokenizer, begin_with, merges_of, refuse
+from .source_tokenizer import SourceTokenizer, begin_with, refuse
 
 # SentencePiece writes this for a space.
 SPACE = "\u2581"
 # Piece types of sentencepiece_model.proto.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 _BPE = 2
-# Where the dummy prefix goes if a model has symbols of its own, see _normalizer.
-_PREFIX_BUT_FOR = r"\A(?!(?:{})\z)(?=[\s\S])"
 _PROBES = (
     "", " ", "   ", " leading", "trailing ", "two  spaces", "a b", "\n", "\n\n x", "\t tab", "line\r\nline", "<s>",
     "</s>", "<unk>", "<0x0A>", SPACE, f"a{SPACE}b", "Grüße, 世界! 🙂", "e\u0301", "\u00a0", "\u200b", "1234567890",
@@ -72,20 +68,15 @@ def _parse(content: bytes, origin: str) -> Any:
     proto = messages.ModelProto()
     try:
         proto.ParseFromString(content)
-        parts = [name for name in ("trainer_spec", "normalizer_spec") if not proto.HasField(name)]
-        if parts or not proto.pieces:
-            missing, count = " and ".join(parts) or "pieces", len(proto.pieces)
-            refuse(origin, f"a SentencePiece model of {count} pieces without {missing}, as if cut short")
-        # Pieces that are not UTF-8 are bytes.
-        if not all(isinstance(piece.piece, str) for piece in proto.pieces):
-            refuse(origin, "a SentencePiece model with a piece that is not a text")
         library.SentencePieceProcessor(model_proto=content)
-    except CheckpointError:
-        raise
     # protobuf and sentencepiece raise errors of their own.
     except Exception as error:
-        problem = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        refuse(origin, f"a damaged SentencePiece model ({problem})")
+        refuse(origin, f"a damaged SentencePiece model ({error})")
+    # The pieces come first. A file that is cut short behind them is valid, and lacks the settings.
+    if not (proto.HasField("trainer_spec") and proto.HasField("normalizer_spec")):
+        refuse(
+            origin, f"a SentencePiece model of {len(proto.pieces)} pieces without settings, as if cut short"
+        )
     kind = proto.trainer_spec.model_type
     if kind != _BPE:
         raise CheckpointError(
@@ -106,13 +97,14 @@ def to_json(proto: Any, origin: str) -> bytes:
     tokenizer = Tokenizer(
         BPE(
             vocab={piece: index for index, piece in enumerate(pieces)},
-            merges=merges_of(sorted(scores, key=scores.__getitem__, reverse=True)),
+            merges=_merges_of(sorted(scores, key=scores.__getitem__, reverse=True)),
             unk_token=pieces[trainer.unk_id],
             fuse_unk=True,
             byte_fallback=trainer.byte_fallback,
         )
     )
-    tokenizer.normalizer = _normalizer(proto)
+    prefix = [normalizers.Prepend(SPACE)] if proto.normalizer_spec.add_dummy_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if proto.normalizer_spec.add_dummy_prefix:
         steps.append(decoders.Strip(" ", 1, 0))
@@ -127,18 +119,19 @@ def to_json(proto: Any, origin: str) -> bytes:
     return tokenizer.to_str(pretty=True).encode()
 
 
-def extended(content: bytes, tokens: Mapping[str, int], origin: str) -> bytes:
-    """A SentencePiece model with special tokens, name to id, appended as control pieces."""
-    proto = _parse(content, origin)
-    for name, index in sorted(tokens.items(), key=lambda item: item[1]):
-        if index != len(proto.pieces):
-            raise CheckpointError(
-                f"{origin}: has {len(proto.pieces)} pieces, and the tokenizer.json beside it gives {name!r} the id "
-                f"{index}: the two do not belong together."
-            )
-        proto.pieces.add(piece=name, score=0.0, type=CONTROL)
-    proto.trainer_spec.vocab_size = len(proto.pieces)
-    return proto.SerializeToString()
+def _merges_of(pieces: list[str]) -> list[tuple[str, str]]:
+    """Every way to split a piece in two; `pieces` are given the best score first.
+
+    SentencePiece merges the two neighbours whose concatenation has the best score, the leftmost first; the library
+    `tokenizers` merges the pair that stands first in this list.
+    """
+    known = set(pieces)
+    return [
+        (piece[:cut], piece[cut:])
+        for piece in pieces
+        for cut in range(len(piece) - 1, 0, -1)
+        if piece[:cut] in known and piece[cut:] in known
+    ]
 
 
 def _libraries(origin: str) -> tuple[Any, Any]:
@@ -151,25 +144,6 @@ def _libraries(origin: str) -> tuple[Any, Any]:
             "with: pip install 'llamoe[tokenizers]'"
         ) from error
     return sentencepiece, sentencepiece_model_pb2
-
-
-def _normalizer(proto: Any) -> Any:
-    settings = proto.normalizer_spec
-    steps: list[Any] = []
-    if settings.precompiled_charsmap:
-        steps.append(normalizers.Precompiled(settings.precompiled_charsmap))
-    if settings.remove_extra_whitespaces:
-        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-    if settings.add_dummy_prefix:
-        symbols = [piece.piece for piece in proto.pieces if piece.type == USER_DEFINED]
-        if symbols:
-            # tokenizers normalizes each symbol before searching for it; the prefix must not become a part of it.
-            names = "|".join(re.escape(symbol) for symbol in symbols)
-            steps.append(normalizers.Replace(Regex(_PREFIX_BUT_FOR.format(names)), SPACE))
-        else:
-            steps.append(normalizers.Prepend(SPACE))
-    steps.append(normalizers.Replace(" ", SPACE))
-    return normalizers.Sequence(steps)
 
 
 def _compare(tokenizer: Tokenizer, proto: Any, origin: str) -> None:

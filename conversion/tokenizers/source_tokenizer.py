@@ -1,6 +1,6 @@
 """Meta's or Mistral AI's tokenizer of whatever kind, and what the kinds share when tokenizer.json is made of them."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -50,21 +50,6 @@ class SourceTokenizer:
 def refuse(origin: str, problem: str) -> NoReturn:
     """Raise the error for a damaged file."""
     raise CheckpointError(f"{origin}: {problem}. Take the file from the release again.")
-
-
-def merges_of(pieces: Collection[str]) -> list[tuple[str, str]]:
-    """Every way to split a piece in two; `pieces` are given the best rank first.
-
-    SentencePiece and tiktoken merge the two neighbours whose concatenation has the best rank, the leftmost first; the
-    library `tokenizers` merges the pair that stands first in this list.
-    """
-    known = set(pieces)
-    return [
-        (piece[:cut], piece[cut:])
-        for piece in pieces
-        for cut in range(len(piece) - 1, 0, -1)
-        if piece[:cut] in known and piece[cut:] in known
-    ]
 
 
 def begin_with(bos: str, index: int) -> processors.TemplateProcessing:

@@ -56,6 +56,6 @@ def read(content: bytes, origin: str) -> SourceTokenizer:
         size,
         special,
         _ROLES,
-        lambda: build_json(list(ranks), pattern, special, _ROLES["bos_token"], first=specials),
+        lambda: build_json(ranks, pattern, special, _ROLES["bos_token"], first=specials),
         version=version,
     )

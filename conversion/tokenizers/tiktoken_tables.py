@@ -8,13 +8,13 @@ ranks. The pattern that splits a text into words is in Meta's code, too.
 import base64
 import re
 from collections.abc import Mapping
+from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from .source_tokenizer import SourceTokenizer, begin_with, merges_of, refuse
+from .source_tokenizer import SourceTokenizer, begin_with, refuse
 
+_BYTES = {bytes([byte]) for byte in range(256)}
 _SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _OTHERS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -77,11 +77,11 @@ _ROLES = {
 _STOPS = {"llama-3": ("<|eom_id|>", "<|eot_id|>"), "llama-4": ("<|eom|>", "<|eot|>")}
 
 
-def of_family(tokens: list[bytes], family: str, content: bytes) -> SourceTokenizer:
+def of_family(ranks: Mapping[bytes, int], family: str, content: bytes) -> SourceTokenizer:
     """The tokenizer of a table; ids equal tiktoken's for texts without special tokens, bos in front."""
     # Special tokens follow the ranks.
-    special = {token: len(tokens) + offset for offset, token in enumerate(SPECIAL_TOKENS[family])}
-    roles, size = _ROLES[family], len(tokens) + len(special)
+    special = {token: len(ranks) + offset for offset, token in enumerate(SPECIAL_TOKENS[family])}
+    roles, size = _ROLES[family], len(ranks) + len(special)
     return SourceTokenizer(
         "tiktoken",
         family,
@@ -89,72 +89,64 @@ def of_family(tokens: list[bytes], family: str, content: bytes) -> SourceTokeniz
         size,
         special,
         roles,
-        lambda: build_json(tokens, _PATTERNS[family], special, roles["bos_token"]),
+        lambda: build_json(ranks, _PATTERNS[family], special, roles["bos_token"]),
         _STOPS[family],
     )
 
 
-def read(content: bytes, origin: str) -> list[bytes]:
-    """The tokens of a table in order of their ranks.
+def read(content: bytes, origin: str) -> dict[bytes, int]:
+    """The ranks of a table's tokens.
 
     Raises:
         CheckpointError: a line is damaged, a rank or a token is missing or stands twice, or a single byte has no rank.
     """
-    lines = [line for line in content.splitlines() if line.strip()]
-    ranks: dict[int, bytes] = {}
-    for number, line in enumerate(lines, start=1):
-        try:
-            word, written = line.split()
-            ranks[int(written)] = base64.b64decode(word, validate=True)
-        except ValueError:
-            refuse(
-                origin,
-                f"line {number} is {line[:60]!r}; a token in base64, a space and its rank were expected",
-            )
-    tokens = [ranks.get(rank, b"") for rank in range(len(lines))]
-    known, needed = set(tokens), {bytes([byte]) for byte in range(256)}
-    if len(known) != len(lines) or b"" in known or not needed <= known:
-        refuse(
-            origin, f"a table of {len(lines)} lines has not one token for each rank and every byte among them"
-        )
-    return tokens
+    lines = [line.split() for line in content.splitlines() if line.strip()]
+    try:
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except ValueError as error:
+        refuse(origin, f"is no table of tokens in base64 and their ranks ({error})")
+    if sorted(ranks.values()) != list(range(len(lines))) or not _BYTES <= ranks.keys():
+        refuse(origin, f"its {len(lines)} lines are not one token for each rank, with every byte among them")
+    return ranks
 
 
 def build_json(
-    tokens: list[bytes], pattern: str, special: Mapping[str, int], bos: str, first: int = 0
+    ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int], bos: str, first: int = 0
 ) -> bytes:
     """Build tokenizer.json of a table of ranks.
 
     Args:
-        tokens: in order of their ranks.
+        ranks: token to rank.
         pattern: regular expression of a word.
         special: special token to id, before or behind all tokens.
         bos: the special token in front of a text.
-        first: id of the first token.
+        first: id of the token of rank 0.
     """
-    symbols = bytes_to_unicode()
-    names = ["".join(symbols[byte] for byte in token) for token in tokens]
-    vocab = {name: first + rank for rank, name in enumerate(names)}
-    tokenizer = Tokenizer(
-        BPE(
-            # New special tokens get ids behind all others.
-            vocab={**special, **vocab} if first else vocab,
-            merges=merges_of(names),
-            # A word that is a token stays whole; merging its parts might not lead there.
-            ignore_merges=True,
-        )
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    tokenizer = _FromRanks(ranks, pattern, special, first).converted()
     assert all(tokenizer.token_to_id(token) == number for token, number in special.items())
     tokenizer.post_processor = begin_with(bos, special[bos])
     return tokenizer.to_str(pretty=True).encode()
+
+
+class _FromRanks(TikTokenConverter):
+    """transformers' converter, of ranks that are in memory, and may follow the special tokens."""
+
+    def __init__(self, ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int], first: int):
+        super().__init__(ranks, pattern, extra_special_tokens=list(special))
+        self.special, self.first = special, first
+
+    @staticmethod
+    def load_tiktoken_bpe(tiktoken_url: Any) -> dict[bytes, int]:
+        """Return the ranks that take the file's place."""
+        return tiktoken_url
+
+    def extract_vocab_merges_from_model(self, tiktoken_url: Any) -> tuple[dict[str, int], list]:
+        """Return token to id, and merges."""
+        vocab, merges = super().extract_vocab_merges_from_model(tiktoken_url)
+        if not self.first:
+            return vocab, merges
+        # New special tokens get ids behind all others, so that those with lower ids stand in the vocabulary.
+        return {**self.special, **{token: self.first + rank for token, rank in vocab.items()}}, merges
 
 
 def looks_like_table(content: bytes) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from ...configuration.errors import CheckpointError
-from ...configuration.json_files import to_json
+from ...configuration.json_files import reading, to_json
 from .check_tokenizer import check_tokenizer
 from .processors import IMAGE_TOKENS
 
@@ -42,7 +42,7 @@ def extend_tokenizer(
     else:
         settings = read_part(files, "tokenizer_config.json")
     content = read_part(files, "tokenizer.json")
-    known = _vocabulary(content)
+    known = token_ids(files)
     added = content.setdefault("added_tokens", [])
     following = max(known.values(), default=-1) + 1
     ids = {}
@@ -81,74 +81,38 @@ def _added(index: int, token: str) -> dict[str, Any]:
 
 def token_ids(companions: Mapping[str, bytes]) -> dict[str, int]:
     """Token to id for every token in the companions' tokenizer.json, special ones included."""
-    return _vocabulary(read_part(companions, "tokenizer.json"))
+    try:
+        return Tokenizer.from_buffer(companions["tokenizer.json"]).get_vocab(with_added_tokens=True)
+    # The library raises nothing more specific.
+    except Exception as error:
+        raise CheckpointError(f"tokenizer.json: tokenizers cannot read it ({error}).") from error
 
 
-def check_companions(companions: Mapping[str, bytes], config: Any, origin: str | None = None) -> list[str]:
+def check_companions(companions: Mapping[str, bytes], config: Any, origin: str) -> list[str]:
     """Refuse a vocabulary with ids beyond the embedding; fewer tokens than rows are usual.
 
-    Returned are notes on added tokens without a row, such as a padding token that is never read.
+    Returned are notes on added tokens without a row, such as a padding token that is never read. `origin` is the
+    folder, for messages.
     """
     if "tokenizer.json" not in companions:
         return []
-    place = f"{origin}: " if origin else ""
-    text = getattr(config, "text_config", config)
-    try:
-        content = read_part(companions, "tokenizer.json")
-    except CheckpointError as error:
-        raise CheckpointError(f"{place}{error}") from error
+    text = config.get_text_config()
+    beyond = {token: index for token, index in token_ids(companions).items() if index >= text.vocab_size}
+    if not beyond:
+        return []
     rows = f"{type(text).__name__}.vocab_size is {text.vocab_size}"
-    added = {token["content"] for token in content.get("added_tokens", [])}
-    beyond = {token: index for token, index in _vocabulary(content).items() if index >= text.vocab_size}
-    if wrong := [token for token in beyond if token not in added]:
-        token = max(wrong, key=beyond.__getitem__)
+    added = {token["content"] for token in read_part(companions, "tokenizer.json").get("added_tokens", [])}
+    if wrong := sorted(beyond.keys() - added, key=beyond.__getitem__):
         raise CheckpointError(
-            f"{place}tokenizer.json: gives {token!r} the id {beyond[token]}, and {rows}. Take this model's own "
-            "tokenizer, or resize the embedding."
+            f"{origin}: tokenizer.json gives {wrong[-1]!r} the id {beyond[wrong[-1]]}, and {rows}. Take this model's "
+            "own tokenizer, or resize the embedding."
         )
-    shown = ", ".join(map(repr, list(beyond)[:5]))
-    return [f"tokenizer.json: added tokens {shown} have no row: {rows}"] if beyond else []
+    return [f"tokenizer.json: added tokens {', '.join(map(repr, list(beyond)[:5]))} have no row: {rows}"]
 
 
 def read_part(companions: Mapping[str, bytes], name: str) -> dict[str, Any]:
     """The object in one of the small JSON files around a tokenizer; empty if there is no such file."""
     if name not in companions:
         return {}
-    try:
-        content = json.loads(companions[name])
-    except ValueError as error:
-        raise CheckpointError(
-            f"{name}: is no JSON ({error}). Take the file from its source again."
-        ) from error
-    if name == "tokenizer.json":
-        try:
-            Tokenizer.from_buffer(companions[name])
-        # The library raises nothing more specific.
-        except Exception as error:
-            raise CheckpointError(
-                f"{name}: is JSON, but the library tokenizers cannot read it ({error}). Take it from its source again."
-            ) from error
-    if not isinstance(content, dict) or (name == "tokenizer.json" and not _is_tokenizer(content)):
-        raise CheckpointError(
-            f"{name}: is JSON, but not what such a file holds. Take it from its source again."
-        )
-    return content
-
-
-def _is_tokenizer(content: Mapping[str, Any]) -> bool:
-    model = content.get("model")
-    tokens = content.get("added_tokens", [])
-    return (
-        isinstance(model, dict)
-        and isinstance(model.get("vocab"), (dict, list))
-        and isinstance(tokens, list)
-        and all(isinstance(token, dict) and {"id", "content"} <= token.keys() for token in tokens)
-    )
-
-
-def _vocabulary(content: Mapping[str, Any]) -> dict[str, int]:
-    vocab = content["model"]["vocab"]
-    # A Unigram vocabulary is a list of [token, score], in order of ids.
-    if isinstance(vocab, list):
-        vocab = {token: index for index, (token, _) in enumerate(vocab)}
-    return {**vocab, **{token["content"]: token["id"] for token in content.get("added_tokens", [])}}
+    with reading(name, ValueError):
+        return json.loads(companions[name])

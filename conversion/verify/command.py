@@ -7,25 +7,21 @@ this project's tests compare the readers and the models with other implementatio
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
 from ...configuration import LlamoeConfig, LlamoeVisionConfig
 from ...configuration.base import LlamoeBaseConfig
-from ...configuration.json_files import reading
 from ...configuration.sizes import count_of
 from ..checkpoint import Checkpoint, tied_head
 from ..io import Progress
 from ..open import open_checkpoint
 from .common_parts import shared_parts
 from .compare_stored import compare_configs, compare_tensors
-from .report import TOLERANCE, Verification, difference
+from .report import Verification
 from .run_streamed import Weights, random_inputs, run
 
 
@@ -36,9 +32,7 @@ def verify(
     tokens: int = 32,
     rows: int = 2,
     seed: int = 0,
-    tolerance: float | None = None,
     logits: bool = True,
-    device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> Verification:
     """Compare two checkpoints of any formats: keys, shapes, weights, configurations and, if these differ, outputs.
@@ -57,25 +51,22 @@ def verify(
         tokens: number of random tokens in a row; at most what both models accept.
         rows: number of rows.
         seed: random seed of tokens and pictures.
-        tolerance: see `Verification.tolerance`; by default `TOLERANCE`.
         logits: compute outputs; otherwise only weights and configurations are compared.
-        device: device that the models run on.
-        progress: an object with `start(total_bytes)` and `advance(nbytes, file)`.
+        progress: an object with `start(total_bytes)` and `advance(nbytes, file)`, for the comparison of weights.
 
     Raises:
         CheckpointError: a path is not a checkpoint, or a file is damaged.
-        ValueError: a count below 1, a negative seed or tolerance, or one checkpoint reads texts only and the other
+        ValueError: a count below 1, a negative seed, or one checkpoint reads texts only and the other
             pictures only.
     """
     begin = time.perf_counter()
     count_of("tokens", tokens)
     count_of("rows", rows)
     count_of("seed", seed, 0)
-    tolerance = TOLERANCE if tolerance is None else tolerance
-    if not tolerance >= 0:
-        raise ValueError(f"tolerance = {tolerance!r}: should be a part of the standard deviation, 0 or more")
-    device = torch.device(device)
-    opened = [_open(given) for given in (a, b)]
+    opened = [
+        given if isinstance(given, Checkpoint) else open_checkpoint(given, companions=False)
+        for given in (a, b)
+    ]
     parts, notes = shared_parts(*opened)
     configs = parts[0].config, parts[1].config
     structure, function = compare_configs(*configs)
@@ -85,84 +76,46 @@ def verify(
         (opened[0].kind, opened[1].kind),
         structure=structure,
         function=function,
-        tolerance=tolerance,
         notes=notes,
     )
-    total = sum(tensor.nbytes for part in parts for tensor in part.tensors.values())
-    with _counting(progress, total) as advance:
-        _compare_tensors(result, parts, advance)
+    if progress:
+        progress.start(sum(tensor.nbytes for part in parts for tensor in part.tensors.values()))
+    _compare_tensors(result, parts, progress)
     is_open = not (result.same_weights or result.is_rounded) or bool(result.undecided)
     if logits and is_open and not function:
-        if problem := _cannot_share_inputs(*configs):
-            result.notes.append(problem)
-        else:
-            if not isinstance(configs[0], LlamoeVisionConfig):
-                tokens = min(tokens, *map(_longest, configs))
-            result.tokens = tokens * rows
-            inputs = random_inputs(configs, tokens, rows, seed)
-            with _counting(progress, total) as advance:
-                outputs = [
-                    run(Weights(part.config, part.tensors, device, advance), given)
-                    for part, given in zip(parts, inputs, strict=True)
-                ]
-            _compare_outputs(result, *outputs)
+        if not isinstance(configs[0], LlamoeVisionConfig):
+            tokens = min(tokens, *map(_longest, configs))
+        result.tokens = tokens * rows
+        inputs = random_inputs(configs, tokens, rows, seed)
+        outputs = [
+            run(Weights(part.config, part.tensors), given) for part, given in zip(parts, inputs, strict=True)
+        ]
+        _compare_outputs(result, *outputs)
     result.seconds = time.perf_counter() - begin
     return result
 
 
-def _open(given: str | os.PathLike | Checkpoint) -> Checkpoint:
-    if isinstance(given, Checkpoint):
-        return given
-    # It may be a device file, or a folder without permission.
-    with reading(Path(given)):
-        return open_checkpoint(given, companions=False)
-
-
-@contextmanager
-def _counting(progress: Progress | None, total: int) -> Iterator[Callable[[int, str], None]]:
-    """A function that counts bytes that were read. Unused experts are never read, so the total is an upper limit."""
-    left = total
-
-    def advance(nbytes: int, origin: str) -> None:
-        nonlocal left
-        nbytes = min(nbytes, left)
-        left -= nbytes
-        if progress is not None and nbytes:
-            progress.advance(nbytes, origin.partition(": ")[0])
-
-    if progress is not None:
-        progress.start(total)
-    yield advance
-    advance(left, "")
-
-
-def _compare_tensors(
-    result: Verification, parts: list[Checkpoint], on_read: Callable[[int, str], None]
-) -> None:
+def _compare_tensors(result: Verification, parts: list[Checkpoint], progress: Progress | None) -> None:
     # A tied head counts as a copy of the embedding.
     a, b = (
         part.tensors | {head: part.tensors[key] for head, key in tied_head(part.config).items()}
         for part in parts
     )
-    result.only_in_a, result.only_in_b = [[key for key in x if key not in y] for x, y in ((a, b), (b, a))]
-    dtypes = Counter()
-    is_rounded = not result.only_in_a and not result.only_in_b
-    for key, mine in a.items():
-        if key not in b:
-            continue
-        its = b[key]
-        result.compared += 1
-        if mine.dtype != its.dtype:
-            dtypes[f"{mine.dtype_name} and {its.dtype_name}"] += 1
-        if mine.shape != its.shape:
-            result.shapes[key] = (list(mine.shape), list(its.shape))
-            is_rounded = False
-            continue
-        differs, is_close = compare_tensors(mine, its, on_read)
-        is_rounded = is_rounded and is_close
-        if differs != 0:
-            result.tensors[key] = differs
-    result.dtypes, result.is_rounded = dict(dtypes), is_rounded
+    result.is_rounded = True
+    for key in a | b:
+        if key not in a or key not in b:
+            problem, is_close = f"only in {'a' if key in a else 'b'}", False
+        elif a[key].shape != b[key].shape:
+            problem, is_close = f"{list(a[key].shape)} and {list(b[key].shape)}", False
+        else:
+            apart, is_close = compare_tensors(a[key], b[key])
+            problem = f"max |a - b| = {apart:.3g}" if apart != 0 else None
+            if progress:
+                progress.advance(a[key].nbytes + b[key].nbytes, a[key].origin.partition(": ")[0])
+        result.compared += key in a and key in b
+        result.is_rounded &= is_close
+        if problem:
+            result.differences[key] = problem
 
 
 def _compare_outputs(
@@ -176,25 +129,10 @@ def _compare_outputs(
         )
         first, second = ({"logits": output["logits"][..., :common]} for output in (first, second))
     for name in sorted(first.keys() | second.keys()):
-        a, b = (list(output[name].shape) if name in output else None for output in (first, second))
-        if a == b:
-            result.outputs.append(difference(name, first[name], second[name]))
-        else:
-            result.other_outputs[name] = (a, b)
-
-
-def _cannot_share_inputs(a: LlamoeBaseConfig, b: LlamoeBaseConfig) -> str | None:
-    visions = [getattr(config, "vision_config", config) for config in (a, b)]
-    if not isinstance(visions[0], LlamoeVisionConfig):
-        return None
-    shapes = [(vision.num_channels, vision.image_size, vision.image_size) for vision in visions]
-    if shapes[0] != shapes[1]:
-        return (
-            f"a sees pictures of {' x '.join(map(str, shapes[0]))} and b of {' x '.join(map(str, shapes[1]))}"
-        )
-    if isinstance(a, LlamoeConfig) and visions[0].tokens_per_tile != visions[1].tokens_per_tile:
-        return f"a makes {visions[0].tokens_per_tile} tokens of a picture and b {visions[1].tokens_per_tile}"
-    return None
+        result.outputs[name] = math.inf
+        if name in first and name in second and first[name].shape == second[name].shape:
+            apart = (first[name] - second[name]).abs().max() / first[name].std(correction=0)
+            result.outputs[name] = apart.item()
 
 
 def _longest(config: LlamoeBaseConfig) -> int:

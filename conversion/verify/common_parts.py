@@ -7,14 +7,18 @@ from typing import Any
 from ...configuration import LlamoeConfig, LlamoeVisionConfig
 from ..checkpoint import Checkpoint, take_part
 
-_ADAPTER = ("pixel_shuffle_ratio", "projector_input_dim", "projector_output_dim", "projector_final_act")
+# Fields of what follows a tower's encoder.
+_BEHIND = (
+    "use_adapter", "pixel_shuffle_ratio", "projector_input_dim", "projector_output_dim", "projector_final_act",
+    "projection_dim",
+)  # fmt: skip
 
 
 def shared_parts(first: Checkpoint, second: Checkpoint) -> tuple[list[Checkpoint], list[str]]:
     """The parts that can be compared with one another, and notes on what was left out.
 
     For a multimodal model and a decoder that is the decoder. For a multimodal model and a tower it is the tower,
-    without an adapter or projection that the other lacks or has in another size.
+    without adapter and projection unless both have the same.
 
     Raises:
         ValueError: one reads texts only and the other pictures only.
@@ -41,33 +45,21 @@ def shared_parts(first: Checkpoint, second: Checkpoint) -> tuple[list[Checkpoint
 
 
 def _encoders(parts: list[Checkpoint]) -> tuple[list[Checkpoint], list[str]]:
-    """Leave out what only one of two towers has after the encoder."""
+    """Leave out adapter and projection unless both towers have the same."""
     configs: list[Any] = [copy.deepcopy(part.config) for part in parts]
-    notes, dropped = [], []
-    adapters = [config.use_adapter and [getattr(config, name) for name in _ADAPTER] for config in configs]
-    if adapters[0] != adapters[1]:
-        notes.append(_left_out("adapter", *map(bool, adapters)))
-        dropped.append("vision_adapter.")
-        for config in configs:
-            config.use_adapter = False
-            # Keeps the class token, too.
-            config.vision_feature_select_strategy = "full"
-            config.vision_output_dim = config.hidden_size
-            config.projector_input_dim = config.projector_output_dim = config.hidden_size
-    if configs[0].projection_dim != configs[1].projection_dim:
-        notes.append(_left_out("projection", *(config.projection_dim is not None for config in configs)))
-        dropped.append("visual_projection.")
-        for config in configs:
-            config.projection_dim = None
+    if all(getattr(configs[0], name) == getattr(configs[1], name) for name in _BEHIND):
+        return parts, []
     encoders = []
     for part, config in zip(parts, configs, strict=True):
-        kept = {key: tensor for key, tensor in part.tensors.items() if not key.startswith(tuple(dropped))}
-        encoders.append(replace(part, config=config, tensors=kept))
-    return encoders, notes
-
-
-def _left_out(what: str, in_a: bool, in_b: bool) -> str:
-    if in_a and in_b:
-        return f"a and b have {what}s of other sizes: the towers are compared without"
-    article = "an" if what[0] in "aeiou" else "a"
-    return f"only {'a' if in_a else 'b'} has {article} {what}: the towers are compared without"
+        config.use_adapter, config.projection_dim = False, None
+        # Keeps the class token, too.
+        config.vision_feature_select_strategy = "full"
+        config.vision_output_dim = config.hidden_size
+        config.projector_input_dim = config.projector_output_dim = config.hidden_size
+        tensors = {
+            key: tensor
+            for key, tensor in part.tensors.items()
+            if not key.startswith(("vision_adapter.", "visual_projection."))
+        }
+        encoders.append(replace(part, config=config, tensors=tensors))
+    return encoders, ["the towers differ in adapter or projection, and are compared without"]

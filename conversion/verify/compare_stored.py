@@ -7,7 +7,6 @@ same weights, and a few random tokens may not show it: a chunk is full only afte
 
 import math
 from collections.abc import Callable
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -38,10 +37,8 @@ _FUNCTION_OF_TOWER = frozenset(
 )
 
 
-def compare_tensors(a: LazyTensor, b: LazyTensor, on_read: Callable[[int, str], None]) -> tuple[float, bool]:
+def compare_tensors(a: LazyTensor, b: LazyTensor) -> tuple[float, bool]:
     """Compare two tensors of one shape, block by block.
-
-    `on_read` is called with the number of bytes and the origin of what was read.
 
     Returns:
         the largest absolute difference, nan where only one of two elements is nan; and whether both are equal once the
@@ -52,7 +49,6 @@ def compare_tensors(a: LazyTensor, b: LazyTensor, on_read: Callable[[int, str], 
     wide = torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
     for start, stop in blocks(a):
         x, y = a.read(start, stop), b.read(start, stop)
-        on_read(x.nbytes + y.nbytes, a.origin)
         if x.dtype == y.dtype and torch.equal(x, y):
             continue
         pieces = zip(x.flatten().split(_PIECE), y.flatten().split(_PIECE), strict=True)
@@ -163,18 +159,13 @@ def _rotary(config: LlamoeBaseConfig) -> tuple:
     """The rotation as numbers, so that two spellings of the same rotation are equal."""
     with torch.device("cpu"):
         rotary = RotaryEmbedding(config)
-    told = None
+    by_length = None
     # These depend on the length of the pass.
     if rotary.rope_type in ("dynamic", "longrope"):
-        told = (sorted(config.rope_parameters.items(), key=str), config.max_position_embeddings)
-    return rotary.inv_freq.tolist(), rotary.attention_scaling, told
+        by_length = (sorted(config.rope_parameters.items(), key=str), config.max_position_embeddings)
+    return rotary.inv_freq.tolist(), rotary.attention_scaling, by_length
 
 
 def _by_layer(values: list[Any]) -> Any:
-    """The values of all layers in short: as one value if all are equal."""
-    runs = [
-        (value, [at for at, _ in pairs]) for value, pairs in groupby(enumerate(values), lambda pair: pair[1])
-    ]
-    if len(runs) == 1:
-        return values[0]
-    return ", ".join(f"{value} in {at[0]}" + (f"-{at[-1]}" if len(at) > 1 else "") for value, at in runs)
+    """The values of all layers, or one value if all are equal."""
+    return values[0] if all(value == values[0] for value in values) else values

@@ -6,37 +6,14 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
-from ...configuration.checks import listed
-
 TOLERANCE = 1e-4
 """Largest difference of two outputs that counts as the same, in standard deviations of the output.
 
 Formats with the same weights differ only by float32's order of summation, about 1e-6; bfloat16 files are computed in
 float32, too.
 """
-# Names listed in a sentence.
+# Tensors listed for printing.
 _SHOWN = 8
-
-
-@dataclass(frozen=True)
-class OutputDifference:
-    """Difference of two outputs.
-
-    Attributes:
-        name: `logits`, `last_hidden_state` or `pooler_output`.
-        max_abs: largest absolute difference; nan where one of the two is not finite.
-        mean_abs: mean absolute difference.
-        std: standard deviation of the first output.
-        top1: fraction of positions at which both have the same largest logit; None for other outputs.
-    """
-
-    name: str
-    max_abs: float
-    mean_abs: float
-    std: float
-    top1: float | None = None
 
 
 @dataclass
@@ -47,19 +24,14 @@ class Verification:
         a, b: both paths.
         kinds: source formats of both.
         compared: number of tensors compared.
-        only_in_a, only_in_b: keys that the other lacks.
-        shapes: key to both shapes where they differ.
-        dtypes: both dtypes to the number of tensors, where they differ.
-        tensors: key to largest absolute difference, for tensors that differ, in the model's order; nan if only one of
-            two elements is nan.
+        differences: key of each tensor that differs to how it does, in the order of a's model.
         is_rounded: whether all are equal once the wider of both dtypes is rounded to the narrower.
         structure: configuration fields that differ but may describe the same function (experts, heads, pairing of
             rotated channels, the routing rule); the outputs decide.
         function: configuration fields that change the function of the same weights, even if few tokens show it.
-        outputs: the outputs' differences; empty if they were not computed.
-        other_outputs: outputs of another shape, or of one side only (None), with both shapes.
+        outputs: each output that was computed to its largest difference in standard deviations; nan where one is not
+            finite, infinite where only one model has it, or in another shape. Empty if none was computed.
         tokens: number of random tokens that outputs were computed for.
-        tolerance: largest `max_abs / std` that counts as the same output.
         notes: what else a user should know about what was compared.
         seconds: duration.
     """
@@ -68,25 +40,19 @@ class Verification:
     b: str
     kinds: tuple[str, str]
     compared: int = 0
-    only_in_a: list[str] = field(default_factory=list)
-    only_in_b: list[str] = field(default_factory=list)
-    shapes: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
-    dtypes: dict[str, int] = field(default_factory=dict)
-    tensors: dict[str, float] = field(default_factory=dict)
+    differences: dict[str, str] = field(default_factory=dict)
     is_rounded: bool = False
     structure: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     function: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    outputs: list[OutputDifference] = field(default_factory=list)
-    other_outputs: dict[str, tuple[list[int] | None, list[int] | None]] = field(default_factory=dict)
+    outputs: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
-    tolerance: float = TOLERANCE
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def same_weights(self) -> bool:
         """Whether keys, shapes and all elements are equal; dtypes may differ."""
-        return not (self.only_in_a or self.only_in_b or self.shapes or self.tensors)
+        return not self.differences
 
     @property
     def undecided(self) -> dict[str, tuple[Any, Any]]:
@@ -103,11 +69,10 @@ class Verification:
         "equal": every number is equal. "rounded": numbers differ by rounding alone. "agree": weights differ, or are
         used in another way, and the outputs agree on `tokens` tokens. "different": none of these.
         """
-        if self.function or self.other_outputs:
+        if self.function:
             return "different"
         if self.outputs:
-            agree = all(part.max_abs <= self.tolerance * part.std for part in self.outputs)
-            return "agree" if agree else "different"
+            return "agree" if all(apart <= TOLERANCE for apart in self.outputs.values()) else "different"
         if self.undecided:
             return "different"
         return "equal" if self.same_weights else "rounded" if self.is_rounded else "different"
@@ -120,7 +85,7 @@ class Verification:
     @property
     def first_difference(self) -> str | None:
         """Key of the first tensor that differs, has another shape, or is on one side only."""
-        return next(iter([*self.tensors, *self.shapes, *self.only_in_a, *self.only_in_b]), None)
+        return next(iter(self.differences), None)
 
     @property
     def reasons(self) -> list[str]:
@@ -133,54 +98,30 @@ class Verification:
             "different": "the checkpoints hold different models",
         }
         reasons = [words[self.verdict]]
-        if (key := self.first_difference) is not None and not self.is_rounded:
-            reasons.append(f"the first tensor that differs is {key}")
+        if self.first_difference is not None and not self.is_rounded:
+            reasons.append(f"the first tensor that differs is {self.first_difference}")
         fields = self.function or (self.undecided if not self.outputs else {})
         if fields:
             both = "; ".join(f"{name}: {a} and {b}" for name, (a, b) in fields.items())
             reasons.append(f"the configurations differ in {both}")
-        reasons += [f"{name}: {a or 'none'} and {b or 'none'}" for name, (a, b) in self.other_outputs.items()]
         return reasons + self.notes
 
     def as_dict(self) -> dict[str, Any]:
         """All fields and the verdict for JSON; nan and infinity, which JSON lacks, become text."""
         names = ("verdict", "same_function", "same_weights", "first_difference", "reasons")
-        return _plain(asdict(self) | {name: getattr(self, name) for name in names})
+        outputs = {
+            name: apart if math.isfinite(apart) else str(apart) for name, apart in self.outputs.items()
+        }
+        return asdict(self) | {name: getattr(self, name) for name in names} | {"outputs": outputs}
 
     def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
         """Titles with rows of a label and a text, for printing."""
-        sections = [("verdict", [("", reason) for reason in self.reasons])]
-        tensors = [("compared", f"{self.compared:,}, of which {len(self.tensors):,} differ")]
-        tensors += [(key, f"max |a - b| = {value:.3g}") for key, value in list(self.tensors.items())[:_SHOWN]]
-        for label, keys in (("only in a", self.only_in_a), ("only in b", self.only_in_b)):
-            tensors += [(label, listed(keys, _SHOWN))] if keys else []
-        tensors += [(key, f"{a} and {b}") for key, (a, b) in list(self.shapes.items())[:_SHOWN]]
-        tensors += [(pair, f"{count:,} tensors") for pair, count in self.dtypes.items()]
-        sections.append(("tensors", tensors))
+        tensors = [("compared", f"{self.compared:,}"), ("differ", f"{len(self.differences):,}")]
         fields = {**self.function, **self.structure}
-        if fields:
-            sections.append(("configuration", [(key, f"{a} and {b}") for key, (a, b) in fields.items()]))
-        if self.outputs:
-            sections.append(("outputs", [(part.name, _described(part)) for part in self.outputs]))
-        return sections
-
-
-def difference(name: str, a: torch.Tensor, b: torch.Tensor) -> OutputDifference:
-    """Return the difference of two outputs of one shape."""
-    apart = (a - b).abs()
-    top1 = (a.argmax(-1) == b.argmax(-1)).float().mean().item() if name == "logits" else None
-    return OutputDifference(name, apart.max().item(), apart.mean().item(), a.std(correction=0).item(), top1)
-
-
-def _described(part: OutputDifference) -> str:
-    share = f", {part.max_abs / part.std:.2g} of the standard deviation" if part.std > 0 else ""
-    top1 = "" if part.top1 is None else f"; top-1 agrees at {part.top1:.1%}"
-    return f"max {part.max_abs:.3g} (mean {part.mean_abs:.3g}){share}{top1}"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        sections = [
+            ("verdict", [("", reason) for reason in self.reasons]),
+            ("tensors", tensors + list(self.differences.items())[:_SHOWN]),
+            ("configuration", [(key, f"{a} and {b}") for key, (a, b) in fields.items()]),
+            ("outputs", [(name, f"{apart:.2g} standard deviations") for name, apart in self.outputs.items()]),
+        ]
+        return [(title, rows) for title, rows in sections if rows]

@@ -9,7 +9,7 @@ any size runs in a little more memory than its largest matrix in float32.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,33 +24,21 @@ from ..io import LazyTensor
 
 
 class Weights:
-    """Source of a model's parameters, which are float32 on `device`.
-
-    `on_read` is called with the number of bytes and the origin of everything that is read.
+    """Source of a model's parameters in float32.
 
     Attributes:
         config: the model's configuration.
         tensors: the parameters by name.
     """
 
-    def __init__(
-        self,
-        config: LlamoeBaseConfig,
-        tensors: Mapping[str, LazyTensor],
-        device: torch.device,
-        on_read: Callable[[int, str], None] = lambda nbytes, origin: None,
-    ):
+    def __init__(self, config: LlamoeBaseConfig, tensors: Mapping[str, LazyTensor]):
         # As in `from_pretrained`, a tied head that is stored all the same is used as its own weight.
         aliases = {head: tensors[key] for head, key in tied_head(config).items() if key in tensors}
         self.config, self.tensors = config, {**aliases, **tensors}
-        self.device, self.on_read = device, on_read
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows of a weight, as float32 on the device."""
-        tensor = self.tensors[name]
-        value = tensor.read(start, stop)
-        self.on_read(value.nbytes, tensor.origin)
-        return value.to(self.device, torch.float32)
+        """Rows of a weight in float32."""
+        return self.tensors[name].read(start, stop).float()
 
 
 class ExpertsOnDemand(nn.Module):
@@ -95,10 +83,10 @@ def run(weights: Weights, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
     Args:
         weights: the model's configuration and parameters.
-        inputs: arguments of its `forward`, on any device.
+        inputs: arguments of its `forward`.
 
     Returns:
-        float32 on the CPU: `logits` `[B, T, vocab_size]` for B rows of T tokens; for a tower `last_hidden_state` and,
+        float32: `logits` `[B, T, vocab_size]` for B rows of T tokens; for a tower `last_hidden_state` and,
         if it has one, `pooler_output`.
     """
     is_tower = isinstance(weights.config, LlamoeVisionConfig)
@@ -106,9 +94,9 @@ def run(weights: Weights, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
     _stream(model, weights)
     more = {} if is_tower else {"use_cache": False}
     with torch.no_grad():
-        output = model(**{name: value.to(weights.device) for name, value in inputs.items()}, **more)
+        output = model(**inputs, **more)
     names = ("last_hidden_state", "pooler_output") if is_tower else ("logits",)
-    return {name: output[name].float().cpu() for name in names if output.get(name) is not None}
+    return {name: output[name].float() for name in names if output.get(name) is not None}
 
 
 def _stream(model: nn.Module, weights: Weights) -> None:

@@ -240,7 +240,7 @@ def test_rows_of_new_tokens_are_the_mean_of_the_old_ones(parts, tmp_path):
 def test_what_is_fresh_follows_from_the_seed(parts, tmp_path):
     save_decoder(tmp_path / "decoder", initializer_range=0.05)
     drawn = {}
-    for name, options in {"a": {}, "b": {}, "c": {"seed": 1}, "d": {"projector_dim": 37}}.items():
+    for name, options in {"a": {}, "b": {}, "c": {"seed": 1}}.items():
         assemble(tmp_path / "decoder", parts.tower, tmp_path / name, **options)
         tensors = open_checkpoint(tmp_path / name).tensors
         drawn[name] = {
@@ -257,27 +257,20 @@ def test_what_is_fresh_follows_from_the_seed(parts, tmp_path):
         std = 0.05 if key.startswith("multi_modal_projector") else 0.02
         assert tensor.std().item() == pytest.approx(std, rel=0.05)
     assert [tuple(tensor.shape) for tensor in drawn["a"].values()] == [(72, 288), (72, 72), (72, 72)]
-    assert [tuple(tensor.shape) for tensor in drawn["d"].values()] == [(37, 288), (37, 37), (72, 37)]
 
 
-def test_an_odd_grid_asks_what_to_do_and_does_it(parts, tmp_path):
+def test_an_odd_grid_asks_for_another_size_of_pictures(parts, tmp_path):
     save_tower(tmp_path / "tower", image=126)  # 9 by 9 patches
-    with pytest.raises(ValueError, match=r"image_size = 112 or 140.*1 \(81 tokens.*0.3333 \(9 tokens"):
+    with pytest.raises(ValueError, match=r"image_size = 112 or 140"):
         assemble(parts.decoder, tmp_path / "tower", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    for name, options, tokens in [
-        ("whole", {"pixel_shuffle_ratio": 1.0}, 81),
-        ("third", {"pixel_shuffle_ratio": 0.3333}, 9),
-        ("resized", {"image_size": 56}, 4),
-    ]:
-        assemble(parts.decoder, tmp_path / "tower", tmp_path / name, **options)
-        model, processor = load(tmp_path / name)
-        inputs = prompt(processor)
-        assert (inputs["input_ids"] == model.config.image_token_id).sum() == tokens * len(
-            inputs["pixel_values"]
-        )
-        with torch.no_grad():
-            assert model(**inputs).logits.isfinite().all()
+    assemble(parts.decoder, tmp_path / "tower", tmp_path / "out", image_size=56)
+    model, processor = load(tmp_path / "out")
+    inputs = prompt(processor)
+    count = (inputs["input_ids"] == model.config.image_token_id).sum()
+    assert count == 4 * len(inputs["pixel_values"])
+    with torch.no_grad():
+        assert model(**inputs).logits.isfinite().all()
 
 
 def check_tower(folder, whole, *more):
@@ -304,9 +297,6 @@ def test_parts_of_a_multimodal_model_serve_as_decoder_and_as_tower(parts, tmp_pa
     assemble(parts.decoder, tmp_path / "whole", tmp_path / "b")
     assert json.loads((tmp_path / "b/config.json").read_text())["model_type"] == "llama4"
     check_tower(tmp_path / "b", whole, Llama4ForConditionalGeneration)
-    report = assemble(parts.decoder, tmp_path / "whole", tmp_path / "c", projector_dim=30)
-    assert any("vision_adapter" in key for key in report.dropped)
-    assert open_checkpoint(tmp_path / "c").config.vision_config.vision_output_dim == 30
 
 
 def test_the_tower_of_a_folder_of_metas_serves_as_tower(parts, tmp_path):
@@ -384,12 +374,8 @@ def test_parts_in_the_wrong_places_are_refused(parts, tmp_path):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (dict(projector_dim=0), "projector_dim=0"),
         (dict(seed=-1), "seed=-1"),
         (dict(max_tiles=0), "max_tiles=0"),
-        (dict(pixel_shuffle_ratio=0.4), "pixel_shuffle_ratio = 0.4"),
-        (dict(pixel_shuffle_ratio=0), "pixel_shuffle_ratio = 0;"),
-        (dict(pixel_shuffle_ratio=1 / 3), "pixel shuffle"),
         (dict(image_size=60), "image_size = 60"),
         (dict(layout="stock"), "cannot express"),
     ],

@@ -113,12 +113,6 @@ def test_interruption_is_one_line_and_status_130(source, tmp_path, capsys, monke
     assert err.startswith("llamoe: interrupted; --resume")
 
 
-def test_status_1_is_kept_for_the_verdict(source, capsys):
-    status, _, err = run(capsys, "verify", source, source, "--device", "nothing")
-    assert status in (2, 3)
-    assert "nothing" in err
-
-
 def test_verify_tells_by_its_status(source, tmp_path, capsys):
     run(capsys, "convert", source, tmp_path / "same", "--shard-size", "60KB")
     status, out, _ = run(capsys, "verify", source, tmp_path / "same", "--tokens", "8")
@@ -189,7 +183,7 @@ def test_inspect_prints_sections(source, capsys):
     status, out, _ = run(capsys, "inspect", source, "--context", "512")
     assert status == 0
     assert "parameters" in out
-    assert "int4" in out
+    assert "bfloat16" in out
     options = ["--plan", "--gpus", "1", "--gpu-memory", "24GB", "--ram", "64GB", "--bits", "4"]
     status, out, _ = run(capsys, "inspect", "llama-4-scout", *options)
     assert status == 0 and "routed experts are in RAM" in out

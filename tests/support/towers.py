@@ -36,15 +36,6 @@ def randomize(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def count_up(model: nn.Module) -> nn.Module:
-    """Weights that no two elements of a tensor share, so that any wrong order shows."""
-    with torch.no_grad():
-        for index, parameter in enumerate(model.parameters()):
-            numbers = torch.arange(parameter.numel(), dtype=torch.float32)
-            parameter.copy_((numbers + index / 64).view(parameter.shape))
-    return model.eval()
-
-
 def pictures(size: int = SIZE) -> torch.Tensor:
     generator = torch.Generator().manual_seed(5)
     ramp = torch.linspace(-1, 1, size)

@@ -52,31 +52,17 @@ def remove_layer(state):
 
 CHANGES = {
     "LayerScale": (add(f"{BLOCK}.ls_1.gamma", WIDTH), r"unknown tensor .*resblocks.1.ls_1.gamma"),
-    "attentional pool": (add("visual.attn_pool.query", 4, WIDTH), r"unknown tensor .*attn_pool.query"),
     "no_ln_pre": (remove("visual.ln_pre.weight", "visual.ln_pre.bias"), r"ln_pre.weight, visual.ln_pre.bias missing"),
-    "qk norm": (add(f"{BLOCK}.attn.ln_q.weight", 26), r"unknown tensor .*ln_q.weight"),
-    "timm": (add("visual.trunk.cls_token", 1, 1, WIDTH), r"unknown tensor visual.trunk.cls_token"),
-    "resnet": (add("visual.layer1.0.conv1.weight", 4, 4, 1, 1), r"unknown tensor visual.layer1"),
-    "scaled feed-forward": (add(f"{BLOCK}.mlp.ln.weight", INNER), r"unknown tensor .*mlp.ln.weight"),
-    "patches not square": (add("visual.conv1.weight", WIDTH, 3, PATCH, PATCH - 1), r"conv1.weight: patches of 6 by 5"),
-    "a linear patch embedding": (add("visual.conv1.weight", WIDTH, 108), r"has shape \[104, 108\]; 4 axes"),
-    "no class position": (add("visual.positional_embedding", 49, WIDTH), r"positional_embedding: 49 positions"),
-    "grid not square": (add("visual.positional_embedding", 57, WIDTH), r"positional_embedding: 57 positions"),
-    "no position": (add("visual.positional_embedding", 1, WIDTH), r"positional_embedding: 1 positions"),
-    "missing position": (remove("visual.positional_embedding"), r"visual.positional_embedding is missing"),
-    "missing projection": (remove("visual.proj"), r"visual.proj is missing"),
-    "missing bias": (remove(f"{BLOCK}.attn.in_proj_bias"), r"resblocks.1.attn.in_proj_bias missing"),
+    "patches not square": (add("visual.conv1.weight", WIDTH, 3, PATCH, PATCH - 1), r"conv1.weight: .*\[104, 90\]"),
+    "grid not square": (add("visual.positional_embedding", 57, WIDTH), r"positional_embedding: .*\[57, 104\]"),
+    "missing projection": (remove("visual.proj"), r"visual.proj missing"),
     "missing layer": (remove_layer, r"resblocks.1.ln_1.weight.* missing"),
-    "unknown in the tower": (add("visual.extra.weight", 3), r"unknown tensor visual.extra.weight"),
     "unknown beside the tower": (add("decoder.weight", 3), r"unknown tensor decoder.weight"),
-    "leading zero": (add("visual.transformer.resblocks.01.ln_1.bias", WIDTH), r"unknown tensor .*01.ln_1.bias"),
     "fused weight too short": (add(f"{BLOCK}.attn.in_proj_weight", 3 * WIDTH - 1, WIDTH), r"in_proj_weight has 311"),
     "transposed": (add(f"{BLOCK}.mlp.c_fc.weight", WIDTH, INNER), r"c_fc.weight: .*\[104, 512\]"),
-    "width": (add("visual.ln_post.weight", WIDTH + 1), r"ln_post.weight: .*\[105\]"),
     "quantized": (add(f"{BLOCK}.mlp.c_fc.weight", INNER, WIDTH, dtype=torch.int8), r"c_fc.weight: has dtype int8"),
     "twice": (add("module.visual.class_embedding", WIDTH), r"is the same tensor as .*module.visual.class_embedding"),
     "NaN": (spoil(f"{BLOCK}.mlp.c_proj.weight", float("nan")), r"c_proj.weight .*NaN"),
-    "infinity": (spoil("visual.class_embedding", float("inf")), r"class_embedding .*infinity"),
 }  # fmt: skip
 
 
@@ -96,57 +82,34 @@ class TestOpenClip:
         ("vision", "message"),
         [
             ({"pos_embed_type": "sin_cos_2d"}, "pos_embed_type is 'sin_cos_2d'"),
-            ({"pool_type": "avg"}, "pool_type is 'avg'"),
             ({"final_ln_after_pool": True}, "final_ln_after_pool"),
-            ({"layers": 4}, "num_hidden_layers is said to be 4 by .*, 3 by the tensors of"),
-            ({"width": 128}, "hidden_size is said to be 128 by .*, 104 by the tensors of"),
-            ({"width": "wide"}, "vision_cfg cannot be read"),
-            ({"mlp_ratio": float("inf")}, "vision_cfg cannot be read"),
-            ({"image_size": 42.5}, "image_size is said to be 42.5 by"),
-            ({"mlp_ratio": 4.0}, "intermediate_size is said to be 416 by"),
-            ({"patch_size": 14}, "patch_size is said to be 14 by"),
-            ({"patch_size": [6, 7]}, "patch_size is .*must be square"),
-            ({"image_size": 48}, "image_size is said to be 48 by .*, 42 by the tensors of"),
+            ({"layers": 4}, "resblocks.3.*missing"),
+            ({"layers": 2}, "has no model.layers.2"),
+            ({"width": "wide"}, "open_clip_config.json: cannot be read"),
+            ({"mlp_ratio": 4.0}, "fc1.bias of shape"),
+            ({"image_size": 48}, "positional_embedding_vlm of shape"),
             ({"image_size": [42, 48]}, "image_size is .*must be square"),
-            ({"head_width": 0}, "vision_cfg cannot be read"),
-            ({"norm_kwargs": {"eps": "small"}}, "vision_cfg cannot be read"),
             ({"act_kwargs": {"alpha": 2}}, "act_kwargs"),
         ],
     )
     def test_configuration(self, tmp_path, vision, message):
         config = open_clip_config(False, **vision)
         source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), config)
-        with pytest.raises(CheckpointError, match=message) as error:
+        with pytest.raises(CheckpointError, match=message):
             convert_vision(source, tmp_path / "tower")
-        assert "open_clip_config.json" in str(error.value)
         assert not (tmp_path / "tower").exists()
 
     @pytest.mark.parametrize(
-        ("content", "named"),
+        ("preprocess", "message"),
         [
-            ("{", "JSON"),
-            ("[]", "JSON"),
-            ("{}", "vision_cfg"),
-            ('{"model_cfg": []}', "vision_cfg"),
-            ('{"model_cfg": {"vision_cfg": 3}}', "vision_cfg"),
             ({"resize_mode": "longest"}, "resize_mode 'longest'"),
             ({"interpolation": "nearest"}, "interpolation 'nearest'"),
-            ({"mean": [0.5, 0.5]}, "mean|three numbers"),
-            ({"std": "wide"}, "std|three numbers"),
-            ({"std": [0.5, 0.0, 0.5]}, "std|positive numbers"),
-            ({"model_cfg": {"embed_dim": 41}}, ", 40 by the tensors"),
-            ({"model_cfg": {"quick_gelu": "yes"}}, "quick_gelu is 'yes'"),
         ],
     )
-    def test_configuration_files(self, tmp_path, content, named):
-        if not isinstance(content, str):
-            change = content.get("model_cfg", {})
-            config = open_clip_config(preprocess={} if change else content)
-            config["model_cfg"] |= change
-            content = json.dumps(config)
-        source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), open_clip_config())
-        (source / "open_clip_config.json").write_text(content)
-        with pytest.raises(CheckpointError, match=f"open_clip_config.json.*({named})"):
+    def test_preparation_of_pictures(self, tmp_path, preprocess, message):
+        config = open_clip_config(preprocess=preprocess)
+        source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), config)
+        with pytest.raises(CheckpointError, match=f"open_clip_config.json: {message}"):
             open_tower(source)
 
 
@@ -155,26 +118,11 @@ class TestClip:
         ("change", "fields", "message"),
         [
             (remove("visual_projection.weight"), {}, "visual_projection.weight missing"),
-            (remove("vision_model.pre_layrnorm.bias"), {}, "vision_model.pre_layrnorm.bias missing"),
             (add("embeddings.class_embedding", WIDTH), {}, "is the same tensor as"),
             (add("vision_model.extra", 2), {}, "unknown tensor vision_model.extra"),
-            (
-                None,
-                {"hidden_size": 112},
-                r"class_embedding of shape \[104\], but the configuration asks for \[112\]",
-            ),
-            (
-                None,
-                {"num_hidden_layers": 2},
-                "layers.2.layer_norm1.bias: the model that the configuration describes has no",
-            ),
-            (
-                None,
-                {"image_size": 48},
-                r"positional_embedding_vlm of shape \[50, 104\], but .* asks for \[65, 104\]",
-            ),
+            (None, {"hidden_size": 112}, r"of shape \[104\], but the configuration asks for \[112\]"),
+            (None, {"num_hidden_layers": 2}, "describes has no model.layers.2"),
             (None, {"image_size": [42, 48]}, "config.json: image_size is .*square"),
-            (None, {"num_attention_heads": 5}, "config.json: .*num_attention_heads|heads"),
             (None, {"hidden_act": "swoosh"}, "hidden_act = 'swoosh': unknown activation"),
         ],
     )
@@ -222,13 +170,3 @@ class TestPlaces:
         SiglipVisionModel(SiglipVisionConfig(**fields)).save_pretrained(tmp_path / "source")
         with pytest.raises(CheckpointError, match="is not a tower"):
             convert_vision(tmp_path / "source", tmp_path / "tower")
-
-    def test_options(self, tmp_path):
-        source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), open_clip_config())
-        for option, message in (
-            ({"to": "open_clip"}, "to = 'open_clip'"),
-            ({"dtype": "int8"}, "dtype = 'int8'"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                convert_vision(source, tmp_path / "tower", **option)
-        assert not (tmp_path / "tower").exists()

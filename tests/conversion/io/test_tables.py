@@ -60,8 +60,8 @@ def changed(change):
     ("change", "message"),
     [
         (lambda a, b: [file.update(lazy({"layers.1.q": torch.ones(1)})) for file in (a, b)], r"layers\.1\.q"),
-        (lambda a, b: b.pop("embed"), "embed is missing"),
-        (lambda a, b: b.update(lazy({"extra": torch.ones(2)}, "second")), "second: extra"),
+        (lambda a, b: b.pop("embed"), "embed missing"),
+        (lambda a, b: b.update(lazy({"extra": torch.ones(2)}, "second")), "unknown tensor extra"),
         (
             lambda a, b: b.update(lazy({"embed": torch.ones(5, 4)}, "second")),
             r"second: embed is float32 \[5, 4\]",
@@ -104,7 +104,7 @@ def test_what_is_dropped_need_not_be_in_every_file():
 
 def test_two_names_for_one_tensor_are_named():
     table = [Row("a", "x"), Row("b", "x")]
-    with pytest.raises(CheckpointError, match="b and a are the same tensor"):
+    with pytest.raises(CheckpointError, match="x is there under two names, one of them b"):
         read_through(table, [lazy({"a": torch.ones(1), "b": torch.ones(1)})], None)
 
 

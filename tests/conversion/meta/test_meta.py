@@ -23,7 +23,6 @@ from support.meta_folders import (
 from support.tokenizer_files import rank_table, sentencepiece_model
 from transformers import AutoConfig, AutoTokenizer
 
-from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.convert import convert
 from llamoe.conversion.io import WriteOptions
 from llamoe.conversion.io.name_table import Drop
@@ -91,7 +90,6 @@ def test_every_row_of_every_table_is_used_by_a_case(tmp_path):
         assert all(len(reason) > 10 for reason in checkpoint.dropped.values())
         ballast = set(add_ballast(case, [{}])[0])
         assert set(checkpoint.dropped) == ballast
-    names["llama4"].add("vision_embeddings.vision_encoder.positional_embedding")  # has a test of its own
     tables = {"llama": llama_table(0) + llama_table(1), "llama4": llama4_table(configs["llama-4"])}
     for family, table in tables.items():
         for row in table:
@@ -103,26 +101,6 @@ def test_every_row_of_every_table_is_used_by_a_case(tmp_path):
                     .replace(r"\*", ".*")
                 )
                 assert any(re.fullmatch(regex, name) for name in names[family]), pattern
-
-
-def test_older_positions_are_resampled_as_metas_loader_does(tmp_path):
-    """It takes them, class token first, with `grid_sample` at x / width * 2 - 1."""
-    case = BY_NAME["llama-4"]
-    full = whole_model(case)
-    old = torch.randn(17, 96, generator=torch.Generator().manual_seed(0))
-    files = cut(case, full, 2)
-    for part in files:
-        del part["vision_embeddings.vision_encoder.positional_embedding_vlm"]
-        part["vision_embeddings.vision_encoder.positional_embedding"] = old.clone()
-    write_folder(tmp_path, case.params, files)
-    given = open_meta(tmp_path).tensors["vision_model.positional_embedding_vlm"].read()
-    line = torch.arange(4.0) / 4 * 2 - 1
-    grid = torch.stack(torch.meshgrid(line, line, indexing="xy"), dim=-1)[None]
-    patches = torch.nn.functional.grid_sample(
-        old[1:].view(1, 4, 4, 96).permute(0, 3, 1, 2), grid, padding_mode="zeros", align_corners=False
-    )
-    torch.testing.assert_close(given[:16], patches[0].flatten(1).T, atol=1e-6, rtol=0)
-    assert torch.equal(given[16], old[0])
 
 
 def test_a_single_file_may_be_called_consolidated_pth_and_params_nested(tmp_path):
@@ -148,14 +126,6 @@ def test_a_head_that_is_the_embedding_is_written_as_a_copy(tmp_path):
     embedding = full["tok_embeddings.weight"]
     assert torch.equal(again.tensors["model.embed_tokens.weight"].read(), embedding)
     assert torch.equal(torch.cat([file["output.weight"] for file in files]), embedding)
-
-
-@pytest.mark.parametrize("pad", [-400, 5000])
-def test_padding_that_no_model_can_have_is_told_with_its_folder(pad, tmp_path):
-    make_folder(tmp_path, BY_NAME["llama-2"])
-    (tmp_path / "llamoe.json").write_text(json.dumps({"pad_token_id": pad}))
-    with pytest.raises(CheckpointError, match=f"{tmp_path.name}.*no model can be made"):
-        open_meta(tmp_path)
 
 
 def test_another_dtype_is_written_for_every_tensor(tmp_path):

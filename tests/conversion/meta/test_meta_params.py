@@ -282,7 +282,7 @@ WRONG = ("factor", "fctor=3", '{"factor": ', "rope_type=linear", "rope_type=spir
         ("factor=16", {"rope_type": "llama3", "factor": 16, "high_freq_factor": 4.0, "rope_theta": 5e5}),
         ({"factor": 5.0, "rope_theta": 7e4}, {"rope_type": "llama3", "factor": 5.0, "rope_theta": 7e4}),
         ('{"rope_type": "linear", "factor": 3.0}', {"rope_type": "linear", "factor": 3.0, "rope_theta": 5e5}),
-        ("type=linear,factor=3", {"rope_type": "linear", "factor": 3, "rope_theta": 5e5}),
+        ("rope_type=linear,factor=3", {"rope_type": "linear", "factor": 3, "rope_theta": 5e5}),
         ({"rope_type": "default"}, {"rope_type": "default", "rope_theta": 5e5}),
     ],
 )

@@ -21,25 +21,18 @@ from llamoe.conversion.meta.folder import open_meta, save_meta
 
 
 @pytest.mark.parametrize(
-    ("name", "shards", "numbers"),
+    ("name", "shards", "words"),
     [
-        ("llama-2-gqa", 6, ["num_key_value_heads = 4", "6", "fewer"]),
-        ("llama-2-gqa-of-3", 2, ["num_key_value_heads = 3", "2"]),
-        ("llama-4", 3, ["num_key_value_heads = 4", "3"]),
-        (
-            "llama-4",
-            8,
-            ["num_key_value_heads = 4", "intermediate_size = 132", "vision_config.num_attention_heads = 12"],
-        ),
-        ("llama-2", 0, ["shards=0"]),
+        ("llama-2-gqa", 6, "shards = 6: .* divide 4,"),
+        ("llama-2-gqa-of-3", 2, "shards = 2: .* divide 3,"),
+        ("llama-4", 3, "shards = 3: .* divide 4,"),
+        ("llama-2", 0, "shards=0"),
     ],
 )
-def test_files_that_sizes_cannot_be_divided_by_are_refused(name, shards, numbers, tmp_path):
+def test_files_that_heads_cannot_be_divided_by_are_refused(name, shards, words, tmp_path):
     make_folder(tmp_path / "meta", BY_NAME[name])
-    with pytest.raises(ValueError, match="shards") as caught:
+    with pytest.raises(ValueError, match=words):
         save_meta(open_meta(tmp_path / "meta"), tmp_path / "to", shards=shards)
-    for number in numbers:
-        assert number in str(caught.value)
     assert not (tmp_path / "to").exists()
 
 
@@ -86,11 +79,10 @@ CONTRADICTIONS = [
     ("llama-2", say(n_heads="12"), ["params.json", "n_heads = '12'"]),
     ("llama-2", say(n_heads=None), ["params.json", "n_heads is missing"]),
     ("llama-2", say(norm_eps=-1.0), ["norm_eps = -1.0"]),
-    ("llama-2", say(quantization_args={"scheme": "int4_weight_int8_dynamic_activation"}), ["quantization_args"]),
     ("llama-2", replace("layers.1.attention.wk.weight", lambda _: torch.tensor(1.0)), ["wk.weight has shape []"]),
     (
         "llama-4", double("layers.1.feed_forward.norm.weight", "layers.1.ffn_norm.weight"),
-        ["layers.1.feed_forward.norm.weight", "layers.1.ffn_norm.weight", "two names"],
+        ["two names", "layers.1.ffn_norm.weight"],
     ),
     ("llama-4", drop(f"{EXPERTS}_swiglu_eD_F"), ["moe_w_swiglu_eD_F missing"]),
     (
@@ -101,13 +93,13 @@ CONTRADICTIONS = [
         "llama-4", replace(f"{EXPERTS}_out_eF_D", lambda weight: weight[:-1], rank=1),
         ["consolidated.01.pth", "moe_w_out_eF_D", "[329, 72]", "[330, 72]"],
     ),
-    ("llama-4", say(moe_args=None), ["router_DE", "moe_args"]),
+    ("llama-4", say(moe_args=None), ["experts"]),
     (
         "llama-4", say(moe_args={"num_experts": 4, "interleave_moe_layer_step": 2}),
         ["moe_w_out_eF_D has shape [330, 72]", "4 experts"],
     ),
     ("llama-4", say(moe_args={"num_experts": 5}), ["layers.0.feed_forward.mlp.fc1_weight", "params.json"]),
-    ("llama-4", say(vision_args=None), ["vision_embeddings", "vision_args"]),
+    ("llama-4", say(vision_args=None), ["vision_embeddings"]),
     ("llama-4", say(n_kv_heads=2), ["layers.0.attention.wqkv.weight", "60 rows", "6 + 1 + 1"]),
     ("llama-4", say(vision_args=VISION | {"image_size": {"height": 56, "width": 42}}), ["image_size", "square"]),
     ("llama-4", say(vision_args=VISION | {"dim": 48}), ["positional_embedding_vlm|conv1", "96"]),
@@ -139,5 +131,5 @@ def test_dtypes_that_one_tensor_of_metas_cannot_mix_are_refused(tmp_path):
 def test_a_tokenizer_of_another_size_is_refused(tmp_path):
     make_folder(tmp_path, BY_NAME["llama-4"], 2)
     (tmp_path / "tokenizer.model").write_bytes(rank_table() + b"YWE= 256\n")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.model: .*257 \+ 2048.*2304"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model: .*257 ranks.*2304"):
         open_meta(tmp_path)

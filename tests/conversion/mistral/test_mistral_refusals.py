@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.mistral_folders import DENSE, FIRST_MIXTRAL, MIXTRAL, SLICES, MistralCase, first_release
+from support.mistral_folders import DENSE, MIXTRAL, SLICES, MistralCase
 
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import convert
@@ -77,29 +77,13 @@ def put(name, *shape):
         ),
         (MIXTRAL, put(EXPERT.format("w2"), 24, 41), [EXPERT.format("w2"), "[24, 41]", "[24, 40]"]),
         (MIXTRAL, put("layers.0.feed_forward.w1.weight", 40, 24), ["no model.layers.0.mlp.gate_proj.weight"]),
-        (
-            FIRST_MIXTRAL,
-            put("layers.1.block_sparse_moe.w1", 121, 24),
-            ["layers.1.block_sparse_moe.w1", "[121, 24]", "3 experts"],
-        ),
-        (
-            FIRST_MIXTRAL,
-            put("layers.1.block_sparse_moe.w2", 117, 24),
-            ["layers.1.block_sparse_moe.w2", "[117, 24]", "[120, 24]"],
-        ),
-        (FIRST_MIXTRAL, drop("layers.1.block_sparse_moe.w2"), ["layers.1.block_sparse_moe.w2 missing"]),
     ],
     ids=lambda value: value.name.replace(" ", "-") if isinstance(value, MistralCase) else None,
 )
 def test_tensors_that_do_not_fit_params_json_are_named(case, change, words, tmp_path):
     weights = case.weights()
-    if case is FIRST_MIXTRAL:
-        weights = first_release(weights, 3)
-        change(weights)
-        source = replace(case, layout="pth").write(tmp_path / "mistral", weights)
-    else:
-        change(weights)
-        source = case.write(tmp_path / "mistral", weights)
+    change(weights)
+    source = case.write(tmp_path / "mistral", weights)
     message = refused(source, tmp_path / "hf")
     for word in words:
         assert word in message
@@ -109,17 +93,17 @@ def test_tensors_that_do_not_fit_params_json_are_named(case, change, words, tmp_
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ({"model_type": "mamba"}, ["model_type = 'mamba'", "no other kind"]),
+        ({"model_type": "mamba"}, ["model_type = mamba", "'transformer'"]),
         ({"vision_encoder": {"image_size": 1024}}, ["vision_encoder", "decoders of text"]),
-        ({"lora": {"rank": 64, "scaling": 2.0}}, ["lora", "LoRA adapters"]),
-        ({"quantization": {"qformat_weight": "fp8_e4m3"}}, ["quantization", "quantized weights"]),
+        ({"lora": {"rank": 64, "scaling": 2.0}}, ["lora ="]),
+        ({"quantization": {"qformat_weight": "fp8_e4m3"}}, ["quantization ="]),
         ({"yarn": {"beta": 32}}, ["yarn = {'beta': 32}", "remove it"]),
         (
             {"moe": {"num_experts": 3, "num_experts_per_tok": 2, "num_shared_experts": 1}},
             ["moe.num_shared_experts"],
         ),
         ({"causal": False}, ["causal = False", "True"]),
-        ({"qk_norm": True}, ["qk_norm = True", "False"]),
+        ({"qk_norm": True}, ["qk_norm = True"]),
         ({"attn_logit_softcap": 30.0}, ["attn_logit_softcap = 30.0"]),
         ({"rope_scaling": {"factor": 8.0}}, ["rope_scaling = "]),
         ({"llama_4_scaling": {"beta": 0.1}}, ["llama_4_scaling = "]),
@@ -141,7 +125,7 @@ def test_tensors_that_do_not_fit_params_json_are_named(case, change, words, tmp_
         ({"sliding_window": [4, 5]}, ["sliding_window = [4, 5]", "one number"]),
         ({"sliding_window": [4, None, 4]}, ["sliding_window = [4, None, 4]", "2 layers"]),
         ({"sliding_window": "many"}, ["sliding_window = 'many'"]),
-        ({"hidden_size": 24}, ["hidden_size = 24", "one of hidden_size and dim"]),
+        ({"hidden_size": 24}, ["hidden_size = 24"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -172,42 +156,10 @@ def test_keys_that_are_off_change_nothing(tmp_path):
     assert set(report.dropped) == {"params.json: max_batch_size"}
 
 
-def test_a_lost_file_of_a_first_release_is_seen(tmp_path):
-    source = FIRST_MIXTRAL.write(tmp_path / "gap")
-    (source / "consolidated.01.pt").unlink()
-    assert "consolidated.01.pt missing" in refused(source, tmp_path / "hf")
-    source = FIRST_MIXTRAL.write(tmp_path / "last")
-    (source / "consolidated.02.pt").unlink()
-    (source / "consolidated.03.pt").unlink()
-    assert "missing" in refused(source, tmp_path / "hf")
-
-
-def test_copies_of_a_tensor_in_a_first_release_must_be_equal(tmp_path):
-    source = FIRST_MIXTRAL.write(tmp_path / "mistral")
-    last = torch.load(source / "consolidated.03.pt")
-    torch.save({**last, "norm.weight": last["norm.weight"] + 1}, source / "consolidated.03.pt")
-    assert "norm.weight: differs" in refused(source, tmp_path / "hf")
-
-
-def test_slices_that_do_not_belong_together_are_refused(tmp_path):
-    source = SLICES.write(tmp_path / "lacks")
-    part = torch.load(source / "consolidated.01.pth")
-    missing = {name: tensor for name, tensor in part.items() if "0.attention.wv" not in name}
-    torch.save(missing, source / "consolidated.01.pth")
-    assert "consolidated.01.pth: layers.0.attention.wv.weight is missing" in refused(source, tmp_path / "hf")
-
+def test_a_lost_file_of_slices_is_seen(tmp_path):
     source = SLICES.write(tmp_path / "lost")
     (source / "consolidated.01.pth").unlink()
     assert "A file is missing" in refused(source, tmp_path / "hf")
-
-
-def test_a_mixture_in_slices_is_refused(tmp_path):
-    case = MistralCase(
-        "sliced", {"moe": {"num_experts": 3, "num_experts_per_tok": 2}, "vocab_size": 54}, layout="slices"
-    )
-    message = refused(case.write(tmp_path / "mistral"), tmp_path / "hf")
-    assert "each of the 2 files holds" in message
-    assert "as if sliced" in message
 
 
 def test_a_damaged_hugging_face_folder_of_mixtral_names_its_own_tensors(tmp_path):

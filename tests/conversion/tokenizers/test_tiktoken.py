@@ -318,7 +318,7 @@ def test_chat_refuses_what_it_cannot_say(loaded):
 def test_the_original_comes_back_byte_by_byte(family):
     given = TABLE.replace(b"\n", b"\r\n") + b"\r\n"
     files = conversion.hf_files_from_meta(given, config_of(family))
-    assert conversion.meta_tokenizer_model(files) == given
+    assert conversion.meta_tokenizer_file(files, config_of(family)) == {"tokenizer.model": given}
 
 
 # Wrong files
@@ -331,14 +331,9 @@ def replaced(number, line):
 
 
 DAMAGED = {
-    "line 5 is b'!!! 4'": replaced(5, b"!!! 4"),
-    "line 1 is b'IQ= 0'": replaced(1, b"IQ= 0"),
-    "line 40 is b'QQ== x'": replaced(40, b"QQ== x"),
-    "line 7 is b'QQ=='": replaced(7, b"QQ=="),
-    "line 9 is b'QQ== 1 2'": replaced(9, b"QQ== 1 2"),
-    "line 577": TABLE + b"\xff\xfe\n",
-}
-INCOMPLETE = {
+    "no base64": replaced(5, b"!!! 4"),
+    "no rank": replaced(7, b"QQ=="),
+    "no number": TABLE + b"\xff\xfe\n",
     "a rank below 0": replaced(9, b"QQ== -1"),
     "a rank twice": replaced(300, TABLE.splitlines()[299].split()[0] + b" 3"),
     "a token twice": replaced(300, TABLE.splitlines()[9].split()[0] + b" 299"),
@@ -347,17 +342,10 @@ INCOMPLETE = {
 }
 
 
-@pytest.mark.parametrize("message", DAMAGED)
-def test_damage_is_named(message, family):
-    with pytest.raises(CheckpointError, match=message) as error:
-        conversion.hf_files_from_meta(DAMAGED[message], config_of(family), origin="a/tokenizer.model")
-    assert "a/tokenizer.model" in str(error.value)
-
-
-@pytest.mark.parametrize("damage", INCOMPLETE)
+@pytest.mark.parametrize("damage", DAMAGED)
 def test_a_table_without_each_rank_once_is_refused(damage, family):
-    with pytest.raises(CheckpointError, match="a/tokenizer.model: .*one token for each rank"):
-        conversion.hf_files_from_meta(INCOMPLETE[damage], config_of(family), origin="a/tokenizer.model")
+    with pytest.raises(CheckpointError, match="a/tokenizer.model: (is no table|.*one token for each rank)"):
+        conversion.hf_files_from_meta(DAMAGED[damage], config_of(family), origin="a/tokenizer.model")
 
 
 def test_a_table_cut_short_or_of_another_model_is_refused(family):
@@ -365,9 +353,7 @@ def test_a_table_cut_short_or_of_another_model_is_refused(family):
     for length in [3, 700, len(TABLE) // 2, len(TABLE) - 5, len(TABLE) - 9]:
         with pytest.raises(CheckpointError, match=r"tokenizer\.model"):
             conversion.check_tokenizer(TABLE[:length], config)
-    with pytest.raises(
-        CheckpointError, match=rf"{RANKS} \+ 256 = .* or {RANKS} \+ 2048 = .*vocab_size is 999"
-    ):
+    with pytest.raises(CheckpointError, match=rf"{RANKS + 256} .* or {RANKS + 2048} .*vocab_size is 999"):
         conversion.check_tokenizer(TABLE, config_of(family, 999))
     with pytest.raises(CheckpointError, match="llama-2 has a SentencePiece model"):
         conversion.check_tokenizer(TABLE, config, family="llama-2")

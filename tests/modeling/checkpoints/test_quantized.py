@@ -23,8 +23,8 @@ from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 import llamoe
 from llamoe.configuration.errors import CheckpointError
-from llamoe.conversion.inspect import inspect
 from llamoe.modeling.checkpoints import in_units, part_of
+from llamoe.planning import Source, weight_bytes
 
 # Whole blocks of 64 everywhere but in the patches, which have 588 numbers: int8 of quanto reads beyond other widths.
 TEXT = dict(
@@ -215,12 +215,12 @@ def test_without_a_quantizer_patches_have_the_dtype_that_is_asked_for(dtype, fol
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
-def test_inspect_promises_what_bitsandbytes_stores(folder, tmp_path):
-    needs = inspect(folder).needs
-    for method, name in (("bitsandbytes 4 bit", "int4"), ("bitsandbytes 8 bit", "int8")):
+def test_planning_promises_what_bitsandbytes_stores(folder, tmp_path):
+    model = Source(llamoe.LlamoeConfig.from_pretrained(folder)).model
+    for method, name, bits in (("bitsandbytes 4 bit", "int4", 4), ("bitsandbytes 8 bit", "int8", 8)):
         load(folder, method).save_pretrained(tmp_path / name)
         # Codes and sizes that stand beside each layer's 4-bit numbers are not counted.
         small = ("quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4", "weight_format")
         stored = load_file(tmp_path / name / "model.safetensors")
         measured = sum(tensor.nbytes for key, tensor in stored.items() if not key.endswith(small))
-        assert 0.97 * measured < needs[name].weights <= measured
+        assert 0.97 * measured < sum(weight_bytes(model, bits).values()) <= measured
