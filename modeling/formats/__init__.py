@@ -18,4 +18,4 @@ from .format import (
 from .int4 import Int4
 from .int4_layout import BLOCK, torchs_block
 from .int8 import Int8
-from .plain import Plain, plain_format
+from .plain import Plain
