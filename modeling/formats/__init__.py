@@ -4,7 +4,7 @@ Reading order: format (the questions that each format answers), plain, int4_layo
 files), scales (codes and scales of weights), int4, int8, bnb. Formats know no modules.
 """
 
-from .bnb import NESTED_BLOCKSIZE, BitsAndBytesFormat, Bnb4Bit, Bnb8Bit, code_of
+from .bnb import BitsAndBytesFormat, Bnb4Bit, Bnb8Bit
 from .format import (
     MAKERS,
     Format,

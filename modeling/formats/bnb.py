@@ -1,26 +1,27 @@
 """bitsandbytes' formats: what `Linear4bit` and `Linear8bitLt` hold, for the experts' matrices.
 
 bitsandbytes' own functions quantize and unpack them; a product unpacks one expert's matrix first, on every device. An
-expert's gate and up lie in one stack, but un-fused they are two linear layers, which bitsandbytes quantizes each by
-itself: their blocks and nested statistics are two. So every part has an axis in front for the matrices that lie upon
-each other, of which the down projection has one.
+expert's gate and up are in one stack, but un-fused they are two linear layers, which bitsandbytes quantizes each by
+itself: their blocks and nested statistics are two. So every part has an axis in front for these matrices, of which the
+down projection has one. Files have each matrix as a linear layer's tensors, by their kind: "weight", "absmax", "SCB" …
 
-bitsandbytes is imported when a matrix is quantized or unpacked.
+bitsandbytes is imported when a matrix is quantized, unpacked or read.
 
 Shapes: O outputs, I inputs, M matrices with O / M outputs each, B blocks of a matrix.
 """
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from .format import MAKERS, Format, Parts, Sizes
 
-# Blocks that share a scale of their scales.
-NESTED_BLOCKSIZE = 256
+# Weights of a block, as linear layers have them, and blocks that share a scale of their scales.
+BLOCKSIZE, NESTED_BLOCKSIZE = 64, 256
 # bitsandbytes' kernel for CPUs takes 24 bytes for each number that it quantizes. Whole blocks of all sizes.
 _NUMBERS_AT_ONCE = 1 << 16
 # Addresses from which CUDA kernels load several codes at once.
@@ -38,6 +39,8 @@ class BitsAndBytesFormat(Format):
 
     compute_dtype: torch.dtype
     matrices: int = 1
+    kinds: ClassVar[tuple[str, ...]]
+    """Kinds of the tensors in files that are parts."""
 
     def of_one(self, sizes: Sizes) -> Sizes:
         """Sizes of each of the matrices."""
@@ -47,8 +50,8 @@ class BitsAndBytesFormat(Format):
         return [((self.matrices, *shape), dtype) for shape, dtype in self.parts_of_one(*self.of_one(sizes))]
 
     def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        found = [self.quantize_one(matrix) for matrix in weight_OI.chunk(self.matrices)]
-        return [torch.stack(each) for each in zip(*found, strict=True)]
+        ones = [self.quantize_one(matrix) for matrix in weight_OI.chunk(self.matrices)]
+        return [torch.stack(part) for part in zip(*ones, strict=True)]
 
     def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
         ones = [self.one_matrix(one, self.of_one(sizes), dtype) for one in zip(*parts, strict=True)]
@@ -66,6 +69,14 @@ class BitsAndBytesFormat(Format):
     def one_matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
         """The matrix that the parts of one mean."""
 
+    @abstractmethod
+    def read_one(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
+        """The parts of one matrix out of a file's tensors, by kind; an error if these mean another one."""
+
+    @abstractmethod
+    def tensors_of_one(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The tensors of one matrix in files, by what follows a layer's name; `dtype` is that of unpacked weights."""
+
 
 @dataclass(frozen=True)
 class Bnb4Bit(BitsAndBytesFormat):
@@ -77,13 +88,12 @@ class Bnb4Bit(BitsAndBytesFormat):
 
     Attributes:
         quant_type: "nf4" or "fp4".
-        blocksize: weights in a block.
         is_nested: whether with double quantization.
     """
 
     quant_type: str = "nf4"
-    blocksize: int = 64
     is_nested: bool = False
+    kinds = ("weight", "absmax", "nested_absmax")
 
     @property
     def suffixes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -91,12 +101,13 @@ class Bnb4Bit(BitsAndBytesFormat):
 
     @property
     def key(self) -> str:
-        name = "bitsandbytes-4bit" + ("-nested" if self.is_nested else "")
-        return f"{name}:{_name(self.compute_dtype)}:{self.matrices}:{self.quant_type}:{self.blocksize}"
+        nested = ":nested" if self.is_nested else ""
+        dtype = str(self.compute_dtype).removeprefix("torch.")
+        return f"bitsandbytes-4bit:{dtype}:{self.matrices}:{self.quant_type}{nested}"
 
     def parts_of_one(self, num_out: int, num_in: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         numbers = num_out * num_in
-        blocks = -(-numbers // self.blocksize)
+        blocks = -(-numbers // BLOCKSIZE)
         codes = ((-(-numbers // 2),), torch.uint8)
         if not self.is_nested:
             return [codes, ((blocks,), torch.float32)]
@@ -109,7 +120,7 @@ class Bnb4Bit(BitsAndBytesFormat):
         numbers = weight.reshape(-1)
         codes, scales = [], []
         for part in numbers.split(_NUMBERS_AT_ONCE if weight.is_cpu else numbers.numel()):
-            part_codes, state = quantize_4bit(part, blocksize=self.blocksize, quant_type=self.quant_type)
+            part_codes, state = quantize_4bit(part, blocksize=BLOCKSIZE, quant_type=self.quant_type)
             codes.append(part_codes.view(-1))
             scales.append(state.absmax)
         absmax = torch.cat(scales)
@@ -141,11 +152,40 @@ class Bnb4Bit(BitsAndBytesFormat):
             absmax=parts[1],
             shape=torch.Size(sizes),
             code=code_of(self.quant_type, device),
-            blocksize=self.blocksize,
+            blocksize=BLOCKSIZE,
             quant_type=self.quant_type,
             dtype=dtype,
             **nested,
         )
+
+    def read_one(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
+        from bitsandbytes.functional import QuantState
+
+        beside = {kind: tensor for kind, tensor in tensors.items() if kind != "weight"}
+        # No device: tensors stay where they are.
+        state: Any = QuantState.from_dict(beside, None)  # pyright: ignore[reportArgumentType]
+        # Codes are stored in bytes of any dtype.
+        parts = [tensors["weight"].contiguous().view(torch.uint8).flatten(), state.absmax]
+        given = [state.quant_type, state.blocksize, state.shape, state.state2 and state.state2.blocksize]
+        wanted = [self.quant_type, BLOCKSIZE, torch.Size(sizes), NESTED_BLOCKSIZE if self.is_nested else None]
+        tables = [(state.code, self.quant_type)]
+        if given != wanted:
+            names = "type, block size, shape and block size of nested scales"
+            raise ValueError(f"its {names} are {given}, not {wanted}")
+        if self.is_nested:
+            parts += [state.state2.absmax, state.offset]
+            tables.append((state.state2.code, "dynamic"))
+        for table, name in tables:
+            if not torch.allclose(table, code_of(name, table.device), rtol=0, atol=1e-6):
+                raise ValueError(f"its {name} table has other numbers than bitsandbytes' codes have")
+        return parts
+
+    def tensors_of_one(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        state = self.state(parts, sizes, dtype)
+        # Files hold no tensor twice.
+        state.code = state.code.clone()
+        beside = state.as_dict(packed=True)
+        return {"weight": parts[0].view(-1, 1)} | {f"weight.{kind}": part for kind, part in beside.items()}
 
 
 @dataclass(frozen=True)
@@ -158,10 +198,12 @@ class Bnb8Bit(BitsAndBytesFormat):
     """
 
     suffixes = ("", "_scb")
+    kinds = ("weight", "SCB")
 
     @property
     def key(self) -> str:
-        return f"bitsandbytes-8bit:{_name(self.compute_dtype)}:{self.matrices}"
+        dtype = str(self.compute_dtype).removeprefix("torch.")
+        return f"bitsandbytes-8bit:{dtype}:{self.matrices}"
 
     def parts_of_one(self, num_out: int, num_in: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [((num_out, num_in), torch.int8), ((num_out,), torch.float32)]
@@ -169,16 +211,21 @@ class Bnb8Bit(BitsAndBytesFormat):
     def quantize_one(self, weight: torch.Tensor) -> list[torch.Tensor]:
         from bitsandbytes.functional import int8_vectorwise_quant
 
-        at_once = max(_NUMBERS_AT_ONCE // weight.shape[1], 1) if weight.is_cpu else len(weight)
-        found = [
-            int8_vectorwise_quant(rows.contiguous().to(torch.float16))[:2] for rows in weight.split(at_once)
-        ]
-        return [torch.cat(parts) for parts in zip(*found, strict=True)]
+        return list(int8_vectorwise_quant(weight.contiguous().to(torch.float16))[:2])
 
     def one_matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
         from bitsandbytes.functional import int8_vectorwise_dequant
 
         return int8_vectorwise_dequant(*parts).to(dtype)
+
+    def read_one(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
+        if (layout := tensors.get("weight_format")) is not None and layout.any():
+            raise ValueError("its weight_format is not 0, but a layout of old GPUs")
+        return [tensors["weight"], tensors["SCB"]]
+
+    def tensors_of_one(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        # Row by row, the only layout that is left of several.
+        return {"weight": parts[0], "SCB": parts[1], "weight_format": torch.tensor(0, dtype=torch.uint8)}
 
 
 @lru_cache
@@ -189,14 +236,7 @@ def code_of(name: str, device: torch.device) -> torch.Tensor:
     return create_dynamic_map().to(device) if name == "dynamic" else get_4bit_type(name, device=device)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _four_bits(dtype: str, matrices: str, quant_type: str, size: str, is_nested: bool = False) -> Format:
-    return Bnb4Bit(getattr(torch, dtype), int(matrices), quant_type, int(size), is_nested)
-
-
-MAKERS["bitsandbytes-4bit"] = _four_bits
-MAKERS["bitsandbytes-4bit-nested"] = lambda *fields: _four_bits(*fields, is_nested=True)
+MAKERS["bitsandbytes-4bit"] = lambda dtype, matrices, quant_type, *nested: Bnb4Bit(
+    getattr(torch, dtype), int(matrices), quant_type, bool(nested)
+)
 MAKERS["bitsandbytes-8bit"] = lambda dtype, matrices: Bnb8Bit(getattr(torch, dtype), int(matrices))
