@@ -4,7 +4,7 @@ Reading order: format (the questions that each format answers), plain, int4_layo
 files), scales (codes and scales of weights), int4, int8, bnb. Formats know no modules.
 """
 
-from .bnb import BitsAndBytesFormat, Bnb4Bit, Bnb8Bit
+from .bnb import Bnb4Bit, Bnb8Bit, Separate
 from .format import (
     MAKERS,
     Format,

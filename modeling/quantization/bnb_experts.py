@@ -6,14 +6,13 @@ An expert N is stored un-fused: `experts.N.gate_proj`, `up_proj` and `down_proj`
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...configuration.errors import CheckpointError
 from ..checkpoints import DTYPES, WEIGHT, Stored, expert_of, headers_of
-from ..formats import BitsAndBytesFormat, Parts, Sizes
+from ..formats import Bnb4Bit, Bnb8Bit, Parts, Separate, Sizes
 from ..moe import PARTS_OF_STACKS, STACKS, Experts
 from .packed import QuantizedExperts
 
@@ -32,11 +31,14 @@ class BitsAndBytesExperts(QuantizedExperts):
     # Of one kind, which the base class does not know.
     formats: dict[str, Any]
 
-    def __init__(self, experts: Experts, form: BitsAndBytesFormat):
+    def __init__(self, experts: Experts, form: Bnb4Bit | Bnb8Bit):
         weight_dtype = experts.dtype
-        # Of two matrices, each by itself.
-        super().__init__(experts, form, replace(form, matrices=2))
+        super().__init__(experts, Separate(form, 1), gate_up_form=Separate(form, 2))
         self.weight_dtype = weight_dtype
+
+    def _one(self, stack: str) -> tuple[Any, Sizes]:
+        """Format and sizes of one matrix as files have it."""
+        return self.formats[stack].form, self.formats[stack].sizes_of_one(self.sizes[stack])
 
     @torch.no_grad()
     def parts_of_checkpoint(
@@ -49,7 +51,7 @@ class BitsAndBytesExperts(QuantizedExperts):
             experts: of each expert its matrices in the checkpoint, as tensors by kind.
             device: of the parts.
         """
-        form, sizes = self.formats[stack], self.formats[stack].of_one(self.sizes[stack])
+        form, sizes = self._one(stack)
         wholes = self.empty_parts(stack, device)
         for number, matrices in enumerate(experts if device.type != "meta" else ()):
             for place, kinds in enumerate(matrices):
@@ -59,8 +61,9 @@ class BitsAndBytesExperts(QuantizedExperts):
 
     def unpacked_router(self, kinds: Mapping[str, Stored]) -> torch.Tensor:
         """The weight `[experts, hidden]` of a router of which a checkpoint has these tensors, by kind."""
-        form, sizes = self.formats["down_proj"], (self.num_experts, self.sizes["down_proj"][0])
-        return form.one_matrix(_read(form, kinds, sizes), sizes, self.weight_dtype)
+        form, (hidden_size, _) = self._one("down_proj")
+        sizes = self.num_experts, hidden_size
+        return form.matrix(_read(form, kinds, sizes), sizes, self.weight_dtype)
 
     def matrix_in_files(self, stack: str, kinds: Mapping[str, Stored]) -> list[Stored | torch.Tensor]:
         """For each part of one matrix the tensor that files have of it, or its number, which stands in a text.
@@ -71,9 +74,9 @@ class BitsAndBytesExperts(QuantizedExperts):
             stack: that has the matrix.
             kinds: the headers of the matrix's tensors, by kind.
         """
-        form = self.formats[stack]
+        form, sizes = self._one(stack)
         opened = {kind: _opened(stored, is_empty=kind in form.kinds) for kind, stored in kinds.items()}
-        parts = _read(form, opened, form.of_one(self.sizes[stack]))
+        parts = _read(form, opened, sizes)
         return [kinds[form.kinds[number]] if part.is_meta else part for number, part in enumerate(parts)]
 
     def name_of_layer(self, path: str, stack: str, number: int, place: int) -> str:
@@ -95,14 +98,14 @@ class BitsAndBytesExperts(QuantizedExperts):
             storage: dtype in which files hold the bytes of 4-bit codes.
         """
         for number, stack in itertools.product(range(self.num_experts), STACKS):
-            form, sizes = self.formats[stack], self.formats[stack].of_one(self.sizes[stack])
-            for place in range(form.matrices):
+            form, sizes = self._one(stack)
+            for place in range(self.formats[stack].count):
                 # In storages of their own: tensors that share one are saved into one file.
                 parts = [torch.from_dlpack(part[number, place]) for part in self.parts(stack)]
                 if parts[0].dtype == torch.uint8:
                     parts[0] = parts[0].view(storage)
                 name = self.name_of_layer(path, stack, number, place)
-                for kind, tensor in form.tensors_of_one(parts, sizes, self.weight_dtype).items():
+                for kind, tensor in form.for_file(parts, sizes, self.weight_dtype).items():
                     yield f"{name}.{kind}", tensor
 
 
@@ -122,21 +125,21 @@ def packed_layers(files: Iterable[str]) -> set[str | None]:
     }
 
 
-def _read(form: BitsAndBytesFormat, found: Mapping[str, Stored], sizes: Sizes) -> Parts:
+def _read(form: Bnb4Bit | Bnb8Bit, found: Mapping[str, Stored], sizes: Sizes) -> Parts:
     """The parts of one matrix out of its tensors in the checkpoint.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape or dtype, or means other weights than the format says.
     """
     try:
-        parts = form.read_one({kind: stored.content for kind, stored in found.items()}, sizes)
+        parts = form.from_file({kind: stored.content for kind, stored in found.items()}, sizes)
     except (AssertionError, KeyError, ValueError) as error:
         says = (
             f"{error} is missing beside it" if isinstance(error, KeyError) else " ".join(str(error).split())
         )
         raise CheckpointError(f"{found[WEIGHT]}: {says}. {_REMEDY}") from error
     parts = [part.float() if part.is_floating_point() else part for part in parts]
-    for kind, part, (shape, dtype) in zip(form.kinds, parts, form.parts_of_one(*sizes), strict=False):
+    for kind, part, (shape, dtype) in zip(form.kinds, parts, form.parts(sizes), strict=False):
         if (tuple(part.shape), part.dtype) != (shape, dtype):
             raise CheckpointError(
                 f"{found[kind]} has shape {list(part.shape)} and dtype {part.dtype}, where {list(shape)} and {dtype} "

@@ -19,7 +19,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .._private_api import replace_quantizer
 from ..checkpoints import AtomicSaveMixin
-from ..formats import BitsAndBytesFormat, Bnb4Bit, Bnb8Bit
+from ..formats import Bnb4Bit, Bnb8Bit
 from ..layers import Linear
 from ..moe import STACKS, Experts, Router
 from .bnb_experts import BitsAndBytesExperts, layer_of, packed_layers
@@ -34,7 +34,7 @@ else:
 class QuantizesExperts(_Base):
     """What is added to both quantizers: a base class to name before transformers'."""
 
-    def _format(self, dtype: torch.dtype) -> BitsAndBytesFormat:
+    def _format(self, dtype: torch.dtype) -> Bnb4Bit | Bnb8Bit:
         config = self.quantization_config
         if config.load_in_8bit:
             return Bnb8Bit(dtype)
@@ -71,7 +71,7 @@ class QuantizesExperts(_Base):
             experts.name_of_layer(path, stack, number, place)
             for stack in STACKS
             for number in range(experts.num_experts)
-            for place in range(experts.formats[stack].matrices)
+            for place in range(experts.formats[stack].count)
         ]
         return all(should_convert_module(name, self.modules_to_not_convert) for name in [path, *layers])
 
