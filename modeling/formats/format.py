@@ -29,7 +29,6 @@ import torch
 
 from ..kernels import (
     GpuMatrix,
-    find_difference,
     is_right,
     linear,
     max_rows_of_matrix,
@@ -159,28 +158,16 @@ def has_gpu_kernel(
         transposed: for the product of gradients.
         may_check: whether kernels may be launched and waited for; otherwise only earlier checks count.
     """
-    form, device, dtype = form.exact, parts[0].device, dtype or form.compute_dtype
-    if why_no_kernel(form, dtype, device):
+    dtype = dtype or form.compute_dtype
+    if why_no_kernel(form, dtype, parts[0].device):
         return False
 
-    def find() -> str:
-        given = parts
-        if not (form.is_packed or parts[0].any()):
-            # The factors of a new adapter are zeros, with which anything would be right.
-            generator = torch.Generator(device).manual_seed(2)
-            given = [torch.empty_like(parts[0]).normal_(generator=generator)]
-        matrix: Any = form.for_gpu_kernel(given, sizes)
+    def unpacked(codes: torch.Tensor, expert: int) -> torch.Tensor:
+        given = [codes, *parts[1:]]
+        return form.matrix([part[expert] for part in given] if num_experts else given, sizes, dtype).to(dtype)
 
-        def unpacked(expert: int) -> torch.Tensor:
-            of_one = [part[expert] for part in given] if num_experts else given
-            return form.matrix(of_one, sizes, dtype).to(dtype)
-
-        return find_difference(matrix, unpacked, dtype, num_experts, transposed)
-
-    # Making a text turns sizes that a compiler leaves open into numbers.
-    numbers = (*sizes, num_experts, *parts[0].stride())
-    name = f"{form.key} [{' '.join(f'{each}' for each in numbers)}]{' transposed' if transposed else ''}"
-    return is_right(name, dtype, device, find, may_check)
+    matrix: Any = form.for_gpu_kernel(parts, sizes)
+    return is_right(matrix, unpacked, dtype, num_experts, transposed, may_check)
 
 
 MAKERS: dict[str, Callable[..., Format]] = {}
