@@ -64,7 +64,8 @@ def test_addresses_that_kernels_do_not_expect(form, sizes, kernels, monkeypatch)
             assert distance(multiply_one(form, strided, (codes, scales), sizes), x.float() @ expected) < 0.01
 
 
-def test_codes_of_a_mapped_file_at_odd_addresses(weights, tmp_path):
+@pytest.mark.parametrize("kernels", ["ours", "torch's"])
+def test_codes_of_a_mapped_file_at_odd_addresses(weights, kernels, monkeypatch):
     """safetensors' own writer aligns the first tensor of a file, others align nothing."""
     path = save(packed("mixtral", weights))
     content = (path / "model.safetensors").read_bytes()
@@ -73,7 +74,10 @@ def test_codes_of_a_mapped_file_at_odd_addresses(weights, tmp_path):
     header = content[8 : 8 + size] + b" "
     (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
     model = AutoModelForCausalLM.from_pretrained(path)
-    assert torch.equal(logits(model), logits(packed("mixtral", weights)))
+    if kernels == "torch's":
+        monkeypatch.setattr(cpp_kernels, "library", lambda: None)
+    for ids in (token_ids(), token_ids(1, 5)):
+        assert torch.equal(logits(model, ids), logits(packed("mixtral", weights), ids))
 
 
 # Other machines and processes
