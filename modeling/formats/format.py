@@ -56,7 +56,6 @@ class Format(ABC):
     """Dtype of the products."""
     is_packed: ClassVar[bool] = True
     """Whether the first part holds codes, which only this format's products read, and not numbers."""
-
     alignment: ClassVar[int] = 1
     """Bytes of which the address of the first part must be a multiple for a kernel."""
 

@@ -39,17 +39,14 @@ class Packed(nn.Module):
         """Show the sizes and the format in `print(model)`."""
         return f"{super().extra_repr()}, format={self.format.exact.key}"
 
-    def parts_of(self, name: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each part of a weight, by the part's name."""
-        form = self.formats[name]
+    def part_shapes(self, *names: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each part of these weights, or of all, by the part's name."""
         return {
             name + suffix: ((*self.stacked, *shape), dtype)
+            for name, form in self.formats.items()
+            if name in (names or self.formats)
             for suffix, (shape, dtype) in zip(form.suffixes, form.parts(self.sizes[name]), strict=True)
         }
-
-    def part_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each part of the weights, by its name."""
-        return {part: facts for name in self.sizes for part, facts in self.parts_of(name).items()}
 
     def _make_parts(self) -> None:
         for weight in self.sizes:
@@ -63,7 +60,7 @@ class Packed(nn.Module):
         """The empty parts of a weight, by name."""
         return {
             part: torch.empty(shape, dtype=dtype, device=device)
-            for part, (shape, dtype) in self.parts_of(name).items()
+            for part, (shape, dtype) in self.part_shapes(name).items()
         }
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -137,7 +134,7 @@ class QuantizedLinear(Packed, nn.Linear):
     @torch.no_grad()
     def quantize(self, weight: torch.Tensor, name: str = "weight") -> dict[str, torch.Tensor]:
         """The parts of a weight `[out_features, in_features]`, by name."""
-        return dict(zip(self.parts_of(name), self.format.quantize(weight), strict=True))
+        return dict(zip(self.part_shapes(name), self.format.quantize(weight), strict=True))
 
     @torch.no_grad()
     def dequantized_weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:

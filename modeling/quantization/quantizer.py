@@ -167,7 +167,7 @@ class LlamoeQuantizer(HfQuantizer):
         weights = dict(model.state_dict())
         for path, module in _packed_modules(model, 'save_pretrained(layout="stock")'):
             for name in module.sizes:
-                for part in module.parts_of(name):
+                for part in module.part_shapes(name):
                     del weights[f"{path}.{part}"]
                 weights[f"{path}.{name}"] = module.dequantized_weight(name, torch.bfloat16)
         return weights, {}
