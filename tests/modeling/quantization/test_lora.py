@@ -105,11 +105,6 @@ def test_from_four_bits_over_training_to_a_merged_model_of_sixteen(tmp_path, mon
     again = prepare_model_for_kbit_training(load(folder(family), weights))
     again = PeftModel.from_pretrained(again, tmp_path / "adapter").eval()
     assert torch.equal(logits(again), trained)
-    within = load(folder(family), weights)
-    assert distance(logits(within), trained) > 0.1
-    within = prepare_model_for_kbit_training(within)
-    within.load_adapter(tmp_path / "adapter")
-    assert torch.equal(logits(within), trained)
 
     # Into the weights that were packed …
     plain = AutoModelForCausalLM.from_pretrained(folder(family))
@@ -124,9 +119,6 @@ def test_from_four_bits_over_training_to_a_merged_model_of_sixteen(tmp_path, mon
     merged = again.merge_and_unload()
     assert {p.dtype for p in merged.parameters()} == {torch.bfloat16}
     assert distance(logits(merged), expected) < CLOSE
-    merged.save_pretrained(tmp_path / "merged")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert torch.equal(logits(loaded), logits(merged))
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -225,12 +217,3 @@ def test_what_is_not_packed_still_merges():
     before = logits(adapted)
     merged = adapted.merge_and_unload()
     assert distance(logits(merged), before) < CLOSE
-
-
-def test_other_ways_to_compute_experts_know_no_adapter_of_packed_ones():
-    adapted = adapt(packed("mixtral", "int8"))
-    adapted.get_base_model().set_experts_implementation("eager")
-    with pytest.raises(ValueError, match='"eager" has no place for LoRA on experts'):
-        logits(adapted)
-    with adapted.disable_adapter():
-        assert distance(logits(adapted), logits(packed("mixtral", "int8"))) < CLOSE

@@ -7,7 +7,6 @@ import pytest
 import torch
 from support import programs
 from support.few_bits import CLOSE, WEIGHTS, distance, folder, load, logits, packed, save, token_ids
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from llamoe.modeling.formats import Int4, Int8, int4
@@ -125,32 +124,6 @@ def test_four_bits_with_avx2(kernels):
     avx2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "LLAMOE_CPP_KERNELS": kernels}
     done = programs.run(["-c", AVX2], env=os.environ | avx2)
     assert done.returncode == 0, done.stderr
-
-
-class Launches(TorchDispatchMode):
-    """Counts operators that would run a kernel on a device: not those that make views, nor memory."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        makes_memory = func.overloadpacket.__name__ in ("empty", "new_empty", "empty_strided")
-        self.count += not (func.is_view or makes_memory or func is torch.ops.aten._unsafe_view.default)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("form", [Int4(32), Int8()], ids=["int4", "int8"])
-@pytest.mark.parametrize("num_in", [128, 8192])
-def test_a_device_without_kernels_unpacks_a_matrix_in_one_piece(form, num_in):
-    """The meta device stands for a GPU: a dozen calls a product, for matrices of every size."""
-    sizes = (5120, num_in)
-    parts = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in form.parts(sizes)]
-    for product, size_in, size_out in (
-        (form.multiply, num_in, 5120),
-        (form.multiply_transposed, 5120, num_in),
-    ):
-        with Launches() as launches:
-            y = product(torch.empty(3, size_in, dtype=torch.bfloat16, device="meta"), parts, sizes)
-        assert y.shape == (3, size_out) and launches.count <= 12
 
 
 NEVER_IMPORTED = """
