@@ -98,7 +98,7 @@ def measure_products(rows: int, form: Format | None = None) -> float:
             if form is None:
                 torch.mm(x, weight if is_transposed else weight.T)
             else:
-                (form.multiply_transposed if is_transposed else form.multiply)(x, parts, (size, size))
+                form.product(x, parts, (size, size), is_transposed)
 
     with torch.inference_mode():
         best = min(_seconds(step) for _ in range(3))
@@ -120,7 +120,7 @@ def measure_reading(form: Format) -> float:
 
     def token() -> None:
         for matrix in matrices:
-            form.multiply(x, matrix, (size, size))
+            form.product(x, matrix, (size, size))
 
     with torch.inference_mode():
         return len(matrices) * nbytes / min(_seconds(token) for _ in range(4))

@@ -20,7 +20,7 @@ from ..configuration.base import LlamoeBaseConfig
 from ..configuration.quantization import METHOD
 from ..modeling.adapters import lora_config
 from ..modeling.attention import window_block
-from ..modeling.formats import plain_format
+from ..modeling.formats import Plain
 from ..modeling.kernels import needs_float32
 from ..modeling.loss import PIECE_LOGITS
 from ..modeling.quantization import format_for
@@ -212,7 +212,7 @@ def measure_rates(
     except ValueError:
         # Files that are too small to measure a drive by are too small for its rate to matter.
         rates = measure_bandwidths()
-    reading = measure_reading(plain_format(torch.bfloat16, is_input_first=False) if form is None else form)
+    reading = measure_reading(Plain(torch.bfloat16) if form is None else form)
     found = replace(rates, ram=reading, products=measure_products(min(tokens, 4096), form))
     if not getattr(config, "moe_layers", None):
         return found

@@ -4,7 +4,7 @@ Reading order: format (the questions that each format answers), plain, int4_layo
 files), scales (codes and scales of weights), int4, int8, bnb. Formats know no modules.
 """
 
-from .bnb import NESTED_BLOCKSIZE, BitsAndBytesFormat, Bnb4Bit, Bnb8Bit, code_of
+from .bnb import Bnb4Bit, Bnb8Bit, Separate
 from .format import (
     MAKERS,
     Format,
@@ -18,4 +18,4 @@ from .format import (
 from .int4 import Int4
 from .int4_layout import BLOCK, torchs_block
 from .int8 import Int8
-from .plain import Plain, plain_format
+from .plain import Plain

@@ -1,26 +1,25 @@
 """bitsandbytes' formats: what `Linear4bit` and `Linear8bitLt` hold, for the experts' matrices.
 
-bitsandbytes' own functions quantize and unpack them; a product unpacks one expert's matrix first, on every device. An
-expert's gate and up lie in one stack, but un-fused they are two linear layers, which bitsandbytes quantizes each by
-itself: their blocks and nested statistics are two. So every part has an axis in front for the matrices that lie upon
-each other, of which the down projection has one.
+bitsandbytes' own functions quantize and unpack them; a product unpacks one expert's matrix first, on every device.
+Files have each matrix as a linear layer's tensors, by their kind: "weight", "absmax", "SCB" … An expert's gate and up
+are in one stack, but un-fused they are two linear layers: their blocks and nested statistics are two (`Separate`).
 
-bitsandbytes is imported when a matrix is quantized or unpacked.
+bitsandbytes is imported when a matrix is quantized, unpacked or read.
 
-Shapes: O outputs, I inputs, M matrices with O / M outputs each, B blocks of a matrix.
+Shapes: O outputs, I inputs, B blocks of a matrix.
 """
 
-from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from .format import MAKERS, Format, Parts, Sizes
+from .format import MAKERS, Format, Parts, Sizes, format_of
 
-# Blocks that share a scale of their scales.
-NESTED_BLOCKSIZE = 256
+# Weights of a block, as linear layers have them, and blocks that share a scale of their scales.
+BLOCKSIZE, NESTED_BLOCKSIZE = 64, 256
 # bitsandbytes' kernel for CPUs takes 24 bytes for each number that it quantizes. Whole blocks of all sizes.
 _NUMBERS_AT_ONCE = 1 << 16
 # Addresses from which CUDA kernels load several codes at once.
@@ -28,62 +27,24 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class BitsAndBytesFormat(Format):
-    """Several matrices, each stored as bitsandbytes stores a linear layer's weight.
+class Bnb4Bit(Format):
+    """Codes of 4 bits and a scale for each block of weights, as in `Linear4bit`.
+
+    Parts: codes `[ceil(O * I / 2)]` uint8, and scales `[B]` float32, called absmax. With double quantization the scales
+    are uint8 codes; then follow their own scales `[ceil(B / 256)]` float32, called nested absmax, and the mean of the
+    scales `[]` float32, called offset.
 
     Attributes:
         compute_dtype: of the products.
-        matrices: M.
+        quant_type: "nf4" or "fp4".
+        is_nested: whether with double quantization.
+        kinds: of the tensors in files that are parts.
     """
 
     compute_dtype: torch.dtype
-    matrices: int = 1
-
-    def of_one(self, sizes: Sizes) -> Sizes:
-        """Sizes of each of the matrices."""
-        return sizes[0] // self.matrices, sizes[1]
-
-    def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return [((self.matrices, *shape), dtype) for shape, dtype in self.parts_of_one(*self.of_one(sizes))]
-
-    def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        found = [self.quantize_one(matrix) for matrix in weight_OI.chunk(self.matrices)]
-        return [torch.stack(each) for each in zip(*found, strict=True)]
-
-    def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-        ones = [self.one_matrix(one, self.of_one(sizes), dtype) for one in zip(*parts, strict=True)]
-        return ones[0] if len(ones) == 1 else torch.cat(ones)
-
-    @abstractmethod
-    def parts_of_one(self, num_out: int, num_in: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each part of one matrix."""
-
-    @abstractmethod
-    def quantize_one(self, weight: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of one matrix `[O / M, I]` of 16 or 32 bits."""
-
-    @abstractmethod
-    def one_matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix that the parts of one mean."""
-
-
-@dataclass(frozen=True)
-class Bnb4Bit(BitsAndBytesFormat):
-    """Codes of 4 bits and a scale for each block of weights, as in `Linear4bit`.
-
-    Parts: codes `[M, ceil(O / M * I / 2)]` uint8, and scales `[M, B]` float32, called absmax. With double quantization
-    the scales are uint8 codes; then follow their own scales `[M, ceil(B / 256)]` float32, called nested absmax, and the
-    mean of the scales `[M]` float32, called offset.
-
-    Attributes:
-        quant_type: "nf4" or "fp4".
-        blocksize: weights in a block.
-        is_nested: whether with double quantization.
-    """
-
     quant_type: str = "nf4"
-    blocksize: int = 64
     is_nested: bool = False
+    kinds = ("weight", "absmax", "nested_absmax")
 
     @property
     def suffixes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -91,26 +52,26 @@ class Bnb4Bit(BitsAndBytesFormat):
 
     @property
     def key(self) -> str:
-        name = "bitsandbytes-4bit" + ("-nested" if self.is_nested else "")
-        return f"{name}:{_name(self.compute_dtype)}:{self.matrices}:{self.quant_type}:{self.blocksize}"
+        dtype, nested = str(self.compute_dtype).removeprefix("torch."), ":nested" if self.is_nested else ""
+        return f"bitsandbytes-4bit:{dtype}:{self.quant_type}{nested}"
 
-    def parts_of_one(self, num_out: int, num_in: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        numbers = num_out * num_in
-        blocks = -(-numbers // self.blocksize)
+    def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        numbers = sizes[0] * sizes[1]
+        blocks = -(-numbers // BLOCKSIZE)
         codes = ((-(-numbers // 2),), torch.uint8)
         if not self.is_nested:
             return [codes, ((blocks,), torch.float32)]
         nested = (-(-blocks // NESTED_BLOCKSIZE),)
         return [codes, ((blocks,), torch.uint8), (nested, torch.float32), ((), torch.float32)]
 
-    def quantize_one(self, weight: torch.Tensor) -> list[torch.Tensor]:
+    def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
         from bitsandbytes.functional import quantize_4bit, quantize_blockwise
 
-        numbers = weight.reshape(-1)
+        numbers = weight_OI.reshape(-1)
         codes, scales = [], []
-        for part in numbers.split(_NUMBERS_AT_ONCE if weight.is_cpu else numbers.numel()):
-            part_codes, state = quantize_4bit(part, blocksize=self.blocksize, quant_type=self.quant_type)
-            codes.append(part_codes.view(-1))
+        for some in numbers.split(_NUMBERS_AT_ONCE if numbers.is_cpu else numbers.numel()):
+            codes_of_some, state = quantize_4bit(some, blocksize=BLOCKSIZE, quant_type=self.quant_type)
+            codes.append(codes_of_some.view(-1))
             scales.append(state.absmax)
         absmax = torch.cat(scales)
         if not self.is_nested:
@@ -119,17 +80,16 @@ class Bnb4Bit(BitsAndBytesFormat):
         codes_of_scales, state = quantize_blockwise(absmax - offset, blocksize=NESTED_BLOCKSIZE)
         return [torch.cat(codes), codes_of_scales, state.absmax, offset]
 
-    def one_matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
+    def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
         from bitsandbytes.functional import dequantize_4bit
 
         codes = parts[0]
         # Sizes that are not multiples of 32 leave an expert's codes at addresses that the kernels do not take.
         if codes.is_cuda and codes.data_ptr() % _ALIGNMENT:
             codes = codes.clone()
-        return dequantize_4bit(codes.view(-1, 1), self.state(parts, sizes, dtype))
+        return dequantize_4bit(codes.view(-1, 1), self._state(parts, sizes, dtype))
 
-    def state(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> Any:
-        """The `QuantState` of one matrix; `dtype` is that of the unpacked weights."""
+    def _state(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> Any:
         from bitsandbytes.functional import QuantState
 
         device = parts[0].device
@@ -141,44 +101,125 @@ class Bnb4Bit(BitsAndBytesFormat):
             absmax=parts[1],
             shape=torch.Size(sizes),
             code=code_of(self.quant_type, device),
-            blocksize=self.blocksize,
+            blocksize=BLOCKSIZE,
             quant_type=self.quant_type,
             dtype=dtype,
             **nested,
         )
 
+    def from_file(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
+        """The parts of a matrix out of a file's tensors, by kind; a `ValueError` or `KeyError` if these mean another.
+
+        Tensors of `kinds` may be on the meta device.
+        """
+        from bitsandbytes.functional import QuantState
+
+        beside = {kind: tensor for kind, tensor in tensors.items() if kind != "weight"}
+        # No device: tensors stay where they are.
+        state: Any = QuantState.from_dict(beside, None)  # pyright: ignore[reportArgumentType]
+        given = [state.quant_type, state.blocksize, state.shape, state.state2 and state.state2.blocksize]
+        wanted = [self.quant_type, BLOCKSIZE, torch.Size(sizes), NESTED_BLOCKSIZE if self.is_nested else None]
+        if given != wanted:
+            names = "type, block size, shape and block size of nested scales"
+            raise ValueError(f"its {names} are {given}, not {wanted}")
+        # Codes are stored in bytes of any dtype.
+        parts = [tensors["weight"].contiguous().view(torch.uint8).flatten(), state.absmax]
+        tables = [(state.code, self.quant_type)]
+        if self.is_nested:
+            parts += [state.state2.absmax, state.offset]
+            tables.append((state.state2.code, "dynamic"))
+        for table, name in tables:
+            if not torch.allclose(table, code_of(name, table.device), rtol=0, atol=1e-6):
+                raise ValueError(f"its {name} table has other numbers than bitsandbytes' codes have")
+        return parts
+
+    def for_file(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The tensors of a matrix in files, by what follows a layer's name; `dtype` is that of unpacked weights."""
+        state = self._state(parts, sizes, dtype)
+        # Files hold no tensor twice.
+        state.code = state.code.clone()
+        beside = state.as_dict(packed=True)
+        return {"weight": parts[0].view(-1, 1)} | {f"weight.{kind}": part for kind, part in beside.items()}
+
 
 @dataclass(frozen=True)
-class Bnb8Bit(BitsAndBytesFormat):
+class Bnb8Bit(Format):
     """Codes of 8 bits and a scale for each output, as in `Linear8bitLt`.
 
-    Parts: codes `[M, O / M, I]` int8, and the largest absolute weight of each output, `[M, O / M]` float32, which
-    bitsandbytes calls SCB; a weight is `code * SCB / 127`. The weights are those of LLM.int8(), and the rows stay in
-    the products' dtype: nothing of them is rounded to 8 bits, and no outliers are looked for.
+    Parts: codes `[O, I]` int8, and the largest absolute weight of each output, `[O]` float32, which bitsandbytes calls
+    SCB; a weight is `code * SCB / 127`. The weights are those of LLM.int8(), and the rows stay in the products' dtype:
+    nothing of them is rounded to 8 bits, and no outliers are looked for. Attributes and methods are those of `Bnb4Bit`.
     """
 
+    compute_dtype: torch.dtype
     suffixes = ("", "_scb")
+    kinds = ("weight", "SCB")
 
     @property
     def key(self) -> str:
-        return f"bitsandbytes-8bit:{_name(self.compute_dtype)}:{self.matrices}"
+        return f"bitsandbytes-8bit:{str(self.compute_dtype).removeprefix('torch.')}"
 
-    def parts_of_one(self, num_out: int, num_in: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return [((num_out, num_in), torch.int8), ((num_out,), torch.float32)]
+    def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [(tuple(sizes), torch.int8), ((sizes[0],), torch.float32)]
 
-    def quantize_one(self, weight: torch.Tensor) -> list[torch.Tensor]:
+    def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
         from bitsandbytes.functional import int8_vectorwise_quant
 
-        at_once = max(_NUMBERS_AT_ONCE // weight.shape[1], 1) if weight.is_cpu else len(weight)
-        found = [
-            int8_vectorwise_quant(rows.contiguous().to(torch.float16))[:2] for rows in weight.split(at_once)
-        ]
-        return [torch.cat(parts) for parts in zip(*found, strict=True)]
+        return list(int8_vectorwise_quant(weight_OI.contiguous().to(torch.float16))[:2])
 
-    def one_matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
+    def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
         from bitsandbytes.functional import int8_vectorwise_dequant
 
         return int8_vectorwise_dequant(*parts).to(dtype)
+
+    def from_file(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
+        if (layout := tensors.get("weight_format")) is not None and layout.any():
+            raise ValueError("its weight_format is not 0, but a layout of old GPUs")
+        return [tensors["weight"], tensors["SCB"]]
+
+    def for_file(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        # Row by row, the only layout that is left of several.
+        return {"weight": parts[0], "SCB": parts[1], "weight_format": torch.tensor(0, dtype=torch.uint8)}
+
+
+@dataclass(frozen=True)
+class Separate(Format):
+    """One or several matrices on top of each other, of which each is stored by itself: parts have an axis in front.
+
+    Attributes:
+        form: of each matrix.
+        count: of the matrices, which have equal sizes.
+    """
+
+    form: Format
+    count: int
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.form.suffixes
+
+    @property
+    def compute_dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.form.compute_dtype
+
+    @property
+    def key(self) -> str:
+        return f"separate:{self.count}:{self.form.key}"
+
+    def sizes_of_one(self, sizes: Sizes) -> Sizes:
+        """Sizes of each of the matrices."""
+        return sizes[0] // self.count, sizes[1]
+
+    def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((self.count, *shape), dtype) for shape, dtype in self.form.parts(self.sizes_of_one(sizes))]
+
+    def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
+        ones = [self.form.quantize(matrix) for matrix in weight_OI.chunk(self.count)]
+        return [torch.stack(part) for part in zip(*ones, strict=True)]
+
+    def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
+        ones = [self.form.matrix(one, self.sizes_of_one(sizes), dtype) for one in zip(*parts, strict=True)]
+        return ones[0] if len(ones) == 1 else torch.cat(ones)
 
 
 @lru_cache
@@ -189,14 +230,6 @@ def code_of(name: str, device: torch.device) -> torch.Tensor:
     return create_dynamic_map().to(device) if name == "dynamic" else get_4bit_type(name, device=device)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _four_bits(dtype: str, matrices: str, quant_type: str, size: str, is_nested: bool = False) -> Format:
-    return Bnb4Bit(getattr(torch, dtype), int(matrices), quant_type, int(size), is_nested)
-
-
-MAKERS["bitsandbytes-4bit"] = _four_bits
-MAKERS["bitsandbytes-4bit-nested"] = lambda *fields: _four_bits(*fields, is_nested=True)
-MAKERS["bitsandbytes-8bit"] = lambda dtype, matrices: Bnb8Bit(getattr(torch, dtype), int(matrices))
+MAKERS["bitsandbytes-4bit"] = lambda dtype, kind, *nested: Bnb4Bit(getattr(torch, dtype), kind, bool(nested))
+MAKERS["bitsandbytes-8bit"] = lambda dtype: Bnb8Bit(getattr(torch, dtype))
+MAKERS["separate"] = lambda count, *form: Separate(format_of(":".join(form)), int(count))

@@ -3,9 +3,17 @@
 A format works on one matrix `[O, I]` of a linear layer or of one expert. It is stored as one or several tensors, its
 parts. A stack of experts has the same parts with an axis for experts in front. A format knows no modules.
 
-A new format says which parts it has (`suffixes`, `parts`), how they are made (`quantize`), which matrix they mean
-(`matrix`), the dtype of its products and its `key`. Both products unpack the matrix first; a format that can multiply
-its codes as they are does so in `multiply` and `multiply_transposed`.
+A new format is one file of this folder, `<word>.py`: a frozen dataclass that derives from `Format`, and
+`MAKERS["<word>"]`. It must give
+
+* `suffixes` and `compute_dtype`;
+* `key`: its word and its fields, such as "int4:32", from which the maker makes an equal format;
+* `parts(sizes)`: shapes and dtypes of the parts, of which the first has the codes;
+* `matrix(parts, sizes, dtype)`: the matrix that they mean. Products unpack it first.
+
+It may give `quantize`, without which weights come packed from elsewhere; `refusal`, if it does not take all sizes;
+`multiply` and `multiply_transposed`, if it multiplies codes faster than it unpacks them; and `for_gpu_kernel`, if the
+Triton kernels know its codes. `QuantizedLinear(layer, form)` and `QuantizedExperts(experts, form)` take any format.
 
 Shapes: O outputs, I inputs, N rows.
 """
@@ -21,7 +29,6 @@ import torch
 
 from ..kernels import (
     GpuMatrix,
-    find_difference,
     is_right,
     linear,
     max_rows_of_matrix,
@@ -49,11 +56,8 @@ class Format(ABC):
     """Dtype of the products."""
     is_packed: ClassVar[bool] = True
     """Whether the first part holds codes, which only this format's products read, and not numbers."""
-
-    @property
-    def alignment(self) -> int:
-        """Bytes of which the address of the first part must be a multiple for a kernel."""
-        return 1
+    alignment: ClassVar[int] = 1
+    """Bytes of which the address of the first part must be a multiple for a kernel."""
 
     @property
     @abstractmethod
@@ -77,9 +81,9 @@ class Format(ABC):
         """Bytes of all parts."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.parts(sizes))
 
-    @abstractmethod
     def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
         """The parts of a matrix of any float dtype and strides."""
+        raise NotImplementedError(f"{self.key}: weights are not quantized to this format, only loaded.")
 
     @abstractmethod
     def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
@@ -93,29 +97,24 @@ class Format(ABC):
         """The rows times the matrix, `[N, I]`: the gradient of `multiply`."""
         return linear(x_NO, self.matrix(parts, sizes, x_NO.dtype).T)
 
-    def cast(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows in a dtype that the products take."""
-        return x if x.dtype == self.compute_dtype else x.to(self.compute_dtype)
-
-    def dtype_in_autocast(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype of the products where autocast asks for one; packed weights have one of their own."""
-        return self.compute_dtype
-
     def for_gpu_kernel(self, parts: Parts, sizes: Sizes) -> GpuMatrix | None:
         """The matrix for `kernels.packed_product`, or a stack of them; None if it does not know this format."""
         return None
 
-    def product_by_gpu_kernel(
+    def product(
         self, x_NC: torch.Tensor, parts: Parts, sizes: Sizes, transposed: bool = False
-    ) -> torch.Tensor | None:
-        """The product of few rows with one matrix by a Triton kernel; None where unpacking the matrix is better."""
+    ) -> torch.Tensor:
+        """`multiply`, or `multiply_transposed`; few rows by a Triton kernel, where there is one for packed codes."""
         device = parts[0].device
-        if not may_have_gpu_kernel(device) or len(x_NC) > max_rows_of_matrix(device):
-            return None
-        if not has_gpu_kernel(self, parts, sizes, x_NC.dtype, transposed=transposed):
-            return None
-        matrix: Any = self.for_gpu_kernel(parts, sizes)
-        return packed_product(x_NC, matrix, transposed=transposed)
+        if (
+            self.is_packed
+            and may_have_gpu_kernel(device)
+            and len(x_NC) <= max_rows_of_matrix(device)
+            and has_gpu_kernel(self, parts, sizes, x_NC.dtype, transposed=transposed)
+        ):
+            matrix: Any = self.for_gpu_kernel(parts, sizes)
+            return packed_product(x_NC, matrix, transposed=transposed)
+        return (self.multiply_transposed if transposed else self.multiply)(x_NC, parts, sizes)
 
 
 def may_have_gpu_kernel(device: torch.device) -> bool:
@@ -158,28 +157,16 @@ def has_gpu_kernel(
         transposed: for the product of gradients.
         may_check: whether kernels may be launched and waited for; otherwise only earlier checks count.
     """
-    form, device, dtype = form.exact, parts[0].device, dtype or form.compute_dtype
-    if why_no_kernel(form, dtype, device):
+    dtype = dtype or form.compute_dtype
+    if why_no_kernel(form, dtype, parts[0].device):
         return False
 
-    def find() -> str:
-        given = parts
-        if not (form.is_packed or parts[0].any()):
-            # The factors of a new adapter are zeros, with which anything would be right.
-            generator = torch.Generator(device).manual_seed(2)
-            given = [torch.empty_like(parts[0]).normal_(generator=generator)]
-        matrix: Any = form.for_gpu_kernel(given, sizes)
+    def unpacked(codes: torch.Tensor, expert: int) -> torch.Tensor:
+        given = [codes, *parts[1:]]
+        return form.matrix([part[expert] for part in given] if num_experts else given, sizes, dtype).to(dtype)
 
-        def unpacked(expert: int) -> torch.Tensor:
-            of_one = [part[expert] for part in given] if num_experts else given
-            return form.matrix(of_one, sizes, dtype).to(dtype)
-
-        return find_difference(matrix, unpacked, dtype, num_experts, transposed)
-
-    # Making a text turns sizes that a compiler leaves open into numbers.
-    numbers = (*sizes, num_experts, *parts[0].stride())
-    name = f"{form.key} [{' '.join(f'{each}' for each in numbers)}]{' transposed' if transposed else ''}"
-    return is_right(name, dtype, device, find, may_check)
+    matrix: Any = form.for_gpu_kernel(parts, sizes)
+    return is_right(matrix, unpacked, dtype, num_experts, transposed, may_check)
 
 
 MAKERS: dict[str, Callable[..., Format]] = {}

@@ -18,7 +18,6 @@ from ..kernels import (
     cpp_product,
     cpp_unpack,
     dtype_of_blocks,
-    needs_float32,
     rows_in_bytes,
 )
 from .format import MAKERS, Format, Parts, Sizes, chunk_of
@@ -109,28 +108,12 @@ class Int4(Format):
         return [codes, scales]
 
     def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-        return self._input_first(parts, dtype)[: sizes[1]].T
-
-    def _input_first(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix `[P, O]`."""
         packed, scales = parts
         dtype = dtype if dtype == torch.bfloat16 else torch.float32
         out_PO = torch.empty(packed.shape[1] * 2, len(packed), dtype=dtype, device=packed.device)
-        for some in self._pieces(packed):
+        for some in pieces(packed):
             unpack(packed[some], scales[:, some], out_PO[:, some])
-        return out_PO
-
-    def _unpacked(self, parts: Parts, rows: torch.Tensor) -> torch.Tensor:
-        """The matrix `[P, O]` in the dtype of the rows, by the kernel where there is one: torch's calls take 16 x."""
-        packed, scales = parts
-        out_PO = rows.new_empty(packed.shape[1] * 2, len(packed))
-        is_written = cpp_unpack(Matrix(4, self.group_size, packed, scales), out_PO)
-        return out_PO if is_written else self._input_first(parts, rows.dtype)
-
-    def _pieces(self, packed: torch.Tensor) -> Iterator[slice]:
-        """Outputs to be unpacked together: on a GPU, where calls cost more than memory, all."""
-        most = BLOCK_WEIGHTS if packed.is_cpu else packed.numel() * 2
-        return pieces(len(packed), packed.shape[1] * 2, most)
+        return out_PO[: sizes[1]].T
 
     def for_gpu_kernel(self, parts: Parts, sizes: Sizes) -> GpuMatrix | None:
         codes, scales = parts
@@ -138,8 +121,6 @@ class Int4(Format):
         return GpuMatrix("int4", sizes, codes, scales.view(torch.int32), group=self.group_size)
 
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        if (y_NO := self.product_by_gpu_kernel(x_NI, parts, sizes)) is not None:
-            return y_NO
         packed, scales = parts
         if padding := packed.shape[1] * 2 - x_NI.shape[1]:
             x_NI = F.pad(x_NI, (0, padding))
@@ -149,8 +130,6 @@ class Int4(Format):
                 return y_NO
         if packed.is_cpu and len(x_NI) <= INT4_TORCH_MAX_ROWS.get(torchs_block() or 0, 0):
             return self._multiply_by_torch(x_NI.contiguous(), packed, scales)
-        if not packed.is_cpu:
-            return x_NI @ self._unpacked(parts, x_NI)
         x = x_NI.to(dtype_of_blocks(x_NI))
         y_NO = x.new_empty(len(x), len(packed))
         for some, weight_PO in self._blocks(parts, x.dtype):
@@ -164,7 +143,7 @@ class Int4(Format):
         if torchs_block() == BLOCK:
             return kernel(x_NP, packed, self.group_size, scales)
         found = []
-        for some in pieces(len(packed), x_NP.shape[1], _REORDERED_WEIGHTS):
+        for some in pieces(packed, _REORDERED_WEIGHTS):
             if (some.stop - some.start) % BLOCK == 0:
                 codes, scales_of_codes = in_blocks_of_32(packed[some], scales[:, some])
                 found.append(from_blocks_of_32(kernel(x_NP, codes, self.group_size, scales_of_codes)))
@@ -174,30 +153,32 @@ class Int4(Format):
                 found.append(torch.mm(x_NP.float(), rest_PO).to(x_NP.dtype))
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
-    def _blocks(self, parts: Parts, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Some outputs after the other, and their columns `[P, …]` of the matrix, valid until the next ones.
+    def _blocks(
+        self, parts: Parts, dtype: torch.dtype, is_whole: bool = False
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield outputs, and their columns `[P, …]` of the matrix, which are valid until the next ones.
 
-        They share their memory: mapping as much as a whole matrix takes longer than unpacking it.
+        They share their memory: mapping as much as a whole matrix takes longer than unpacking it. torch's calls take 16
+        times as long as the kernel that unpacks.
         """
         packed, scales = parts
         num_in = packed.shape[1] * 2
         memory = torch.empty(0, dtype=dtype)
-        for some in self._pieces(packed):
+        for some in pieces(packed, packed.numel() * 2 if is_whole else BLOCK_WEIGHTS):
             size = num_in * (some.stop - some.start)
-            memory = memory if memory.numel() >= size else torch.empty(size, dtype=dtype)
+            if memory.numel() < size:
+                memory = torch.empty(size, dtype=dtype, device=packed.device)
             weight_PO = memory[:size].view(num_in, -1)
             if not cpp_unpack(Matrix(4, self.group_size, packed[some], scales[:, some]), weight_PO):
                 unpack(packed[some], scales[:, some], weight_PO)
             yield some, weight_PO
 
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        if (y_NI := self.product_by_gpu_kernel(x_NO, parts, sizes, transposed=True)) is not None:
-            return y_NI
-        if not needs_float32(x_NO):
-            return (x_NO @ self._unpacked(parts, x_NO).T)[:, : sizes[1]]
-        y_NP = x_NO.new_zeros(len(x_NO), parts[0].shape[1] * 2, dtype=torch.float32)
-        for some, weight_PO in self._blocks(parts, torch.float32):
-            y_NP.addmm_(x_NO[:, some].float(), weight_PO.T)
+        x = x_NO.to(dtype_of_blocks(x_NO))
+        y_NP = x.new_zeros(len(x), parts[0].shape[1] * 2)
+        # In 16 bits a sum over blocks would be rounded after each.
+        for some, weight_PO in self._blocks(parts, x.dtype, is_whole=x.dtype != torch.float32):
+            y_NP.addmm_(x[:, some], weight_PO.T)
         return y_NP[:, : sizes[1]].to(x_NO.dtype)
 
 

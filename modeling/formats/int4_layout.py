@@ -14,6 +14,8 @@ from functools import lru_cache
 
 import torch
 
+from ..kernels import BLOCK_WEIGHTS
+
 BLOCK = 64
 ROWS_MULTIPLE = 16
 """The number of outputs must be a multiple of this."""
@@ -39,10 +41,14 @@ def pack(codes_OI: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def pieces(num_out: int, num_in: int, most: int) -> Iterator[slice]:
-    """Outputs that are taken together: whole blocks, more than one up to `most` weights, then a last part of one."""
+def pieces(packed: torch.Tensor, most: int = BLOCK_WEIGHTS) -> Iterator[slice]:
+    """Yield outputs that are taken together: whole blocks, up to `most` weights if several, then a last part of one.
+
+    On a GPU, where calls cost more than memory, they are all whole blocks.
+    """
+    num_out, weights = len(packed), packed.shape[1] * 2
     whole = num_out // BLOCK * BLOCK
-    step = max(most // (num_in * BLOCK), 1) * BLOCK
+    step = max(most // (weights * BLOCK), 1) * BLOCK if packed.is_cpu else max(whole, 1)
     for start in range(0, whole, step):
         yield slice(start, min(start + step, whole))
     if whole < num_out:
@@ -63,9 +69,7 @@ def unpack(packed: torch.Tensor, scales: torch.Tensor, out_IO: torch.Tensor) -> 
         low, high = out_IO.unflatten(1, (-1, 2)).unbind(2)
     else:
         # The bytes of an input and block are as large as two complex numbers, and copied as such.
-        is_odd = packed.data_ptr() % 16 or packed.storage_offset() % 16
-        pairs = (packed.clone() if is_odd else packed).view(-1).view(torch.complex128)
-        pairs = pairs.view(-1, num_in, 2).transpose(0, 1).contiguous()
+        pairs = _in_pairs(packed).view(-1, num_in, 2).transpose(0, 1).contiguous()
         bytes_ = pairs.view(torch.uint8).view(num_in, -1, BLOCK // 2)
         low, high = out_IO.unflatten(1, (-1, 2, BLOCK // 2)).unbind(2)
     # Bytes are subtracted from, and cast where they are signed, faster than numbers of more bits.

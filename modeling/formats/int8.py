@@ -82,8 +82,6 @@ class Int8(Format):
         return GpuMatrix("dense", sizes, *parts, strides=(sizes[0] * sizes[1], sizes[1], 1))
 
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        if (y_NO := self.product_by_gpu_kernel(x_NI, parts, sizes)) is not None:
-            return y_NO
         codes, scales = parts
         if len(x_NI) <= self.kernel_max_rows and codes.is_cpu:
             y_NO = cpp_product(x_NI, Matrix(8, 0, *parts, in_bytes=self.in_bytes))
@@ -103,8 +101,6 @@ class Int8(Format):
         return y_NO.mul_(scales).to(x_NI.dtype)
 
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        if (y_NI := self.product_by_gpu_kernel(x_NO, parts, sizes, transposed=True)) is not None:
-            return y_NI
         codes, scales = parts
         if not needs_float32(x_NO):
             return (x_NO * scales) @ codes.to(x_NO.dtype)

@@ -17,6 +17,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -301,22 +302,36 @@ def kernel_failures() -> list[str]:
 
 
 def is_right(
-    name: str, dtype: torch.dtype, device: torch.device, find: Callable[[], str], may_check: bool
+    matrix: GpuMatrix,
+    unpacked: Callable[[torch.Tensor, int], torch.Tensor],
+    dtype: torch.dtype,
+    num_experts: int,
+    transposed: bool,
+    may_check: bool,
 ) -> bool:
-    """Whether a kernel is right on a device. The first call checks it: that compiles for seconds, and waits.
+    """Whether the kernel for a matrix is right on its device. The first call checks it: it compiles, and waits.
 
     Args:
-        name: format, sizes, strides and direction of the product.
+        matrix: one, or a stack, which stands for all of its kind, sizes and strides.
+        unpacked: gives the matrix `[O, I]` of such codes and an expert in `dtype`.
         dtype: of the rows.
-        find: calls `find_difference`.
+        num_experts: E; 0 for one matrix.
+        transposed: for the product of gradients.
         may_check: whether kernels may be launched; otherwise only an earlier check counts. It does also while a CUDA
             graph is captured.
     """
+    device = matrix.codes.device
+    # Making a text turns sizes that a compiler leaves open into numbers.
+    numbers = " ".join(f"{number}" for number in (*matrix.sizes, num_experts, *matrix.strides))
+    name = (
+        f"{matrix.kind}:{matrix.group} {matrix.codes.dtype} [{numbers}]{' transposed' if transposed else ''}"
+    )
     if not may_check or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return _is_known(name, dtype, device)
     if (name, dtype, device) not in _FAILURES:
         with log_if_slow("llamoe: checking a kernel for packed weights, once in this process"):
-            _FAILURES[name, dtype, device] = failure = find()
+            failure = _find_difference(matrix, unpacked, dtype, num_experts, transposed)
+            _FAILURES[name, dtype, device] = failure
         if failure:
             logger.warning(
                 "llamoe does not use its Triton kernel for %s in %s on %s: %s. torch's products take its place, which "
@@ -336,26 +351,24 @@ def _is_known(name: str, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 @torch.no_grad()
-def find_difference(
+def _find_difference(
     matrix: GpuMatrix,
-    unpacked: Callable[[int], torch.Tensor],
+    unpacked: Callable[[torch.Tensor, int], torch.Tensor],
     dtype: torch.dtype,
-    num_experts: int = 0,
-    transposed: bool = False,
+    num_experts: int,
+    transposed: bool,
 ) -> str:
     """How the kernels differ from the product of unpacked weights, or fail, in words; empty if they are right.
 
     Rows are random, the same each time; the caller's random state is kept. Half of them go to the last expert, the
-    others to the first few, and every seventh to none. All tiles are tried.
-
-    Args:
-        matrix: one, or a stack.
-        unpacked: gives the matrix `[O, I]` of an expert in `dtype`.
-        dtype: of the rows.
-        num_experts: E; 0 for one matrix.
-        transposed: for the product of gradients.
+    others to the first few, and every seventh to none. All tiles are tried. Arguments as in `is_right`.
     """
     device, terms = matrix.codes.device, matrix.sizes[not transposed]
+    if matrix.scales is None and not matrix.codes.any():
+        # The factors of a new adapter are zeros, with which anything would be right.
+        zeros, generator = matrix.codes, torch.Generator(device).manual_seed(2)
+        numbers = torch.empty_strided(zeros.shape, zeros.stride(), dtype=zeros.dtype, device=device)
+        matrix = matrix._replace(codes=numbers.normal_(generator=generator))
     launches = [(2 * tile + 5, tile, False) for tile in TILES]
     if num_experts and not transposed:
         launches += [(rows, None, True) for rows in _UNSORTED_ROWS]
@@ -374,7 +387,8 @@ def find_difference(
                 experts = torch.arange(num_experts, device=device)
                 groups = torch.searchsorted(ids_N, experts, right=True, out_int32=True)
             given_NO = packed_product(x_NC, matrix, groups, max(num_experts, 1), by_id, transposed, tile)
-            y_NO, allowed_NO = _expected(x_NC, ids_N, unpacked, max(num_experts, 1), transposed)
+            of_expert = partial(unpacked, matrix.codes)
+            y_NO, allowed_NO = _expected(x_NC, ids_N, of_expert, max(num_experts, 1), transposed)
             # Where weights overflow, no result is right or wrong.
             is_comparable_NO = y_NO.abs() < torch.finfo(dtype).max / 2
             error_NO = (given_NO.to(y_NO.dtype) - y_NO).abs()

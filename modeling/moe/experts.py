@@ -31,7 +31,7 @@ from transformers.integrations.moe import (
 )
 
 from .._private_api import is_under_vmap
-from ..formats import Format, Sizes, has_gpu_kernel, may_have_gpu_kernel, plain_format
+from ..formats import Format, Plain, Sizes, has_gpu_kernel, may_have_gpu_kernel
 from ..kernels import (
     TRITON_UNSORTED_MAX_ROWS,
     few_rows_limit,
@@ -147,7 +147,7 @@ class Experts(nn.Module):
     def format(self) -> Format:
         """What the numbers of an expert's matrix are."""
         if self._formats is None:
-            return plain_format(self.down_proj.dtype, self.is_transposed)
+            return Plain(self.down_proj.dtype, self.is_transposed)
         return self._formats["down_proj"]
 
     @property
@@ -297,9 +297,11 @@ class Experts(nn.Module):
     def product_dtype(self) -> torch.dtype:
         """Return the dtype in which experts are computed: autocast's, or the weights' own."""
         device_type = self.device.type
-        if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        is_cast = device_type != "meta" and torch.is_autocast_enabled(device_type)
+        # Packed weights have a dtype of their own, and autocast leaves float64 alone.
+        if not is_cast or self.is_packed or self.dtype == torch.float64:
             return self.dtype
-        return self.format.dtype_in_autocast(torch.get_autocast_dtype(device_type))
+        return torch.get_autocast_dtype(device_type)
 
     def way(
         self, num_rows: int, needs_gradient: bool, lora: ExpertsLora = NO_LORA, is_traced: bool = False

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..formats import plain_format
+from ..formats import Plain
 from ..kernels import PEFT_ORDER_MAX_ROWS, linear
 from .products import Group, Stack, plain_stack
 
@@ -31,7 +31,7 @@ class LowRank:
         stacks = plain_stack(self.a_EIr), plain_stack(self.b_OrE.permute(2, 1, 0))
         for stack in stacks:
             form: Any = stack.form
-            stack.form = plain_format(dtype, form.is_input_first)
+            stack.form = Plain(dtype, form.is_input_first)
         return stacks
 
     def add(self, y_NO: torch.Tensor, x_NI: torch.Tensor, groups: Any, multiply: Callable) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from .._private_api import is_any_autocast_on
-from ..formats import Format, Parts, Plain, Sizes, format_of, plain_format
+from ..formats import Format, Parts, Plain, Sizes, format_of
 from ..kernels import (
     SHORTCUTS_ARE_ON,
     is_exported,
@@ -102,7 +102,7 @@ def plain_stack(weight_EIO: torch.Tensor) -> Stack:
     # The gradient of a transposed view is made in the layout of the parameter: autograd would copy any other.
     part = weight_EIO.transpose(1, 2) if lies_output_first else weight_EIO
     _, num_in, num_out = weight_EIO.shape
-    return Stack(plain_format(weight_EIO.dtype, not lies_output_first), [part], (num_out, num_in))
+    return Stack(Plain(weight_EIO.dtype, not lies_output_first), [part], (num_out, num_in))
 
 
 def multiply_groups(
@@ -123,13 +123,13 @@ def multiply_groups(
         # It would cast rows and matrices to its dtype, and back.
         with torch.autocast(x_NI.device.type, enabled=False):
             return multiply_groups(x_NI, stack, groups, transposed)
-    product = stack.form.multiply_transposed if transposed else stack.form.multiply
     out_NO = x_NI.new_zeros(len(x_NI), stack.sizes[int(transposed)])
     # On error, too, an offloaded stack gets its memory back.
     with closing(stack.bring(groups, transposed)) as matrices:
         for parts, ranges in matrices:
             for start, end in ranges:
-                out_NO[start:end] = product(x_NI[start:end].to(parts[0].device), parts, stack.sizes)
+                rows = x_NI[start:end].to(parts[0].device)
+                out_NO[start:end] = stack.form.product(rows, parts, stack.sizes, transposed)
     return out_NO
 
 
@@ -166,7 +166,7 @@ def _define_product(name: str, tags: Sequence[torch.Tag]) -> Any:
         # Autocast would cast rows and matrices to its dtype, and back.
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             if ends_E is None:
-                y = (form.multiply_transposed if transposed else form.multiply)(x, parts, tuple(sizes))
+                y = form.product(x, parts, tuple(sizes), transposed)
             elif not waits:
                 y = Stack(form, parts, tuple(sizes)).multiply_on_device(x, ends_E, by_id, transposed)
             else:
@@ -284,11 +284,11 @@ def multiply_on_device(
 
 def multiply_one(form: Format, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
     """Multiply rows by the transpose of one matrix, which gets no gradient: `[N, O]` in the dtype of the rows."""
-    x = form.cast(x_NI)
+    x = x_NI.to(form.compute_dtype)
     if needs_operator(x):
         y = device_operator(x, list(parts), _followed(form, x).key, list(sizes), None, False, False)
     else:
-        y = form.multiply(x, parts, sizes)
+        y = form.product(x, parts, sizes)
     return y if x is x_NI else y.to(x_NI.dtype)
 
 

@@ -5,8 +5,7 @@ and what folders hold of them) and bnb_quantizers. plain_experts warns of expert
 the numbers are is in `formats`.
 """
 
-from .bnb_experts import packed_experts
-from .bnb_quantizers import naming_plain_layers, register_bitsandbytes
+from .bnb_quantizers import naming_plain_layers, packed_experts, register_bitsandbytes
 from .packed import QuantizedExperts, QuantizedLinear
 from .plain_experts import warn_of_plain_experts
 from .quantizer import LlamoeQuantizer, format_for, register_quantizers, take_activations

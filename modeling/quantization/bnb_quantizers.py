@@ -1,12 +1,11 @@
 """transformers' quantizers of bitsandbytes, which here quantize llamoe's routed experts too.
 
-They stand in the place of transformers' own, and add to them: linear layers, other models and everything that is not
-said here are transformers'. A name in `llm_int8_skip_modules` that means the experts, or the layer of a single expert
-as files name it, leaves the experts of that mixture in 16 bit.
+They replace transformers' own, and add to them: linear layers, other models and everything that is not said here are
+transformers'. A name in `llm_int8_skip_modules` that means the experts, or the layer of a single expert as files name
+it, leaves the experts of that mixture in 16 bit.
 """
 
-import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +18,11 @@ from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .._private_api import replace_quantizer
-from ..checkpoints import AtomicSaveMixin, Stored
-from ..formats import BitsAndBytesFormat, Bnb4Bit, Bnb8Bit
+from ..checkpoints import AtomicSaveMixin
+from ..formats import Bnb4Bit, Bnb8Bit
 from ..layers import Linear
 from ..moe import STACKS, Experts, Router
-from .bnb_experts import BitsAndBytesExperts, first_state, layer_of, packed_experts, packed_layers
+from .bnb_experts import BitsAndBytesExperts, layer_of, packed_layers
 from .packed import QuantizeWeight, check_scales, holds_packed
 
 if TYPE_CHECKING:
@@ -35,27 +34,15 @@ else:
 class QuantizesExperts(_Base):
     """What is added to both quantizers: a base class to name before transformers'."""
 
-    def _format(
-        self, dtype: torch.dtype, kinds: Mapping[str, Stored] | None
-    ) -> tuple[BitsAndBytesFormat, torch.dtype]:
-        """The format of a matrix, and the dtype of the weights that are quantized.
-
-        Args:
-            dtype: of the model.
-            kinds: of tensors that packed experts have in the files; None if they are packed now.
-        """
+    def _format(self, dtype: torch.dtype) -> Bnb4Bit | Bnb8Bit:
         config = self.quantization_config
         if config.load_in_8bit:
-            return Bnb8Bit(dtype), dtype
-        state = None if kinds is None else first_state(kinds)
-        is_nested = config.bnb_4bit_use_double_quant if kinds is None else "nested_absmax" in kinds
-        form = Bnb4Bit(
+            return Bnb8Bit(dtype)
+        return Bnb4Bit(
             config.bnb_4bit_compute_dtype,
             quant_type=config.bnb_4bit_quant_type,
-            blocksize=64 if state is None else state["blocksize"],
-            is_nested=is_nested,
+            is_nested=config.bnb_4bit_use_double_quant,
         )
-        return form, dtype if state is None else state["dtype"]
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, device_map: Any = None, checkpoint_files: Any = None, **kwargs: Any
@@ -70,13 +57,23 @@ class QuantizesExperts(_Base):
         for name, module in list(model.named_modules()):
             if not isinstance(module, Experts) or module.is_packed:
                 continue
-            kinds = None if stored is None else stored.get(layer_of(name) or "")
-            if kinds is None and stored is not None:
-                continue
             with torch.device("meta"):
-                packed = BitsAndBytesExperts(module, *self._format(module.dtype, kinds))
-            if stored is not None or self._takes(name, packed):
+                packed = BitsAndBytesExperts(module, self._format(module.dtype))
+            if self._takes(name, packed) if stored is None else layer_of(name) in stored:
                 model.set_submodule(name, packed)
+
+    def _takes(self, path: str, experts: BitsAndBytesExperts) -> bool:
+        """Whether no name in `llm_int8_skip_modules` means these experts or a part of them."""
+        if self.quantization_config.load_in_8bit and self.quantization_config.llm_int8_has_fp16_weight:
+            # Then linear layers keep their weights, too, and round them in each pass.
+            return False
+        layers = [
+            experts.name_of_layer(path, stack, number, place)
+            for stack in STACKS
+            for number in range(experts.num_experts)
+            for place in range(experts.formats[stack].count)
+        ]
+        return all(should_convert_module(name, self.modules_to_not_convert) for name in [path, *layers])
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Whether a weight is quantized when it is loaded."""
@@ -92,20 +89,7 @@ class QuantizesExperts(_Base):
 
     def get_quantize_ops(self) -> ConversionOps:
         """The operation that quantizes a weight: experts as here, all else as transformers does."""
-        return _QuantizeEither(super().get_quantize_ops())
-
-    def _takes(self, path: str, experts: BitsAndBytesExperts) -> bool:
-        """Whether no name in `llm_int8_skip_modules` means these experts or a part of them."""
-        if self.quantization_config.load_in_8bit and self.quantization_config.llm_int8_has_fp16_weight:
-            # Then linear layers keep their weights, too, and round them in each pass.
-            return False
-        names = [
-            experts.name_of_layer(path, stack, number, place)
-            for stack in STACKS
-            for number in range(experts.num_experts)
-            for place in range(experts.formats[stack].matrices)
-        ]
-        return all(should_convert_module(each, self.modules_to_not_convert) for each in [path, *names])
+        return QuantizeWeight(super().get_quantize_ops())
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         model = super()._process_model_after_weight_loading(model, **kwargs)
@@ -138,25 +122,17 @@ class QuantizesExperts(_Base):
         return super()._dequantize(model, dtype=dtype)
 
 
-class _QuantizeEither(QuantizeWeight):
-    """Quantizes weights of ours, and hands others to transformers' operation."""
-
-    def __init__(self, others: ConversionOps):
-        self._others = others
-
-    def convert(
-        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
-    ) -> Any:
-        convert = super().convert if holds_packed(model, full_layer_name) else self._others.convert
-        return convert(input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
-
-
 class BitsAndBytes4BitQuantizer(QuantizesExperts, Bnb4BitHfQuantizer):
     """`load_in_4bit=True`."""
 
 
 class BitsAndBytes8BitQuantizer(QuantizesExperts, Bnb8BitHfQuantizer):
     """`load_in_8bit=True`."""
+
+
+def packed_experts(model: nn.Module) -> dict[str, BitsAndBytesExperts]:
+    """A model's experts in bitsandbytes' formats, by their paths."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, BitsAndBytesExperts)}
 
 
 def _keep_codes_in_order(model: nn.Module) -> None:
@@ -179,26 +155,24 @@ def naming_plain_layers(model: PreTrainedModel) -> Iterator[None]:
     Other programs do not know which layers of ours are left out. Without a list they leave out heads alone, with one
     nothing else, so that it would quantize the new head of a classifier: llamoe's own folders have none.
     """
-    config = getattr(model.config, "quantization_config", None)
-    if config is None or not isinstance(getattr(model, "hf_quantizer", None), QuantizesExperts):
+    if not isinstance(getattr(model, "hf_quantizer", None), QuantizesExperts):
         yield
         return
+    config: Any = model.config.quantization_config
+    kept = config.llm_int8_skip_modules
     plain = {
         # transformers 4 takes routers for linear layers, and has this name for Mixtral's mixture.
         name.replace(".mlp.gate", ".block_sparse_moe.gate")
         for name, module in model.named_modules()
         if type(module) in (nn.Linear, Linear)
         or isinstance(module, Router)
-        or isinstance(module, Experts)
-        and not module.is_packed
+        or (isinstance(module, Experts) and not module.is_packed)
     }
-    named = copy.deepcopy(config)
-    named.llm_int8_skip_modules = sorted(plain | set(config.llm_int8_skip_modules or ()))
-    model.config.quantization_config = named
+    config.llm_int8_skip_modules = sorted(plain.union(kept or ()))
     try:
         yield
     finally:
-        model.config.quantization_config = config
+        config.llm_int8_skip_modules = kept
 
 
 def register_bitsandbytes() -> None:

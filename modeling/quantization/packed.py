@@ -3,7 +3,7 @@
 The mark `is_packed` tells them from others; `moe` and `parallel` stand before this folder and ask for no class.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,35 +39,33 @@ class Packed(nn.Module):
         """Show the sizes and the format in `print(model)`."""
         return f"{super().extra_repr()}, format={self.format.exact.key}"
 
-    def parts_of(self, name: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each part of a weight, by the part's name."""
-        form = self.formats[name]
+    def part_shapes(self, *names: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each part of these weights, or of all, by the part's name."""
         return {
             name + suffix: ((*self.stacked, *shape), dtype)
+            for name, form in self.formats.items()
+            if name in (names or self.formats)
             for suffix, (shape, dtype) in zip(form.suffixes, form.parts(self.sizes[name]), strict=True)
         }
 
-    def part_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each part of the weights, by its name."""
-        return {part: facts for name in self.sizes for part, facts in self.parts_of(name).items()}
-
     def _make_parts(self) -> None:
-        """Make the empty parts."""
-        for name, (shape, dtype) in self.part_shapes().items():
-            part = torch.empty(shape, dtype=dtype)
-            if name in self.sizes:
-                self.register_parameter(name, nn.Parameter(part, requires_grad=False))
-            else:
-                self.register_buffer(name, part)
+        for weight in self.sizes:
+            for name, part in self.empty_parts(weight, torch.get_default_device()).items():
+                if name == weight:
+                    self.register_parameter(name, nn.Parameter(part, requires_grad=False))
+                else:
+                    self.register_buffer(name, part)
 
-    def _packed_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in [*self._parameters.items(), *self._buffers.items()]:
-            if tensor is not None and name != "bias":
-                yield name, tensor
+    def empty_parts(self, name: str, device: torch.device) -> dict[str, torch.Tensor]:
+        """The empty parts of a weight, by name."""
+        return {
+            part: torch.empty(shape, dtype=dtype, device=device)
+            for part, (shape, dtype) in self.part_shapes(name).items()
+        }
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         # `model.to(dtype)` and its kin: kernels read the scales in one dtype, and rounding them would change weights.
-        kept = {id(tensor) for _, tensor in self._packed_tensors()}
+        kept = {id(getattr(self, name)) for name in self.part_shapes()}
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             moved = fn(tensor)
@@ -80,9 +78,9 @@ class Packed(nn.Module):
     ) -> None:
         # torch would cast: the codes of a 16-bit weight would be its numbers without their fractions.
         wrong = [
-            f"{prefix}{name} is {given.dtype}, where this packed weight has {tensor.dtype}."
-            for name, tensor in self._packed_tensors()
-            if (given := state_dict.get(prefix + name)) is not None and given.dtype != tensor.dtype
+            f"{prefix}{name} is {given.dtype}, where this packed weight has {dtype}."
+            for name, (_, dtype) in self.part_shapes().items()
+            if (given := state_dict.get(prefix + name)) is not None and given.dtype != dtype
         ]
         lists[-1].extend(wrong)
         if not wrong:
@@ -102,8 +100,9 @@ class QuantizedLinear(Packed, nn.Linear):
         self.format, self.formats = form, {"weight": form}
         self.sizes = {"weight": (self.out_features, self.in_features)}
         self._make_parts()
-        bias = None if linear.bias is None else torch.empty(self.out_features, dtype=form.compute_dtype)
-        self.bias = None if bias is None else nn.Parameter(bias)
+        self.bias = None
+        if linear.bias is not None:
+            self.bias = nn.Parameter(torch.empty(self.out_features, dtype=form.compute_dtype))
 
     def parts(self) -> list[torch.Tensor]:
         """The parts of the weight."""
@@ -135,7 +134,7 @@ class QuantizedLinear(Packed, nn.Linear):
     @torch.no_grad()
     def quantize(self, weight: torch.Tensor, name: str = "weight") -> dict[str, torch.Tensor]:
         """The parts of a weight `[out_features, in_features]`, by name."""
-        return dict(zip(self.parts_of(name), self.format.quantize(weight), strict=True))
+        return dict(zip(self.part_shapes(name), self.format.quantize(weight), strict=True))
 
     @torch.no_grad()
     def dequantized_weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -186,25 +185,18 @@ class QuantizedExperts(Packed, Experts):
     @torch.no_grad()
     def quantize(self, weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
         """The parts of a stack in the family's own order, by name; quantized one expert after the other."""
-        form = self.formats[name]
-        parts = {
-            part: torch.empty(shape, dtype=dtype, device=weight.device)
-            for part, (shape, dtype) in self.parts_of(name).items()
-        }
-        for expert, matrix in enumerate(weight.unbind(0)):
-            found = form.quantize(matrix.T if self.is_transposed else matrix)
-            for whole, part in zip(parts.values(), found, strict=True):
+        wholes = self.empty_parts(name, weight.device)
+        for expert, matrix in enumerate(weight.mT if self.is_transposed else weight):
+            for whole, part in zip(wholes.values(), self.formats[name].quantize(matrix), strict=True):
                 whole[expert] = part
-        return parts
+        return wholes
 
     @torch.no_grad()
     def dequantized_weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The stack that the parts mean, in the family's own order."""
         stack = torch.empty(self.stack_shape(name), dtype=dtype, device=getattr(self, name).device)
-        for expert, matrix in enumerate(stack.unbind(0)):
-            parts = [part[expert] for part in self.parts(name)]
-            found = self.formats[name].matrix(parts, self.sizes[name], dtype)
-            matrix.copy_(found.T if self.is_transposed else found)
+        for matrix, *parts in zip(stack.mT if self.is_transposed else stack, *self.parts(name), strict=True):
+            matrix.copy_(self.formats[name].matrix(parts, self.sizes[name], dtype))
         return stack
 
     def dequantized(self, dtype: torch.dtype) -> Experts:
@@ -217,13 +209,22 @@ class QuantizedExperts(Packed, Experts):
 
 
 class QuantizeWeight(ConversionOps):
-    """The operation by which transformers' loader quantizes a weight that it has read, before it reads the next."""
+    """The operation by which transformers' loader quantizes a weight that it has read, before it reads the next.
+
+    Args:
+        others: the operation for weights of other modules, if there are any.
+    """
+
+    def __init__(self, others: ConversionOps | None = None):
+        self._others = others
 
     @torch.no_grad()
     def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
+    ) -> Any:
         """The parts by their names in the model, of one weight."""
+        if self._others is not None and not holds_packed(model, full_layer_name):
+            return self._others.convert(input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
         path, _, name = full_layer_name.rpartition(".")
         [weight] = input_dict.values()
         parts = model.get_submodule(path).quantize(weight[0] if isinstance(weight, list) else weight, name)
@@ -250,7 +251,7 @@ def check_scales(model: nn.Module) -> None:
     """
     for path, module in packed_modules(model):
         for name, scales in module._buffers.items():
-            if scales is None or scales.is_meta or not scales.is_floating_point() or not scales.numel():
+            if scales is None or scales.is_meta or not scales.is_floating_point():
                 continue
             # The largest and smallest number take no memory of their own, and are NaN if one is.
             if not torch.stack(scales.aminmax()).isfinite().all():

@@ -5,7 +5,6 @@ of bitsandbytes take them.
 """
 
 import logging
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -32,21 +31,21 @@ def warn_of_plain_experts(model: PreTrainedModel) -> None:
                 f"{name}.weight holds quantized numbers ({module.weight.dtype}), but this layer is not quantized here. "
                 "Quantize the original checkpoint again."
             )
-    quantizer, reason = getattr(model, "hf_quantizer", None), "the checkpoint holds them so"
-    if not isinstance(quantizer, LlamoeQuantizer | QuantizesExperts):
-        method: Any = getattr(model, "quantization_method", None)
-        reason = f"{getattr(method, 'value', method)} quantizes linear layers only"
-    elif not quantizer.pre_quantized:
-        # Somebody has excepted them just now.
-        return
+    quantizer, method = getattr(model, "hf_quantizer", None), getattr(model, "quantization_method", None)
+    reason = f"{getattr(method, 'value', method)} quantizes linear layers only"
+    if isinstance(quantizer, LlamoeQuantizer | QuantizesExperts):
+        if not quantizer.pre_quantized:
+            # Somebody has excepted them just now.
+            return
+        reason = "the checkpoint holds them so"
     experts = [module for module in model.modules() if isinstance(module, Experts) and not module.is_packed]
     stacks = [getattr(module, name) for module in experts for name in STACKS]
     # Some quantizers have tensors of their own.
     if stacks and type(stacks[0]) is nn.Parameter:
-        logger.warning(
-            "%s: the routed experts stay in %s (%s), since %s.",
-            type(model).__name__,
+        dtype, size = (
             str(stacks[0].dtype).removeprefix("torch."),
-            in_units(sum(stack.nbytes for stack in stacks)),
-            reason,
+            in_units(sum(each.nbytes for each in stacks)),
+        )
+        logger.warning(
+            "%s: the routed experts stay in %s (%s), since %s.", type(model).__name__, dtype, size, reason
         )

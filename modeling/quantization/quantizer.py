@@ -59,23 +59,25 @@ def take_activations(stored: Any, options: dict[str, Any]) -> str | None:
     Raises:
         ConfigurationError: both configs are of llamoe's formats, and they differ in what is stored.
     """
-    requested: Any = options.get("quantization_config")
-    both = [
-        each if isinstance(each, dict) or each is None else each.to_dict() for each in (stored, requested)
-    ]
-    if any(each is None or each.get("quant_method") != METHOD for each in both):
+    holds, asked = _as_config(stored), _as_config(options.get("quantization_config"))
+    if holds is None or asked is None:
         return None
-    holds, asked = (QuantizationConfig(**each) for each in both)
-    given = asked.given if isinstance(requested, dict) else requested.given
-    for field in ("weights", "group_size"):
-        if field in given and getattr(holds, field) != getattr(asked, field):
+    for field in asked.given & {"weights", "group_size"}:
+        if getattr(holds, field) != getattr(asked, field):
             raise ConfigurationError(
                 f"quantization_config asks for {field}={getattr(asked, field)!r}, but this folder is stored with "
                 f"{field}={getattr(holds, field)!r}: quantize the 16-bit checkpoint."
             )
     if all(getattr(holds, name) == getattr(asked, name) for name in _OF_MODULES):
         del options["quantization_config"]
-    return asked.activations if "activations" in given else None
+    return asked.activations if "activations" in asked.given else None
+
+
+def _as_config(config: Any) -> QuantizationConfig | None:
+    """Return a config of llamoe's formats, of which this may be the dict; None for others."""
+    if isinstance(config, dict) and config.get("quant_method") == METHOD:
+        return QuantizationConfig(**config)
+    return config if isinstance(config, QuantizationConfig) else None
 
 
 class LlamoeQuantizer(HfQuantizer):
@@ -153,7 +155,7 @@ class LlamoeQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         check_scales(model)
         for _, module in packed_modules(model):
-            for codes in map(module.get_parameter, module.sizes):
+            for codes in module.parameters(recurse=False):
                 # Mapped from a file: torch's kernels cannot read them there, and other products round otherwise.
                 if codes.is_cpu and codes.data_ptr() % module.format.alignment:
                     codes.data = codes.data.clone()
@@ -165,7 +167,7 @@ class LlamoeQuantizer(HfQuantizer):
         weights = dict(model.state_dict())
         for path, module in _packed_modules(model, 'save_pretrained(layout="stock")'):
             for name in module.sizes:
-                for part in module.parts_of(name):
+                for part in module.part_shapes(name):
                     del weights[f"{path}.{part}"]
                 weights[f"{path}.{name}"] = module.dequantized_weight(name, torch.bfloat16)
         return weights, {}
@@ -173,8 +175,7 @@ class LlamoeQuantizer(HfQuantizer):
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         # A save leaves the dtype's name in the config.
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.bfloat16
-        packed = dict(_packed_modules(model, "dequantize"))
-        for name, module in packed.items():
+        for name, module in _packed_modules(model, "dequantize"):
             model.set_submodule(name, module.dequantized(dtype))
         # Layers multiply in one dtype; adapters have their own.
         for module in _without_adapters(model):

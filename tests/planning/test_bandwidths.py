@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llamoe import Bandwidths, measure_bandwidths
-from llamoe.modeling.formats import Int4, Int8, plain_format
+from llamoe.modeling.formats import Int4, Int8, Plain
 from llamoe.planning import bandwidths
 
 
@@ -31,9 +31,7 @@ def test_memory_and_drive_are_measured(tmp_path, monkeypatch):
     assert measure_bandwidths(tmp_path, most_bytes=5 << 20).drive == 8 * (5 << 20)
 
 
-@pytest.mark.parametrize(
-    "form", [plain_format(torch.bfloat16, False), Int8(), Int4(128)], ids=lambda each: each.key
-)
+@pytest.mark.parametrize("form", [Plain(torch.bfloat16), Int8(), Int4(128)], ids=lambda each: each.key)
 def test_reading_is_measured_in_the_format_of_the_weights(form, monkeypatch):
     ticks, products = itertools.count(), []
     monkeypatch.setattr(bandwidths.time, "perf_counter", lambda: next(ticks) / 8)

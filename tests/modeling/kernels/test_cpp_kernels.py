@@ -53,7 +53,8 @@ def test_gradients_of_rows_unpack_by_the_kernel(monkeypatch):
     weight = form.matrix(parts, (num_out, num_in), torch.float32)
     x = torch.randn(7, num_out).bfloat16()
     for is_cast in (False, True):
-        monkeypatch.setattr(int4, "needs_float32", lambda rows, is_cast=is_cast: is_cast)
+        dtype = torch.float32 if is_cast else torch.bfloat16
+        monkeypatch.setattr(int4, "dtype_of_blocks", lambda rows, dtype=dtype: dtype)
         monkeypatch.setattr(int4, "unpack", lambda *_: pytest.fail("unpacked by torch"))
         found = form.multiply_transposed(x, parts, (num_out, num_in))
         # The matrix is rounded, too, where products are in bfloat16.

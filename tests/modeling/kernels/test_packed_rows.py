@@ -16,7 +16,7 @@ from support.few_bits import packed
 from support.gpu_compiler import ELEMENTS, SHARED, compile_kernel, programs
 from support.tables import in_turn
 
-from llamoe.modeling.formats import Int4, Int8, Plain, has_gpu_kernel, plain_format
+from llamoe.modeling.formats import Int4, Int8, Plain, has_gpu_kernel
 from llamoe.modeling.formats.format import chunk_of
 from llamoe.modeling.kernels import packed_rows
 from llamoe.modeling.kernels.packed_rows import constants, few_rows_limit, rows_of_tile, tile_of
@@ -131,7 +131,7 @@ def test_plain_experts_compile_for_few_rows(monkeypatch, tmp_path, name, capabil
 )
 def test_other_dtypes_and_alignments_compile_for_hopper(monkeypatch, tmp_path, name, dtype, aligned):
     """In float32 without tensor cores, which would round to TF32; without alignment too."""
-    form = plain_format(dtype, FORMATS[name].is_input_first)
+    form = Plain(dtype, FORMATS[name].is_input_first)
     compiled, _ = compile_for(monkeypatch, tmp_path, 90, form, 16, False, dtype, aligned)
     if dtype == torch.float32:
         assert "mma" not in compiled.asm["ptx"] and "fma.rn.f32" in compiled.asm["ptx"]
@@ -157,7 +157,7 @@ def test_other_dtypes_compile(monkeypatch, tmp_path, name, dtype, rows, transpos
     """For the cards with most and least shared memory: they fit. In float16 up to two registers are kept in memory,
     which int8 needs for 64 rows on 8.0; in float32, as the docstring of `packed_rows` says, any number.
     """
-    form = plain_format(dtype, FORMATS[name].is_input_first) if name in PLAIN else FORMATS[name]
+    form = Plain(dtype, FORMATS[name].is_input_first) if name in PLAIN else FORMATS[name]
     compiled, usage = compile_for(monkeypatch, tmp_path, capability, form, rows, transposed, dtype)
     assert compiled.metadata.shared <= SHARED[capability] * 1024
     if dtype == torch.float16:

@@ -94,16 +94,11 @@ def changed(**fields):
     [
         ("int4", changed(group_size=64), r"_proj\S*_scale has shape \[.*, 128, 2\]"),
         ("int4", changed(group_size=256), "int4:256"),
-        ("int4", changed(weights="int8", group_size=None), "config.json"),
         ("int8", changed(weights="int4"), "config.json"),
         ("int4", lambda content: content["quantization_config"].pop("quant_method"), "quant_method"),
         ("int4", changed(format_version=2), "format_version"),
-        ("int4", changed(zero_points=True), "zero_points"),
         ("int4", changed(linears=False), "config.json"),
-        ("int8", changed(linears=False), "has dtype I8"),
-        ("int4", changed(modules_to_not_convert=["o_proj"]), "config.json"),
         ("int8", changed(modules_to_not_convert=["o_proj"]), "o_proj.weight has dtype I8"),
-        ("int4", lambda content: content.pop("quantization_config"), "config.json"),
         ("int8", lambda content: content.pop("quantization_config"), "has dtype I8, .*quantization_config"),
     ],
 )
@@ -112,13 +107,12 @@ def test_packed_folders_with_another_config(weights, change, named):
         AutoModelForCausalLM.from_pretrained(spoilt(save(packed("mixtral", weights)), config=change))
 
 
-@pytest.mark.parametrize("family", ["dense", "mixtral"])
-def test_plain_folders_with_the_config_of_packed_ones(family, weights):
+def test_plain_folders_with_the_config_of_packed_ones(weights):
     def name(content):
         content["quantization_config"] = llamoe.QuantizationConfig(weights).to_dict()
 
     with pytest.raises(CheckpointError, match="config.json"):
-        AutoModelForCausalLM.from_pretrained(spoilt(save(make(family).bfloat16()), config=name))
+        AutoModelForCausalLM.from_pretrained(spoilt(save(make("mixtral").bfloat16()), config=name))
 
 
 @pytest.mark.parametrize(
@@ -138,28 +132,23 @@ def test_packed_folders_are_not_packed_again(weights, asked):
 def test_packed_folders_are_told_what_to_do_to_rows(weights, recwarn):
     """Whatever they are stored as: the rest of the request says nothing, and nothing is warned of."""
     fields = dict(group_size=64) if weights == "int4" else {}
-    path = save(load(folder("mixtral"), weights, **fields))
-    expected = {
+    models = {
         chosen: load(folder("mixtral"), weights, activations=chosen, **fields) for chosen in ("int8", "float")
     }
     recwarn.clear()
-    for before in ("int8", "float"):
-        for chosen in ("float", "int8"):
-            asked = llamoe.QuantizationConfig(activations=chosen)
-            model = AutoModelForCausalLM.from_pretrained(path, quantization_config=asked)
-            formats = {module.format for module in model.modules() if getattr(module, "is_packed", False)}
-            assert {form.in_bytes for form in formats} == {chosen == "int8"}, before
-            assert torch.equal(logits(model), logits(expected[chosen]))
-            assert model.config.quantization_config.activations == chosen
+    for stored, packed_model in models.items():
+        path = save(packed_model)
         # What a folder says holds where nobody says another thing.
-        path = save(load(folder("mixtral"), weights, activations="float", **fields))
-        model = AutoModelForCausalLM.from_pretrained(
-            path, quantization_config=llamoe.QuantizationConfig(weights)
-        )
-        assert torch.equal(logits(model), logits(expected["float"]))
+        for asked, chosen in (
+            (dict(activations="float"), "float"),
+            (dict(activations="int8"), "int8"),
+            ({}, stored),
+        ):
+            config = llamoe.QuantizationConfig(**asked)
+            model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
+            assert torch.equal(logits(model), logits(models[chosen])), (stored, asked)
+            assert model.config.quantization_config.activations == chosen
     assert not [each for each in recwarn if "quantization_config" in str(each.message)]
-    with pytest.raises(ConfigurationError, match="activations='int4'"):
-        load(path, weights, activations="int4")
 
 
 def at(key, function):
@@ -180,26 +169,22 @@ def put(value):
         ("int8", STACK, "_scale", put(float("-inf")), ": 1 of"),
         ("int4", STACK, "_scale", lambda scale: scale[..., :-1], " has shape"),
         ("int8", LINEAR, "_scale", lambda scale: scale.view(torch.int16), " has dtype I16"),
-        ("int4", LINEAR, "", lambda codes: codes[..., :-1], " has shape"),
         ("int8", STACK, "", lambda codes: codes.bfloat16(), " has dtype BF16"),
-        ("int4", STACK, "", lambda codes: codes.int(), " has dtype I32"),
         ("int4", LINEAR, "", lambda codes: codes.view(torch.int8), " has dtype"),
-        ("int8", STACK, "", lambda codes: codes.view(torch.uint8), " has dtype"),
     ],
 )
 def test_damaged_parts(weights, key, part, function, wrong):
     path = spoilt(save(packed("mixtral", weights)), tensors=at(key + part, function))
-    with pytest.raises(CheckpointError, match=f"{key}{part}{wrong}"):
-        AutoModelForCausalLM.from_pretrained(path)
+    for ignores in (False, "shape" in wrong):
+        with pytest.raises(CheckpointError, match=f"{key}{part}{wrong}"):
+            AutoModelForCausalLM.from_pretrained(path, ignore_mismatched_sizes=ignores)
 
 
 @pytest.mark.parametrize(
     ("loaded", "key"),
     [
-        (llamoe.LlamoeMixtralForCausalLM, LINEAR),
         (llamoe.LlamoeMixtralForCausalLM, STACK + "_scale"),
-        (llamoe.LlamoeMixtralForTokenClassification, LINEAR + "_scale"),
-        (llamoe.LlamoeMixtralForTokenClassification, STACK),
+        (llamoe.LlamoeMixtralForTokenClassification, LINEAR),
     ],
 )
 def test_missing_parts(weights, key, loaded):
@@ -214,13 +199,6 @@ def test_missing_weights_are_not_quantized(weights):
     config = llamoe.QuantizationConfig(weights)
     with pytest.raises(CheckpointError, match=LINEAR):
         llamoe.LlamoeDenseForTokenClassification.from_pretrained(path, quantization_config=config)
-
-
-@pytest.mark.parametrize("key", [LINEAR, STACK + "_scale"])
-def test_shapes_that_do_not_fit_are_not_passed_over(key):
-    path = spoilt(save(packed("mixtral", "int8")), tensors=at(key, lambda tensor: tensor[..., :-2]))
-    with pytest.raises(CheckpointError, match=key):
-        AutoModelForCausalLM.from_pretrained(path, ignore_mismatched_sizes=True)
 
 
 # Weights
@@ -246,8 +224,6 @@ def rows(weight):
     [
         ("int4", LINEAR, torch.float32, float("nan")),
         ("int8", STACK, torch.bfloat16, float("inf")),
-        ("int4", STACK, torch.float16, float("-inf")),
-        ("int8", LINEAR, torch.float32, float("nan")),
     ],
 )
 def test_weights_that_are_no_numbers(weights, key, dtype, value):
@@ -257,11 +233,9 @@ def test_weights_that_are_no_numbers(weights, key, dtype, value):
 
 ODD = [
     (lambda weight: rows(weight)[3].fill_(0.37), 0.01),
-    (lambda weight: rows(weight)[3].fill_(-1234.5), 0.01),
     (lambda weight: rows(weight)[3].zero_(), 0.0),
     (lambda weight: weight.add_(100), 0.01),
     (lambda weight: rows(weight)[3].mul_(1e30), 0.15),
-    (lambda weight: weight.mul_(1e-30), 0.15),
     (lambda weight: rows(weight)[3].mul_(1e-41), 0.15),
 ]
 

@@ -3,6 +3,7 @@
 import logging
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -159,10 +160,7 @@ def test_names_to_skip_leave_experts_alone(skip, tmp_path, caplog):
 
 def test_parts_of_a_folder_are_read(tmp_path):
     load(folder_of("llama4"), "llama4", "fp4").save_pretrained(tmp_path)
-    whole = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path)
-    base = llamoe.LlamoeTextModel.from_pretrained(tmp_path)
-    with torch.no_grad():
-        assert torch.equal(base(IDS).last_hidden_state, whole.model(IDS).last_hidden_state)
+    assert packed_experts(llamoe.LlamoeTextModel.from_pretrained(tmp_path))
     classifier = llamoe.LlamoeForSequenceClassification.from_pretrained(tmp_path)
     assert packed_experts(classifier) and type(classifier.score) is nn.Linear
 
@@ -181,53 +179,34 @@ def test_what_bitsandbytes_does_to_layers_on_a_cpu_is_kept_away(tmp_path):
     assert embeds.grad.abs().sum() > 0
 
 
-def test_the_gradient_of_rows_is_that_of_unpacked_weights():
-    for family, method in (("llama4", "fp4"), ("mixtral", "nf4 nested"), ("mixtral", "8 bit")):
-        experts = next(
-            iter(packed_experts(load(folder_of(family), family, method, dtype=torch.float32)).values())
-        )
-        unpacked = experts.dequantized(torch.float32)
-        chosen = torch.randint(0, 5, (31, 2), generator=torch.Generator().manual_seed(3))
-        given = []
-        for module in (experts, unpacked):
-            x = torch.randn(31, 72, generator=torch.Generator().manual_seed(4)).requires_grad_()
-            weights = torch.rand(31, 2, generator=torch.Generator().manual_seed(5)).requires_grad_()
-            y = module(x, chosen, weights)
-            (y * torch.linspace(-1, 2, 72)).sum().backward()
-            given.append((y.detach(), x.grad, weights.grad))
-        for ours, expected in zip(*given, strict=True):
-            # The same sums in another order, in float32.
-            assert max_abs(ours, expected) < 5e-6 * expected.abs().max()
-
-
-@for_families
-def test_lora_trains_on_packed_experts(family):
-    """QLoRA: gradients of the factors are those beside the unpacked weights."""
-    peft = pytest.importorskip("peft", reason="needs peft")
-    grads = []
+@pytest.mark.parametrize(
+    ("family", "method"), [("llama4", "fp4"), ("mixtral", "nf4 nested"), ("mixtral", "8 bit")]
+)
+def test_gradients_are_those_of_unpacked_weights(family, method):
+    """Of rows, scores and the factors of adapters."""
+    given = []
     for is_packed in (True, False):
-        model = load(folder_of(family), family, "nf4 nested", dtype=torch.float32)
-        if not is_packed:
-            model = model.dequantize(dtype=torch.float32)
+        model = load(folder_of(family), family, method, dtype=torch.float32)
+        model = model if is_packed else model.dequantize(dtype=torch.float32)
+        experts = next(module for module in model.modules() if isinstance(module, Experts))
         config = peft.LoraConfig(
-            r=3, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+            r=3, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
         )
         torch.manual_seed(7)
         adapted = peft.get_peft_model(model, config)
-        generator = torch.Generator().manual_seed(8)
+        factors = {name: p for name, p in adapted.named_parameters() if "lora_" in name}
         with torch.no_grad():
-            for name, parameter in adapted.named_parameters():
-                if "lora_" in name:
-                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-        adapted(IDS, labels=IDS).loss.backward()
-        grads.append({name: p.grad for name, p in adapted.named_parameters() if "lora_" in name})
-    assert grads[0].keys() == grads[1].keys() and len(grads[0]) == 2 * sum(
-        "lora_A" in name for name in grads[0]
-    )
-    for name, expected in grads[1].items():
-        assert expected.abs().max() > 0
-        # bfloat16 weights unpacked to float32 and sums in another order; measured are 4e-6.
-        assert max_abs(grads[0][name], expected) < 1e-4 * expected.abs().max(), name
+            for factor in factors.values():
+                factor.normal_(std=0.1)
+        embeds = torch.randn(*IDS.shape, 72).requires_grad_()
+        adapted(inputs_embeds=embeds, labels=IDS).loss.backward()
+        assert experts.is_packed == is_packed and len(factors) == 4
+        given.append([embeds.grad, *(factor.grad for factor in factors.values())])
+    # Weights are unpacked to float32, and sums are in another order; measured are 4e-6. In 8 bits bitsandbytes' linear
+    # layers round their rows, too.
+    allowed = 0.03 if method == "8 bit" else 1e-4
+    for ours, expected in zip(*given, strict=True):
+        assert ours.abs().max() > 0 and max_abs(ours, expected) < allowed * expected.abs().max()
 
 
 def test_sizes_for_device_maps_are_those_in_memory():

@@ -13,6 +13,7 @@ from support.few_bits import (
     distance,
     folder,
     logits,
+    packed,
     route_by_position,
 )
 from torch import nn
@@ -55,11 +56,9 @@ def test_a_cast_leaves_codes_and_scales(model, cast, monkeypatch):
 # Copies
 
 
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
 def test_copies(model, copied):
     found = copied(model)
     assert torch.equal(logits(found), logits(model))
@@ -70,16 +69,11 @@ def test_copies(model, copied):
     assert found.is_quantized and found.config.quantization_config.weights in WEIGHTS
 
 
-def emptied(model):
-    model = copy.deepcopy(model)
-    for tensor in (*model.parameters(), *codes_and_scales(model).values()):
-        tensor.data.zero_()
-    return model
-
-
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_dicts(model, assign):
-    other, file = emptied(model), io.BytesIO()
+    other, file = copy.deepcopy(model), io.BytesIO()
+    for tensor in (*other.parameters(), *codes_and_scales(other).values()):
+        tensor.data.zero_()
     torch.save(model.state_dict(), file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
@@ -88,9 +82,10 @@ def test_state_dicts(model, assign):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_numbers_are_no_codes(model, family, weights, strict):
+def test_numbers_are_no_codes(weights, strict):
+    model = packed("mixtral", weights)
     before = {name: tensor.clone() for name, tensor in codes_and_scales(model).items()}
-    plain = AutoModelForCausalLM.from_pretrained(folder(family))
+    plain = AutoModelForCausalLM.from_pretrained(folder("mixtral"))
     wanted = {"int4": "uint8", "int8": "int8"}[weights]
     with pytest.raises(RuntimeError, match=f"q_proj.weight .*torch.{wanted}"):
         model.load_state_dict(plain.state_dict(), strict=strict)

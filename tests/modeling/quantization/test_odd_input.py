@@ -1,15 +1,12 @@
 """Odd inputs, addresses, processors and processes: quantized models compute the same, or say what is wrong."""
 
-import json
 import logging
 import os
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support import programs
 from support.few_bits import CLOSE, WEIGHTS, distance, folder, load, logits, packed, save, token_ids
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from llamoe.modeling.formats import Int4, Int8, int4
@@ -21,24 +18,20 @@ from llamoe.modeling.quantization import QuantizedLinear
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0), (0, 4), (2, 9)])
-def test_rows_of_each_dtype_and_number(weights, dtype, shape):
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (2, 9)])
+def test_rows(weights, dtype, shape):
+    """Of each float dtype and number; what has another size or is of integers is refused."""
     layer = packed("dense", weights).model.layers[0].mlp.down_proj
-    x = torch.randn(*shape, 320).to(dtype)
+    x = torch.randn(*shape, 320).to(dtype).requires_grad_()
     y = layer(x)
     assert y.dtype == dtype and y.shape == (*shape, 128)
     expected = x.float() @ layer.dequantized_weight("weight", torch.float32).T
     assert x.numel() == 0 or distance(y, expected) < 0.01  # one product in bfloat16
-    x = x.clone().requires_grad_()
-    layer(x).sum().backward()
+    y.sum().backward()
     assert x.grad.shape == x.shape and x.grad.dtype == dtype
-
-
-@pytest.mark.parametrize("x", [torch.ones(3, 64), torch.ones(2, 4, 64), torch.ones(3, 320, dtype=torch.long)])
-def test_rows_of_another_size_or_of_integers(weights, x):
-    layer = packed("dense", weights).model.layers[0].mlp.down_proj
-    with pytest.raises(ValueError, match=r"takes floats \[\.\.\., 320\], not torch\.\w+ \["):
-        layer(x)
+    for wrong in (x.long(), x[..., :64]):
+        with pytest.raises(ValueError, match=r"takes floats \[\.\.\., 320\], not torch\.\w+ \["):
+            layer(wrong)
 
 
 def shifted(tensor, offset):
@@ -52,14 +45,12 @@ def shifted(tensor, offset):
 
 
 @pytest.mark.parametrize("kernels", ["ours", "torch's"])
-@pytest.mark.parametrize("form", [Int4(32), Int4(128), Int8()], ids=lambda form: form.key)
+@pytest.mark.parametrize("form", [Int4(32), Int8()], ids=lambda form: form.key)
 @pytest.mark.parametrize("sizes", [(128, 128), (80, 240), (16, 32)])
 def test_addresses_that_kernels_do_not_expect(form, sizes, kernels, monkeypatch):
     """torch's product for int8 reads whole vectors, and ends the process where one is not aligned."""
     if kernels == "torch's":
         monkeypatch.setattr(cpp_kernels, "library", lambda: None)
-    if form.refusal(sizes):
-        pytest.skip("a size that this format does not take")
     codes, scales = form.quantize(torch.randn(sizes))
     expected = form.matrix((codes, scales), sizes, torch.float32).T
     for num_rows in (1, 2, 5, 23, 90):
@@ -72,25 +63,20 @@ def test_addresses_that_kernels_do_not_expect(form, sizes, kernels, monkeypatch)
             assert distance(multiply_one(form, strided, (codes, scales), sizes), x.float() @ expected) < 0.01
 
 
-def test_codes_of_a_mapped_file_at_odd_addresses(weights, tmp_path):
-    """safetensors aligns nothing but the first tensor of a file."""
+@pytest.mark.parametrize("kernels", ["ours", "torch's"])
+def test_codes_of_a_mapped_file_at_odd_addresses(weights, kernels, monkeypatch):
+    """safetensors' own writer aligns the first tensor of a file, others align nothing."""
     path = save(packed("mixtral", weights))
-    tensors = {"a": torch.zeros(1, dtype=torch.uint8), **load_file(path / "model.safetensors")}
-    content = {name: {"dtype": _NAMES[t.dtype], "shape": list(t.shape)} for name, t in tensors.items()}
-    end = 0
-    for name, tensor in tensors.items():
-        content[name]["data_offsets"] = [end, end + tensor.nbytes]
-        end += tensor.nbytes
-    header = json.dumps({"__metadata__": {"format": "pt"}, **content}).encode()
-    data = b"".join(
-        tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors.values()
-    )
-    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    content = (path / "model.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    # Readers take a header with spaces at its end.
+    header = content[8 : 8 + size] + b" "
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
     model = AutoModelForCausalLM.from_pretrained(path)
-    assert torch.equal(logits(model), logits(packed("mixtral", weights)))
-
-
-_NAMES = {torch.uint8: "U8", torch.int8: "I8", torch.bfloat16: "BF16"}
+    if kernels == "torch's":
+        monkeypatch.setattr(cpp_kernels, "library", lambda: None)
+    for ids in (token_ids(), token_ids(1, 5)):
+        assert torch.equal(logits(model, ids), logits(packed("mixtral", weights), ids))
 
 
 # Other machines and processes
@@ -135,40 +121,9 @@ for sizes in (240, 96), (192, 96):
 @pytest.mark.parametrize("kernels", ["0", "1"])
 def test_four_bits_with_avx2(kernels):
     """A processor's kernels are chosen when torch starts."""
-    env = {
-        **os.environ,
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "LLAMOE_CPP_KERNELS": kernels,
-    }
-    done = programs.run(["-c", AVX2], env=env)
+    avx2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "LLAMOE_CPP_KERNELS": kernels}
+    done = programs.run(["-c", AVX2], env=os.environ | avx2)
     assert done.returncode == 0, done.stderr
-
-
-class Launches(TorchDispatchMode):
-    """Counts operators that would run a kernel on a device: not those that make views, nor memory."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        makes_memory = func.overloadpacket.__name__ in ("empty", "new_empty", "empty_strided")
-        self.count += not (func.is_view or makes_memory or func is torch.ops.aten._unsafe_view.default)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("form", [Int4(32), Int8()], ids=["int4", "int8"])
-@pytest.mark.parametrize("num_in", [128, 8192])
-def test_a_device_without_kernels_unpacks_a_matrix_in_one_piece(form, num_in):
-    """The meta device stands for a GPU: a dozen calls a product, for matrices of every size."""
-    sizes = (5120, num_in)
-    parts = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in form.parts(sizes)]
-    for product, size_in, size_out in (
-        (form.multiply, num_in, 5120),
-        (form.multiply_transposed, 5120, num_in),
-    ):
-        with Launches() as launches:
-            y = product(torch.empty(3, size_in, dtype=torch.bfloat16, device="meta"), parts, sizes)
-        assert y.shape == (3, size_out) and launches.count <= 12
 
 
 NEVER_IMPORTED = """
@@ -177,10 +132,6 @@ from transformers import AutoModelForCausalLM
 
 assert "llamoe" not in sys.modules
 path = sys.argv[1]
-try:
-    AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)
-except ValueError as error:
-    print(error)
 model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
 with torch.no_grad():
     torch.save(model(torch.load(f"{path}/ids.pt")).logits, f"{path}/found.pt")
@@ -188,15 +139,13 @@ with torch.no_grad():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mixtral"])
-def test_programs_that_never_imported_llamoe(family, weights, tmp_path):
-    model = packed(family, weights)
+def test_programs_that_never_imported_llamoe(tmp_path):
+    model = packed("mixtral", "int4")
     model.save_pretrained(tmp_path / "model")
     torch.save(token_ids(), tmp_path / "model/ids.pt")
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
     done = programs.run(["-c", NEVER_IMPORTED, tmp_path / "model"], env=environment)
     assert done.returncode == 0, done.stderr
-    assert "contains custom code" in done.stdout and "`trust_remote_code=True`" in done.stdout
     assert torch.equal(torch.load(tmp_path / "model/found.pt"), logits(model))
 
 
