@@ -3,7 +3,8 @@
 | form | tokens see | taken by |
 |---|---|---|
 | None | plain causal attention | all implementations |
-| `Sequences` | earlier tokens of their packed segment, in a window, without padding | FlashAttention |
+| `PackedLengths` | earlier tokens of their packed segment, in a window | FlashAttention |
+| `[B, K]` | earlier tokens in a window, without padding | FlashAttention |
 | `EqualRows` | earlier tokens of their chunk or window, in rows without padding | `sdpa` |
 | a mask | whatever `Rule.sees` says | `sdpa` for all other rows, and all other implementations |
 
@@ -32,32 +33,34 @@ from ..kernels import are_single_queries, attend_to_single_queries, is_transform
 from .cache import keep_exported_tokens, replace_windows
 from .equal_rows import EqualRows, attend_in_equal_rows
 from .mask_inputs import MaskInputs
-from .varlen import Sequences, attend_in_sequences, sequences
+from .varlen import PackedLengths, flash_form
 from .visibility import Rule
 
 
 def form_of(inputs: MaskInputs, rule: Rule) -> Any:
     """Make the form that layers of a rule take."""
     if inputs.is_flash:
-        # Callers that give the lengths of packed sequences give them to the implementation, too.
-        return None if inputs.has_lengths else sequences(inputs, rule)
-    if inputs.implementation == "sdpa" and rows_are_equal(inputs, rule):
-        return equal_rows(inputs, rule)
-    return real_mask(inputs, rule)
+        return flash_form(inputs, rule)
+    first_query = first_of_equal_rows(inputs, rule) if inputs.implementation == "sdpa" else None
+    return real_mask(inputs, rule) if first_query is None else equal_rows(inputs, rule, first_query)
 
 
-def rows_are_equal(inputs: MaskInputs, rule: Rule) -> bool:
-    """Whether no row is padded or packed, and where there are chunks all begin at one position; reads values."""
+def first_of_equal_rows(inputs: MaskInputs, rule: Rule) -> int | None:
+    """Position of the first query of rows without padding or packed segments, else None; reads values.
+
+    Rows with chunks begin at one position; without, only the index along the row matters.
+    """
     if not inputs.reads_values or inputs.padding_mask is not None:
-        return False
-    return inputs.segments is None if rule.chunk_size is None else inputs.first_position is not None
+        return None
+    if rule.chunk_size is not None:
+        return inputs.first_position
+    return inputs.query_offset if inputs.segments is None else None
 
 
-def equal_rows(inputs: MaskInputs, rule: Rule) -> EqualRows | None:
+def equal_rows(inputs: MaskInputs, rule: Rule, first_query: int) -> EqualRows | None:
     """Rows cut from sizes alone; None where they are plain causal attention over all keys."""
     keys, length = inputs.keys(rule), inputs.query_length
-    first = inputs.query_offset if rule.chunk_size is None else inputs.first_position
-    rows = EqualRows(rule, first, first - inputs.query_offset + keys.offset, keys.length)
+    rows = EqualRows(rule, first_query, first_query - inputs.query_offset + keys.offset, keys.length)
     block, *others = rows.blocks(length)
     is_plain = not others and block.is_plain and block.keys == slice(0, keys.length)
     # A module's `is_causal` counts where stock makes no mask. It makes one for as many tokens as a window has.
@@ -184,9 +187,8 @@ def attend_in_form(
     if attend is sdpa_attention_forward:
         attend = _attend_by_sdpa
     attend = widened(attend, query)
-    if isinstance(form, Sequences):
-        attend = partial(attend, module, position_ids=None, **kwargs)
-        return attend_in_sequences(attend, query, key, value, form), None
+    if isinstance(form, PackedLengths):
+        form, kwargs = None, {**kwargs, **form._asdict()}
     if isinstance(form, EqualRows):
         # It stands for a causal mask, which decides alone, whatever a module or an argument says.
         attend = partial(attend, module, position_ids=None, **{**kwargs, "is_causal": True})
