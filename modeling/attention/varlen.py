@@ -1,7 +1,8 @@
 """What transformers' FlashAttention functions take in place of a mask: padding, or the lengths of packed segments.
 
-They remove padding from rows, and compute plain causal attention over any number of sequences laid end to end. The last
-query of a sequence stands at its last key, with a cache too; a window is a number. Chunks would need keys to be cut off.
+They remove padding from rows, and compute plain causal attention over any number of sequences laid end to end. The
+last query of a sequence stands at its last key, with a cache too; a window is a number. Chunks would need keys to be
+cut off.
 
 Shapes: B batch, Q query tokens, K key tokens (cached and new), S sequences.
 """
