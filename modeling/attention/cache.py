@@ -74,7 +74,8 @@ class RingLayer(StaticSlidingWindowLayer):
 def replace_layers(past_key_values: Cache | None, with_rings: bool) -> None:
     """Turn the layers of transformers' caches into those that append in place, and empty static windows into rings.
 
-    transformers' growing window of one token keeps every token (`keys[-0:]`) but announces one: it becomes a full layer.
+    transformers' growing window of one token keeps every token (`keys[-0:]`) but announces one: it becomes a full
+    layer.
     """
     if is_torchdynamo_compiling():
         return
