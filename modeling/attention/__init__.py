@@ -1,6 +1,6 @@
 """Attention: which tokens see each other, and the product itself.
 
-Reading order: growing_cache (a KV cache that appends in place), cache (its length and keys before a forward),
+Reading order: cache (length and keys of a KV cache before a forward), growing_cache (appending to one in place),
 implementation (which one a device takes), visibility (which tokens see each other), mask_inputs (the facts of a
 forward), equal_rows and varlen (attention without a mask), forms (the table of all forms, and real masks), cache_checks
 (whether a cache fits the model, and gradient checkpointing), layer (the module).

@@ -15,8 +15,6 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 from transformers.utils import is_torchdynamo_compiling
 
-from .growing_cache import GrowingLayer, GrowingWindow
-
 
 class RingLayer(StaticSlidingWindowLayer):
     """The last `max_cache_len` tokens of a layer; token t is stored at place t modulo `max_cache_len`."""
@@ -71,21 +69,18 @@ class RingLayer(StaticSlidingWindowLayer):
         return self.cumulative_length if self.is_initialized else 0
 
 
-def replace_layers(past_key_values: Cache | None, with_rings: bool) -> None:
-    """Turn the layers of transformers' caches into those that append in place, and empty static windows into rings.
+def replace_windows(past_key_values: Cache | None, with_rings: bool) -> None:
+    """Turn a cache's empty static windows into rings, and its growing windows of one token into full layers, in place.
 
-    transformers' growing window of one token keeps every token (`keys[-0:]`) but announces one: it becomes a full
-    layer.
+    transformers' growing window of one token keeps every token (`keys[-0:]`) but announces one.
     """
     if is_torchdynamo_compiling():
         return
     for layer in getattr(past_key_values, "layers", ()):
         if with_rings and type(layer) is StaticSlidingWindowLayer and layer.cumulative_length_int == 0:
             layer.__class__ = RingLayer
-        elif type(layer) is DynamicSlidingWindowLayer and layer.sliding_window > 1:
-            layer.__class__ = GrowingWindow
-        elif type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-            layer.__class__ = GrowingLayer
+        elif type(layer) is DynamicSlidingWindowLayer and layer.sliding_window == 1:
+            layer.__class__ = DynamicLayer  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def keep_exported_tokens(past_key_values: Cache | None, position_ids: torch.Tensor | None) -> None:

@@ -30,7 +30,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from .._compat import CACHE
 from .._private_api import mask_implementations
 from ..kernels import are_single_queries, attend_to_single_queries, is_transformed, widened
-from .cache import keep_exported_tokens, replace_layers
+from .cache import keep_exported_tokens, replace_windows
 from .equal_rows import EqualRows, attend_in_equal_rows
 from .mask_inputs import MaskInputs
 from .varlen import PackedLengths, flash_form
@@ -134,7 +134,7 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
     if not getattr(inputs.config, "is_causal", True) and not inputs.is_flash:
         return _bidirectional_masks(inputs)
     # A flash kernel's window counts keys in the order in which they lie.
-    replace_layers(inputs.past_key_values, with_rings=not inputs.is_flash)
+    replace_windows(inputs.past_key_values, with_rings=not inputs.is_flash)
     return {layer_type: form_of(inputs, rule) for layer_type, rule in rules.items()}
 
 

@@ -1,14 +1,15 @@
-"""Layers of transformers' `DynamicCache` that append without a copy of what is there.
+"""Appending to a KV cache without a copy of what is there.
 
-transformers concatenates: each token reads and writes all keys and values before it, which in a long conversation takes
-as long as the weights do. Here a layer's tensors are views of memory with spare places. A view that somebody else holds
-never changes: only behind its end anything is written, and only while the layer has the tensors that were written last.
-Otherwise new memory is taken.
+transformers' `DynamicLayer` concatenates: each token reads and writes all keys and values before it, which in a long
+conversation takes as long as the weights do. Here a layer's tensors are views of memory with spare places. A view that
+somebody else holds never changes: only behind its end anything is written, and only while the layer has the tensors
+that were written last. Otherwise new memory is taken.
 """
 
 from typing import Any
 
 import torch
+from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..kernels import can_use_shortcut
@@ -17,8 +18,9 @@ _MIN_SPARE = 128
 """Tokens that new memory has place for, beside those that are appended."""
 _SPARE_SHARE = 8
 """And at least an eighth of all."""
-# Research on caches puts others in their places.
+# Somebody may put others in their places.
 _UPDATES = {kind: kind.update for kind in (DynamicLayer, DynamicSlidingWindowLayer)}
+_CACHE_UPDATE = Cache.update
 
 
 class _Memory:
@@ -49,49 +51,52 @@ class _Memory:
         )
 
 
-class GrowingLayer(DynamicLayer):
-    """A layer that keeps every token, and in inference on a CPU grows in place."""
+def append_to_cache(
+    cache: Cache, key: torch.Tensor, value: torch.Tensor, layer_idx: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append keys and values `[B, heads, Q, D]` to a layer of a cache, as `cache.update` does; returns all of both.
 
-    llamoe_memory: _Memory | None = None
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values `[B, heads, Q, D]`; return those that the new tokens may see."""
-        old, new = (self.keys, self.values), (key_states, value_states)
-        if not can_use_shortcut(key_states) or not self._can_grow(old, new):
-            self.llamoe_memory = None
-            return super().update(key_states, value_states, *args, **kwargs)
-        num_new = key_states.shape[2]
-        end = num_new + old[0].shape[2]
-        memory = self.llamoe_memory
-        if memory is None or not memory.can_append(old, end):
-            memory = self.llamoe_memory = _Memory(old, end)
-        for tensor, its in zip(memory.tensors, new, strict=True):
-            tensor[:, :, memory.length : end] = its
-        memory.length = end
-        self.keys, self.values = (tensor.narrow(2, 0, end) for tensor in memory.tensors)
-        if isinstance(self, GrowingWindow):
-            self.cumulative_length += num_new
-        return self.keys, self.values
-
-    def _can_grow(self, old: tuple[Any, ...], new: tuple[torch.Tensor, ...]) -> bool:
-        """Return whether tokens appended in place are what the stock class returns."""
-        if not self.is_initialized or any(kind.update is not update for kind, update in _UPDATES.items()):
-            return False
-        return all(
-            type(its) is type(one) is torch.Tensor
-            and (one.dtype, one.device) == (its.dtype, its.device)
-            and one.dim() == its.dim() == 4
-            and one.shape == (*its.shape[:2], new[0].shape[2], its.shape[3])
-            and its.shape[2] == old[0].shape[2]
-            for one, its in zip(new, old, strict=True)
-        )
+    In inference on a CPU, the layers of transformers' `DynamicCache` grow in place.
+    """
+    layers: Any = getattr(cache, "layers", ())
+    layer: Any = layers[layer_idx] if layer_idx < len(layers) else None
+    new = key, value
+    if not can_use_shortcut(key) or not _has_stock_update(cache, layer) or not _can_grow(layer, new):
+        return cache.update(key, value, layer_idx)
+    old = layer.keys, layer.values
+    end = key.shape[2] + old[0].shape[2]
+    memory = vars(layer).get("llamoe_memory")
+    if memory is None or not memory.can_append(old, end):
+        memory = layer.llamoe_memory = _Memory(old, end)
+    for tensor, its in zip(memory.tensors, new, strict=True):
+        tensor[:, :, memory.length : end] = its
+    memory.length = end
+    layer.keys, layer.values = (tensor.narrow(2, 0, end) for tensor in memory.tensors)
+    if layer.is_sliding:
+        layer.cumulative_length += key.shape[2]
+    return layer.keys, layer.values
 
 
-class GrowingWindow(GrowingLayer, DynamicSlidingWindowLayer):
-    """A layer that keeps a window of tokens, and grows in place until it is full: then each token drops one."""
+def _has_stock_update(cache: Cache, layer: Any) -> bool:
+    """Whether classes and objects have transformers' `update`: research on caches gives them others."""
+    updates = [getattr(owner.update, "__func__", None) for owner in (layer, cache) if owner is not None]
+    return updates == [_UPDATES.get(type(layer)), _CACHE_UPDATE] and not cache.offloading
 
-    def _can_grow(self, old: tuple[Any, ...], new: tuple[torch.Tensor, ...]) -> bool:
-        is_full = self.cumulative_length + new[0].shape[2] >= self.sliding_window
-        return not (is_full or self.record_past) and super()._can_grow(old, new)
+
+def _can_grow(layer: Any, new: tuple[torch.Tensor, ...]) -> bool:
+    """Whether tokens appended in place are what `update` returns, and the layer keeps all of them."""
+    num_new = new[0].shape[2]
+    if not layer.is_initialized:
+        return False
+    if layer.is_sliding and (layer.record_past or layer.cumulative_length + num_new >= layer.sliding_window):
+        # The window is full: from now on each token drops one.
+        vars(layer).pop("llamoe_memory", None)
+        return False
+    return all(
+        type(its) is type(one) is torch.Tensor
+        and (one.dtype, one.device) == (its.dtype, its.device)
+        and one.dim() == its.dim() == 4
+        and one.shape == (*its.shape[:2], num_new, its.shape[3])
+        and its.shape[2] == layer.keys.shape[2]
+        for one, its in zip(new, (layer.keys, layer.values), strict=True)
+    )

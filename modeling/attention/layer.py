@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .._compat import PAGED_CACHE, fill_paged_cache
 from ..layers import L2Norm, Linear, rotate
 from .forms import attend_in_form
+from .growing_cache import append_to_cache
 from .implementation import implementation_on
 
 
@@ -115,7 +116,7 @@ class Attention(nn.Module):
         query, key = query.transpose(1, 2), key.transpose(1, 2)  # [B, H, T, D]
 
         if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+            key, value = append_to_cache(past_key_values, key, value, self.layer_idx)
         elif PAGED_CACHE in kwargs:
             key, value = fill_paged_cache(key, value, self.layer_idx, kwargs)
 

@@ -14,7 +14,7 @@ def held(cache):
     return [
         sum(each.nbytes if grows else each.untyped_storage().nbytes() for each in (layer.keys, layer.values))
         for layer in cache.layers
-        for grows in [getattr(layer, "llamoe_memory", None) is not None]
+        for grows in [hasattr(layer, "llamoe_memory")]
     ]
 
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import llamoe
 from llamoe.modeling.attention import growing_cache
-from llamoe.modeling.attention.cache import replace_layers
+from llamoe.modeling.attention.growing_cache import append_to_cache
 from llamoe.modeling.kernels import SHORTCUTS_ARE_ON
 
 pytestmark = pytest.mark.skipif(not SHORTCUTS_ARE_ON, reason="LLAMOE_CPU_SHORTCUTS=0")
@@ -40,15 +40,9 @@ def draw(request):
     return draw
 
 
-def append_to_cache(cache, key, value, layer_idx):
-    """What a decoder's forward does."""
-    replace_layers(cache, with_rings=True)
-    return cache.update(key, value, layer_idx)
-
-
 def memory_of(layer):
     """The memory that a layer's tensors are views of, with spare places; None where they have none."""
-    memory = getattr(layer, "llamoe_memory", None)
+    memory = vars(layer).get("llamoe_memory")
     is_used = memory is not None and memory.tensors[0].data_ptr() == layer.keys.data_ptr()
     return memory if is_used else None
 
@@ -89,11 +83,11 @@ def test_a_window_is_followed_until_it_is_full(window, draw):
     cache, in_place = DynamicCache(config=config), []
     layer = cache.layers[0]
     other = appended(cache, draw, 40, change=lambda _: in_place.append(memory_of(layer) is not None))
-    assert isinstance(layer, DynamicSlidingWindowLayer)
+    assert type(layer) is DynamicSlidingWindowLayer
     assert layer.get_mask_sizes(1) == other.layers[0].get_mask_sizes(1) and cache.get_seq_length() == 40
     # From the second token to the last but one of the window, whose memory is given back.
     assert in_place == [1 < number < window for number in range(1, 41)]
-    assert layer.llamoe_memory is None or window > 40
+    assert "llamoe_memory" not in vars(layer) or window > 40
 
 
 def test_a_window_that_keeps_all_for_a_crop_is_left_alone(draw):
