@@ -3,7 +3,7 @@
 | form | tokens see | taken by |
 |---|---|---|
 | None | plain causal attention | all implementations |
-| `PackedLengths` | earlier tokens of their packed segment, in a window | FlashAttention |
+| lengths, a dict | earlier tokens of their packed segment, in a window | FlashAttention |
 | `[B, K]` | earlier tokens in a window, without padding | FlashAttention |
 | `EqualRows` | earlier tokens of their chunk or window, in rows without padding | `sdpa` |
 | a mask | whatever `Rule.sees` says | `sdpa` for all other rows, and all other implementations |
@@ -33,7 +33,7 @@ from ..kernels import are_single_queries, attend_to_single_queries, is_transform
 from .cache import keep_exported_tokens, replace_windows
 from .equal_rows import EqualRows, attend_in_equal_rows
 from .mask_inputs import MaskInputs
-from .varlen import PackedLengths, flash_form
+from .varlen import flash_form
 from .visibility import Rule
 
 
@@ -98,7 +98,7 @@ def _can_be_plain(inputs: MaskInputs, rule: Rule) -> bool:
     """Whether the mask function may look for plain causal attention, which needs no mask."""
     if inputs.segments is not None or (inputs.is_static and inputs.query_length == 1) or is_transformed():
         return False
-    if rule.is_local:
+    if rule.local_size is not None:
         return inputs.position_ids is None and inputs.keys(rule).ring is None
     return inputs.padding_mask is None or not inputs.reads_values
 
@@ -118,7 +118,7 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
     if isinstance(mask, dict):
         return mask
     rules = inputs.rules
-    is_local = any(rule.is_local for rule in rules.values())
+    is_local = any(rule.local_size is not None for rule in rules.values())
     if is_local and is_torchdynamo_exporting():
         keep_exported_tokens(inputs.past_key_values, inputs.position_ids)
     if mask is not None and len(mask.shape) == 4:
@@ -140,10 +140,8 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
 
 def _bidirectional_masks(inputs: MaskInputs) -> dict[str, Any]:
     """The masks where tokens see later ones, too: all but those of chunks, which stay causal in stock."""
-    config = inputs.config
-    if config._attn_implementation != inputs.implementation:
-        config = copy.copy(config)
-        config._attn_implementation = inputs.implementation
+    config = copy.copy(inputs.config)
+    config._attn_implementation = inputs.implementation
     given = {
         "config": config,
         "inputs_embeds": inputs.inputs_embeds,
@@ -186,8 +184,8 @@ def attend_in_form(
     if attend is sdpa_attention_forward:
         attend = _attend_by_sdpa
     attend = widened(attend, query)
-    if isinstance(form, PackedLengths):
-        form, kwargs = None, {**kwargs, **form._asdict()}
+    if isinstance(form, dict):
+        form, kwargs = None, {**kwargs, **form}
     if isinstance(form, EqualRows):
         # It stands for a causal mask, which decides alone, whatever a module or an argument says.
         attend = partial(attend, module, position_ids=None, **{**kwargs, "is_causal": True})

@@ -7,7 +7,7 @@ cut off.
 Shapes: B batch, Q query tokens, K key tokens (cached and new), S sequences.
 """
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,34 +16,20 @@ from .mask_inputs import MaskInputs
 from .visibility import Rule
 
 
-class PackedLengths(NamedTuple):
-    """Where the packed segments of all rows begin, by the names that FlashAttention's arguments have in transformers.
+def packed_lengths(segments: torch.Tensor, batch_size: int) -> dict[str, Any]:
+    """Return FlashAttention's arguments for packed rows, whose tokens are in these segments, `[B or 1, Q]`.
 
-    Attributes:
-        cu_seq_lens_q, cu_seq_lens_k: `[S + 1]` int32, where each sequence begins in `B * Q`, then the number of tokens.
-        max_length_q, max_length_k: the longest sequence's length.
+    They are, of queries and of keys, `[S + 1]` int32, where each sequence begins in `B * Q` and the number of tokens,
+    and the longest sequence's length.
     """
-
-    cu_seq_lens_q: torch.Tensor
-    cu_seq_lens_k: torch.Tensor
-    max_length_q: int
-    max_length_k: int
-
-    def contiguous(self) -> "PackedLengths":
-        """Return self; `generate` calls this on every mask."""
-        return self
-
-
-def packed_lengths(segments: torch.Tensor, batch_size: int) -> PackedLengths:
-    """Find the sequences of rows whose tokens have these numbers of segments, `[B or 1, Q]`."""
     is_first = segments.diff(prepend=segments[:, :1] - 1) != 0
     begins = is_first.expand(batch_size, -1).flatten().nonzero()[:, 0]
     ends = nn.functional.pad(begins, (0, 1), value=batch_size * segments.shape[1]).to(torch.int32)
     longest = int(ends.diff().max())
-    return PackedLengths(ends, ends, longest, longest)
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
-def flash_form(inputs: MaskInputs, rule: Rule) -> PackedLengths | torch.Tensor | None:
+def flash_form(inputs: MaskInputs, rule: Rule) -> dict[str, Any] | torch.Tensor | None:
     """Make the form that FlashAttention takes: lengths, or `[B, keys up to the last query]` with false on padding.
 
     Returns:
