@@ -30,12 +30,11 @@ from ..configuration.parallel import HEAD_FSDP, HEAD_PP, HEAD_TP
 from ._compat import CACHE, takes_cache
 from .attention import (
     Attention,
+    CheckpointedWithGradients,
     MaskInputs,
     attention_masks,
-    cache_to_write,
     check_cache,
     mask_of_new_tokens,
-    recomputed_with_gradients_only,
 )
 from .base import LlamoePreTrainedModel
 from .generation import ChunkedGeneration, Generation
@@ -45,7 +44,7 @@ from .loss import loss_without_logits, must_skip_logits
 from .moe import MixtureOfExperts, Router, RouterLossMixin, expert_load
 
 
-class DecoderLayer(GradientCheckpointingLayer):
+class DecoderLayer(CheckpointedWithGradients, GradientCheckpointingLayer):
     """Pre-norm residual layer: attention, then a dense feed-forward or a mixture of experts."""
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
@@ -93,7 +92,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         return residual + hidden_states
 
 
-class DecoderModel(LlamoePreTrainedModel):
+class DecoderModel(CheckpointedWithGradients, LlamoePreTrainedModel):
     """Embedding, layers and final norm; base of the families' decoders."""
 
     config: DecoderConfig
@@ -112,7 +111,6 @@ class DecoderModel(LlamoePreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @recomputed_with_gradients_only
     @takes_cache
     @merge_with_config_defaults
     @capture_outputs
@@ -154,9 +152,8 @@ class DecoderModel(LlamoePreTrainedModel):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds.")
         if inputs_embeds is None:
             inputs_embeds = embed(self.embed_tokens, input_ids)
-        check_cache(self.config, inputs_embeds.shape[1], past_key_values)
+        check_cache(self, inputs_embeds.shape[1], past_key_values)
         check_mask(attention_mask, *inputs_embeds.shape[:2], past_key_values)
-        past_key_values = cache_to_write(self, past_key_values)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
 

@@ -7,7 +7,7 @@ forward), equal_rows and varlen (attention without a mask), forms (the table of 
 """
 
 from .cache import cached_length
-from .cache_checks import cache_to_write, check_cache, recomputed_with_gradients_only
+from .cache_checks import CheckpointedWithGradients, check_cache
 from .equal_rows import window_block
 from .forms import attention_masks
 from .implementation import implementation_on

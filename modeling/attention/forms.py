@@ -3,7 +3,8 @@
 | form | tokens see | taken by |
 |---|---|---|
 | None | plain causal attention | all implementations |
-| `Sequences` | earlier tokens of their packed segment, in a window, without padding | FlashAttention |
+| lengths, a dict | earlier tokens of their packed segment, in a window | FlashAttention |
+| `[B, K]` | earlier tokens in a window, without padding | FlashAttention |
 | `EqualRows` | earlier tokens of their chunk or window, in rows without padding | `sdpa` |
 | a mask | whatever `Rule.sees` says | `sdpa` for all other rows, and all other implementations |
 
@@ -32,32 +33,34 @@ from ..kernels import are_single_queries, attend_to_single_queries, is_transform
 from .cache import keep_exported_tokens, replace_windows
 from .equal_rows import EqualRows, attend_in_equal_rows
 from .mask_inputs import MaskInputs
-from .varlen import Sequences, attend_in_sequences, sequences
+from .varlen import flash_form
 from .visibility import Rule
 
 
 def form_of(inputs: MaskInputs, rule: Rule) -> Any:
     """Make the form that layers of a rule take."""
     if inputs.is_flash:
-        # Callers that give the lengths of packed sequences give them to the implementation, too.
-        return None if inputs.has_lengths else sequences(inputs, rule)
-    if inputs.implementation == "sdpa" and rows_are_equal(inputs, rule):
-        return equal_rows(inputs, rule)
-    return real_mask(inputs, rule)
+        return flash_form(inputs, rule)
+    first_query = first_of_equal_rows(inputs, rule) if inputs.implementation == "sdpa" else None
+    return real_mask(inputs, rule) if first_query is None else equal_rows(inputs, rule, first_query)
 
 
-def rows_are_equal(inputs: MaskInputs, rule: Rule) -> bool:
-    """Whether no row is padded or packed, and where there are chunks all begin at one position; reads values."""
+def first_of_equal_rows(inputs: MaskInputs, rule: Rule) -> int | None:
+    """Position of the first query of rows without padding or packed segments, else None; reads values.
+
+    Rows with chunks begin at one position; without, only the index along the row matters.
+    """
     if not inputs.reads_values or inputs.padding_mask is not None:
-        return False
-    return inputs.segments is None if rule.chunk_size is None else inputs.first_position is not None
+        return None
+    if rule.chunk_size is not None:
+        return inputs.first_position
+    return inputs.query_offset if inputs.segments is None else None
 
 
-def equal_rows(inputs: MaskInputs, rule: Rule) -> EqualRows | None:
+def equal_rows(inputs: MaskInputs, rule: Rule, first_query: int) -> EqualRows | None:
     """Rows cut from sizes alone; None where they are plain causal attention over all keys."""
     keys, length = inputs.keys(rule), inputs.query_length
-    first = inputs.query_offset if rule.chunk_size is None else inputs.first_position
-    rows = EqualRows(rule, first, first - inputs.query_offset + keys.offset, keys.length)
+    rows = EqualRows(rule, first_query, first_query - inputs.query_offset + keys.offset, keys.length)
     block, *others = rows.blocks(length)
     is_plain = not others and block.is_plain and block.keys == slice(0, keys.length)
     # A module's `is_causal` counts where stock makes no mask. It makes one for as many tokens as a window has.
@@ -95,7 +98,7 @@ def _can_be_plain(inputs: MaskInputs, rule: Rule) -> bool:
     """Whether the mask function may look for plain causal attention, which needs no mask."""
     if inputs.segments is not None or (inputs.is_static and inputs.query_length == 1) or is_transformed():
         return False
-    if rule.is_local:
+    if rule.local_size is not None:
         return inputs.position_ids is None and inputs.keys(rule).ring is None
     return inputs.padding_mask is None or not inputs.reads_values
 
@@ -115,7 +118,7 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
     if isinstance(mask, dict):
         return mask
     rules = inputs.rules
-    is_local = any(rule.is_local for rule in rules.values())
+    is_local = any(rule.local_size is not None for rule in rules.values())
     if is_local and is_torchdynamo_exporting():
         keep_exported_tokens(inputs.past_key_values, inputs.position_ids)
     if mask is not None and len(mask.shape) == 4:
@@ -130,18 +133,15 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
         _refuse_split_rows(inputs.implementation)
     if not getattr(inputs.config, "is_causal", True) and not inputs.is_flash:
         return _bidirectional_masks(inputs)
-    if is_local:
-        # A flash kernel's window counts keys in the order in which they lie.
-        replace_windows(inputs.past_key_values, with_rings=not inputs.is_flash)
+    # A flash kernel's window counts keys in the order in which they lie.
+    replace_windows(inputs.past_key_values, with_rings=not inputs.is_flash)
     return {layer_type: form_of(inputs, rule) for layer_type, rule in rules.items()}
 
 
 def _bidirectional_masks(inputs: MaskInputs) -> dict[str, Any]:
     """The masks where tokens see later ones, too: all but those of chunks, which stay causal in stock."""
-    config = inputs.config
-    if config._attn_implementation != inputs.implementation:
-        config = copy.copy(config)
-        config._attn_implementation = inputs.implementation
+    config = copy.copy(inputs.config)
+    config._attn_implementation = inputs.implementation
     given = {
         "config": config,
         "inputs_embeds": inputs.inputs_embeds,
@@ -184,9 +184,8 @@ def attend_in_form(
     if attend is sdpa_attention_forward:
         attend = _attend_by_sdpa
     attend = widened(attend, query)
-    if isinstance(form, Sequences):
-        attend = partial(attend, module, position_ids=None, **kwargs)
-        return attend_in_sequences(attend, query, key, value, form), None
+    if isinstance(form, dict):
+        form, kwargs = None, {**kwargs, **form}
     if isinstance(form, EqualRows):
         # It stands for a causal mask, which decides alone, whatever a module or an argument says.
         attend = partial(attend, module, position_ids=None, **{**kwargs, "is_causal": True})

@@ -58,9 +58,10 @@ def append_to_cache(
 
     In inference on a CPU, the layers of transformers' `DynamicCache` grow in place.
     """
+    layers: Any = getattr(cache, "layers", ())
+    layer: Any = layers[layer_idx] if layer_idx < len(layers) else None
     new = key, value
-    layer: Any = _growing_layer(cache, new, layer_idx) if can_use_shortcut(key) else None
-    if layer is None:
+    if not can_use_shortcut(key) or not _has_stock_update(cache, layer) or not _can_grow(layer, new):
         return cache.update(key, value, layer_idx)
     old = layer.keys, layer.values
     end = key.shape[2] + old[0].shape[2]
@@ -76,26 +77,26 @@ def append_to_cache(
     return layer.keys, layer.values
 
 
-def _growing_layer(cache: Cache, new: tuple[torch.Tensor, ...], layer_idx: int) -> Any:
-    """The layer, where tokens appended in place are what `update` returns; else None."""
-    layers: Any = getattr(cache, "layers", ())
-    layer: Any = layers[layer_idx] if layer_idx < len(layers) else None
-    is_stock = type(cache).update is _CACHE_UPDATE and type(layer) in _UPDATES
-    # Research on caches gives classes and objects an `update` of their own.
-    is_stock = is_stock and type(layer).update is _UPDATES[type(layer)]
-    is_stock = is_stock and not ("update" in vars(cache) or "update" in vars(layer))
-    if not is_stock or cache.offloading or not layer.is_initialized:
-        return None
+def _has_stock_update(cache: Cache, layer: Any) -> bool:
+    """Whether classes and objects have transformers' `update`: research on caches gives them others."""
+    updates = [getattr(owner.update, "__func__", None) for owner in (layer, cache) if owner is not None]
+    return updates == [_UPDATES.get(type(layer)), _CACHE_UPDATE] and not cache.offloading
+
+
+def _can_grow(layer: Any, new: tuple[torch.Tensor, ...]) -> bool:
+    """Whether tokens appended in place are what `update` returns, and the layer keeps all of them."""
     num_new = new[0].shape[2]
+    if not layer.is_initialized:
+        return False
     if layer.is_sliding and (layer.record_past or layer.cumulative_length + num_new >= layer.sliding_window):
         # The window is full: from now on each token drops one.
         vars(layer).pop("llamoe_memory", None)
-        return None
-    fits = all(
+        return False
+    return all(
         type(its) is type(one) is torch.Tensor
-        and (one.dtype, one.device, one.dim()) == (its.dtype, its.device, 4)
+        and (one.dtype, one.device) == (its.dtype, its.device)
+        and one.dim() == its.dim() == 4
         and one.shape == (*its.shape[:2], num_new, its.shape[3])
         and its.shape[2] == layer.keys.shape[2]
         for one, its in zip(new, (layer.keys, layer.values), strict=True)
     )
-    return layer if fits else None

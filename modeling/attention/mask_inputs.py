@@ -89,7 +89,7 @@ class MaskInputs:
 
     def keys(self, rule: Rule) -> Keys:
         """Keys that layers of this rule get from the cache."""
-        is_local = rule.is_local
+        is_local = rule.local_size is not None
         if is_local not in self._keys:
             self._keys[is_local] = keys_of(self.past_key_values, is_local, self.query_length, self.device)
         return self._keys[is_local]
@@ -153,31 +153,33 @@ class MaskInputs:
         lowest, highest = torch.stack(firsts.aminmax()).tolist()
         return lowest if lowest == highest else None
 
+    def counts_at(self, index: torch.Tensor) -> torch.Tensor:
+        """`[B or 1, T]`: number of real tokens of each row up to these indices `[T]`, themselves included."""
+        if self.padding_mask is None:
+            return index[None] + 1
+        return self.padding_mask.cumsum(-1)[:, index.clamp(0, self.padding_mask.shape[1] - 1)]
+
     def positions_at(self, index: torch.Tensor) -> torch.Tensor:
         """`[B or 1, T]`: positions of the tokens at these indices `[T]` along the rows, cached or new.
 
         Given those of the new tokens, cached ones are counted back from each row's first new token, over real tokens.
         """
-        padding_mask = self.padding_mask
         if self.position_ids is None:
-            if padding_mask is None:
+            if self.padding_mask is None:
                 return index[None]
-            left_padding_B1 = (padding_mask.cumsum(-1) == 0).sum(-1, keepdim=True)
+            left_padding_B1 = (self.padding_mask.cumsum(-1) == 0).sum(-1, keepdim=True)
             return (index - left_padding_B1).clamp(min=0)
         offset = self.query_offset
         new = self.position_ids[:, (index - offset).clamp(0, self.query_length - 1)]
         if isinstance(offset, int) and offset == 0:
             return new
-        if padding_mask is None:
-            cached = index + (self.position_ids[:, :1] - offset)
+        before = self.position_ids - self.counts_at(self.query_index)
+        if self.padding_mask is None:
+            before = before[:, :1]
         else:
-            last, counts_BW = padding_mask.shape[1] - 1, padding_mask.cumsum(-1)
-            column_B1 = self.is_real(self.query_index).int().argmax(1, keepdim=True)
-            position_B1 = self.position_ids.expand(self.batch_size, -1).gather(1, column_B1)
-            count_B1 = counts_BW.gather(1, (column_B1 + offset).clamp(max=last))
-            # Behind right padding `generate` may begin with a lower position than there are tokens before.
-            cached = (counts_BW[:, index.clamp(0, last)] - count_B1 + position_B1).clamp(min=0)
-        return torch.where(index < offset, cached, new)
+            before = before.gather(1, self.is_real(self.query_index).int().argmax(1, keepdim=True))
+        # Behind right padding `generate` may begin with a lower position than there are tokens before.
+        return torch.where(index < offset, (self.counts_at(index) + before).clamp(min=0), new)
 
     @fact
     def segments(self) -> torch.Tensor | None:
@@ -189,10 +191,6 @@ class MaskInputs:
         positions = self.position_ids
         if self.attention_mask is not None or positions is None:
             return None
-        if not self.is_static and self.query_offset > 0:
-            return None
-        if self.reads_values and self.first_position is not None:
-            return None
         if self.is_static:
             if is_readable(positions) and bool((positions.diff(dim=1) != 1).any()):
                 raise ValueError(
@@ -200,6 +198,8 @@ class MaskInputs:
                     "length, which takes one sequence a row: use DynamicCache(), or none. For padding give an "
                     "attention_mask."
                 )
+            return None
+        if self.query_offset > 0:
             return None
         segments = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1)
         return segments if is_tracing(positions) or bool(segments[:, -1].any()) else None
@@ -224,30 +224,28 @@ class MaskInputs:
         return of_queries, of_keys
 
     def _check_cached_padding(self, rule: Rule) -> None:
-        """Refuse padding between cached tokens of a row where their chunks cannot be known; on the CPU only."""
-        padding_mask = self.padding_mask
-        if padding_mask is None or self.past_key_values is None or not is_readable(padding_mask):
+        """Refuse padding between cached tokens whose positions, or which themselves, are lost; on the CPU only."""
+        mask, positions = self.padding_mask, self.position_ids
+        if mask is None or positions is None or self.past_key_values is None or not is_readable(mask):
             return
-        begin, counts_BW = int(self.query_offset), padding_mask.cumsum(-1)
-        goes_on_B1 = padding_mask[:, begin:].any(1, keepdim=True)
-        holes_BT = ((counts_BW > 0) & ~padding_mask)[:, :begin] & goes_on_B1
-        first_kept = max(0, begin + self.query_length - self.keys(rule).length)
-        if first_kept > 0 and bool(holes_BT[:, first_kept:].any()):
+        begin, end = int(self.query_offset), int(self.query_offset) + self.query_length
+        # Within the first chunk nothing depends on them: `generate` counts on behind right padding.
+        if max(end, int(positions.max()) + 1) <= rule.chunk_size:
+            return
+        counts_BW, is_new = mask.cumsum(-1), mask[:, begin:end]
+        holes_BT = ((counts_BW > 0) & ~mask)[:, :begin] & is_new.any(1, keepdim=True)
+        is_counted = positions == counts_BW[:, begin:end] - 1
+        num_lost = max(0, end - self.keys(rule).length)
+        if (num_lost and holes_BT[:, num_lost:].any()) or (
+            is_new & ~is_counted & holes_BT.any(1, keepdim=True)
+        ).any():
             raise ValueError(
-                "the KV cache has forgotten tokens that may still be needed: it keeps the last tokens of each chunked "
-                "layer, padding included, and attention_mask hides tokens behind the first real one of a row. Leave "
-                "them out, or give a cache that keeps every token: past_key_values=DynamicCache(), without a config."
+                "attention_mask hides tokens between cached ones of a row, whose chunks are not known: either the KV "
+                "cache has forgotten tokens that may still be needed, since it keeps the last tokens of each chunked "
+                "layer, padding included, or position_ids are not the numbers of real tokens. Leave the hidden tokens "
+                "out, or give past_key_values=DynamicCache(), without a config, and position_ids = "
+                "attention_mask.cumsum(-1) - 1."
             )
-        if self.position_ids is not None and bool(holes_BT.any()):
-            expected = (counts_BW - 1)[:, begin : begin + self.query_length]
-            is_new = padding_mask[:, begin : begin + self.query_length] & holes_BT.any(1, keepdim=True)
-            # Within the first chunk nothing depends on them: `generate` counts on behind right padding.
-            end = max(begin + self.query_length, int(self.position_ids.max()) + 1)
-            if end > rule.chunk_size and bool(((self.position_ids != expected) & is_new).any()):
-                raise ValueError(
-                    "position_ids of a row with padding behind cached tokens are not the numbers of its real tokens, "
-                    "from which their chunks follow: give attention_mask.cumsum(-1) - 1, or all tokens in one forward."
-                )
 
 
 def mask_of_new_tokens(attention_mask: object, num_tokens: int) -> torch.Tensor | None:

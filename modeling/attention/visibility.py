@@ -44,11 +44,6 @@ class Rule(NamedTuple):
         """The most tokens that a token sees, so that a cache may forget older ones; None: all."""
         return self.chunk_size or self.window
 
-    @property
-    def is_local(self) -> bool:
-        """Whether a token sees a limited number of tokens."""
-        return self.local_size is not None
-
     def sees(
         self, groups: tuple[torch.Tensor, torch.Tensor] | None, query_offset: int | torch.Tensor, keys: Keys
     ) -> Callable[..., Any]:

@@ -1,6 +1,5 @@
 """Heads for sequences, tokens and answers: equal to stock's where stock has them, written out where it has none."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -120,26 +119,6 @@ def test_dense_gradients_equal_stock(kind):
         m(**rows(), **targets(kind)).loss.backward()
     differences = gradient_differences(model, reference)
     assert max(relative for _, relative in differences.values()) < 1e-4, differences
-
-
-@pytest.mark.parametrize(
-    ("options", "labels"),
-    [
-        ({"num_labels": 1}, torch.tensor([0.3, -1.2, 4.0])),
-        ({"num_labels": 4, "problem_type": "regression"}, torch.linspace(-1, 1, 12).view(3, 4)),
-        ({"num_labels": 4}, torch.tensor([[0.0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 1]])),
-        ({"num_labels": 4}, torch.tensor([[3], [0], [1]])),
-        ({"num_labels": 4, "problem_type": "single_label_classification"}, torch.tensor([3, -100, 1])),
-    ],
-    ids=["number", "numbers", "several_labels", "column", "ignored"],
-)
-def test_problems_of_sequences_equal_stock(options, labels):
-    config = stock_dense_config(**options)
-    reference = stock_model(transformers.LlamaForSequenceClassification, config)
-    model = llamoe.LlamoeDenseForSequenceClassification(copy.deepcopy(config))
-    model.load_state_dict(reference.state_dict())
-    expected, given = (m(**rows(), labels=labels).loss for m in (reference, model))
-    assert given.item() == pytest.approx(expected.item(), rel=1e-5) and expected.item() > 0
 
 
 @for_kinds
@@ -364,71 +343,6 @@ def test_router_losses_say_that_reentrant_checkpointing_loses_them():
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model(**rows(), labels=torch.tensor([4, 0, 2])).loss.backward()
     assert all(p.grad is not None for p in model.parameters())
-
-
-# What all have in common
-
-
-def every_head():
-    for kind in KINDS:
-        yield kind, pair(kind)[1]
-    yield "SequenceClassification", mixture()
-
-
-def test_backends_resizing_and_what_transformers_asks_of_a_model(tmp_path):
-    for kind, model in every_head():
-        inputs = rows()
-        mask = inputs["attention_mask"]
-        assert not model.can_generate() and model._no_split_modules
-        assert model.get_input_embeddings() is model.base_model.embed_tokens
-        with torch.no_grad():
-            before = real("", model(**inputs)[0], mask)
-            model.set_attn_implementation("eager")
-            assert model.base_model.config._attn_implementation == "eager"
-            output = model(**inputs, output_attentions=True)
-            assert len(output.attentions) == len(model.base_model.layers)
-            assert max_abs(real("", output[0], mask), before) < 5e-5
-            model.resize_token_embeddings(111)
-            assert model.config.vocab_size == 111
-            assert max_abs(real("", model(**inputs)[0], mask), before) < 5e-5
-        model.train().gradient_checkpointing_enable()
-        model(**inputs, **targets(kind)).loss.backward()
-        assert all(p.grad is not None for p in model.parameters())
-        model.save_pretrained(tmp_path / type(model).__name__)
-        load_whole(type(model), tmp_path / type(model).__name__)
-
-
-@pytest.mark.parametrize("family", ["dense", "mixture"])
-def test_lora_for_classification(family, tmp_path):
-    """peft trains the new head whole, as for every classifier, and the adapter comes back with it."""
-    peft = pytest.importorskip("peft")
-    model = pair("SequenceClassification")[1] if family == "dense" else mixture()
-    model.save_pretrained(tmp_path / "base")
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
-    config = peft.LoraConfig(task_type="SEQ_CLS", r=3, target_modules=["q_proj", "v_proj"])
-    trained = peft.get_peft_model(model, config).train()
-    names = [name for name, parameter in trained.named_parameters() if parameter.requires_grad]
-    assert any("score.modules_to_save" in name for name in names) and any("lora_A" in name for name in names)
-    optimizer = torch.optim.AdamW([p for p in trained.parameters() if p.requires_grad], lr=1e-2)
-    labels, losses = torch.tensor([4, 0, 2]), []
-    for _ in range(4):
-        loss = trained(**rows(), labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0], losses
-    trained.eval().save_pretrained(tmp_path / "adapter")
-    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
-    again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-    automatic = peft.AutoPeftModelForSequenceClassification.from_pretrained(
-        tmp_path / "adapter", num_labels=NUM_LABELS
-    )
-    with torch.no_grad():
-        expected = trained(**rows()).logits
-        assert max_abs(again(**rows()).logits, expected) < 1e-6
-        assert max_abs(automatic(**rows()).logits, expected) < 1e-6
-        assert max_abs(again.merge_and_unload()(**rows()).logits, expected) < 5e-5
 
 
 # Bad input

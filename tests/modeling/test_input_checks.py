@@ -29,7 +29,6 @@ from llamoe.modeling.input_checks import check_classes
 
 TENSOR = "model.layers.1.self_attn.q_proj.weight"
 SHAPE = [120, 72]
-BYTES = 4 * 120 * 72
 
 
 @pytest.fixture(scope="module")
@@ -146,47 +145,23 @@ def integers(header):
 
 DAMAGE = {
     "empty": lambda content: b"",
-    "cut_in_length": lambda content: content[:5],
-    "cut_behind_length": lambda content: content[:8],
     "cut_in_header": lambda content: content[:100],
     "cut_in_data": lambda content: content[:-1000],
-    "one_byte_less": lambda content: content[:-1],
     "one_byte_more": lambda content: content + b"\x00",
-    "zeros": lambda content: bytes(len(content)),
-    "length_of_web_page": lambda content: b"<html>404</html>",
     "git_lfs_pointer": lambda content: b"version https://git-lfs.github.com/spec/v1\n",
-    "shorter_length": lambda c: (int.from_bytes(c[:8], "little") - 1).to_bytes(8, "little") + c[8:],
-    "longer_length": lambda c: (int.from_bytes(c[:8], "little") + 1).to_bytes(8, "little") + c[8:],
     "no_json": with_header(lambda _: b'{"a": '),
-    "no_utf8": with_header(lambda _: b'{"\xff": 1}'),
-    "deep_json": with_header(lambda _: b"[" * 100000),
-    "long_number": with_header(lambda _: b'{"a": ' + b"9" * 5000 + b"}"),
-    "surrogate": with_header(lambda header: header.update({"\ud800": header.pop(TENSOR)})),
     "list": with_header(lambda _: [1]),
-    "null": with_header(lambda _: b"null"),
-    "metadata_list": with_header(lambda header: header.update(__metadata__=[1])),
-    "metadata_number": with_header(lambda header: header.update(__metadata__={"a": 1})),
     "entry_is_number": with_header(lambda header: header.update({TENSOR: 5})),
-    "no_dtype": without("dtype"),
     "no_shape": without("shape"),
-    "no_offsets": without("data_offsets"),
     "unknown_dtype": with_entry(dtype="FLOAT"),
-    "other_dtype": with_entry(dtype="F16"),
     "integer_dtype": with_entry(dtype="I32"),
     "all_integers": with_header(integers),
     "shape_product": with_entry(shape=[120, 73]),
-    "negative_shape": with_entry(shape=[-120, -72]),
-    "fractional_shape": with_entry(shape=[120.0, 72]),
     "astronomic_shape": with_entry(shape=[2**40, 2**40]),
     "transposed": with_entry(shape=SHAPE[::-1]),
     "flat": with_entry(shape=[120 * 72]),
     "overlapping": moved(-4, -4),
     "gap": moved(4, 4),
-    "longer_span": moved(0, 4),
-    "negative_offset": with_entry(data_offsets=[-BYTES, 0]),
-    "reversed_offsets": with_entry(data_offsets=[BYTES, 0]),
-    "three_offsets": with_entry(data_offsets=[0, 1, 2]),
-    "offsets_of_letters": with_entry(data_offsets="ab"),
 }
 # What else than the header is wrong.
 SAYS = {
@@ -200,8 +175,6 @@ SAYS = {
 @pytest.mark.parametrize(("damage", "files"), in_turn(DAMAGE, ["sharded", "single"]))
 def test_damaged_file(damage, files, saved, tmp_path, no_weights_are_read):
     change = DAMAGE[damage]
-    if damage == "surrogate":  # an index notices first that the tensor has gone
-        files = "single"
     shutil.copytree(saved / files, tmp_path / "model")
     name = "model.safetensors"
     if files == "sharded":
@@ -214,12 +187,8 @@ def test_damaged_file(damage, files, saved, tmp_path, no_weights_are_read):
 
 INDEX_DAMAGE = {
     "no_json": ('{"weight_map"', "not a valid JSON"),
-    "empty": ("", "not a valid JSON"),
     "null": ("null", "JSON object"),
     "no_weight_map": ({"weight_map": ...}, "not an index.*weight_map"),
-    "no_metadata": ({"metadata": ...}, "metadata"),
-    "weight_map_is_list": ({"weight_map": [1]}, "not an index"),
-    "weight_map_is_empty": ({"weight_map": {}}, "not an index|names no"),
     "file_is_number": ({"weight_map": {TENSOR: 5}}, "not an index"),
     "tensor_elsewhere": ({"weight_map": {TENSOR: "model-00001-of-00013.safetensors"}}, f"{TENSOR}.*00001"),
     "tensor_nowhere": ({"weight_map": {"foo": "model-00001-of-00013.safetensors"}}, "'foo'.*00001"),
@@ -236,10 +205,8 @@ def test_damaged_index(damage, saved, tmp_path, no_weights_are_read):
         for key, value in content.items():
             if value is ...:
                 del index[key]
-            elif isinstance(value, dict) and value:
-                index[key].update(value)
             else:
-                index[key] = value
+                index[key].update(value)
         content = json.dumps(index)
     path.write_text(content)
     refused(tmp_path / "model", names=path.name, says=says)
@@ -479,7 +446,11 @@ def test_bad_pixels(pixels, heads):
         heads["LlamoeForConditionalGeneration"](input_ids=ids_with_images(tiles, less), pixel_values=given)
 
 
-def test_image_features_twice(heads):
+def test_image_features_of_another_size_or_twice(heads):
     model = heads["LlamoeForConditionalGeneration"]
+    features = model.get_image_features(PIXELS)
+    features.pooler_output = features.pooler_output[..., :60]
+    with pytest.raises(ValueError, match="hidden_size = 72"):
+        model(input_ids=ids_with_images(2), mm_encoder_outputs={"image": features})
     with pytest.raises(ValueError, match="pixel_values or mm_encoder_outputs"):
         model(input_ids=ids_with_images(2), pixel_values=PIXELS, mm_encoder_outputs={"image": object()})

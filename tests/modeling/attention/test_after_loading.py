@@ -2,7 +2,6 @@
 
 import copy
 
-import peft
 import pytest
 import torch
 import transformers
@@ -83,26 +82,6 @@ def reorder_lists(config, order):
         config.moe_layers = [place for place, i in enumerate(order) if i in config.moe_layers]
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[i] for i in order]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_replicated_layers_run(family):
-    models = pair(family)
-    for model in models:
-        # By what the kernels for few rows have known of the layers there were.
-        new_tokens(model)
-    last = models[0].config.num_hidden_layers
-    for model in models:
-        reorder_lists(model.config, [*range(last), last - 2, last - 1])
-    adapted = [
-        peft.get_peft_model(
-            model,
-            peft.LoraConfig(layer_replication=[[0, last], [last - 2, last]], target_modules=["q_proj"]),
-        )
-        for model in models
-    ]
-    assert len(adapted[1].base_model.model.model.layers) == last + 2
-    check_equal(*(model.base_model.model for model in adapted))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -267,20 +246,3 @@ def test_a_window_changes_between_passes_over_one_cache(family):
     setattr(model.config, name, WINDOW + 2)
     with pytest.raises(ValueError, match=f"keeps {WINDOW} tokens; expected: {WINDOW + 2}"):
         model(ids[:, :2], past_key_values=caches[1])
-
-
-class Skip(torch.nn.Module):
-    """Stands in a layer's place, and has none of its parts."""
-
-    def forward(self, hidden_states, **_):
-        return hidden_states
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_module_in_a_layers_place_is_called(family):
-    stock, ours = pair(family)
-    before = new_tokens(ours)
-    for model in (stock, ours):
-        model.model.layers[1] = Skip()
-    check_equal(stock, ours)
-    assert new_tokens(ours) != before

@@ -186,42 +186,56 @@ def test_positions_that_a_mask_hides_do_not_matter(case, cache, hidden, implemen
     assert_equal(torch.cat(parts, 1), expected, mask)
 
 
+CACHES = {
+    "dynamic": lambda config: DynamicCache(config=config),
+    "static": lambda config: StaticCache(config=config, max_cache_len=50),
+    "no_layers": lambda config: DynamicCache(),
+}
+
+
 @pytest.mark.parametrize(
-    ("case", "implementation", "cache", "side"),
+    ("case", "implementation", "cache", "side", "pieces"),
     [
         *in_turn(
-            [TEXT], ["eager", *IMPLEMENTATIONS], ["dynamic", "static", "no_layers"], ["left", "right", "none"]
+            [TEXT],
+            ["eager", *IMPLEMENTATIONS],
+            CACHES,
+            ["left", "right", "none", "late"],
+            [(15, 1, 1, 13, 7), (3, 5, 27, 2)],
         ),
-        (DENSE, "sdpa", "dynamic", "right"),
-        (DENSE, "flex_attention", "static", "left"),
-        (DENSE, "flash_attention_2", "no_layers", "none"),
+        *(
+            (TEXT, "sdpa", cache, side, (7, 20, 1, 9))
+            for cache in CACHES
+            for side in ("none", "late", "left")
+        ),
+        (DENSE, "sdpa", "dynamic", "right", (15, 1, 1, 13, 7)),
+        (DENSE, "flex_attention", "static", "left", (15, 1, 1, 13, 7)),
+        (DENSE, "flash_attention_2", "no_layers", "none", (15, 1, 1, 13, 7)),
     ],
     indirect=["implementation"],
     ids=named,
 )
-def test_pieces_with_a_cache_equal_one_pass(case, side, cache, implementation):
-    """Pieces and single tokens before, on and behind the border of a chunk.
+def test_pieces_with_a_cache_equal_one_pass(case, side, cache, pieces, implementation):
+    """Pieces and single tokens before, on and behind the border of a chunk, shorter and longer than one.
 
     transformers' own flex attention fails this with a static cache.
     """
     model = make(case, implementation)
-    pieces = (15, 1, 1, 13, 7)
-    length = sum(pieces)
-    padding = {"left": (3, 0, 17), "right": (0, 0, 0), "none": (0, 0, 0)}[side]
-    inputs = case.inputs(padding, length)
+    inputs = case.inputs((3, 0, 17) if side == "left" else (0, 0, 0), length=sum(pieces))
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     if side == "right":  # rows that end early; what follows is not looked at
         mask[0, 20:], mask[2, 3:] = 0, 0
-    expected = truth_of(case, input_ids=ids, attention_mask=mask)
-    caches = {
-        "dynamic": lambda: DynamicCache(config=model.config),
-        "static": lambda: StaticCache(config=model.config, max_cache_len=50),
-        "no_layers": DynamicCache,
-    }
-    past, parts, begin = caches[cache](), [], 0
+    options = {} if side == "none" else {"attention_mask": mask}
+    if side == "late":
+        options = {"position_ids": torch.arange(len(ids[0]))[None] + 6}
+    expected = truth_of(case, input_ids=ids, **options)
+    past, parts, begin = CACHES[cache](model.config), [], 0
     for size in pieces:
         end = begin + size
-        given = {} if side == "none" else {"attention_mask": mask[:, :end]}
+        given = {
+            name: value[:, :end] if name == "attention_mask" else value[:, begin:end]
+            for name, value in options.items()
+        }
         parts.append(run(model, input_ids=ids[:, begin:end], past_key_values=past, **given))
         begin = end
     assert_equal(torch.cat(parts, 1), expected, mask)
@@ -249,12 +263,23 @@ def test_generate_equals_eager(case, cache, implementation):
 
 
 # torch has no backward pass of flex attention on the CPU.
-@pytest.mark.parametrize("implementation", ["sdpa", "flash_attention_2"], indirect=True)
-@pytest.mark.parametrize("case", WHOLE, ids=named)
-def test_gradients_equal_eager(case, implementation):
+@pytest.mark.parametrize(
+    ("case", "implementation", "rows"),
+    [
+        *((case, name, "padded") for case in WHOLE for name in ("sdpa", "flash_attention_2")),
+        *((case, "sdpa", rows) for case in HEADS for rows in ("plain", "packed")),
+    ],
+    indirect=["implementation"],
+    ids=named,
+)
+def test_gradients_equal_eager(case, implementation, rows):
     truth, model = pair(case, implementation)
-    inputs = case.inputs()
+    inputs = case.inputs() if rows == "padded" else case.inputs(padding=(0, 0, 0))
     mask = inputs["attention_mask"].bool() if case.is_text else slice(None)
+    if rows != "padded":
+        del inputs["attention_mask"]
+    if rows == "packed":
+        inputs["position_ids"] = (torch.arange(mask.shape[1]) % 20)[None]
     for each in (truth, model):
         main_output(each.train()(**inputs))[mask].square().mean().backward()
     for (name, given), expected in zip(model.named_parameters(), truth.parameters(), strict=True):
@@ -296,52 +321,6 @@ def test_a_boolean_mask_of_four_axes(case):
     assert max_abs(eager, sdpa) < 1e-4
     with pytest.raises(ValueError, match="attention_mask"):
         make(case, "eager")(ids, attention_mask=mask[None, None].long())
-
-
-# Switching
-
-
-def implementations_used(model, inputs, monkeypatch):
-    """By class of attention module, the functions that ran."""
-    used = {}
-    interface = type(llamoe.modeling.attention.layer.ALL_ATTENTION_FUNCTIONS)
-    get = interface.get_interface
-
-    def spy(self, name, default):
-        used.setdefault(name, 0)
-        used[name] += 1
-        return get(self, name, default)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(interface, "get_interface", spy)
-        run(model, **inputs)
-    return used
-
-
-def test_switching_parts_at_run_time(monkeypatch):
-    case = CASES["LlamoeForConditionalGeneration"]
-    model, inputs = case.make_small(), case.inputs()
-    expected = run(model, **inputs)
-    layers = {
-        "text": model.config.text_config.num_hidden_layers,
-        "vision": model.config.vision_config.num_hidden_layers,
-    }
-    for text, vision in (("eager", "sdpa"), ("sdpa", "eager")):
-        model.set_attn_implementation({"text_config": text, "vision_config": vision})
-        used = implementations_used(model, inputs, monkeypatch)
-        assert used == {text: layers["text"], vision: layers["vision"]}
-        assert_equal(run(model, **inputs), expected, inputs["attention_mask"])
-    model.set_attn_implementation("sdpa")
-    assert implementations_used(model, inputs, monkeypatch) == {"sdpa": sum(layers.values())}
-
-
-def test_parts_at_load(tmp_path, monkeypatch):
-    case = CASES["LlamoeForConditionalGeneration"]
-    case.make_small().save_pretrained(tmp_path)
-    parts = {"text_config": "sdpa", "vision_config": "eager"}
-    model = case.model_class.from_pretrained(tmp_path, attn_implementation=parts)
-    assert set(implementations_used(model, case.inputs(), monkeypatch)) == {"sdpa", "eager"}
-    assert model.vision_model.config._attn_implementation == "eager"
 
 
 # Attention weights

@@ -110,27 +110,6 @@ def test_caches_continue_and_serve_again(case, kind):
         static.reset()
 
 
-@for_models("is_head")
-def test_rows_of_a_cache_can_be_chosen_and_repeated(case):
-    """A prompt is read once and then continued in several ways."""
-    model, inputs = case.make_small(), case.inputs(length=PROMPT)
-    past = DynamicCache(config=model.config.get_text_config())
-    with torch.no_grad():
-        model(**inputs, past_key_values=past)
-    past.batch_select_indices(torch.tensor([2, 0]))
-    past.batch_repeat_interleave(2)
-    tokens = torch.tensor([[11], [12], [13], [14]])
-    mask = inputs["attention_mask"][[2, 2, 0, 0]]
-    with torch.no_grad():
-        attention_mask = torch.cat([mask, torch.ones_like(tokens)], 1)
-        logits = model(input_ids=tokens, attention_mask=attention_mask, past_key_values=past).logits
-        for index, row in enumerate([2, 2, 0, 0]):
-            alone = case.row(inputs, row)
-            ids = torch.cat([alone["input_ids"], tokens[index : index + 1]], 1)
-            alone |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            assert max_abs(model(**alone).logits[0, -1], logits[index, -1]) < 1e-4
-
-
 # Quantized caches
 
 

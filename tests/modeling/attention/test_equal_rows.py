@@ -6,10 +6,10 @@ The truth is `eager`, which takes masks.
 import pytest
 import torch
 from accelerate.utils import send_to_device
-from support.models import MODELS, main_output, make_asymmetric, max_abs, run, text_config
+from support.models import MODELS, make_asymmetric, max_abs, run, text_config
 from support.tables import in_turn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 import llamoe
 from llamoe.modeling.attention import MaskInputs, attention_masks, equal_rows
@@ -112,55 +112,6 @@ def test_rows_equal_eager(models, kind, use_cache):
     assert max_abs(run(model, **given)[real], expected) < TOLERANCE * max(1, expected.std())
     mask = masks_of(model, 3, 63, **ROWS[kind])["chunked_attention"]
     assert type(mask) is (EqualRows if kind in EQUAL else torch.Tensor)
-
-
-CACHES = {
-    "windows": lambda config, length: DynamicCache(config=config),
-    "whole": lambda config, length: DynamicCache(),
-    "static": lambda config, length: StaticCache(config=config, max_cache_len=length + 3),
-}
-
-
-@pytest.mark.parametrize(
-    ("cache", "side", "pieces"),
-    in_turn(
-        CACHES, ["none", "ones", "left", "late"], [(50, 21), (7, 40, 1, 23), (16, 33, 22), (3, 5, 60, 3)]
-    ),
-    ids=str,
-)
-def test_pieces_equal_eagers_one_pass(models, cache, side, pieces):
-    """They begin in the middle of a chunk, and are longer and shorter than one."""
-    length, (truth, model) = sum(pieces), models
-    ids, mask = tokens(3, length), padding_mask((0, 0, 0) if side == "ones" else (2, 0, 19), length)
-    late = torch.arange(length)[None] + 6
-    options = {"late": {"position_ids": late}, "left": {"attention_mask": mask}}.get(side, {})
-    expected = run(truth, input_ids=ids, use_cache=False, **options)
-    past, begin, parts = CACHES[cache](model.config, length), 0, []
-    for size in pieces:
-        end, given = begin + size, {}
-        if side in ("ones", "left"):
-            given["attention_mask"] = mask[:, :end]
-        elif side == "late":
-            given["position_ids"] = late[:, begin:end]
-        parts.append(run(model, input_ids=ids[:, begin:end], past_key_values=past, **given))
-        begin = end
-    real = mask.bool() if side == "left" else slice(None)
-    assert max_abs(torch.cat(parts, 1)[real], expected[real]) < TOLERANCE * max(1, expected.std())
-
-
-@pytest.mark.parametrize(("kind", "checkpointing"), in_turn(["bare", "left", "packed"], [None, True, False]))
-def test_gradients_equal_eager(kind, checkpointing):
-    models = pair(num_hidden_layers=2, no_rope_layers=[1, 0])
-    given = {"input_ids": tokens(3, 63), "use_cache": False, **ROWS[kind]}
-    real = given.get("attention_mask", torch.ones(3, 63)).bool()
-    for model in models:
-        model.train()
-        if checkpointing is not None:
-            model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-        main_output(model(**given))[real].square().mean().backward()
-    for (name, given), expected in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
-        assert torch.isfinite(given.grad).all(), name
-        assert max_abs(given.grad, expected.grad) <= 1e-4 * expected.grad.abs().max(), name
 
 
 def test_a_layer_whose_cached_tokens_are_fewer_is_refused():

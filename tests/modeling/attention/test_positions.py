@@ -111,29 +111,6 @@ def test_padded_rows_equal_single_rows(model, side, positions):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("model", "use_cache"), in_turn(BUILT, [False, True]), indirect=["model"])
-def test_packed_rows_equal_single_rows(model, use_cache):
-    ids = torch.cat(rows(), dim=1)
-    position_ids = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    logits = model(ids, position_ids=position_ids, use_cache=use_cache).logits[0]
-    for piece, expected in zip(logits.split(LENGTHS), rows_alone(model), strict=True):
-        assert max_abs(piece, expected) < TOLERANCE
-
-
-@torch.no_grad()
-def test_short_late_passes_meet_their_border():
-    # 12 tokens are fewer than a chunk, yet positions 10..21 lie on both sides of the border at 16. Each chunk-only
-    # layer must not look over it: compare with the two sides' tokens run as packed segments of the same positions.
-    model = text_model(no_rope_layers=[1] * 5, num_hidden_layers=5)
-    row = rows()[1][:, :12]
-    positions = torch.arange(10, 22)[None]
-    whole = model(row, position_ids=positions, use_cache=False).logits[0]
-    left = model(row[:, :6], position_ids=positions[:, :6], use_cache=False).logits[0]
-    right = model(row[:, 6:], position_ids=positions[:, 6:], use_cache=False).logits[0]
-    assert max_abs(whole, torch.cat([left, right])) < TOLERANCE
-
-
-@torch.no_grad()
 def test_stock_differs_where_it_is_wrong():
     # If transformers mends its temperature, this fails and the claim in the README goes.
     stock = make_asymmetric(Llama4ForCausalLM(stock_text_config()))
@@ -141,35 +118,6 @@ def test_stock_differs_where_it_is_wrong():
     row = rows()[0]
     in_batch = stock(ids, attention_mask=mask).logits[0][mask[0].bool()]
     assert max_abs(in_batch, stock(row).logits[0]) > 1e-3
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_padding_behind_a_cached_prefix(implementation):
-    """A prefix that all rows share, as prefix tuning makes it, and then left-padded rows.
-
-    In a cache that keeps all tokens: a window of one chunk counts the padding, and loses the prefix to it.
-    """
-    model = make_asymmetric(llamoe.LlamoeForCausalLM(text_config()))
-    model.set_attn_implementation(implementation)
-    generator = torch.Generator().manual_seed(3)
-    prefix = torch.randint(3, 90, (1, 7), generator=generator)
-    rows = [torch.randint(3, 90, (1, length), generator=generator) for length in (35, 30, 18)]
-    past, longest = DynamicCache(), max(row.shape[1] for row in rows)
-    run(model, input_ids=prefix.expand(len(rows), -1), past_key_values=past, use_cache=True)
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
-    mask = torch.ones(len(rows), 7 + longest, dtype=torch.long)
-    for i, row in enumerate(rows):
-        ids[i, longest - row.shape[1] :] = row
-        mask[i, 7 : 7 + longest - row.shape[1]] = 0
-    positions = (mask.cumsum(1) - 1)[:, 7:]
-    given = []
-    for begin, end in ((0, 20), (20, 34), (34, 35)):
-        piece = dict(input_ids=ids[:, begin:end], position_ids=positions[:, begin:end])
-        given.append(run(model, **piece, attention_mask=mask[:, : 7 + end], past_key_values=past))
-    given = torch.cat(given, 1)
-    for i, row in enumerate(rows):
-        alone = run(model, input_ids=torch.cat([prefix, row], 1), use_cache=False)[0, 7:]
-        assert max_abs(given[i, longest - row.shape[1] :], alone) < 1e-5 * alone.std()
 
 
 SMALL = dict(num_hidden_layers=2, no_rope_layers=[1, 1], layer_types=["chunked_attention"] * 2)

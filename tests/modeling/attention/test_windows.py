@@ -120,16 +120,6 @@ def test_the_same_tokens_are_generated(family, options):
     assert torch.equal(given, expected) and given.shape == (3, LENGTH + 14)
 
 
-def test_an_assistant_changes_no_token():
-    stock, ours = stock_pair("Mistral", 5)
-    _, assistant = stock_pair("Ministral", 18)
-    set_attention("sdpa", stock, ours, assistant)
-    # Learning a threshold takes scikit-learn, which takes seconds to import.
-    assistant.generation_config.assistant_confidence_threshold = 0.0
-    inputs = {"input_ids": row(rows=1), "max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
-    assert torch.equal(ours.generate(**inputs, assistant_model=assistant), stock.generate(**inputs))
-
-
 def test_padding_within_a_row_counts_as_in_stock():
     stock, ours = stock_pair("Mistral", 18)
     set_attention("sdpa", stock, ours)
@@ -139,42 +129,6 @@ def test_padding_within_a_row_counts_as_in_stock():
     given, expected = (run(model, input_ids=ids, attention_mask=mask) for model in (ours, stock))
     # Stock counts positions from the row's begin, so that angles are rounded otherwise.
     assert max_abs(given[mask > 0], expected[mask > 0]) < 3 * TOLERANCE
-
-
-@pytest.mark.slow
-def test_one_graph_for_all_lengths():
-    """Compiled, and exported with any number of tokens: layers with windows and without."""
-    stock, ours = stock_pair("Ministral", 5)
-    set_attention("sdpa", stock, ours)
-    programs = [torch.compile(ours, backend="eager", fullgraph=True, dynamic=True)]
-    # torch 2.11 fixes the order of two strides that depend on the length, and then refuses any other length.
-    if torch.__version__ >= (2, 15):
-        tokens = torch.export.Dim("tokens", min=2, max=64)
-        inputs, shapes = (
-            {"input_ids": row(), "use_cache": False},
-            {"input_ids": {1: tokens}, "use_cache": None},
-        )
-        programs.append(torch.export.export(ours, (), inputs, dynamic_shapes=shapes, strict=False).module())
-    for length in (LENGTH, 23, 9):
-        ids = row(length=length)
-        expected = run(stock, input_ids=ids)
-        for program in programs:
-            with torch.no_grad():
-                assert max_abs(program(input_ids=ids, use_cache=False).logits, expected) < TOLERANCE
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_equal_stocks(family):
-    stock, ours = stock_pair(family, 5)
-    set_attention("sdpa", stock, ours)
-    gradients = []
-    for model in (stock, ours):
-        model.zero_grad()
-        model(input_ids=row(), attention_mask=padding_mask(), labels=row(1)).loss.backward()
-        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
-        model.zero_grad()
-    for name, expected in gradients[0].items():
-        assert max_abs(gradients[1][name], expected) < 1e-5 * max(1.0, expected.abs().max().item()), name
 
 
 def test_mistrals_answering_head_is_only_read(tmp_path):
