@@ -104,7 +104,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     """`linear` without gradients, in one dtype."""
     y, size = None, weight.shape[1]
     num_rows = x.numel() // size if size else 0
-    if num_rows <= plain_max_rows(x.dtype) and weight.numel() >= _MIN_WEIGHTS:
+    if num_rows <= plain_max_rows(x.dtype, weight.is_contiguous()) and weight.numel() >= _MIN_WEIGHTS:
         matrix = plain_matrix(weight)
         y = None if matrix is None else cpp_product(x, matrix)
     if y is None and rows_of_torch(x.dtype) is not None and size:

@@ -16,6 +16,7 @@ import torch
 from .._private_api import has_mkldnn_products
 from .limits import (
     CPP_PLAIN_AMX_MAX_ROWS,
+    CPP_PLAIN_AVX512_BF16_MAX_ROWS,
     CPP_PLAIN_MAX_ROWS,
     DOT_PRODUCT_MAX_ROWS,
     FEW_BITS_AMX_MAX_ROWS,
@@ -51,6 +52,9 @@ def rows_of_torch(dtype: torch.dtype) -> int | None:
 
 # AMX alone multiplies bfloat16 faster than the kernels multiply bytes.
 _HAS_AMX = has_mkldnn_products(torch.bfloat16) and bool(torch.cpu.get_capabilities().get("amx_bf16"))
+_HAS_AVX512_BF16 = has_mkldnn_products(torch.bfloat16) and bool(
+    torch.cpu.get_capabilities().get("avx512_bf16")
+)
 
 
 def rows_in_bytes() -> int:
@@ -58,9 +62,13 @@ def rows_in_bytes() -> int:
     return FEW_BITS_AMX_MAX_ROWS if _HAS_AMX else sys.maxsize
 
 
-def plain_max_rows(dtype: torch.dtype) -> int:
-    """Up to how many rows the compiled kernels multiply by plain weights of this dtype as fast as torch."""
-    return CPP_PLAIN_AMX_MAX_ROWS if _HAS_AMX and dtype == torch.bfloat16 else CPP_PLAIN_MAX_ROWS
+def plain_max_rows(dtype: torch.dtype, is_output_first: bool = True) -> int:
+    """Return up to how many rows the compiled kernels multiply by plain weights of this dtype as fast as torch."""
+    if dtype == torch.bfloat16 and _HAS_AMX:
+        return CPP_PLAIN_AMX_MAX_ROWS
+    if dtype == torch.bfloat16 and _HAS_AVX512_BF16 and is_output_first:
+        return CPP_PLAIN_AVX512_BF16_MAX_ROWS
+    return CPP_PLAIN_MAX_ROWS
 
 
 def in_float32(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | None:

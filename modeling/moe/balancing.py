@@ -6,7 +6,8 @@ get a lower one (Wang et al. 2024, arXiv 2408.15664). The paper's step has one s
 the error and to the spread of the logits, so that it neither swings around balance nor takes longer where a router is
 surer.
 
-Shapes: L mixture layers, E experts.
+Shapes: L mixture layers, N tokens, E experts, C = E + 3 counts: each expert's load, then the router's entropy, the
+standard deviation of its logits, and the number of forward passes.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .losses import RouterLossMixin, expert_load, moves, router_entropy, stacked, token_weights
+from .losses import RouterLossMixin, expert_load, moves, stacked, token_weights
 
 
 class RouterWatch:
@@ -24,8 +25,10 @@ class RouterWatch:
 
     A bias moves where a router learns and has one. Padding is not counted, nor are passes without gradients. Counts are
     those of all processes. With `torch.compile` or gradient checkpointing nothing changes but that checkpointing may
-    count every token twice, which leaves all shares alike.
+    count every token twice, which leaves all shares alike. A model has one watch, the last that was made for it.
     """
+
+    head: RouterLossMixin
 
     def __init__(self, model: nn.Module, rate: float = 0.05):
         """Begin to watch a model.
@@ -36,47 +39,35 @@ class RouterWatch:
                 token's logits; no bias moves more than twice as far.
 
         Raises:
-            ValueError: a model without routers or with another watch, or a rate that is not positive.
+            ValueError: a model without routers.
         """
-        if not rate > 0:
-            raise ValueError(
-                f"rate = {rate}: a bias must be able to move; give a number above 0, such as 0.05."
-            )
         self.rate = rate
-        self._of_step: _Counts | None = None
-        self._of_report: _Counts | None = None
-        self.head = _head_of(model)
         self.open(model)
 
     def open(self, model: nn.Module) -> None:
-        """Begin to watch a model, in place of the one before; raises as for a new watch."""
-        head = _head_of(model)
-        if head.router_observer not in (None, self._count):
-            raise ValueError(f"{type(model).__name__} has a watch already: close() that one first.")
-        self.close()
-        self.head, head.router_observer = head, self._count
+        """Begin to watch a model, with no counts; raises as for a new watch."""
+        self.head = _head_of(model)
+        self.head.router_observer = self._count
+        num_counts = self.head.config.num_local_experts + 3
+        self._of_step_LC = self._of_report_LC = torch.zeros(len(self.head.routers()), num_counts)
 
     def close(self) -> None:
         """Stop watching."""
         if self.head.router_observer == self._count:
             self.head.router_observer = None
 
-    def _count(
-        self,
-        router_logits: Sequence[torch.Tensor],
-        attention_mask: torch.Tensor | None,
-    ) -> None:
-        """Count one pass."""
-        load = expert_load(router_logits, self.head.routers(), attention_mask).float()
-        entropy_L = router_entropy(router_logits, attention_mask)
-        spread_L = stacked(
-            [
-                token_weights(logits, attention_mask) @ logits.float().std(-1, correction=0)
-                for logits in router_logits
-            ]
-        )
-        self._of_step = _add(self._of_step, (load, torch.stack([entropy_L, spread_L]), 1))
+    def _count(self, router_logits: Sequence[torch.Tensor], attention_mask: torch.Tensor | None) -> None:
+        """Count one forward pass."""
+        load_LE = expert_load(router_logits, self.head.routers(), attention_mask).float()
+        logits_LNE = stacked(router_logits).float()
+        weights_N = token_weights(logits_LNE, attention_mask)
+        log_LNE = logits_LNE.log_softmax(-1)
+        entropy_L = -(log_LNE.exp() * log_LNE).sum(-1) @ weights_N
+        spread_L = logits_LNE.std(-1, correction=0) @ weights_N
+        sums_L3 = torch.stack([entropy_L, spread_L, torch.ones_like(spread_L)], -1)
+        self._of_step_LC = self._of_step_LC.to(load_LE.device) + torch.cat([load_LE, sums_L3], -1)
 
+    @torch.no_grad()
     def step(self) -> torch.Tensor | None:
         """Move the biases by what was counted since the last step, in every process.
 
@@ -85,56 +76,46 @@ class RouterWatch:
         Returns:
             each expert's share of its layer's tokens, `[L, E]` float32; None where no pass was counted.
         """
-        # A process whose passes were none takes part all the same: the others wait for it.
-        counts = _sum_of_processes(self._of_step or self._nothing())
-        if not counts[2]:
+        counts_LC = self._of_step_LC.to(next(self.head.parameters()).device)
+        if dist.is_available() and dist.is_initialized():
+            # A process whose passes were none takes part all the same: the others wait for it.
+            dist.all_reduce(counts_LC)
+        load_LE, (_, spread_L, passes_L) = counts_LC[:, :-3], counts_LC[:, -3:].unbind(-1)
+        if not passes_L[0]:
             return None
-        self._of_step, self._of_report = None, _add(self._of_report, counts)
-        load, (_, spread_L), passes = counts
-        with torch.no_grad():
-            # Logits that are not numbers, as of a step that a scaler of gradients skips, move nothing.
-            spreads = (spread_L / passes).nan_to_num(0.0, 0.0, 0.0)
-            for router, load_E, spread in zip(self.head.routers(), load, spreads, strict=True):
-                if moves(router):
-                    error_E = (load_E / load_E.mean().clamp(min=1e-9) - 1).clamp(-1, 1)
-                    # The mean stays: only differences choose.
-                    step_E = self.rate * spread * (error_E - error_E.mean())
-                    router.balancing_bias -= step_E.to(router.balancing_bias.device)
-        return _shares(load)
-
-    def _nothing(self) -> "_Counts":
-        config, device = self.head.config, next(self.head.parameters()).device
-        num_layers = len(self.head.routers())
-        return (
-            torch.zeros(num_layers, config.num_local_experts, device=device),
-            torch.zeros(2, num_layers, device=device),
-            0,
-        )
+        self._of_report_LC = self._of_report_LC.to(counts_LC.device) + counts_LC
+        self._of_step_LC = torch.zeros_like(counts_LC)
+        # Logits that are not numbers, as of a step that a scaler of gradients skips, move nothing.
+        spread_L = (spread_L / passes_L).nan_to_num(0.0, 0.0, 0.0)
+        for router, load_E, spread in zip(self.head.routers(), load_LE, spread_L, strict=True):
+            if moves(router):
+                error_E = (load_E / load_E.mean().clamp(min=1e-9) - 1).clamp(-1, 1)
+                # The mean stays: only differences choose.
+                step_E = self.rate * spread * (error_E - error_E.mean())
+                router.balancing_bias -= step_E.to(router.balancing_bias.device)
+        return _shares(load_LE)
 
     def report(self) -> dict[str, float]:
-        """What happened since the last report, and begin the next.
+        """Summarize what happened since the last report, and begin the next.
 
         Returns:
             for each mixture layer, by its index in the model: the largest and the smallest share of tokens that an
             expert had (`max_load`, `min_load`), `max_violation` (how far the largest is above an equal share, in equal
             shares), `dead_experts` (without any token) and the router's mean `entropy` in nats.
         """
-        if self._of_report is None:
-            return {}
-        load, (entropy, _), passes = self._of_report
-        self._of_report = None
-        shares = _shares(load)
-        found = {}
+        counts_LC, report = self._of_report_LC, {}
+        self._of_report_LC = torch.zeros_like(counts_LC)
         # The list may name layers past the last, where their number was made smaller.
-        layers = sorted(self.head.config.moe_layers)
-        for index, shares_E, load_E, entropy_sum in zip(layers, shares, load, entropy, strict=False):
-            name = f"router/layer_{index}"
-            found[f"{name}/max_load"] = shares_E.max().item()
-            found[f"{name}/min_load"] = shares_E.min().item()
-            found[f"{name}/max_violation"] = shares_E.max().item() * len(shares_E) - 1
-            found[f"{name}/dead_experts"] = int((load_E == 0).sum())
-            found[f"{name}/entropy"] = entropy_sum.item() / passes
-        return found
+        for index, counts_C in zip(sorted(self.head.config.moe_layers), counts_LC, strict=False):
+            load_E, (entropy, _, passes) = counts_C[:-3], counts_C[-3:].tolist()
+            if passes:
+                shares_E, name = _shares(load_E), f"router/layer_{index}"
+                report[f"{name}/max_load"] = shares_E.max().item()
+                report[f"{name}/min_load"] = shares_E.min().item()
+                report[f"{name}/max_violation"] = shares_E.max().item() * len(shares_E) - 1
+                report[f"{name}/dead_experts"] = int((load_E == 0).sum())
+                report[f"{name}/entropy"] = entropy / passes
+        return report
 
 
 def watch_routers(trainer: Any, rate: float = 0.05) -> RouterWatch:
@@ -148,7 +129,7 @@ def watch_routers(trainer: Any, rate: float = 0.05) -> RouterWatch:
         rate: as for `RouterWatch`.
 
     Raises:
-        ValueError: a model without routers or with another watch, or a rate that is not positive.
+        ValueError: a model without routers.
     """
     # The import takes half a second, and who trains with a loop of their own does not need it.
     from transformers import TrainerCallback
@@ -179,10 +160,6 @@ def watch_routers(trainer: Any, rate: float = 0.05) -> RouterWatch:
     return watch
 
 
-_Counts = tuple[torch.Tensor, torch.Tensor, int]
-"""Load `[L, E]`, sums of the routers' entropies and of their logits' standard deviations `[2, L]`, number of passes."""
-
-
 def _head_of(model: nn.Module) -> RouterLossMixin:
     for module in model.modules():
         if isinstance(module, RouterLossMixin) and module.routers():
@@ -193,21 +170,5 @@ def _head_of(model: nn.Module) -> RouterLossMixin:
 
 
 def _shares(load: torch.Tensor) -> torch.Tensor:
-    """Shares of the tokens, `[L, E]`; zeros where there were none but padding."""
+    """Return shares of the tokens, `[..., E]`; zeros where there were none but padding."""
     return load / load.sum(-1, keepdim=True).clamp(min=1)
-
-
-def _add(counts: _Counts | None, more: _Counts) -> _Counts:
-    if counts is None:
-        return more
-    return counts[0] + more[0], counts[1] + more[1], counts[2] + more[2]
-
-
-def _sum_of_processes(counts: _Counts) -> _Counts:
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return counts
-    load, sums, passes = counts
-    flat = torch.cat([load.flatten(), sums.flatten(), sums.new_tensor([passes])])
-    dist.all_reduce(flat)
-    flat_load, flat_sums, flat_passes = flat.split((load.numel(), sums.numel(), 1))
-    return flat_load.view_as(load), flat_sums.view_as(sums), int(flat_passes)

@@ -4,7 +4,7 @@ Every function takes the router logits that the model returns (`output_router_lo
 `[B * T, E]` a mixture layer. Losses are computed for each layer and averaged: pooling the layers first, as transformers
 does for Mixtral, lets the overload of one layer hide that of another.
 
-Shapes: B batch, T tokens, N = B * T, E experts, K experts a token.
+Shapes: L mixture layers, B batch, T tokens, N = B * T, E experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,13 +20,13 @@ logger = logging.get_logger("llamoe")
 
 
 def moves(router: Router) -> bool:
-    """Whether training moves a router's bias. A frozen router keeps its choices: an adapter's file has no bias."""
+    """Return whether training moves a router's bias; an adapter's file has none, so a frozen router keeps its own."""
     return router.balancing_bias is not None and router.weight.requires_grad
 
 
-def stacked(of_layers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A tensor of each layer as one, `[layers, ...]`; layers may be on different devices."""
-    return torch.stack([each.to(of_layers[0].device) for each in of_layers])
+def stacked(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the logits of all layers, which may be on different devices, as one tensor `[L, N, E]`."""
+    return torch.stack([logits_NE.to(router_logits[0].device) for logits_NE in router_logits])
 
 
 def load_balancing_loss(
@@ -35,7 +35,7 @@ def load_balancing_loss(
     attention_mask: torch.Tensor | None = None,
     is_pooled: bool = False,
 ) -> torch.Tensor:
-    """Switch Transformer's balancing loss (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6).
+    """Compute the Switch Transformer's balancing loss (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6).
 
     For each layer `E * sum_e f_e * P_e`: f_e is how many times a token chose expert e, P_e the mean router
     probability (softmax) of e, both over the tokens that are not padding. A perfectly even router gives
@@ -50,12 +50,10 @@ def load_balancing_loss(
     Returns:
         scalar float32: the mean over the layers.
     """
-    fractions, probabilities = [], []
-    for logits_NE, router in zip(router_logits, routers, strict=True):
-        weights_N = token_weights(logits_NE, attention_mask)
-        fractions.append(weights_N @ _choices(logits_NE, router))
-        probabilities.append(weights_N @ logits_NE.float().softmax(-1))
-    fractions_LE, probabilities_LE = stacked(fractions), stacked(probabilities)
+    logits_LNE = stacked(router_logits)
+    weights_N = token_weights(logits_LNE, attention_mask)
+    fractions_LE = weights_N @ _choices(logits_LNE, routers)
+    probabilities_LE = weights_N @ logits_LNE.float().softmax(-1)
     if is_pooled:
         fractions_LE, probabilities_LE = fractions_LE.mean(0), probabilities_LE.mean(0)
     return fractions_LE.shape[-1] * (fractions_LE * probabilities_LE).sum(-1).mean()
@@ -64,7 +62,7 @@ def load_balancing_loss(
 def router_z_loss(
     router_logits: Sequence[torch.Tensor], attention_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Mean squared log-sum-exp of the logits (Zoph et al. 2022, ST-MoE, arXiv 2202.08906, equation 5).
+    """Compute the mean squared log-sum-exp of the logits (Zoph et al. 2022, arXiv 2202.08906, equation 5).
 
     Args:
         router_logits: one `[B * T, E]` a layer.
@@ -73,11 +71,9 @@ def router_z_loss(
     Returns:
         scalar float32: the mean over tokens and layers.
     """
-    losses = [
-        token_weights(logits, attention_mask) @ logits.float().logsumexp(-1).square()
-        for logits in router_logits
-    ]
-    return stacked(losses).mean()
+    logits_LNE = stacked(router_logits)
+    squares_LN = logits_LNE.float().logsumexp(-1).square()
+    return (squares_LN @ token_weights(logits_LNE, attention_mask)).mean()
 
 
 def expert_load(
@@ -85,47 +81,24 @@ def expert_load(
     routers: Sequence[Router],
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Count how many tokens chose each expert, before any capacity limit.
-
-    Args:
-        router_logits: one `[B * T, E]` a layer.
-        routers: each layer's, which know how experts are chosen.
-        attention_mask: `[B, T]`, zeros on padding, which is not counted.
-
-    Returns:
-        `[layers, E]` int64.
-    """
-    counts = []
-    for logits_NE, router in zip(router_logits, routers, strict=True):
-        real_N = token_weights(logits_NE, attention_mask) > 0
-        counts.append((_choices(logits_NE, router) * real_N[:, None]).sum(0).long())
-    return stacked(counts)
+    """Count how many tokens chose each expert, before any capacity limit, `[L, E]` int64; arguments as above."""
+    logits_LNE = stacked(router_logits)
+    is_real_N = token_weights(logits_LNE, attention_mask) > 0
+    return (_choices(logits_LNE, routers) * is_real_N[:, None]).sum(1).long()
 
 
-def router_entropy(
-    router_logits: Sequence[torch.Tensor], attention_mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Mean entropy of the router's probabilities (softmax), in nats: `[layers]` float32.
-
-    Zero for a router that is always sure, `log E` for one that never prefers an expert.
-    """
-    entropies = []
-    for logits_NE in router_logits:
-        log_NE = logits_NE.float().log_softmax(-1)
-        entropies.append(token_weights(logits_NE, attention_mask) @ -(log_NE.exp() * log_NE).sum(-1))
-    return stacked(entropies)
+def _choices(logits_LNE: torch.Tensor, routers: Sequence[Router]) -> torch.Tensor:
+    """Return float32 ones where a token chose an expert, `[L, N, E]`."""
+    indices = [router.choose(logits_NE)[1] for logits_NE, router in zip(logits_LNE, routers, strict=True)]
+    return torch.zeros_like(logits_LNE, dtype=torch.float32).scatter_(-1, torch.stack(indices), 1.0)
 
 
-def _choices(logits_NE: torch.Tensor, router: Router) -> torch.Tensor:
-    return torch.zeros_like(logits_NE, dtype=torch.float32).scatter_(1, router.choose(logits_NE)[1], 1.0)
-
-
-def token_weights(logits_NE: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """`[N]` float32: one over the number of real tokens on real tokens, zero on padding."""
-    num_tokens = logits_NE.shape[0]
+def token_weights(logits_LNE: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """Return one over the number of real tokens on real tokens, zero on padding, `[N]` float32."""
+    num_tokens = logits_LNE.shape[1]
     if attention_mask is None:
-        return logits_NE.new_full((num_tokens,), 1.0 / max(num_tokens, 1), dtype=torch.float32)
-    weights_N = attention_mask.reshape(-1).to(device=logits_NE.device, dtype=torch.float32)
+        return logits_LNE.new_full((num_tokens,), 1.0 / max(num_tokens, 1), dtype=torch.float32)
+    weights_N = attention_mask.reshape(-1).to(device=logits_LNE.device, dtype=torch.float32)
     return weights_N / weights_N.sum().clamp(min=1.0)
 
 

@@ -14,66 +14,43 @@ from .layer import Router
 
 
 class ExpertTrace:
-    """Choices of all routers of a model, pass by pass; what `trace_experts` gives.
+    """Choices of all routers of a model, call by call; what `trace_experts` gives.
 
-    A pass is one call of the model: the prompt, then each generated token. Tensors stay on the layers' devices until
-    they are read.
+    Generating calls the model for the prompt, then for each new token. Tensors stay on the layers' devices until they
+    are read.
     """
 
     def __init__(self, num_layers: int):
         self.num_layers = num_layers
-        # Layer to weights and choices, pass by pass.
-        self._passes: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = []
+        # Layer to scores and choices, of each call.
+        self._calls: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = []
 
-    def record(self, layer: int, scores: torch.Tensor, experts: torch.Tensor) -> None:
-        """Note the choices of a layer. The first layer's begin a pass.
-
-        Args:
-            layer: number among the mixture layers.
-            scores: `[T, K]`.
-            experts: `[T, K]`.
-        """
+    def record(self, layer: int, scores_TK: torch.Tensor, experts_TK: torch.Tensor) -> None:
+        """Note the choices of a mixture layer, of which the first begins a call."""
         if layer == 0:
-            self._passes.append({})
-        # What checkpointing computes again in a backward pass is known already.
-        self._passes[-1].setdefault(layer, (scores, experts))
+            self._calls.append({})
+        # Checkpointing computes layers again, the first one last: its call is one that stays incomplete.
+        self._calls[-1].setdefault(layer, (scores_TK, experts_TK))
 
-    @property
-    def num_passes(self) -> int:
-        """Passes that every mixture layer has taken part in; those that failed half-way are left out."""
-        return len(self._complete())
+    def complete(self) -> list[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+        """Return scores and choices by layer, of each call in which every mixture layer took part."""
+        return [call for call in self._calls if len(call) == self.num_layers]
 
-    def experts(self, first: int = 0) -> torch.Tensor:
-        """The chosen experts, best first, int64 `[L, T, K]` on the CPU.
+    def experts(self) -> torch.Tensor:
+        """Return the chosen experts, best first, int64 `[L, T, K]` on the CPU.
 
-        T are the rows of the passes one behind the other: of one row in a batch its tokens in their order, of several
-        rows `batch * length` of each pass.
-
-        Args:
-            first: pass to begin with; -1 is the last one.
-
-        Raises:
-            ValueError: nothing was traced.
+        T are the rows of the calls one behind the other: of one row in a batch its tokens in their order, of several
+        rows `batch * length` of each call.
         """
-        return self._join(1, first)
+        return self._join(1)
 
-    def scores(self, first: int = 0) -> torch.Tensor:
-        """The weights of the chosen experts, as the layers use them, float32 `[L, T, K]` on the CPU; as `experts`."""
-        return self._join(0, first).float()
+    def scores(self) -> torch.Tensor:
+        """Return the weights of the chosen experts, as the layers use them, float32 `[L, T, K]`; as `experts`."""
+        return self._join(0).float()
 
-    def _complete(self) -> list[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
-        return [recorded for recorded in self._passes if len(recorded) == self.num_layers]
-
-    def _join(self, which: int, first: int) -> torch.Tensor:
-        passes = self._complete()[first:]
-        if not passes:
-            raise ValueError("Nothing was traced: run the model inside of the `with` block.")
-        return torch.stack(
-            [
-                torch.cat([recorded[layer][which].cpu() for recorded in passes])
-                for layer in range(self.num_layers)
-            ]
-        )
+    def _join(self, which: int) -> torch.Tensor:
+        calls, layers = self.complete(), range(self.num_layers)
+        return torch.stack([torch.cat([call[layer][which].cpu() for call in calls]) for layer in layers])
 
 
 @contextmanager
@@ -89,13 +66,8 @@ def trace_experts(model: nn.Module) -> Iterator[ExpertTrace]:
 
     Args:
         model: one of ours with a mixture, or what peft or accelerate made of it.
-
-    Raises:
-        ValueError: a model without routers.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
-    if not routers:
-        raise ValueError(f"{type(model).__name__} has no experts to trace: none of its layers is a mixture.")
     trace = ExpertTrace(len(routers))
 
     def recorder(layer: int) -> Any:

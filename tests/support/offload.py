@@ -166,7 +166,7 @@ def asked_in(trace: llamoe.ExpertTrace) -> list[list[tuple[int, int]]]:
             for layer in range(trace.num_layers)
             for expert in recorded[layer][1].unique().tolist()
         ]
-        for recorded in trace._complete()
+        for recorded in trace.complete()
     ]
 
 

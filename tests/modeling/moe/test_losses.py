@@ -44,11 +44,6 @@ def test_layers_are_balanced_one_by_one():
     assert load_balancing_loss_func((first, second), 2, 1).item() == pytest.approx(1.0)
 
 
-def test_an_even_router_has_a_loss_of_top_k():
-    even = torch.eye(E).repeat(3, 1) * 1e-4
-    assert load_balancing_loss((even,), routers(1)).item() == pytest.approx(1.0, abs=1e-3)
-
-
 def test_z_loss_is_the_mean_squared_logsumexp():
     (layer,) = logits()
     by_hand = sum(math.log(sum(math.exp(v) for v in row)) ** 2 for row in layer.tolist()) / len(layer)
@@ -80,60 +75,39 @@ def model_of(**overrides):
 IDS = torch.randint(1, 97, (2, 6), generator=torch.Generator().manual_seed(3))
 
 
-def test_the_model_returns_and_adds_the_balancing_loss():
+def test_the_model_returns_and_adds_the_losses():
+    """As an argument or the configuration asks; they reach the router's gradient."""
     model = model_of(router_aux_loss_coef=0.3)
     plain = model(IDS, labels=IDS, attention_mask=MASK)
     asked = model(IDS, labels=IDS, attention_mask=MASK, output_router_logits=True)
-    assert plain.aux_loss is None
-    assert plain.router_logits is None
+    assert plain.aux_loss is None and plain.router_logits is None
     assert len(asked.router_logits) == 2  # mixture layers 1 and 3 of five
     assert asked.router_logits[0].shape == (12, E)
     by_hand = sum(load_balancing_loss_func((layer,), E, 1, MASK) for layer in asked.router_logits) / 2
     assert asked.aux_loss.item() == pytest.approx(by_hand.item(), rel=1e-5)
     assert (asked.loss - plain.loss).item() == pytest.approx(0.3 * asked.aux_loss.item(), rel=1e-4)
-
-
-def test_the_config_can_ask_for_it():
-    model = model_of(output_router_logits=True)
-    assert model(IDS, labels=IDS).aux_loss is not None
-    assert model(IDS, labels=IDS, output_router_logits=False).aux_loss is None
-
-
-def test_it_reaches_the_routers_gradient():
-    gradients = []
+    model.config.output_router_logits, gradients = True, []
     for coefficient in (0.0, 0.5):
-        model = model_of(output_router_logits=True, router_aux_loss_coef=coefficient)
+        model.config.router_aux_loss_coef = coefficient
+        model.zero_grad()
         model(IDS, labels=IDS).loss.backward()
-        gradients.append(model.model.layers[1].feed_forward.router.weight.grad)
+        gradients.append(model.model.layers[1].feed_forward.router.weight.grad.clone())
     assert (gradients[1] - gradients[0]).abs().max() > 1e-4
+    assert model(IDS, labels=IDS, output_router_logits=False).aux_loss is None
+    z_loss = model_of(router_z_loss_coef=0.01)(IDS, labels=IDS, attention_mask=MASK)
+    expected = 0.01 * router_z_loss(asked.router_logits, MASK).item()
+    assert (z_loss.loss - plain.loss).item() == pytest.approx(expected, rel=1e-3)
+    assert z_loss.router_logits is None
 
 
-def test_z_loss_is_added_in_training_only_when_asked():
-    plain = model_of()(IDS, labels=IDS)
-    asked = model_of(router_z_loss_coef=0.01)(IDS, labels=IDS)
-    layers = model_of()(IDS, output_router_logits=True).router_logits
-    assert (asked.loss - plain.loss).item() == pytest.approx(0.01 * router_z_loss(layers).item(), rel=1e-3)
-    assert asked.router_logits is None
-
-
-def test_expert_load_on_request():
-    out = model_of()(IDS, attention_mask=MASK, output_expert_load=True)
-    assert out.expert_load.shape == (2, E)
-    assert out.expert_load.sum(-1).tolist() == [int(MASK.sum())] * 2
-    assert out.router_logits is None
-    assert model_of(output_expert_load=True)(IDS).expert_load is not None
-
-
-def test_a_cached_step_counts_its_own_tokens():
+def test_the_model_returns_the_load():
+    """Of real tokens; of a cached step its own."""
     model = model_of()
-    first = model(IDS[:, :4], attention_mask=MASK[:, :4], use_cache=True)
-    out = model(
-        IDS[:, 4:],
-        attention_mask=MASK,
-        past_key_values=first.past_key_values,
-        output_expert_load=True,
-        output_router_logits=True,
-    )
+    out = model(IDS[:, :4], attention_mask=MASK[:, :4], use_cache=True, output_expert_load=True)
+    assert out.expert_load.shape == (2, E) and out.router_logits is None
+    assert out.expert_load.sum(-1).tolist() == [int(MASK[:, :4].sum())] * 2
+    model.config.output_expert_load = True
+    out = model(IDS[:, 4:], attention_mask=MASK, past_key_values=out.past_key_values)
     assert out.expert_load.sum(-1).tolist() == [int(MASK[:, 4:].sum())] * 2
 
 

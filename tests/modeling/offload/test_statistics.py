@@ -35,7 +35,7 @@ def in_ram(folder, experts: int, max_rows: float, monkeypatch):
 
 def asked(trace: llamoe.ExpertTrace) -> int:
     """Experts that passes needed."""
-    return sum(recorded[layer][1].unique().numel() for recorded in trace._complete() for layer in recorded)
+    return sum(calls[layer][1].unique().numel() for calls in trace.complete() for layer in calls)
 
 
 @pytest.mark.parametrize("max_rows", [COMPUTED, BROUGHT], ids=["computed", "brought"])
