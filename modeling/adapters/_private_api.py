@@ -27,7 +27,7 @@ from ...configuration.quantization import METHOD
 from ..checkpoints import saving_adapter
 from ..layers import Linear
 from ..moe import Experts
-from ..offload import freeze_for_training, showing_devices_of_rows
+from ..offload import freeze_for_training
 from ..quantization import QuantizedLinear
 from . import expert_lora
 from .adapted_parts import refuse_shared_experts, warn_of_frozen_experts
@@ -182,7 +182,7 @@ def _reading(model: nn.Module, name_or_path: Any, **download: Any) -> Iterator[N
     if not _is_ours(model):
         yield
         return
-    with reading(tensor_names(name_or_path, **download)), showing_devices_of_rows(model):
+    with reading(tensor_names(name_or_path, **download)):
         yield
 
 

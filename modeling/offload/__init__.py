@@ -12,4 +12,4 @@ product for autograd), training (what accelerate and peft must know), loading (f
 from .budget import ExpertsMemory
 from .experts import OffloadedExperts
 from .loading import OffloadMixin, attach_stores, replace_with_offloaded, take_request
-from .training import freeze_for_training, let_accelerate_train, showing_devices_of_rows
+from .training import freeze_for_training, let_accelerate_train

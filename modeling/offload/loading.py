@@ -21,7 +21,7 @@ from .budget import ExpertsMemory, bytes_of_expert, default_size
 from .experts import OffloadedExperts
 from .pieces import find_pieces
 from .store import Store
-from .training import offloaded_in, showing_devices_of_rows
+from .training import offloaded_in
 
 ALL = "experts"
 """In a device map: the routed experts of all layers."""
@@ -163,7 +163,21 @@ def attach_stores(model: nn.Module) -> None:
         store = Store(layers, {experts.name: experts.stored for experts in group}, place, device, own)
         for experts in group:
             experts.connect(store)
-    model.hf_device_map = {**device_map, **{experts.name: experts.place for experts in waiting}}
+    model.hf_device_map = _devices_of_rows(device_map, waiting)
+
+
+def _devices_of_rows(device_map: Mapping[str, Any], offloaded: list[OffloadedExperts]) -> dict[str, Any]:
+    """A device map that names the devices on which offloaded experts' rows are computed.
+
+    accelerate, peft and Trainer take what is on "disk" or in RAM for modules that accelerate's hooks bring: they hook
+    the model anew, count what would fit, or refuse to train it. Offloaded experts need none of it.
+    """
+    experts = {each.name: each.device for each in offloaded}
+    others = {name: device for name, device in device_map.items() if name not in experts}
+    if "disk" not in others.values() and len({torch.device(device) for device in others.values()}) <= 1:
+        # Nothing has hooks. By the text "cpu" libraries would know modules that have.
+        others = {name: torch.device(device) for name, device in others.items()}
+    return {**others, **experts}
 
 
 def _nbytes(experts: OffloadedExperts) -> int:
@@ -180,9 +194,7 @@ class OffloadMixin(nn.Module):
         """As `PreTrainedModel.load_adapter`."""
         # `from_pretrained` of an adapter's folder calls this before it returns.
         attach_stores(self)
-        # Adapters lie where products are computed.
-        with showing_devices_of_rows(self):
-            return super().load_adapter(*args, **kwargs)  # type: ignore[misc]
+        return super().load_adapter(*args, **kwargs)  # type: ignore[misc]
 
     def experts_statistics(self, reset: bool = False) -> dict[str, dict[str, int]]:
         """Count hits, misses and bytes read of each layer whose experts are on disk or in RAM.

@@ -1,16 +1,9 @@
-"""What libraries that train and adapt must know of offloaded experts.
-
-accelerate and peft read `hf_device_map`. What is on "disk" or in RAM there they take for modules that accelerate's
-hooks bring: they hook the model anew, count what would fit, or refuse to train it. Offloaded experts need none of it.
-While those libraries look, the map names the devices on which rows are computed.
-"""
+"""What libraries that train and adapt must know of offloaded experts."""
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from .experts import OffloadedExperts
@@ -19,26 +12,6 @@ from .experts import OffloadedExperts
 def offloaded_in(model: nn.Module) -> list[OffloadedExperts]:
     """The experts of a model that are offloaded."""
     return [module for module in model.modules() if isinstance(module, OffloadedExperts)]
-
-
-@contextmanager
-def showing_devices_of_rows(model: nn.Module) -> Iterator[None]:
-    """Context in which `hf_device_map` names the devices of offloaded experts' rows; other models stay as they are."""
-    owner = next((m for m in model.modules() if isinstance(vars(m).get("hf_device_map"), dict)), None)
-    experts = {each.name: each.device for each in offloaded_in(model) if each.store is not None}
-    if owner is None or not experts:
-        yield
-        return
-    places: Any = owner.hf_device_map
-    others = {name: device for name, device in places.items() if name not in experts}
-    if "disk" not in others.values() and len({torch.device(device) for device in others.values()}) <= 1:
-        # Nothing has hooks. By the text "cpu" libraries would know modules that have.
-        others = {name: torch.device(device) for name, device in others.items()}
-    owner.hf_device_map = {**others, **experts}
-    try:
-        yield
-    finally:
-        owner.hf_device_map = places
 
 
 def _preparing(prepare: Callable) -> Callable:
@@ -55,14 +28,13 @@ def _preparing(prepare: Callable) -> Callable:
                 "share or copy all weights: start one process without FSDP, DeepSpeed and data parallelism, or load "
                 "the model without offloaded experts."
             )
-        with showing_devices_of_rows(models[0]):
-            return prepare(self, *args, **kwargs)
+        return prepare(self, *args, **kwargs)
 
     return prepare_here
 
 
 def let_accelerate_train() -> None:
-    """Let `Accelerator.prepare` take models with offloaded experts, or refuse them in a sentence; called once."""
+    """Let `Accelerator.prepare` refuse offloaded experts under several processes in a sentence; called once."""
     from accelerate import Accelerator
 
     Accelerator.prepare = _preparing(Accelerator.prepare)

@@ -29,7 +29,7 @@ def test_the_folder_of_an_adapter_is_loaded(tmp_path, ids):
     model = llamoe.LlamoeMixtralForCausalLM.from_pretrained(folder, experts_memory=memory).eval()
     with torch.no_grad():
         assert torch.equal(model(ids).logits, expected)
-    assert "disk" in model.hf_device_map.values()
+    assert model.experts_statistics()
 
 
 def test_files_are_found_after_the_folder_of_the_process_has_changed(text_folder, ids, monkeypatch):
@@ -74,7 +74,7 @@ def test_other_parts_may_be_on_disk_too(text_folder, ids, tmp_path):
     # accelerate's hooks keep a layer from the kernels for few rows, which round otherwise.
     with torch.no_grad():
         assert torch.equal(resident(ids).logits, model(ids).logits)
-    assert model.hf_device_map["model.layers.2.feed_forward.experts"] == "disk"
+    assert model.model.layers[2].feed_forward.experts.place == "disk"
 
 
 def test_a_default_budget_holds_all_experts(text_folder, ids):

@@ -140,7 +140,6 @@ def test_trainer_goes_on_after_a_kill(folders, tmp_path):
     (log, weights), (expected_log, expected) = result_of(again), result_of(unstopped)
     assert log == expected_log
     assert same_bits(weights, expected)
-    assert dict(offloaded.hf_device_map).popitem()[1] == "disk"
 
 
 @pytest.mark.parametrize("kind", ["text of 16 bits", "mixtral", "int4"])
