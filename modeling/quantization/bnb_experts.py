@@ -4,7 +4,6 @@ An expert N is stored un-fused: `experts.N.gate_proj`, `up_proj` and `down_proj`
 """
 
 import itertools
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from ..moe import PARTS_OF_STACKS, STACKS, Experts
 from .packed import QuantizedExperts
 
 _REMEDY = "The checkpoint is damaged, or is not that of this config.json: quantize the original one again."
-_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.\w+\.experts\b")
 
 
 class BitsAndBytesExperts(QuantizedExperts):
@@ -109,16 +107,10 @@ class BitsAndBytesExperts(QuantizedExperts):
                     yield f"{name}.{kind}", tensor
 
 
-def layer_of(path: str) -> str | None:
-    """The layer's number in the name of experts, or of a tensor of theirs."""
-    match = _LAYER.match(path)
-    return match and match[1]
-
-
-def packed_layers(files: Iterable[str]) -> set[str | None]:
-    """The numbers of the layers whose experts are packed in these files."""
+def packed_in(files: Iterable[str]) -> set[str]:
+    """The names of experts that are packed in these files, from the number of their layer on: "3.mlp.experts"."""
     return {
-        layer_of(stored.name)
+        expert.experts.rpartition("layers.")[2]
         for stored in headers_of(files)
         if (expert := expert_of(stored.name.replace(".block_sparse_moe.", ".mlp.")))
         and (expert.kind != WEIGHT or stored.dtype in ("U8", "I8"))

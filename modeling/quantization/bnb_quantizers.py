@@ -22,7 +22,7 @@ from ..checkpoints import AtomicSaveMixin
 from ..formats import Bnb4Bit, Bnb8Bit
 from ..layers import Linear
 from ..moe import STACKS, Experts, Router
-from .bnb_experts import BitsAndBytesExperts, layer_of, packed_layers
+from .bnb_experts import BitsAndBytesExperts, packed_in
 from .packed import QuantizeWeight, check_scales, holds_packed
 
 if TYPE_CHECKING:
@@ -53,13 +53,14 @@ class QuantizesExperts(_Base):
         if not isinstance(model, AtomicSaveMixin):
             return
         # Some folders hold the experts of some layers in 16 bit beside quantized ones.
-        stored = packed_layers(checkpoint_files) if self.pre_quantized and checkpoint_files else None
+        stored = packed_in(checkpoint_files) if self.pre_quantized and checkpoint_files else None
         for name, module in list(model.named_modules()):
             if not isinstance(module, Experts) or module.is_packed:
                 continue
             with torch.device("meta"):
                 packed = BitsAndBytesExperts(module, self._format(module.dtype))
-            if self._takes(name, packed) if stored is None else layer_of(name) in stored:
+            takes = self._takes(name, packed) if stored is None else name.rpartition("layers.")[2] in stored
+            if takes:
                 model.set_submodule(name, packed)
 
     def _takes(self, path: str, experts: BitsAndBytesExperts) -> bool:

@@ -27,7 +27,6 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
 )
 
 import llamoe
@@ -157,10 +156,8 @@ def test_offloaded_weights_compute_but_are_not_unpacked(weights, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "dtype", "weights"),
-    [
-        ("dense", torch.float32, "int8"), ("text", torch.bfloat16, "int4"), ("mixtral", torch.float16, "int8"),
-    ],
-)  # fmt: skip
+    [("dense", torch.float32, "int8"), ("text", torch.bfloat16, "int4"), ("mixtral", torch.float16, "int8")],
+)
 def test_checkpoints_of_each_dtype(family, weights, dtype, monkeypatch):
     route_by_position(monkeypatch)
     plain = AutoModelForCausalLM.from_pretrained(folder(family, dtype), dtype=torch.float32)
@@ -221,37 +218,28 @@ def test_stock_folders_are_packed_and_written_as_stocks(family, weights, tmp_pat
 # Other models
 
 
-HEADS = {
-    "score": (AutoModelForSequenceClassification, dict(num_labels=3)),
-    "tokens": (AutoModelForTokenClassification, dict(num_labels=3)),
-    "answers": (AutoModelForQuestionAnswering, {}),
-    "none": (AutoModel, {}),
-}
-
-
 @pytest.mark.parametrize(
-    ("head", "family", "weights", "is_packed"),
+    ("auto", "fields", "heads", "family", "weights", "is_packed"),
     [
-        ("score", "text", "int4", False), ("tokens", "mixtral", "int8", False), ("answers", "dense", "int4", True),
-        ("none", "text", "int8", True), ("none", "mixtral", "int4", False),
+        (AutoModelForSequenceClassification, dict(num_labels=3), ["score"], "text", "int4", False),
+        (AutoModelForQuestionAnswering, {}, ["qa_outputs"], "dense", "int4", True),
+        (AutoModel, {}, [], "mixtral", "int8", True),
     ],
-)  # fmt: skip
-def test_heads_stay_in_sixteen_bit(family, weights, head, is_packed, monkeypatch):
+)
+def test_heads_stay_in_sixteen_bit(auto, fields, heads, family, weights, is_packed, monkeypatch):
     route_by_position(monkeypatch)
-    auto, fields = HEADS[head]
     path = save(packed(family, weights)) if is_packed else folder(family)
     config = {} if is_packed else dict(quantization_config=llamoe.QuantizationConfig(weights))
     model = auto.from_pretrained(path, **config, **fields).eval()
     plain = [name for name, module in model.named_modules() if type(module) in (nn.Linear, Linear)]
-    assert plain == {"answers": ["qa_outputs"], "none": []}.get(head, ["score"])
+    assert plain == heads
     again = auto.from_pretrained(save(model)).eval()
     unpacked = copy.deepcopy(model).dequantize()
     with torch.no_grad():
         found, read, expected = (each(token_ids())[0] for each in (model, again, unpacked))
     assert torch.equal(read, found)
-    assert (
-        distance(found, expected) < 2 * CLOSE
-    )  # new heads have few outputs, and their errors do not average
+    # New heads have few outputs, and their errors do not average.
+    assert distance(found, expected) < 2 * CLOSE
 
 
 @pytest.fixture(scope="module")
