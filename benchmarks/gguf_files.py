@@ -35,7 +35,7 @@ def silence(llama_cpp) -> None:
 
 
 def find_converter() -> Path:
-    """The path of llama.cpp's converter.
+    """Return the path of llama.cpp's converter.
 
     Raises:
         LeftOut: it or llama-cpp-python is missing, or this process is held to less than llama.cpp was built for.
