@@ -6,8 +6,9 @@
     python -m benchmarks.published_sizes    # Mixtral 8x7B at its published size, with drawn weights
 
 Reading order: harness (how a case is compared and timed), machine, weights and random_models (models of both sides),
-then the cases block, decoder and offload (with processes); cpu runs them. prove_gpu (with two_cards) and
-published_sizes stand by themselves. `results/` holds what was measured, with date, processor and versions.
+then the cases block, decoder (with llama_cpp_models and its script gguf_converter) and offload (with processes); cpu
+runs them. prove_gpu (with two_cards) and published_sizes stand by themselves. `results/` holds what was measured, with
+date, processor and versions.
 """
 
 import os

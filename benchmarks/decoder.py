@@ -1,13 +1,18 @@
-"""Measure decoders at the sizes of 7B models: a token behind a cache, and a prompt, in each format.
+"""Measure decoders at the sizes of 7B models in each format: a token behind a cache, also with LoRA, and a prompt.
 
 Three layers of Mistral 7B, and two of Mixtral with four experts, with embedding and head, of random weights. Formats
-compute different functions, so that outputs are compared between ours and stock's in float32 and bfloat16 alone.
+compute different functions, so that no outputs are compared here. llama.cpp takes part where it is installed.
 """
 
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
+from peft import get_peft_model
 from transformers import (
+    AutoTokenizer,
     DynamicCache,
     MistralConfig,
     MistralForCausalLM,
@@ -18,69 +23,95 @@ from transformers import (
 
 import llamoe
 
-from .harness import OURS, STOCK, Case
+from .harness import OURS, STOCK, Case, LeftOut
+from .llama_cpp_models import LlamaCppModel, find_converter, make_files
 from .random_models import build
 from .weights import Setting
 
-BEHIND, PROMPTS, STEPS = (64, 2048), (128, 512), 4
+SETTING = Setting(torch.device("cpu"), torch.bfloat16)
+BEHIND, PROMPTS, STEPS = (64, 2048), (64, 512), 4
+LLAMA_CPP = {"bf16": OURS, "q8_0": f"{OURS}, int8", "q4_0": f"{OURS}, int4"}
+"""Ours beside a type of llama.cpp."""
+TOKENIZER = Path(__file__).parents[1] / "examples/llamoe-tiny"
 
 
 def sizes_of_7b() -> Iterator[Case]:
-    """Yield the cases of both models: tokens, then prompts."""
+    """Yield the cases of both models."""
     sizes = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
-    sizes |= dict(vocab_size=32000, max_position_embeddings=32768, sliding_window=None, head_dim=128)
-    mistral = MistralConfig(**sizes, num_hidden_layers=3)
-    mixtral = MixtralConfig(**sizes, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2)
-    for name, stock_class, config in (
-        ("Mistral", MistralForCausalLM, mistral),
-        ("Mixtral", MixtralForCausalLM, mixtral),
-    ):
-        yield from cases(name, stock_class, config)
+    sizes |= dict(vocab_size=32000, max_position_embeddings=4096, sliding_window=None, head_dim=128)
+    yield from cases("Mistral", MistralForCausalLM, MistralConfig(**sizes, num_hidden_layers=3))
+    mixture = MixtralConfig(**sizes, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2)
+    yield from cases("Mixtral", MixtralForCausalLM, mixture)
 
 
-def cases(name: str, stock_class: type[PreTrainedModel], config) -> Iterator[Case]:
-    """Yield the cases of one model, in bfloat16 beside stock, int8 and int4 beside ours in bfloat16."""
-    setting = Setting(torch.device("cpu"), torch.bfloat16)
+def cases(name: str, stock_class: type[PreTrainedModel], config: Any) -> Iterator[Case]:
+    """Yield the cases of one model: stock in bfloat16, ours in bfloat16, int8 and int4, and llama.cpp's types."""
     ours = {
-        weights: build(setting, llamoe.from_stock(config), weights) for weights in ("bf16", "int8", "int4")
+        weights: build(SETTING, llamoe.from_stock(config), weights) for weights in ("bf16", "int8", "int4")
     }
     with torch.device("meta"):
         stock = stock_class(config)
     stock.load_state_dict(dict(ours["bf16"].named_parameters()), assign=True)
     # Its tables of angles were made without memory.
     stock.model.rotary_emb = type(stock.model.rotary_emb)(config)
-    models = {
-        STOCK: stock.eval(),
-        OURS: ours["bf16"],
-        f"{OURS}, int8": ours["int8"],
-        f"{OURS}, int4": ours["int4"],
-    }
-    for past in BEHIND:
-        runs = {
-            who: token(model, setting.tokens(1, past, config.vocab_size)) for who, model in models.items()
-        }
-        yield Case(f"{name}, a token behind {past}", runs, None, parts=STEPS, at_most={OURS: 1.03})
-    for length in PROMPTS:
-        ids = setting.tokens(1, length, config.vocab_size)
-        runs = {who: prompt(model, ids) for who, model in models.items()}
-        yield Case(f"{name}, a prompt of {length}", runs, None, at_most={OURS: 1.03})
+    models: dict[str, Any] = {STOCK: stock.eval(), OURS: ours["bf16"]}
+    models |= {f"{OURS}, {weights}": ours[weights] for weights in ("int8", "int4")}
+    with tempfile.TemporaryDirectory() as folder:
+        models |= in_llama_cpp(ours["bf16"], Path(folder) / name)
+        for past in BEHIND:
+            ids = SETTING.tokens(1, past, config.vocab_size)
+            yield _case(
+                f"{name}, a token behind {past}", models, lambda each, ids=ids: token(each, ids), STEPS
+            )
+        for length in PROMPTS:
+            ids = SETTING.tokens(1, length, config.vocab_size)
+            yield _case(f"{name}, a prompt of {length}", models, lambda each, ids=ids: prompt(each, ids), 1)
+    ids = SETTING.tokens(1, BEHIND[0], config.vocab_size)
+    for weights in ("bf16", "int4"):
+        plain = token(ours[weights], ids)
+        adapted = get_peft_model(ours[weights], llamoe.lora_config(ours[weights])).eval()
+        runs = {"without adapters": plain, OURS: token(adapted, ids)}
+        yield Case(
+            f"{name}, a token with LoRA, {weights}", runs, None, "without adapters", {OURS: 1.25}, parts=STEPS
+        )
 
 
-def token(model: PreTrainedModel, ids: torch.Tensor) -> Callable[[], None]:
+def _case(name: str, models: dict[str, Any], run: Callable[[Any], Callable[[], Any]], parts: int) -> Case:
+    runs = {who: run(model) for who, model in models.items()}
+    return Case(name, runs, None, at_most={OURS: 1.03}, parts=parts)
+
+
+def in_llama_cpp(model: PreTrainedModel, folder: Path) -> dict[str, LlamaCppModel]:
+    """Return the model in llama.cpp's types; nothing where llama.cpp is missing."""
+    try:
+        find_converter()
+    except LeftOut as reason:
+        print(f"llama.cpp is left out: {reason}", flush=True)
+        return {}
+    model.save_pretrained(folder, layout="stock")
+    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder)
+    return {f"llama.cpp, {kind}": LlamaCppModel(path) for kind, path in make_files(folder).items()}
+
+
+def token(model: Any, ids: torch.Tensor) -> Callable[[], None]:
     """Return a function that decodes `STEPS` tokens behind a cache of `ids` `[1, past]`, again and again."""
+    if isinstance(model, LlamaCppModel):
+        return model.token(ids[0].tolist(), STEPS)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids, past_key_values=cache, logits_to_keep=1)
+        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
 
     @torch.no_grad()
     def run() -> None:
         for _ in range(STEPS):
-            model(ids[:, :1], past_key_values=cache)
+            model(input_ids=ids[:, :1], past_key_values=cache)
         cache.crop(-STEPS)
 
     return run
 
 
-def prompt(model: PreTrainedModel, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
+def prompt(model: Any, ids: torch.Tensor) -> Callable[[], Any]:
     """Return a function that computes the last token's logits of a prompt `[1, length]`."""
-    return torch.no_grad()(lambda: model(ids, use_cache=False, logits_to_keep=1).logits)
+    if isinstance(model, LlamaCppModel):
+        return model.prompt(ids[0].tolist())
+    return torch.no_grad()(lambda: model(input_ids=ids, use_cache=False, logits_to_keep=1).logits)

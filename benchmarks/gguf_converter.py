@@ -18,7 +18,7 @@ if __name__ == "__main__":
     from conversion import base  # pyright: ignore[reportMissingImports]
 
     def name_of_split(self, tokenizer) -> str:
-        """The name that the published tokenizers of this architecture have."""
+        """Return the name that the published tokenizers of this architecture have."""
         return "llama4" if self.model_arch == base.gguf.MODEL_ARCH.LLAMA4 else "llama-bpe"
 
     base.TextModel.get_vocab_base_pre = name_of_split

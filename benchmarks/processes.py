@@ -44,7 +44,7 @@ def counted(model: Any, name: str) -> int:
 
 
 def forget(folder: Path) -> None:
-    """Drop the files of a folder from the page cache, as far as nobody maps them."""
+    """Drop the files of a folder from the page cache, as far as no process maps them."""
     for path in folder.glob("*.safetensors"):
         descriptor = os.open(path, os.O_RDONLY)
         try:

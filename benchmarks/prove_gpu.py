@@ -71,7 +71,7 @@ MOST_OF_LOSS = 1.4
 
 @dataclass
 class Check:
-    """Something that was found out; `passed` is None where there is no limit."""
+    """A value that a step measured; `passed` is None without a limit."""
 
     step: str
     what: str
@@ -82,7 +82,7 @@ class Check:
 
 @dataclass
 class Proof:
-    """The device, the sizes, and what was found out."""
+    """The device, the sizes, and the checks so far."""
 
     device: torch.device
     small: bool
@@ -106,7 +106,7 @@ class Proof:
         self.checks.append(Check(self.step, what, value, limit, passed))
 
     def seconds(self, run: Callable[[], Any], repeats: int = 5) -> float:
-        """The least time of a run, of several; on a card by replays of a CUDA graph where one can be made."""
+        """Return the least seconds of several runs; on a card by replays of a CUDA graph where one can be made."""
         run()
         if self.is_cuda:
             side = torch.cuda.Stream()
@@ -121,11 +121,11 @@ class Proof:
         return min(self.clock().sample(run, repeats) for _ in range(3))
 
     def clock(self) -> Clock:
-        """What measures time here."""
+        """Return the clock of the device."""
         return DeviceClock(self.device) if self.is_cuda else ProcessorClock(1 << 20)
 
     def model(self, layers: int, weights: str) -> Any:
-        """A text model of Scout's shape, or a small one, of random weights."""
+        """Build a text model of Scout's shape, or a small one, of random weights."""
         text = {**(TINY if self.small else {}), "num_hidden_layers": layers}
         config = llamoe.preset("llama-4-scout", text_config=text).text_config
         return build(self.setting(), config, weights)
@@ -136,11 +136,11 @@ class Proof:
         return not self.is_cuda or torch.cuda.get_device_capability(self.device) >= (8, 0)
 
     def setting(self) -> Setting:
-        """Where models are built, and in which 16 bits."""
+        """Return the device and the 16-bit dtype of models."""
         return Setting(self.device, torch.bfloat16 if self.has_bfloat16 else torch.float16)
 
     def layers(self, wanted: int) -> int:
-        """Up to so many layers of Scout's shape in 16 bits, as many as leave half of the card for the rest."""
+        """Return the number of layers of Scout's shape in 16 bits, at most `wanted`, that fit half of the card."""
         if self.small:
             return wanted
         room = torch.cuda.get_device_properties(self.device).total_memory / 2 - _EMBEDDINGS
@@ -167,7 +167,7 @@ def configs() -> dict[str, tuple[type, Any]]:
 
 
 def small_model(family: str) -> Any:
-    """A small model on the CPU, whose weights are drawn so that logits have a deviation of about one."""
+    """Build a small model on the CPU, whose weights are drawn so that logits have a deviation of about one."""
     model_class, config = configs()[family]
     torch.manual_seed(0)
     model = model_class(config).eval()
@@ -184,7 +184,7 @@ def small_model(family: str) -> Any:
 
 
 def inputs_of(family: str, length: int = 45) -> dict[str, torch.Tensor]:
-    """Two rows, the second with left padding; with a picture in the first."""
+    """Draw two rows, the second with left padding; with a picture in the first."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 490, (2, length), generator=generator)
     mask = torch.ones_like(ids)
@@ -197,7 +197,7 @@ def inputs_of(family: str, length: int = 45) -> dict[str, torch.Tensor]:
 
 
 def facts(proof: Proof) -> None:
-    """What is here, and what is expected of it."""
+    """Note the machine and its versions."""
     for name, value in describe(proof.device).items():
         proof.say(name, value)
     if not proof.is_cuda:
@@ -312,7 +312,7 @@ def _apart(given: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def adapted(model: Any) -> Any:
-    """A model with LoRA whose second factors are not zero."""
+    """Add LoRA to a model, with second factors that are not zero."""
     from peft import get_peft_model
 
     torch.manual_seed(2)
@@ -325,7 +325,7 @@ def adapted(model: Any) -> Any:
 
 
 def generates(proof: Proof) -> None:
-    """The same tokens with a cache that grows and with one of fixed length, which transformers compiles on a card."""
+    """Compare tokens with a cache that grows and with one of fixed length, which transformers compiles on a card."""
     for family in ("mixtral", "llama4"):
         for lora in (False, True):
             model = small_model(family)
@@ -341,7 +341,7 @@ def generates(proof: Proof) -> None:
 
 
 def saved(proof: Proof, family: str) -> Path:
-    """A folder with a small model."""
+    """Return a folder with a small model."""
     folder = proof.folder / family
     if not folder.exists():
         small_model(family).save_pretrained(folder)
@@ -461,7 +461,7 @@ def offload(proof: Proof) -> None:
 
 
 def _pinned_bytes() -> int:
-    """Bytes of this process that are locked in memory, by Linux's count; 0 where it does not tell."""
+    """Return the bytes of this process that are locked in memory, by Linux's count; 0 if there is none."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -510,7 +510,7 @@ def prompts(proof: Proof) -> None:
 
 
 def _operators(run: Callable[[], Any]) -> set[str]:
-    """The names of torch's operators that ran."""
+    """Return the names of torch's operators that ran."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
@@ -519,7 +519,7 @@ def _operators(run: Callable[[], Any]) -> set[str]:
 
 
 def speed(proof: Proof) -> None:
-    """Tokens a second of a few layers, and the share of the bandwidth at which their weights are read; told alone."""
+    """Note the time of a token, and the share of the bandwidth at which weights are read; without limits."""
     rate = bytes_per_second(proof.clock(), COPIED if proof.is_cuda else 1 << 20)
     layers = 2 if proof.small else proof.layers(8)
     for weights in formats_here(proof):
@@ -537,7 +537,7 @@ def speed(proof: Proof) -> None:
 
 @torch.no_grad()
 def cards_together(proof: Proof) -> None:
-    """Two cards beside one: `device_map="auto"`, and two processes with tensor and expert parallelism and FSDP2."""
+    """Compare two cards with one: `device_map="auto"`, tensor and expert parallelism, FSDP2."""
     count = torch.cuda.device_count() if proof.is_cuda else 0
     proof.say("cards", count)
     if proof.is_cuda and count < 2:

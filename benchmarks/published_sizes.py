@@ -63,7 +63,7 @@ TARGETS: dict[str, tuple[float | None, float | None]] = {
 
 
 class Drawn(LazyTensor):
-    """A weight in bfloat16: of norms ones, of others drawn. What is packed is not asked for its numbers, and blank."""
+    """A weight in bfloat16: ones for norms, drawn for others, zeros for what is packed."""
 
     def __init__(
         self, name: str, shape: tuple[int, ...], generator: torch.Generator, blanks: dict[Any, torch.Tensor]
@@ -90,7 +90,7 @@ class Draws:
         self.lock, self.begin = threading.Lock(), 0
 
     def quantize(self, form: Any, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        """In place of `form.quantize`: a matrix whose numbers have the deviation of fresh weights."""
+        """Replace `form.quantize`: draw a matrix whose numbers have the deviation of fresh weights."""
         (shape, dtype), (scales_shape, scales_dtype) = form.parts(tuple(weight_OI.shape))
         codes = torch.empty(shape, dtype=dtype)
         scales = torch.empty(scales_shape, dtype=scales_dtype)
@@ -184,7 +184,7 @@ def now(model: Any, waiting: Waiting) -> dict[str, float]:
 
 
 def between(first: dict[str, float], last: dict[str, float], expert_bytes: int) -> dict[str, float]:
-    """What happened between two moments."""
+    """Return the differences between two moments."""
     found = {name: last[name] - first[name] for name in first}
     missed = found["missed"] * expert_bytes
     return {
@@ -199,12 +199,12 @@ def between(first: dict[str, float], last: dict[str, float], expert_bytes: int) 
 
 
 def read_config(folder: str) -> Any:
-    """The configuration in a folder."""
+    """Read the configuration of a folder."""
     return llamoe.from_stock(json.loads((Path(folder) / "config.json").read_text()))
 
 
 def rates(folder: str, tokens: int) -> dict[str, Any]:
-    """What the plan is told of this machine, in a process of its own: measuring takes memory. The drive three times."""
+    """Measure this machine's rates for the plan, the drive three times; needs a process of its own for its memory."""
     config = read_config(folder)
     found = measure_rates(Source(config, config.quantization_config), Path(folder), tokens, None)
     drive = [found.drive, *(llamoe.measure_bandwidths(folder).drive for _ in range(2))]
@@ -221,7 +221,7 @@ def run(
     steps: int,
     given: dict[str, float],
 ) -> dict[str, Any]:
-    """What a user does, in this process: plan, load, generate, read a prompt, train, save, load again."""
+    """Do in this process what a user does: plan, load, generate, read a prompt, train, save, load again."""
     found: dict[str, Any] = {"budget": bytes_of("ram", ram), "headroom": bytes_of("headroom", headroom)}
     config, options = read_config(folder), dict(gpus=0, ram=ram, headroom=headroom)
     rates = llamoe.Bandwidths(**given)
@@ -296,7 +296,7 @@ def run(
         found["adapter_bytes"] = sum(path.stat().st_size for path in Path(saved).iterdir())
         model.close()
         kept = weakref.ref(model)
-        # What watched the tokens knows the model, too.
+        # The streamer refers to the model, too.
         del adapters, optimizer, model, loss, streamer
         gc.collect()
         if kept() is not None:
@@ -326,7 +326,7 @@ def touch(nbytes: int) -> dict[str, float]:
 
 
 def lora(model: PreTrainedModel) -> tuple[Any, bool]:
-    """The model with adapters, on routed experts where they can have some; and whether they have."""
+    """Add adapters, on routed experts if possible; return the model and whether experts have them."""
     try:
         return get_peft_model(model, llamoe.lora_config(model, r=RANK)), True
     except ValueError:
@@ -334,7 +334,7 @@ def lora(model: PreTrainedModel) -> tuple[Any, bool]:
 
 
 def judge(found: dict[str, Any]) -> dict[str, tuple[float, bool]]:
-    """Each target's figure, and whether it is met."""
+    """Return each target's figure, and whether it is met."""
     drive, decode = found["rates"]["drive"], found["decode"]
     figures = {
         "load_seconds": found["load_seconds"],
@@ -355,7 +355,7 @@ def judge(found: dict[str, Any]) -> dict[str, tuple[float, bool]]:
 def page(
     about: dict[str, Any], name: str, weights: str, written: dict[str, Any], found: dict[str, Any]
 ) -> str:
-    """The results as a Markdown page."""
+    """Return the results as a Markdown page."""
     drive, decode, first, prompt = found["rates"]["drive"], found["decode"], found["first"], found["prompt"]
     steps, forecast, training = found["steps"], found["forecast"], found["training"]
     rate, over = decode["reading_rate"] or 0.0, decode["read_over_missed"] or 0.0

@@ -30,7 +30,7 @@ ROWS, LENGTH, LEARNING_RATE = 4, 29, 0.5
 
 
 def compare(folder: str, device: torch.device) -> dict[str, dict[str, float]]:
-    """What the processes found, by kind of parallelism."""
+    """Return differences and shares by kind of parallelism."""
 
     def load(**options: Any) -> Any:
         return llamoe.LlamoeForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).to(device)

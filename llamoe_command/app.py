@@ -56,7 +56,7 @@ def load_conversion(*sources: Path, is_silent: bool = False) -> ModuleType:
         ValueError: a source does not exist.
     """
     for path in sources:
-        # What cannot be looked at is told by the function.
+        # The function reports a path that cannot be read.
         with contextlib.suppress(OSError):
             if not path.exists():
                 raise ValueError(f"{path}: no such file or folder.")

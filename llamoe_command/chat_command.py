@@ -103,7 +103,7 @@ def chat(
 
 
 def _read_plan(path: Path) -> dict[str, Any]:
-    """The arguments of `from_pretrained` in a file.
+    """Read the arguments of `from_pretrained` from a file.
 
     Raises:
         ValueError: it holds something else.

@@ -13,7 +13,7 @@ from typing import NoReturn
 from . import chat_command, doctor_command, read_commands, write_commands  # noqa: F401
 from .app import app
 
-_INTERRUPTED = "interrupted; --resume goes on with what is on the disk, where a folder was being written"
+_INTERRUPTED = "interrupted; --resume continues a folder that was being written"
 # Commands that write no folder.
 _WRITE_NOTHING = ("chat", "doctor", "inspect", "verify")
 
@@ -35,8 +35,8 @@ def main(args: list[str] | None = None) -> None:
     except ValueError as error:
         _fail(error, 2, as_json)
     except OSError as error:
-        told = error.strerror or str(error)
-        _fail(f"{error.filename}: {told}" if error.filename else told, 3, as_json)
+        reason = error.strerror or str(error)
+        _fail(f"{error.filename}: {reason}" if error.filename else reason, 3, as_json)
     except (ImportError, RuntimeError, MemoryError) as error:
         _fail(str(error) or type(error).__name__, 3, as_json)
     except KeyboardInterrupt:

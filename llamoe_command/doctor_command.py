@@ -44,7 +44,7 @@ def doctor(as_json: AsJson = False, quiet: Quiet = False) -> None:
     sections = {"versions": _versions(advice)}
     try:
         load("llamoe", as_json or quiet)
-    # A broken torch raises whatever its loader meets.
+    # A broken torch may raise any error.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         advice.insert(0, f"llamoe cannot be imported: {reason}")

@@ -63,14 +63,14 @@ class Lines:
 
 
 def shows_progress(is_silent: bool) -> bool:
-    """Whether somebody sees progress: standard error is a terminal, and the user has not asked for silence."""
+    """Return whether progress is drawn: standard error is a terminal, and the user did not choose `--quiet`."""
     # rich's own answer is yes in a pipe, too, where FORCE_COLOR is set, as build servers do.
     return not is_silent and sys.stderr.isatty()
 
 
 @contextlib.contextmanager
 def progress_bar(is_silent: bool) -> Iterator[Bar | Lines | None]:
-    """A progress bar on a terminal, lines elsewhere; None where the user has asked for silence."""
+    """Show progress as a bar on a terminal, as lines elsewhere; yield None with `--quiet`."""
     if not shows_progress(is_silent):
         yield None if is_silent else Lines()
         return
@@ -87,7 +87,7 @@ def progress_bar(is_silent: bool) -> Iterator[Bar | Lines | None]:
 
 @contextlib.contextmanager
 def status(text: str, is_silent: bool) -> Iterator[None]:
-    """A line that says what takes a while, until it is done; nothing where nobody would see it."""
+    """Show a line on a terminal while something takes a while."""
     if not shows_progress(is_silent):
         yield
         return

@@ -101,7 +101,7 @@ def inspect(
         llamoe inspect llama-4-scout --plan --gpus 4 --save plan.json
     """
     if save and not plan:
-        raise ValueError("save: for a plan, which was not asked for: give plan (--plan), too.")
+        raise ValueError("--save writes a plan: give --plan, too.")
     if save and not save.absolute().parent.is_dir():
         raise ValueError(f"--save {save}: there is no such folder.")
     # A name without a folder may be that of a preset.

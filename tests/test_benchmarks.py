@@ -80,6 +80,7 @@ def test_groups_from_the_cases_to_the_page(tmp_path, monkeypatch):
     """Contestants agree, and the page has a row of each; another run keeps what it does not measure."""
     monkeypatch.setattr(decoder, "BEHIND", (5,))
     monkeypatch.setattr(decoder, "PROMPTS", (9,))
+    monkeypatch.delenv("LLAMA_CPP_CONVERTER", raising=False)
     groups = {
         "block-16": lambda: block.forward(SETTING, 5, {1: 1.0, 40: 0.0}),
         "training-16": lambda: block.training(SETTING, 5, 20, 1.0),
@@ -93,12 +94,12 @@ def test_groups_from_the_cases_to_the_page(tmp_path, monkeypatch):
     (path,) = tmp_path.glob("*.json")
     found = json.loads(path.read_text())
     assert {name: len(group["cases"]) for name, group in found.items()} == dict(
-        zip(groups, (2, 1, 2, 1, 4), strict=True)
+        zip(groups, (2, 1, 2, 1, 8), strict=True)
     )
     assert found["lora-16"]["cases"][0]["rows"][OURS]["memory_ratio"] < 1
     page = path.with_suffix(".md").read_text()
     # A time is never at most nothing.
-    assert "** | 0.000 |" in page and page.count("| llamoe |") == 10 and page.count("| llamoe, int4 |") == 4
+    assert "** | 0.000 |" in page and page.count("| llamoe |") == 14 and page.count("| llamoe, int4 |") == 4
     groups["block-16"] = lambda: iter([Case("new", {STOCK: lambda: torch.ones(2)}, None)])
     assert cpu.main(["--cases", "block-16", *arguments]) == 0
     again = json.loads(path.read_text())

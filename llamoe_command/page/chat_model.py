@@ -33,11 +33,11 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 MAX_QUESTIONS = 32
 """Questions that are answered or wait at once; more are refused."""
 
-# Longest time in seconds without a sign of life: whoever reads an answer can leave it then.
+# Longest time in seconds between two yields, at which a reader can close the stream.
 _PATIENCE = 0.2
 # Shortest time in seconds between two texts: to show one takes a page longer than a small model's token.
 _PAUSE = 0.1
-# What a folder's settings may ask otherwise: a stream is of one row, and a record of one pass a token.
+# In place of a folder's settings: a stream has one row, and a record one forward pass a token.
 _ONE_PASS_A_TOKEN = {
     "num_beams": 1, "use_cache": True, "return_dict_in_generate": False, "prompt_lookup_num_tokens": None,
     "guidance_scale": None,
@@ -274,7 +274,7 @@ class ChatModel:
                 **inputs, max_new_tokens=max_new_tokens, **_ONE_PASS_A_TOKEN, **options
             )
         tokens = output[0].tolist()
-        # Settings of a folder may ask for further passes, whose experts belong to no token of the answer.
+        # A folder's settings may need more forward passes, whose experts belong to no token of the answer.
         if trace is None or trace.experts().shape[1] != len(tokens) - 1:
             return None
         if tokens[-1] in self.tokenizer.all_special_ids:
@@ -282,7 +282,7 @@ class ChatModel:
         return make_record(trace, self.model.config, self.processor, inputs, self._texts(tokens, length))
 
     def _texts(self, tokens: list[int], first: int) -> list[str]:
-        """The text of each token from `first` on, as it stands behind the one before: alone, some lose their space."""
+        """Decode each token from `first` on behind the one before: alone, some lose their space."""
         decode = self.tokenizer.decode
         return [
             decode(tokens[index - 1 : index + 1]).removeprefix(decode(tokens[index - 1 : index]))

@@ -63,7 +63,7 @@ class ExpertRecord:
     picture: Picture | None
 
     def shares(self) -> dict[str, torch.Tensor]:
-        """Each expert's share of the choices, `[L, num_experts]`, for each kind of token that there is."""
+        """Return each expert's share of the choices, `[L, num_experts]`, for each kind of token."""
         in_prompt = torch.arange(len(self.is_image)) < self.num_prompt
         kinds = {"picture": self.is_image, "prompt": in_prompt & ~self.is_image, "answer": ~in_prompt}
         return {
@@ -76,7 +76,7 @@ class ExpertRecord:
         }
 
     def patches(self, layer: int, is_whole: bool = True) -> torch.Tensor:
-        """First choice of each token of the tiles that `Picture.cut` names, `[rows * side, columns * side]`."""
+        """Return the first expert of each token of the tiles of `Picture.cut`, `[rows * side, columns * side]`."""
         firsts, side, chosen = self.picture.firsts, self.picture.side, self.experts[layer, :, 0]
         tiles = [
             [chosen[firsts[tile] : firsts[tile] + side * side].view(side, side) for tile in row]
@@ -85,7 +85,7 @@ class ExpertRecord:
         return torch.cat([torch.cat(row, 1) for row in tiles])
 
     def answered(self, layer: int) -> list[tuple[str, list[tuple[int, float]]]]:
-        """Each token of the answer with its experts and their weights; none for a token that was not computed."""
+        """Return each token of the answer with its experts and their weights; no experts if it was not computed."""
         rows = zip(
             self.experts[layer, self.num_prompt :].tolist(),
             self.scores[layer, self.num_prompt :].tolist(),
@@ -97,14 +97,14 @@ class ExpertRecord:
 
 
 def layer_names(config: Any) -> list[str]:
-    """Names of a model's mixture layers in their order."""
+    """Return the names of a model's mixture layers in their order."""
     return [f"layer {index}" for index in sorted(config.get_text_config().moe_layers)]
 
 
 def make_record(
     trace: ExpertTrace, config: Any, processor: Any, inputs: dict[str, torch.Tensor], answer: list[str]
 ) -> ExpertRecord:
-    """The record of an answer.
+    """Make the record of an answer.
 
     Args:
         trace: of the run that generated it, for one row.
@@ -149,7 +149,7 @@ def _last_picture(
 
 
 def _tile_of(pixels: torch.Tensor, image_processor: Any) -> Image.Image:
-    """The picture of normalized pixels `[3, size, size]`."""
+    """Return the picture of normalized pixels `[3, size, size]`."""
     mean, std = (
         torch.tensor(values)[:, None, None]
         for values in (image_processor.image_mean, image_processor.image_std)

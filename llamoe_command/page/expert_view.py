@@ -21,12 +21,12 @@ _GOLDEN_RATIO = 0.6180339887
 
 
 def name_of(expert: int) -> str:
-    """What an expert is called on the page."""
+    """Return the name of an expert on the page."""
     return f"expert {expert}"
 
 
 def colours(num_experts: int) -> dict[str, str]:
-    """Name to colour, such as `#ff8800`."""
+    """Return the colour of each expert by its name, such as `#ff8800`."""
     found = {}
     for expert in range(num_experts):
         parts = colorsys.hsv_to_rgb(expert * _GOLDEN_RATIO % 1, 0.65, 0.9)
@@ -37,9 +37,9 @@ def colours(num_experts: int) -> dict[str, str]:
 def overlay(
     record: ExpertRecord, layer: int, is_whole: bool = True
 ) -> tuple[Image.Image, list[tuple[np.ndarray, str]]] | None:
-    """The picture, and a mask of the patches of each expert, for `AnnotatedImage`; None without a picture.
+    """Return the picture and a mask of each expert's patches, for `AnnotatedImage`; None without a picture.
 
-    Not `is_whole`: the tiles that it was cut into, side by side.
+    Without `is_whole`, the picture is the tiles side by side.
     """
     if record.picture is None:
         return None
@@ -61,12 +61,12 @@ def overlay(
 
 
 def coloured_answer(record: ExpertRecord, layer: int) -> list[tuple[str, str | None]]:
-    """Each token with its first expert, for `HighlightedText`."""
+    """Return each token with its first expert, for `HighlightedText`."""
     return [(token, name_of(experts[0][0]) if experts else None) for token, experts in record.answered(layer)]
 
 
 def answer_table(record: ExpertRecord) -> dict[str, Any]:
-    """A row for each token, a column for each layer, for `Dataframe`."""
+    """Return a row for each token, a column for each layer, for `Dataframe`."""
     of_layers = [record.answered(layer) for layer in range(len(record.layers))]
     rows = []
     for index, token in enumerate(record.answer):
@@ -80,7 +80,7 @@ def answer_table(record: ExpertRecord) -> dict[str, Any]:
 
 
 def heat_map(record: ExpertRecord) -> Figure:
-    """Each expert's share of the tokens of a layer, a panel for each kind of token."""
+    """Draw each expert's share of the tokens of a layer, a panel for each kind of token."""
     shares = record.shares()
     figure = Figure(figsize=(3.4 * len(shares) + 0.8, 1.6 + 0.25 * len(record.layers)), layout="constrained")
     panels = figure.subplots(1, len(shares), squeeze=False)[0]

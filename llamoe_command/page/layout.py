@@ -28,7 +28,7 @@ logger = logging.getLogger("llamoe")
 
 
 def make_page(chat: ChatModel, pictures: Sequence[Path] = ()) -> gr.Blocks:
-    """The page of a model; `launch` starts it.
+    """Build the page of a model; `launch` starts it.
 
     Args:
         chat: the model.
@@ -80,7 +80,7 @@ def _chat(chat: ChatModel, outcome: gr.State, pictures: Sequence[Path]) -> None:
                 temperature,
                 is_adapted=is_adapted,
             )
-        # An error in an event leaves gradio's box for the question locked, so it is told as a message.
+        # An error in an event leaves gradio's box for the question locked, so it is shown as a message.
         except Exception as error:
             if not isinstance(error, (OSError, ValueError)):
                 logger.exception("a question was not answered")
@@ -190,7 +190,7 @@ def _experts(chat: ChatModel, outcome: gr.State) -> None:
 
 
 def _read(message: Any) -> list[dict[str, Any]]:
-    """The typed parts of what was typed and dropped.
+    """Return question and pictures as typed parts of a message.
 
     Raises:
         ValueError: a picture that cannot be read, or no question.
@@ -205,25 +205,25 @@ def _picture(path: str) -> dict[str, Any]:
     try:
         return {"type": "image", "image": llamoe.read_picture(path)}
     except ValueError as error:
-        # The folder of an uploaded file means nothing to whoever sent it.
+        # The reader does not know the folder of an uploaded file.
         raise ValueError(str(error).replace(str(Path(path)), Path(path).name)) from error
 
 
 def _answered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages without questions that have no answer: templates want both in turns."""
+    """Drop questions without an answer: templates need both in turns."""
     said = [message for message in messages if not _is_failure(message)]
     pairs = pairwise([*said, {"role": "user"}])
     return [message for message, after in pairs if (message["role"], after["role"]) != ("user", "user")]
 
 
 def _is_failure(message: dict[str, Any]) -> bool:
-    """Whether it tells why there is no answer, or is empty: somebody stopped the answer while it waited."""
+    """Return whether an answer is an error, or empty because it was stopped while it waited."""
     text = "".join(part["text"] for part in message["content"] if part["type"] == "text")
     return message["role"] == "assistant" and (not text or text.startswith(_FAILED))
 
 
 def _as_chat_message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of gradio's history in transformers' form."""
+    """Convert a message of gradio's history to transformers' form."""
     said = message["content"]
     parts = [{"type": "text", "text": said}] if isinstance(said, str) else said
     content = [_picture(part["file"]["path"]) if part["type"] == "file" else part for part in parts]
@@ -231,7 +231,7 @@ def _as_chat_message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_text(messages: list[dict[str, Any]], chat: ChatModel) -> list[dict[str, Any]]:
-    """Texts in place of typed parts for a tokenizer, which knows no pictures."""
+    """Replace typed parts by texts for a tokenizer, which takes no pictures."""
     if chat.sees_pictures:
         return messages
     return [

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# The page's library would tell its makers of every start, and ask for newer versions of itself.
+# The page's library would report every start to its makers, and look for newer versions of itself.
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 
 import gradio as gr
@@ -55,7 +55,7 @@ def serve(
     if pictures and not chat.sees_pictures:
         raise ValueError(f"{folder} has no vision tower, so its page takes no --picture.")
     page = make_page(chat, pictures)
-    # The page's library asks its own address when it starts, and would ask a proxy for it.
+    # The page's library requests its own address when it starts, which must not go through a proxy.
     for name in ("NO_PROXY", "no_proxy"):
         os.environ[name] = ",".join(filter(None, (os.environ.get(name), host)))
     _, address, _ = page.launch(

@@ -1,0 +1,96 @@
+"""Run a saved model in llama.cpp, from GGUF files in bfloat16, q8_0 and q4_0.
+
+llama.cpp's converter, which makes the files, is part of its sources and not of llama-cpp-python:
+`LLAMA_CPP_CONVERTER` in the environment is the path of convert_hf_to_gguf.py, with the folders gguf-py and conversion
+beside it. q4_0 is what llama.cpp's quantizer makes by default: its head is q6_K, norms and routers stay in float32.
+"""
+
+import ctypes
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from .harness import LeftOut
+
+VARIABLE = "LLAMA_CPP_CONVERTER"
+TYPES = ("bf16", "q8_0", "q4_0")
+CONTEXT = 4096
+
+
+def find_converter() -> Path:
+    """Return the path of llama.cpp's converter.
+
+    Raises:
+        LeftOut: it or llama-cpp-python is missing.
+    """
+    if importlib.util.find_spec("llama_cpp") is None:
+        raise LeftOut("llama-cpp-python is not installed")
+    path = os.environ.get(VARIABLE, "")
+    if not Path(path).is_file():
+        raise LeftOut(f"{VARIABLE}={path!r} is not the path of llama.cpp's convert_hf_to_gguf.py")
+    return Path(path).absolute()
+
+
+def make_files(model: Path) -> dict[str, Path]:
+    """Convert a folder with a tokenizer into a GGUF file of each type beside it.
+
+    Raises:
+        LeftOut: llama.cpp is missing or cannot convert it.
+    """
+    converter = find_converter()
+    files = {kind: model.with_name(f"{model.name}-{kind}.gguf") for kind in TYPES}
+    script = Path(__file__).with_name("gguf_converter.py")
+    for kind in ("bf16", "q8_0"):
+        words = [script, converter, model, "--outfile", files[kind], "--outtype", kind]
+        done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise LeftOut(
+                f"llama.cpp's converter failed: {(done.stderr.strip().splitlines() or ['it ended'])[-1]}"
+            )
+    import llama_cpp
+
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.nthread, options.ftype = 1, llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
+    names = str(files["bf16"]).encode(), str(files["q4_0"]).encode()
+    if status := llama_cpp.llama_model_quantize(*names, ctypes.byref(options)):
+        raise LeftOut(f"llama.cpp's quantizer failed with status {status}")
+    return files
+
+
+class LlamaCppModel:
+    """A GGUF file in llama.cpp, on one thread.
+
+    All runs are in one thread: llama.cpp sets the registers of AMX up once a thread, and oneDNN releases them.
+    """
+
+    def __init__(self, path: Path):
+        import llama_cpp
+
+        options = dict(
+            n_ctx=CONTEXT, n_batch=CONTEXT, n_ubatch=512, n_threads=1, n_threads_batch=1, verbose=False
+        )
+        self.model = llama_cpp.Llama(str(path), **options)
+        self._thread = ThreadPoolExecutor(1)
+
+    def token(self, ids: list[int], steps: int) -> Callable[[], None]:
+        """Return a function that decodes `steps` tokens behind `ids`, again and again."""
+        self._thread.submit(self._read, ids).result()
+
+        def run() -> None:
+            self.model.n_tokens = len(ids)
+            for _ in range(steps):
+                self.model.eval(ids[:1])
+
+        return lambda: self._thread.submit(run).result()
+
+    def prompt(self, ids: list[int]) -> Callable[[], None]:
+        """Return a function that reads a prompt."""
+        return lambda: self._thread.submit(self._read, ids).result()
+
+    def _read(self, ids: list[int]) -> None:
+        self.model.reset()
+        self.model.eval(ids)
