@@ -130,10 +130,13 @@ class MaskInputs:
     def positions(self) -> torch.Tensor:
         """`[B or 1, Q]`: positions of the new tokens, given or counted from each row's first real token.
 
-        They are 0 on padding: the highest position chooses frequencies in `dynamic` and `longrope` scaling.
+        Where the highest position chooses frequencies (`dynamic` and `longrope` scaling), and where positions are
+        given, they are 0 on padding. Elsewhere padding has stock's: a head that finds answers reads its states.
         """
         positions = self.positions_at(self.query_index) if self.position_ids is None else self.position_ids
-        if self.padding_mask is None:
+        rope_type = self.config.rope_parameters["rope_type"]
+        follows_length = "dynamic" in rope_type or rope_type == "longrope"
+        if self.padding_mask is None or (self.position_ids is None and not follows_length):
             return positions
         return torch.where(self.is_real(self.query_index), positions, 0)
 
