@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from transformers import Cache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 from transformers.utils import is_torchdynamo_compiling
 
 
@@ -64,8 +64,9 @@ class RingLayer(StaticSlidingWindowLayer):
             return ring
         return torch.cat([ring, torch.arange(query_length, device=device) + length])
 
-    # The number of tokens written so far, as a tensor.
-    get_seq_length = StaticLayer.get_seq_length
+    def get_seq_length(self) -> int | torch.Tensor:
+        """Number of tokens written so far."""
+        return self.cumulative_length if self.is_initialized else 0
 
 
 def replace_windows(past_key_values: Cache | None, with_rings: bool) -> None:
