@@ -38,7 +38,7 @@ class Head:
 
 @dataclass
 class LlamoeSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
-    """Output of a head for sequences.
+    """Output of a mixture's head for sequences.
 
     Attributes:
         aux_loss: scalar, the load-balancing loss before its coefficient, with `output_router_logits`.
@@ -71,7 +71,7 @@ class SequenceClassifier(RouterLossMixin, Head, GenericForSequenceClassification
         use_cache: bool | None = None,
         output_router_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> LlamoeSequenceClassifierOutputWithPast:
+    ) -> SequenceClassifierOutputWithPast:
         """Score each sequence.
 
         Args:
@@ -121,14 +121,18 @@ class SequenceClassifier(RouterLossMixin, Head, GenericForSequenceClassification
         if router_logits := outputs.get("router_logits"):
             token_mask = mask_of_new_tokens(attention_mask, hidden_states.shape[1])
             loss, aux_loss = self._with_router_losses(loss, router_logits, token_mask, balance)
-        return LlamoeSequenceClassifierOutputWithPast(
+        output = SequenceClassifierOutputWithPast(
             loss=loss,
-            aux_loss=aux_loss,
             logits=logits,
             **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            router_logits=router_logits if balance else None,
+        )
+        if not self._has_experts:
+            return output
+        router_logits = router_logits if balance else None
+        return LlamoeSequenceClassifierOutputWithPast(
+            **output, aux_loss=aux_loss, router_logits=router_logits
         )
 
 

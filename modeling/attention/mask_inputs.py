@@ -131,11 +131,9 @@ class MaskInputs:
         """`[B or 1, Q]`: positions of the new tokens, given or counted from each row's first real token.
 
         Where the highest position chooses frequencies (`dynamic` and `longrope` scaling), and where positions are
-        given, they are 0 on padding.
+        given, they are 0 on padding. Elsewhere padding has stock's: a head that finds answers reads its states.
         """
-        positions = self.position_ids
-        if positions is None:
-            positions = self.positions_at(self.query_index)
+        positions = self.positions_at(self.query_index) if self.position_ids is None else self.position_ids
         rope_type = self.config.rope_parameters["rope_type"]
         follows_length = "dynamic" in rope_type or rope_type == "longrope"
         if self.padding_mask is None or (self.position_ids is None and not follows_length):

@@ -183,20 +183,6 @@ def test_forward_is_deterministic_and_changes_no_input(case):
     assert all(torch.equal(inputs[name], given[name]) for name in given)
 
 
-@for_models()
-def test_tuple_is_the_output_in_order(case):
-    model, inputs = case.make(), case.inputs()
-    if case.is_head:
-        inputs["labels"] = inputs["input_ids"]
-    with torch.no_grad():
-        expected = model(**inputs, output_hidden_states=True).to_tuple()
-        given = model(**inputs, output_hidden_states=True, return_dict=False)
-    assert type(given) is tuple and len(given) == len(expected)
-    for mine, theirs in zip(given, expected, strict=True):
-        assert type(mine) is type(theirs)
-        assert not isinstance(mine, torch.Tensor) or torch.equal(mine, theirs)
-
-
 @pytest.mark.parametrize(("case", "by_config"), in_turn(MODELS, [False, True]), ids=named)
 def test_hidden_states_and_attentions(case, by_config):
     model, inputs = case.make(), case.inputs()

@@ -525,32 +525,6 @@ def test_padding(family, kind, side, attention, pairs):
 
 
 @torch.no_grad()
-@over(
-    dense=["gqa"],
-    mixtral=["window", "whole"],
-    llama4=["moe-every-second", "scout", "top-2", "no-qk-norm", "no-rope-listed", "no-chunks"],
-    multimodal=["text-only", "two-images-in-a-row", "image-first-and-last"],
-)
-def test_greedy_generation(family, kind, pairs):
-    """Over borders of chunks, of which the prompt ends in the second, and beyond a window."""
-    stock, ours, _ = pairs(family, kind)
-    inputs = inputs_of(family, kind)
-    if kind == "text-only":  # stock's temperature would count the padding of the shorter row
-        inputs = {name: value[:1] for name, value in inputs.items()}
-    elif family in ("dense", "llama4"):
-        inputs = {name: value[:, :26] for name, value in inputs.items()}
-    options = dict(max_new_tokens=14, min_new_tokens=14, do_sample=False)
-    options |= dict(return_dict_in_generate=True, output_logits=True)
-    # One reference for both caches.
-    expected = stock.generate(**inputs, **options)
-    for cache in (None, "static"):
-        given = ours.generate(**inputs, cache_implementation=cache, disable_compile=True, **options)
-        assert given.sequences.tolist() == expected.sequences.tolist()
-        for mine, its in zip(given.logits, expected.logits, strict=True):
-            assert max_abs(mine, its) <= 1e-4
-
-
-@torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "attention"),
     [("text-only", "sdpa"), ("several-tiles", "eager"), ("rows-without-an-image", "sdpa")],
@@ -600,32 +574,6 @@ def test_embeddings_with_pixels(pairs):
     assert max_abs(ours(**embedded).logits, expected) == 0
     with pytest.raises(ValueError, match="pixel_values"):
         stock(**embedded)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("name", "attention"), [("text-only", "eager"), ("several-tiles", "sdpa")])
-def test_parts_read_the_multimodal_folder(name, attention, pairs):
-    """The model below the head, and of text alone the decoder."""
-    stock, _, folder = pairs("multimodal", name, attention)
-    inputs = prompt(name)
-    real, options = inputs["attention_mask"].bool(), {"attn_implementation": attention}
-    expected = stock(**inputs).logits[real]
-    model, info = llamoe.LlamoeModel.from_pretrained(folder, output_loading_info=True, **options)
-    assert not any(info.values()), info  # the head's key is passed over on purpose
-    logits = stock.language_model.lm_head(model(**inputs).last_hidden_state)
-    assert max_abs(logits[real], expected) <= 1e-4
-    if name == "text-only":
-        text = load_whole(llamoe.LlamoeForCausalLM, folder, **options)
-        assert max_abs(text(**inputs).logits[real], expected) <= 1e-4
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("family", "name"), [("dense", "LlamoeDenseModel"), ("llama4", "LlamoeTextModel")])
-def test_base_model_reads_a_heads_folder(family, name, pairs):
-    stock, _, folder = pairs(family, "gqa" if family == "dense" else "moe-every-second")
-    base, info = getattr(llamoe, name).from_pretrained(folder, output_loading_info=True)
-    assert info.pop("unexpected_keys") == {"lm_head.weight"} and not any(info.values())
-    assert max_abs(base(ids()).last_hidden_state, stock.model(ids()).last_hidden_state) <= 1e-4
 
 
 def test_only_chosen_experts_are_computed():

@@ -273,12 +273,6 @@ class TestFeatureLayer:
         assert torch.equal(tokens.last_hidden_state[:, :-1], patches.last_hidden_state)
         assert torch.equal(tokens.last_hidden_state[:, -1], patches.pooler_output)
 
-    def test_configured_recording_runs_every_layer(self):
-        model = our_tower(vision_feature_layer=-3)
-        model.config.output_hidden_states = True
-        with torch.no_grad():
-            assert len(model(random_tiles()).hidden_states) == 4
-
 
 class TestSwitches:
     def test_adapter_widths_are_independent(self):
@@ -308,10 +302,6 @@ class TestSwitches:
         with torch.no_grad():
             plain, changed = our_tower()(random_tiles()), our_tower(**change)(random_tiles())
         assert max_abs(plain.last_hidden_state, changed.last_hidden_state) > 1e-3
-
-    def test_norm_eps_reaches_every_norm(self):
-        model = our_tower(norm_eps=0.25)
-        assert {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)} == {0.25}
 
     def test_norms_can_be_left_out(self):
         names = set(our_tower(use_pre_layernorm=False, use_post_layernorm=False).state_dict())
@@ -367,14 +357,6 @@ class TestModelContract:
         assert loaded.positional_embedding_vlm.std().item() == pytest.approx(120**-0.5, rel=0.1)
         assert torch.equal(loaded.class_embedding, model.class_embedding)
 
-    def test_loads_a_stock_folder(self, tmp_path):
-        stock = stock_tower()
-        stock.save_pretrained(tmp_path)
-        model = LlamoeVisionModel.from_pretrained(tmp_path)
-        with torch.no_grad():
-            reference = stock(random_tiles()).last_hidden_state
-            check_close(model(random_tiles()).last_hidden_state, reference)
-
     def test_loads_its_part_of_a_stock_multimodal_folder(self, tmp_path):
         text = {
             "hidden_size": 32,
@@ -396,15 +378,6 @@ class TestModelContract:
             reference = stock.vision_model(random_tiles()).last_hidden_state
             check_close(model(random_tiles()).last_hidden_state, reference)
 
-    def test_built_from_a_stock_config(self):
-        stock = stock_tower()
-        model = LlamoeVisionModel(stock.config).eval()
-        assert isinstance(model.config, LlamoeVisionConfig)
-        model.load_state_dict(stock.state_dict())
-        with torch.no_grad():
-            reference = stock(random_tiles()).last_hidden_state
-            check_close(model(random_tiles()).last_hidden_state, reference)
-
     def test_keywords_of_the_text_do_not_reach_the_tower(self):
         # Packed sequence lengths would make the attention of the patches a different one.
         model = our_tower(attn_implementation="eager")
@@ -412,10 +385,6 @@ class TestModelContract:
         with torch.no_grad():
             result = model(random_tiles(), **text).last_hidden_state
             assert torch.equal(result, model(random_tiles()).last_hidden_state)
-
-    def test_input_embeddings_are_the_patches(self):
-        model = our_tower()
-        assert model.get_input_embeddings() is model.patch_embedding
 
 
 BAD_PIXELS = {
