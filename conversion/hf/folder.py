@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...configuration import LlamoeConfig, LlamoeMixtralConfig, QuantizationConfig, from_stock, to_stock
+from ...configuration import LlamoeMixtralConfig, QuantizationConfig, from_stock, to_stock
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.hub import as_json, our_files
@@ -178,13 +178,6 @@ def save_hf(
         report.parts = dict(sorted(found.items(), key=lambda entry: -entry[1][0]))
         words = in_words(quantization)
         report.notes.append(f"{words}: {len(packed):,} weights; everything else is in bfloat16")
-    is_multimodal = isinstance(checkpoint.config, LlamoeConfig)
-    if is_multimodal and layout == "stock" and main_dtype(tensors) != torch.bfloat16:
-        report.notes.append(
-            "transformers' processor gives bfloat16 pixels, which its own model class does not cast: give it "
-            "inputs.to(model.dtype), or call llamoe.adopt('llama4') before loading: llamoe's processor gives float32, "
-            "and its model casts"
-        )
     return report
 
 

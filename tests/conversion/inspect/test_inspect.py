@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from support.counting import calls_of
 from support.lazy_tensors import InMemory
 from support.models import dense_config, draw, multimodal_config, text_config, vision_config
@@ -19,12 +19,10 @@ import llamoe
 from llamoe.configuration import cache_bytes, count_parameters, preset, to_stock
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import quantize
-from llamoe.conversion.hf import open_hf, save_hf, split_experts
+from llamoe.conversion.hf import split_experts
 from llamoe.conversion.inspect import inspect
-from llamoe.conversion.io import WriteOptions
 from llamoe.conversion.io.read_files import FileTensor
-from llamoe.conversion.meta.folder import save_meta
-from llamoe.modeling.registration import empty_model, model_class
+from llamoe.modeling.registration import empty_model
 from llamoe.planning import source
 
 MODELS = {
@@ -163,53 +161,6 @@ def test_what_is_said_is_what_the_model_has(family, saved, no_reading):
     assert words[family] in found.family
 
 
-@FAMILIES
-def test_split_experts_and_bin_files_are_described_alike(family, saved, tmp_path):
-    folder, model = saved(family)
-    expected = inspect(folder)
-    layout = "stock" if family != "tower" else "llamoe"
-    save_hf(open_hf(folder), tmp_path / "split", WriteOptions(layout=layout), experts="split")
-    (tmp_path / "bin").mkdir()
-    torch.save(dict(model.state_dict()), tmp_path / "bin" / "pytorch_model.bin")
-    (tmp_path / "bin" / "config.json").write_bytes((folder / "config.json").read_bytes())
-    for other in ("split", "bin"):
-        found = inspect(tmp_path / other)
-        same = ("family", "sizes", "parameters", "stored", "dtypes", "parts", "needs")
-        for name in same:
-            assert getattr(found, name) == getattr(expected, name), (other, name)
-
-
-@pytest.mark.parametrize("family", ["dense", "multimodal"])
-def test_folders_of_meta_are_described_alike(family, tmp_path, monkeypatch):
-    config = MODELS[family][1](
-        head_dim=12, vocab_size=102
-    )  # heads as Meta's code has them, rows for two files
-    draw(model_class(config), config).save_pretrained(tmp_path / "hf")
-    save_meta(open_hf(tmp_path / "hf"), tmp_path / "meta", shards=2)
-    expected = inspect(tmp_path / "hf")
-    with monkeypatch.context() as patch:
-        patch.setattr(FileTensor, "_read", None)  # no number is read
-        found = inspect(tmp_path / "meta")
-    assert found.kind == ("meta-llama" if family == "dense" else "meta-llama4")
-    same = ("family", "sizes", "parameters", "stored", "dtypes", "parts", "needs")
-    for name in same:
-        assert getattr(found, name) == getattr(expected, name), name
-    assert list(found.files) == ["consolidated.00.pth", "consolidated.01.pth"]
-
-
-def test_a_tower_of_clip_is_described(tmp_path):
-    fields = dict(use_rope=False, use_adapter=False, projection_dim=22, vision_output_dim=120)
-    config = llamoe.LlamoeVisionConfig(
-        hidden_size=120, num_hidden_layers=3, num_attention_heads=6, intermediate_size=200,
-        image_size=56, patch_size=14, hidden_act="quick_gelu", **fields,
-    )  # fmt: skip
-    model = draw(llamoe.LlamoeVisionModel, config)
-    model.save_pretrained(tmp_path / "tower")
-    expected = inspect(tmp_path / "tower")
-    assert expected.family == "vision tower of CLIP" and expected.sizes["projection_dim"] == 22
-    assert expected.stored == expected.parameters["total"] == sum(p.numel() for p in model.parameters())
-
-
 @pytest.mark.parametrize("name", ["llama-4-scout", "metaclip-b16"])
 def test_a_preset_without_weights_says_what_it_would_need(name):
     found = inspect(name)
@@ -244,13 +195,6 @@ def test_a_plan_is_that_of_the_library(family, saved, monkeypatch):
     }
 
 
-def test_a_plan_of_a_source_that_is_to_be_converted_is_that_of_its_configuration(tmp_path):
-    draw(Llama4ForCausalLM, text_config(hidden_size=120)).to(torch.bfloat16).save_pretrained(tmp_path / "hf")
-    save_meta(open_hf(tmp_path / "hf"), tmp_path / "meta")
-    plans = [inspect(tmp_path / kind, plan=True, gpus=0, ram="5GB").placement for kind in ("hf", "meta")]
-    assert plans[0].weights == plans[1].weights and plans[0].experts == plans[1].experts
-
-
 def test_a_plan_of_a_preset_says_where_its_experts_are():
     found = inspect("llama-4-scout", plan=True, gpus=1, gpu_memory="14.5GB", ram="64GB", bits=4, context=1024)
     rows = dict(found.sections())["plan"]
@@ -280,18 +224,6 @@ def test_context_and_batch_count_in_the_cache_alone(saved):
             inspect(folder, **options)
 
 
-def test_rows_for_people_name_what_matters(saved):
-    for family in MODELS:
-        found = inspect(saved(family)[0])
-        sections = dict(found.sections())
-        assert list(sections) == ["model", "sizes", "parameters", "weights", "memory"]
-        assert all(
-            isinstance(text, str) and text for rows in sections.values() for row in rows for text in row
-        )
-        assert dict(sections["parameters"])["total"] == f"{found.stored:,}"
-        assert [label for label, _ in sections["memory"]][0] == "bfloat16"
-
-
 SIZES_OF_GROUPS = {"hidden_size": 96, "intermediate_size": 160, "intermediate_size_mlp": 224, "head_dim": 32}
 
 
@@ -308,24 +240,6 @@ def test_packed_bytes_are_those_that_quantize_writes(weights, tmp_path):
 
 def test_a_format_that_cannot_store_a_model_has_no_packed_bytes(saved):
     assert inspect(saved("multimodal")[0]).needs.keys() == {"bfloat16"}
-
-
-def test_a_tied_head_counts_once_whether_or_not_it_is_stored(tmp_path):
-    config = dense_config(hidden_size=84, tie_word_embeddings=True)
-    model = draw(llamoe.LlamoeDenseForCausalLM, config)
-    model.save_pretrained(tmp_path / "once", layout="stock")
-    state = load_file(tmp_path / "once" / "model.safetensors")
-    (tmp_path / "twice").mkdir()
-    save_file(
-        {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()},
-        tmp_path / "twice" / "model.safetensors",
-    )
-    (tmp_path / "twice" / "config.json").write_bytes((tmp_path / "once" / "config.json").read_bytes())
-    once, twice = inspect(tmp_path / "once"), inspect(tmp_path / "twice")
-    for found in (once, twice):
-        assert found.stored == found.parameters["total"] == sum(p.numel() for p in model.parameters())
-        assert found.sizes["tie_word_embeddings"]
-    assert once.needs == twice.needs and "lm_head.weight" in twice.dropped
 
 
 @FAMILIES
