@@ -93,9 +93,6 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
             f"{folder}: no weights in this folder; looked for model.safetensors and pytorch_model.bin, and for "
             "the index of either in several files."
         )
-    for path in weights.files:
-        if not path.is_file():
-            raise CheckpointError(f"{path}: no such file, though {weights.index} names it.")
     tensors: dict[str, LazyTensor] = {}
     held: dict[str, Path] = {}
     others: dict[str, str] = {}

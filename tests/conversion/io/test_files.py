@@ -80,6 +80,12 @@ def test_tensors_are_unwrapped(tmp_path, wrap):
     assert ("epoch" in others) == ("epoch" in wrap({}))
 
 
+def test_tensors_beside_a_wrapper_are_refused(tmp_path):
+    torch.save({"state_dict": {"x": BASE}, "lora.weight": BASE}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=r"has lora\.weight beside 'state_dict'"):
+        open_pickle(tmp_path / "x.pt")
+
+
 def test_rows_of_a_transposed_stack_are_read_alone(tmp_path, monkeypatch):
     """Else a stack of experts that was saved as a view would be read whole for every expert."""
     stack = torch.randn(6, 5, 8).transpose(1, 2)

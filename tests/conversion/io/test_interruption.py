@@ -157,15 +157,6 @@ def test_errors_in_the_middle_leave_whole_files_only(source, to, error, tmp_path
     assert whole(tmp_path / "to").items() >= survivors.items()
 
 
-def test_a_disk_that_is_too_small_is_found_before_anything_is_written(source, tmp_path, monkeypatch):
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**5))
-    with pytest.raises(OSError, match=r"GB") as caught:
-        convert(source, tmp_path / "to", **OPTIONS["hf"])
-    assert caught.value.errno == errno.ENOSPC and str(tmp_path / "to") in str(caught.value)
-    assert not (tmp_path / "to").exists()
-
-
 @pytest.mark.parametrize("to", ["hf", "meta"])
 def test_a_target_in_use_is_refused_and_untouched(source, to, tmp_path):
     options = OPTIONS[to]

@@ -116,7 +116,7 @@ def test_tensors_that_do_not_fit_params_json_are_named(case, change, words, tmp_
         ({"moe": {"num_experts": 3}}, ["moe"]),
         ({"hidden_dim": None}, ["hidden_dim is missing"]),
         ({"dim": 25}, ["dim = 25"]),
-        ({"n_heads": "6"}, ["n_heads = '6'", "whole number"]),
+        ({"n_heads": "6"}, ["n_heads = '6'", "number above 0"]),
         ({"vocab_size": 54}, ["vocab_size = 54", "53 rows"]),
         ({"norm_eps": -1}, ["norm_eps = -1"]),
         ({"rope_theta": "1e6"}, ["rope_theta = '1e6'"]),
