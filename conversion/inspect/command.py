@@ -42,7 +42,7 @@ from ...planning import (
     weight_bytes,
 )
 from ..checkpoint import Checkpoint
-from ..hf import in_words, read_config, take_quantization
+from ..hf import in_words, read_config
 from ..open import family_of, open_checkpoint
 from .describe import dtypes_of, sizes_of
 
@@ -239,8 +239,8 @@ def _open(given: str | os.PathLike | Checkpoint) -> Checkpoint:
         is_bare = path.is_dir() and not any(_WEIGHTS.search(inner.name) for inner in path.iterdir())
         if file.suffix == ".json" and file.is_file() and (is_bare or path.is_file()):
             check_whole(file.parent)
-            config = read_config(file)
-            return Checkpoint(path, "configuration", config, {}, quantization=take_quantization(config, file))
+            config, quantization = read_config(file)
+            return Checkpoint(path, "configuration", config, {}, quantization=quantization)
         return open_checkpoint(path, companions=False)
 
 
