@@ -2,16 +2,10 @@
 
 import dataclasses
 import json
-import math
-import os
-import struct
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.counting import calls_of
-from support.lazy_tensors import InMemory
 from support.models import dense_config, draw, multimodal_config, text_config, vision_config
 from transformers import Llama4ForCausalLM, Llama4ForConditionalGeneration, LlamaForCausalLM
 
@@ -19,10 +13,8 @@ import llamoe
 from llamoe.configuration import cache_bytes, count_parameters, preset, to_stock
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import quantize
-from llamoe.conversion.hf import split_experts
 from llamoe.conversion.inspect import inspect
 from llamoe.conversion.io.read_files import FileTensor
-from llamoe.modeling.registration import empty_model
 from llamoe.planning import source
 
 MODELS = {
@@ -62,46 +54,6 @@ def saved(tmp_path_factory):
     return folder
 
 
-def write_headers(folder: Path, shapes, config, shards=1):
-    """A folder whose files have headers, and holes of the right length in place of the numbers."""
-    folder.mkdir()
-    limit = sum(2 * math.prod(shape) for shape in shapes.values()) / shards
-    groups, filled = [{}], 0
-    for name, shape in shapes.items():
-        if groups[-1] and filled + 2 * math.prod(shape) > limit:
-            groups, filled = [*groups, {}], 0
-        groups[-1][name] = shape
-        filled += 2 * math.prod(shape)
-    weight_map = {}
-    for number, group in enumerate(groups, start=1):
-        file = (
-            f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
-        )
-        header, end = {}, 0
-        for name, shape in group.items():
-            begin, end = end, end + 2 * math.prod(shape)
-            header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
-            weight_map[name] = file
-        encoded = json.dumps(header).encode()
-        (folder / file).write_bytes(struct.pack("<Q", len(encoded)) + encoded)
-        os.truncate(folder / file, 8 + len(encoded) + end)
-    if len(groups) > 1:
-        index = {"metadata": {}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(json.dumps(to_stock(config)))
-    return len(groups)
-
-
-def split_shapes(shapes):
-    """Keys and shapes with each stacked expert as linear layers."""
-    stacked = {key: InMemory(torch.empty(shape, device="meta")) for key, shape in shapes.items()}
-    return {key: tensor.shape for key, tensor in split_experts(stacked).items()}
-
-
-def shapes_of(config):
-    return {name: tuple(parameter.shape) for name, parameter in empty_model(config).named_parameters()}
-
-
 @pytest.fixture
 def no_reading(monkeypatch):
     """Reading a number of a tensor is an error."""
@@ -110,25 +62,6 @@ def no_reading(monkeypatch):
         raise AssertionError(f"{self.origin} was read")
 
     monkeypatch.setattr(FileTensor, "_read", refuse)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_400_billion_is_described_by_few_calls(tmp_path, no_reading):
-    config = preset("llama-4-maverick")
-    shards = write_headers(tmp_path / "maverick", split_shapes(shapes_of(config)), config, 50)
-    assert 45 <= shards <= 55
-    calls, found = calls_of(lambda: inspect(tmp_path / "maverick"))
-    # 1.4 million, where each of 10,229 tensors has a header, 1.0 of them for the layers alone; and 0.8 million for the
-    # models of packed bytes.
-    assert calls < 2_600_000
-    assert found.family.startswith("Llama 4 multimodal")
-    assert found.stored == found.parameters["total"] == 401_583_781_376
-    assert found.parameters["active"] == count_parameters(config).active
-    assert found.dtypes.keys() == {"bfloat16"} and found.dtypes["bfloat16"][1] == 2 * found.stored
-    assert len(found.files) == shards and found.bytes > 2 * found.stored
-    assert found.needs["bfloat16"] == 803_167_562_752
-    assert found.cache == sum(cache_bytes(config, 8192)) == 1_610_612_736
-    json.dumps(dataclasses.asdict(found), allow_nan=False)
 
 
 @FAMILIES
@@ -259,44 +192,20 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path):
             inspect(tmp_path / name if name == "nowhere" else name)
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         inspect(tmp_path)
-    os.mkfifo(tmp_path / "pipe")
-    for name, content in (
-        ("notes.txt", b"hello"),
-        ("nothing.pt", b""),
-        ("picture.png", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"),
-        ("tokenizer.json", b'{"version": "1.0"}'),
-        ("list.json", b"[]"),
-        ("pipe", None),
-        ("a" * 300, None),
-    ):
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
+    for name, content in (("notes.txt", b"hello"), ("nothing.pt", b""), ("list.json", b"[]")):
+        (tmp_path / name).write_bytes(content)
         with pytest.raises(CheckpointError, match=str(tmp_path / name)):
             inspect(tmp_path / name)
-    for name in ("", "a\0b"):
-        with pytest.raises(CheckpointError, match="no such folder"):
-            inspect(name)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(ValueError, match="gpt2"):
         inspect(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("nowhere", None),
-        ("some/folder", None),
-        ("model", None),
-        ("llama4-scout", "llama-4-scout"),
-        ("Llama-4-Maverik", "llama-4-maverick"),
-        ("llama2-7b", "llama-2-7b"),
-    ],
-)
-def test_a_name_that_is_nearly_a_presets_is_guessed_and_no_other(name, near):
-    with pytest.raises(CheckpointError) as raised:
-        inspect(name)
-    hint = f" Did you mean the preset {near!r}?" if near else ""
-    assert str(raised.value) == f"{name!r}: no such folder or file, and no preset of that name.{hint}"
+def test_a_name_that_is_nearly_a_presets_is_guessed():
+    for name, hint in (("some/folder", ""), ("llama4-scout", " Did you mean the preset 'llama-4-scout'?")):
+        with pytest.raises(CheckpointError) as raised:
+            inspect(name)
+        assert str(raised.value) == f"{name!r}: no such folder or file, and no preset of that name.{hint}"
 
 
 @pytest.mark.parametrize("to", ["int4", "int8"])
