@@ -121,11 +121,6 @@ def _open_decoder(text: str | Path, target: str | Path, resume: bool) -> Checkpo
             f"assemble: {text} is a {config.stock_type()}, whose windows or experts no multimodal model's decoder has; "
             "give a dense LLaMA without a window, or a mixture of Llama 4's family."
         )
-    if not {"tokenizer.json", "tokenizer.model"} & checkpoint.companions.keys():
-        raise ValueError(
-            f"assemble: {text} has no tokenizer, which the model's prompts need; put the decoder's tokenizer.json or "
-            "tokenizer.model into that folder."
-        )
     if isinstance(config, LlamoeDenseConfig):
         return as_text_model(checkpoint)
     if isinstance(config, LlamoeConfig):

@@ -5,8 +5,6 @@ works on all formats. This file also holds the checks of tensors against the mod
 """
 
 import copy
-import functools
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -173,19 +171,12 @@ def expected_shapes(config: LlamoeBaseConfig, place: str = "") -> dict[str, tupl
         CheckpointError: torch or transformers cannot build the model, although the configuration passed our checks.
     """
     try:
-        shapes = _shapes_of_model(type(config), config.to_json_string(use_diff=False))
+        shapes = {name: tuple(tensor.shape) for name, tensor in empty_model(config).state_dict().items()}
     # Both raise errors of many types.
     except Exception as error:
         raise CheckpointError(f"{place}: no model can be made of the configuration ({error}).") from error
     tied = tied_head(config)
     return {name: shape for name, shape in shapes.items() if name not in tied}
-
-
-# Source, target and each part ask for the same model's shapes, and building it takes longer than reading a header.
-@functools.lru_cache(maxsize=16)
-def _shapes_of_model(config_class: type[LlamoeBaseConfig], values: str) -> dict[str, tuple[int, ...]]:
-    config = config_class.from_dict(json.loads(values))
-    return {name: tuple(tensor.shape) for name, tensor in empty_model(config).state_dict().items()}
 
 
 def check_model(

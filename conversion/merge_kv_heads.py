@@ -54,11 +54,7 @@ def merge_kv_heads(
     text = config.get_text_config()
     before = text.num_key_value_heads
     if before % kv_heads:
-        divisors = [str(count) for count in range(1, before + 1) if before % count == 0]
-        raise ValueError(
-            f"gqa: {source} has {before} key/value heads, which do not merge into {kv_heads}; choose one of "
-            f"{', '.join(divisors)}."
-        )
+        raise ValueError(f"gqa: {source} has {before} key/value heads, which do not merge into {kv_heads}.")
     text.num_key_value_heads = kv_heads
     tensors = {
         key: merge_heads(tensor, before, kv_heads) if _KEY_VALUE.fullmatch(key) else tensor

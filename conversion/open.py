@@ -46,11 +46,9 @@ def open_checkpoint(
         return open_tower(path)
     if (path / "config.json").is_file():
         return open_hf(path, companions=companions)
-    inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
     raise CheckpointError(
         f"{path}: is not a checkpoint that is known here: neither params.json with consolidated.00.pth (Meta) or "
-        "consolidated.safetensors (Mistral AI), nor config.json (Hugging Face), nor open_clip_model.safetensors "
-        f"(open_clip); it holds {inside}."
+        "consolidated.safetensors (Mistral AI), nor config.json (Hugging Face), nor open_clip_model.safetensors."
     )
 
 

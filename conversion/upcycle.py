@@ -122,10 +122,7 @@ def upcycle(
         raise ValueError(f"upcycle: top_k = {top_k} is more than experts = {experts}; choose 1 to {experts}.")
     layers = dense.config.num_hidden_layers
     if interleave > layers:
-        raise ValueError(
-            f"upcycle: interleave = {interleave}, but {source} has {layers} layers, so that none would be a mixture; "
-            f"choose 1 to {layers}."
-        )
+        raise ValueError(f"upcycle: interleave = {interleave}, but {source} has {layers} layers.")
     mixture = Mixture(experts, interleave, top_k, seed)
     result = (as_text_model if family == "llama4" else as_mixtral)(dense, mixture)
     before, after = count_parameters(dense.config), count_parameters(result.config)
@@ -224,11 +221,8 @@ def as_mixtral(dense: Checkpoint, mixture: Mixture) -> Checkpoint:
             "choose 1, or the family llama4."
         )
     if biases := [name for name in ("attention_bias", "mlp_bias") if getattr(config, name)]:
-        has_window = "sliding_attention" in config.attention_types()
-        advice = "a source without" if has_window else "the family llama4"
         raise ValueError(
-            f"upcycle: {dense.path} has {' and '.join(biases)}, and layers of Mixtral's family have no biases; choose "
-            f"{advice}."
+            f"upcycle: {dense.path} has {' and '.join(biases)}, and layers of Mixtral's family have no biases."
         )
     kept = _fields_of(dense, LlamoeMixtralConfig)
     kept.update(
@@ -243,8 +237,6 @@ def as_mixtral(dense: Checkpoint, mixture: Mixture) -> Checkpoint:
 def _fields_of(dense: Checkpoint, config_class: type[MixtureConfig]) -> dict[str, Any]:
     """The fields of a dense configuration that another class has, too."""
     config = dense.config
-    if getattr(config, "quantization_config", None):
-        raise ValueError(f"{dense.path} is quantized; give the weights that it was made of.")
     known = {field.name for field in fields(config_class)}
     return {
         field.name: copy.deepcopy(getattr(config, field.name))

@@ -76,10 +76,9 @@ def open_tower(path: str | Path, *, model: str | None = None) -> Checkpoint:
     if model is not None:
         raise ValueError(f"model = {model!r}: {path} is not an open_clip checkpoint, and describes itself.")
     if kind is None:
-        types = ", ".join((*_CLIP_CONFIGS, *_OUR_TYPES))
         raise CheckpointError(
-            f"{path}: is not a tower: expected a file of open_clip, whose names begin with visual., or a folder with "
-            f"{' or '.join(OPEN_CLIP_FILES)}, or with a config.json of the model_type {types}."
+            f"{path}: is not a tower: expected a file or folder of open_clip, or a folder of CLIP, MetaCLIP 2, Llama 4 "
+            "or llamoe."
         )
     return _open_clip(path) if kind == "clip" else _open_ours(path)
 

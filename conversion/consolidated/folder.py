@@ -39,7 +39,7 @@ def weight_files(folder: Path, *endings: str) -> list[Path]:
     pattern = re.compile(rf"consolidated(?:\.(\d+))?\.({'|'.join(endings)})")
     matches = {path: match for path in folder.iterdir() if (match := pattern.fullmatch(path.name))}
     if not matches:
-        raise CheckpointError(f"{folder}: holds params.json, but no consolidated.00.{endings[0]}.")
+        raise CheckpointError(f"{folder}: holds params.json, but no consolidated weights.")
     paths = sorted(matches, key=lambda path: int(matches[path][1] or 0))
     numbers = [int(matches[path][1] or 0) for path in paths]
     if numbers != list(range(len(paths))) or len({match[2] for match in matches.values()}) > 1:

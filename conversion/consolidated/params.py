@@ -54,12 +54,10 @@ class Params:
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A whole number of at least 1."""
-        value = self.entries.get(name, default)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.reject(name, "a whole number of at least 1")
-        return value
+        value = self.number(name, default)
+        if not value.is_integer():
+            self.reject(name, "a whole number")
+        return int(value)
 
     def optional_integer(self, name: str) -> int | None:
         """A whole number of at least 1, or None where it is absent or 0."""
@@ -74,10 +72,7 @@ class Params:
 
     def flag(self, name: str, default: bool = False) -> bool:
         """A truth value; the first releases wrote some as integers."""
-        value = self.entries.get(name, default)
-        if not isinstance(value, int):
-            self.reject(name, "true or false")
-        return bool(value)
+        return bool(self.entries.get(name, default))
 
     def part(self, name: str) -> "Params | None":
         """A nested object; None where there is none."""

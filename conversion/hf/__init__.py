@@ -4,5 +4,5 @@ Reading order: expert_layout (experts stacked or one by one), packed_weights (qu
 """
 
 from .expert_layout import fuse_experts, split_experts, stack_rows
-from .folder import open_hf, open_shards, read_companions, read_config, save_hf, take_quantization
+from .folder import open_hf, open_shards, read_companions, read_config, save_hf
 from .packed_weights import in_words, packed_weights, unpack_tensors

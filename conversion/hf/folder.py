@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...configuration import LlamoeConfig, LlamoeMixtralConfig, QuantizationConfig, from_stock, to_stock
+from ...configuration import LlamoeMixtralConfig, QuantizationConfig, from_stock, to_stock
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.hub import as_json, our_files
@@ -56,8 +56,7 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
             tensors are missing, unknown, or contradict config.json's shapes, or the tokenizer is another model's.
     """
     folder = Path(folder)
-    config = read_config(folder / "config.json", refuse_quantized=True)
-    quantization = take_quantization(config, folder / "config.json")
+    config, quantization = read_config(folder / "config.json")
     tensors, others, sources = open_shards(folder)
     prefix = wrapper_prefix(tensors)
     tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -93,9 +92,6 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
             f"{folder}: no weights in this folder; looked for model.safetensors and pytorch_model.bin, and for "
             "the index of either in several files."
         )
-    for path in weights.files:
-        if not path.is_file():
-            raise CheckpointError(f"{path}: no such file, though {weights.index} names it.")
     tensors: dict[str, LazyTensor] = {}
     held: dict[str, Path] = {}
     others: dict[str, str] = {}
@@ -178,43 +174,26 @@ def save_hf(
         report.parts = dict(sorted(found.items(), key=lambda entry: -entry[1][0]))
         words = in_words(quantization)
         report.notes.append(f"{words}: {len(packed):,} weights; everything else is in bfloat16")
-    is_multimodal = isinstance(checkpoint.config, LlamoeConfig)
-    if is_multimodal and layout == "stock" and main_dtype(tensors) != torch.bfloat16:
-        report.notes.append(
-            "transformers' processor gives bfloat16 pixels, which its own model class does not cast: give it "
-            "inputs.to(model.dtype), or call llamoe.adopt('llama4') before loading: llamoe's processor gives float32, "
-            "and its model casts"
-        )
     return report
 
 
-def read_config(path: Path, refuse_quantized: bool = False) -> LlamoeBaseConfig:
-    """The configuration in a config.json of stock or llamoe, of weights that others have not quantized."""
+def read_config(path: Path) -> tuple[LlamoeBaseConfig, QuantizationConfig | None]:
+    """The configuration in a config.json of stock or llamoe, and how weights are packed; None for plain ones.
+
+    Raises:
+        CheckpointError: it cannot be read, or others have quantized the weights.
+    """
     data = read_json(path)
-    if refuse_quantized and (quantization := data.get("quantization_config")):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        if method != METHOD:
-            raise CheckpointError(
-                f"{path}: the weights are quantized ({method}), and only what llamoe has packed can be unpacked. "
-                "Give the model that it was made of, in 16 or 32 bit; `llamoe quantize` packs that in 4 or 8 bits."
-            )
+    packed = data.pop("quantization_config", None)
+    if packed and (not isinstance(packed, dict) or packed.get("quant_method") != METHOD):
+        raise CheckpointError(
+            f"{path}: only weights that llamoe has packed can be unpacked, and these are of {str(packed)[:99]}. Give "
+            "the model that they were made of, in 16 or 32 bit."
+        )
     try:
-        return from_stock(data)
+        return from_stock(data), QuantizationConfig(**packed) if packed else None
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
-
-
-def take_quantization(config: LlamoeBaseConfig, place: Path) -> QuantizationConfig | None:
-    """How a folder's weights are packed; the configuration does not say it any more. None for plain ones."""
-    data = getattr(config, "quantization_config", None)
-    if data is not None:
-        del config.quantization_config  # pyright: ignore[reportAttributeAccessIssue]
-    if not isinstance(data, dict) or data.get("quant_method") != METHOD:
-        return None
-    try:
-        return QuantizationConfig(**data)
-    except ValueError as error:
-        raise CheckpointError(f"{place}: {error}") from error
 
 
 def _config_files(config: LlamoeBaseConfig, layout: str | None) -> tuple[dict[str, bytes], str]:

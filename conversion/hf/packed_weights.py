@@ -192,23 +192,16 @@ def unpack_tensors(
         raise CheckpointError(f"{place}: {error}") from error
     found = dict(tensors)
     for name, weight in packed.items():
-        keys = weight.parts.keys()
-        if not tensors.keys() & keys:
+        if not tensors.keys() & weight.parts.keys():
             continue
-        parts = [_part(tensors, key, weight, place) for key in keys]
-        for key in keys:
-            del found[key]
+        parts = []
+        for key, (shape, dtype) in weight.parts.items():
+            if key not in tensors:
+                raise CheckpointError(f"{place}: {key} missing; the checkpoint is not whole.")
+            part = found.pop(key)
+            if (part.shape, part.dtype) != (shape, dtype):
+                stored = f"{weight.form.exact.key} stores it as {dtype_name(dtype)} {list(shape)}"
+                raise CheckpointError(f"{part.origin}: is {part.described}, but {stored}.")
+            parts.append(part)
         found[name] = weight.unpack(parts)
     return found
-
-
-def _part(tensors: Mapping[str, LazyTensor], key: str, weight: PackedWeight, place: Path) -> LazyTensor:
-    if key not in tensors:
-        raise CheckpointError(f"{place}: {key} missing; the checkpoint is not whole.")
-    part, (shape, dtype) = tensors[key], weight.parts[key]
-    if (part.shape, part.dtype) != (shape, dtype):
-        raise CheckpointError(
-            f"{part.origin}: is {part.described}, but {weight.form.exact.key} stores it as {dtype_name(dtype)} "
-            f"{list(shape)}."
-        )
-    return part

@@ -42,15 +42,12 @@ from ...planning import (
     weight_bytes,
 )
 from ..checkpoint import Checkpoint
-from ..hf import in_words, read_config, take_quantization
+from ..hf import in_words, read_config
 from ..open import family_of, open_checkpoint
 from .describe import dtypes_of, sizes_of
 
 # Names of weight files, and of the indexes of several.
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pth|pt)(\.index\.json)?$")
-
-MACHINE = ("gpus", "gpu_memory", "ram", "bits", "quantization", "prefill", "headroom")
-"""Arguments of `plan_placement` that `inspect` takes, too."""
 
 
 @dataclass(frozen=True)
@@ -156,33 +153,24 @@ def inspect(
             8192, or the model's limit if that is lower.
         batch: rows that the cache is computed for.
         plan: also say where each part would go on a machine, as `plan_placement` plans it.
-        gpus: for the plan: number of accelerators; by default those of this machine.
-        gpu_memory: for the plan: of each accelerator; by default 80GB.
-        ram: for the plan; by default what is free on this machine.
-        bits: for the plan: of a weight; by default as the files have them.
-        quantization: for the plan: "int8", "int4", or "int4:128" with the size of its groups.
-        prefill: for the plan: tokens of the prompt in one pass; by default all.
-        headroom: for the plan: of each device, kept free for what a pass computes with; by default 4GB.
         train: for the plan: one of a step of training LoRA adapters, with room for it. `context` are the tokens of a
             row then, 1024 by default. Without accelerators it is measured, in a few seconds, how fast this machine
             multiplies and, where there are files, reads them: the plan says the seconds of a step.
         rank: for training: of the adapters; by default 8.
         adapt_experts: for training: whether routed experts have adapters; by default they have.
-        **machine: for the plan: gpus, gpu_memory, ram, bits, quantization, prefill and headroom of `plan_placement`.
+        **machine: for the plan: gpus, gpu_memory, ram, bits, quantization, prefill and headroom of `plan_placement`,
+            with its defaults.
 
     Raises:
         CheckpointError: the path does not exist, or a file is missing or damaged.
         ValueError: a context beyond the model's limit, or a batch below 1; arguments of a plan without one, or a plan
             of a model that has no place on such a machine.
-        TypeError: another argument.
     """
     begin = time.perf_counter()
     count_of("batch", batch)
     if context is not None:
         count_of("context", context)
-    if unknown := machine.keys() - MACHINE:
-        raise TypeError(f"inspect() got an unexpected keyword argument {min(unknown)!r}")
-    machine = {name: machine[name] for name in MACHINE if machine.get(name) is not None}
+    machine = {name: value for name, value in machine.items() if value is not None}
     if machine and not plan:
         raise ValueError(
             f"{', '.join(machine)}: for a plan, which was not asked for: give plan (--plan), too."
@@ -251,8 +239,8 @@ def _open(given: str | os.PathLike | Checkpoint) -> Checkpoint:
         is_bare = path.is_dir() and not any(_WEIGHTS.search(inner.name) for inner in path.iterdir())
         if file.suffix == ".json" and file.is_file() and (is_bare or path.is_file()):
             check_whole(file.parent)
-            config = read_config(file)
-            return Checkpoint(path, "configuration", config, {}, quantization=take_quantization(config, file))
+            config, quantization = read_config(file)
+            return Checkpoint(path, "configuration", config, {}, quantization=quantization)
         return open_checkpoint(path, companions=False)
 
 

@@ -29,9 +29,6 @@ class LazyTensor(ABC):
         self.dtype = dtype
         self.origin = origin
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {self.origin!r})"
-
     @property
     def dtype_name(self) -> str:
         """The dtype, such as "float32"."""

@@ -84,21 +84,15 @@ def open_pickle(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[st
     with reading(path):
         content = read_torch(path)
     others: dict[str, str] = {}
-    # Wrappers may be nested, but not endlessly.
-    for _ in range(3):
-        wrapper = next(
-            (name for name in _WRAPPERS if isinstance(content, dict) and isinstance(content.get(name), dict)),
-            None,
-        )
-        if wrapper is None:
-            break
-        for name, value in content.items():
-            if isinstance(value, TensorHeader):
-                raise CheckpointError(
-                    f"{path}: has {name} beside {wrapper!r}; one of them only was expected."
-                )
-            if name != wrapper:
-                others[str(name)] = _kind(value)
+    while isinstance(content, dict) and (
+        wrapper := next((name for name in _WRAPPERS if isinstance(content.get(name), dict)), None)
+    ):
+        beside = {str(name): value for name, value in content.items() if name != wrapper}
+        if tensors := [name for name, value in beside.items() if isinstance(value, TensorHeader)]:
+            raise CheckpointError(
+                f"{path}: has {tensors[0]} beside {wrapper!r}; one of them only was expected."
+            )
+        others |= {name: _kind(value) for name, value in beside.items()}
         content = content[wrapper]
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds a {_kind(content)}, not a dictionary of tensors.")

@@ -5,10 +5,8 @@ folder a checkpoint (the index of several shards, Meta's params.json) is written
 states what is made from which source. With it a later run continues after the last complete file.
 """
 
-import errno
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ...configuration.errors import CheckpointError
-from ...configuration.json_files import to_json
+from ...configuration.json_files import read_json, to_json
 from ...modeling.checkpoints import UNFINISHED, sync
 from .lazy_tensor import LazyTensor, blocks
 from .plan import Plan, Progress
@@ -61,7 +59,6 @@ class _Run:
         is_begun = not is_empty(self.target)
         if is_begun:
             _check_same(self.plan, self.target)
-        _check_room(self.target, sum(_nbytes(self.plan.files[name]) for name in self.missing))
         try:
             if not is_begun:
                 state = {"fingerprint": self.plan.fingerprint(), "made_from": self.plan.identity}
@@ -131,26 +128,13 @@ class _Run:
 
 def _check_same(plan: Plan, target: Path) -> None:
     """Refuse to go on with a folder that another plan has begun."""
-    path = target / UNFINISHED
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        earlier, made_from = state["fingerprint"], state["made_from"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error!r}). Begin again elsewhere.") from error
+    state = read_json(target / UNFINISHED)
+    earlier, made_from = state.get("fingerprint"), state.get("made_from")
     if earlier != plan.fingerprint():
         now = json.loads(json.dumps(plan.identity, default=str))
         raise ValueError(
             f"{target}: was begun from another source or with other options, so that it cannot go on: then "
             f"{made_from}, now {now}. Give the same ones, or another target."
-        )
-
-
-def _check_room(target: Path, needed: int) -> None:
-    free = shutil.disk_usage(target).free
-    if needed > free:
-        raise OSError(
-            errno.ENOSPC,
-            f"{target}: {needed / 1e9:.2f} GB have to be written, but only {free / 1e9:.2f} GB are free",
         )
 
 

@@ -55,10 +55,6 @@ def _rows(text: Any) -> str:
 
 def kind_of(content: bytes, origin: str) -> str:
     """The kind of a tokenizer by its first bytes: "sentencepiece", "tiktoken" or "tekken"."""
-    if content.startswith(b"version https://git-lfs"):
-        raise CheckpointError(
-            f"{origin}: a pointer of git-lfs, not the file. Run git lfs pull, or download it."
-        )
     if tiktoken_tables.looks_like_table(content):
         return "tiktoken"
     if content.startswith(b"{") and b'"token_bytes"' in content:

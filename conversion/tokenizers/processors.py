@@ -44,14 +44,10 @@ def processor_files(
 
     Raises:
         CheckpointError: the tokenizer lacks a token that the processor writes, or has another id for it than `config`.
-        ValueError: the parts of `config` do not fit together, or mean and deviation do not fit the channels.
+        ValueError: the parts of `config` do not fit together.
     """
     config.check_multimodal()
     vision = config.vision_config
-    for name, values in {"image_mean": image_mean, "image_std": image_std}.items():
-        if len(values) != vision.num_channels:
-            channels = f"the tower reads {vision.num_channels} channels: give one for each."
-            raise ValueError(f"{name} has {len(values)} numbers, and {channels}")
     side = {"height": vision.image_size, "width": vision.image_size}
     content = {
         "processor_class": "Llama4Processor",

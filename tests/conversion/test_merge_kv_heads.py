@@ -99,26 +99,12 @@ def test_every_head_is_the_mean_of_its_group(tmp_path, kv_heads):
         assert torch.equal(result.tensors[name].read(), tensor), name
 
 
-def test_the_tower_of_a_multimodal_model_keeps_its_heads(tmp_path):
-    model = stock("multimodal")
-    model.save_pretrained(tmp_path / "whole")
-    merge_kv_heads(tmp_path / "whole", tmp_path / "gqa", kv_heads=1)
-    result = open_checkpoint(tmp_path / "gqa")
-    assert result.config.text_config.num_key_value_heads == 1
-    state = model.state_dict()
-    for name, tensor in result.tensors.items():
-        if is_key_or_value(name):
-            assert tensor.shape[0] == 20
-        else:
-            assert torch.equal(tensor.read(), state[name]), name
-    Llama4ForConditionalGeneration.from_pretrained(tmp_path / "gqa")
-
-
 def test_heads_that_do_not_divide_and_towers_are_refused(tmp_path):
     stock("dense", num_key_value_heads=6).save_pretrained(tmp_path / "mha")
     Llama4VisionModel(stock_multimodal_config().vision_config).save_pretrained(tmp_path / "tower")
     refused = [
-        ("mha", heads, "1, 2, 3, 6" if heads > 1 else f"kv_heads={heads}") for heads in (4, 12, 0, -1, True)
+        ("mha", heads, "do not merge into" if heads > 1 else f"kv_heads={heads}")
+        for heads in (4, 12, 0, -1, True)
     ]
     for source, kv_heads, named in [*refused, ("tower", 1, "/tower is")]:
         with pytest.raises(ValueError, match=named):

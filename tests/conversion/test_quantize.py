@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.models import draw, multimodal_config
 from support.paths import EXAMPLES
-from transformers import AutoProcessor
 
 import llamoe
 from llamoe.configuration.errors import CheckpointError
@@ -160,30 +159,6 @@ def test_weights_of_other_dtypes_are_packed_as_loading_packs_them(dtype, saved, 
     assert_same_bits(tensors_in(tmp_path / "packed"), tensors_in(tmp_path / "saved"))
 
 
-SOURCES = {
-    "stock": ("text", dict(layout="stock", shard_size="50KB")),
-    "split": ("text", dict(experts="split")),
-    "split Mixtral": ("mixtral", dict(layout="stock")),
-    "Meta": ("dense", dict(to="meta", shards=2)),
-    "Meta, Llama 4": ("text", dict(to="meta", shards=2)),
-    "bin": ("mixtral", None),
-}
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_every_format_gives_the_same_folder(name, saved, packed, tmp_path):
-    family, options = SOURCES[name]
-    source, other = saved(family)[0], tmp_path / "other"
-    if options:
-        convert(source, other, **options)
-    else:
-        shutil.copytree(source, other)
-        torch.save(tensors_in(source), other / "pytorch_model.bin")
-        (other / "model.safetensors").unlink()
-    quantize(other, tmp_path / "packed", to="int4")
-    assert_same_bits(tensors_in(tmp_path / "packed"), tensors_in(packed(family, "int4")))
-
-
 @pytest.mark.parametrize(
     ("name", "to"), [("dense", "int4"), ("text", "int8"), ("mixtral", "int4"), ("pictures", "int8")]
 )
@@ -199,15 +174,6 @@ def test_converting_gives_what_the_bits_mean(name, to, saved, packed, tmp_path):
     assert same.verdict == "equal"
     other = verify(source, folder, tokens=9)
     assert not other.same_function and other.outputs
-
-
-def test_processor_and_templates_come_along(packed):
-    conversation = [{"role": "user", "content": [{"type": "text", "text": "What is that?"}]}]
-    expected, found = (
-        AutoProcessor.from_pretrained(folder).apply_chat_template(conversation, tokenize=True)
-        for folder in (EXAMPLES / "llamoe-tiny", packed("multimodal", "int8"))
-    )
-    assert found == expected
 
 
 class Counted(LazyTensor):

@@ -7,10 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.models import load_whole, max_abs, mixtures, scaled_rope, stock_model, stock_text_config
-from support.progress import stops
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     Llama4ForCausalLM,
     LlamaConfig,
@@ -24,7 +22,6 @@ from transformers import (
 )
 
 from llamoe import LlamoeForCausalLM, LlamoeMixtralConfig, LlamoeMixtralForCausalLM, LlamoeTextConfig
-from llamoe.conversion.convert import convert
 from llamoe.conversion.io.lazy_tensor import LazyTensor, blocks
 from llamoe.conversion.open import open_checkpoint
 from llamoe.conversion.upcycle import Mixture, as_mixtral, as_text_model, upcycle
@@ -144,23 +141,6 @@ def test_scaled_rotary_biases_activation_and_a_tied_head_survive(dense, tmp_path
         assert max_abs(logits(mixture, ids), logits(model, ids)) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields", "refused"),
-    [("llama", dict(mlp_bias=True), "mlp_bias"), ("ministral", {}, "layer_types")],
-)
-def test_what_stock_cannot_say_needs_the_layout_llamoe(dense, tmp_path, kind, fields, refused):
-    """Biases of dense layers and shared experts; layers with and without a window."""
-    source, model = dense(kind, **fields)
-    with pytest.raises(ValueError, match=refused):
-        upcycle(source, tmp_path / "stock", experts=3, layout="stock")
-    assert not (tmp_path / "stock").exists()
-    upcycle(source, tmp_path / "moe", experts=3, interleave=2 if kind == "llama" else 1)
-    mixture = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32).eval()
-    assert type(mixture) is CLASSES["llama4" if kind == "llama" else "mixtral"][0]
-    assert getattr(mixture.config, refused) == getattr(model.config, refused)
-    assert max_abs(logits(mixture, some_ids()), logits(model, some_ids())) < TOLERANCE
-
-
 def test_feed_forwards_are_equal_bit_by_bit(dense, tmp_path):
     source, dense_model = dense()
     upcycle(source, tmp_path / "moe", experts=3, top_k=2)
@@ -170,81 +150,6 @@ def test_feed_forwards_are_equal_bit_by_bit(dense, tmp_path):
     with torch.no_grad():
         for ours, theirs in zip(model.model.layers, dense_model.model.layers, strict=True):
             assert torch.equal(ours.feed_forward(x), theirs.mlp(x))
-
-
-def test_a_source_that_pairs_neighbours_gets_each_familys_order(dense, tmp_path):
-    shutil.copytree(dense()[0], tmp_path / "dense")
-    config = json.loads((tmp_path / "dense/config.json").read_text())
-    config |= {"model_type": "llamoe_dense", "rope_interleave": True, "architectures": None}
-    (tmp_path / "dense/config.json").write_text(json.dumps(config))
-    upcycle(tmp_path / "dense", tmp_path / "llama4", experts=3)
-    tensors, before = open_checkpoint(tmp_path / "llama4").tensors, dense()[1].state_dict()
-    for name in ("q_proj", "k_proj"):
-        key = f"model.layers.1.self_attn.{name}.weight"
-        assert torch.equal(tensors[key].read(), before[key])
-    source = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32).eval()
-    upcycle(tmp_path / "dense", tmp_path / "mixtral", family="mixtral", experts=3, layout="stock")
-    model = load_whole(MixtralForCausalLM, tmp_path / "mixtral", dtype=torch.float32).eval()
-    assert max_abs(logits(model, some_ids()), logits(source, some_ids())) < TOLERANCE
-
-
-def test_a_folder_of_metas_gives_the_same_mixture(dense, tmp_path):
-    source, _ = dense(head_dim=12)
-    convert(source, tmp_path / "meta", to="meta")
-    for name, folder in (("dense", source), ("meta", tmp_path / "meta")):
-        upcycle(folder, tmp_path / f"moe-{name}", experts=3)
-    expected, given = (open_checkpoint(tmp_path / f"moe-{name}").tensors for name in ("dense", "meta"))
-    assert given.keys() == expected.keys()
-    for key, tensor in given.items():
-        assert torch.equal(tensor.read(), expected[key].read()), key
-
-
-def trained(model, look):
-    """The losses of three steps, and what `look` finds after each."""
-    ids = some_ids(rows=4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, found = [], []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        found.append(look(model.model.layers[1]))
-        losses.append(loss.item())
-    assert losses[2] < losses[1] < losses[0]
-    return found
-
-
-def test_the_first_step_reaches_the_down_projections_and_the_second_the_rest(dense, tmp_path):
-    upcycle(dense()[0], tmp_path / "moe", experts=3, top_k=2)
-    model = LlamoeForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32)
-
-    def look(layer):
-        block = layer.feed_forward
-        parts = (block.experts.down_proj, block.experts.gate_up_proj, block.router.weight)
-        return [part.grad.abs().amax().item() for part in parts], parts[0].grad.flatten(1).clone()
-
-    (first, _), (second, _), (_, per_expert) = trained(model, look)
-    assert first[0] > 0 and first[1:] == [0, 0]
-    assert all(value > 0 for value in second)
-    assert all(not torch.equal(per_expert[0], other) for other in per_expert[1:])
-
-
-def test_copies_differ_after_a_step_and_routers_learn_from_the_second(dense, tmp_path):
-    """Equal experts make every choice equally good: until they differ, a router's gradient is rounding alone."""
-    upcycle(dense("mistral")[0], tmp_path / "moe", experts=3)
-
-    def look(layer):
-        for stacked in (layer.mlp.experts.gate_up_proj.detach(), layer.mlp.experts.down_proj.detach()):
-            assert all(
-                max_abs(stacked[one], stacked[other]) > 1e-4 for one, other in ((0, 1), (0, 2), (1, 2))
-            )
-        return layer.mlp.gate.weight.grad.abs().amax().item()
-
-    for model_class in CLASSES["mixtral"]:
-        model = model_class.from_pretrained(tmp_path / "moe", dtype=torch.float32).train()
-        routers = trained(model, look)
-        assert routers[0] < 1e-4 * routers[1] and routers[1] > 1e-4
 
 
 def test_routers_follow_from_the_seed_and_their_names(dense, tmp_path):
@@ -341,38 +246,6 @@ def test_a_folder_has_stocks_names_and_every_expert_the_dense_bits(dense, tmp_pa
         assert files.pop(f"{moe}.gate.weight").shape == (4, 72)
     assert files.keys() == state.keys()
     assert all(torch.equal(tensor, state[key]) for key, tensor in files.items())
-
-
-def test_a_dry_run_writes_nothing_and_experts_are_cast(dense, tmp_path):
-    source, model = dense()
-    report = upcycle(source, tmp_path / "moe", experts=3, dry_run=True)
-    assert report.dry_run and not (tmp_path / "moe").exists()
-    assert any("3 experts, 1 a token, in 3 of 3 layers" in note for note in report.notes)
-    upcycle(source, tmp_path / "moe", experts=3, dtype="bfloat16")
-    tensors = open_checkpoint(tmp_path / "moe").tensors
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    up = model.model.layers[0].mlp.up_proj.weight.bfloat16().T
-    stacked = tensors["model.layers.0.feed_forward.experts.gate_up_proj"].read()
-    assert all(torch.equal(expert[:, 92:], up) for expert in stacked)
-
-
-@pytest.mark.parametrize("family", CLASSES)
-def test_an_interrupted_run_goes_on_with_the_same_options_only(dense, tmp_path, family):
-    source, target = dense()[0], tmp_path / "moe"
-    options = dict(family=family, experts=3, top_k=2, shard_size="100KB")
-    with pytest.raises(KeyboardInterrupt):
-        upcycle(source, target, progress=stops(KeyboardInterrupt(), 0.6), **options)
-    assert not (target / "model.safetensors.index.json").exists()
-    another = next(name for name in CLASSES if name != family)
-    for other in (dict(seed=1), dict(top_k=1), dict(family=another)):
-        with pytest.raises(ValueError, match="moe"):
-            upcycle(source, target, resume=True, **{**options, **other})
-    upcycle(source, target, resume=True, **options)
-    upcycle(source, tmp_path / "whole", **options)
-    files = [
-        {path.name: path.read_bytes() for path in place.iterdir()} for place in (target, tmp_path / "whole")
-    ]
-    assert files[0] == files[1]
 
 
 def test_the_command_takes_the_family(dense, tmp_path, capsys):

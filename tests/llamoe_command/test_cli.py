@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 import llamoe
 from llamoe import conversion
-from llamoe.conversion.inspect.command import MACHINE
 from llamoe_command import cli
 
+MACHINE = ("gpus", "gpu_memory", "ram", "bits", "quantization", "prefill", "headroom")
 COMMANDS = ("convert", "vision", "upcycle", "gqa", "assemble", "quantize", "inspect", "verify")
 # Those that call no function of `llamoe.conversion`.
 OTHERS = ("chat", "doctor")

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import torch
 
-# Too deep for a stack of 8 MB, of which a level of recursion takes a hundred bytes or more.
-DEEP = 3 * 10**5
-
 
 class _Runs:
     """An object whose pickle makes a folder when it is read."""

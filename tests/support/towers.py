@@ -5,7 +5,7 @@ import math
 
 import torch
 from open_clip.transformer import QuickGELU, VisionTransformer
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from support.models import max_abs
 from torch import nn
 
@@ -106,12 +106,6 @@ def load_tower(folder) -> llamoe.LlamoeVisionModel:
     return model.eval()
 
 
-def load_stock(model_class, folder):
-    model, info = model_class.from_pretrained(folder, output_loading_info=True)
-    assert not any(info.values()), info
-    return model.eval()
-
-
 def clip_fields(activation: str = "quick_gelu", **changes) -> dict:
     """Fields of stock configurations of CLIP and MetaCLIP 2."""
     fields = dict(
@@ -125,10 +119,3 @@ def clip_fields(activation: str = "quick_gelu", **changes) -> dict:
         hidden_act=activation,
     )
     return {**fields, **changes}
-
-
-def same_tensors(file, expected: dict[str, torch.Tensor]) -> None:
-    found = load_file(file)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name

@@ -1,6 +1,5 @@
 """Towers for other pictures: positions resized, processors that agree."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +14,6 @@ from support.towers import (
     SIZE,
     WIDTH,
     check_close,
-    clip_fields,
     load_tower,
     max_abs,
     open_clip_config,
@@ -27,8 +25,6 @@ from support.towers import (
 )
 from transformers import (
     CLIPImageProcessorPil,
-    CLIPVisionConfig,
-    CLIPVisionModel,
 )
 
 from llamoe.conversion.clip.resize import resize_positions
@@ -113,18 +109,3 @@ class TestNormalization:
         processor = CLIPImageProcessorPil.from_pretrained(tmp_path / "tower")
         pixels = processor(picture(), return_tensors="pt").pixel_values[0]
         assert max_abs(pixels, transform(picture())) <= 1e-6  # measured 0
-
-    def test_settings_of_older_releases(self, tmp_path):
-        """They wrote sizes as one number."""
-        CLIPVisionModel(CLIPVisionConfig(**clip_fields())).save_pretrained(tmp_path / "source")
-        older = {
-            "feature_extractor_type": "CLIPFeatureExtractor",
-            "size": SIZE,
-            "crop_size": SIZE,
-            "resample": 3,
-        }
-        (tmp_path / "source" / "preprocessor_config.json").write_text(json.dumps(older))
-        convert_vision(tmp_path / "source", tmp_path / "tower", image_size=10 * PATCH)
-        processor = CLIPImageProcessorPil.from_pretrained(tmp_path / "tower")
-        pixels = processor(picture(), return_tensors="pt").pixel_values
-        assert pixels.shape == (1, 3, 10 * PATCH, 10 * PATCH)

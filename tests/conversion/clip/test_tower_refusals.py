@@ -19,8 +19,6 @@ from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,
     CLIPVisionModelWithProjection,
-    SiglipVisionConfig,
-    SiglipVisionModel,
 )
 
 from llamoe.configuration.errors import CheckpointError
@@ -163,10 +161,3 @@ class TestPlaces:
         torch.jit.save(torch.jit.trace(torch.nn.Linear(3, 3), torch.zeros(1, 3)), tmp_path / "ViT-B-32.pt")
         with pytest.raises(CheckpointError, match=r"ViT-B-32.pt: .*TorchScript"):
             convert_vision(tmp_path / "ViT-B-32.pt", tmp_path / "tower")
-
-    def test_siglip_is_refused_by_name(self, tmp_path):
-        fields = clip_fields("gelu")
-        fields.pop("projection_dim")
-        SiglipVisionModel(SiglipVisionConfig(**fields)).save_pretrained(tmp_path / "source")
-        with pytest.raises(CheckpointError, match="is not a tower"):
-            convert_vision(tmp_path / "source", tmp_path / "tower")

@@ -12,20 +12,11 @@ from safetensors.torch import load_file
 from support.towers import (
     EMBED,
     GRID,
-    HEADS_HERE,
-    INNER,
-    LAYERS,
-    SIZE,
-    WIDTH,
     check_close,
     clip_fields,
     load_tower,
-    open_clip_config,
-    open_clip_tower,
     pictures,
     randomize,
-    visual_state,
-    write_open_clip,
 )
 from transformers import (
     AutoImageProcessor,
@@ -44,7 +35,6 @@ from transformers import (
 )
 
 from llamoe.configuration import preset
-from llamoe.configuration.vision import LlamoeVisionConfig
 from llamoe.conversion.convert_vision import convert_vision, open_tower
 
 # Each class, with each activation in turn.
@@ -171,14 +161,3 @@ class TestSizes:
         assert opened.config.to_dict() | written == preset("metaclip-b32").to_dict() | written
         heads = {block.attn.num_heads for block in tower.transformer.resblocks}
         assert heads == {opened.config.num_attention_heads}
-
-
-def test_an_opened_tower_has_what_assembling_needs(tmp_path):
-    source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), open_clip_config())
-    checkpoint = open_tower(source)
-    assert checkpoint.kind == "open_clip" and type(checkpoint.config) is LlamoeVisionConfig
-    assert checkpoint.tensors["class_embedding"].shape == (WIDTH,)
-    assert checkpoint.tensors[f"model.layers.{LAYERS - 1}.mlp.fc2.weight"].shape == (WIDTH, INNER)
-    processor = json.loads(checkpoint.companions["preprocessor_config.json"])
-    assert processor["image_mean"] == [0.48145466, 0.4578275, 0.40821073]
-    assert (checkpoint.config.num_attention_heads, checkpoint.config.image_size) == (HEADS_HERE, SIZE)

@@ -14,7 +14,6 @@ from support.towers import (
     WIDTH,
     check_close,
     load_tower,
-    max_abs,
     open_clip_config,
     open_clip_tower,
     pictures,
@@ -114,18 +113,6 @@ class TestFromOpenClip:
 
 
 class TestActivation:
-    def test_the_wrong_one_shows(self, tmp_path):
-        reference = randomize(open_clip_tower(QuickGELU))
-        errors = {}
-        for activation in ("gelu", "quick_gelu"):
-            config = open_clip_config(activation == "quick_gelu")
-            source = write_open_clip(tmp_path / f"of {activation}", visual_state(reference), config)
-            convert_vision(source, tmp_path / activation)
-            with torch.no_grad():
-                result = load_tower(tmp_path / activation)(pictures()).last_hidden_state
-                errors[activation] = max_abs(result, reference(pictures())[1])
-        assert errors["quick_gelu"] < 2e-5 and errors["gelu"] > 1e-2
-
     def test_a_bare_file_needs_a_description(self, tmp_path):
         file = write_open_clip(tmp_path, visual_state(open_clip_tower()))
         named = file.rename(tmp_path / "ViT-H-14-quickgelu-metaclip_fullcc.safetensors")

@@ -32,10 +32,10 @@ def add(name):
         *((name, 4, remove("consolidated.03.pth"), " missing") for name in ("llama-1", "llama-3", "llama-4")),
         ("llama-2-gqa", 4, add("consolidated.1.pth"), "Each number"),
         ("llama-2-gqa", 4, add("consolidated.pth"), "Each number"),
-        ("llama-2-gqa", 1, remove("consolidated.00.pth"), "no consolidated.00.pth"),
+        ("llama-2-gqa", 1, remove("consolidated.00.pth"), "no consolidated weights"),
         (None, 1, add("consolidated.00.pth"), "with one ending"),
         (None, 1, remove("params.json"), "holds no params.json"),
-        (None, 1, remove("consolidated.safetensors"), "no consolidated.00.safetensors"),
+        (None, 1, remove("consolidated.safetensors"), "no consolidated weights"),
     ],
 )
 def test_wrong_files_of_weights_are_named(name, count, change, words, tmp_path):

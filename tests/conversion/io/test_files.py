@@ -1,6 +1,5 @@
 """Weight files open without their numbers and give the tensors that were saved, or say what is wrong."""
 
-import hashlib
 import io
 import json
 import os
@@ -14,7 +13,6 @@ from safetensors.torch import save_file
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.io.read_files import (
     FileTensor,
-    check_sums,
     open_pickle,
     open_safetensors,
     open_weights,
@@ -126,24 +124,6 @@ def test_file_that_shrinks_while_it_is_read_names_the_tensor(tmp_path):
     os.truncate(tmp_path / "x.safetensors", 300)
     with pytest.raises(CheckpointError, match=r"x\.safetensors: x: cannot be read"):
         tensor.read()
-
-
-def test_checksums_tell_damage_that_nothing_else_does(tmp_path):
-    path = tmp_path / "consolidated.00.pth"
-    torch.save({"x": BASE}, path)
-    (tmp_path / "checklist.chk").write_text(
-        f"{hashlib.md5(path.read_bytes()).hexdigest()}  consolidated.00.pth\n"
-    )
-    check_sums([path])
-    data = bytearray(path.read_bytes())
-    data[open_pickle(path)[0]["x"].offset + 5] ^= 1
-    path.write_bytes(data)
-    open_pickle(path)[0]["x"].read()
-    with pytest.raises(CheckpointError, match="MD5 sum"):
-        check_sums([path])
-    (tmp_path / "checklist.chk").unlink()
-    with pytest.raises(CheckpointError, match=r"consolidated\.00\.pth: (is damaged|record)"):
-        check_sums([path])
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/meminfo"), reason="reads the size of memory from /proc/meminfo")

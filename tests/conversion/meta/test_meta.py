@@ -24,7 +24,6 @@ from support.tokenizer_files import rank_table, sentencepiece_model
 from transformers import AutoConfig, AutoTokenizer
 
 from llamoe.conversion.convert import convert
-from llamoe.conversion.io import WriteOptions
 from llamoe.conversion.io.name_table import Drop
 from llamoe.conversion.meta.folder import open_meta, save_meta
 from llamoe.conversion.meta.name_tables import llama4_table, llama_table
@@ -61,19 +60,6 @@ def test_files_are_joined_as_stock_lays_them_out_and_cut_again_bit_by_bit(case, 
 def test_unfused_names_of_metas_modules_are_read(name, count, tmp_path):
     case = BY_NAME[name]
     full = make_folder(tmp_path / "meta", case, count, style="unfused")
-    assert_same(open_meta(tmp_path / "meta").tensors, hugging_face(case, full))
-
-
-def test_fused_and_unfused_names_may_be_mixed(tmp_path):
-    case = BY_NAME["llama-4"]
-    full = whole_model(case)
-    fused_files, plain = cut(case, full, 2), cut(case, full, 2, "unfused")
-    mixed = [
-        {k: v for k, v in a.items() if not k.startswith("layers.1.")}
-        | {k: v for k, v in b.items() if k.startswith("layers.1.")}
-        for a, b in zip(fused_files, plain, strict=True)
-    ]
-    write_folder(tmp_path / "meta", case.params, mixed)
     assert_same(open_meta(tmp_path / "meta").tensors, hugging_face(case, full))
 
 
@@ -128,15 +114,6 @@ def test_a_head_that_is_the_embedding_is_written_as_a_copy(tmp_path):
     assert torch.equal(torch.cat([file["output.weight"] for file in files]), embedding)
 
 
-def test_another_dtype_is_written_for_every_tensor(tmp_path):
-    case = BY_NAME["llama-4"]
-    full = make_folder(tmp_path / "meta", case, 2)
-    save_meta(open_meta(tmp_path / "meta"), tmp_path / "half", WriteOptions(dtype="bfloat16"), shards=4)
-    again = open_meta(tmp_path / "half")
-    assert again.config.dtype == torch.bfloat16
-    assert_same(again.tensors, {k: v.bfloat16() for k, v in hugging_face(case, full).items()})
-
-
 def test_numbers_of_experts_and_tokens_may_be_left_to_the_tensors(tmp_path):
     case = BY_NAME["llama-4"]
     params = case.params | {"vocab_size": -1, "moe_args": {"interleave_moe_layer_step": 2, "num_experts": -1}}
@@ -186,16 +163,6 @@ def test_a_tokenizer_decides_between_llama_2_and_3(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(rank_table())
     config = open_meta(tmp_path).config
     assert (config.rope_parameters["rope_theta"], config.bos_token_id) == (500000.0, 256)
-
-
-def test_a_tokenizer_without_a_form_of_metas_is_noted_and_left_out(tmp_path):
-    make_folder(tmp_path / "meta", BY_NAME["llama-4"], 2)
-    checkpoint = open_meta(tmp_path / "meta")
-    word_level = {"model": {"type": "WordLevel", "vocab": {"a": 0}}, "added_tokens": []}
-    checkpoint.companions = {"tokenizer.json": json.dumps(word_level).encode()}
-    report = save_meta(checkpoint, tmp_path / "to", shards=1)
-    assert any(note.startswith("no tokenizer.model is written: tokenizer.json") for note in report.notes)
-    assert not (tmp_path / "to" / "tokenizer.model").exists()
 
 
 def test_a_sentencepiece_model_comes_along_to_a_llama_2_and_goes_back(tmp_path):

@@ -95,20 +95,3 @@ def test_scaled_rotary_has_metas_own_factors_where_params_json_names_none(tmp_pa
     convert(case.write(tmp_path / "meta", weights, 2), tmp_path / "hf")
     given = logits(llamoe.LlamoeForConditionalGeneration, tmp_path / "hf", tokens, tiles)
     assert max_abs(given.double(), expected) < TOLERANCE
-
-
-def test_scaling_factors_of_params_json_are_taken(tmp_path):
-    named = {
-        **META_SCOUT.params,
-        "rope_scaling_factor": 6.0,
-        "rope_high_freq_factor": 3.0,
-        "vision_args": None,
-    }
-    case = replace(META_SCOUT, params=named)
-    weights, (tokens, _) = case.weights(), case.inputs(120)
-    expected = case.logits(weights, tokens)
-    assert max_abs(META_SCOUT.logits(weights, tokens, vision_args=None), expected) > 20 * TOLERANCE
-    convert(case.write(tmp_path / "meta", weights, 2), tmp_path / "hf")
-    for model_class in CLASSES[META_MAVERICK.name]:
-        given = logits(model_class, tmp_path / "hf", tokens, None)
-        assert max_abs(given.double(), expected) < TOLERANCE

@@ -138,18 +138,6 @@ def test_a_published_configuration_survives_params_json(name):
     assert read.to_dict() == config.to_dict() | {"architectures": read.architectures}
 
 
-def test_llamas_own_code_would_know_every_key():
-    """LLaMA's dataclasses refuse others; Llama 4's give some of these by hand."""
-    known = {"dim", "n_layers", "n_heads", "vocab_size", "multiple_of", "norm_eps"}
-    assert set(write_params(llamoe.preset("llama-13b"), 2)[0]) == known
-    known |= {"n_kv_heads", "ffn_dim_multiplier"}
-    assert set(write_params(llamoe.preset("llama-2-70b"), 2)[0]) == known
-    for name in ("llama-3.1-8b", "llama-4-maverick"):
-        assert not {"max_seq_len", "max_batch_size"} & set(
-            write_params(llamoe.preset(name), generation(name))[0]
-        )
-
-
 def test_any_hidden_size_has_parameters_that_give_it():
     """By Meta's formulas, for sizes at random and some that are awkward."""
     numbers = random.Random(0)
@@ -175,15 +163,6 @@ def test_any_hidden_size_has_parameters_that_give_it():
         assert feed_forward_size(dim, multiple, factor) == dense
         capacity = params["moe_args"]["capacity_factor"]
         assert expert_size(dim, multiple, factor, params["ffn_exp"], capacity) == expert
-
-
-def test_metas_formulas_give_the_published_sizes():
-    sizes = {4096: 11008, 5120: 13824, 6656: 17920, 8192: 22016}
-    assert {dim: feed_forward_size(dim, 256, None) for dim in sizes} == sizes
-    assert feed_forward_size(8192, 4096, 1.3) == 28672
-    assert feed_forward_size(5120, 2048, 1.2) == 16384
-    assert expert_size(5120, 2048, 1.2, 4.0) == 8192
-    assert expert_size(5120, 2048, 1.2, 4.0, auto_scale=False) == 16384
 
 
 def read(generation=4, vocab_size=202048, **params):
@@ -388,12 +367,6 @@ def test_what_a_dense_model_of_metas_cannot_be_is_refused_by_name(fields, words)
 )
 def test_what_a_llama_4_of_metas_cannot_be_is_refused_by_name(text, vision, field):
     assert refused(llamoe.preset("llama-4-scout", text_config=text, vision_config=vision)).startswith(field)
-
-
-def test_a_dense_model_may_scale_otherwise_than_llama_3s_code():
-    rope = dict(llamoe.preset("llama-3.1-8b").rope_parameters, factor=32.0)
-    params, _ = write_params(llamoe.preset("llama-3.1-8b", rope_parameters=rope), 3)
-    assert params["rope_scaling_factor"] == 32.0 and "rope_high_freq_factor" not in params
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,7 @@ from support.models import deviation_in_range, load_whole, max_abs
 
 import llamoe
 from llamoe.configuration.errors import CheckpointError
-from llamoe.conversion import convert, inspect, open_checkpoint, verify
-from llamoe.conversion.hf import fuse_experts, split_experts
-from llamoe.conversion.io import open_safetensors
+from llamoe.conversion import convert, open_checkpoint
 
 # Against float64, in logits of deviation 1: 1e-6 was measured.
 TOLERANCE = 1e-5
@@ -100,51 +98,6 @@ def test_a_head_that_is_the_embedding_need_not_be_stored(stores_head, tmp_path):
     given = logits(llamoe.LlamoeDenseForCausalLM, tmp_path / "hf", case.ids())
     # The embedding is not scaled down as heads are.
     assert max_abs(given, case.logits(weights)) < 10 * TOLERANCE
-
-
-def test_experts_go_from_file_to_file_without_a_stack_in_between(tmp_path):
-    convert(MIXTRAL.write(tmp_path / "mistral"), tmp_path / "hf")
-    stored = open_safetensors(tmp_path / "hf" / "model.safetensors")
-    stacked = fuse_experts(stored)
-    assert stacked["model.layers.1.mlp.experts.gate_up_proj"].shape == (3, 80, 24)
-    assert stacked["model.layers.1.mlp.experts.down_proj"].shape == (3, 24, 40)
-    again = split_experts(stacked)
-    assert again.keys() == stored.keys()
-    assert all(again[name] is stored[name] for name in stored)
-
-
-@pytest.mark.parametrize("case", [DENSE, MIXTRAL], ids=lambda case: case.name.replace(" ", "-"))
-def test_inspect_and_verify_read_such_folders(case, tmp_path):
-    weights = case.weights()
-    source = case.write(tmp_path / "mistral", weights)
-    found = inspect(source)
-    assert found.kind == "mistral"
-    assert ("Mixtral" in found.family) == case.is_mixture
-    assert found.stored == found.parameters["total"] == sum(tensor.numel() for tensor in weights.values())
-    assert found.sizes["hidden_size"] == 24
-    if case.is_mixture:
-        assert (found.sizes["num_local_experts"], found.sizes["num_experts_per_tok"]) == (3, 2)
-        assert found.parts["routers"][0] == 2 * 3 * 24
-        assert found.parts["experts"][0] == 2 * 3 * 3 * 40 * 24
-
-    convert(source, tmp_path / "hf")
-    result = verify(source, tmp_path / "hf")
-    assert result.verdict == "equal"
-    name = next(name for name in weights if name.endswith("w3.weight"))
-    changed = {**weights, name: weights[name] * 1.01}
-    result = verify(case.write(tmp_path / "other", changed), tmp_path / "hf")
-    assert not result.same_weights
-    assert result.same_function is False
-
-
-def test_verify_sees_another_window(tmp_path):
-    windows = [
-        MistralCase("a", {"sliding_window": size, "rope_theta": 1e4}).write(tmp_path / str(size))
-        for size in (100, 200)
-    ]
-    result = verify(*windows, tokens=8)
-    assert result.function == {"sliding_window": (100, 200)}
-    assert result.same_function is False
 
 
 # Which folder is whose

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from support.mistral_folders import DENSE, MIXTRAL, SLICES, MistralCase
+from support.mistral_folders import DENSE, MIXTRAL, MOE, MistralCase
 
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import convert
@@ -34,49 +33,18 @@ def put(name, *shape):
     ("case", "change", "words"),
     [
         (DENSE, drop("layers.1.attention.wo.weight"), ["layers.1.attention.wo.weight missing"]),
-        (DENSE, drop("output.weight"), ["consolidated.safetensors: output.weight missing"]),
         (DENSE, put("layers.1.attention.wx.weight", 24, 24), ["unknown tensor layers.1.attention.wx.weight"]),
-        (
-            DENSE,
-            put("layers.1.feed_forward.w1.weight", 41, 24),
-            ["layers.1.feed_forward.w1", "[41, 24]", "[40, 24]"],
-        ),
-        (
-            DENSE,
-            put("layers.0.attention.wq.weight", 40, 24),
-            ["layers.0.attention.wq.weight", "[40, 24]", "[48, 24]"],
-        ),
-        (
-            DENSE,
-            put("layers.0.attention.wk.weight", 24, 24),
-            ["layers.0.attention.wk.weight", "[24, 24]", "[16, 24]"],
-        ),
+        (DENSE, put("layers.0.attention.wq.weight", 40, 24), ["attention.wq.weight", "[40, 24]", "[48, 24]"]),
         (DENSE, put("layers.2.ffn_norm.weight", 24), ["layers.2.ffn_norm.weight", "params.json"]),
-        (DENSE, put("norm.weight", 25), ["norm.weight", "[25]", "[24]"]),
         (DENSE, put("tok_embeddings.weight", 55, 24), ["vocab_size = 53", "55 rows"]),
-        (
-            DENSE,
-            put("layers.0.feed_forward.gate.weight", 3, 24),
-            ["layers.0.feed_forward.gate.weight", "params.json"],
-        ),
-        (
-            MIXTRAL,
-            drop(EXPERT.format("w3")),
-            [f"{EXPERT.format('w3')} missing", "layers.1.feed_forward.experts.0.w1.weight"],
-        ),
+        (MIXTRAL, drop(EXPERT.format("w3")), [f"{EXPERT.format('w3')} missing", "experts.0.w1.weight"]),
         (
             MIXTRAL,
             lambda weights: [weights.pop(EXPERT.format(part)) for part in ("w1", "w2", "w3")],
             ["layers.1.feed_forward.experts", "[2, 80, 24]", "[3, 80, 24]"],
         ),
         (MIXTRAL, drop("layers.0.feed_forward.gate.weight"), ["layers.0.feed_forward.gate.weight missing"]),
-        (
-            MIXTRAL,
-            put("layers.0.feed_forward.experts.3.w1.weight", 40, 24),
-            ["layers.0.feed_forward.experts.3.w3.weight missing"],
-        ),
         (MIXTRAL, put(EXPERT.format("w2"), 24, 41), [EXPERT.format("w2"), "[24, 41]", "[24, 40]"]),
-        (MIXTRAL, put("layers.0.feed_forward.w1.weight", 40, 24), ["no model.layers.0.mlp.gate_proj.weight"]),
     ],
     ids=lambda value: value.name.replace(" ", "-") if isinstance(value, MistralCase) else None,
 )
@@ -95,37 +63,19 @@ def test_tensors_that_do_not_fit_params_json_are_named(case, change, words, tmp_
     [
         ({"model_type": "mamba"}, ["model_type = mamba", "'transformer'"]),
         ({"vision_encoder": {"image_size": 1024}}, ["vision_encoder", "decoders of text"]),
-        ({"lora": {"rank": 64, "scaling": 2.0}}, ["lora ="]),
         ({"quantization": {"qformat_weight": "fp8_e4m3"}}, ["quantization ="]),
-        ({"yarn": {"beta": 32}}, ["yarn = {'beta': 32}", "remove it"]),
-        (
-            {"moe": {"num_experts": 3, "num_experts_per_tok": 2, "num_shared_experts": 1}},
-            ["moe.num_shared_experts"],
-        ),
+        ({"moe": MOE | {"num_shared_experts": 1}}, ["moe.num_shared_experts"]),
+        ({"moe": MOE | {"norm_topk_prob": False}}, ["moe.norm_topk_prob"]),
+        ({"moe": {"num_experts": 3}}, ["moe"]),
         ({"causal": False}, ["causal = False", "True"]),
         ({"qk_norm": True}, ["qk_norm = True"]),
-        ({"attn_logit_softcap": 30.0}, ["attn_logit_softcap = 30.0"]),
-        ({"rope_scaling": {"factor": 8.0}}, ["rope_scaling = "]),
-        ({"llama_4_scaling": {"beta": 0.1}}, ["llama_4_scaling = "]),
         # Off may mean something, too.
         ({"use_rope": False}, ["use_rope = False", "remove it"]),
-        (
-            {"moe": {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": False}},
-            ["moe.norm_topk_prob"],
-        ),
-        ({"moe": 3}, ["moe = 3", "an object"]),
-        ({"moe": {"num_experts": 3}}, ["moe"]),
         ({"hidden_dim": None}, ["hidden_dim is missing"]),
         ({"dim": 25}, ["dim = 25"]),
-        ({"n_heads": "6"}, ["n_heads = '6'", "whole number"]),
-        ({"vocab_size": 54}, ["vocab_size = 54", "53 rows"]),
-        ({"norm_eps": -1}, ["norm_eps = -1"]),
+        ({"n_heads": "6"}, ["n_heads = '6'", "number above 0"]),
         ({"rope_theta": "1e6"}, ["rope_theta = '1e6'"]),
-        ({"sliding_window": 0}, ["sliding_window = 0"]),
-        ({"sliding_window": [4, 5]}, ["sliding_window = [4, 5]", "one number"]),
         ({"sliding_window": [4, None, 4]}, ["sliding_window = [4, None, 4]", "2 layers"]),
-        ({"sliding_window": "many"}, ["sliding_window = 'many'"]),
-        ({"hidden_size": 24}, ["hidden_size = 24"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -154,23 +104,6 @@ def test_keys_that_are_off_change_nothing(tmp_path):
     source = replace(DENSE, params=entries).write(tmp_path / "mistral", DENSE.weights())
     report = convert(source, tmp_path / "hf")
     assert set(report.dropped) == {"params.json: max_batch_size"}
-
-
-def test_a_lost_file_of_slices_is_seen(tmp_path):
-    source = SLICES.write(tmp_path / "lost")
-    (source / "consolidated.01.pth").unlink()
-    assert "A file is missing" in refused(source, tmp_path / "hf")
-
-
-def test_a_damaged_hugging_face_folder_of_mixtral_names_its_own_tensors(tmp_path):
-    convert(MIXTRAL.write(tmp_path / "mistral"), tmp_path / "hf")
-    from safetensors.torch import load_file
-
-    tensors = load_file(tmp_path / "hf" / "model.safetensors")
-    name = "model.layers.1.block_sparse_moe.experts.1.w3.weight"
-    missing = {key: tensor for key, tensor in tensors.items() if key != name}
-    save_file(missing, tmp_path / "hf" / "model.safetensors")
-    assert refused(tmp_path / "hf", tmp_path / "again").startswith(f"{name} missing")
 
 
 def test_a_mixtral_has_no_place_in_metas_format(tmp_path):

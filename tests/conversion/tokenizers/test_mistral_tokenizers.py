@@ -213,12 +213,3 @@ def test_a_tekken_that_is_damaged_or_another_models_is_refused(content, words, t
         convert(source, tmp_path / "hf")
     assert str(caught.value).startswith(str(source / "tekken.json"))
     assert not (tmp_path / "hf").exists()
-
-
-def test_a_tokenizer_of_another_size_is_refused_and_none_at_all_is_told(tmp_path):
-    source = MIXTRAL.write(tmp_path / "mistral")
-    report = convert(source, tmp_path / "none")
-    assert any("no tokenizer.model or tekken.json" in note for note in report.notes)
-    (source / "tokenizer.model").write_bytes(model_of(1))
-    with pytest.raises(CheckpointError, match="613 pieces, and LlamoeMixtralConfig.vocab_size is 53"):
-        convert(source, tmp_path / "hf")

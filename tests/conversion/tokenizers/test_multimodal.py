@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from support import programs
 from support.tokenizer_files import rank_table, sentencepiece_model, write_files
 from transformers import AutoTokenizer
 
@@ -167,63 +166,6 @@ def test_a_token_with_a_row_that_the_model_lacks_is_named(model, size):
 
 # The processor
 
-SIZES = {"llama_4": dict(image=112, patch=14, ratio=0.5), "whole": dict(image=64, patch=16, ratio=1.0)}
-SIZES["third"] = dict(image=126, patch=14, ratio=1 / 3)
-
-SCRIPT = """
-import json, sys
-from transformers import AutoProcessor, AutoTokenizer
-from PIL import Image
-result = {}
-for folder in sys.argv[1:]:
-    ours = folder.endswith("assembled")  # its config.json is llamoe's, and names llamoe_hub.py
-    if ours:
-        result["llamoe"] = any(name.split(".")[0] == "llamoe" for name in sys.modules)
-    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=ours)
-    side = processor.image_processor.size["height"]
-    counts = {}
-    for name, picture in {"small": (side, side), "wide": (2 * side, side), "tall": (side - 5, 3 * side)}.items():
-        chat = [{"role": "user", "content": [
-            {"type": "image", "image": Image.new("RGB", picture, (255, 255, 255))}, {"type": "text", "text": "hello"}]}]
-        inputs = processor.apply_chat_template(
-            chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
-        ids = inputs["input_ids"][0].tolist()
-        tokens = processor.tokenizer.convert_ids_to_tokens(ids)
-        pixels = inputs["pixel_values"]
-        counts[name] = [tokens.count("<|patch|>"), list(pixels.shape), float(pixels[0, 1, 0, 0])]
-    result[folder] = [type(processor).__name__, counts, tokens,
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=ours).padding_side]
-print(json.dumps(result))
-"""
-
-
-@pytest.mark.slow
-def test_processors_load_where_only_transformers_is_imported(model, size, tmp_path):
-    pytest.importorskip("torchvision", reason="pictures need the extra 'vision'")
-    folders = {}
-    for name, sizes in SIZES.items():
-        table, config = llama_4(**sizes)
-        files = conversion.hf_files_from_meta(table, config)
-        folders[write_files(tmp_path / name, files, config, "stock")] = (config, 0.5, 0.5)
-    files, _, config = assembled(model, size, image=48, patch=8, ratio=0.5)
-    folders[write_files(tmp_path / "assembled", files, config)] = (config, CLIP_MEAN[1], CLIP_STD[1])
-    done = programs.run(["-c", SCRIPT, *folders])
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["llamoe"] is False
-    for folder, (config, mean, std) in folders.items():
-        vision = config.vision_config
-        kind, counts, tokens, padding_side = result[str(folder)]
-        assert (kind, padding_side) == ("Llama4Processor", "left")
-        for name, tiles in {"small": 1, "wide": 3, "tall": 4}.items():
-            patches, shape, white = counts[name]
-            assert shape == [tiles, 3, vision.image_size, vision.image_size]
-            assert patches == tiles * vision.tokens_per_tile
-            assert abs(white - (1 - mean) / std) < 0.02  # bfloat16
-        bos = "<s>" if folder.name == "assembled" else "<|begin_of_text|>"
-        assert tokens[:3] == [bos, "<|header_start|>", *tokens[2:3]]
-        assert tokens.count("<|tile_x_separator|>") == 0 and tokens.count("<|tile_y_separator|>") == 3
-
 
 def test_a_model_answers_about_a_picture(model, size, tmp_path):
     """From the files to tokens of an answer, in this process, with what the tower really gives."""
@@ -256,8 +198,6 @@ def test_a_processor_that_does_not_fit_is_refused(model, size):
         shifted = multimodal(size + len(ids), ids | {token: 3})
         with pytest.raises(CheckpointError, match=rf"the id {ids[token]}, and LlamoeConfig.{field} is 3"):
             processor_files(shifted, tokenizer_files=files)
-    with pytest.raises(ValueError, match="image_mean has 1 numbers, and the tower reads 3"):
-        processor_files(config, files, image_mean=(0.5,))
     with pytest.raises(ValueError, match="use_adapter"):
         processor_files(multimodal(size + len(ids), ids, use_adapter=False), files)
     table, config = llama_4()

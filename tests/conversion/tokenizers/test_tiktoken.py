@@ -193,20 +193,6 @@ def test_special_tokens_have_metas_names_and_ids(family, loaded):
     assert spelled == encoding_of(family).encode("<|end_of_text|>", disallowed_special=())
 
 
-@pytest.mark.parametrize("merges", [0, 7])
-def test_any_number_of_ranks(merges, family):
-    tokens = make_table(merges, seed=merges)
-    config = config_of(family, len(tokens) + COUNT[family])
-    files = conversion.hf_files_from_meta(rank_table(tokens), config)
-    tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
-    reference = encoding_of(family, tokens)
-    for text in NASTY:
-        assert tokenizer.encode(text, add_special_tokens=False).ids == reference.encode(
-            text, disallowed_special=()
-        )
-    assert tokenizer.token_to_id("<|end_of_text|>") == len(tokens) + 1
-
-
 def test_generation_stops_where_metas_does(family, tmp_path):
     ends = [RANKS + 1, RANKS + 8, RANKS + 9] if family == "llama-3" else [RANKS + 1, RANKS + 7, RANKS + 8]
     for instruct, expected in [(None, ends), (True, ends), (False, RANKS + 1)]:
@@ -215,22 +201,6 @@ def test_generation_stops_where_metas_does(family, tmp_path):
         assert settings.eos_token_id == expected and settings.bos_token_id == RANKS
         assert settings.pad_token_id == RANKS + (4 if family == "llama-3" else 18)
         assert bool(settings.do_sample) is (instruct is True)
-
-
-def test_generate_works_with_nothing_added(family, tmp_path):
-    config = config_of(family)
-    kind = llamoe.LlamoeDenseForCausalLM if family == "llama-3" else llamoe.LlamoeForCausalLM
-    folder = tmp_path / "folder"
-    kind(config).save_pretrained(folder, layout="stock" if family == "llama-3" else "llamoe")
-    write_files(folder, conversion.hf_files_from_meta(TABLE, config, instruct=True))
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), kind.from_pretrained(folder)
-    chats = [[{"role": "user", "content": text}] for text in ("hello", "a longer question")]
-    inputs = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
-    )
-    assert model.generation_config.temperature == 0.6
-    output = model.generate(**inputs, max_new_tokens=3)
-    assert output.shape[0] == 2 and output.shape[1] > inputs["input_ids"].shape[1]
 
 
 # Chat

@@ -12,8 +12,6 @@ from safetensors.torch import load_file, save_file
 from support.lazy_tensors import InMemory
 from support.models import (
     DENSE,
-    IMAGE_TOKEN,
-    MODELS,
     dense_config,
     draw,
     mixtral_config,
@@ -21,7 +19,6 @@ from support.models import (
     text_config,
     vision_config,
 )
-from support.progress import Progress
 
 import llamoe
 from llamoe.configuration.errors import CheckpointError
@@ -29,7 +26,6 @@ from llamoe.conversion.hf import open_hf, save_hf
 from llamoe.conversion.io import WriteOptions
 from llamoe.conversion.meta.folder import save_meta
 from llamoe.conversion.open import open_checkpoint
-from llamoe.conversion.upcycle import upcycle
 from llamoe.conversion.verify import run_streamed
 from llamoe.conversion.verify.command import verify
 from llamoe.conversion.verify.report import Verification
@@ -92,15 +88,6 @@ def test_a_model_read_one_matrix_at_a_time_computes_what_the_whole_model_does(fa
     assert found
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=ROUNDING)
-
-
-def test_random_inputs_hold_pictures_and_no_image_token_besides():
-    config = multimodal_config()
-    inputs, same = run_streamed.random_inputs((config, config), 11, 3, seed=0)
-    tiles = (inputs["input_ids"] == IMAGE_TOKEN).sum(-1)
-    assert tiles.tolist() == [config.vision_config.tokens_per_tile] * 3 and len(inputs["pixel_values"]) == 3
-    assert inputs["input_ids"].shape == (3, 11 + config.vision_config.tokens_per_tile)
-    assert all(torch.equal(inputs[name], same[name]) for name in inputs)
 
 
 def test_a_stream_holds_one_matrix_at_a_time_and_only_the_experts_that_are_used():
@@ -345,22 +332,6 @@ def test_a_dense_model_and_the_mixture_that_computes_it_are_the_same_function(sa
     assert {"only in a", "only in b"} <= {*result.differences.values()} and result.structure["model_type"]
 
 
-@pytest.mark.parametrize("interleave", [1, 2])
-def test_an_upcycled_model_is_the_same_function_until_it_is_trained(interleave, saved, tmp_path):
-    options = dict(experts=3, interleave=interleave, top_k=2)
-    upcycle(saved("dense"), tmp_path / "still", **options)
-    result = verify(saved("dense"), tmp_path / "still")
-    assert result.same_function and not result.same_weights, result.reasons
-    assert result.structure["num_experts_per_tok"] == (None, 2)
-
-    def train(tensors):
-        name = next(name for name in tensors if name.endswith("experts.down_proj"))
-        tensors[name] = 0.3 * torch.randn(tensors[name].shape)
-
-    result = verify(saved("dense"), edited(tmp_path / "still", tmp_path / "trained", train))
-    assert result.verdict == "different" and result.outputs
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rounded_weights_are_equal_within_rounding(dtype, saved, tmp_path):
     save_hf(open_hf(saved("dense")), tmp_path / "rounded", WriteOptions(dtype=dtype))
@@ -411,27 +382,6 @@ def test_appended_tokens_leave_the_common_ones_comparable(saved, tmp_path):
     assert verify(longer, saved("dense")).same_function
 
 
-def test_fewer_key_value_heads_are_another_function_of_other_shapes(saved, tmp_path):
-    def pool(tensors):
-        for name in [name for name in tensors if name.endswith(("k_proj.weight", "v_proj.weight"))]:
-            tensors[name] = tensors[name].unflatten(0, (2, 20)).mean(0)
-
-    pooled = edited(saved("dense"), tmp_path / "pooled", pool, num_key_value_heads=1)
-    result = verify(saved("dense"), pooled)
-    assert result.same_function is False and result.structure == {"num_key_value_heads": (2, 1)}
-    assert len(result.differences) == 6
-
-
-def test_models_of_other_sizes_are_told_apart_without_an_error(saved, tmp_path):
-    config = dense_config(hidden_size=84, num_hidden_layers=2)
-    draw(llamoe.LlamoeDenseForCausalLM, config).save_pretrained(tmp_path / "wider")
-    result = verify(saved("dense"), tmp_path / "wider")
-    assert result.verdict == "different"
-    assert result.structure["hidden_size"] == (72, 84) and result.structure["num_hidden_layers"] == (3, 2)
-    json.dumps(result.as_dict(), allow_nan=False)
-    assert result.sections()
-
-
 def test_a_multimodal_model_is_compared_with_its_decoder_and_its_tower(saved, tmp_path):
     whole = llamoe.LlamoeForConditionalGeneration.from_pretrained(saved("multimodal"))
     whole.language_model.save_pretrained(tmp_path / "text")
@@ -443,16 +393,6 @@ def test_a_multimodal_model_is_compared_with_its_decoder_and_its_tower(saved, tm
         assert any("is multimodal" in reason for reason in result.reasons)
     with pytest.raises(ValueError, match="tower and a decoder have nothing to compare"):
         verify(tmp_path / "text", tmp_path / "tower")
-
-
-def test_towers_for_other_pictures_are_told_apart(saved, tmp_path):
-    config = vision_config()
-    config.image_size = 84
-    config.validate()
-    draw(llamoe.LlamoeVisionModel, config).save_pretrained(tmp_path / "larger")
-    result = verify(saved("tower"), tmp_path / "larger")
-    assert result.same_function is False and not result.outputs
-    assert result.function["image_size"] == (56, 84)
 
 
 def test_numbers_that_are_none_are_found(saved, tmp_path):
@@ -475,15 +415,3 @@ def test_bad_arguments_and_paths_are_told(saved, tmp_path):
             verify(saved("dense"), saved("dense"), **options)
     with pytest.raises(CheckpointError, match="nowhere"):
         verify(saved("dense"), tmp_path / "nowhere")
-
-
-def test_progress_ends_at_its_total(saved):
-    seen = Progress()
-    verify(saved("text"), saved("text"), progress=seen)
-    header = 8 + int.from_bytes((saved("text") / "model.safetensors").read_bytes()[:8], "little")
-    assert seen.done == seen.total == 2 * ((saved("text") / "model.safetensors").stat().st_size - header)
-
-
-def test_a_model_of_every_class_with_a_head_is_known():
-    known = {name for name, _ in CLASSES.values()}
-    assert {case.name for case in MODELS if case.is_head} < known
