@@ -9,7 +9,6 @@ import pickle
 import pytest
 import transformers
 from support import models
-from support.counting import calls_of
 from support.tables import in_turn
 from transformers import GenerationConfig, Llama4Config, Llama4TextConfig, Llama4VisionConfig, LlamaConfig
 
@@ -258,15 +257,6 @@ def test_keys_of_stock_are_no_misspelt_fields(kind, warnings):
     assert not warnings.records
 
 
-def test_names_without_end_take_no_time():
-    given = {f"num_hidden_layerz{'x' * (number % 7)}{number}": 1 for number in range(200_000)} | {
-        "y" * 1_000_000: 1
-    }
-    calls, _ = calls_of(lambda: LlamoeDenseConfig._warn_of_misspelt(given))
-    # 74,794 for the names that are looked into, and none for the others.
-    assert calls < 100_000
-
-
 def test_nested_stock_objects():
     config = LlamoeConfig(text_config=STOCK["llama4_text"](), vision_config=STOCK["llama4_vision_model"]())
     assert config.text_config == from_stock(STOCK["llama4_text"]())
@@ -454,12 +444,12 @@ UNSTOCK = [
     (
         LlamoeVisionConfig,
         VISION | {"intermediate_size": 100},
-        "intermediate_size = 100: .*gets another number",
+        "intermediate_size = 100: .*adapter.*valid: ",
     ),
     (
         LlamoeVisionConfig,
         VISION | {"projector_input_dim": 40},
-        "projector_input_dim = 40: .*projector_output_dim = 44",
+        "projector_input_dim = 40: .*valid: 44",
     ),
 ]
 
@@ -467,7 +457,7 @@ UNSTOCK = [
 @pytest.mark.parametrize(("config_class", "fields", "match"), UNSTOCK)
 def test_what_stock_cannot_express_is_refused(config_class, fields, match):
     config = config_class(**fields)
-    with pytest.raises(ValueError, match=rf"^{config_class.__name__}\.{match}.*valid: "):
+    with pytest.raises(ValueError, match=rf"^{config_class.__name__}\.{match}"):
         to_stock(config)
 
 
@@ -495,7 +485,7 @@ def test_overrides_are_applied_before_deriving(tmp_path):
     STOCK["llama4_text"]().save_pretrained(tmp_path)
     config = LlamoeTextConfig.from_pretrained(tmp_path, num_hidden_layers=3)
     assert (config.no_rope_layers, config.moe_layers, len(config.layer_types)) == ([1, 1, 1], [1], 3)
-    with pytest.raises(ValueError, match="no_rope_layers"):
+    with pytest.raises(ValueError, match="entries for num_hidden_layers = 7"):
         LlamoeTextConfig.from_pretrained(tmp_path, num_hidden_layers=7)
     config = LlamoeTextConfig.from_pretrained(
         tmp_path, num_hidden_layers=8, layer_types=None, no_rope_layers=None, moe_layers=None
@@ -525,17 +515,9 @@ def test_tied_embeddings_are_said_twice_as_in_stock():
     assert config.text_config.tie_word_embeddings
 
 
-def test_published_scout_warns_once_at_most(warnings):
-    preset("llama-4-scout")
-    warnings.clear()
-    preset("llama-4-scout")
-    assert not warnings.records
-
-
 @pytest.mark.parametrize(("high", "warned"), [(1.0, False), (4.0, False), (0.5, True)])
-def test_equal_factors_are_published_and_no_mistake(high, warned, warnings, monkeypatch):
+def test_equal_factors_are_published_and_no_mistake(high, warned, warnings):
     """Scout has 1.0 twice: no frequency lies between those that are scaled and the others."""
-    monkeypatch.setattr("llamoe.configuration.base._ROPE_SEEN", set())
     published = preset("llama-4-scout").text_config.rope_parameters
     assert published["high_freq_factor"] == published["low_freq_factor"] == 1.0
     LlamoeTextConfig(rope_parameters=published | {"high_freq_factor": high})

@@ -46,12 +46,12 @@ def test_square_pairs_become_integers(pair):
 
 
 BAD = [
-    ("image_size", 70, {}, "its grid of 5 by 5 patches .* 2 by 2; valid: 56 or 84 with patch_size = 14"),
-    ("image_size", 57, {}, "multiple of patch_size = 14; valid: 56 or 70"),
+    ("image_size", 70, {}, "its grid of 5 by 5 patches .* 2 by 2; valid: a multiple of 28"),
+    ("image_size", 57, {}, "multiple of patch_size = 14; valid: a multiple of 14"),
     ("image_size", [56, 28], {}, "must be square; valid: an integer"),
     ("image_size", 0, {}, "must be positive"),
     ("patch_size", 0, {}, "must be positive"),
-    ("hidden_size", 30, {}, "multiple of num_attention_heads = 4; valid: 28 or 32"),
+    ("hidden_size", 30, {}, "multiple of num_attention_heads = 4; valid: a multiple of 4"),
     ("num_attention_heads", 0, {}, "must be positive"),
     ("pixel_shuffle_ratio", 0.4, {}, "one over an integer; valid: 1.0, 0.5, 0.25"),
     ("pixel_shuffle_ratio", 0.0, {}, "one over an integer"),
@@ -66,7 +66,7 @@ BAD = [
         "pixel shuffle .*; valid: 'default', or use_adapter = False",
     ),
     ("projector_dropout", 1.5, {}, "out of range"),
-    ("attention_dropout", -0.5, {}, "out of range"),
+    ("attention_dropout", -0.5, {}, "must not be negative"),
     ("norm_eps", -1.0, {}, "must not be negative"),
     ("projection_dim", 0, {}, "must be positive"),
     ("projector_output_dim", 0, {}, "must be positive"),

@@ -297,10 +297,8 @@ def test_a_machine_without_a_plan_is_refused(saved, tmp_path):
 
 
 def test_a_preset_is_known_by_its_sizes():
-    names = ["llama-33b", "llama-3.1-70b", "llama-4-scout", "metaclip-h14-altogether", "metaclip-2-g14-378"]
+    names = ["llama-33b", "llama-3.1-70b", "llama-4-scout", "metaclip-h14"]
     assert [inspect(name).presets for name in names] == [[name] for name in names]
-    # These two differ in nothing that a configuration says.
-    assert inspect("metaclip-h14").presets == ["metaclip-h14", "metaclip-2-h14"]
 
 
 def test_the_closest_preset_of_the_same_sizes_is_named(tmp_path):
