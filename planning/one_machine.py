@@ -18,7 +18,7 @@ from .nodes import NodesPlan, plan_nodes
 from .source import Source, read_source
 from .speed import bytes_of_step, seconds_of_step
 from .table import lines_of
-from .training import DEFAULT_TOKENS, TrainingPlan, training_sizes, with_seconds
+from .training import DEFAULT_TOKENS, TrainingPlan, expert_bytes_of_step, training_sizes
 from .units import Sizes, sizes_of
 
 _MOST_GPUS = 1024
@@ -209,7 +209,7 @@ def plan_placement(
                 f"gpus={gpus!r}: nodes and training are planned for equal accelerators, at least one."
             )
         cache = (context, batch, prefill)
-        return plan_nodes(config, sizes, nodes, len(room) - 1, own.pop(), training, cache, bandwidths)
+        return plan_nodes(config, sizes, nodes, len(room) - 1, own.pop(), training, cache)
     choice = _choose(sizes, room, disk)
     if choice is None:
         raise ValueError(_no_place(sizes, room, disk, context, batch))
@@ -217,11 +217,10 @@ def plan_placement(
     plan = _finish(sizes, room, choice, bandwidths, cache, bits, as_quantization(quantization))
     if step is None:
         return plan
-    if bandwidths.products is not None:
-        place = "disk" if plan.experts.get("disk") else "cpu"
-        offloaded = 0 if plan.experts_memory is None else plan.experts[place]
-        rate = float(bandwidths.drive if place == "disk" else bandwidths.link)
-        step = with_seconds(step, config, sizes, offloaded, plan.hit_share, rate, bandwidths)
+    if plan.experts_memory is not None:
+        offloaded = plan.experts["disk" if plan.experts.get("disk") else "cpu"]
+        read = expert_bytes_of_step(config, context, batch, offloaded, plan.hit_share)
+        step = replace(step, expert_bytes=read)
     # No token is generated.
     return replace(plan, training=step, context=context, tokens_per_second=None)
 

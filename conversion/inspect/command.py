@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...configuration import (
     PRESETS,
     LlamoeVisionConfig,
@@ -26,7 +24,6 @@ from ...configuration.errors import CheckpointError
 from ...configuration.json_files import reading
 from ...configuration.memory import default_context
 from ...configuration.presets import nearest_preset
-from ...configuration.quantization import as_quantization
 from ...configuration.sizes import count_of
 from ...modeling.checkpoints import check_whole, in_units, sum_by_part
 from ...planning import (
@@ -35,7 +32,6 @@ from ...planning import (
     Source,
     lines_of_devices,
     lines_of_experts,
-    measure_rates,
     note_of_bits,
     packed_bytes,
     plan_placement,
@@ -224,10 +220,6 @@ def inspect(
     source = _source(found)
     placement: Any = None
     if plan:
-        if train and not machine.get("gpus", torch.accelerator.device_count()):
-            given = as_quantization(machine.get("quantization"))
-            folder = found.path if found.path.is_dir() else None
-            machine["bandwidths"] = measure_rates(source, folder, context * batch, given)
         placement = plan_placement(source, context=context, batch=batch, **machine)
     files = {file.name: file.stat().st_size for file in found.sources}
     # Packed weights have the numbers that they mean, and the bytes of what stands for them.

@@ -6,10 +6,8 @@ import mmap
 import os
 
 import pytest
-import torch
 
 from llamoe import Bandwidths, measure_bandwidths
-from llamoe.modeling.formats import Int4, Int8, plain_format
 from llamoe.planning import bandwidths
 
 
@@ -29,26 +27,6 @@ def test_memory_and_drive_are_measured(tmp_path, monkeypatch):
     # The read ends with the last whole page, and a limit is kept.
     assert found.drive == 8 * (size // mmap.PAGESIZE * mmap.PAGESIZE)
     assert measure_bandwidths(tmp_path, most_bytes=5 << 20).drive == 8 * (5 << 20)
-
-
-@pytest.mark.parametrize(
-    "form", [plain_format(torch.bfloat16, False), Int8(), Int4(128)], ids=lambda each: each.key
-)
-def test_reading_is_measured_in_the_format_of_the_weights(form, monkeypatch):
-    ticks, products = itertools.count(), []
-    monkeypatch.setattr(bandwidths.time, "perf_counter", lambda: next(ticks) / 8)
-    monkeypatch.setattr(bandwidths, "_MORE_THAN_A_CACHE", 50 << 20)
-    multiply = type(form).multiply
-
-    def count(self, x, parts, sizes):
-        products.append((len(x), sum(part.nbytes for part in parts)))
-        return multiply(self, x, parts, sizes)
-
-    monkeypatch.setattr(type(form), "multiply", count)
-    found = bandwidths.measure_reading(form)
-    assert {rows for rows, _ in products} == {1} and len(products) % 4 == 0
-    assert found == 8 * sum(nbytes for _, nbytes in products) / 4
-    assert found / 8 > 50 << 20
 
 
 def test_an_empty_folder_has_no_drive_to_measure(tmp_path):

@@ -265,7 +265,7 @@ def test_own_formats_are_planned_before_they_are_written(form, tmp_path):
         ({"quantization": "int4:big"}, "quantization='int4:big'"),
         ({"quantization": 4}, "quantization=4"),
         ({"quantization": "int4", "bits": 4}, "bits=4 and quantization='int4': give one"),
-        ({"quantization": "int8:32"}, "group_size=32: int8 has one scale an output"),
+        ({"quantization": "int8:32"}, "group_size=32: choose 32, 64, 128, 256 for int4"),
     ],
 )
 def test_wrong_formats_are_refused(arguments, says):
