@@ -125,6 +125,8 @@ class LlamoeConfig(LlamoeBaseConfig):
         is not a part of `validate`; a model's constructor calls it.
         """
         vision, text = self.vision_config, self.text_config
+        # Fields may have been assigned since.
+        vision.validate()
         if not vision.use_adapter:
             problem = "the projector reads what the adapter makes"
             fail(self, "vision_config.use_adapter", False, problem, "True, or the tower by itself")
@@ -132,10 +134,6 @@ class LlamoeConfig(LlamoeBaseConfig):
             problem = f"differs from vision_config.projector_output_dim = {vision.projector_output_dim}"
             valid = f"{vision.projector_output_dim} (or change both)"
             fail(self, "vision_config.vision_output_dim", vision.vision_output_dim, problem, valid)
-        strategy = vision.vision_feature_select_strategy
-        if strategy != "default":
-            problem = "a class token has no place among image tokens"
-            fail(self, "vision_config.vision_feature_select_strategy", strategy, problem, "'default'")
         if not 0 <= self.image_token_index < text.vocab_size:
             # No error: stock runs such a model on texts without images.
             logger.warning(

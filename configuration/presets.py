@@ -62,28 +62,12 @@ def _scaled_rope(factor: float, high_freq_factor: float) -> dict[str, Any]:
 
 
 def _llama_4(text: dict[str, Any]) -> dict[str, Any]:
+    """Fields that differ from the classes' defaults, which are Scout's in the decoder."""
     return {
         "model_type": "llamoe",
-        "boi_token_index": 200080,
-        "eoi_token_index": 200081,
-        "image_token_index": 200092,
         "text_config": {
-            "vocab_size": 202048,
             "hidden_size": 5120,
-            "intermediate_size": 8192,
-            "intermediate_size_mlp": 16384,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-5,
             "max_position_embeddings": 262144,
-            "num_experts_per_tok": 1,
-            "no_rope_layer_interval": 4,
-            "attention_chunk_size": 8192,
-            "attn_temperature_tuning": True,
-            "floor_scale": 8192,
-            "attn_scale": 0.1,
             "bos_token_id": 200000,
             "eos_token_id": [200001, 200007, 200008],
             "pad_token_id": 200018,
@@ -91,15 +75,8 @@ def _llama_4(text: dict[str, Any]) -> dict[str, Any]:
         },
         "vision_config": {
             "hidden_size": 1408,
-            "num_hidden_layers": 34,
-            "num_attention_heads": 16,
-            "intermediate_size": 5632,
             "image_size": 336,
-            "patch_size": 14,
             "vision_output_dim": 4096,
-            "projector_input_dim": 4096,
-            "projector_output_dim": 4096,
-            "pixel_shuffle_ratio": 0.5,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     }
@@ -125,12 +102,7 @@ def _metaclip(patch: int, layers: int, width: int, heads: int, inner: int, joint
 
 _LLAMA_2 = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
 _LLAMA_31 = {"max_position_embeddings": 131072, "rope_parameters": _scaled_rope(8.0, 4.0)}
-_SCOUT = {
-    "num_local_experts": 16,
-    "interleave_moe_layer_step": 1,
-    "use_qk_norm": True,
-    "rope_parameters": _scaled_rope(16.0, 1.0),
-}
+_SCOUT = {"rope_parameters": _scaled_rope(16.0, 1.0)}
 _MAVERICK = {
     "num_local_experts": 128,
     "interleave_moe_layer_step": 2,
