@@ -84,18 +84,6 @@ class PlacementPlan:
         given = {name: value for name, value in more.items() if value is not None}
         return {"device_map": dict(self.device_map), **given}
 
-    def save_accelerate_config(self, path: str | os.PathLike) -> None:
-        """Refused: one process has all of these devices, which needs no launcher.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            f"save_accelerate_config({str(path)!r}): this plan is for one process, which loads by "
-            "from_pretrained(folder, **plan.arguments()) and needs no launcher. Plan with nodes above 1, or with "
-            "training=True, for a file."
-        )
-
     def place_of(self, name: str) -> Any:
         """Device of a parameter.
 
@@ -174,9 +162,6 @@ def plan_placement(
     room = _room(gpus, gpu_memory, ram, bytes_of("headroom", headroom))
     count_of("batch", batch)
     count_of("nodes", nodes)
-    for name, given in (("disk", disk), ("training", training), ("adapt_experts", adapt_experts)):
-        if not isinstance(given, bool):
-            raise ValueError(f"{name}={given!r}: give True or False.")
     if not isinstance(bandwidths, Bandwidths):
         bandwidths = _bandwidths(bandwidths)
     step = None
