@@ -183,8 +183,7 @@ def inspect(
         prefill: for the plan: tokens of the prompt in one pass; by default all.
         headroom: for the plan: of each device, kept free for what a pass computes with; by default 4GB.
         train: for the plan: one of a step of training LoRA adapters, with room for it. `context` are the tokens of a
-            row then, 1024 by default. Without accelerators it is measured, in a few seconds, how fast this machine
-            multiplies and, where there are files, reads them: the plan says the seconds of a step.
+            row then, 1024 by default.
         rank: for training: of the adapters; by default 8.
         adapt_experts: for training: whether routed experts have adapters; by default they have.
         **machine: for the plan: gpus, gpu_memory, ram, bits, quantization, prefill and headroom of `plan_placement`.
