@@ -41,7 +41,6 @@ from llamoe.conversion.io import LazyTensor, WriteOptions
 from llamoe.modeling.formats import Int4, Int8
 from llamoe.modeling.offload import reading
 from llamoe.modeling.registration import model_class
-from llamoe.planning import Source, measure_rates
 
 from .machine import about_line, describe
 from .processes import bytes_read, counted, forget, in_process, status
@@ -203,10 +202,9 @@ def read_config(folder: str) -> Any:
     return llamoe.from_stock(json.loads((Path(folder) / "config.json").read_text()))
 
 
-def rates(folder: str, tokens: int) -> dict[str, Any]:
+def rates(folder: str) -> dict[str, Any]:
     """Measure this machine's rates for the plan, the drive three times; needs a process of its own for its memory."""
-    config = read_config(folder)
-    found = measure_rates(Source(config, config.quantization_config), Path(folder), tokens, None)
+    found = llamoe.measure_bandwidths(folder)
     drive = [found.drive, *(llamoe.measure_bandwidths(folder).drive for _ in range(2))]
     return {**vars(found), "drive": statistics.median(map(float, drive))}
 
@@ -230,7 +228,6 @@ def run(
     found |= {"experts_memory": plan.experts_memory, "offloaded": plan.experts.get("disk", 0)}
     found["forecast"] = {
         "tokens_per_second": 1 / sum(plan.seconds.values()),
-        "step_seconds": plan.training.step_seconds,
         "hit_rate": plan.hit_share,
     }
     text = config.get_text_config()
@@ -393,7 +390,7 @@ def page(
         (
             f"a step of LoRA, rank {training['rank']}, {training['tokens']} tokens, {what}",
             f"{seconds:.1f} s, {_gb(read)} read",
-            f"{forecast['step_seconds']:.1f} s, {_gb(training['expert_bytes'])}",
+            f"{_gb(training['expert_bytes'])}",
         ),
         ("losses of the steps", ", ".join(f"{each['loss']:.3f}" for each in steps), ""),
         ("peak after loading, tokens, prompt, training", peaks, _gb(found["budget"])),
@@ -448,7 +445,7 @@ def measure(
         folder = str(Path(name) / "model")
         forget(Path(folder))
         time.sleep(SETTLING)
-        found = in_process("published_sizes", "rates", folder=folder, tokens=given["row"])
+        found = in_process("published_sizes", "rates", folder=folder)
         if "failed" not in found:
             found = in_process("published_sizes", "run", folder=folder, given=found, **given)
     if "failed" in found:

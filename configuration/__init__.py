@@ -1,6 +1,6 @@
 """What a model is: pure data, no tensors; and the errors that all packages raise.
 
-Reading order: errors, json_files, sizes, checks, hub, base, parallel, decoder, mixture, vision, multimodal,
+Reading order: errors, json_files, sizes, checks, fields, hub, base, parallel, decoder, mixture, vision, multimodal,
 quantization, stock, presets, parameter_count, scaling, recipe, memory. A file imports only files that stand before it.
 """
 

@@ -14,15 +14,13 @@ Annotations in these modules must not be strings, because `strict` skips those.
 
 import copy
 import functools
+import inspect
 import json
-import logging as logging_of_python
-import re
-import reprlib
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from types import NoneType
 from typing import Any, ClassVar, get_args, get_origin
 
 from huggingface_hub.dataclasses import strict
@@ -30,8 +28,9 @@ from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDa
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.utils import CONFIG_NAME, logging
 
-from .checks import check_rope_parameters, check_size, enumerate_words, fail, find_misspelt
+from .checks import enumerate_words, fail, nearest
 from .errors import CheckpointError, ConfigurationError
+from .fields import Meaning
 from .hub import AUTO_CLASSES, entries_of_others, is_ours, write_config
 from .json_files import read_json
 
@@ -71,18 +70,13 @@ KEYS_TO_IGNORE_AT_INFERENCE = [
     "image_hidden_states",
 ]
 
-# Longer names in files are neither shown nor looked into.
-_LONGEST_NAME = 99
-
-# Fields of any configuration: a key of the whole may stand in a part, and the reverse. transformers 4 wrote the first.
+# Names of the fields of all configurations: a field of the whole may stand in a part, and the reverse. transformers 4
+# wrote the first.
 _KNOWN_NAMES = {"tie_encoder_decoder", "num_labels"}
-
-# Rotary parameters that transformers has already checked without an error.
-_ROPE_SEEN: set[str] = set()
 
 
 def as_dict(config: PreTrainedConfig) -> dict[str, Any]:
-    """Any configuration as keyword arguments, with the backends that `to_dict` leaves out."""
+    """Return any configuration as keyword arguments, with the backends that `to_dict` leaves out."""
     data = config.to_dict()
     for name in ("attn_implementation", "experts_implementation"):
         if (value := getattr(config, f"_{name}", None)) is not None:
@@ -104,15 +98,26 @@ class LlamoeBaseConfig(PreTrainedConfig):
         stock_model_type: transformers' model type of the same architecture, accepted as input.
         stock_relatives: Further model types of transformers' that are read.
         feed_forward_name: Name of the feed-forward in a decoder's layers.
+        meanings: Name to meaning of each field that is declared in this package.
     """
 
     stock_model_type: ClassVar[str] = ""
     stock_relatives: ClassVar[tuple[str, ...]] = ()
     feed_forward_name: ClassVar[str] = ""
+    meanings: ClassVar[dict[str, Meaning]] = {}
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         strict(cls)
+        # As dataclasses inherit fields.
+        inherited: dict[str, Meaning] = {}
+        for base in reversed(cls.__mro__[1:]):
+            inherited |= getattr(base, "meanings", {})
+        cls.meanings = inherited | {
+            field.name: field.metadata.get("meaning", inherited.get(field.name, Meaning()))
+            for field in fields(cls)
+            if field.name in inspect.get_annotations(cls)
+        }
         _KNOWN_NAMES.update(cls.__dataclass_fields__, cls.attribute_map)
         _report_as_value_errors(cls)
         if is_ours(cls):
@@ -128,12 +133,12 @@ class LlamoeBaseConfig(PreTrainedConfig):
         """Read a `config.json`, ours or stock; return its content in our terms and the unused arguments."""
         subfolder = kwargs.get("subfolder") or ""
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        place = Path(pretrained_model_name_or_path, subfolder)
-        if not config_dict and place.is_dir() and not (place / "adapter_config.json").is_file():
+        folder = Path(pretrained_model_name_or_path, subfolder)
+        if not config_dict and folder.is_dir() and not (folder / "adapter_config.json").is_file():
             # transformers would go on with the default configuration.
             raise CheckpointError(
-                f"{place}: no file named config.json in this folder. A folder of Meta's is converted once: "
-                f"`llamoe convert {place} OUT`."
+                f"{folder}: no file named config.json in this folder. A folder of Meta's is converted once: "
+                f"`llamoe convert {folder} OUT`."
             )
         if config_dict:
             config_dict = cls._read(config_dict) | {"model_type": cls.model_type}
@@ -182,67 +187,44 @@ class LlamoeBaseConfig(PreTrainedConfig):
             given = cls._part_of(given)
         cls._warn_of_misspelt(given)
         model_type = given.get("model_type")
-        cls._check_model_type(model_type, given.get("architectures"))
+        cls._check_model_type(model_type)
         if model_type == "mistral" and "layer_types" in given:
             # As AutoConfig reads it.
             model_type = "ministral"
             given = {**given, "model_type": model_type}
         if model_type not in (None, cls.model_type):
             given = cls._from_stock(cls._of_stock_class(CONFIG_MAPPING[model_type], given))
-        data = {}
-        for name, value in given.items():
-            check_size(cls, cls.attribute_map.get(name, name), value)
-            if re.fullmatch(r"base_model_\w+_plan", name) and not isinstance(value, (dict, NoneType)):
-                fail(cls, name, value, f"wrong type {type(value).__name__}", "a dictionary of rules")
-            if name in ("text_config", "vision_config") and not isinstance(
-                value, (dict, PreTrainedConfig, NoneType)
-            ):
-                fail(cls, name, value, f"wrong type {type(value).__name__}", "a dictionary of fields")
-            if name == "id2label" and isinstance(value, dict) and not all(map(_is_number, value)):
-                fail(
-                    cls,
-                    name,
-                    value,
-                    "has a key that is not a number",
-                    "{0: first label, 1: second label, ...}",
-                )
-            if name in ("dtype", "torch_dtype") and isinstance(value, (list, tuple, int, float)):
-                fail(cls, "dtype", value, f"wrong type {type(value).__name__}", "a name, such as 'bfloat16'")
-            if name == "auto_map" and not isinstance(value, (dict, NoneType)):
-                fail(cls, name, value, f"wrong type {type(value).__name__}", "a dictionary of Auto classes")
-            if name == "feed_forward_name" and value != cls.feed_forward_name:
-                fail(cls, name, value, "belongs to the class", repr(cls.feed_forward_name))
-            mutable = isinstance(value, (dict, list))
-            data[cls.attribute_map.get(name, name)] = copy.deepcopy(value) if mutable else value
-        # An attribute of classes, of which transformers copies the code when it saves; a file says nothing of it.
-        for name in ("_auto_class", "model_type"):
-            data.pop(name, None)
+        data = {
+            cls.attribute_map.get(name, name): copy.deepcopy(value)
+            if isinstance(value, (dict, list))
+            else value
+            for name, value in given.items()
+            # An attribute of classes, of which transformers copies the code when it saves; a file says nothing of it.
+            if name not in ("_auto_class", "model_type")
+        }
         if data.get("per_layer_config"):
             problem = "layers with fields of their own are not supported"
             fail(cls, "per_layer_config", data["per_layer_config"], problem, "leave it out")
-        if architectures := data.get("architectures"):
-            if not isinstance(architectures, (list, tuple)) or not all(
-                isinstance(name, str) for name in architectures
-            ):
-                fail(cls, "architectures", architectures, "wrong type", "a list of names of classes")
-            data["architectures"] = [ARCHITECTURES.get(name, name) for name in architectures]
+        if isinstance(architectures := data.get("architectures"), list):
+            data["architectures"] = [ARCHITECTURES.get(str(name), name) for name in architectures]
         return data
 
     @classmethod
     def _warn_of_misspelt(cls, given: Iterable[str]) -> None:
         """Warn once of each name that nearly spells a field; unknown ones are kept, as stock keeps them."""
-        names = [field.name for field in fields(cls)] + [*cls.attribute_map, "num_labels"]
-        for name, near in find_misspelt(given, _KNOWN_NAMES, names).items():
-            logger.warning_once(
-                f"{cls.__name__} has no field {name!r}, which changes nothing. Did you mean {near!r}?"
-            )
+        names = [*(field.name for field in fields(cls)), *cls.attribute_map, "num_labels"]
+        for name in given:
+            if name not in _KNOWN_NAMES and (near := nearest(name, names, alike=0.85)):
+                logger.warning_once(
+                    f"{cls.__name__} has no field {name!r}, which changes nothing. Did you mean {near!r}?"
+                )
 
     @classmethod
     def _part_of(cls, data: dict[str, Any]) -> dict[str, Any]:
         """This class's part of a multimodal configuration, with the fields that the whole defines for all parts."""
         whole = data.get("model_type")
         if whole is not None and whole not in _COMPOSITE_TYPES:
-            cls._check_model_type(whole, data.get("architectures"))
+            cls._check_model_type(whole)
         part = data[cls.base_config_key]
         part = as_dict(part) if isinstance(part, PreTrainedConfig) else dict(part)
         if whole == "llama4":
@@ -274,7 +256,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
         for name in foreign:
             if given[name] not in (None, ours.get(name)):
                 logger.warning_once(
-                    f"{name} = {reprlib.repr(given[name])} of this {stock.model_type} configuration is left out: "
+                    f"{name} = {given[name]!r} of this {stock.model_type} configuration is left out: "
                     f"transformers' {stock.__name__} has no such field and computes without it."
                 )
         defaults = {name: value for name, value in theirs.items() if value != ours.get(name, value)}
@@ -284,30 +266,34 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
     @classmethod
     def _from_stock(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Correct fields that the stock class has, but does not read; `data` has stock's model type."""
+        """Set the fields that the stock class has, but ignores, to what it computes with."""
+        for name, meaning in cls.meanings.items():
+            computed = cls.__dataclass_fields__[name].default
+            if meaning.stock == "ignored" and data.get(name, computed) != computed:
+                logger.warning(
+                    f"{name} = {data[name]!r} of this {data['model_type']} configuration is set to {computed!r}: "
+                    f"transformers ignores the field, so that is what its weights were run with."
+                )
+                data[name] = computed
         return data
 
     @classmethod
-    def _check_model_type(cls, model_type: Any, architectures: Any = None) -> None:
-        """Refuse a model type that this class does not read, and name what does; None passes.
-
-        `architectures` is what config.json says of the model's class, unchecked.
-        """
-        accepted = cls._model_types()
-        if model_type is None or model_type in accepted:
+    def _check_model_type(cls, model_type: Any) -> None:
+        """Refuse a model type that this class does not read, and name what does; None passes."""
+        if model_type is None or model_type in cls._model_types():
             return
-        readers = []
-        if isinstance(model_type, str) and model_type in READERS:
-            readers.append(f"{READERS[model_type].__name__} reads {model_type!r}")
-        if isinstance(architectures, (list, tuple)) and architectures and isinstance(architectures[0], str):
-            name = ARCHITECTURES.get(architectures[0], architectures[0])
-            readers.append(f"the model's class is {name[:_LONGEST_NAME]}")
-        valid = enumerate_words(map(repr, accepted)) + (f" ({', and '.join(readers)})" if readers else "")
+        reader = READERS.get(model_type) if isinstance(model_type, str) else None
+        hint = f" ({reader.__name__} reads {model_type!r})" if reader else ""
+        valid = enumerate_words(map(repr, cls._model_types())) + hint
         fail(cls, "model_type", model_type, f"{cls.__name__} does not read this model type", valid)
 
     def stock_type(self) -> str:
         """Transformers' model type that computes what this configuration says."""
         return self.stock_model_type
+
+    def parts(self) -> set[str]:
+        """The parts that the model has, of those that fields belong to."""
+        return set()
 
     def to_dict(self) -> dict[str, Any]:
         """The fields; of `auto_map` only entries of others.
@@ -345,22 +331,24 @@ class LlamoeBaseConfig(PreTrainedConfig):
         return 0
 
     def validate_rope(self) -> None:
-        """Check the rotary embedding: a type that transformers knows, with the parameters of that type."""
-        if not getattr(self, "rope_parameters", None) or not self._rotary_multiple():
+        """Check the rotary embedding: what transformers would not, and what it does for its type."""
+        rope, multiple = getattr(self, "rope_parameters", None), self._rotary_multiple()
+        if not rope or not multiple:
             return
-        check_rope_parameters(self, self._rotary_multiple())
-        # transformers warns of unusual values at every check.
-        seen = repr((self.rope_parameters, self.head_dim, getattr(self, "max_position_embeddings", None)))
-        if seen in _ROPE_SEEN:
-            return
-        try:
-            with _without_warning_of_equal_factors():
-                super().validate_rope()
-            _ROPE_SEEN.add(seen)
-        except KeyError as error:
-            problem = str(error.args[0]) if error.args else "a key is missing"
-            valid = "all the keys that this rope_type needs"
-            fail(self, "rope_parameters", self.rope_parameters, problem, valid)
+        theta, factor = rope.get("rope_theta"), rope.get("partial_rotary_factor")
+        if not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
+            fail(self, "rope_parameters['rope_theta']", theta, "must be positive", "a number such as 10000.0")
+        if self.head_dim % multiple:
+            problem = "rotary embedding turns channels in pairs, for a picture of rows and of columns"
+            fail(self, "head_dim", self.head_dim, problem, f"a multiple of {multiple}")
+        if rope.get("rope_type") != "proportional" and factor not in (None, 1):
+            valid = "1.0, or rope_type 'proportional'"
+            fail(self, "rope_parameters['partial_rotary_factor']", factor, "the whole head is rotated", valid)
+        # Scout is published with equal factors, of which transformers warns each time: no frequency lies between those
+        # that are scaled and the others.
+        low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
+        if rope.get("rope_type") != "llama3" or low is None or low != high:
+            super().validate_rope()
 
     def _equals(self, other: Any) -> bool:
         """Compare class and content, ignoring a configuration's source and the release that wrote it."""
@@ -398,25 +386,6 @@ def unreadable_as_value_error(config_class: type) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _without_warning_of_equal_factors() -> Iterator[None]:
-    """Inside, let transformers accept in silence that high_freq_factor is low_freq_factor, as Scout is published.
-
-    It means that no frequency lies between those which are scaled and those which are not.
-    """
-
-    def is_told(record: logging_of_python.LogRecord) -> bool:
-        match = re.search(r"got high_freq_factor=(\S+) and low_freq_factor=(\S+)", record.getMessage())
-        return match is None or match[1] != match[2]
-
-    checker = logging_of_python.getLogger("transformers.modeling_rope_utils")
-    checker.addFilter(is_told)
-    try:
-        yield
-    finally:
-        checker.removeFilter(is_told)
-
-
 def _report_as_value_errors(cls: Any) -> None:
     """Wrap the methods that `strict` made for a class in our reading of arguments and our error messages."""
     strict_init, strict_setattr, strict_validate = cls.__init__, cls.__setattr__, cls.validate
@@ -430,10 +399,12 @@ def _report_as_value_errors(cls: Any) -> None:
         if name == "model_type":
             cls._check_model_type(value)
             return
-        check_size(self, name, value)
         field = cls.__dataclass_fields__.get(name)
         if field is not None:
             value = _coerce(value, field.type)
+        # Not again for the base classes, whose wrappers are called in turn.
+        if type(self) is cls and name in cls.meanings:
+            cls.meanings[name].check(self, name, value)
         try:
             strict_setattr(self, name, value)
         except StrictDataclassFieldValidationError:
@@ -444,10 +415,11 @@ def _report_as_value_errors(cls: Any) -> None:
         """Check the fields against each other; `ValueError` for the first contradiction."""
         try:
             strict_validate(self)
-        except StrictDataclassClassValidationError as error:
-            if isinstance(error.__cause__, ConfigurationError):
-                raise error.__cause__ from None
-            raise ConfigurationError(f"{type(self).__name__}: {error.__cause__}") from None
+        except (StrictDataclassClassValidationError, KeyError) as error:
+            cause = error.__cause__ or error
+            if isinstance(cause, ConfigurationError):
+                raise cause from None
+            raise ConfigurationError(f"{type(self).__name__}: {cause}") from None
 
     # `strict` refuses to decorate a subclass if a base class's `validate` is not its own.
     validate.__is_defined_by_strict_decorator__ = True
@@ -465,7 +437,3 @@ def _coerce(value: Any, annotation: Any) -> Any:
     if list in origins and tuple not in origins and isinstance(value, (tuple, range)):
         return list(value)
     return value
-
-
-def _is_number(key: Any) -> bool:
-    return isinstance(key, int) or (isinstance(key, str) and key.isdecimal())

@@ -12,18 +12,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .base import KEYS_TO_IGNORE_AT_INFERENCE, LlamoeBaseConfig
-from .checks import (
-    LAYER_TYPES,
-    check_heads,
-    check_layer_types,
-    check_local_size,
-    check_not_negative,
-    check_positive,
-    check_probability,
-    derive_head_dim,
-    fail,
-)
+from .checks import enumerate_words, fail
+from .fields import field
 from .parallel import DECODER_FSDP, DECODER_PP, DENSE_TP
+
+# Kinds of layers, for which transformers has keys in other models' rope_parameters.
+LAYER_TYPES = ("full_attention", "chunked_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
@@ -51,16 +45,54 @@ class LayerPlan:
 
 
 class DecoderConfig(LlamoeBaseConfig):
-    """Checks that all decoders share; the subclasses declare the fields."""
+    """The fields and checks that all decoders share; `LlamoeDenseConfig` says what the fields mean."""
 
     keys_to_ignore_at_inference = KEYS_TO_IGNORE_AT_INFERENCE
     base_model_pp_plan = DECODER_PP
     base_model_fsdp_plan = DECODER_FSDP
     moe_layers: ClassVar[Any] = ()
+    # Kind of attention with a limited view, and the field that limits it.
+    local_attention: ClassVar[tuple[str, str]]
+
+    vocab_size: int = field(32000, "structure", least=1)
+    hidden_size: int = field(4096, "structure", least=1)
+    intermediate_size: int = field(11008, "structure", least=1)
+    num_hidden_layers: int = field(32, "structure", least=1, most=4096)
+    num_attention_heads: int = field(32, "structure", least=1)
+    num_key_value_heads: int | None = field(None, "structure", least=1)
+    head_dim: int | None = field(None, "structure", least=1)
+    hidden_act: str = field("silu", "function")
+    max_position_embeddings: int = field(2048, "none", least=1)
+    initializer_range: float = field(0.02, "none", least=0)
+    rms_norm_eps: float = field(1e-6, "function", least=0)
+    use_cache: bool = field(True, "none")
+    pad_token_id: int | None = field(None, "none")
+    bos_token_id: int | None = field(1, "none")
+    eos_token_id: int | list[int] | None = field(2, "none")
+    tie_word_embeddings: bool = field(False, "none")
+    rope_parameters: dict | None = field(None, "function", part="rotation")
+    rope_interleave: bool = field(False, "structure", part="rotation")
+    attention_dropout: float | None = field(0.0, "training", least=0, below=1)
+    skip_logits: bool | str = field(False, "training")
 
     def attention_types(self) -> list[str]:
         """The kind of attention of each layer, as the fields say now."""
         return self.layer_types or []
+
+    def parts(self) -> set[str]:
+        """The parts that the layers have, of those that fields belong to."""
+        plans = [self.layer_plan(layer_idx) for layer_idx in range(self.num_hidden_layers)]
+        has = {
+            "dense layers": not all(plan.is_moe for plan in plans),
+            "experts": any(plan.is_moe for plan in plans),
+            "router": any(plan.is_moe for plan in plans),
+            "window": any(plan.attention_type == "sliding_attention" for plan in plans),
+            "chunks": any(plan.attention_type == "chunked_attention" for plan in plans),
+            "rotation": any(plan.use_rope for plan in plans),
+            "layers without rotation": not all(plan.use_rope for plan in plans),
+            "temperature tuning": any(plan.use_temperature_tuning for plan in plans),
+        }
+        return {name for name, is_there in has.items() if is_there}
 
     def _check_layer_idx(self, layer_idx: int) -> None:
         if not 0 <= layer_idx < self.num_hidden_layers:
@@ -69,10 +101,20 @@ class DecoderConfig(LlamoeBaseConfig):
 
     def __post_init__(self, **kwargs):
         """Fill the fields that follow from others."""
+        hidden, heads = self.hidden_size, self.num_attention_heads
         if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
+            self.num_key_value_heads = heads
         if self.head_dim is None:
-            self.head_dim = derive_head_dim(self)
+            if hidden % heads:
+                problem = f"must be a multiple of num_attention_heads = {heads} when head_dim is not given"
+                fail(
+                    self,
+                    "hidden_size",
+                    hidden,
+                    problem,
+                    f"a multiple of {heads}, or any size with head_dim set",
+                )
+            self.head_dim = hidden // heads
         kinds = [key for key in self.rope_parameters or () if key in LAYER_TYPES]
         if kinds:
             problem = "one rotary embedding serves all layers"
@@ -81,23 +123,41 @@ class DecoderConfig(LlamoeBaseConfig):
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
-        """Check sizes and heads."""
-        check_positive(
-            self, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-            "num_key_value_heads", "head_dim", "max_position_embeddings",
-        )  # fmt: skip
-        check_heads(self)
-        check_probability(self, "attention_dropout")
-        check_not_negative(self, "initializer_range", "rms_norm_eps")
+        """Check the fields against each other."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if heads % kv_heads:
+            problem = f"must divide num_attention_heads = {heads}"
+            valid = enumerate_words(n for n in range(1, heads + 1) if heads % n == 0)
+            fail(self, "num_key_value_heads", kv_heads, problem, valid)
         if self.skip_logits not in (False, True, "always"):
             problem = "no such choice of passes that compute the loss alone"
             fail(self, "skip_logits", self.skip_logits, problem, '"always", True (in training), or False')
 
     def validate_layer_type(self) -> None:
-        """Leave out what lists say of layers past the last, as stock does; the number may have been made smaller."""
+        """Check the kinds of attention, without what lists say of layers past the last, as stock does.
+
+        The number of layers may have been made smaller.
+        """
         for name in ("layer_types", "no_rope_layers"):
             if entries := getattr(self, name, None):
                 setattr(self, name, entries[: self.num_hidden_layers])
+        local, size = self.local_attention
+        if local in self.attention_types() and (getattr(self, size) or 0) < 1:
+            valid = "a number of tokens; or make all layer_types full_attention"
+            fail(self, size, getattr(self, size), f"must be positive in layers of {local}", valid)
+        if self.layer_types is None:
+            return
+        self._check_entries("layer_types")
+        for idx, kind in enumerate(self.layer_types):
+            if kind not in ("full_attention", local):
+                valid = f"'full_attention' or {local!r}"
+                fail(self, f"layer_types[{idx}]", kind, "unknown kind of attention", valid)
+
+    def _check_entries(self, name: str) -> None:
+        value, count = getattr(self, name), self.num_hidden_layers
+        if len(value) != count:
+            problem = f"has {len(value)} entries for num_hidden_layers = {count}"
+            fail(self, name, value, problem, f"a list of {count}, or None to derive it")
 
     def _rotary_multiple(self) -> int:
         return 2
@@ -106,9 +166,13 @@ class DecoderConfig(LlamoeBaseConfig):
 class WindowedConfig(DecoderConfig):
     """A decoder with full attention, or with a window in all or some layers."""
 
+    local_attention = ("sliding_attention", "sliding_window")
+
+    sliding_window: int | None = field(None, "function", part="window", stock="model type")
+    layer_types: list[str] | None = field(None, "function", part="window", stock="model type")
+
     def __post_init__(self, **kwargs):
         """Fill the fields that follow from others."""
-        check_positive(self, "num_hidden_layers")
         count = self.num_hidden_layers
         if (
             self.sliding_window is not None
@@ -116,8 +180,6 @@ class WindowedConfig(DecoderConfig):
         ):
             # As Mistral has it: then the window alone says what layers do, and more layers have it, too.
             self.layer_types = None
-        if self.layer_types is None:
-            check_positive(self, "sliding_window")
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -127,13 +189,6 @@ class WindowedConfig(DecoderConfig):
         if "sliding_window" in overrides and len(set(data.get("layer_types") or ())) < 2:
             data["layer_types"] = overrides.get("layer_types")
         return data
-
-    def validate_layer_type(self) -> None:
-        """Check the kinds of attention."""
-        super().validate_layer_type()
-        if self.layer_types is not None:
-            check_layer_types(self, "sliding_attention")
-            check_local_size(self, "sliding_attention", "sliding_window")
 
     def attention_types(self) -> list[str]:
         """The kind of attention of each layer, as the fields say now: without a list, a window is every layer's."""
@@ -200,33 +255,10 @@ class LlamoeDenseConfig(WindowedConfig):
     feed_forward_name: ClassVar[str] = "mlp"
     base_model_tp_plan = DENSE_TP
 
-    vocab_size: int = 32000
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    hidden_act: str = "silu"
-    max_position_embeddings: int = 2048
-    initializer_range: float = 0.02
-    rms_norm_eps: float = 1e-6
-    use_cache: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = 1
-    eos_token_id: int | list[int] | None = 2
-    pretraining_tp: int | None = 1
-    tie_word_embeddings: bool = False
-    rope_parameters: dict | None = None
-    attention_bias: bool = False
-    attention_dropout: float | None = 0.0
-    mlp_bias: bool = False
-    head_dim: int | None = None
-
-    sliding_window: int | None = None
-    layer_types: list[str] | None = None
-    rope_interleave: bool = False
-    skip_logits: bool | str = False
-    read_from: str | None = None
+    pretraining_tp: int | None = field(1, "none")
+    attention_bias: bool = field(False, "structure")
+    mlp_bias: bool = field(False, "structure")
+    read_from: str | None = field(None, "none")
 
     @classmethod
     def _from_stock(cls, data):

@@ -6,6 +6,7 @@ the next pass, and a plan must leave room for it.
 """
 
 from .base import LlamoeBaseConfig
+from .sizes import count_of
 
 _DEFAULT_CONTEXT = 8192
 
@@ -25,18 +26,13 @@ def cache_tokens(config: LlamoeBaseConfig, context: int, piece: int = 1) -> list
     """
     text = config.get_text_config()
     for name, value, most in (("context", context, text.max_position_embeddings), ("piece", piece, context)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        if count_of(name, value) > most:
             raise ValueError(f"{name} = {value!r}: should be tokens, from 1 to {most}")
-    kinds = [text.layer_plan(layer_idx).attention_type for layer_idx in range(text.num_hidden_layers)]
-    local = {
-        kind: getattr(text, field)
-        for kind, field in (
-            ("chunked_attention", "attention_chunk_size"),
-            ("sliding_attention", "sliding_window"),
-        )
-        if kind in kinds
-    }
-    return [min(context - piece, local[kind] - 1) + piece if kind in local else context for kind in kinds]
+    local, size = text.local_attention
+    return [
+        min(context - piece, getattr(text, size) - 1) + piece if kind == local else context
+        for kind in text.attention_types()
+    ]
 
 
 def cache_bytes(
@@ -49,8 +45,8 @@ def cache_bytes(
         batch_size: Rows.
         element_size: Bytes of a number: 2 in bfloat16.
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size = {batch_size!r}: should be rows, 1 or more")
     text = config.get_text_config()
-    of_a_token = 2 * text.num_key_value_heads * text.head_dim * element_size * batch_size
+    of_a_token = (
+        2 * text.num_key_value_heads * text.head_dim * element_size * count_of("batch_size", batch_size)
+    )
     return [of_a_token * tokens for tokens in cache_tokens(config, context, piece)]

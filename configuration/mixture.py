@@ -9,19 +9,11 @@ Transformer (Fedus et al., 2021, arXiv:2101.03961) for the load-balancing loss a
 al., 2022, arXiv:2202.08906) for the z-loss, Wang et al. (2024, arXiv:2408.15664) for the bias that balances.
 """
 
-import math
 from typing import ClassVar
 
-from .checks import (
-    check_layer_lists,
-    check_layer_types,
-    check_local_size,
-    check_not_negative,
-    check_positive,
-    check_probability,
-    fail,
-)
+from .checks import fail
 from .decoder import DecoderConfig, LayerPlan, WindowedConfig
+from .fields import field
 from .parallel import MIXTRAL_EP, MIXTRAL_TP, TEXT_EP, TEXT_TP
 
 
@@ -53,7 +45,6 @@ class MixtureConfig(DecoderConfig):
         router_balancing: "bias" adds a bias to the router's logits where experts are chosen, and only there; training
             moves it until the experts share the tokens (`llamoe.watch_routers`). None: no bias.
         output_expert_load: Whether the outputs count the tokens that chose each expert.
-        skip_logits: As in `LlamoeDenseConfig`.
     """
 
     attribute_map: ClassVar[dict[str, str]] = {"num_experts": "num_local_experts"}
@@ -62,35 +53,29 @@ class MixtureConfig(DecoderConfig):
     router_jitter_reaches_experts: ClassVar[bool]
     pools_router_losses: ClassVar[bool]
 
-    num_experts_per_tok: int = 1
-    num_local_experts: int = 16
-    output_router_logits: bool = False
-    router_aux_loss_coef: float = 0.001
-    router_jitter_noise: float = 0.0
+    num_experts_per_tok: int = field(1, "structure", part="experts", least=0)
+    num_local_experts: int = field(16, "structure", part="experts", least=0)
+    output_router_logits: bool = field(False, "training")
+    router_aux_loss_coef: float = field(0.001, "training", least=0)
+    router_jitter_noise: float = field(0.0, "training", least=0, below=1)
 
-    router_score_function: str = "softmax"
-    router_pre_softmax: bool = False
-    norm_topk_prob: bool = False
-    apply_router_weight_on_input: bool = False
-    use_shared_expert: bool = False
-    router_z_loss_coef: float = 0.0
-    router_dropout: float = 0.0
-    expert_capacity_factor: float | None = None
-    router_balancing: str | None = None
-    output_expert_load: bool = False
-    skip_logits: bool | str = False
+    router_score_function: str = field("softmax", "structure", part="router")
+    router_pre_softmax: bool = field(False, "structure", part="router")
+    norm_topk_prob: bool = field(False, "structure", part="router")
+    apply_router_weight_on_input: bool = field(False, "structure", part="router")
+    use_shared_expert: bool = field(False, "structure", part="router")
+    router_z_loss_coef: float = field(0.0, "training", least=0)
+    router_dropout: float = field(0.0, "training", least=0, below=1)
+    expert_capacity_factor: float | None = field(None, "training", least=1e-6)
+    router_balancing: str | None = field(None, "structure", part="router")
+    output_expert_load: bool = field(False, "training")
 
     def validate_architecture(self) -> None:
-        """Check sizes, heads and the mixture."""
+        """Check heads and the mixture."""
         super().validate_architecture()
-        check_experts = check_positive if self.moe_layers else check_not_negative
-        check_experts(self, "num_local_experts", "num_experts_per_tok")
-        if self.moe_layers and self.num_experts_per_tok > self.num_local_experts:
-            problem = f"more than num_local_experts = {self.num_local_experts}"
-            valid = f"1 to {self.num_local_experts}"
-            fail(self, "num_experts_per_tok", self.num_experts_per_tok, problem, valid)
-        check_probability(self, "router_dropout", "router_jitter_noise")
-        check_not_negative(self, "router_aux_loss_coef", "router_z_loss_coef")
+        chosen, experts = self.num_experts_per_tok, self.num_local_experts
+        if self.moe_layers and not 1 <= chosen <= experts:
+            fail(self, "num_experts_per_tok", chosen, f"of num_local_experts = {experts}", f"1 to {experts}")
         if self.router_score_function not in ("sigmoid", "softmax"):
             problem = "no such function of a router's logits"
             fail(self, "router_score_function", self.router_score_function, problem, '"sigmoid" or "softmax"')
@@ -100,10 +85,6 @@ class MixtureConfig(DecoderConfig):
         if self.router_balancing not in (None, "bias"):
             problem = "no such way to balance without a loss"
             fail(self, "router_balancing", self.router_balancing, problem, '"bias" or None')
-        factor = self.expert_capacity_factor
-        if factor is not None and not 0 < factor < math.inf:
-            valid = "a number above 0, or None for no limit"
-            fail(self, "expert_capacity_factor", factor, "must be positive and finite", valid)
 
 
 class LlamoeTextConfig(MixtureConfig):
@@ -147,53 +128,38 @@ class LlamoeTextConfig(MixtureConfig):
     pools_router_losses = False
     default_theta = 500000.0
 
+    local_attention = ("chunked_attention", "attention_chunk_size")
+
     vocab_size: int = 202048
     hidden_size: int = 5120
-    intermediate_size: int = 8192
-    intermediate_size_mlp: int = 16384
+    intermediate_size: int = field(8192, "structure", part="experts", least=1)
+    intermediate_size_mlp: int = field(16384, "structure", part="dense layers", least=1)
     num_hidden_layers: int = 48
     num_attention_heads: int = 40
     num_key_value_heads: int | None = 8
     head_dim: int | None = 128
-    hidden_act: str = "silu"
     max_position_embeddings: int = 131072
-    initializer_range: float = 0.02
     rms_norm_eps: float = 1e-5
-    use_cache: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = 1
-    eos_token_id: int | list[int] | None = 2
-    tie_word_embeddings: bool = False
-    attention_dropout: float = 0.0
-    num_experts_per_tok: int = 1
-    num_local_experts: int = 16
-    moe_layers: list[int] | None = None
-    interleave_moe_layer_step: int = 1
-    use_qk_norm: bool = True
-    rope_parameters: dict | None = None
-    no_rope_layers: list[int] | None = None
-    no_rope_layer_interval: int | None = 4
-    attention_chunk_size: int | None = 8192
-    layer_types: list[str] | None = None
-    attn_temperature_tuning: bool | int = True
-    floor_scale: int = 8192
-    attn_scale: float = 0.1
-    attention_bias: bool = False
+    moe_layers: list[int] | None = field(None, "structure")
+    interleave_moe_layer_step: int = field(1, "none", least=0)
+    use_qk_norm: bool = field(True, "function", part="rotation")
+    no_rope_layers: list[int] | None = field(None, "function")
+    no_rope_layer_interval: int | None = field(4, "none", least=0)
+    attention_chunk_size: int | None = field(8192, "function", part="chunks", least=0)
+    layer_types: list[str] | None = field(None, "function")
+    attn_temperature_tuning: bool | int = field(True, "function", part="layers without rotation")
+    floor_scale: int = field(8192, "function", part="temperature tuning", least=1)
+    attn_scale: float = field(0.1, "function", part="temperature tuning", least=0)
+    attention_bias: bool = field(False, "structure")
 
     rope_interleave: bool = True
-    mlp_bias: bool = False
+    mlp_bias: bool = field(False, "structure")
     router_score_function: str = "sigmoid"
-    router_pre_softmax: bool = False
-    norm_topk_prob: bool = False
     apply_router_weight_on_input: bool = True
     use_shared_expert: bool = True
 
     def __post_init__(self, **kwargs):
         """Fill the fields that follow from others, those of each layer included."""
-        check_positive(self, "num_hidden_layers")
-        check_not_negative(
-            self, "interleave_moe_layer_step", "no_rope_layer_interval", "attention_chunk_size"
-        )
         count, step = self.num_hidden_layers, self.interleave_moe_layer_step
         if not self.no_rope_layers:
             interval = self.no_rope_layer_interval
@@ -226,19 +192,14 @@ class LlamoeTextConfig(MixtureConfig):
             intermediate_size=self.intermediate_size if is_moe else self.intermediate_size_mlp,
         )
 
-    def validate_architecture(self) -> None:
-        """Check sizes, heads and the mixture."""
-        super().validate_architecture()
-        check_positive(self, "intermediate_size_mlp", "floor_scale")
-        check_not_negative(self, "attn_scale")
-
     def validate_layer_type(self) -> None:
         """Check the lists that say something of layers."""
         super().validate_layer_type()
-        self.moe_layers = [idx for idx in self.moe_layers or () if idx < self.num_hidden_layers]
-        check_layer_lists(self)
-        check_layer_types(self, "chunked_attention")
-        check_local_size(self, "chunked_attention", "attention_chunk_size")
+        self._check_entries("no_rope_layers")
+        count = self.num_hidden_layers
+        self.moe_layers = [idx for idx in self.moe_layers or () if idx < count]
+        if len(set(self.moe_layers)) < len(self.moe_layers) or min(self.moe_layers, default=0) < 0:
+            fail(self, "moe_layers", self.moe_layers, "names layers", f"each layer of 0 to {count - 1} once")
 
     def _rotary_multiple(self) -> int:
         return 2 if any(self.no_rope_layers) else 0
@@ -270,31 +231,13 @@ class LlamoeMixtralConfig(MixtureConfig, WindowedConfig):
     attention_bias: ClassVar[bool] = False
     mlp_bias: ClassVar[bool] = False
 
-    vocab_size: int = 32000
-    hidden_size: int = 4096
     intermediate_size: int = 14336
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
     num_key_value_heads: int | None = 8
-    head_dim: int | None = None
-    hidden_act: str = "silu"
     max_position_embeddings: int = 131072
-    initializer_range: float = 0.02
     rms_norm_eps: float = 1e-5
-    use_cache: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = 1
-    eos_token_id: int | list[int] | None = 2
-    tie_word_embeddings: bool = False
-    sliding_window: int | None = None
-    attention_dropout: float = 0.0
     num_experts_per_tok: int = 2
     num_local_experts: int = 8
-    rope_parameters: dict | None = None
 
-    layer_types: list[str] | None = None
-    rope_interleave: bool = False
-    router_score_function: str = "softmax"
     router_pre_softmax: bool = True
     norm_topk_prob: bool = True
 

@@ -11,12 +11,10 @@ from transformers import PreTrainedConfig
 
 from .base import KEYS_TO_IGNORE_AT_INFERENCE, LlamoeBaseConfig, as_dict, logger
 from .checks import fail
+from .fields import field
 from .mixture import LlamoeTextConfig
 from .vision import LlamoeVisionConfig
 
-_TEXT_FIELDS = (
-    "output_router_logits", "output_expert_load", "router_aux_loss_coef", "router_z_loss_coef", "skip_logits",
-)  # fmt: skip
 _LABELS = ("id2label", "label2id", "problem_type")
 
 
@@ -56,17 +54,21 @@ class LlamoeConfig(LlamoeBaseConfig):
         vision_config: LlamoeVisionConfig
         text_config: LlamoeTextConfig
     else:
-        vision_config: dict | PreTrainedConfig | None = None
-        text_config: dict | PreTrainedConfig | None = None
-    boi_token_index: int = 200080
-    eoi_token_index: int = 200081
-    image_token_index: int = 200092
-    tie_word_embeddings: bool = False
+        vision_config: dict | PreTrainedConfig | None = field(None, "structure")
+        text_config: dict | PreTrainedConfig | None = field(None, "structure")
+    boi_token_index: int = field(200080, "none")
+    eoi_token_index: int = field(200081, "none")
+    image_token_index: int = field(200092, "none")
+    tie_word_embeddings: bool = field(False, "none")
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
         """Build a configuration as `LlamoeBaseConfig.from_dict` does; fields of training go to its text part."""
-        passed_on = {name: kwargs.pop(name) for name in _TEXT_FIELDS if name in kwargs}
+        text, vision = LlamoeTextConfig.meanings, LlamoeVisionConfig.meanings
+        of_training = [
+            name for name, meaning in text.items() if meaning.effect == "training" and name not in vision
+        ]
+        passed_on = {name: kwargs.pop(name) for name in of_training if name in kwargs}
         if passed_on and isinstance(kwargs.get("text_config", {}), dict):
             kwargs["text_config"] = {**passed_on, **kwargs.get("text_config", {})}
         return super().from_dict(config_dict, **kwargs)
@@ -123,6 +125,8 @@ class LlamoeConfig(LlamoeBaseConfig):
         is not a part of `validate`; a model's constructor calls it.
         """
         vision, text = self.vision_config, self.text_config
+        # Fields may have been assigned since.
+        vision.validate()
         if not vision.use_adapter:
             problem = "the projector reads what the adapter makes"
             fail(self, "vision_config.use_adapter", False, problem, "True, or the tower by itself")
@@ -130,10 +134,6 @@ class LlamoeConfig(LlamoeBaseConfig):
             problem = f"differs from vision_config.projector_output_dim = {vision.projector_output_dim}"
             valid = f"{vision.projector_output_dim} (or change both)"
             fail(self, "vision_config.vision_output_dim", vision.vision_output_dim, problem, valid)
-        strategy = vision.vision_feature_select_strategy
-        if strategy != "default":
-            problem = "a class token has no place among image tokens"
-            fail(self, "vision_config.vision_feature_select_strategy", strategy, problem, "'default'")
         if not 0 <= self.image_token_index < text.vocab_size:
             # No error: stock runs such a model on texts without images.
             logger.warning(

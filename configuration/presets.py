@@ -6,17 +6,16 @@ differ in `max_position_embeddings`, 10485760 for Scout and 1048576 for Maverick
 `params.json` files of Mistral 7B (arXiv:2310.06825) and Mixtral (arXiv:2401.04088), base and instruction-tuned alike;
 open_clip's configurations of the MetaCLIP towers.
 
-MetaCLIP's activation belongs to the weights, not to the shape: QuickGELU in the first release and in MetaCLIP
-2's ViT-H at 224 pixels, GELU in the "altogether" ViT-H and the rest of MetaCLIP 2.
+MetaCLIP's activation belongs to the weights, not to the shape: the presets have QuickGELU, as the first release and
+MetaCLIP 2's ViT-H at 224 pixels. The "altogether" ViT-H and the rest of MetaCLIP 2 have GELU.
 """
 
-import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from .base import READERS, LlamoeBaseConfig
-from .checks import enumerate_words
+from .checks import enumerate_words, nearest
 
 
 def _dense(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, **more: Any) -> dict[str, Any]:
@@ -63,28 +62,12 @@ def _scaled_rope(factor: float, high_freq_factor: float) -> dict[str, Any]:
 
 
 def _llama_4(text: dict[str, Any]) -> dict[str, Any]:
+    """Fields that differ from the classes' defaults, which are Scout's in the decoder."""
     return {
         "model_type": "llamoe",
-        "boi_token_index": 200080,
-        "eoi_token_index": 200081,
-        "image_token_index": 200092,
         "text_config": {
-            "vocab_size": 202048,
             "hidden_size": 5120,
-            "intermediate_size": 8192,
-            "intermediate_size_mlp": 16384,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-5,
             "max_position_embeddings": 262144,
-            "num_experts_per_tok": 1,
-            "no_rope_layer_interval": 4,
-            "attention_chunk_size": 8192,
-            "attn_temperature_tuning": True,
-            "floor_scale": 8192,
-            "attn_scale": 0.1,
             "bos_token_id": 200000,
             "eos_token_id": [200001, 200007, 200008],
             "pad_token_id": 200018,
@@ -92,37 +75,23 @@ def _llama_4(text: dict[str, Any]) -> dict[str, Any]:
         },
         "vision_config": {
             "hidden_size": 1408,
-            "num_hidden_layers": 34,
-            "num_attention_heads": 16,
-            "intermediate_size": 5632,
             "image_size": 336,
-            "patch_size": 14,
             "vision_output_dim": 4096,
-            "projector_input_dim": 4096,
-            "projector_output_dim": 4096,
-            "pixel_shuffle_ratio": 0.5,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     }
 
 
-def _metaclip(size: str, act: str = "quick_gelu", image_size: int = 224) -> dict[str, Any]:
-    patch, layers, width, heads, inner, joint = {
-        "b32": (32, 12, 768, 12, 3072, 512),
-        "b16": (16, 12, 768, 12, 3072, 512),
-        "l14": (14, 24, 1024, 16, 4096, 768),
-        "h14": (14, 32, 1280, 16, 5120, 1024),
-        "g14": (14, 48, 1664, 16, 8192, 1280),
-    }[size]
+def _metaclip(patch: int, layers: int, width: int, heads: int, inner: int, joint: int) -> dict[str, Any]:
     return {
         "model_type": "llamoe_vision",
         "hidden_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "intermediate_size": inner,
-        "image_size": image_size,
+        "image_size": 224,
         "patch_size": patch,
-        "hidden_act": act,
+        "hidden_act": "quick_gelu",
         "norm_eps": 1e-5,
         "use_rope": False,
         "use_adapter": False,
@@ -133,12 +102,7 @@ def _metaclip(size: str, act: str = "quick_gelu", image_size: int = 224) -> dict
 
 _LLAMA_2 = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
 _LLAMA_31 = {"max_position_embeddings": 131072, "rope_parameters": _scaled_rope(8.0, 4.0)}
-_SCOUT = {
-    "num_local_experts": 16,
-    "interleave_moe_layer_step": 1,
-    "use_qk_norm": True,
-    "rope_parameters": _scaled_rope(16.0, 1.0),
-}
+_SCOUT = {"rope_parameters": _scaled_rope(16.0, 1.0)}
 _MAVERICK = {
     "num_local_experts": 128,
     "interleave_moe_layer_step": 2,
@@ -166,27 +130,19 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "mixtral-8x22b": _mixtral(6144, 56, 48, 8, 16384, max_position_embeddings=65536),
         "llama-4-scout": _llama_4(_SCOUT),
         "llama-4-maverick": _llama_4(_MAVERICK),
-        "metaclip-b32": _metaclip("b32"),
-        "metaclip-b16": _metaclip("b16"),
-        "metaclip-l14": _metaclip("l14"),
-        "metaclip-h14": _metaclip("h14"),
-        "metaclip-h14-altogether": _metaclip("h14", act="gelu"),
-        "metaclip-g14": _metaclip("g14"),
-        "metaclip-2-h14": _metaclip("h14"),
-        "metaclip-2-h14-378": _metaclip("h14", act="gelu", image_size=378),
-        "metaclip-2-g14": _metaclip("g14", act="gelu"),
-        "metaclip-2-g14-378": _metaclip("g14", act="gelu", image_size=378),
+        "metaclip-b32": _metaclip(32, 12, 768, 12, 3072, 512),
+        "metaclip-b16": _metaclip(16, 12, 768, 12, 3072, 512),
+        "metaclip-l14": _metaclip(14, 24, 1024, 16, 4096, 768),
+        "metaclip-h14": _metaclip(14, 32, 1280, 16, 5120, 1024),
+        "metaclip-g14": _metaclip(14, 48, 1664, 16, 8192, 1280),
     }
 )
 """Name to model type and fields; read-only at the top level, and `preset` copies them."""
-# Finding what a name may mean takes time with the square of its length.
-_LONGEST_NAME = 99
 
 
 def nearest_preset(name: Any) -> str | None:
-    """The name of a preset that was nearly spelt."""
-    near = difflib.get_close_matches(str(name).lower()[:_LONGEST_NAME], PRESETS, n=1, cutoff=0.7)
-    return near[0] if near else None
+    """Return the name of a preset that was nearly spelt."""
+    return nearest(str(name), PRESETS, alike=0.7)
 
 
 def preset(name: str, **overrides: Any) -> LlamoeBaseConfig:

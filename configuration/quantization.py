@@ -85,44 +85,36 @@ class QuantizationConfig(QuantizationConfigMixin):
         return fields
 
     def _check(self, unknown: dict[str, Any]) -> None:
-        version = self.format_version
+        version, size, names = self.format_version, self.group_size, self.modules_to_not_convert
         if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
             raise ConfigurationError(
                 f"quantization_config has format_version={version!r}, but this llamoe reads up to {FORMAT_VERSION}: "
                 "update llamoe, or load the unquantized checkpoint."
             )
         if unknown:
-            raise ConfigurationError(
-                f"QuantizationConfig has no {', '.join(sorted(unknown))}: it knows weights, group_size, experts, "
-                "linears, search, activations and modules_to_not_convert."
-            )
-        if self.weights not in WEIGHTS:
-            raise ConfigurationError(f"weights={self.weights!r}: choose {' or '.join(map(repr, WEIGHTS))}.")
-        if self.activations not in ACTIVATIONS:
-            raise ConfigurationError(
-                f"activations={self.activations!r}: choose {' or '.join(map(repr, ACTIVATIONS))}."
-            )
-        size = self.group_size
-        if self.weights == "int4" and not (type(size) is int and size in GROUP_SIZES):
-            raise ConfigurationError(
-                f"group_size={self.group_size!r}: int4 has a kernel for {', '.join(map(str, GROUP_SIZES))}."
-            )
-        if self.weights == "int8" and self.group_size is not None:
-            raise ConfigurationError(
-                f"group_size={self.group_size!r}: int8 has one scale an output, and no groups; leave it out."
-            )
-        for name in ("experts", "linears", "search"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose True or False.")
-        if not (self.experts or self.linears):
-            raise ConfigurationError(
-                "experts=False and linears=False quantize nothing: leave the config out."
-            )
-        names = self.modules_to_not_convert
-        if names is not None and not (
-            isinstance(names, list | tuple) and all(isinstance(name, str) and name for name in names)
-        ):
-            raise ConfigurationError(f"modules_to_not_convert={names!r}: give a list of modules' names.")
+            raise ConfigurationError(f"QuantizationConfig has no {', '.join(sorted(unknown))}.")
+        is_group = type(size) is int and size in GROUP_SIZES
+        are_names = isinstance(names, list | tuple) and all(isinstance(name, str) and name for name in names)
+        valid = {
+            "weights": (self.weights in WEIGHTS, " or ".join(map(repr, WEIGHTS))),
+            "activations": (self.activations in ACTIVATIONS, " or ".join(map(repr, ACTIVATIONS))),
+            "group_size": (
+                is_group if self.weights == "int4" else size is None,
+                f"{', '.join(map(str, GROUP_SIZES))} for int4, which has a kernel for these; None for int8",
+            ),
+            **{
+                name: (isinstance(getattr(self, name), bool), "True or False")
+                for name in ("linears", "search")
+            },
+            "experts": (
+                isinstance(self.experts, bool) and (self.experts or self.linears),
+                "True, or False where linears are quantized",
+            ),
+            "modules_to_not_convert": (names is None or are_names, "a list of modules' names"),
+        }
+        for name, (is_valid, what) in valid.items():
+            if not is_valid:
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose {what}.")
 
 
 def as_quantization(given: "QuantizationConfig | str | None") -> QuantizationConfig | None:

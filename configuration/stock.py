@@ -6,9 +6,10 @@ and llama.cpp read without this package, and refuses what they could not compute
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from .base import ARCHITECTURES, READERS, LlamoeBaseConfig, as_dict, unreadable_as_value_error
 from .checks import enumerate_words, fail
@@ -16,63 +17,13 @@ from .decoder import LlamoeDenseConfig
 from .mixture import LlamoeMixtralConfig, LlamoeTextConfig
 from .multimodal import LlamoeConfig
 from .quantization import METHOD
-from .vision import STOCK_CONSTANTS, LlamoeVisionConfig
+from .vision import LlamoeVisionConfig
 
 CONFIG_CLASSES = tuple(dict.fromkeys(READERS.values()))
 
 # Of several the first family is found. Stock has a single multimodal class.
 _STOCK_ARCHITECTURES = {ours: stock for stock, ours in ARCHITECTURES.items()} | {
     "LlamoeModel": "Llama4ForConditionalGeneration"
-}
-
-# Fields of ours without an equivalent in stock: the values at which stock computes the same.
-_REQUIRED = {
-    LlamoeDenseConfig: {"rope_interleave": False},
-    LlamoeMixtralConfig: {
-        "rope_interleave": False,
-        "router_score_function": "softmax",
-        "router_pre_softmax": True,
-        "norm_topk_prob": True,
-        "apply_router_weight_on_input": False,
-        "use_shared_expert": False,
-        "router_balancing": None,
-    },
-    LlamoeTextConfig: {
-        "rope_interleave": True,
-        "mlp_bias": False,
-        "router_score_function": "sigmoid",
-        "router_pre_softmax": False,
-        "norm_topk_prob": False,
-        "apply_router_weight_on_input": True,
-        "use_shared_expert": True,
-        "router_balancing": None,
-    },
-    LlamoeVisionConfig: {
-        **STOCK_CONSTANTS,
-        "use_rope": True,
-        "use_pre_layernorm": True,
-        "use_post_layernorm": True,
-        "projection_dim": None,
-        "use_adapter": True,
-        "projector_final_act": True,
-        "attention_bias": True,
-    },
-    LlamoeConfig: {},
-}
-
-# Also left out: fields of ours that change only training or reporting, and one that stock never declared.
-_OF_TRAINING = (
-    "router_z_loss_coef",
-    "router_dropout",
-    "expert_capacity_factor",
-    "output_expert_load",
-    "skip_logits",
-)
-_DROPPED = {
-    LlamoeDenseConfig: ("skip_logits", "read_from"),
-    LlamoeMixtralConfig: (*_OF_TRAINING, "layer_types"),
-    LlamoeTextConfig: _OF_TRAINING,
-    LlamoeVisionConfig: ("vision_feature_layer",),
 }
 
 
@@ -100,19 +51,24 @@ def from_stock(config: PreTrainedConfig | Mapping[str, Any]) -> LlamoeBaseConfig
 def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:
     """The stock equivalent of a configuration of ours, as the content of a `config.json`.
 
-    Fields that change only training or reporting are dropped; attributes that are not fields, such as
-    `quantization_config`, are kept, but not of llamoe's own formats: weights in stock's layout are plain. Model type
-    and architectures are stock's throughout.
+    Fields that stock's class lacks are dropped. Those that it lacks or ignores and that change what the model computes
+    must have their defaults. Attributes that are not fields, such as `quantization_config`, are kept, but not of
+    llamoe's own formats: weights in stock's layout are plain. Model type and architectures are stock's throughout.
     """
     config.validate()
     config_class = next(known for known in CONFIG_CLASSES if isinstance(config, known))
-    for name, needed in _REQUIRED[config_class].items():
-        if (value := getattr(config, name)) != needed:
-            problem = f"transformers' {config.stock_type()} cannot express it"
-            fail(config, name, value, problem, repr(needed))
+    stock_type = config.stock_type()
+    stock_fields = {field.name for field in fields(CONFIG_MAPPING[stock_type])}
+    dropped = {"_name_or_path", "auto_map"}
+    for name, meaning in config_class.meanings.items():
+        if name in stock_fields and meaning.stock != "ignored":
+            continue
+        value, computed = getattr(config, name), config_class.__dataclass_fields__[name].default
+        if meaning.has_effect and meaning.stock != "model type" and value != computed:
+            fail(config, name, value, f"transformers' {stock_type} cannot express it", repr(computed))
+        if name not in stock_fields:
+            dropped.add(name)
     unchanged = PreTrainedConfig().to_dict()
-    dropped = {"_name_or_path", "auto_map", *_REQUIRED[config_class]} - set(STOCK_CONSTANTS)
-    dropped.update(_DROPPED.get(config_class, ()))
     data = {
         name: value
         for name, value in config.to_dict().items()
@@ -121,7 +77,7 @@ def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:
     }
     if (data.get("quantization_config") or {}).get("quant_method") == METHOD:
         del data["quantization_config"]
-    data["model_type"] = config.stock_type()
+    data["model_type"] = stock_type
     if data.get("architectures"):
         data["architectures"] = [_STOCK_ARCHITECTURES.get(name, name) for name in data["architectures"]]
     _ADJUST[config_class](config, data)
@@ -129,35 +85,31 @@ def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:
 
 
 def _adjust_dense(config: LlamoeDenseConfig, data: dict[str, Any]) -> None:
-    stock_type = config.stock_type()
+    stock_type, kinds = config.stock_type(), config.attention_types()
+    if stock_type == "llama":
+        if config.hidden_size % config.num_attention_heads:
+            problem = (
+                "transformers' llama demands a multiple of num_attention_heads even where head_dim is given"
+            )
+            valid = f"a multiple of {config.num_attention_heads}"
+            fail(config, "hidden_size", config.hidden_size, problem, valid)
+        return
     if stock_type == "ministral":
-        data["layer_types"] = config.attention_types()
-    else:
-        del data["layer_types"]
-    if stock_type == "mistral" and "full_attention" in config.attention_types():
+        data["layer_types"] = kinds
+    elif "full_attention" in kinds:
         # Its number is every layer's.
         data["sliding_window"] = None
-    if stock_type != "llama":
-        for name in ("attention_bias", "mlp_bias"):
-            if data.pop(name):
-                fail(config, name, True, f"transformers' {stock_type} cannot express it", "False")
-        del data["pretraining_tp"]
+    if "architectures" in data:
         family = stock_type.capitalize()
-        if "architectures" in data:
-            data["architectures"] = [name.replace("Llama", family) for name in data["architectures"]]
-        return
-    del data["sliding_window"]
-    if config.hidden_size % config.num_attention_heads:
-        problem = "transformers' llama demands a multiple of num_attention_heads even where head_dim is given"
-        valid = f"a multiple of {config.num_attention_heads}"
-        fail(config, "hidden_size", config.hidden_size, problem, valid)
+        data["architectures"] = [name.replace("Llama", family) for name in data["architectures"]]
 
 
 def _adjust_mixtral(config: LlamoeMixtralConfig, data: dict[str, Any]) -> None:
-    if config.layer_types and len(set(config.layer_types)) > 1:
+    kinds = config.layer_types or []
+    if len(set(kinds)) > 1:
         problem = "transformers' mixtral has one kind of attention in all layers"
-        fail(config, "layer_types", config.layer_types, problem, "the same for all layers, or None")
-    if "full_attention" in (config.layer_types or ()):
+        fail(config, "layer_types", kinds, problem, "the same for all layers, or None")
+    if "full_attention" in kinds:
         data["sliding_window"] = None
 
 
@@ -173,14 +125,10 @@ def _adjust_text(config: LlamoeTextConfig, data: dict[str, Any]) -> None:
 
 def _adjust_vision(config: LlamoeVisionConfig, data: dict[str, Any]) -> None:
     inner, output = config.adapter_input_dim, config.projector_output_dim
-    if config.intermediate_size != inner:
-        problem = (
-            "transformers' adapter reads as many channels as intermediate_size says, and gets another number"
-        )
-        fail(config, "intermediate_size", config.intermediate_size, problem, f"{inner}")
-    if config.projector_input_dim != output:
-        problem = f"transformers' adapter needs it equal to projector_output_dim = {output}"
-        fail(config, "projector_input_dim", config.projector_input_dim, problem, f"{output}")
+    for name, needed in (("intermediate_size", inner), ("projector_input_dim", output)):
+        if getattr(config, name) != needed:
+            problem = "transformers' adapter takes another width for it: that of the merged patches, or its output's"
+            fail(config, name, getattr(config, name), problem, f"{needed}")
 
 
 def _adjust_multimodal(config: LlamoeConfig, data: dict[str, Any]) -> None:

@@ -10,29 +10,12 @@ Sources: Meta's reference implementation of Llama 4; CLIP (Radford et al., 2021,
 (Xu et al., 2023, arXiv:2309.16671) and its configurations in open_clip.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from .base import LlamoeBaseConfig, logger
-from .checks import (
-    check_not_negative,
-    check_positive,
-    check_probability,
-    enumerate_words,
-    fail,
-    nearest_multiples,
-)
+from .base import LlamoeBaseConfig
+from .checks import fail
+from .fields import field
 from .parallel import VISION_FSDP, VISION_TP
-
-FEATURE_STRATEGIES = ("default", "full")
-
-# Values with which the stock tower computes, whatever its configuration says.
-STOCK_CONSTANTS = {
-    "hidden_act": "gelu",
-    "norm_eps": 1e-5,
-    "multi_modal_projector_bias": False,
-    "vision_feature_layer": -1,
-    "vision_feature_select_strategy": "default",
-}
 
 
 class LlamoeVisionConfig(LlamoeBaseConfig):
@@ -71,34 +54,34 @@ class LlamoeVisionConfig(LlamoeBaseConfig):
     base_model_tp_plan = VISION_TP
     base_model_fsdp_plan = VISION_FSDP
 
-    hidden_size: int = 768
-    hidden_act: str = "gelu"
-    num_hidden_layers: int = 34
-    num_attention_heads: int = 16
-    num_channels: int = 3
-    intermediate_size: int = 5632
-    vision_output_dim: int = 7680
-    image_size: int | list[int] | tuple[int, int] = 448
-    patch_size: int | list[int] | tuple[int, int] = 14
-    norm_eps: float = 1e-5
-    vision_feature_select_strategy: str = "default"
-    initializer_range: float = 0.02
-    pixel_shuffle_ratio: float = 0.5
-    projector_input_dim: int = 4096
-    projector_output_dim: int = 4096
-    multi_modal_projector_bias: bool = False
-    projector_dropout: float = 0.0
-    attention_dropout: float = 0.0
-    rope_parameters: dict | None = None
+    hidden_size: int = field(768, "structure", least=1)
+    hidden_act: str = field("gelu", "function", stock="ignored")
+    num_hidden_layers: int = field(34, "structure", least=1, most=4096)
+    num_attention_heads: int = field(16, "structure", least=1)
+    num_channels: int = field(3, "function", least=1)
+    intermediate_size: int = field(5632, "structure", least=1)
+    vision_output_dim: int = field(7680, "structure", part="adapter", least=1)
+    image_size: int | list[int] | tuple[int, int] = field(448, "function", least=1, most=1 << 16)
+    patch_size: int | list[int] | tuple[int, int] = field(14, "function", least=1, most=1 << 16)
+    norm_eps: float = field(1e-5, "function", stock="ignored", least=0)
+    vision_feature_select_strategy: str = field("default", "function", stock="ignored")
+    initializer_range: float = field(0.02, "none", least=0)
+    pixel_shuffle_ratio: float = field(0.5, "function", part="adapter")
+    projector_input_dim: int = field(4096, "structure", part="adapter", least=1)
+    projector_output_dim: int = field(4096, "structure", part="adapter", least=1)
+    multi_modal_projector_bias: bool = field(False, "structure", stock="ignored")
+    projector_dropout: float = field(0.0, "training", least=0, below=1)
+    attention_dropout: float = field(0.0, "training", least=0, below=1)
+    rope_parameters: dict | None = field(None, "function")
 
-    use_rope: bool = True
-    use_pre_layernorm: bool = True
-    use_post_layernorm: bool = True
-    vision_feature_layer: int = -1
-    projection_dim: int | None = None
-    use_adapter: bool = True
-    projector_final_act: bool = True
-    attention_bias: bool = True
+    use_rope: bool = field(True, "function")
+    use_pre_layernorm: bool = field(True, "function")
+    use_post_layernorm: bool = field(True, "function")
+    vision_feature_layer: int = field(-1, "function")
+    projection_dim: int | None = field(None, "structure", least=1)
+    use_adapter: bool = field(True, "function")
+    projector_final_act: bool = field(True, "function", part="adapter")
+    attention_bias: bool = field(True, "structure")
 
     def __post_init__(self, **kwargs):
         """Make square pairs integers."""
@@ -110,16 +93,9 @@ class LlamoeVisionConfig(LlamoeBaseConfig):
                 setattr(self, name, value[0])
         super().__post_init__(**kwargs)
 
-    @classmethod
-    def _from_stock(cls, data: dict[str, Any]) -> dict[str, Any]:
-        for name, computed in STOCK_CONSTANTS.items():
-            if data.get(name, computed) != computed:
-                logger.warning(
-                    f"{name} = {data[name]!r} of this Llama 4 vision configuration is set to {computed!r}: "
-                    f"transformers ignores the field, so that is what its weights were run with."
-                )
-                data[name] = computed
-        return data
+    def parts(self) -> set[str]:
+        """The parts that the tower has, of those that fields belong to."""
+        return {"adapter"} if self.use_adapter else set()
 
     @property
     def head_dim(self) -> int:
@@ -154,50 +130,36 @@ class LlamoeVisionConfig(LlamoeBaseConfig):
         return self.num_patches + (self.vision_feature_select_strategy == "full")
 
     def validate_architecture(self) -> None:
-        """Check sizes, heads, the grid and the adapter."""
-        check_positive(
-            self, "hidden_size", "num_hidden_layers", "num_attention_heads", "num_channels", "intermediate_size",
-            "vision_output_dim", "image_size", "patch_size", "projector_input_dim", "projector_output_dim",
-            "projection_dim",
-        )  # fmt: skip
-        check_probability(self, "projector_dropout", "attention_dropout")
-        check_not_negative(self, "initializer_range", "norm_eps")
-        if self.hidden_size % self.num_attention_heads:
-            problem = f"must be a multiple of num_attention_heads = {self.num_attention_heads}"
-            valid = nearest_multiples(self.hidden_size, self.num_attention_heads)
-            fail(self, "hidden_size", self.hidden_size, problem, valid)
-        if self.image_size % self.patch_size:
-            problem = f"must be a multiple of patch_size = {self.patch_size}"
-            valid = nearest_multiples(self.image_size, self.patch_size)
-            fail(self, "image_size", self.image_size, problem, valid)
-        count = self.num_hidden_layers
+        """Check heads, the grid and the adapter."""
+        for name, divisor in (("hidden_size", "num_attention_heads"), ("image_size", "patch_size")):
+            if getattr(self, name) % getattr(self, divisor):
+                problem = f"must be a multiple of {divisor} = {getattr(self, divisor)}"
+                fail(self, name, getattr(self, name), problem, f"a multiple of {getattr(self, divisor)}")
+        count, strategy = self.num_hidden_layers, self.vision_feature_select_strategy
         if not -count - 1 <= self.vision_feature_layer <= count:
             problem = f"no such hidden state among num_hidden_layers + 1 = {count + 1}"
             fail(self, "vision_feature_layer", self.vision_feature_layer, problem, f"{-count - 1} to {count}")
-        strategy = self.vision_feature_select_strategy
-        if strategy not in FEATURE_STRATEGIES:
-            valid = enumerate_words(map(repr, FEATURE_STRATEGIES))
-            fail(self, "vision_feature_select_strategy", strategy, "unknown strategy", valid)
-        if self.use_adapter:
-            self._check_adapter()
-
-    def _check_adapter(self) -> None:
+        if strategy not in ("default", "full"):
+            fail(self, "vision_feature_select_strategy", strategy, "unknown strategy", "'default' or 'full'")
+        if not self.use_adapter:
+            return
         ratio = self.pixel_shuffle_ratio
         if not 1 / self.image_size <= ratio <= 1 or abs(ratio * self.shuffle_size - 1) > 1e-6:
             problem, valid = "must be one over an integer", "1.0, 0.5, 0.25 and so on"
             fail(self, "pixel_shuffle_ratio", ratio, problem, valid)
         if self.grid_size % self.shuffle_size:
-            nearest = nearest_multiples(self.image_size, self.shuffle_size * self.patch_size)
+            step = self.shuffle_size * self.patch_size
             problem = (
                 f"its grid of {self.grid_size} by {self.grid_size} patches is not divided by the pixel "
                 f"shuffle, which merges {self.shuffle_size} by {self.shuffle_size}"
             )
-            valid = f"{nearest} with patch_size = {self.patch_size}, or use_adapter = False"
-            fail(self, "image_size", self.image_size, problem, valid)
-        if self.vision_feature_select_strategy != "default":
+            fail(
+                self, "image_size", self.image_size, problem, f"a multiple of {step}, or use_adapter = False"
+            )
+        if strategy != "default":
             problem = "the pixel shuffle has no place for the class token"
             valid = "'default', or use_adapter = False"
-            fail(self, "vision_feature_select_strategy", self.vision_feature_select_strategy, problem, valid)
+            fail(self, "vision_feature_select_strategy", strategy, problem, valid)
 
     def _rotary_multiple(self) -> int:
         return 4 if self.use_rope else 0

@@ -4,7 +4,7 @@
 tensors, block by block.
 
 Reading order: io (a folder: lazy tensors, reading and writing files), tokenizers (a folder), checkpoint (a
-configuration and lazy tensors, read from any format); effects (which fields change what a model computes); hf, clip,
+configuration and lazy tensors, read from any format); hf, clip,
 consolidated, meta, mistral (a folder for each format), open (recognises the format); then a file or folder for each
 command: convert, convert_vision, upcycle, merge_kv_heads, assemble, quantize, verify, inspect. A file or folder imports
 only what stands before it. The command is in `llamoe_command`.

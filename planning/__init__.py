@@ -2,7 +2,7 @@
 
 Reading order: source (what is planned), units (the parts that are placed whole, and their bytes), bandwidths (of
 this machine, or assumed), filling (devices are filled in order), speed (seconds of a token), table (a plan as text),
-training (what a step with adapters takes), traffic (what processes send each other), nodes (a model on several
+training (what a step with adapters takes), shares (what each of several processes holds), nodes (a model on several
 machines), one_machine (on one; the entrance).
 """
 
@@ -11,7 +11,7 @@ from .nodes import NodesPlan
 from .one_machine import PlacementPlan, plan_placement
 from .source import Source
 from .table import lines_of_devices, lines_of_experts, rows_of_speed, rows_of_training
-from .training import DEFAULT_TOKENS, TrainingPlan, measure_rates
+from .training import DEFAULT_TOKENS, TrainingPlan
 from .units import packed_bytes, weight_bytes
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "lines_of_devices",
     "lines_of_experts",
     "measure_bandwidths",
-    "measure_rates",
     "packed_bytes",
     "plan_placement",
     "rows_of_speed",

@@ -13,13 +13,10 @@ from pathlib import Path
 import torch
 
 from ..configuration.sizes import bytes_of
-from ..modeling.formats import Format
-from ..modeling.kernels import needs_float32
 from ..modeling.offload.memory import open_direct, pages
 
 _PIECE = 8 << 20
 _READERS = 8
-_MORE_THAN_A_CACHE = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -31,20 +28,12 @@ class Bandwidths:
         link: from RAM to an accelerator. 25 GB: what copies reach of 31.5 over 16 lanes of PCIe 4.
         ram: the CPU's memory. 80 GB: two channels of DDR5-5600 have 89.6.
         drive: 6 GB: an NVMe drive on PCIe 4, with many requests at once.
-        inside: between accelerators of a node, one way. 300 GB: NVLink of an A100.
-        between: between nodes, for all accelerators of a node together. 25 GB: one port of 200 Gbit/s.
-        products: operations a second (a multiplication and an addition are two) of a step of training, and
-        expert_products: of its products with routed experts, which have fewer rows. None: nothing is assumed.
     """
 
     gpu: float | str = 2.0e12
     link: float | str = 25e9
     ram: float | str = 80e9
     drive: float | str = 6e9
-    inside: float | str = 300e9
-    between: float | str = 25e9
-    products: float | None = None
-    expert_products: float | None = None
 
     def __post_init__(self):
         """Turn texts into numbers.
@@ -54,8 +43,6 @@ class Bandwidths:
         """
         for own in fields(self):
             value = getattr(self, own.name)
-            if value is None and own.default is None:
-                continue
             whole = round(value) if isinstance(value, float) and math.isfinite(value) else value
             object.__setattr__(self, own.name, float(bytes_of(f"Bandwidths.{own.name}", whole, least=1)))
 
@@ -75,55 +62,6 @@ def measure_bandwidths(folder: str | os.PathLike | None = None, most_bytes: int 
     """
     found = {} if folder is None else {"drive": _drive(Path(folder), most_bytes)}
     return Bandwidths(**found, ram=_ram())
-
-
-def measure_products(rows: int, form: Format | None = None) -> float:
-    """Operations a second of this CPU in training: of products with a matrix forwards, again, and with its transpose.
-
-    Args:
-        rows: of each product; unpacking counts less the more they are.
-        form: how the matrix is stored; None for 16 bits.
-    """
-    size = 4096
-    weight = torch.randn(size, size, dtype=torch.bfloat16)
-    sizes = [] if form is None else form.parts((size, size))
-    parts = [torch.zeros(shape, dtype=dtype) for shape, dtype in sizes]
-    x = torch.randn(rows, size, dtype=torch.bfloat16)
-    if form is None and needs_float32(x):
-        # In blocks, as the models do.
-        x, weight = x.float(), weight.float()
-
-    def step() -> None:
-        for is_transposed in (False, False, True):
-            if form is None:
-                torch.mm(x, weight if is_transposed else weight.T)
-            else:
-                form.product(x, parts, (size, size), is_transposed)
-
-    with torch.inference_mode():
-        best = min(_seconds(step) for _ in range(3))
-    return 3 * 2 * rows * size * size / best
-
-
-def measure_reading(form: Format) -> float:
-    """Bytes of weights a second that this CPU multiplies by one row, as generating a token does.
-
-    Args:
-        form: how the matrices are stored, which are more than a cache holds.
-    """
-    size = 4096
-    parts = [torch.zeros(shape, dtype=dtype) for shape, dtype in form.parts((size, size))]
-    nbytes = sum(part.nbytes for part in parts)
-    # Numbers of their own, not pages of the system that are all the same.
-    matrices = [[part.clone().fill_(1) for part in parts] for _ in range(-(-_MORE_THAN_A_CACHE // nbytes))]
-    x = torch.ones(1, size, dtype=form.compute_dtype)
-
-    def token() -> None:
-        for matrix in matrices:
-            form.product(x, matrix, (size, size))
-
-    with torch.inference_mode():
-        return len(matrices) * nbytes / min(_seconds(token) for _ in range(4))
 
 
 def _ram() -> float:

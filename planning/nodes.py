@@ -1,4 +1,4 @@
-"""Past one machine: how a model is shared by the accelerators of several nodes, and what they send each other."""
+"""Past one machine: how a model is shared by the accelerators of several nodes, and what each of them holds."""
 
 import os
 from dataclasses import dataclass
@@ -9,17 +9,7 @@ from ..configuration import LlamoeConfig, LlamoeVisionConfig, cache_bytes
 from ..configuration.parallel import check_parallel
 from ..configuration.sizes import GB
 from ..modeling.registration import empty_model
-from .bandwidths import Bandwidths
-from .speed import distinct_experts
-from .traffic import (
-    Collective,
-    card_bytes,
-    forward_traffic,
-    groups_of_fsdp,
-    layers_of_stages,
-    padded_numbers,
-    step_traffic,
-)
+from .shares import card_bytes, groups_of_fsdp, layers_of_stages, padded_numbers
 from .units import Sizes
 
 # Of a parameter in training: its float32 weight and gradient, and two float32 averages of AdamW.
@@ -44,17 +34,10 @@ class NodesPlan:
         nodes, gpus: nodes, and accelerators of each.
         is_training: whether it is for training (FSDP2), else for inference.
         sizes: for `DistributedConfig`: tp_size, ep_size and pp_size, or fsdp_size and dp_replicate_size.
-        copies: of the model. For inference each generates by itself, and they send each other nothing; in training they
-            are the `dp_replicate_size` replicas.
+        copies: of the model. For inference each generates by itself; in training they are `dp_replicate_size` replicas.
         room: of an accelerator: its memory without headroom.
         weights: on the accelerator that has most; in training with gradients and AdamW's averages.
         cache: of keys and values there; in training, where activations take the headroom, the largest gathered modules.
-        traffic: collectives of a step: of training, or of generating a token of each row.
-        inside: bytes a step that a card sends to others of its node; in stages, the sum over a card of each stage.
-        between: bytes a step that a node sends to others.
-        seconds: what a step waits for, to seconds: reading, for inference, and sending.
-        bandwidths: that these follow from.
-        batch: rows of each copy.
         notes: what else to know, in sentences.
     """
 
@@ -66,23 +49,12 @@ class NodesPlan:
     room: int
     weights: int
     cache: int
-    traffic: list[Collective]
-    inside: float
-    between: float
-    seconds: dict[str, float]
-    bandwidths: Bandwidths
-    batch: int
     notes: list[str]
 
     @property
     def remaining(self) -> int:
         """Bytes of an accelerator's room that nothing takes."""
         return self.room - self.weights - self.cache
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens a second of all copies and rows, by the bandwidths alone; None in training, where products count."""
-        return None if self.is_training else self.copies * self.batch / sum(self.seconds.values())
 
     def distributed_config(self) -> dict[str, int]:
         """Arguments of transformers' `DistributedConfig`."""
@@ -128,18 +100,6 @@ class NodesPlan:
             f"of {'gathered weights' if self.is_training else 'cache'}, {self.remaining / GB:.2f} GB of "
             f"{self.room / GB:.2f} left",
         ]
-        for each in self.traffic:
-            lines.append(
-                f"  {each.name:<15}{each.what:<40}{each.calls:>5} x {each.size:>16,} bytes, {each.group} processes, "
-                f"{each.link}"
-            )
-        step = "a step" if self.is_training else "a token of each row"
-        lines.append(
-            f"sent for {step}: {self.inside:,.0f} bytes inside a node, {self.between:,.0f} from node to node"
-        )
-        lines += [f"{what}: {1000 * seconds:.3f} ms" for what, seconds in self.seconds.items()]
-        if self.tokens_per_second is not None:
-            lines.append(f"{self.tokens_per_second:.3g} tokens a second by reading and sending alone")
         return "\n".join([*lines, *self.notes])
 
 
@@ -151,7 +111,6 @@ def plan_nodes(
     room: int,
     training: bool,
     cache: tuple[int | None, int, int | None],
-    bandwidths: Bandwidths,
 ) -> NodesPlan:
     """As `plan_placement`, for nodes of equal accelerators.
 
@@ -162,7 +121,6 @@ def plan_nodes(
         room: bytes of each accelerator.
         training: whether it is for training.
         cache: tokens of context, rows, and tokens of the prompt in one pass.
-        bandwidths: bytes a second.
 
     Raises:
         ValueError: a tower; quantized weights, which no processes share; or too little memory, with the sizes.
@@ -174,11 +132,11 @@ def plan_nodes(
             f"{sizes.form}: quantized weights cannot be shared by processes: give bits=16, or no nodes."
         )
     if training:
-        return _training(config, nodes, gpus, room, bandwidths, cache[1])
-    return _inference(config, sizes, nodes, gpus, room, cache, bandwidths)
+        return _training(config, nodes, gpus, room)
+    return _inference(config, sizes, nodes, gpus, room, cache)
 
 
-def _training(config: Any, nodes: int, gpus: int, room: int, bandwidths: Bandwidths, batch: int) -> NodesPlan:
+def _training(config: Any, nodes: int, gpus: int, room: int) -> NodesPlan:
     model = empty_model(config)
     groups = groups_of_fsdp(model)
     # A module is gathered in 16 bits while the one before it is still there.
@@ -198,10 +156,6 @@ def _training(config: Any, nodes: int, gpus: int, room: int, bandwidths: Bandwid
             f"{room / GB:.1f}: take more or larger ones"
         )
     replicas = gpus * nodes // shards
-    link = "inside" if shards <= gpus else "between"
-    traffic = step_traffic(model, shards, replicas, shard_link=link)
-    inside, between = _links(traffic, gpus)
-    b = bandwidths
     return NodesPlan(
         nodes=nodes,
         gpus=gpus,
@@ -211,16 +165,7 @@ def _training(config: Any, nodes: int, gpus: int, room: int, bandwidths: Bandwid
         room=room,
         weights=weights,
         cache=largest,
-        traffic=traffic,
-        inside=inside,
-        between=between,
-        seconds={
-            "sending inside a node": inside / b.inside,
-            "sending from node to node": between / b.between,
-        },
-        bandwidths=b,
-        batch=batch,
-        notes=["Products, and activations beyond the headroom, are not in this plan."],
+        notes=["Activations beyond the headroom are not in this plan."],
     )
 
 
@@ -231,7 +176,6 @@ def _inference(
     gpus: int,
     room: int,
     cache: tuple[int | None, int, int | None],
-    bandwidths: Bandwidths,
 ) -> NodesPlan:
     context, batch, prefill = cache
     notes: list[str] = []
@@ -269,8 +213,6 @@ def _inference(
                     )
             elif num_experts and ep == 1 and tp > 1:
                 notes.append(f"{num_experts} experts are not divided by {tp}: each expert's width is shared.")
-            traffic = forward_traffic(model, batch, tp, ep, stages, sizes.element_size)
-            inside, between = _links(traffic, tp)
             return NodesPlan(
                 nodes=nodes,
                 gpus=gpus,
@@ -280,12 +222,6 @@ def _inference(
                 room=room,
                 weights=each[most],
                 cache=held[most],
-                traffic=traffic,
-                inside=inside,
-                between=between,
-                seconds=_seconds(sizes, tp, ep, batch, inside, between, bandwidths),
-                bandwidths=bandwidths,
-                batch=batch,
                 notes=notes,
             )
     raise ValueError(
@@ -300,38 +236,3 @@ def _divides(config: Any, tp: int) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _links(traffic: list[Collective], cards: int) -> tuple[float, float]:
-    """Bytes that a card sends inside its node, and a node to others."""
-    inside = sum(each.sent for each in traffic if each.link == "inside")
-    between = 0.0
-    for each in traffic:
-        if each.link != "between":
-            continue
-        between += each.sent * each.streams
-        if 1 < cards < each.group and each.streams == 1:
-            # A ring through all cards: it runs inside of nodes, too.
-            inside += each.sent
-    return inside, between
-
-
-def _seconds(
-    sizes: Sizes, tp: int, ep: int, rows: int, inside: float, between: float, b: Bandwidths
-) -> dict[str, float]:
-    read = sum(unit.weights for unit in sizes.units if unit.is_read) / tp
-    experts = 0.0
-    for unit in sizes.units:
-        if unit.num_experts:
-            distinct = distinct_experts(unit.num_experts, sizes.chosen, rows)
-            # Whole experts are on one card each.
-            experts += unit.one_expert * (max(1.0, distinct / ep) if ep > 1 else distinct / tp)
-    held = sum(unit.cache for unit in sizes.units) / tp
-    found = {
-        "weights where they are computed": read / b.gpu,
-        "keys and values": held / b.gpu,
-        "experts where they are computed": experts / b.gpu,
-        "sending inside a node": inside / b.inside,
-        "sending from node to node": between / b.between,
-    }
-    return {what: seconds for what, seconds in found.items() if seconds}

@@ -18,7 +18,7 @@ from .nodes import NodesPlan, plan_nodes
 from .source import Source, read_source
 from .speed import bytes_of_step, seconds_of_step
 from .table import lines_of
-from .training import DEFAULT_TOKENS, TrainingPlan, training_sizes, with_seconds
+from .training import DEFAULT_TOKENS, TrainingPlan, expert_bytes_of_step, training_sizes
 from .units import Sizes, sizes_of
 
 _MOST_GPUS = 1024
@@ -83,18 +83,6 @@ class PlacementPlan:
         more = {"experts_memory": self.experts_memory, "dtype": self.dtype}
         given = {name: value for name, value in more.items() if value is not None}
         return {"device_map": dict(self.device_map), **given}
-
-    def save_accelerate_config(self, path: str | os.PathLike) -> None:
-        """Refused: one process has all of these devices, which needs no launcher.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            f"save_accelerate_config({str(path)!r}): this plan is for one process, which loads by "
-            "from_pretrained(folder, **plan.arguments()) and needs no launcher. Plan with nodes above 1, or with "
-            "training=True, for a file."
-        )
 
     def place_of(self, name: str) -> Any:
         """Device of a parameter.
@@ -174,9 +162,6 @@ def plan_placement(
     room = _room(gpus, gpu_memory, ram, bytes_of("headroom", headroom))
     count_of("batch", batch)
     count_of("nodes", nodes)
-    for name, given in (("disk", disk), ("training", training), ("adapt_experts", adapt_experts)):
-        if not isinstance(given, bool):
-            raise ValueError(f"{name}={given!r}: give True or False.")
     if not isinstance(bandwidths, Bandwidths):
         bandwidths = _bandwidths(bandwidths)
     step = None
@@ -209,7 +194,7 @@ def plan_placement(
                 f"gpus={gpus!r}: nodes and training are planned for equal accelerators, at least one."
             )
         cache = (context, batch, prefill)
-        return plan_nodes(config, sizes, nodes, len(room) - 1, own.pop(), training, cache, bandwidths)
+        return plan_nodes(config, sizes, nodes, len(room) - 1, own.pop(), training, cache)
     choice = _choose(sizes, room, disk)
     if choice is None:
         raise ValueError(_no_place(sizes, room, disk, context, batch))
@@ -217,11 +202,10 @@ def plan_placement(
     plan = _finish(sizes, room, choice, bandwidths, cache, bits, as_quantization(quantization))
     if step is None:
         return plan
-    if bandwidths.products is not None:
-        place = "disk" if plan.experts.get("disk") else "cpu"
-        offloaded = 0 if plan.experts_memory is None else plan.experts[place]
-        rate = float(bandwidths.drive if place == "disk" else bandwidths.link)
-        step = with_seconds(step, config, sizes, offloaded, plan.hit_share, rate, bandwidths)
+    if plan.experts_memory is not None:
+        offloaded = plan.experts["disk" if plan.experts.get("disk") else "cpu"]
+        read = expert_bytes_of_step(config, context, batch, offloaded, plan.hit_share)
+        step = replace(step, expert_bytes=read)
     # No token is generated.
     return replace(plan, training=step, context=context, tokens_per_second=None)
 

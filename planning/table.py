@@ -62,9 +62,7 @@ def rows_of_speed(plan: Any) -> list[tuple[str, str]]:
     if plan.tokens_per_second is None:
         return []
     rows = [(what, f"{1000 * seconds:.2f} ms") for what, seconds in plan.seconds.items()]
-    rates = ", ".join(
-        f"{name} {rate / GB:.4g}" for name, rate in vars(plan.bandwidths).items() if "products" not in name
-    )
+    rates = ", ".join(f"{name} {rate / GB:.4g}" for name, rate in vars(plan.bandwidths).items())
     speed = plan.tokens_per_second
     speed = f"{speed:,.0f}" if speed >= 1000 else f"{speed:.3g}"
     return [
@@ -110,11 +108,6 @@ def rows_of_training(plan: Any) -> list[tuple[str, str]]:
     )
     if step.expert_bytes:
         rows.append(("experts of a step", f"{size(step.expert_bytes)} are read, forwards and backwards"))
-    for cause, seconds in (step.seconds or {}).items():
-        rows.append((cause, f"{seconds:.2f} s"))
-    if step.step_seconds is not None:
-        count = step.tokens * step.batch
-        rows.append(("a step", f"{step.step_seconds:.3g} s, {count / step.step_seconds:.3g} tokens a second"))
     return rows
 
 

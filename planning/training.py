@@ -1,4 +1,4 @@
-"""Memory and time of training LoRA adapters on one machine: what a step holds beside the weights, and its seconds.
+"""Memory of training LoRA adapters on one machine: what a step holds beside the weights.
 
 Counted is a step of `llamoe.lora_config` under a Trainer: adapters, their gradients and AdamW's averages in float32,
 frozen weights as they are stored, activations in 16 bits. What autograd keeps of a layer follows from the formulas of
@@ -9,23 +9,20 @@ Shapes: H hidden, I inner size, K experts of a token, E experts, r rank, A and G
 """
 
 import copy
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..configuration import QuantizationConfig
 from ..configuration.base import LlamoeBaseConfig
-from ..configuration.quantization import METHOD
 from ..modeling.adapters import lora_config
 from ..modeling.attention import window_block
+<<<<<<< HEAD
 from ..modeling.formats import Plain
+=======
+>>>>>>> n-conf
 from ..modeling.kernels import needs_float32
 from ..modeling.loss import PIECE_LOGITS
-from ..modeling.quantization import format_for
-from .bandwidths import Bandwidths, measure_bandwidths, measure_products, measure_reading
-from .source import Source
 from .speed import distinct_experts
 from .units import Sizes
 
@@ -53,8 +50,6 @@ class TrainingPlan:
         loss: with `skip_logits`; `loss_with_logits` without.
         unpacked: one matrix of packed weights in 16 bits, while it is multiplied.
         expert_bytes: bytes of routed experts that are read from the drive or from RAM in a step.
-        seconds: of a step, by cause, with gradient checkpointing; what is read while products run counts as far as it
-            takes longer than they do.
     """
 
     rank: int
@@ -72,7 +67,6 @@ class TrainingPlan:
     loss_with_logits: int
     unpacked: int
     expert_bytes: int = 0
-    seconds: dict[str, float] | None = None
 
     @property
     def memory(self) -> int:
@@ -80,11 +74,6 @@ class TrainingPlan:
         held = self.adapters + self.gradients + self.optimizer + self.unpacked
         # The loss is done when the layers' own activations are made again.
         return held + max(self.activations, self.loss)
-
-    @property
-    def step_seconds(self) -> float | None:
-        """Seconds of a step."""
-        return None if self.seconds is None else sum(self.seconds.values())
 
 
 def training_sizes(
@@ -145,26 +134,18 @@ def training_sizes(
     )
 
 
-def with_seconds(
-    plan: TrainingPlan,
-    config: LlamoeBaseConfig,
-    sizes: Sizes,
-    offloaded: int,
-    hit_share: float,
-    read_rate: float,
-    bandwidths: Bandwidths,
-) -> TrainingPlan:
-    """The plan with the time of a step.
+def expert_bytes_of_step(
+    config: LlamoeBaseConfig, tokens: int, batch: int, offloaded: int, hit_share: float
+) -> int:
+    """Return the bytes of routed experts that a step reads from the drive or from RAM.
 
     Args:
-        plan: of `training_sizes`.
         config: of the model.
-        sizes: of it.
+        tokens, batch: of a row, and rows.
         offloaded: bytes of routed experts that are not where they are computed.
         hit_share: share of these that are held there.
-        read_rate: bytes a second at which the others come.
-        bandwidths: with `products`.
     """
+<<<<<<< HEAD
     text, count = config.get_text_config(), plan.tokens * plan.batch
     experts = others = 0.0
     for index in range(text.num_hidden_layers):
@@ -218,6 +199,14 @@ def measure_rates(
         return found
     rows = -(-tokens * config.num_experts_per_tok // config.num_local_experts)
     return replace(found, expert_products=measure_products(min(rows, 4096), form))
+=======
+    text = config.get_text_config()
+    if not offloaded:
+        return 0
+    # A layer's experts are read forwards and, in the other order, backwards. What was used last is there each time.
+    distinct = distinct_experts(text.num_local_experts, text.num_experts_per_tok, tokens * batch)
+    return round(2 * offloaded * distinct / text.num_local_experts * (1 - hit_share))
+>>>>>>> n-conf
 
 
 def _kept_by_layer(
@@ -250,21 +239,6 @@ def _kept_by_layer(
     shared = dense if getattr(config, "use_shared_expert", False) else 0
     factors = _FLOAT * config.num_local_experts * rank * (2 * inner + hidden) if experts else 0
     return round(count * (norms + attention + shared + config.num_experts_per_tok * a_row)) + factors
-
-
-def _products_of_layer(config: Any, index: int, tokens: int) -> tuple[float, float]:
-    """Multiplications of a token in a layer: all but those with routed experts, and those."""
-    plan, hidden = config.layer_plan(index), config.hidden_size
-    queries, keys = (
-        heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)
-    )
-    # Scores and values of half of the tokens on average.
-    ours = 2 * hidden * (queries + keys) + queries * tokens
-    dense = 3 * hidden * plan.intermediate_size
-    if not plan.is_moe:
-        return ours + dense, 0.0
-    ours += dense * getattr(config, "use_shared_expert", False)
-    return ours, dense * config.num_experts_per_tok
 
 
 def _largest_matrix(config: Any) -> int:

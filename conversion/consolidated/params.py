@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.checks import fail
 from ...configuration.errors import CheckpointError
-from ..effects import NO_EFFECT, declared_fields, fields_without_effect
+from ...configuration.fields import fields_without_effect
 from ..io import read_json
 
 KEPT = "llamoe.json"
@@ -135,8 +135,8 @@ def kept_fields(config: Any, again: Any) -> dict[str, Any]:
     A `ValueError` names a field that changes the output and that Meta's code cannot compute.
     """
     kept: dict[str, Any] = {}
-    free = NO_EFFECT | fields_without_effect(config)
-    for name in declared_fields(type(config)):
+    free = fields_without_effect(config)
+    for name in config.meanings:
         value, read = getattr(config, name), getattr(again, name)
         if isinstance(value, LlamoeBaseConfig):
             if part := kept_fields(value, read):
@@ -177,13 +177,13 @@ def read_kept(config: LlamoeBaseConfig, folder: Path) -> None:
 
 def add_kept(config: LlamoeBaseConfig, kept: Mapping[str, Any], origin: str) -> None:
     """Set fields that do not change what the model computes."""
-    free = NO_EFFECT | fields_without_effect(config)
+    free = fields_without_effect(config)
     for name, part in kept.items():
         if name in getattr(config, "sub_configs", {}) and isinstance(part, Mapping):
             add_kept(getattr(config, name), part, f"{origin}: {name}")
             continue
         same = name == "attn_temperature_tuning" and bool(part) == bool(getattr(config, name, None))
-        if name not in declared_fields(type(config)) or not (name in free or same):
+        if name not in config.meanings or not (name in free or same):
             raise CheckpointError(
                 f"{origin}: {name} = {part!r} is not a field that this file may hold; params.json and the tensors "
                 "decide what the model computes. Remove it."

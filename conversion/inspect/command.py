@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...configuration import (
     PRESETS,
     LlamoeVisionConfig,
@@ -25,7 +23,6 @@ from ...configuration.errors import CheckpointError
 from ...configuration.json_files import reading
 from ...configuration.memory import default_context
 from ...configuration.presets import nearest_preset
-from ...configuration.quantization import as_quantization
 from ...configuration.sizes import count_of
 from ...modeling.checkpoints import check_whole, in_units, sum_by_part
 from ...planning import (
@@ -34,7 +31,6 @@ from ...planning import (
     Source,
     lines_of_devices,
     lines_of_experts,
-    measure_rates,
     packed_bytes,
     plan_placement,
     rows_of_speed,
@@ -154,8 +150,7 @@ def inspect(
         batch: rows that the cache is computed for.
         plan: also say where each part would go on a machine, as `plan_placement` plans it.
         train: for the plan: one of a step of training LoRA adapters, with room for it. `context` are the tokens of a
-            row then, 1024 by default. Without accelerators it is measured, in a few seconds, how fast this machine
-            multiplies and, where there are files, reads them: the plan says the seconds of a step.
+            row then, 1024 by default.
         rank: for training: of the adapters; by default 8.
         adapt_experts: for training: whether routed experts have adapters; by default they have.
         **machine: for the plan: gpus, gpu_memory, ram, bits, quantization, prefill and headroom of `plan_placement`,
@@ -189,10 +184,6 @@ def inspect(
     source = _source(found)
     placement: Any = None
     if plan:
-        if train and not machine.get("gpus", torch.accelerator.device_count()):
-            given = as_quantization(machine.get("quantization"))
-            folder = found.path if found.path.is_dir() else None
-            machine["bandwidths"] = measure_rates(source, folder, context * batch, given)
         placement = plan_placement(source, context=context, batch=batch, **machine)
     files = {file.name: file.stat().st_size for file in found.sources}
     # Packed weights have the numbers that they mean, and the bytes of what stands for them.

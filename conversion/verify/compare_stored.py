@@ -11,30 +11,32 @@ from typing import Any
 
 import torch
 
-from ...configuration import LlamoeConfig, LlamoeVisionConfig
+from ...configuration import (
+    LlamoeConfig,
+    LlamoeDenseConfig,
+    LlamoeMixtralConfig,
+    LlamoeTextConfig,
+    LlamoeVisionConfig,
+)
 from ...configuration.base import LlamoeBaseConfig
+from ...configuration.fields import fields_without_effect
 from ...modeling.layers import RotaryEmbedding
-from ..effects import NO_EFFECT, declared_fields, fields_without_effect
 from ..io import LazyTensor, blocks
 
 # Elements that are compared at a time.
 _PIECE = 1 << 24
-# Sizes that are compared with a model of another family, too, which may not have them.
-_SIZES = (
-    "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "intermediate_size", "intermediate_size_mlp", "num_local_experts", "num_experts_per_tok", "moe_layers",
-    "rope_interleave", "attention_bias", "mlp_bias", "tie_word_embeddings",
-)  # fmt: skip
-# Fields that `_function` compares, by their effect.
-_FUNCTION_OF_DECODER = frozenset(
-    "hidden_act rms_norm_eps layer_types attention_chunk_size sliding_window no_rope_layers use_qk_norm "
-    "attn_temperature_tuning floor_scale attn_scale rope_parameters".split()
-)
-_FUNCTION_OF_TOWER = frozenset(
-    "hidden_act norm_eps num_channels image_size patch_size use_rope use_pre_layernorm use_post_layernorm "
-    "vision_feature_select_strategy use_adapter pixel_shuffle_ratio projector_final_act vision_feature_layer "
-    "rope_parameters".split()
-)
+# Fields that are compared with a model of another family, too, which may not have them. The rule of a router is
+# compared only where both have one.
+_SIZES = {
+    "model_type",
+    "tie_word_embeddings",
+    *(
+        name
+        for config_class in (LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig)
+        for name, meaning in config_class.meanings.items()
+        if meaning.effect == "structure" and meaning.part != "router"
+    ),
+}
 
 
 def compare_tensors(a: LazyTensor, b: LazyTensor) -> tuple[float, bool]:
@@ -100,12 +102,12 @@ def _structure(config: LlamoeBaseConfig) -> dict[str, Any]:
     """Every field that may change the function and is not compared by its effect."""
     if isinstance(config, LlamoeConfig):
         return _of_parts(config, _structure)
-    is_tower = isinstance(config, LlamoeVisionConfig)
     unused = fields_without_effect(config)
-    compared = NO_EFFECT | unused | (_FUNCTION_OF_TOWER if is_tower else _FUNCTION_OF_DECODER)
-    names = [name for name in declared_fields(type(config)) if name not in compared]
-    sizes = () if is_tower else _SIZES
-    return {name: None if name in unused else getattr(config, name, None) for name in (*sizes, *names)}
+    names = {name for name, meaning in config.meanings.items() if meaning.effect == "structure"}
+    if not isinstance(config, LlamoeVisionConfig):
+        names |= _SIZES
+    unused -= {"tie_word_embeddings"}
+    return {name: None if name in unused else getattr(config, name, None) for name in sorted(names)}
 
 
 def _function(config: LlamoeBaseConfig) -> dict[str, tuple[Any, Any]]:
@@ -145,7 +147,8 @@ def _function(config: LlamoeBaseConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def _function_of_tower(config: LlamoeVisionConfig) -> dict[str, tuple[Any, Any]]:
-    names = _FUNCTION_OF_TOWER - {"vision_feature_layer", "rope_parameters"} - fields_without_effect(config)
+    of_function = {name for name, meaning in config.meanings.items() if meaning.effect == "function"}
+    names = of_function - {"vision_feature_layer", "rope_parameters"} - fields_without_effect(config)
     facts = {name: (getattr(config, name),) * 2 for name in sorted(names)}
     depth = range(config.num_hidden_layers + 1)[config.vision_feature_layer]
     facts["vision_feature_layer"] = (config.vision_feature_layer, config.num_hidden_layers - depth)

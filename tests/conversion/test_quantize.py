@@ -231,7 +231,7 @@ def test_weights_that_are_no_numbers_are_refused(to, value, saved, tmp_path):
         (dict(to="int3"), "to = 'int3'"),
         (dict(to="int4", group_size=48), "group_size=48"),
         (dict(to="int8", group_size=32), "group_size=32"),
-        (dict(to="int4", experts=False, linears=False), "quantize nothing"),
+        (dict(to="int4", experts=False, linears=False), "experts=False"),
         (dict(to="int8", linears=False), "no routed experts"),
         (dict(to="int4", keep=["o_pro"]), "keep = 'o_pro': the model has no module"),
         (dict(to="int4", keep=["("]), r"keep = '\('"),

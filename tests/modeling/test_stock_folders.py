@@ -308,7 +308,7 @@ def test_the_first_layers_of_a_folder(kind, spelling, folders, tmp_path):
 
 def test_more_layers_than_the_lists_name_are_refused(folders):
     """As in stock, whose error is an IndexError."""
-    with pytest.raises(ValueError, match=r"LlamoeTextConfig\.no_rope_layers = .*has 5 entries"):
+    with pytest.raises(ValueError, match=r"LlamoeTextConfig\.layer_types = .*has 5 entries"):
         llamoe.LlamoeForCausalLM.from_pretrained(folders / "llama4_text", num_hidden_layers=7)
 
 

@@ -208,8 +208,6 @@ def test_few_bits_say_what_makes_them(tmp_path):
 def test_a_plan_knows_its_parameters():
     plan = plan_placement(TEXT.make_config(), gpus=["1GB"], ram="1GB", headroom=0)
     assert plan.place_of("model.layers.1.self_attn.q_proj.weight") == 0
-    with pytest.raises(ValueError, match="this plan is for one process"):
-        plan.save_accelerate_config("never.yaml")
     with pytest.raises(ValueError, match="weights: the plan has no such parameter") as error:
         dataclasses.replace(plan, device_map={"model": 0}).place_of("weights")
     assert "\n" not in str(error.value)
@@ -265,7 +263,7 @@ def test_own_formats_are_planned_before_they_are_written(form, tmp_path):
         ({"quantization": "int4:big"}, "quantization='int4:big'"),
         ({"quantization": 4}, "quantization=4"),
         ({"quantization": "int4", "bits": 4}, "bits=4 and quantization='int4': give one"),
-        ({"quantization": "int8:32"}, "group_size=32: int8 has one scale an output"),
+        ({"quantization": "int8:32"}, "group_size=32: choose 32, 64, 128, 256 for int4"),
     ],
 )
 def test_wrong_formats_are_refused(arguments, says):
@@ -367,7 +365,7 @@ def test_this_machine_is_the_default():
         (dict(gpus=-1), "gpus=-1"), (dict(gpus="2"), "gpus='2'"), (dict(gpus=["24 potatoes"]), "gpus='24 potatoes'"),
         (dict(gpus=1, gpu_memory="-3GB"), "gpu_memory='-3GB'"), (dict(gpus=0, ram=True), "ram=True"),
         (dict(gpus=0, ram="nan"), "ram='nan'"), (dict(gpus=0, ram="4GB"), "device (0|cpu) .*headroom=4 GB"),
-        (dict(bits=5), "bits=5"), (dict(batch=0), "batch=0"), (dict(disk="no"), "disk='no'"),
+        (dict(bits=5), "bits=5"), (dict(batch=0), "batch=0"),
         (dict(gpus=10**6), "gpus=1000000"), (dict(context=0), "context=0"), (dict(prefill=9000), "prefill=9000"),
         (dict(bandwidths={"ram": 0}), "Bandwidths.ram=0"), (dict(bandwidths={"disk": 3}), "gpu, link, ram, drive"),
         (dict(gpus=["2GB"], ram="5MB", headroom=0, disk=False), "disk=True"),

@@ -24,7 +24,7 @@ from support.tables import in_turn
 from transformers import DynamicCache, Llama4ForCausalLM, StaticCache
 
 import llamoe
-from llamoe.configuration.checks import LAYER_TYPES
+from llamoe.configuration.decoder import LAYER_TYPES
 from llamoe.modeling.attention import MaskInputs
 from llamoe.modeling.attention.visibility import RULES
 

@@ -1,0 +1,97 @@
+"""What a field of a configuration does, as data beside its type and default, and what follows from that.
+
+A class declares a field so, and a subclass with another default alone keeps the rest:
+
+    hidden_size: int = field(4096, "structure", least=1)
+    hidden_size: int = 5120
+
+transformers' layout (`to_stock`), what `verify` compares, what `params.json` must say, and the checks of numbers follow
+from these declarations. A field has the name and the default of transformers' class, where that has one; a
+field of ours defaults to what transformers computes.
+"""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+from .checks import fail
+
+Effect = Literal["structure", "function", "training", "none"]
+
+# Far above anything published, and small enough that what is made for each layer, expert or entry takes seconds.
+_MOST_OF_STRUCTURE, _MOST = 1 << 20, 1 << 40
+
+
+class Meaning(NamedTuple):
+    """What is known of a field besides its name, type and default.
+
+    Attributes:
+        effect: what it changes of a forward pass in evaluation, with the same weights and token ids. "function": the
+            result. "structure": the result, too, but other weights may make up for it (sizes, heads, experts, the order
+            of channels). "training": training only, or what is returned beside the predictions. "none": nothing.
+        part: the part of a model that uses it, one of `parts()` of its configuration; None: every model does.
+        stock: what transformers' class does with a field of this name. "read": computes with it, if it has the field;
+            "ignored": computes with the default, whatever it says; "model type": its model types differ in it.
+        least, below, most: the smallest number that is valid, the first one that is too large, and the largest one.
+    """
+
+    effect: Effect = "function"
+    part: str | None = None
+    stock: Literal["read", "ignored", "model type"] = "read"
+    least: float | None = None
+    below: float | None = None
+    most: float = _MOST
+
+    @property
+    def has_effect(self) -> bool:
+        """Whether it changes what a model computes in evaluation."""
+        return self.effect in ("structure", "function")
+
+    def check(self, owner: Any, name: str, value: Any) -> None:
+        """Raise a `ConfigurationError` for a number, or the length of a list, outside of the valid ones."""
+        if isinstance(value, (list, tuple, dict)) and len(value) > _MOST_OF_STRUCTURE:
+            fail(owner, name, value, "is beyond reason", f"at most {_MOST_OF_STRUCTURE} entries")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return
+        if self.least is not None and not self.least <= value:
+            fail(
+                owner,
+                name,
+                value,
+                "must be positive" if self.least else "must not be negative",
+                self._valid(),
+            )
+        if self.below is not None and not value < self.below:
+            fail(owner, name, value, "out of range", self._valid())
+        if not value <= self.most:
+            fail(owner, name, value, "is beyond reason", f"at most {self.most}")
+
+    def _valid(self) -> str:
+        most = "" if self.below is None else f" and below {self.below}"
+        return f"a finite number of at least {self.least}{most}"
+
+
+def field(
+    default: Any,
+    effect: Effect,
+    *,
+    part: str | None = None,
+    stock: Literal["read", "ignored", "model type"] = "read",
+    least: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """Declare a field of a configuration; for the arguments see `Meaning`."""
+    if most is None:
+        most = _MOST_OF_STRUCTURE if effect == "structure" else _MOST
+    meaning = Meaning(effect, part, stock, least, below, most)
+    return dataclasses.field(default=default, metadata={"meaning": meaning})
+
+
+def fields_without_effect(config: Any) -> set[str]:
+    """Names of the fields that do not change what this model computes in evaluation, as the others are."""
+    parts = config.parts()
+    return {
+        name
+        for name, meaning in config.meanings.items()
+        if not meaning.has_effect or (meaning.part is not None and meaning.part not in parts)
+    }
