@@ -17,10 +17,6 @@ import torch
 from ..configuration.base import LlamoeBaseConfig
 from ..modeling.adapters import lora_config
 from ..modeling.attention import window_block
-<<<<<<< HEAD
-from ..modeling.formats import Plain
-=======
->>>>>>> n-conf
 from ..modeling.kernels import needs_float32
 from ..modeling.loss import PIECE_LOGITS
 from .speed import distinct_experts
@@ -145,68 +141,12 @@ def expert_bytes_of_step(
         offloaded: bytes of routed experts that are not where they are computed.
         hit_share: share of these that are held there.
     """
-<<<<<<< HEAD
-    text, count = config.get_text_config(), plan.tokens * plan.batch
-    experts = others = 0.0
-    for index in range(text.num_hidden_layers):
-        ours, theirs = _products_of_layer(text, index, plan.tokens)
-        others, experts = others + ours, experts + theirs
-    # Forward, the same again before the backward pass, and gradients of rows; the head with its pieces likewise.
-    others += text.vocab_size * text.hidden_size
-    rate = bandwidths.products
-    assert rate is not None
-    seconds = {
-        "products of experts": 6 * count * experts / (bandwidths.expert_products or rate),
-        "other products": 6 * count * others / rate,
-    }
-    expert_bytes = 0
-    if offloaded:
-        # A layer's experts are read forwards and, in the other order, backwards. What was used last is there each time.
-        chosen = text.num_experts_per_tok / text.num_local_experts
-        share = (
-            distinct_experts(text.num_local_experts, text.num_experts_per_tok, count) / text.num_local_experts
-        )
-        expert_bytes = round(2 * offloaded * max(chosen, share) * (1 - hit_share))
-        waited = expert_bytes / read_rate - seconds["products of experts"]
-        if waited > 0:
-            seconds["waiting for experts"] = waited
-    return TrainingPlan(**{**vars(plan), "expert_bytes": expert_bytes, "seconds": seconds})
-
-
-def measure_rates(
-    source: Source, folder: Path | None, tokens: int, quantization: QuantizationConfig | None
-) -> Bandwidths:
-    """Measure what a step of so many tokens, and generating one, are bound by on this machine's CPU, in a few seconds.
-
-    Args:
-        source: of the model.
-        folder: where its files are, by which the drive is measured; None: the drive's rate is assumed.
-        tokens: of all rows of a step.
-        quantization: of the weights, if they are to be in llamoe's formats.
-    """
-    config = source.config.get_text_config()
-    if quantization is None and source.method == METHOD:
-        quantization = QuantizationConfig(**dict(source.quantization or {}))
-    form = None if quantization is None else format_for(quantization)
-    try:
-        rates = measure_bandwidths(folder)
-    except ValueError:
-        # Files that are too small to measure a drive by are too small for its rate to matter.
-        rates = measure_bandwidths()
-    reading = measure_reading(Plain(torch.bfloat16) if form is None else form)
-    found = replace(rates, ram=reading, products=measure_products(min(tokens, 4096), form))
-    if not getattr(config, "moe_layers", None):
-        return found
-    rows = -(-tokens * config.num_experts_per_tok // config.num_local_experts)
-    return replace(found, expert_products=measure_products(min(rows, 4096), form))
-=======
     text = config.get_text_config()
     if not offloaded:
         return 0
     # A layer's experts are read forwards and, in the other order, backwards. What was used last is there each time.
     distinct = distinct_experts(text.num_local_experts, text.num_experts_per_tok, tokens * batch)
     return round(2 * offloaded * distinct / text.num_local_experts * (1 - hit_share))
->>>>>>> n-conf
 
 
 def _kept_by_layer(

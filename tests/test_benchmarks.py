@@ -149,9 +149,8 @@ def test_a_published_size_is_written_as_quantize_does(tmp_path):
 
 def test_a_published_size_runs_as_a_user_runs_it(tmp_path, monkeypatch):
     programs.in_place_of_subprocess(monkeypatch, processes)
-    rates = llamoe.Bandwidths(products=1e10, expert_products=1e9)
+    rates = llamoe.Bandwidths()
     monkeypatch.setattr(published_sizes, "SETTLING", 0)
-    monkeypatch.setattr(published_sizes, "measure_rates", lambda *_: rates)
     monkeypatch.setattr(llamoe, "measure_bandwidths", lambda *_: rates)
     config = llamoe.preset("mixtral-8x7b", **PUBLISHED)
     # Memory for two fifths of the experts; so small ones come through the page cache.

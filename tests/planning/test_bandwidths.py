@@ -8,10 +8,6 @@ import os
 import pytest
 
 from llamoe import Bandwidths, measure_bandwidths
-<<<<<<< HEAD
-from llamoe.modeling.formats import Int4, Int8, Plain
-=======
->>>>>>> n-conf
 from llamoe.planning import bandwidths
 
 
@@ -33,27 +29,6 @@ def test_memory_and_drive_are_measured(tmp_path, monkeypatch):
     assert measure_bandwidths(tmp_path, most_bytes=5 << 20).drive == 8 * (5 << 20)
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("form", [Plain(torch.bfloat16), Int8(), Int4(128)], ids=lambda each: each.key)
-def test_reading_is_measured_in_the_format_of_the_weights(form, monkeypatch):
-    ticks, products = itertools.count(), []
-    monkeypatch.setattr(bandwidths.time, "perf_counter", lambda: next(ticks) / 8)
-    monkeypatch.setattr(bandwidths, "_MORE_THAN_A_CACHE", 50 << 20)
-    multiply = type(form).multiply
-
-    def count(self, x, parts, sizes):
-        products.append((len(x), sum(part.nbytes for part in parts)))
-        return multiply(self, x, parts, sizes)
-
-    monkeypatch.setattr(type(form), "multiply", count)
-    found = bandwidths.measure_reading(form)
-    assert {rows for rows, _ in products} == {1} and len(products) % 4 == 0
-    assert found == 8 * sum(nbytes for _, nbytes in products) / 4
-    assert found / 8 > 50 << 20
-
-
-=======
->>>>>>> n-conf
 def test_an_empty_folder_has_no_drive_to_measure(tmp_path):
     with pytest.raises(ValueError, match="has no file of 1 MB or more"):
         measure_bandwidths(tmp_path)
