@@ -23,10 +23,11 @@ from torch import nn
 
 from ...configuration import LlamoeConfig, LlamoeMixtralConfig, LlamoeVisionConfig
 from ...configuration.quantization import METHOD
+from ..layers import Linear
 from ..moe import Experts
 from ..offload import freeze_for_training
 from ..quantization import QuantizedLinear
-from .expert_lora import PackedLinear, ParamWrapper
+from .expert_lora import ParamWrapper, lora_linear
 from .loading import LoadsAdapters
 from .stack_targets import choose_parameters, refuse_unsupported
 from .unsupported import unsupported
@@ -70,7 +71,8 @@ def inject_adapter(
         return original(self, model, adapter_name, *args, **kwargs)
     config = self.peft_config[adapter_name]
     if type(config) is LoraConfig:
-        config._register_custom_module({Experts: ParamWrapper, QuantizedLinear: PackedLinear})
+        layers = {Experts: ParamWrapper, Linear: lora_linear, QuantizedLinear: lora_linear}
+        config._register_custom_module(layers)
     if getattr(config, "target_modules", "") is None:
         # Of a Mixtral's the conversion would make an empty set, and forget peft's default.
         self._prepare_adapter_config(config, self.get_model_config(model))

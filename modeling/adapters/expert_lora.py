@@ -1,4 +1,4 @@
-"""peft's LoRA layers beside stacks of experts and beside packed linear layers.
+"""peft's LoRA layers beside stacks of experts and beside linear layers of ours.
 
 peft's own wrapper of a parameter forms W + BA for every expert in every forward: 4 GB a layer for Scout. Here a row is
 multiplied by its expert's thin matrices (`moe.low_rank`), beside the stack. Everything else stays peft's: parameters,
@@ -19,7 +19,9 @@ from peft import LoraConfig
 from peft.tuners.lora import layer
 from torch import nn
 
+from ..layers import Linear
 from ..moe import NO_LORA, ExpertsLora, LowRank
+from ..quantization import QuantizedLinear
 from .expert_layout import by_expert
 from .unsupported import unsupported
 
@@ -160,32 +162,41 @@ class ParamWrapper(layer.ParamWrapper):
         return LowRank(a_ErI.transpose(1, 2), b_OrE, self.scaling[name], self.lora_dropout[name])
 
 
-class PackedLinear(layer.Linear):
-    """peft's LoRA layer beside a `QuantizedLinear`, whose codes peft would take for numbers."""
+class LoraLinear(layer.Linear):
+    """peft's LoRA layer beside a linear layer of ours, plain or packed.
 
-    def __init__(
-        self,
-        base_layer: nn.Module,
-        adapter_name: str,
-        parameter_name: str | None = None,
-        *,
-        config: LoraConfig,
-        target_name: str = "",
-        **kwargs: Any,
-    ):
-        if parameter_name is not None:
-            raise unsupported("target_parameters", f"target_parameters names {target_name}")
-        super().__init__(base_layer, adapter_name, config=config, **kwargs)
+    Its factors multiply as our layers do: under autocast torch takes many times as long where a processor has no
+    instructions for bfloat16.
+    """
 
-    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any):
+    def update_layer(
+        self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any
+    ) -> None:
         """Add an adapter, as peft does."""
-        # EVA draws one factor from rows that a user measures.
-        _refuse_fields(config, (*_INITIALISATIONS, "eva"), _READING_WEIGHTS, "a packed layer")
+        if _storage_of(self) is not None:
+            # EVA draws one factor from rows that a user measures.
+            _refuse_fields(config, (*_INITIALISATIONS, "eva"), _READING_WEIGHTS, "a packed layer")
         super().update_layer(adapter_name, r, lora_alpha, config=config, **kwargs)
+        for factor in (self.lora_A[adapter_name], self.lora_B[adapter_name]):
+            if type(factor) is nn.Linear:
+                factor.__class__ = Linear
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Raise a `ValueError`."""
+        """Merge adapters into the weight; a `ValueError` if it is packed, whose codes peft would take for numbers."""
         _refuse_merging(self)
+        super().merge(safe_merge, adapter_names)
+
+
+def lora_linear(
+    target: nn.Module, adapter_name: str, config: LoraConfig, parameter_name: str | None = None, **kwargs: Any
+) -> LoraLinear | None:
+    """Return the layer for a linear layer of ours; None leaves plain parameters and `fan_in_fan_out` to peft."""
+    is_packed = isinstance(target, QuantizedLinear)
+    if is_packed and parameter_name is not None:
+        raise unsupported("target_parameters", f"target_parameters names {kwargs.get('target_name')}")
+    if not is_packed and (parameter_name is not None or config.fan_in_fan_out):
+        return None
+    return LoraLinear(target, adapter_name, config=config, **kwargs)
 
 
 def _without_dropout(config: LoraConfig) -> LoraConfig:
@@ -206,8 +217,11 @@ def _refuse_fields(
             raise unsupported("variant", f"LoraConfig({name}={value!r}) for {where}")
 
 
+def _storage_of(module: Any) -> str | None:
+    """Return how the weight that a layer of peft adapts is packed or offloaded; None for numbers in memory."""
+    return getattr(module.get_base_layer(), "storage", None)
+
+
 def _refuse_merging(module: Any) -> None:
-    """Raise a `ValueError` if the weight that a layer of peft adapts is packed or offloaded."""
-    base = module.get_base_layer()
-    if base.storage is not None:
-        raise unsupported("merge", f"{type(base).__name__} is {base.storage}")
+    if (storage := _storage_of(module)) is not None:
+        raise unsupported("merge", f"{type(module.get_base_layer()).__name__} is {storage}")
