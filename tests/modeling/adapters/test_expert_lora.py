@@ -108,12 +108,6 @@ def test_single_rows_are_adapted(monkeypatch):
     assert max_abs(torch.cat(parts, 1), whole) < TOLERANCE
 
 
-def test_two_experts_a_token():
-    two = dict(num_experts_per_tok=2)
-    logits = [run(adapted(name, model=TEXT.make(**two)), **TEXT.inputs()) for name in ("llamoe", "peft")]
-    assert max_abs(*logits) < TOLERANCE
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing(use_reentrant, expected):
     model = adapted().train()
@@ -221,15 +215,6 @@ def test_rows_with_adapters_of_their_own():
     for row, name in enumerate(names):
         assert max_abs(together[row], alone[name][row]) < TOLERANCE
     assert max_abs(alone["default"], alone["second"]) > 0.1
-
-
-def test_merging_and_back():
-    model, inputs = adapted(), TEXT.inputs()
-    before = run(model, **inputs)
-    model.merge_adapter()
-    assert max_abs(run(model, **inputs), before) < TOLERANCE
-    model.unmerge_adapter()
-    assert max_abs(run(model, **inputs), before) < TOLERANCE
 
 
 def test_a_weighted_sum():
