@@ -1,8 +1,8 @@
-"""peft's adapters: read, and renamed to a model's keys; and what peft must know of our models.
+"""peft's adapters: LoRA on stacks of experts, and what peft must know of our models.
 
-Reading order: files, expert_layout, stack_targets (which parameters an adapter means), fitting, loading, adapted_parts
-(which LoRA adapts), expert_lora (how they adapt), when_imported, packed_weights (what peft may do beside them),
-linear_lora, peft_registration.
+Reading order: expert_layout (the factors of stacks), unsupported (what adapters cannot do), adapted_parts (a config for
+parts of a model), stack_targets (which parameters an adapter changes), loading, expert_lora (peft's layers beside
+ours), _private_api (what peft does otherwise), when_imported, peft_registration.
 """
 
 from .adapted_parts import lora_config

@@ -28,7 +28,7 @@ _FACTOR = re.compile(r"^(?P<module>.+?)(?P<nested>(\.base_layer)*)\.lora_A(?P<re
 
 
 def by_expert(factor: torch.Tensor, dim: int, num_experts: int) -> torch.Tensor:
-    """A view of A (dim 0) as `[E, r, X]`, or of B (dim 1) as `[Y, r, E]`: in both the second axis is the rank."""
+    """Return a view of A (dim 0) as `[E, r, X]`, or of B (dim 1) as `[Y, r, E]`: the second axis is the rank."""
     return factor.unflatten(dim, (num_experts, -1) if dim == 0 else (-1, num_experts))
 
 
@@ -47,7 +47,7 @@ def exchange_factors(
 
 
 def _input_first_experts(model: nn.Module) -> dict[str, Experts]:
-    """Experts whose layout stock does not declare, by their names without adapters; Mixtral's stock declares it."""
+    """Return experts whose layout stock does not declare, by their names without adapters; Mixtral's declares it."""
     return {
         name.replace(".base_layer", ""): module
         for name, module in model.named_modules()
@@ -55,21 +55,16 @@ def _input_first_experts(model: nn.Module) -> dict[str, Experts]:
     }
 
 
-def refuse_square_stacks(model: nn.Module, parameters: Collection[str]) -> None:
-    """Refuse an adapter of these parameters if its file would not tell its layout (`ValueError`)."""
+def ambiguous_stack(model: nn.Module, parameters: Collection[str]) -> str | None:
+    """Return one of these parameters if the file of an adapter of them would not tell its layout; else None."""
     shapes = {
         key: experts.stack_shape(stack)[1:]
         for name, experts in _input_first_experts(model).items()
         for stack in STACKS
         if (key := f"{name}.{stack}") in parameters
     }
-    if shapes and all(size_in == size_out for size_in, size_out in shapes.values()):
-        name, (size, _) = next(iter(shapes.items()))
-        raise ValueError(
-            f"target_parameters: {name} has as many inputs as outputs ({size}), so nothing in an adapter's file tells "
-            "whether it was trained on transformers' Llama 4, which exchanges lora_A and lora_B, or on llamoe. Adapt "
-            "both stacks, gate_up_proj and down_proj."
-        )
+    is_square = all(size_in == size_out for size_in, size_out in shapes.values())
+    return next(iter(shapes), None) if is_square else None
 
 
 def orient_experts(

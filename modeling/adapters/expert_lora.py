@@ -1,8 +1,8 @@
-"""peft's layer for LoRA on the experts' stacks, and what it refuses; the arithmetic is that of `moe.low_rank`.
+"""peft's LoRA layers beside stacks of experts and beside linear layers of ours.
 
-peft's own wrapper of a parameter forms W + BA for every expert in every pass: 4 GB a layer for Scout. Here a row is
-multiplied by its expert's thin matrices, beside the stack. Everything else stays peft's: parameters, their names and
-shapes in files, merging, several adapters, switching.
+peft's own wrapper of a parameter forms W + BA for every expert in every forward: 4 GB a layer for Scout. Here a row is
+multiplied by its expert's thin matrices (`moe.low_rank`), beside the stack. Everything else stays peft's: parameters,
+their names and shapes in files, merging, several adapters, switching.
 
 peft is imported here, so this file is imported when somebody uses peft (`peft_registration`).
 
@@ -11,7 +11,6 @@ Shapes: E experts, r rank, I columns in, O columns out, N rows (tokens, each as 
 
 import copy
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,11 +19,16 @@ from peft import LoraConfig
 from peft.tuners.lora import layer
 from torch import nn
 
+from ..layers import Linear
 from ..moe import NO_LORA, ExpertsLora, LowRank
+from ..quantization import QuantizedLinear
 from .expert_layout import by_expert
+from .unsupported import unsupported
 
-# Beginnings that need no numbers of the experts' matrices.
-_BEGINNINGS = (True, False, "gaussian")
+# Initialisations and fields of a `LoraConfig` that need no numbers of a matrix, and those that do.
+_INITIALISATIONS = (True, False, "gaussian")
+_READING_WEIGHTS = ("use_dora", "kasa_config", "velora_config")
+_VARIANTS = [field.name for field in dataclasses.fields(LoraConfig) if field.metadata.get("is_lora_variant")]
 
 
 class ParamWrapper(layer.ParamWrapper):
@@ -40,13 +44,11 @@ class ParamWrapper(layer.ParamWrapper):
         parameter_name: str | None = None,
         *,
         config: LoraConfig,
+        target_name: str = "",
         **kwargs: Any,
     ):
         if parameter_name is None:
-            raise ValueError(
-                "LoRA's target_modules names the experts' module, which is not a linear layer. Name its stacks in "
-                'target_parameters: ["experts.gate_up_proj", "experts.down_proj"].'
-            )
+            raise unsupported("target_modules", f"target_modules names {target_name}")
         super().__init__(base_layer, adapter_name, parameter_name, config=_without_dropout(config), **kwargs)
         self._set_dropout(adapter_name, config)
 
@@ -54,7 +56,7 @@ class ParamWrapper(layer.ParamWrapper):
         self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any
     ) -> None:
         """Add an adapter, as peft does, with the dropout that peft refuses."""
-        _refuse_for_stacks(config, self.parameter_name)
+        _refuse_fields(config, _INITIALISATIONS, (*_VARIANTS, "lora_bias"), self.parameter_name)
         super().update_layer(adapter_name, r, lora_alpha, config=_without_dropout(config), **kwargs)
         self._set_dropout(adapter_name, config)
         if (mesh := self.expert_mesh()) is not None:
@@ -121,8 +123,13 @@ class ParamWrapper(layer.ParamWrapper):
         updates = [self.update_of(name) for name in self.active_adapters if name in self.lora_A]
         return lora.with_stack(self.parameter_name, updates)
 
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Merge adapters into the stack; a `ValueError` if it is packed or offloaded."""
+        _refuse_merging(self)
+        super().merge(safe_merge, adapter_names)
+
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What merging adds to the stack: to that part of it which this process holds."""
+        """Return what merging adds to the stack: to that part of it which this process holds."""
         from torch.distributed.tensor import distribute_tensor
 
         delta, mesh = super().get_delta_weight(adapter_name, *args, **kwargs), self.expert_mesh()
@@ -134,12 +141,12 @@ class ParamWrapper(layer.ParamWrapper):
         return distribute_tensor(delta, mesh, self.get_param().placements, src_data_rank=None)
 
     def expert_mesh(self) -> Any:
-        """The processes of which each holds some of the experts; None where this one holds them all."""
+        """Return the processes of which each holds some of the experts; None where this one holds them all."""
         mesh = getattr(self.get_param(), "device_mesh", None)
         return mesh if mesh is not None and mesh.mesh_dim_names == ("ep",) else None
 
     def _of_own_experts(self, factor: torch.Tensor, dim: int) -> torch.Tensor:
-        """A factor without the experts of other processes, whose gradients come from there."""
+        """Return a factor without the experts of other processes, whose gradients come from there."""
         mesh = self.expert_mesh()
         if mesh is None:
             return factor
@@ -155,6 +162,43 @@ class ParamWrapper(layer.ParamWrapper):
         return LowRank(a_ErI.transpose(1, 2), b_OrE, self.scaling[name], self.lora_dropout[name])
 
 
+class LoraLinear(layer.Linear):
+    """peft's LoRA layer beside a linear layer of ours, plain or packed.
+
+    Its factors multiply as our layers do: under autocast torch takes many times as long where a processor has no
+    instructions for bfloat16.
+    """
+
+    def update_layer(
+        self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any
+    ) -> None:
+        """Add an adapter, as peft does."""
+        if _storage_of(self) is not None:
+            # EVA draws one factor from rows that a user measures.
+            _refuse_fields(config, (*_INITIALISATIONS, "eva"), _READING_WEIGHTS, "a packed layer")
+        super().update_layer(adapter_name, r, lora_alpha, config=config, **kwargs)
+        for factor in (self.lora_A[adapter_name], self.lora_B[adapter_name]):
+            if type(factor) is nn.Linear:
+                factor.__class__ = Linear
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Merge adapters into the weight; a `ValueError` if it is packed, whose codes peft would take for numbers."""
+        _refuse_merging(self)
+        super().merge(safe_merge, adapter_names)
+
+
+def lora_linear(
+    target: nn.Module, adapter_name: str, config: LoraConfig, parameter_name: str | None = None, **kwargs: Any
+) -> LoraLinear | None:
+    """Return the layer for a linear layer of ours; None leaves plain parameters and `fan_in_fan_out` to peft."""
+    is_packed = isinstance(target, QuantizedLinear)
+    if is_packed and parameter_name is not None:
+        raise unsupported("target_parameters", f"target_parameters names {kwargs.get('target_name')}")
+    if not is_packed and (parameter_name is not None or config.fan_in_fan_out):
+        return None
+    return LoraLinear(target, adapter_name, config=config, **kwargs)
+
+
 def _without_dropout(config: LoraConfig) -> LoraConfig:
     """Copy a `LoraConfig` without the dropout that peft refuses for a stack."""
     config = copy.copy(config)
@@ -162,23 +206,22 @@ def _without_dropout(config: LoraConfig) -> LoraConfig:
     return config
 
 
-def _refuse_for_stacks(config: LoraConfig, parameter_name: str) -> None:
-    """Refuse the fields of a `LoraConfig` that stacks of experts do not have (`ValueError`)."""
-    fields = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
-    unsupported = {name: value for name in fields if (value := getattr(config, name))}
-    if config.init_lora_weights not in _BEGINNINGS:
-        unsupported["init_lora_weights"] = config.init_lora_weights
-    for name, value in unsupported.items():
-        raise ValueError(
-            f"LoraConfig({name}={value!r}) is for linear layers alone, and target_parameters names the experts' "
-            f"{parameter_name}: leave {name} out, or the experts to an adapter of their own."
-        )
+def _refuse_fields(
+    config: LoraConfig, initialisations: tuple[Any, ...], refused: tuple[str, ...], where: str
+) -> None:
+    """Raise a `ValueError` for an initialisation that is not among these, or a field of these."""
+    if (begin := config.init_lora_weights) not in initialisations:
+        raise unsupported("init_lora_weights", f"LoraConfig(init_lora_weights={begin!r}) for {where}")
+    for name in refused:
+        if value := getattr(config, name):
+            raise unsupported("variant", f"LoraConfig({name}={value!r}) for {where}")
 
 
-def stacks_of(model: nn.Module, adapters: Sequence[str]) -> list[ParamWrapper]:
-    """The stacks that any of these adapters changes."""
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, ParamWrapper) and any(name in module.lora_A for name in adapters)
-    ]
+def _storage_of(module: Any) -> str | None:
+    """Return how the weight that a layer of peft adapts is packed or offloaded; None for numbers in memory."""
+    return getattr(module.get_base_layer(), "storage", None)
+
+
+def _refuse_merging(module: Any) -> None:
+    if (storage := _storage_of(module)) is not None:
+        raise unsupported("merge", f"{type(module.get_base_layer()).__name__} is {storage}")

@@ -1,146 +1,78 @@
-"""Which parameters `target_parameters` means: peft's other fields count for them as they do for linear layers.
+"""Which parameters an adapter changes, and which adapters a model cannot have.
 
-peft itself matches these names with the ends of the parameters' names, and passes over `layers_to_transform`,
-`layers_pattern`, `exclude_modules` and `modules_to_save`. An adapter that peft trained alone
-has factors for all layers, and is recognised by them when it is read.
+peft matches `target_parameters` with the ends of the parameters' names, and passes over `layers_to_transform`,
+`layers_pattern`, `exclude_modules` and `modules_to_save`, which choose linear layers. Here they choose parameters, too:
+the config gets the full names of those that are chosen, as peft gives it the names of the layers of "all-linear".
 """
 
 import copy
-import re
-import warnings
-from collections import Counter
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
-_PATTERNS = ("rank_pattern", "alpha_pattern")
-# The names in the adapter's file that is being read, and the name that the adapter gets.
-_keys: ContextVar[Collection[str]] = ContextVar("_keys", default=())
-_adapter: ContextVar[str | None] = ContextVar("_adapter", default=None)
-
-
-@contextmanager
-def reading(keys: Collection[str], adapter_name: str | None = None) -> Iterator[None]:
-    """Say that layers are made for the tensors of these names, not to be trained anew."""
-    tokens = _keys.set(keys), _adapter.set(adapter_name)
-    try:
-        yield
-    finally:
-        _keys.reset(tokens[0])
-        _adapter.reset(tokens[1])
+from ..moe import STACKS
+from ..quantization import QuantizedLinear
+from .expert_layout import ambiguous_stack
+from .unsupported import unsupported
 
 
-def adapter_being_read() -> str | None:
-    """Return the name that `reading` was given."""
-    return _adapter.get()
+def choose_parameters(config: Any, model: nn.Module) -> None:
+    """Write the full names of the parameters that an adapter changes into its `target_parameters`."""
+    from peft.tuners.tuners_utils import check_target_module_exists
 
-
-def targeted_parameters(config: Any, model: nn.Module) -> list[str]:
-    """Full names of the parameters that an adapter changes by its `target_parameters`, without those of wrappers."""
     asked = tuple(getattr(config, "target_parameters", None) or ())
+    if not asked:
+        return
+    chooser, everything = copy.copy(config), copy.copy(config)
+    chooser.target_modules = set(asked)
+    everything.target_modules, everything.layers_to_transform = ".*", None
     named = [
         (name, f"{name}.{parameter}")
-        for name, module in (_plain_modules(model) if asked else ())
+        for name, module in _plain_modules(model)
         for parameter, _ in module.named_parameters(recurse=False)
-        if any(f".{name}.{parameter}".endswith(f".{each}") for each in asked)
+        if f".{name}.{parameter}".endswith(tuple(f".{end}" for end in asked))
     ]
-    probe = copy.copy(config)
-    probe.target_modules = list(asked)
-    targeted = [(name, key) for name, key in named if _is_targeted(probe, name, key)]
-    counts = Counter(name for name, _ in targeted)
-    if any(_stacks_in_file(name) > counts[name] for name in {name for name, _ in named}):
-        # peft by itself has trained it.
-        return [key for _, key in named]
-    return [key for _, key in targeted]
+    # What matches nothing at all is left to peft, which says so.
+    if named:
+        config.target_parameters = sorted(
+            key
+            for name, key in named
+            # The module of a parameter may be excluded, too.
+            if check_target_module_exists(chooser, key) and check_target_module_exists(everything, name)
+        )
+
+
+def refuse_unsupported(config: Any, model: PreTrainedModel) -> None:
+    """Raise a `ValueError` for an adapter, whose parameters are chosen, that would be wrong without another error."""
+    from peft import PeftType
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    parameters = set(getattr(config, "target_parameters", None) or ())
+    if (name := ambiguous_stack(model, parameters)) is not None:
+        raise unsupported("square", f"target_parameters chooses {name}")
+    if any(name.endswith(STACKS) for name in parameters):
+        _refuse_shared_experts(model.config)
+    method = getattr(config.peft_type, "value", config.peft_type)
+    if method == PeftType.LORA or not getattr(config, "target_modules", None):
+        return
+    for name, module in _plain_modules(model):
+        if isinstance(module, QuantizedLinear) and check_target_module_exists(config, name):
+            raise unsupported("method", f"{method} for {name}, which is {module.storage}")
+
+
+def _refuse_shared_experts(config: Any) -> None:
+    shared: Any = getattr(config, "distributed_config", None)
+    names = ("tp_size", "ep_size", "fsdp_size", "dp_replicate_size")
+    sizes = {name: getattr(shared, name, None) or 1 for name in names}
+    tp_size, ep_size, *others = sizes.values()
+    if tp_size != ep_size or (ep_size > 1 and others != [1, 1]):
+        raise unsupported("shared", ", ".join(f"{name} = {size}" for name, size in sizes.items() if size > 1))
 
 
 def _plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The model's own modules, by their names without adapters."""
+    """Yield the model's own modules, by their names without adapters."""
     for name, module in model.named_modules():
         if ".lora_" not in name:
             yield name.replace(".base_layer", ""), module
-
-
-def _stacks_in_file(name: str) -> int:
-    """For how many parameters of a module the adapter that is being read has factors.
-
-    Their wrappers are nested. Whatever stands before the name of the module's layer does not count.
-    """
-    count, place = 0, name[name.find("layers.") :]
-    while any(f"{place}.lora_" in key for key in _keys.get()):
-        count, place = count + 1, f"{place}.base_layer"
-    return count
-
-
-def _is_targeted(probe: Any, name: str, key: str) -> bool:
-    from peft.tuners.tuners_utils import check_target_module_exists
-
-    return bool(check_target_module_exists(probe, key)) and not is_excluded(probe, name)
-
-
-def is_excluded(config: Any, name: str) -> bool:
-    """Whether `exclude_modules` or `modules_to_save` name a module or parameter."""
-    from peft.tuners.tuners_utils import check_target_module_exists
-
-    # peft answers with an object of its own where a name is excluded, and with a truth value elsewhere.
-    everything = copy.copy(config)
-    everything.target_modules, everything.layers_to_transform = ".*", None
-    return not check_target_module_exists(everything, name)
-
-
-def choose_parameters(config: Any, model: nn.Module) -> list[str]:
-    """The parameters that peft shall wrap; a `ValueError` if those of a module are others than earlier adapters'."""
-    chosen = targeted_parameters(config, model)
-    wrapped: dict[str, set[str]] = {}
-    for name, module in _plain_modules(model):
-        if hasattr(module, "parameter_name"):
-            wrapped.setdefault(name, set()).add(f"{name}.{module.parameter_name}")
-    for name, there in wrapped.items():
-        new = {key for key in chosen if key.rpartition(".")[0] == name}
-        if new and new != there:
-            # Its wrappers are nested, and files have their places in the nest for names.
-            raise ValueError(
-                f"target_parameters means {', '.join(sorted(new))}, and an adapter that is there changes "
-                f"{', '.join(sorted(there))}: all adapters of a module change the same of its parameters. See to "
-                "exclude_modules and modules_to_save, too."
-            )
-    return chosen
-
-
-@contextmanager
-def telling_unused(tuner: Any, model: nn.Module, adapter_name: str) -> Iterator[None]:
-    """Warn of patterns and exclusions that match neither a module nor a parameter; peft looks at modules alone."""
-    config = tuner.peft_config[adapter_name]
-    excluded = getattr(config, "exclude_modules", None)
-    is_silent = not excluded and not any(getattr(config, field, None) for field in _PATTERNS)
-    if is_silent or not getattr(config, "target_parameters", None):
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"The following \w+_pattern keys did not match", RuntimeWarning)
-        warnings.filterwarnings("ignore", r"You have passed exclude_modules=")
-        names = [
-            *(name for name, _ in _plain_modules(model) if name),
-            *(
-                f"{name}.{key}"
-                for name, module in _plain_modules(model)
-                for key, _ in module.named_parameters(recurse=False)
-            ),
-        ]
-        yield
-    targeted = [*tuner.targeted_module_names, *targeted_parameters(config, model)]
-    for field in _PATTERNS:
-        unused = [
-            key
-            for key in getattr(config, field, None) or ()
-            if not any(re.match(rf"(.*\.)?({key})$", name) for name in targeted)
-        ]
-        if unused:
-            warnings.warn(
-                f"{field}: {unused} match nothing that the adapter changes.", RuntimeWarning, stacklevel=4
-            )
-    if excluded and not any(is_excluded(config, name) for name in names):
-        warnings.warn(f"exclude_modules={excluded} match nothing in the model.", RuntimeWarning, stacklevel=4)

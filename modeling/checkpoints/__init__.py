@@ -41,7 +41,7 @@ from .load_weights import make_weights
 from .mapped_memory import forget_pages, return_freed_memory
 from .parts import in_units, part_of, sum_by_part
 from .safetensors_files import DTYPE_NAMES, DTYPES, WEIGHT_DTYPES, TensorHeader
-from .saving import AtomicSaveMixin, saving_adapter
+from .saving import AtomicSaveMixin
 from .state_dicts import TakesWeights
 from .stored import Stored, check_fit, headers_of, tensors_of
 from .torch_files import read_torch

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from ...configuration.hub import MODULE_NAME, is_our_module
@@ -114,29 +113,6 @@ def _is_running(process: str) -> bool:
         # Another user's.
         return True
     return True
-
-
-@contextmanager
-def saving_adapter(target: str | os.PathLike) -> Iterator[Path]:
-    """Context with an empty folder, whose files are in `target` afterwards: all of them, or after an error none.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    save = _Save(target, None)
-    try:
-        with save.files() as new:
-            yield new
-    except BaseException as error:
-        # Trainer makes it before, and would take an empty one for its newest checkpoint.
-        with suppress(OSError):
-            save.target.rmdir()
-        if isinstance(error, OSError | SafetensorError):
-            raise OSError(
-                f"{target}: the adapter cannot be written ({error}). What was there is unchanged: make room, and save "
-                "it again."
-            ) from error
-        raise
 
 
 def _without_wrappers(model: PreTrainedModel) -> dict[str, Any] | None:

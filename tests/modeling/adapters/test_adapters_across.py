@@ -130,37 +130,37 @@ def test_adapters_of_stock_give_the_same_logits_on_ours_and_back(case, kind, tmp
     )
 
 
-@pytest.mark.parametrize("case", [DENSE, TEXT], ids=lambda case: case.name)
-def test_adapters_of_ours_load_through_stock_load_adapter(case, tmp_path):
-    ours, stock = pair(case)
-    trained = adapted(ours, **ADAPTERS["all"])
-    trained.save_pretrained(tmp_path)
-    inputs = inputs_of(case)
-    assert max_abs(run(load(stock, tmp_path, "load_adapter"), **inputs), run(trained, **inputs)) < 1e-5
-
-
 # The experts' stacked tensors
 
 
-def expert_pair(targets, intermediate_size=52):
+def expert_pair(targets, intermediate_size=52, **sizes):
     """Ours and stock's, and an adapter of stock's experts."""
-    ours, stock = pair(TEXT, hidden_size=72, intermediate_size=intermediate_size)
+    ours, stock = pair(TEXT, hidden_size=72, intermediate_size=intermediate_size, **sizes)
     options = dict(target_modules=["v_proj"], target_parameters=targets, rank_pattern={"v_proj": 3})
     return ours, stock, adapted(stock, **options)
 
 
+# A stack of one expert, which peft takes for a linear layer's weight; with square ones among them.
+ONE = dict(num_local_experts=1, num_experts_per_tok=1)
+
+
 @pytest.mark.parametrize(
-    ("targets", "how"),
+    ("targets", "sizes", "how"),
     [
-        (EXPERTS, "load_adapter"),
-        (EXPERTS[:1], "PeftModel"),
-        (EXPERTS[1:], "load_adapter"),
-        (EXPERTS, "PeftModel"),
+        (EXPERTS, {}, "load_adapter"),
+        (EXPERTS[:1], {}, "PeftModel"),
+        (EXPERTS[1:], {}, "load_adapter"),
+        (EXPERTS, {}, "PeftModel"),
+        (EXPERTS, ONE, "load_adapter"),
+        (EXPERTS[:1], {**ONE, "intermediate_size": 72}, "load_adapter"),
+        (EXPERTS[1:], {**ONE, "intermediate_size": 36}, "PeftModel"),
+        (EXPERTS, {**ONE, "intermediate_size": 72}, "PeftModel"),
+        (EXPERTS, {**ONE, "intermediate_size": 36}, "load_adapter"),
     ],
     ids=str,
 )
-def test_experts_trained_on_stock_are_turned_round(targets, how, tmp_path):
-    ours, stock, trained = expert_pair(targets)
+def test_experts_trained_on_stock_are_turned_round(targets, sizes, how, tmp_path):
+    ours, stock, trained = expert_pair(targets, **sizes)
     trained.save_pretrained(tmp_path)
     inputs = inputs_of(TEXT)
     expected = run(trained, **inputs)
@@ -180,7 +180,7 @@ def test_square_experts_alone_are_refused(targets, intermediate_size, how, tmp_p
     trained.save_pretrained(tmp_path / "square")
     with pytest.raises(ValueError, match="as many inputs as outputs"):
         load(ours, tmp_path / "square", how)
-    with pytest.raises(ValueError, match="Adapt both stacks, gate_up_proj and down_proj"):
+    with pytest.raises(ValueError, match="adapt both stacks, gate_up_proj and down_proj"):
         adapted(ours, target_parameters=targets)
     # Beside a pair that is not square the square one is no question.
     both = adapted(stock, target_modules=["v_proj"], target_parameters=EXPERTS)
@@ -333,24 +333,6 @@ def test_auto_classes_follow_an_adapter_to_its_base(case, tmp_path):
         assert torch.equal(run(loaded, **inputs), expected)
 
 
-@both_ways
-def test_adapter_on_the_hub(how, tmp_path):
-    """From the local cache, as nothing else can be reached."""
-    ours, stock = pair(DENSE)
-    trained = adapted(stock, target_modules=LINEAR)
-    repository = tmp_path / "models--some--adapter"
-    commit = "ab" * 20
-    trained.save_pretrained(repository / "snapshots" / commit)
-    (repository / "refs").mkdir()
-    (repository / "refs/main").write_text(commit)
-    inputs, ours = inputs_of(DENSE), copy.deepcopy(ours)
-    if how == "PeftModel":
-        ours = PeftModel.from_pretrained(ours, "some/adapter", cache_dir=str(tmp_path))
-    else:
-        ours.load_adapter("some/adapter", adapter_kwargs={"cache_dir": str(tmp_path), "revision": "main"})
-    assert max_abs(run(ours, **inputs), run(trained, **inputs)) < 1e-5
-
-
 def test_adapter_from_memory():
     ours, stock = pair(TEXT)
     trained = adapted(stock, target_modules=["q_proj"], target_parameters=EXPERTS)
@@ -425,15 +407,6 @@ def test_adapter_of_another_base_is_refused(kind, how, tmp_path):
     assert torch.equal(run(model, **inputs), before)
 
 
-@both_ways
-def test_adapter_for_other_module_names_is_refused(how, tmp_path):
-    config = transformers.GPT2Config(n_layer=2, n_embd=72, n_head=6, vocab_size=101)
-    other = transformers.GPT2LMHeadModel(config)
-    adapter_of(tmp_path, other, target_modules=["c_attn"])
-    with pytest.raises(ValueError, match="c_attn.*not found"):
-        load(TEXT.make(), tmp_path / "other", how)
-
-
 METHODS = {
     "IA3Config": {},
     "LoHaConfig": {},
@@ -459,8 +432,8 @@ def test_other_methods_of_stock_give_the_same_logits(method, tmp_path):
     expected = run(trained, **inputs)
     assert max_abs(expected, run(stock, **inputs)) > 0.05
     assert max_abs(run(load(ours, tmp_path, "PeftModel"), **inputs), expected) < 2e-5
-    if method == "VeraConfig":
-        with pytest.raises(ValueError, match="get_peft_model"):
+    if method in ("VeraConfig", "RandLoraConfig"):
+        with pytest.raises(ValueError, match="get_peft_model|belongs to nothing"):
             load(ours, tmp_path, "load_adapter")
     else:
         assert max_abs(run(load(ours, tmp_path, "load_adapter"), **inputs), expected) < 2e-5
@@ -473,29 +446,6 @@ def test_all_linear_of_ours_on_stock(tmp_path):
     trained.save_pretrained(tmp_path)
     inputs = inputs_of(MULTIMODAL)
     assert max_abs(run(load(stock, tmp_path, "PeftModel"), **inputs), run(trained, **inputs)) < 2e-5
-
-
-def test_whole_checkpoint_of_an_adapted_model_is_left_to_torch():
-    # A mixture has to stay when a layer is taken out.
-    layers = dict(num_hidden_layers=3, moe_layers=[1, 2], no_rope_layers=[1, 1, 0])
-    model = adapted(TEXT.make(**layers), target_modules=["q_proj"], target_parameters=EXPERTS)
-    other = adapted(TEXT.make(seed=1, **layers), seed=9, target_modules=["q_proj"], target_parameters=EXPERTS)
-    other.load_state_dict(model.state_dict())
-    inputs = inputs_of(TEXT)
-    assert torch.equal(run(other, **inputs), run(model, **inputs))
-    with pytest.raises(RuntimeError, match="Missing key"):
-        other.load_state_dict({name: t for name, t in model.state_dict().items() if "layers.2." not in name})
-
-
-def test_damaged_adapter_is_refused(tmp_path):
-    model = DENSE.make()
-    folder = adapter_of(tmp_path, model)
-    weights = folder / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="cut short"):
-        model.load_adapter(folder)
-    with pytest.raises((ValueError, OSError), match="adapter"):
-        model.load_adapter(tmp_path)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "w1", "w2", "w3"], ["gate", "v_proj"]], ids=str)
@@ -516,15 +466,18 @@ def test_names_of_mixtrals_layers_mean_what_peft_makes_of_them_on_stock(targets,
 
 
 @both_ways
-def test_stock_adapts_experts_of_layers_that_a_config_leaves_out(how, tmp_path):
-    """peft by itself passes over `layers_to_transform` for them; the file tells."""
+def test_layers_to_transform_on_stock_and_ours(how, tmp_path):
+    """peft passes over it for stacks of stock: such a file has layers that its config leaves out. Ours load there."""
     ours, stock = pair(MIXTRAL)
     options = dict(target_modules=["v_proj"], target_parameters=EXPERTS, layers_to_transform=[1])
-    trained = adapted(stock, **options)
-    trained.save_pretrained(tmp_path)
+    adapted(stock, **options).save_pretrained(tmp_path / "stock")
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts.* belongs to nothing"):
+        load(ours, tmp_path / "stock", how)
+    trained = adapted(ours, **options)
+    trained.save_pretrained(tmp_path / "ours")
     expected = run(trained, **inputs_of(MIXTRAL))
-    assert max_abs(run(load(ours, tmp_path, how), **inputs_of(MIXTRAL)), expected) < 2e-5
-    assert max_abs(run(adapted(ours, **options), **inputs_of(MIXTRAL)), expected) > 0.1
+    for model, way in ((ours, how), (stock, "PeftModel")):
+        assert max_abs(run(load(model, tmp_path / "ours", way), **inputs_of(MIXTRAL)), expected) < 2e-5
 
 
 TARGETS = dict(target_modules="all-linear", target_parameters=EXPERTS)
@@ -557,7 +510,9 @@ def test_an_adapter_of_the_whole_is_not_loaded_on_a_part(whole, name, how, tmp_p
     model.save_pretrained(tmp_path / "model")
     adapted(model, **TARGETS, task_type=None).save_pretrained(tmp_path / "adapter")
     loaded = getattr(llamoe, name).from_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match="does not fit this .*Load it on the class"):
+    with pytest.raises(
+        ValueError, match="does not fit this .*Load it on the class|Target modules .* not found"
+    ):
         load(loaded, tmp_path / "adapter", how)
 
 

@@ -1,7 +1,6 @@
 """LoRA beside the experts' products, against peft's own way, which adds it to the weights."""
 
 import copy
-import logging
 from contextlib import nullcontext
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import layer
-from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 from support.models import MULTIMODAL, SHALLOW_MODELS, Copies, make_asymmetric, max_abs, run
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,7 +15,6 @@ from transformers.distributed import DistributedConfig
 
 import llamoe
 from llamoe.modeling.adapters.expert_lora import ParamWrapper
-from llamoe.modeling.checkpoints import in_units
 from llamoe.modeling.formats import Int4
 from llamoe.modeling.moe import STACKS as STACK_NAMES
 from llamoe.modeling.moe import Experts, ExpertsLora, LowRank, OutputFirstExperts
@@ -109,12 +106,6 @@ def test_single_rows_are_adapted(monkeypatch):
         past = output.past_key_values
         parts.append(output.logits)
     assert max_abs(torch.cat(parts, 1), whole) < TOLERANCE
-
-
-def test_two_experts_a_token():
-    two = dict(num_experts_per_tok=2)
-    logits = [run(adapted(name, model=TEXT.make(**two)), **TEXT.inputs()) for name in ("llamoe", "peft")]
-    assert max_abs(*logits) < TOLERANCE
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -226,15 +217,6 @@ def test_rows_with_adapters_of_their_own():
     assert max_abs(alone["default"], alone["second"]) > 0.1
 
 
-def test_merging_and_back():
-    model, inputs = adapted(), TEXT.inputs()
-    before = run(model, **inputs)
-    model.merge_adapter()
-    assert max_abs(run(model, **inputs), before) < TOLERANCE
-    model.unmerge_adapter()
-    assert max_abs(run(model, **inputs), before) < TOLERANCE
-
-
 def test_a_weighted_sum():
     """Of factors, as for linear layers."""
     model = adapted()
@@ -265,7 +247,7 @@ def test_a_weighted_sum():
                 lambda kind=kind: two_adapters().add_weighted_adapter(
                     ["default", "second"], [0.3, 0.9], "sum", kind
                 ),
-                f'"{kind}"',
+                f"'{kind}' for default, second",
             )
             for kind in ("svd", "cat")
         ),
@@ -278,7 +260,7 @@ def test_a_weighted_sum():
             lambda: get_peft_model(
                 TEXT.make(), LoraConfig(target_parameters=STACKS, alora_invocation_tokens=[1, 2])
             ),
-            "leave alora_invocation_tokens out",
+            r"alora_invocation_tokens=\[1, 2\]",
         ),
         *(
             (
@@ -289,9 +271,6 @@ def test_a_weighted_sum():
             )
             for begin in ("pissa", "olora", "orthogonal")
         ),
-        (lambda: llamoe.lora_config(TEXT.make(), r=0), "r .*not 0"),
-        (lambda: llamoe.lora_config(TEXT.make(), r=2.5), "not 2.5"),
-        (lambda: llamoe.lora_config(TEXT.make(), dropout=1.0), "not 1.0"),
     ],
     ids=[
         "svd",
@@ -302,9 +281,6 @@ def test_a_weighted_sum():
         "pissa",
         "olora",
         "orthogonal",
-        "rank 0",
-        "half a rank",
-        "dropout of all",
     ],
 )
 def test_what_cannot_be_is_refused_by_name(act, named):
@@ -322,44 +298,6 @@ def test_a_config_by_parts(experts):
     assert any("experts" in name for name in trained) == experts
     assert not any("router" in name for name in trained)
     assert any("q_proj" in name for name in trained) and any("shared_expert" in name for name in trained)
-
-
-@pytest.mark.parametrize("experts", [False, True])
-def test_frozen_experts_are_told(experts, caplog):
-    """With their bytes."""
-    model = TEXT.make()
-    config = llamoe.lora_config(model, experts=experts)
-    frozen = sum(
-        parameter.numel() * 4
-        for module in model.modules()
-        if isinstance(module, Experts)
-        for parameter in module.parameters()
-    )
-    getattr(logging.getLogger("llamoe").warning_once, "cache_clear", nullcontext)()
-    with caplog.at_level(logging.WARNING, "llamoe"):
-        get_peft_model(model, config)
-    told = [record.getMessage() for record in caplog.records if "frozen" in record.getMessage()]
-    if experts:
-        assert not told
-    else:
-        (message,) = told
-        assert f"LoRA leaves the routed experts frozen ({in_units(frozen)})" in message
-
-
-def test_a_dense_model_has_nothing_to_tell(caplog):
-    config = llamoe.lora_config(DENSE.make())
-    assert config.target_parameters is None
-    get_peft_model(DENSE.make(), config)
-    assert not caplog.records
-
-
-def test_a_swap_under_a_compiler_is_not_prepared_for_stacks():
-    model = adapted()
-    before = run(model, **TEXT.inputs())
-    for ours in (model, model.get_base_model()):
-        with pytest.raises(ValueError, match=r"experts\.(gate_up|down)_proj"):
-            prepare_model_for_compiled_hotswap(ours, target_rank=5)
-    assert torch.equal(run(model, **TEXT.inputs()), before)
 
 
 def test_sums_of_adapters_of_other_stacks_are_refused():
@@ -391,7 +329,7 @@ def test_ways_of_sharing_experts_that_are_refused(sizes):
     """Whole experts, and one batch for all, are in parallel/test_two_processes.py."""
     model = TEXT.make()
     model.config.distributed_config = DistributedConfig(**sizes)
-    with pytest.raises(ValueError, match="LoRA on experts under tp_size = 2"):
+    with pytest.raises(ValueError, match="^tp_size = 2.*whole experts"):
         get_peft_model(model, llamoe.lora_config(model))
     get_peft_model(model, llamoe.lora_config(model, experts=False))
 

@@ -192,10 +192,8 @@ def test_all_linear_on_a_tower_by_itself_and_on_other_models():
     assert set(wrapped.base_model.targeted_module_names) == names
 
 
-@pytest.mark.parametrize("config_class", ["LoraConfig", "VeraConfig"])
-def test_all_linear_trains(config_class):
-    config = getattr(peft, config_class)(target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(MULTIMODAL.make(), config)
+def test_all_linear_trains():
+    model = get_peft_model(MULTIMODAL.make(), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
     assert not any("vision_model" in name for name, p in model.named_parameters() if p.requires_grad)
     inputs = MULTIMODAL.inputs()
     inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
@@ -222,10 +220,20 @@ def expert_config(**options):
     return LoraConfig(target_modules=["q_proj"], target_parameters=EXPERTS, r=3, lora_alpha=5, **options)
 
 
-@for_models(models=[MULTIMODAL, TEXT])
-def test_expert_adapters_lie_the_right_way_round(case):
+# A stack of one expert, which peft takes for a linear layer's weight.
+ONE = dict(num_local_experts=1, num_experts_per_tok=1)
+
+
+# The sizes give stacks that are not square, a square down_proj, and a square gate_up_proj.
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [(MULTIMODAL, {}), (TEXT, {})] + [(TEXT, {**ONE, "intermediate_size": size}) for size in (52, 72, 36)],
+    ids=lambda it: getattr(it, "name", str(it)),
+)
+def test_expert_adapters_lie_the_right_way_round(case, sizes):
     """A reads the input, B writes the output; merged by hand, expert by expert, they give the same logits."""
-    model, inputs = case.make(), case.inputs()
+    model, inputs = case.make(**sizes), case.inputs()
+    before = run(model, **inputs)
     by_hand = copy.deepcopy(model)
     model = randomize(get_peft_model(model, expert_config())).eval()
     given = run(model, **inputs)
@@ -252,7 +260,10 @@ def test_expert_adapters_lie_the_right_way_round(case):
                 pairs += 1
     assert pairs == 2 * len(config.moe_layers)
     assert max_abs(given, run(by_hand, **inputs)) < 1e-5
-    assert max_abs(given, run(case.make(), **inputs)) > 0.5
+    assert max_abs(given, before) > 0.5
+    merged = model.merge_and_unload(safe_merge=True)
+    for name, parameter in by_hand.named_parameters():
+        assert max_abs(merged.get_parameter(name), parameter) < 1e-6, name
 
 
 def test_expert_adapters_get_gradients_only():
@@ -341,22 +352,6 @@ def test_add_adapter_trains_one_of_several(case):
     assert torch.equal(run(model, **inputs), results["first"])
 
 
-@pytest.mark.parametrize("name", ["PromptTuningConfig", "PrefixTuningConfig"])
-@pytest.mark.parametrize("case", [DENSE, TEXT], ids=lambda case: case.name)
-def test_prompt_learning_equals_stock(case, name):
-    ours = case.make()
-    stock = copied(stock_of(case))
-    stock.load_state_dict(ours.state_dict())
-    ids = case.inputs(padding=(0, 0), length=9)["input_ids"]
-    outputs = []
-    for model in (ours, stock):
-        torch.manual_seed(5)
-        config = getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=4)
-        outputs.append(run(get_peft_model(model, config).eval(), input_ids=ids))
-    assert max_abs(*outputs) < 1e-5
-    assert max_abs(outputs[0][:, -9:], run(case.make(), input_ids=ids)) > 1e-3
-
-
 @pytest.mark.parametrize("name", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
 @for_models("is_head", models=[case for case in SHALLOW_MODELS if not case.has_images])
 def test_prompts_are_put_in_front_once(case, name):
@@ -371,11 +366,9 @@ def test_prompts_are_put_in_front_once(case, name):
     assert torch.equal(generate(model, inputs, max_new_tokens=4), ids)
 
 
-@pytest.mark.parametrize("name", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
-def test_prompt_learning_with_pictures(name):
+def test_prefix_tuning_with_pictures():
     """As on the text model of the same prompts, which gets the merged embeddings."""
-    options = {"encoder_hidden_size": 7} if name == "PromptEncoderConfig" else {}
-    config = getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=3, **options)
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = MULTIMODAL.make()
     text_model = copy.deepcopy(model.language_model)
     torch.manual_seed(5)
@@ -390,14 +383,6 @@ def test_prompt_learning_with_pictures(name):
     expected = run(by_text, inputs_embeds=embeds, attention_mask=inputs["attention_mask"])
     assert max_abs(run(model, **inputs), expected) < 1e-5
     assert max_abs(expected[:, -5:], run(base, **inputs)[:, -5:]) > 1e-3
-    # What is generated follows the same prompts.
-    if name != "PrefixTuningConfig":
-        tokens = generate(model, inputs, max_new_tokens=3)[:, -3:]
-        prompts = by_text.get_prompt(batch_size=len(embeds))
-        whole = torch.cat([prompts, embeds], 1)
-        assert torch.equal(
-            tokens, text_model.generate(inputs_embeds=whole, max_new_tokens=3, eos_token_id=-1)
-        )
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,11 @@
 """Tokens of models with LoRA: peft's layers around ours, whose products are the kernels'."""
 
-import pickle
-
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners import lora
-from support.decoding import STOCK, adapt, by_modules, dense, ids, mixtral, steps
+from peft import PeftModel
+from support.decoding import STOCK, adapt, by_modules, dense, ids, steps
 from support.few_bits import load, save
 from support.models import max_abs
-from torch import nn
 
 import llamoe
 from llamoe.modeling.kernels import SHORTCUTS_ARE_ON, cpp_kernels
@@ -65,160 +61,6 @@ def test_several_rows_and_all_ranks(make, monkeypatch):
             monkeypatch.setattr(cpp_kernels, "_library", None)
             assert max_abs(found, model(tokens[:, :2]).logits) < 5e-5
             monkeypatch.undo()
-
-
-def two(model):
-    adapt(model, "other", seed=1, r=3)
-    model.base_model.set_adapter(["default", "other"])
-
-
-def rescale(model):
-    for module in model.modules():
-        if hasattr(module, "scaling") and isinstance(module.scaling, dict):
-            module.scaling["default"] *= -2
-
-
-def factors(model, change):
-    for path, parameter in model.named_parameters():
-        if "lora_B" in path:
-            change(parameter)
-
-
-def replaced(parameter):
-    parameter.data = parameter.data.neg().clone()
-
-
-def merged_first(model):
-    model.merge_adapter()
-    model.unmerge_adapter()
-    rescale(model)
-
-
-def hooked(model):
-    for path, module in model.named_modules():
-        if path.endswith("lora_A.default"):
-            module.register_forward_hook(lambda module, args, output: -output)
-
-
-class Negated(nn.Module):
-    def forward(self, x):
-        return -x
-
-
-def with_other_dropout(model):
-    for module in list(model.modules()):
-        if isinstance(getattr(module, "lora_dropout", None), nn.ModuleDict):
-            module.lora_dropout["default"] = Negated()
-
-
-class Twice(lora.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-def of_another_class(model):
-    for module in model.modules():
-        if isinstance(module, lora.Linear):
-            module.__class__ = Twice
-
-
-def adapted_twice(model):
-    """An adapter around another one, as peft itself does not nest them."""
-    for layer in model.get_base_model().model.layers:
-        outer = lora.Linear(layer.self_attn.q_proj, "default", LoraConfig(r=3), r=3, lora_alpha=9)
-        outer.lora_B["default"].weight.data.fill_(0.05)
-        layer.self_attn.q_proj = outer.eval()
-
-
-def with_scales_of_outputs(model):
-    for module in model.modules():
-        if isinstance(module, lora.Linear):
-            module.scaling["default"] = torch.linspace(-1, 1, module.out_features)
-
-
-CHANGES = {
-    "another adapter": lambda model: (adapt(model, "other", seed=1, r=3), model.set_adapter("other")),
-    "two adapters": two,
-    "none": lambda model: model.base_model.disable_adapter_layers(),
-    "merged": lambda model: (rescale(model), model.merge_adapter()),
-    "merged and unmerged": merged_first,
-    "merged and off": lambda model: (model.merge_adapter(), model.base_model.disable_adapter_layers()),
-    "scale": rescale,
-    "factors in place": lambda model: factors(model, lambda parameter: parameter.data.neg_()),
-    "factors": lambda model: factors(model, replaced),
-    "deleted": lambda model: (adapt(model, "other", seed=1, r=3), model.delete_adapter("default")),
-    "hook": hooked,
-    "dropout's class": with_other_dropout,
-    "layer's class": of_another_class,
-    "another around it": adapted_twice,
-    "a scale for each output": with_scales_of_outputs,
-    "unloaded": lambda model: model.unload(),
-    "base": lambda model: [
-        module.weight.data.neg_()
-        for path, module in model.named_modules()
-        if path.endswith("q_proj.base_layer")
-    ],
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("make", [dense, mixtral], ids=lambda make: make.__name__)
-def test_what_changes_between_two_tokens_is_seen(make, change):
-    model, tokens = adapt(make(), r=4), ids(8)
-    before = steps(model, tokens)
-    changed = CHANGES[change](model)
-    model = changed if isinstance(changed, nn.Module) else model
-    found = steps(model, tokens)
-    with torch.enable_grad():
-        expected = model(tokens).logits[:, 5:]
-    # Sums in another order; a change that is missed shows.
-    assert max_abs(found, expected) < 5e-5 and max_abs(found, before) > 1e-3
-
-
-@pytest.mark.parametrize("kind", [nn.Linear, nn.Dropout, nn.Identity])
-def test_classes_that_are_patched_are_called(kind, monkeypatch):
-    model, tokens = adapt(dense(), r=4, lora_dropout=0.0 if kind is nn.Identity else 0.3), ids(8)
-    before = steps(model, tokens)
-    monkeypatch.setattr(kind, "forward", lambda self, x, forward=kind.forward: 3 * forward(self, x))
-    found = steps(model, tokens)
-    assert max_abs(found, by_modules(model, monkeypatch, tokens)) < 5e-4 and max_abs(found, before) > 1e-3
-
-
-def test_strides_at_one_address_are_seen():
-    model, tokens = adapt(dense(), r=4), ids(8)
-    layers = [module for module in model.modules() if type(module) is lora.Linear]
-    both = [torch.arange(8.0 * layer.out_features).sin().view(-1, 8) / 9 for layer in layers]
-    for columns in (slice(4), slice(None, None, 2)):
-        for layer, numbers in zip(layers, both, strict=True):
-            layer.lora_B["default"].weight.data = numbers[:, columns]
-        found = steps(model, tokens)
-        with torch.enable_grad():
-            assert max_abs(found, model(tokens).logits[:, 5:]) < 5e-5
-
-
-def test_an_adapted_mixture_is_pickled_after_passes():
-    model = adapt(mixtral(), r=4)
-    expected = steps(model)
-    assert torch.equal(steps(pickle.loads(pickle.dumps(model))), expected)
-
-
-def test_dropout_is_on_in_training():
-    model = adapt(dense(), r=4, lora_dropout=0.5)
-    before = steps(model)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.train()
-    assert not torch.equal(steps(model), steps(model))
-    model.eval()
-    assert torch.equal(steps(model), before)
-
-
-@pytest.mark.parametrize("fields", [dict(use_dora=True), dict(lora_bias=True)], ids=str)
-def test_other_variants_are_pefts(fields, monkeypatch):
-    model = get_peft_model(
-        dense(), LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False, **fields)
-    )
-    assert max_abs(steps(model.eval()), by_modules(model, monkeypatch)) < 5e-5
 
 
 def test_rows_of_a_batch_keep_their_adapters():

@@ -142,56 +142,65 @@ def layers(model):
 
 
 @pytest.mark.parametrize(
-    ("weights", "chosen", "first", "is_safe"),
-    [("int4", {}, "self_attn.q_proj", False), ("int8", dict(linears=False), "mlp.experts", True)],
+    ("weights", "chosen", "is_safe"),
+    [("int4", {}, False), ("int8", {"linears": False}, True)],
 )
-def test_nothing_is_merged_into_packed_weights(weights, chosen, first, is_safe):
+def test_nothing_is_merged_into_packed_weights(weights, chosen, is_safe):
     model = adapt(load(folder("mixtral"), weights, **chosen))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for merge in (model.merge_adapter, model.merge_and_unload):
-        with pytest.raises(ValueError, match=rf"^model\.layers\.0\.{first} .*{weights}.*dequantize"):
-            merge(safe_merge=is_safe)
-    for layer in layers(model):
-        if layer.get_base_layer().__class__.__name__.startswith("Quantized"):
-            with pytest.raises(ValueError, match=weights):
-                layer.merge(safe_merge=is_safe)
-    assert not any(layer.merged for layer in layers(model))
+    is_packed = lambda layer: getattr(layer.get_base_layer(), "storage", None) is not None  # noqa: E731
+    before = logits(model)
+    codes = {
+        name: tensor.clone() for name, tensor in model.state_dict().items() if not tensor.is_floating_point()
+    }
+    assert codes
+    for merge in (model.merge_adapter, model.merge_and_unload, *(layer.merge for layer in layers(model))):
+        if not hasattr(merge.__self__, "get_base_layer") or is_packed(merge.__self__):
+            with pytest.raises(ValueError, match=f"{weights}.*cannot be changed: merge into .*dequantize"):
+                merge(safe_merge=is_safe)
+    assert not any(layer.merged for layer in layers(model) if is_packed(layer))
     after = model.state_dict()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert all(torch.equal(tensor, after[name]) for name, tensor in codes.items())
+    # Layers of 16 bits are merged before a packed one refuses; the model still computes the same.
+    assert distance(logits(model), before) < CLOSE
 
 
-# peft's other methods and beginnings, with what they name: all read or copy the numbers of weights.
-LINEAR, STACK = (
-    dict(target_modules=["o_proj"]),
-    dict(target_parameters=["experts.down_proj"], target_modules=[]),
+@pytest.mark.parametrize(
+    "method", ["ADALORA", "DELORA", "DEFT", "HIRA", "HRA", "IA3", "LOHA", "LOKR", "OFT", "SHIRA", "VERA"]
 )
-REFUSED = [
-    *((method, LINEAR, "self_attn.o_proj") for method in ("DELORA", "HRA", "LOHA", "LOKR", "OSF", "SHIRA")),
-    (dict(init_lora_weights="pissa"), LINEAR, "self_attn.o_proj"),
-    (dict(init_lora_weights="loftq"), STACK, "feed_forward.experts"),
-    (dict(use_dora=True), LINEAR, "self_attn.o_proj"),
-    (dict(use_dora=True), STACK, "feed_forward.experts"),
-    (dict(modules_to_save=["k_proj"]), LINEAR, "self_attn.k_proj"),
-    (dict(modules_to_save=["layers.1"]), LINEAR, "self_attn.q_proj"),
-    (dict(target_parameters=["v_proj.weight"]), LINEAR, "target_modules"),
-]
+def test_other_methods_are_refused(method):
+    fields = {"ADALORA": {"total_step": 10}, "IA3": {"feedforward_modules": ["down_proj"]}}.get(method, {})
+    model = packed("dense", "int8")
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[method](target_modules=["q_proj", "down_proj"], **fields)
+    with pytest.raises(ValueError, match=rf"^{method} .*model\.layers\.0\.self_attn\.q_proj, .* int8"):
+        get_peft_model(model, config)
+    assert not layers(model)
 
 
-@pytest.mark.parametrize(("asked", "targets", "named"), REFUSED, ids=str)
-def test_what_needs_the_numbers_of_weights_is_refused(asked, targets, named):
-    fields = {"peft_type": asked} if isinstance(asked, str) else asked
-    method = fields.get("peft_type", "LORA")
-    if method not in PEFT_TYPE_TO_CONFIG_MAPPING:
-        pytest.skip("this release of peft has no such method")
-    config = PEFT_TYPE_TO_CONFIG_MAPPING[method](**targets)
+@pytest.mark.parametrize(
+    ("fields", "target"),
+    [
+        (dict(init_lora_weights="pissa"), "self_attn.o_proj"),
+        (dict(init_lora_weights="pissa_niter_4"), "feed_forward.experts"),
+        (dict(init_lora_weights="olora"), "self_attn.o_proj"),
+        (dict(init_lora_weights="loftq"), "feed_forward.experts"),
+        (dict(init_lora_weights="orthogonal", r=4), "self_attn.o_proj"),
+        (dict(use_dora=True), "feed_forward.experts"),
+        (dict(use_dora=True), "self_attn.o_proj"),
+    ],
+)
+def test_what_begins_with_the_weights_is_refused(target, fields):
+    model = packed("text", "int8")
+    is_linear = target.endswith("o_proj")
+    config = LoraConfig(
+        target_modules=["o_proj"] if is_linear else [],
+        target_parameters=None if is_linear else ["experts.down_proj"],
+    )
     for field, value in fields.items():
         # A config asks for packages that some initialisations need.
         setattr(config, field, value)
-    model = packed("text", "int8")
-    words = asked if isinstance(asked, str) else next(iter(asked))
-    with pytest.raises(ValueError, match=rf"^{words}.*{named}"):
+    asked, value = next(iter(fields.items()))
+    with pytest.raises(ValueError, match=rf"{asked}={value!r}(\) for (a packed layer|down_proj)|\.$)"):
         get_peft_model(model, config)
-    assert not layers(model)
 
 
 @pytest.mark.parametrize("begin", ["gaussian", "eva", False])
@@ -202,6 +211,22 @@ def test_what_begins_without_the_weights_is_not(begin):
     config = llamoe.lora_config(model, experts=begin != "eva", init_lora_weights=begin)
     adapted = get_peft_model(model, config)
     assert torch.equal(logits(adapted), before) == (begin is not False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        (dict(modules_to_save=["k_proj"]), "floating point"),
+        (dict(modules_to_save=["experts"]), "floating point"),
+        (
+            dict(target_parameters=["v_proj.weight"]),
+            r"target_parameters names .*v_proj\.weight: .*target_modules",
+        ),
+    ],
+)
+def test_packed_modules_are_not_copied_nor_wrapped_by_their_parameters(fields, error):
+    with pytest.raises((ValueError, RuntimeError), match=error):
+        get_peft_model(packed("text", "int4"), LoraConfig(target_modules=["q_proj"], **fields))
 
 
 def test_what_is_not_packed_still_merges():
