@@ -19,7 +19,7 @@ from contextlib import closing
 import torch
 
 from ..formats import Parts
-from ..moe import STACKS, Experts, Ranges
+from ..moe import STACKS, Experts
 from .budget import ExpertsMemory, default_size, divide
 from .copies import Copies
 from .matrix_cache import Entry, Key, MatrixCache
@@ -120,15 +120,11 @@ class Store:
             for name, count in more.items():
                 self._counts[layer][name] += count
 
-    def probe(self, layer: str, stack: str) -> list[torch.Tensor]:
-        """Return the parts of a matrix of a layer's sizes, dtypes and device, for questions about kernels."""
-        return self.slots[layer, stack].parts(0, {})
-
     def walk(
         self,
         layer: str,
         stack: str,
-        hit: Mapping[int, Ranges],
+        hit: Mapping[int, int],
         transposed: bool = False,
         may_compute: bool = True,
     ) -> Iterator[Parts]:
@@ -137,7 +133,7 @@ class Store:
         Args:
             layer: name.
             stack: name.
-            hit: experts, and their groups of rows.
+            hit: experts, and their numbers of rows.
             transposed: whether it is a backward pass.
             may_compute: whether the matrix may be in RAM where the rows are on an accelerator.
         """
@@ -155,7 +151,7 @@ class Store:
         with closing(
             self._bring(slots, [(layer, expert) for expert in hit if expert not in computed])
         ) as coming:
-            for expert, ranges in hit.items():
+            for expert, num_rows in hit.items():
                 if expert not in computed:
                     parts = next(coming)
                 else:
@@ -168,7 +164,7 @@ class Store:
                 if (
                     self.is_remote
                     and self.place == "disk"
-                    and not (may_compute and self._is_computed(ranges))
+                    and not (may_compute and self._is_computed(num_rows))
                 ):
                     parts = [part.to(self.device) for part in parts]
                 yield parts
@@ -182,21 +178,21 @@ class Store:
                     return
                 entry.is_counted |= is_counted
 
-    def _computed_in_ram(self, layer: str, slots: _Slots, hit: Mapping[int, Ranges]) -> dict[int, Parts]:
+    def _computed_in_ram(self, layer: str, slots: _Slots, hit: Mapping[int, int]) -> dict[int, Parts]:
         """Return the parts of the matrices in RAM whose rows are computed there."""
         computed = {}
-        for expert, ranges in hit.items():
-            if (layer, expert) not in slots.cache and self._is_computed(ranges):
+        for expert, num_rows in hit.items():
+            if (layer, expert) not in slots.cache and self._is_computed(num_rows):
                 computed[expert] = [part[expert] for part in self._in_ram[layer, slots.stack]]
                 if slots.stack == STACKS[0]:
                     self._count(layer, misses=1)
         return computed
 
-    def _is_computed(self, ranges: Ranges) -> bool:
+    def _is_computed(self, num_rows: int) -> bool:
         """Return whether rows are computed where a matrix lies, rather than the matrix brought."""
         if self.misses != "auto":
             return self.misses == "compute"
-        return sum(end - start for start, end in ranges) <= _MAX_ROWS_IN_RAM
+        return num_rows <= _MAX_ROWS_IN_RAM
 
     def _bring(self, slots: _Slots, keys: Sequence[Key]) -> Iterator[Parts]:
         """Yield the parts of matrices, each pinned until the next is asked for; the next ones come meanwhile."""

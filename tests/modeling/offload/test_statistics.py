@@ -54,7 +54,7 @@ def test_experts_in_ram_come_to_free_slots_and_are_hits_from_then_on(max_rows, t
 def test_few_rows_are_computed_in_ram(text_folder, monkeypatch):
     _, model = in_ram(text_folder, 2, 4, monkeypatch)
     (ours,) = model._stores()
-    assert ours._is_computed([(0, 4)]) and not ours._is_computed([(0, 2), (5, 8)])
+    assert ours._is_computed(4) and not ours._is_computed(5)
 
 
 @pytest.mark.parametrize("experts", [2, 99])
