@@ -23,7 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import llamoe
 from llamoe.modeling.moe import Experts
-from llamoe.modeling.offload import ExpertsMemory
+from llamoe.modeling.offload import reading
 from llamoe.modeling.offload.matrix_cache import MatrixCache
 from llamoe.modeling.offload.memory import pages
 
@@ -195,8 +195,9 @@ def load(
     """The model of a contestant, and what tells its hits, misses and bytes, where it has memory for experts."""
     load_model = llamoe.LlamoeForCausalLM.from_pretrained
     if who in (OURS, CACHED):
-        memory = ExpertsMemory(budget, direct=None if who == OURS else False)
-        model = load_model(folder, device_map={"experts": "disk"}, experts_memory=memory)
+        if who == CACHED:
+            reading.open_direct = lambda path: None
+        model = load_model(folder, device_map={"experts": "disk"}, experts_memory=budget)
 
         def counts() -> tuple[int, int, int]:
             return tuple(counted(model, name) for name in ("hits", "misses", "bytes_read"))

@@ -20,7 +20,7 @@ import torch
 
 from ..formats import Parts
 from ..moe import STACKS, Experts
-from .budget import ExpertsMemory, default_size, divide
+from .budget import divide
 from .copies import Copies
 from .matrix_cache import Entry, Key, MatrixCache
 from .memory import BLOCK, pinned, slots_of, unit_of
@@ -68,7 +68,7 @@ class Store:
         stored: name to the places in the files.
         place: "disk" or "cpu".
         device: of the rows.
-        memory: what the caller of `from_pretrained` chose.
+        memory: bytes for recently used experts.
     """
 
     def __init__(
@@ -77,22 +77,21 @@ class Store:
         stored: Mapping[str, StoredLayer],
         place: str,
         device: torch.device,
-        memory: ExpertsMemory,
+        memory: int,
     ):
-        self.place, self.device, self.misses = place, device, memory.misses
+        self.place, self.device = place, device
         self.is_remote = device.type != "cpu"
         self.layers, self.stored = layers, stored
         self._counts = {layer: _no_counts() for layer in layers}
         self._counting, self._lock = threading.Lock(), threading.RLock()
-        self.reader = Reader(memory.readers, memory.direct)
+        self.reader = Reader()
         # When nothing refers to the model any more: no thread and no file outlives it.
         self._end = weakref.finalize(self, self.reader.close, is_waiting=False)
         self.slots: dict[tuple[str, str], _Slots] = {}
         self._in_ram: dict[tuple[str, str], list[torch.Tensor]] = {}
         try:
             self.reader.open(stored)
-            where = device if place == "cpu" else torch.device("cpu")
-            for kind, count in divide(layers, default_size(where) if memory.size is None else memory.size):
+            for kind, count in divide(layers, memory):
                 for stack in STACKS:
                     slots = _Slots(stack, layers[kind[0]], count, place, device)
                     self.slots |= {(layer, stack): slots for layer in kind}
@@ -156,7 +155,7 @@ class Store:
                     parts = next(coming)
                 else:
                     parts = computed[expert]
-                    if self.misses == "auto" and slots.cache.has_room:
+                    if slots.cache.has_room:
                         # The accelerator copies it while the CPU computes, and the next pass finds it.
                         self.prefetch(layer, stack, [expert], is_counted=True)
                 self.prefetch(layer, later, [expert] if expert in ahead[1:] else [])
@@ -190,8 +189,6 @@ class Store:
 
     def _is_computed(self, num_rows: int) -> bool:
         """Return whether rows are computed where a matrix lies, rather than the matrix brought."""
-        if self.misses != "auto":
-            return self.misses == "compute"
         return num_rows <= _MAX_ROWS_IN_RAM
 
     def _bring(self, slots: _Slots, keys: Sequence[Key]) -> Iterator[Parts]:

@@ -1,17 +1,16 @@
 """What cannot be done with offloaded experts is refused in a sentence, and leaves no thread and no open file behind."""
 
 import copy
-import json
 import os
 import threading
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from support.offload import check_equal, expert_bytes, load_both, mixtral, text_model
 
 import llamoe
-from llamoe.modeling.offload import ExpertsMemory, OffloadedExperts
+from llamoe.modeling.offload import OffloadedExperts
 
 ON_DISK = {"experts": "disk"}
 
@@ -50,31 +49,19 @@ def refused(message: str, folder, **kwargs) -> str:
 @pytest.mark.parametrize(
     "memory",
     [
-        "8 bananas", "infGB", "nanGB", "-8GB", "", 0, -1, True, False, 1.5, float("nan"), [], {}, b"8GB",
-        "GB", "8gb", ExpertsMemory,
+        "8 bananas",
+        0,
+        True,
+        [],
     ],
-)  # fmt: skip
+)
 def test_memory_that_is_no_size_is_refused(memory, text_folder):
     refused("experts_memory=.*give bytes", text_folder, experts_memory=memory)
 
 
-@pytest.mark.parametrize(
-    "field",
-    [{"misses": "never"}, {"size": "many"}],
-)
-def test_fields_that_mean_nothing_are_refused(field):
-    (value,) = field.values()
-    with pytest.raises(ValueError, match=str(value)):
-        ExpertsMemory(**field)
-
-
-@pytest.mark.parametrize("kind", ["text", "mixtral"])
-def test_a_memory_below_one_expert_is_refused_with_numbers(kind, text_folder, mixtral_folder, nothing_left):
-    folder = {"text": text_folder, "mixtral": mixtral_folder}[kind]
-    cls = {"text": llamoe.LlamoeForCausalLM, "mixtral": llamoe.LlamoeMixtralForCausalLM}[kind]
-    needed = expert_bytes(cls.from_pretrained(folder, dtype="auto"))
-    with pytest.raises(ValueError, match=f"experts_memory={needed - 1:,} .*experts .*{needed:,}"):
-        cls.from_pretrained(folder, dtype="auto", experts_memory=needed - 1)
+def test_a_memory_below_one_expert_is_refused_with_numbers(text_folder, nothing_left):
+    needed = expert_bytes(load(text_folder))
+    refused(f"experts_memory={needed - 1:,} .*{needed:,}", text_folder, experts_memory=needed - 1)
 
 
 @pytest.mark.parametrize(
@@ -93,16 +80,12 @@ def test_names_that_do_not_exist_are_refused(device_map, memory, text_folder, no
     refused(named, text_folder, device_map=device_map, **({"experts_memory": memory} if memory else {}))
 
 
-def test_pickled_weights_are_to_be_converted_first(tmp_path, text_folder):
+def test_weights_that_are_in_no_safetensors_file_are_refused(tmp_path, text_folder):
     (tmp_path / "config.json").write_bytes((text_folder / "config.json").read_bytes())
-    torch.save(load_file(text_folder / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    for kwargs in ({"device_map": ON_DISK}, {"experts_memory": "1MB"}):
-        refused("pytorch_model.bin", tmp_path, **kwargs)
-
-
-def test_a_state_dict_in_memory_is_refused(text_folder):
-    config = llamoe.LlamoeTextConfig.from_pretrained(text_folder)
     state = load_file(text_folder / "model.safetensors")
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    refused("pytorch_model.bin", tmp_path, experts_memory="1MB")
+    config = llamoe.LlamoeTextConfig.from_pretrained(text_folder)
     with pytest.raises(ValueError, match="state dict"):
         llamoe.LlamoeForCausalLM.from_pretrained(None, config=config, state_dict=state, device_map=ON_DISK)
 
@@ -119,72 +102,6 @@ def test_several_processes_are_refused(text_folder):
     refused("for one process", text_folder, experts_memory="1MB", tp_plan="auto")
     parallel = DistributedConfig(enable_expert_parallel=True)
     refused("for one process", text_folder, experts_memory="1MB", distributed_config=parallel)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda tensors, name: tensors.pop(name), r"layers\.1\..*experts?\D*3"),
-        (
-            lambda tensors, name: tensors.update({name: tensors[name][:, :-1].contiguous()}),
-            r"layers\.1\..*experts\.3.*79",
-        ),
-        # 5 experts are 0 to 4.
-        (
-            lambda tensors, name: tensors.update({name.replace(".3.", ".5."): tensors[name].clone()}),
-            r"(?s)experts?\D5",
-        ),
-    ],
-    ids=["missing", "of another shape", "beyond the last"],
-)
-def test_an_expert_that_does_not_fit_is_named(change, named, tmp_path, nothing_left):
-    mixtral().save_pretrained(tmp_path, layout="stock")
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors, "model.layers.1.block_sparse_moe.experts.3.w2.weight")
-    save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(ValueError, match=named):
-        llamoe.LlamoeMixtralForCausalLM.from_pretrained(tmp_path, experts_memory="1MB")
-
-
-def _with_json(tensor, old: str, new: str) -> torch.Tensor:
-    """A text in bytes with a part of the same length in another's place."""
-    return torch.tensor(list(bytes(tensor.tolist()).replace(old.encode(), new.encode())), dtype=torch.uint8)
-
-
-@pytest.mark.parametrize(
-    ("kind", "change", "named"),
-    [
-        ("weight.absmax", None, "w3.weight: its absmax is missing"),
-        ("weight.absmax", lambda tensor: tensor[:-1].clone(), r"absmax has shape \[\d+\]"),
-        ("weight.nested_absmax", lambda tensor: tensor.view(torch.int32), r"nested_absmax .*dtype torch\.int32"),
-        ("weight", lambda tensor: tensor[:-1].clone(), r"w3.weight has shape \[\d+\]"),
-        ("weight.quant_map", lambda tensor: tensor + 1, "quant_map has other numbers"),
-        (
-            "weight.quant_state.bitsandbytes__nf4",
-            lambda tensor: _with_json(tensor, '"blocksize": 64', '"blocksize": 32'),
-            "blocksize 32, not 64",
-        ),
-    ],
-)  # fmt: skip
-def test_a_damaged_expert_of_bitsandbytes_is_named(kind, change, named, folders, tmp_path, nothing_left):
-    for file in folders["mixtral in nf4"].iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(tmp_path / "model.safetensors")
-    name = next(name for name in tensors if name.endswith(f"layers.1.mlp.experts.3.w3.{kind}"))
-    tensor = tensors.pop(name)
-    if change is not None:
-        tensors[name] = change(tensor).contiguous()
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(llamoe.CheckpointError, match=named):
-        llamoe.LlamoeMixtralForCausalLM.from_pretrained(tmp_path, experts_memory="1MB")
-
-
-def test_a_stack_with_another_number_of_experts_is_refused(tmp_path, text_folder, nothing_left):
-    text_model(num_local_experts=6).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_local_experts": 7}))
-    refused(r"\[6, .*\[7, ", tmp_path, experts_memory="1MB")
 
 
 def test_a_closed_model_refuses_by_name(text_folder, ids, nothing_left):
@@ -214,13 +131,12 @@ def test_models_are_not_cast(text_folder, ids):
         assert torch.equal(resident(ids).logits, model.to("cpu").float()(ids).logits)
 
 
-@pytest.mark.parametrize("kind", ["text", "mixtral"])
-def test_loading_other_weights_into_it_is_refused(kind, text_folder, mixtral_folder, ids):
-    resident, model = load_both({"text": text_folder, "mixtral": mixtral_folder}[kind], 2)
+def test_loading_other_weights_into_it_is_refused(text_folder):
+    resident, model = load_both(text_folder, 2)
     with torch.no_grad():
         for parameter in resident.parameters():
             parameter.mul_(2)
-    with pytest.raises((ValueError, RuntimeError), match=r"layers\.\d\..*experts.*disk"):
+    with pytest.raises(RuntimeError, match=r"layers\.\d\..*experts.*disk"):
         model.load_state_dict(resident.state_dict())
 
 
@@ -260,15 +176,3 @@ def test_refused_saving_leaves_the_own_folder_as_it_was(tmp_path, ids):
         model.save_pretrained(tmp_path)
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     check_equal(resident, model, ids)
-
-
-def test_experts_to_be_trained_are_refused_outside_of_training_mode_too(text_folder, ids):
-    """By the backward pass: a forward pass with gradients switched on may be for its results alone."""
-    model = load(text_folder, experts_memory="100KB")
-    loss = model(ids).logits.mean()
-    with pytest.raises(ValueError, match="layers.2.feed_forward.experts.gate_up_proj"):
-        loss.backward()
-    model.requires_grad_(False)
-    embeddings = model.get_input_embeddings()(ids).requires_grad_()
-    model(inputs_embeds=embeddings).logits.mean().backward()
-    assert embeddings.grad.abs().max() > 0
