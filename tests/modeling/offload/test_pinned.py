@@ -67,7 +67,7 @@ def test_torchs_pinned_memory_is_taken_where_cuda_refuses(runtime, monkeypatch, 
     with caplog.at_level(logging.WARNING, "llamoe"):
         assert len(memory.pinned(5_000)) == 5_000
     assert asked == [{"dtype": torch.uint8, "pin_memory": True}]
-    assert "refuses to pin 5000 bytes (error 2 " in caplog.text
+    assert "refuses to pin 5000 bytes (error 2)" in caplog.text
 
 
 def test_a_copy_waits_for_what_made_the_slots_and_keeps_them(monkeypatch):
