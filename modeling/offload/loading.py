@@ -122,11 +122,6 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
             "save_pretrained, and load that."
         )
     taken: dict[str, Any] = {name: layers[name] for name in chosen}
-    packed = [name for name in taken if taken[name].is_packed]
-    if packed and not load_config.hf_quantizer.pre_quantized:
-        raise ValueError(
-            f"{packed[0]} is read as it is stored: quantize the folder first, by `llamoe quantize IN OUT --to int4`."
-        )
     # The files are needed as long as the model is, wherever the process may go.
     stored = find_pieces(
         taken, map(os.path.abspath, files), names_in_model(model, load_config.weight_mapping)
