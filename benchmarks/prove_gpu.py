@@ -416,7 +416,7 @@ def _step_seconds(proof: Proof, model: Any) -> float:
 @torch.no_grad()
 def offload(proof: Proof) -> None:
     """Experts in RAM and on disk beside resident ones: random passes, bit by bit; pinned bytes; an end meanwhile."""
-    from llamoe.modeling.offload import memory
+    from llamoe.modeling.offload import memory, store
 
     folder, passes = saved(proof, "llama4"), 20 if proof.small else 200
     resident = llamoe.LlamoeForCausalLM.from_pretrained(folder, device_map={"": proof.device}).eval()
@@ -429,12 +429,12 @@ def offload(proof: Proof) -> None:
         return original(size)
 
     for place in ("cpu", "disk") if proof.is_cuda else ("disk",):
-        kept = llamoe.ExpertsMemory(size="600KB", misses="bring")
-        memory.pinned = pinned
+        # Every expert is copied.
+        memory.pinned, store._MAX_ROWS_IN_RAM = pinned, 0
         before = _pinned_bytes()
         try:
             model = llamoe.LlamoeForCausalLM.from_pretrained(
-                folder, device_map={"": proof.device, "experts": place}, experts_memory=kept
+                folder, device_map={"": proof.device, "experts": place}, experts_memory="600KB"
             ).eval()
         finally:
             memory.pinned = original

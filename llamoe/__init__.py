@@ -53,7 +53,6 @@ from llamoe.modeling.decoder import (  # noqa: E402
 )
 from llamoe.modeling.moe import ExpertTrace, RouterWatch, trace_experts, watch_routers  # noqa: E402
 from llamoe.modeling.multimodal import LlamoeForConditionalGeneration, LlamoeModel  # noqa: E402
-from llamoe.modeling.offload import ExpertsMemory  # noqa: E402
 from llamoe.modeling.processing import LlamoeProcessor, read_picture  # noqa: E402
 from llamoe.modeling.registration import adopt, release  # noqa: E402
 from llamoe.modeling.registration import register as _register  # noqa: E402
@@ -76,7 +75,6 @@ __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "ExpertTrace",
-    "ExpertsMemory",
     "LlamoeConfig",
     "LlamoeDenseConfig",
     "LlamoeDenseForCausalLM",

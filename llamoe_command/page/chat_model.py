@@ -95,7 +95,7 @@ class ChatModel:
         folder: Path,
         dtype: str = "auto",
         device_map: str | dict[str, Any] = "auto",
-        experts_memory: str | int | llamoe.ExpertsMemory | None = None,
+        experts_memory: str | int | None = None,
         adapter: Path | None = None,
     ):
         """Load a folder, and an adapter for it; stock folders get llamoe's models.

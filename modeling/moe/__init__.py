@@ -17,7 +17,7 @@ from .experts import (
 from .layer import MixtureOfExperts, Router
 from .losses import RouterLossMixin, expert_load
 from .low_rank import NO_LORA, ExpertsLora, LowRank
-from .products import Group, Ranges, Stack, groups_between, multiply_groups, multiply_one
+from .products import Group, Stack, groups_between, multiply_groups, multiply_one
 from .single_experts import (
     PARTS_OF_STACKS,
     PLACES,

@@ -42,7 +42,7 @@ from ..kernels import (
 )
 from ..layers import activation
 from .low_rank import NO_LORA, ExpertsLora
-from .products import Stack, multiply_groups, multiply_on_device, multiply_sorted, sort_on_host
+from .products import Stack, groups_between, multiply_groups, multiply_on_device, multiply_sorted
 
 Way = Literal["host", "kernels", "operators"]
 """How products get the rows of each expert: the host counts them, kernels find them, or operators hide that."""
@@ -63,25 +63,16 @@ class Implementations(ExpertsInterface):
     def get_interface(self, experts_implementation: str | None, default: Callable) -> Callable:
         """Return the function of a name; `Experts.forward` itself where it is `llamoe`, or no model has chosen one."""
         name = experts_implementation or IMPLEMENTATION
-        if name == IMPLEMENTATION:
-            return default
-        function = partial(_eager, default) if name == "eager" else super().get_interface(name, default)
-        return partial(_without_lora, function)
+        return default if name == IMPLEMENTATION else partial(_compute, super().get_interface(name, default))
 
 
 IMPLEMENTATIONS = Implementations()
 
 
-def _eager(compute: Callable, experts: Any, *args: torch.Tensor) -> torch.Tensor:
-    """Compute the loop that defines the result, or, where compilers and tracers cannot follow it, `compute`."""
-    if is_recorded(args[0]) and not is_transformed():
-        return compute(experts, *args)
-    return experts.loop_over_experts(*args)
-
-
-def _without_lora(
-    function: Callable, experts: Any, *args: Any, lora: ExpertsLora | None = None
+def _compute(
+    function: Callable, experts: Any, *args: torch.Tensor, lora: ExpertsLora | None = None
 ) -> torch.Tensor:
+    """Compute experts by another implementation than ours, without adapters."""
     name = experts.config._experts_implementation
     experts.check_implementation(name)
     if (experts.lora if lora is None else lora).updates():
@@ -89,7 +80,9 @@ def _without_lora(
             f'experts_implementation="{name}" has no place for LoRA on experts: choose "{IMPLEMENTATION}", or merge '
             "the adapters."
         )
-    return function(experts, *args)
+    # Compilers and tracers cannot follow the loop that defines the result.
+    is_loop = name == "eager" and (is_transformed() or not is_recorded(args[0]))
+    return experts.loop_over_experts(*args) if is_loop else function(experts, *args)
 
 
 def _refuse_other_experts(experts: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -141,14 +134,14 @@ class Experts(nn.Module):
     @property
     def formats(self) -> Mapping[str, Any]:
         """The format of each stack."""
-        return dict.fromkeys(STACKS, self.format) if self._formats is None else self._formats
+        if self._formats is None:
+            return dict.fromkeys(STACKS, Plain(self.down_proj.dtype, self.is_transposed))
+        return self._formats
 
     @property
     def format(self) -> Format:
         """What the numbers of an expert's matrix are."""
-        if self._formats is None:
-            return Plain(self.down_proj.dtype, self.is_transposed)
-        return self._formats["down_proj"]
+        return self.formats["down_proj"]
 
     @property
     def is_packed(self) -> bool:
@@ -174,13 +167,10 @@ class Experts(nn.Module):
 
     def stack(self, name: str) -> Stack:
         """The matrices of a stack, for products."""
-        form = self.format if self._formats is None else self._formats[name]
-        return Stack(form, self.parts(name), self.sizes_of(name))
+        return Stack(self.formats[name], self.parts(name), self.sizes_of(name))
 
     def parts(self, name: str) -> list[torch.Tensor]:
         """The parts of a stack, of which its format says what they mean."""
-        if self._formats is None:
-            return [getattr(self, name)]
         return [getattr(self, name + suffix) for suffix in self.format.suffixes]
 
     @property
@@ -254,12 +244,11 @@ class Experts(nn.Module):
 
         Ids of `num_experts` and above sort last, past every expert's end.
         """
+        ids_N, order_N = ids_N.sort(stable=True)
+        expert_E = torch.arange(self.num_experts, device=ids_N.device)
+        groups: Any = torch.searchsorted(ids_N, expert_E, right=True, out_int32=True)
         if way == "host":
-            order_N, groups = sort_on_host(ids_N)
-        else:
-            ids_N, order_N = ids_N.sort(stable=True)
-            expert_E = torch.arange(self.num_experts, device=ids_N.device)
-            groups = torch.searchsorted(ids_N, expert_E, right=True, out_int32=True)
+            groups = groups_between(groups, len(ids_N))
         x_NH = x_TH.index_select(0, order_N // top_k)
         if way == "operators" and self._is_expert_parallel:
             # torch's grouped product leaves rows past the last end undefined, in forward and in backward.
@@ -328,22 +317,18 @@ class Experts(nn.Module):
         if self.is_packed:
             max_rows = self.num_experts * max_rows_of_matrix(self.device)
         else:
-            max_rows = few_rows_limit(self.device)
-        # Plain experts have no kernel for the gradient of their weights.
-        if num_rows > max_rows or (needs_gradient and not self.is_packed):
-            return False
+            # Plain experts have no kernel for the gradient of their weights.
+            max_rows = 0 if needs_gradient else few_rows_limit(self.device)
         dtype = self.product_dtype()
-        stacks = [self.stack(name) for name in STACKS]
-        if any(stack.form.compute_dtype != dtype for stack in stacks):
-            # Autocast would have the kernels cast the weights.
+        # Autocast would have the kernels cast the weights.
+        if num_rows > max_rows or self.dtype != dtype:
             return False
+        stacks = [self.stack(name) for name in STACKS]
         stacks += [stack for update in lora.updates() for stack in update.stacks(dtype)]
         return all(
-            has_gpu_kernel(
-                stack.form, stack.parts, stack.sizes, None, stack.num_experts, transposed, may_check
-            )
-            for stack in stacks
-            for transposed in ((False, True) if needs_gradient else (False,))
+            has_gpu_kernel(it.form, it.parts, it.sizes, None, it.num_experts, transposed, may_check)
+            for it in stacks
+            for transposed in {False, needs_gradient}
         )
 
     def _follow_transform(

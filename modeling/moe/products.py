@@ -11,7 +11,6 @@ Shapes: N rows, E experts, I columns in, O columns out.
 
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -29,9 +28,7 @@ from ..kernels import (
 )
 
 Group = tuple[int, int, int]
-"""An expert, the index of its first row, and the index after its last one."""
-Ranges = Sequence[tuple[int, int]]
-"""The first row, and the one after the last, of each group of an expert."""
+"""An expert, the index of its first row, and the index after its last one. An expert has one group at most."""
 
 
 def groups_between(ends_E: torch.Tensor, num_rows: int) -> list[Group]:
@@ -44,18 +41,6 @@ def groups_between(ends_E: torch.Tensor, num_rows: int) -> list[Group]:
     ends = [*ends_E.tolist(), num_rows]
     bounds = zip([0, *ends], ends, strict=False)
     return [(expert, start, end) for expert, (start, end) in enumerate(bounds) if start < end]
-
-
-def sort_on_host(ids_N: torch.Tensor) -> tuple[torch.Tensor, list[Group]]:
-    """Return the indices of rows in the order of their experts `ids_N`, `[N]`, and the groups of the sorted rows."""
-    ids = ids_N.tolist()
-    order = sorted(range(len(ids)), key=ids.__getitem__)
-    groups, start = [], 0
-    for expert, rows in groupby(order, ids.__getitem__):
-        end = start + sum(1 for _ in rows)
-        groups.append((expert, start, end))
-        start = end
-    return torch.tensor(order, dtype=torch.long, device=ids_N.device), groups
 
 
 class Stack:
@@ -75,11 +60,10 @@ class Stack:
         self.form, self.parts, self.sizes = form, parts, sizes
         self.num_experts = len(parts[0])
 
-    def bring(self, groups: Sequence[Group], transposed: bool) -> Generator[tuple[Parts, Ranges], None, None]:
-        """Yield the parts of each hit expert's matrix, valid until the next are asked for, and its groups of rows."""
-        for expert, start, end in groups:
-            if expert < self.num_experts:
-                yield [*map(itemgetter(expert), self.parts)], ((start, end),)
+    def bring(self, groups: Sequence[Group], transposed: bool) -> Generator[tuple[Parts, Group], None, None]:
+        """Yield the parts of each expert's matrix, valid until the next are asked for, and its group of rows."""
+        for group in groups:
+            yield [*map(itemgetter(group[0]), self.parts)], group
 
     def matrices(self) -> Sequence[torch.Tensor]:
         """Return the matrices `[I, O]`."""
@@ -113,7 +97,7 @@ def multiply_groups(
     Args:
         x_NI: `[N, I]`, or `[N, O]` if `transposed`, in a dtype that the format takes.
         stack: of which only matrices of groups with rows are read.
-        groups: cover all rows in their order; an expert may have several, and numbers from E on stand for none.
+        groups: of rows in their order; numbers from E on stand for no expert.
         transposed: whether the matrices are multiplied from the other side, as in the backward pass.
 
     Returns:
@@ -125,11 +109,10 @@ def multiply_groups(
             return multiply_groups(x_NI, stack, groups, transposed)
     out_NO = x_NI.new_zeros(len(x_NI), stack.sizes[int(transposed)])
     # On error, too, an offloaded stack gets its memory back.
-    with closing(stack.bring(groups, transposed)) as matrices:
-        for parts, ranges in matrices:
-            for start, end in ranges:
-                rows = x_NI[start:end].to(parts[0].device)
-                out_NO[start:end] = stack.form.product(rows, parts, stack.sizes, transposed)
+    with closing(stack.bring([it for it in groups if it[0] < stack.num_experts], transposed)) as matrices:
+        for parts, (_, start, end) in matrices:
+            rows = x_NI[start:end].to(parts[0].device)
+            out_NO[start:end] = stack.form.product(rows, parts, stack.sizes, transposed)
     return out_NO
 
 
@@ -238,32 +221,28 @@ def multiply_sorted(
 def takes_grouped_mm(x_NI: torch.Tensor, stack: Stack) -> bool:
     """Return whether torch's grouped product takes these rows and matrices, and is the fastest product of them.
 
-    On a CPU the loop stays. In float32 it is as fast (0.97 to 1.0 of the time at the sizes of Mixtral, 0.4 to 1.2 at
-    smaller ones). Without instructions for bfloat16 it is two hundred times as fast; with them it takes 0.7 to 1.8 of
-    the time where matrices are output-first, most for 8 to 128 rows, and 0.4 to 1.1 where they are input-first.
+    On a CPU it is a loop, too, which computes experts without rows, and knows no kernels for few rows.
 
-    What torch takes stands in ATen/native/GroupedMMUtils.h: rows or columns are contiguous, and the next one, the next
-    matrix and the first begin at multiples of 16 bytes. GroupedBlas.cpp has a kernel that does not ask the host for the
-    groups for bfloat16 on capability 9 and 10, for fewer than 1024 matrices (GroupMM.cu); compilers, which may put the
-    product into a CUDA graph, get no other.
+    On a GPU (ATen/native/GroupedMMUtils.h) rows or columns are contiguous, and the next one, the next matrix and the
+    first begin at multiples of 16 bytes. Compilers may put the product into a CUDA graph, and get only the kernel that
+    does not ask the host for the groups: bfloat16 on capability 9 and 10, for fewer than 1024 matrices (GroupMM.cu).
     """
     if not (x_NI.is_cuda and isinstance(stack.form, Plain)):
         return False
     dtype, weight, is_compiled = x_NI.dtype, stack.parts[0], is_recorded(x_NI)
-    capability = torch.cuda.get_device_capability(x_NI.device)
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32) or capability < (8, 0):
+    major, _ = torch.cuda.get_device_capability(x_NI.device)
+    asks_host = dtype != torch.bfloat16 or torch.version.hip or major not in (9, 10)
+    if (
+        major < 8
+        or dtype not in (torch.bfloat16, torch.float16, torch.float32)
+        or (is_compiled and asks_host)
+    ):
         return False
-    if is_compiled and (dtype != torch.bfloat16 or torch.version.hip or capability[0] not in (9, 10)):
-        return False
-    if len(weight) >= 1024 or any(size * dtype.itemsize % 16 for size in stack.sizes):
-        return False
-    if dtype != weight.dtype:
-        # The cast makes a contiguous stack.
-        return True
-    apart, *strides = weight.stride()
+    strides = [stride for stride in weight.stride() if stride != 1]
     # torch 2.11's compiler cannot read the offset.
-    starts = (apart, max(strides), 0 if is_compiled else weight.storage_offset())
-    return 1 in strides and not any(start * dtype.itemsize % 16 for start in starts)
+    starts = (*stack.sizes, *strides, 0 if is_compiled else weight.storage_offset())
+    are_aligned = not any(start * dtype.itemsize % 16 for start in starts)
+    return are_aligned and len(strides) < 3 and len(weight) < 1024
 
 
 def multiply_on_device(

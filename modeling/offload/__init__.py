@@ -9,7 +9,6 @@ them), copies (to an accelerator), store (all of these for one model), experts (
 product for autograd), training (what accelerate and peft must know), loading (from a device map to such experts).
 """
 
-from .budget import ExpertsMemory
 from .experts import OffloadedExperts
 from .loading import OffloadMixin, attach_stores, replace_with_offloaded, take_request
 from .training import freeze_for_training, let_accelerate_train

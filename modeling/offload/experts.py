@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ..formats import Format, Parts, Sizes
-from ..moe import STACKS, Experts, Group, Ranges, Stack, groups_between, multiply_groups
+from ..moe import STACKS, Experts, Group, Stack, groups_between, multiply_groups
 from .pieces import StoredLayer
 from .store import Store
 
@@ -152,7 +152,7 @@ class OffloadedStack(Stack):
         self.experts, self.name, self.form, self.parts = experts, name, form, []
         self.sizes, self.num_experts = experts.sizes_of(name), experts.num_experts
 
-    def bring(self, groups: Sequence[Group], transposed: bool) -> Generator[tuple[Parts, Ranges], None, None]:
+    def bring(self, groups: Sequence[Group], transposed: bool) -> Generator[tuple[Parts, Group], None, None]:
         """As `Stack.bring`; the experts are brought to the rows, or stay where they are.
 
         Forward passes ask in ascending order, backward passes in descending order: those that were used last, and are
@@ -165,12 +165,10 @@ class OffloadedStack(Stack):
         if transposed:
             # Outside of training mode a forward pass may be for its results alone, also with gradients switched on.
             self.experts.check_frozen()
-        hit: dict[int, list[tuple[int, int]]] = {}
-        for expert, start, end in sorted(groups, reverse=transposed):
-            if expert < self.num_experts:
-                hit.setdefault(expert, []).append((start, end))
-        with closing(self.experts.store.walk(self.experts.name, self.name, hit, transposed)) as matrices:
-            yield from zip(matrices, hit.values(), strict=True)
+        groups = sorted(groups, reverse=transposed)
+        rows = {expert: end - start for expert, start, end in groups}
+        with closing(self.experts.store.walk(self.experts.name, self.name, rows, transposed)) as matrices:
+            yield from zip(matrices, groups, strict=True)
 
     # Compilers leave out what reads files.
     @torch.compiler.disable
@@ -184,7 +182,7 @@ class OffloadedStack(Stack):
 
     def __getitem__(self, expert: int) -> torch.Tensor:
         walk = self.experts.store.walk
-        with closing(walk(self.experts.name, self.name, {expert: ((0, 1),)}, may_compute=False)) as found:
+        with closing(walk(self.experts.name, self.name, {expert: 1}, may_compute=False)) as found:
             matrix = self.form.matrix(next(found), self.sizes, self.form.compute_dtype).T
             # The slot is free for another expert when this returns.
             return matrix.to(self.experts.device, copy=True)

@@ -8,16 +8,17 @@ them; when all else is loaded, each gets its store.
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 
+from ...configuration.sizes import bytes_of
 from ..checkpoints import current_loading, device_of, names_in_model
 from ..moe import Experts
-from .budget import ExpertsMemory, bytes_of_expert, default_size
+from .budget import bytes_of_expert, default_size
 from .experts import OffloadedExperts
 from .pieces import find_pieces
 from .store import Store
@@ -29,26 +30,26 @@ ALL = "experts"
 
 @dataclass
 class OffloadRequest:
-    """What `from_pretrained` was asked for: names of experts, or `ALL`, to devices, and memory for recent ones."""
+    """What `from_pretrained` was asked for: names of experts, or `ALL`, to devices, and bytes for recent ones."""
 
     places: dict[str, Any]
-    memory: ExpertsMemory
+    memory: int | None
 
 
 def take_request(kwargs: dict[str, Any]) -> OffloadRequest | None:
     """Take what is asked for out of the arguments of `from_pretrained`: those that are left place no experts.
 
     Raises:
-        ValueError: a memory that is none, or several processes.
+        ValueError: a memory that is no size, or several processes.
     """
     memory, device_map = kwargs.pop("experts_memory", None), kwargs.get("device_map")
+    if memory is not None:
+        memory = bytes_of("experts_memory", memory, least=1)
     if device_map == "disk":
         # Like every other device's name, it means the whole model.
         device_map = {"": "disk"}
     elif memory is not None and not isinstance(device_map, Mapping):
         device_map = {ALL: "disk"} if device_map is None else {"": device_map, ALL: "disk"}
-    if not isinstance(memory, ExpertsMemory):
-        memory = ExpertsMemory(memory)
     if not isinstance(device_map, Mapping):
         return None
     # Other devices than these two may stand for all layers, too.
@@ -115,20 +116,12 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
     if not chosen:
         return
     if not files or not all(str(file).endswith(".safetensors") for file in files):
-        if load_config.disk_offload_folder is not None and files:
-            device_map.update(chosen)
-            return
         raise ValueError(
             "device_map puts experts on disk or in RAM, from where they are read out of safetensors files, but the "
             f"weights are in {files[0] if files else 'a state dict'}: write a folder by `llamoe convert` or "
             "save_pretrained, and load that."
         )
     taken: dict[str, Any] = {name: layers[name] for name in chosen}
-    packed = [name for name in taken if taken[name].is_packed]
-    if packed and not load_config.hf_quantizer.pre_quantized:
-        raise ValueError(
-            f"{packed[0]} is read as it is stored: quantize the folder first, by `llamoe quantize IN OUT --to int4`."
-        )
     # The files are needed as long as the model is, wherever the process may go.
     stored = find_pieces(
         taken, map(os.path.abspath, files), names_in_model(model, load_config.weight_mapping)
@@ -148,19 +141,18 @@ def attach_stores(model: nn.Module) -> None:
     if not waiting:
         return
     device_map = getattr(model, "hf_device_map", None) or {"": "cpu"}
-    memory: ExpertsMemory = current_loading().offload.memory
-    in_ram = default_size(torch.device("cpu")) if memory.size is None else memory.size
+    memory = current_loading().offload.memory
     on_disk = sum(_nbytes(experts) for experts in waiting if experts.place == "disk")
     groups: dict[tuple[str, torch.device], list[OffloadedExperts]] = {}
     for experts in waiting:
         groups.setdefault((experts.place, _rows_device(experts.name, device_map)), []).append(experts)
     for (place, device), group in groups.items():
-        own = memory
+        size = default_size(torch.device("cpu") if place == "disk" else device) if memory is None else memory
         if place == "disk":
             # Layers that compute on several devices share the memory in RAM.
-            own = replace(memory, size=in_ram * sum(map(_nbytes, group)) // on_disk)
+            size = size * sum(map(_nbytes, group)) // on_disk
         layers = {experts.name: experts.shapes for experts in group}
-        store = Store(layers, {experts.name: experts.stored for experts in group}, place, device, own)
+        store = Store(layers, {experts.name: experts.stored for experts in group}, place, device, size)
         for experts in group:
             experts.connect(store)
     model.hf_device_map = _devices_of_rows(device_map, waiting)

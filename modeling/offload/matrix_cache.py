@@ -6,7 +6,6 @@ A matrix is *pinned* while somebody multiplies by it, and is not evicted then, n
 import math
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,82 +39,6 @@ class Pins(deque):
     __hash__ = object.__hash__
 
 
-class MatrixCache:
-    """A number of slots for matrices of one size."""
-
-    def __init__(self, slots: int):
-        self._slots = slots
-        # The last one used last.
-        self._entries: OrderedDict[Key, Entry] = OrderedDict()
-        self._pins: weakref.WeakSet[Pins] = weakref.WeakSet()
-        self._uses = _Uses()
-
-    def __contains__(self, key: Key) -> bool:
-        """Whether a matrix is there, or on its way."""
-        return key in self._entries
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a slot has no matrix."""
-        return len(self._entries) < self._slots
-
-    def go_back(self) -> None:
-        """Note that a layer's backward pass begins."""
-        self._uses.trains = self._uses.went_back = True
-
-    def pins(self) -> Pins:
-        """Make a list for what one user pins."""
-        pins = Pins()
-        self._pins.add(pins)
-        return pins
-
-    def get(self, key: Key) -> Entry | None:
-        """Return the matrix of a key; None if it is neither there nor on its way."""
-        entry = self._entries.get(key)
-        if entry is not None and (entry.arrival is None or entry.arrival.failed()):
-            # Nobody writes to its slot any more, and whoever waits for it meets its error.
-            self.drop(entry)
-            return None
-        if entry is not None:
-            self._touch(key)
-        return entry
-
-    def put(self, key: Key) -> Entry | None:
-        """Give a matrix a slot; None if all are in use."""
-        if self.has_room:
-            used = {entry.slot for entry in self._entries.values()}
-            slot = next(slot for slot in range(self._slots) if slot not in used)
-        elif (victim := self._victim()) is not None:
-            self.drop(victim)
-            slot = victim.slot
-        else:
-            return None
-        entry = self._entries[key] = Entry(key, slot)
-        self._touch(key)
-        return entry
-
-    def drop(self, entry: Entry) -> None:
-        """Forget a matrix; its slot can have another one."""
-        del self._entries[entry.key]
-
-    def _touch(self, key: Key) -> None:
-        self._uses.count(key)
-        self._entries.move_to_end(key)
-
-    def _pinned(self) -> list[Entry]:
-        return [entry for pins in self._pins for entry in pins]
-
-    def _victim(self) -> Entry | None:
-        pinned = self._pinned()
-
-        def can_go(key: Key) -> bool:
-            entry = self._entries[key]
-            return entry not in pinned and (entry.arrival is None or entry.arrival.done())
-
-        key = self._uses.least_used(list(self._entries), can_go)
-        return None if key is None else self._entries[key]
-
-
 @dataclass
 class _Use:
     """How often a matrix was used, and when last.
@@ -131,12 +54,12 @@ class _Use:
     visit: int = 0
 
 
-class _Uses:
-    """How often each matrix is used, where a use counts half after a while; the one used least often is evicted.
+class MatrixCache:
+    """A number of slots for matrices of one size; the matrix that is used least often is evicted.
 
-    That while is four uses of each matrix that was ever asked for; those that were evicted are remembered. Routers
-    prefer some experts for long and some for a text, and choose some again for the next token. So two kinds of
-    matrices stay in spite of their counts:
+    A use counts half after a while: four uses of each matrix that was ever asked for; those that were evicted are
+    remembered. Routers prefer some experts for long and some for a text, and choose some again for the next token. So
+    two kinds of matrices stay in spite of their counts:
 
     * those of the forward pass before, where they need at most half of the slots;
     * those that the layer has asked for which computes now, as long as there are others. If there are none, the least
@@ -146,24 +69,76 @@ class _Uses:
     needed last, and goes.
     """
 
-    def __init__(self):
+    def __init__(self, slots: int):
+        self._slots = slots
+        # The last one used last.
+        self._entries: OrderedDict[Key, Entry] = OrderedDict()
+        self._pins: weakref.WeakSet[Pins] = weakref.WeakSet()
         self._uses: dict[Key, _Use] = {}
         self._time = self._visit = 0
         self._first_layer: Any = None
         self._layer: Any = None
         # Uses by the forward pass before, and when this one began.
         self._pass_uses, self._pass_begin = 0, 0
-        self.trains = self.went_back = False
+        self._trains = self._went_back = False
 
-    def count(self, key: Key) -> None:
+    def __contains__(self, key: Key) -> bool:
+        """Whether a matrix is there, or on its way."""
+        return key in self._entries
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a slot has no matrix."""
+        return len(self._entries) < self._slots
+
+    def go_back(self) -> None:
+        """Note that a layer's backward pass begins."""
+        self._trains = self._went_back = True
+
+    def pins(self) -> Pins:
+        """Make a list for what one user pins."""
+        pins = Pins()
+        self._pins.add(pins)
+        return pins
+
+    def get(self, key: Key) -> Entry | None:
+        """Return the matrix of a key; None if it is neither there nor on its way."""
+        entry = self._entries.get(key)
+        if entry is not None and (entry.arrival is None or entry.arrival.failed()):
+            # Nobody writes to its slot any more, and whoever waits for it meets its error.
+            self.drop(entry)
+            return None
+        if entry is not None:
+            self._count(key)
+        return entry
+
+    def put(self, key: Key) -> Entry | None:
+        """Give a matrix a slot; None if all are in use."""
+        if self.has_room:
+            used = {entry.slot for entry in self._entries.values()}
+            slot = next(slot for slot in range(self._slots) if slot not in used)
+        elif (victim := self._victim()) is not None:
+            self.drop(victim)
+            slot = victim.slot
+        else:
+            return None
+        entry = self._entries[key] = Entry(key, slot)
+        self._count(key)
+        return entry
+
+    def drop(self, entry: Entry) -> None:
+        """Forget a matrix; its slot can have another one."""
+        del self._entries[entry.key]
+
+    def _count(self, key: Key) -> None:
         """Count a use, and note where a visit to a layer and a forward pass begin."""
-        layer = key[0]
-        if layer != self._layer:
+        self._entries.move_to_end(key)
+        if (layer := key[0]) != self._layer:
             self._visit += 1
             if self._first_layer in (None, layer):
                 self._first_layer = layer
                 self._pass_uses, self._pass_begin = self._time - self._pass_begin, self._time
-                self.trains, self.went_back = self.went_back, False
+                self._trains, self._went_back = self._went_back, False
             self._layer = layer
         use = self._uses.setdefault(key, _Use())
         # A matrix may be asked for ahead, and again when it is needed.
@@ -176,22 +151,26 @@ class _Uses:
     def _half_life(self) -> int:
         return 4 * len(self._uses)
 
-    def least_used(self, keys: list[Key], can_go: Callable[[Key], bool]) -> Key | None:
-        """Choose the matrix to evict, for which `can_go` is true; None if there is none.
+    def _pinned(self) -> list[Entry]:
+        return [entry for pins in self._pins for entry in pins]
 
-        Args:
-            keys: of the matrices in slots, the last one used last.
-            can_go: whether a matrix can be evicted now.
-        """
+    def _victim(self) -> Entry | None:
+        """Choose the matrix to evict; None if all are pinned or on their way."""
+        pinned = self._pinned()
         # As many as the pass before used: this one may be a prompt.
-        kept = self._pass_uses if 2 * self._pass_uses <= len(keys) else 0
-        victim, least = None, math.inf
-        for key in () if self.trains else keys:
-            use = self._uses[key]
-            if use.visit == self._visit or self._time - use.time < kept:
-                continue
+        kept = self._pass_uses if 2 * self._pass_uses <= len(self._entries) else 0
+
+        def can_go(entry: Entry) -> bool:
+            return entry not in pinned and (entry.arrival is None or entry.arrival.done())
+
+        def rank(entry: Entry) -> float:
             # In the order of the counts now, whenever that is.
-            rank = math.log2(use.count) + use.time / self._half_life
-            if rank < least and can_go(key):
-                victim, least = key, rank
-        return next(filter(can_go, keys), None) if victim is None else victim
+            use = self._uses[entry.key]
+            return math.log2(use.count) + use.time / self._half_life
+
+        def stays(entry: Entry) -> bool:
+            use = self._uses[entry.key]
+            return self._trains or use.visit == self._visit or self._time - use.time < kept
+
+        rare = sorted((entry for entry in self._entries.values() if not stays(entry)), key=rank)
+        return next(filter(can_go, [*rare, *self._entries.values()]), None)

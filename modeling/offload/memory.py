@@ -40,41 +40,30 @@ def slots_of(count: int, size: int, device: torch.device, is_pinned: bool) -> to
 
 
 def pinned(size: int) -> torch.Tensor:
-    """So many bytes in RAM from which an accelerator copies by itself, beginning at a page.
+    """Return so many bytes in RAM from which an accelerator copies by itself, beginning at a page.
 
-    torch's own pinned memory has sizes of powers of two, up to twice what was asked. Here CUDA is told of pages that
-    are there already, as many as needed.
+    torch's own pinned memory has sizes of powers of two, up to twice what was asked. Here CUDA pins pages that are
+    there already, as many as needed.
     """
-    if torch.version.cuda is not None and size:
-        memory = _Pinned.of(size)
-        if memory is not None:
-            return torch.frombuffer(memory, dtype=torch.uint8, count=size)
-    # Of other accelerators, and where CUDA refuses.
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    if torch.version.cuda is None or not size:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    # Shared: of a private page a fork makes two, and the accelerator would go on with either.
+    memory = _Pinned(-1, size)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8, count=size)
+    cudart: Any = torch.cuda.cudart()
+    if error := int(cudart.cudaHostRegister(tensor.data_ptr(), size, 0)):
+        logger.warning(
+            "CUDA refuses to pin %d bytes (error %d): torch's pinned memory takes their place.", size, error
+        )
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    memory.address = tensor.data_ptr()
+    return tensor
 
 
 class _Pinned(mmap.mmap):
-    """Pages that CUDA knows, and is told of when they go."""
+    """Pages that CUDA knows, and unpins before they go."""
 
     address: int | None = None
-
-    @classmethod
-    def of(cls, size: int) -> "_Pinned | None":
-        # Shared: of a private page a fork makes two, and the accelerator would go on with either.
-        memory = cls(-1, size)
-        address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
-        cudart: Any = torch.cuda.cudart()
-        error = int(cudart.cudaHostRegister(address, size, 0))
-        if error:
-            logger.warning(
-                "CUDA refuses to pin %d bytes (error %d of cudaHostRegister): torch's pinned memory takes their place, "
-                "which may be twice as large.",
-                size,
-                error,
-            )
-            return None
-        memory.address = address
-        return memory
 
     def __del__(self):
         if self.address is not None:

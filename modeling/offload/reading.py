@@ -16,6 +16,7 @@ from ...configuration.json_files import stamp_of
 from .memory import BLOCK, LEAST_BYTES_OF_DIRECT, open_direct, pages
 from .pieces import Piece, StoredLayer
 
+_THREADS = 8
 # Bytes of one request: large enough for a drive's full rate, small enough that several threads share an expert.
 _REQUEST_BYTES = 4 << 20
 
@@ -83,12 +84,11 @@ class _File:
 class Reader:
     """A pool of threads with the files that they read."""
 
-    def __init__(self, threads: int, direct: bool | None):
-        self._direct = direct
+    def __init__(self):
         self.files: dict[str, _File] = {}
         self._buffers = threading.local()
         self.is_closed = False
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="llamoe-experts")
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="llamoe-experts")
 
     def open(self, layers: Mapping[str, StoredLayer]) -> None:
         """Open the files of layers; raises a `CheckpointError` if one has changed since its header was read."""
@@ -96,7 +96,7 @@ class Reader:
             pieces = [piece for stack in layer.pieces.values() for each in stack for piece in each]
             is_direct = max(piece.nbytes for piece in pieces) >= LEAST_BYTES_OF_DIRECT
             for path in {piece.path for piece in pieces} - self.files.keys():
-                file = self.files[path] = _File(path, is_direct if self._direct is None else self._direct)
+                file = self.files[path] = _File(path, is_direct)
                 if file.stamp != layer.files[path]:
                     raise CheckpointError(
                         f"{path}: has changed while the model was loaded. Load it again when nothing writes to it."
@@ -127,7 +127,7 @@ class Reader:
         try:
             for piece, target, blocks in pieces:
                 file = self.files[piece.path]
-                for request in _requests(piece, target, None if file.direct is None else blocks):
+                for request in _requests(piece, target, blocks):
                     jobs.append(self._pool.submit(self._read, file, what, count, *request))
         except BaseException as error:
             # The memory is somebody else's next.
@@ -151,13 +151,11 @@ class Reader:
     ) -> None:
         """Read bytes to rows of a tensor, which have a dtype in the file, or to blocks, if that is None.
 
-        Rows come through memory of this thread if they are cast, turned or not in blocks.
+        Rows, which may be cast or turned, come through memory of this thread.
         """
         block = 1 if file.direct is None else BLOCK
         if dtype is None:
             got = file.fill(memoryview(target[: -(-size // block) * block].numpy()), begin, size, what)
-        elif block == 1 and target.dtype == dtype and target.is_contiguous():
-            got = file.fill(memoryview(target.view(-1).view(torch.uint8).numpy()), begin, size, what)
         else:
             around = begin % block
             buffer = self._buffer(-(-(around + size) // block) * block)

@@ -19,8 +19,8 @@ from contextlib import closing
 import torch
 
 from ..formats import Parts
-from ..moe import STACKS, Experts, Ranges
-from .budget import ExpertsMemory, default_size, divide
+from ..moe import STACKS, Experts
+from .budget import divide
 from .copies import Copies
 from .matrix_cache import Entry, Key, MatrixCache
 from .memory import BLOCK, pinned, slots_of, unit_of
@@ -68,7 +68,7 @@ class Store:
         stored: name to the places in the files.
         place: "disk" or "cpu".
         device: of the rows.
-        memory: what the caller of `from_pretrained` chose.
+        memory: bytes for recently used experts.
     """
 
     def __init__(
@@ -77,22 +77,21 @@ class Store:
         stored: Mapping[str, StoredLayer],
         place: str,
         device: torch.device,
-        memory: ExpertsMemory,
+        memory: int,
     ):
-        self.place, self.device, self.misses = place, device, memory.misses
+        self.place, self.device = place, device
         self.is_remote = device.type != "cpu"
         self.layers, self.stored = layers, stored
         self._counts = {layer: _no_counts() for layer in layers}
         self._counting, self._lock = threading.Lock(), threading.RLock()
-        self.reader = Reader(memory.readers, memory.direct)
+        self.reader = Reader()
         # When nothing refers to the model any more: no thread and no file outlives it.
         self._end = weakref.finalize(self, self.reader.close, is_waiting=False)
         self.slots: dict[tuple[str, str], _Slots] = {}
         self._in_ram: dict[tuple[str, str], list[torch.Tensor]] = {}
         try:
             self.reader.open(stored)
-            where = device if place == "cpu" else torch.device("cpu")
-            for kind, count in divide(layers, default_size(where) if memory.size is None else memory.size):
+            for kind, count in divide(layers, memory):
                 for stack in STACKS:
                     slots = _Slots(stack, layers[kind[0]], count, place, device)
                     self.slots |= {(layer, stack): slots for layer in kind}
@@ -120,15 +119,11 @@ class Store:
             for name, count in more.items():
                 self._counts[layer][name] += count
 
-    def probe(self, layer: str, stack: str) -> list[torch.Tensor]:
-        """Return the parts of a matrix of a layer's sizes, dtypes and device, for questions about kernels."""
-        return self.slots[layer, stack].parts(0, {})
-
     def walk(
         self,
         layer: str,
         stack: str,
-        hit: Mapping[int, Ranges],
+        hit: Mapping[int, int],
         transposed: bool = False,
         may_compute: bool = True,
     ) -> Iterator[Parts]:
@@ -137,7 +132,7 @@ class Store:
         Args:
             layer: name.
             stack: name.
-            hit: experts, and their groups of rows.
+            hit: experts, and their numbers of rows.
             transposed: whether it is a backward pass.
             may_compute: whether the matrix may be in RAM where the rows are on an accelerator.
         """
@@ -155,12 +150,12 @@ class Store:
         with closing(
             self._bring(slots, [(layer, expert) for expert in hit if expert not in computed])
         ) as coming:
-            for expert, ranges in hit.items():
+            for expert, num_rows in hit.items():
                 if expert not in computed:
                     parts = next(coming)
                 else:
                     parts = computed[expert]
-                    if self.misses == "auto" and slots.cache.has_room:
+                    if slots.cache.has_room:
                         # The accelerator copies it while the CPU computes, and the next pass finds it.
                         self.prefetch(layer, stack, [expert], is_counted=True)
                 self.prefetch(layer, later, [expert] if expert in ahead[1:] else [])
@@ -168,7 +163,7 @@ class Store:
                 if (
                     self.is_remote
                     and self.place == "disk"
-                    and not (may_compute and self._is_computed(ranges))
+                    and not (may_compute and self._is_computed(num_rows))
                 ):
                     parts = [part.to(self.device) for part in parts]
                 yield parts
@@ -182,21 +177,19 @@ class Store:
                     return
                 entry.is_counted |= is_counted
 
-    def _computed_in_ram(self, layer: str, slots: _Slots, hit: Mapping[int, Ranges]) -> dict[int, Parts]:
+    def _computed_in_ram(self, layer: str, slots: _Slots, hit: Mapping[int, int]) -> dict[int, Parts]:
         """Return the parts of the matrices in RAM whose rows are computed there."""
         computed = {}
-        for expert, ranges in hit.items():
-            if (layer, expert) not in slots.cache and self._is_computed(ranges):
+        for expert, num_rows in hit.items():
+            if (layer, expert) not in slots.cache and self._is_computed(num_rows):
                 computed[expert] = [part[expert] for part in self._in_ram[layer, slots.stack]]
                 if slots.stack == STACKS[0]:
                     self._count(layer, misses=1)
         return computed
 
-    def _is_computed(self, ranges: Ranges) -> bool:
+    def _is_computed(self, num_rows: int) -> bool:
         """Return whether rows are computed where a matrix lies, rather than the matrix brought."""
-        if self.misses != "auto":
-            return self.misses == "compute"
-        return sum(end - start for start, end in ranges) <= _MAX_ROWS_IN_RAM
+        return num_rows <= _MAX_ROWS_IN_RAM
 
     def _bring(self, slots: _Slots, keys: Sequence[Key]) -> Iterator[Parts]:
         """Yield the parts of matrices, each pinned until the next is asked for; the next ones come meanwhile."""

@@ -11,7 +11,7 @@ from transformers import BitsAndBytesConfig
 import llamoe
 from llamoe.configuration.base import ARCHITECTURES
 from llamoe.modeling.kernels import cpp_kernels
-from llamoe.modeling.offload import ExpertsMemory, OffloadedExperts
+from llamoe.modeling.offload import OffloadedExperts
 from llamoe.modeling.offload.matrix_cache import MatrixCache
 
 TEXT = {
@@ -96,7 +96,7 @@ def load_both(folder, experts: int = 3, cls=None, **kwargs):
     """The model of a folder in memory, and with room for so many experts, which are on disk."""
     cls, kwargs = cls or llamoe_class(folder), {"dtype": "auto", **kwargs}
     resident = cls.from_pretrained(folder, **kwargs).eval()
-    memory = ExpertsMemory(experts * expert_bytes(resident))
+    memory = experts * expert_bytes(resident)
     offloaded = cls.from_pretrained(folder, experts_memory=memory, **kwargs).eval()
     assert any(isinstance(module, OffloadedExperts) for module in offloaded.modules())
     return resident, offloaded

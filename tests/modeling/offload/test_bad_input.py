@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from support.offload import check_equal, expert_bytes, load_both, mixtral, text_model
 
 import llamoe
-from llamoe.modeling.offload import ExpertsMemory, OffloadedExperts
+from llamoe.modeling.offload import OffloadedExperts
 
 ON_DISK = {"experts": "disk"}
 
@@ -50,31 +50,19 @@ def refused(message: str, folder, **kwargs) -> str:
 @pytest.mark.parametrize(
     "memory",
     [
-        "8 bananas", "infGB", "nanGB", "-8GB", "", 0, -1, True, False, 1.5, float("nan"), [], {}, b"8GB",
-        "GB", "8gb", ExpertsMemory,
+        "8 bananas",
+        0,
+        True,
+        [],
     ],
-)  # fmt: skip
+)
 def test_memory_that_is_no_size_is_refused(memory, text_folder):
     refused("experts_memory=.*give bytes", text_folder, experts_memory=memory)
 
 
-@pytest.mark.parametrize(
-    "field",
-    [{"misses": "never"}, {"size": "many"}],
-)
-def test_fields_that_mean_nothing_are_refused(field):
-    (value,) = field.values()
-    with pytest.raises(ValueError, match=str(value)):
-        ExpertsMemory(**field)
-
-
-@pytest.mark.parametrize("kind", ["text", "mixtral"])
-def test_a_memory_below_one_expert_is_refused_with_numbers(kind, text_folder, mixtral_folder, nothing_left):
-    folder = {"text": text_folder, "mixtral": mixtral_folder}[kind]
-    cls = {"text": llamoe.LlamoeForCausalLM, "mixtral": llamoe.LlamoeMixtralForCausalLM}[kind]
-    needed = expert_bytes(cls.from_pretrained(folder, dtype="auto"))
-    with pytest.raises(ValueError, match=f"experts_memory={needed - 1:,} .*experts .*{needed:,}"):
-        cls.from_pretrained(folder, dtype="auto", experts_memory=needed - 1)
+def test_a_memory_below_one_expert_is_refused_with_numbers(text_folder, nothing_left):
+    needed = expert_bytes(load(text_folder))
+    refused(f"experts_memory={needed - 1:,} .*{needed:,}", text_folder, experts_memory=needed - 1)
 
 
 @pytest.mark.parametrize(
@@ -93,16 +81,12 @@ def test_names_that_do_not_exist_are_refused(device_map, memory, text_folder, no
     refused(named, text_folder, device_map=device_map, **({"experts_memory": memory} if memory else {}))
 
 
-def test_pickled_weights_are_to_be_converted_first(tmp_path, text_folder):
+def test_weights_that_are_in_no_safetensors_file_are_refused(tmp_path, text_folder):
     (tmp_path / "config.json").write_bytes((text_folder / "config.json").read_bytes())
-    torch.save(load_file(text_folder / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    for kwargs in ({"device_map": ON_DISK}, {"experts_memory": "1MB"}):
-        refused("pytorch_model.bin", tmp_path, **kwargs)
-
-
-def test_a_state_dict_in_memory_is_refused(text_folder):
-    config = llamoe.LlamoeTextConfig.from_pretrained(text_folder)
     state = load_file(text_folder / "model.safetensors")
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    refused("pytorch_model.bin", tmp_path, experts_memory="1MB")
+    config = llamoe.LlamoeTextConfig.from_pretrained(text_folder)
     with pytest.raises(ValueError, match="state dict"):
         llamoe.LlamoeForCausalLM.from_pretrained(None, config=config, state_dict=state, device_map=ON_DISK)
 
@@ -188,20 +172,14 @@ def test_a_stack_with_another_number_of_experts_is_refused(tmp_path, text_folder
 
 
 def test_a_closed_model_refuses_by_name(text_folder, ids, nothing_left):
-    """Also where no expert is missing, and one that never computed."""
-    for options, uses in (
-        ({"experts_memory": "60KB"}, 1),
-        ({"device_map": ON_DISK}, 1),
-        ({"experts_memory": "60KB"}, 0),
-    ):
-        model = load(text_folder, **options)
-        for _ in range(uses):
-            model(ids)
-        model.close()
-        model.close()
-        with pytest.raises(llamoe.CheckpointError, match=r"model\.close"):
-            model(ids)
-        del model
+    """Also where no expert is missing."""
+    model = load(text_folder, device_map=ON_DISK)
+    model(ids)
+    model.close()
+    model.close()
+    with pytest.raises(llamoe.CheckpointError, match=r"model\.close"):
+        model(ids)
+    del model
 
 
 def test_models_are_not_cast(text_folder, ids):
@@ -214,13 +192,12 @@ def test_models_are_not_cast(text_folder, ids):
         assert torch.equal(resident(ids).logits, model.to("cpu").float()(ids).logits)
 
 
-@pytest.mark.parametrize("kind", ["text", "mixtral"])
-def test_loading_other_weights_into_it_is_refused(kind, text_folder, mixtral_folder, ids):
-    resident, model = load_both({"text": text_folder, "mixtral": mixtral_folder}[kind], 2)
+def test_loading_other_weights_into_it_is_refused(text_folder):
+    resident, model = load_both(text_folder, 2)
     with torch.no_grad():
         for parameter in resident.parameters():
             parameter.mul_(2)
-    with pytest.raises((ValueError, RuntimeError), match=r"layers\.\d\..*experts.*disk"):
+    with pytest.raises(RuntimeError, match=r"layers\.\d\..*experts.*disk"):
         model.load_state_dict(resident.state_dict())
 
 
@@ -260,15 +237,3 @@ def test_refused_saving_leaves_the_own_folder_as_it_was(tmp_path, ids):
         model.save_pretrained(tmp_path)
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     check_equal(resident, model, ids)
-
-
-def test_experts_to_be_trained_are_refused_outside_of_training_mode_too(text_folder, ids):
-    """By the backward pass: a forward pass with gradients switched on may be for its results alone."""
-    model = load(text_folder, experts_memory="100KB")
-    loss = model(ids).logits.mean()
-    with pytest.raises(ValueError, match="layers.2.feed_forward.experts.gate_up_proj"):
-        loss.backward()
-    model.requires_grad_(False)
-    embeddings = model.get_input_embeddings()(ids).requires_grad_()
-    model(inputs_embeds=embeddings).logits.mean().backward()
-    assert embeddings.grad.abs().max() > 0

@@ -5,7 +5,7 @@ import torch
 from support.offload import check_equal, counts, expert_bytes, load_both, mixtral, text_model
 
 import llamoe
-from llamoe.modeling.offload.memory import BLOCK, pages, slots_of
+from llamoe.modeling.offload.memory import BLOCK, slots_of
 
 pytestmark = pytest.mark.slow
 
@@ -48,13 +48,6 @@ def test_models_load_and_run_in_inference_mode(folders, ids):
         assert torch.equal(resident(ids).logits, model(ids).logits)
     with torch.no_grad():
         assert torch.equal(resident(ids[:1]).logits, model(ids[:1]).logits)
-
-
-@pytest.mark.parametrize("size", [1, 100, BLOCK, BLOCK + 1, 3 << 20])
-def test_memory_begins_at_a_page_and_is_as_large_as_asked(size):
-    memory = pages(size)
-    assert len(memory) >= size
-    assert torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % BLOCK == 0
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (700, 500)])

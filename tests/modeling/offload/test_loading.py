@@ -4,10 +4,9 @@ import pytest
 import torch
 from peft import get_peft_model
 from support.offload import check_equal, expert_bytes, load_both, mixtral, text_model
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
 import llamoe
-from llamoe.modeling.offload import OffloadedExperts
 
 pytestmark = pytest.mark.slow
 
@@ -39,14 +38,6 @@ def test_files_are_found_after_the_folder_of_the_process_has_changed(text_folder
     check_equal(resident, model, ids)
 
 
-def test_auto_classes_take_the_arguments(text_folder, ids):
-    resident = AutoModelForCausalLM.from_pretrained(text_folder).eval()
-    model = AutoModelForCausalLM.from_pretrained(text_folder, experts_memory="100KB").eval()
-    assert [type(module) for module in model.modules()].count(OffloadedExperts) == 2
-    check_equal(resident, model, ids)
-    assert "experts_memory" not in model.config.to_dict()
-
-
 def test_the_committed_model_sees_pictures(ids):
     resident = AutoModelForImageTextToText.from_pretrained(TINY, dtype="auto").eval()
     one = expert_bytes(resident)
@@ -63,6 +54,7 @@ def test_the_committed_model_sees_pictures(ids):
     with torch.no_grad():
         assert torch.equal(resident(**inputs).logits, model(**inputs).logits)
     assert sum(counts["misses"] for counts in model.experts_statistics().values()) > 5
+    assert "experts_memory" not in model.config.to_dict()
 
 
 def test_other_parts_may_be_on_disk_too(text_folder, ids, tmp_path):
@@ -88,12 +80,6 @@ def test_a_default_budget_holds_all_experts(text_folder, ids):
     }
 
 
-def test_models_without_experts_elsewhere_have_no_statistics(text_folder):
-    model = llamoe.LlamoeForCausalLM.from_pretrained(text_folder)
-    assert model.experts_statistics() == {}
-    model.close()
-
-
 def test_compiled_models_are_equal(tmp_path, ids):
     text_model(num_hidden_layers=1, moe_layers=[0]).save_pretrained(tmp_path)
     resident, model = load_both(tmp_path, 2)
@@ -102,16 +88,3 @@ def test_compiled_models_are_equal(tmp_path, ids):
     # Sums in another order, of logits up to 8.
     torch.testing.assert_close(compiled, expected, rtol=0, atol=2e-5)
     torch.compiler.reset()
-
-
-def test_classifiers_take_offloaded_experts(tmp_path, ids):
-    text_model().save_pretrained(tmp_path)
-    kwargs = {"num_labels": 3, "ignore_mismatched_sizes": True}
-    torch.manual_seed(0)
-    model = llamoe.LlamoeForSequenceClassification.from_pretrained(
-        tmp_path, experts_memory="60KB", **kwargs
-    ).eval()
-    torch.manual_seed(0)
-    resident = llamoe.LlamoeForSequenceClassification.from_pretrained(tmp_path, **kwargs).eval()
-    resident.score.load_state_dict(model.score.state_dict())
-    check_equal(resident, model, ids)

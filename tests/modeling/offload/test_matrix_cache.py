@@ -82,17 +82,3 @@ def test_what_was_used_long_ago_goes():
     others = [[("a", 1), ("b", 1)], [("a", 2), ("b", 2)]] * 30
     counts = simulate([*often, *others, [("a", 0)]], 4)
     assert counts[-1] == (0, 1)
-
-
-@pytest.mark.parametrize(
-    ("law", "shape", "slots"), [(1.2, (32, 8, 2), 128), (0.6, (24, 16, 1), 96), (0.0, (24, 16, 1), 192)]
-)
-@pytest.mark.parametrize("stays", [0.0, 0.5])
-def test_what_the_token_before_chose_is_still_there(stays, law, shape, slots):
-    """Where room is for two tokens at least: reading it ahead of its layer would find nothing to do."""
-    passes = passes_by(law, *shape, stays)
-    for before, asked in zip(passes[:250:5], passes[1:251:5], strict=True):
-        number = passes.index(asked)
-        repeated = [key for key in asked if key in before]
-        *_, (hits, misses) = simulate([*passes[max(0, number - 40) : number], repeated], slots)
-        assert (hits, misses) == (len(repeated), 0)

@@ -1,6 +1,5 @@
 """LoRA on offloaded experts: the losses, weights and tokens of experts in memory, and no more reads than must be."""
 
-import os
 import re
 from contextlib import closing
 from pathlib import Path
@@ -10,7 +9,6 @@ import peft
 import pytest
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
 from support import programs
 from support.killed_training import trainer_of
 from support.offload import (
@@ -27,7 +25,6 @@ from support.offload import (
 from transformers import Trainer
 
 import llamoe
-from llamoe.modeling.offload import ExpertsMemory, loading
 from llamoe.modeling.offload.store import Store
 
 pytestmark = pytest.mark.slow
@@ -71,11 +68,10 @@ def test_adapters_train_bit_for_bit(kind, checkpointing, folders, ids):
     assert sum(".experts." in name for name in offloaded) == 8
 
 
-@pytest.mark.parametrize("misses", ["compute", "bring", "auto"])
-def test_adapters_train_beside_experts_in_ram(misses, folders, ids, monkeypatch):
+def test_adapters_train_beside_experts_in_ram(folders, ids, monkeypatch):
     without_kernels(monkeypatch)
     resident, offloaded = load_both(folders["mixtral"])
-    put_in_store(offloaded, "cpu", ExpertsMemory(2 * expert_bytes(resident), misses=misses), is_remote=True)
+    put_in_store(offloaded, "cpu", 2 * expert_bytes(resident), is_remote=True)
     _, expected, weights = train(resident, ids)
     _, losses, trained = train(offloaded, ids)
     assert losses == expected
@@ -88,7 +84,7 @@ def file_bytes() -> int:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize("room", [1, 2, 5, 7, 9])
+@pytest.mark.parametrize("room", [1, 5, 9])
 def test_each_expert_is_read_once_a_pass(room, checkpointing, folders, ids):
     """Passes back ask in the reverse order; what is computed again is not read again if there is room for a layer."""
     resident, model = load_both(folders["mixtral"], room)
@@ -142,7 +138,7 @@ def test_trainer_goes_on_after_a_kill(folders, tmp_path):
     assert same_bits(weights, expected)
 
 
-@pytest.mark.parametrize("kind", ["text of 16 bits", "mixtral", "int4"])
+@pytest.mark.parametrize("kind", ["mixtral", "int4"])
 def test_adapters_open_on_both(kind, folders, ids, tmp_path):
     """From and to disk, a second adapter beside the first; no hooks come with them."""
     _, model = load_both(folders[kind], 2)
@@ -172,16 +168,6 @@ def test_adapters_open_on_both(kind, folders, ids, tmp_path):
     assert torch.equal(*loaded)
 
 
-def test_no_library_counts_experts_on_disk_as_memory(folders, ids, tmp_path):
-    """peft asks accelerate where a model with a part on disk would fit, and lets it hook what does not."""
-    _, model = load_both(folders["text"], 2)
-    train(model, ids, steps=1)[0].save_pretrained(tmp_path)
-    _, model = load_both(folders["text"], 2)
-    with mock.patch("psutil.virtual_memory", return_value=mock.Mock(available=1000, total=1000)):
-        opened = peft.PeftModel.from_pretrained(model, tmp_path)
-    assert not any(hasattr(module, "_hf_hook") for module in opened.modules())
-
-
 def test_preparing_for_few_bits_reads_no_experts(folders):
     _, model = load_both(folders["text of 16 bits"], 2)
     experts = {name: p.data_ptr() for name, p in model.named_parameters() if ".experts." in name}
@@ -190,25 +176,6 @@ def test_preparing_for_few_bits_reads_no_experts(folders):
     assert {name: named[name].data_ptr() for name in experts} == experts
     assert not any(p.requires_grad for p in named.values())
     assert named["lm_head.weight"].dtype == torch.float32
-
-
-def test_a_file_that_changes_before_the_pass_back_is_told(folders, ids, tmp_path):
-    for file in folders["text"].iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    weights = tmp_path / "model.safetensors"
-    _, model = load_both(tmp_path, 1)
-    adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=3)).train()
-    before = weights.stat()
-    loss = adapted(input_ids=ids, labels=ids).loss
-    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
-    with pytest.raises(
-        ValueError, match=r"model\.safetensors: has changed since the model was loaded.*expert \d"
-    ):
-        loss.backward()
-    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
-    adapted.zero_grad()
-    adapted(input_ids=ids, labels=ids).loss.backward()
-    assert load_file(weights)
 
 
 @pytest.mark.parametrize("module", ["experts", "feed_forward", "layers.1"])
@@ -221,16 +188,15 @@ def test_training_experts_themselves_is_refused(module, folders):
         peft.get_peft_model(model, config)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "int4"])
-def test_merging_is_refused(kind, folders, ids):
-    _, model = load_both(folders[kind], 2)
+def test_merging_is_refused(folders):
+    _, model = load_both(folders["mixtral"], 2)
     adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=2))
     for merge in (adapted.merge_and_unload, adapted.merge_adapter):
         with pytest.raises(ValueError, match="experts is on 'disk', into which no adapter can be merged"):
             merge()
 
 
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MULTI_GPU"])
+@pytest.mark.parametrize("kind", ["FSDP", "MULTI_GPU"])
 def test_sharing_is_refused_before_the_first_step(kind, folders):
     _, model = load_both(folders["text"], 2)
     adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=2))
@@ -238,13 +204,6 @@ def test_sharing_is_refused_before_the_first_step(kind, folders):
     with mock.patch.object(Accelerator, "distributed_type", kind):
         with pytest.raises(ValueError, match=f"experts is on 'disk', and accelerate .* {kind}"):
             accelerator.prepare(adapted, torch.optim.SGD(adapted.parameters(), lr=0.1))
-
-
-@pytest.mark.parametrize("name", ["is_deepspeed_zero3_enabled", "is_fsdp_enabled"])
-def test_sharing_is_refused_when_a_model_is_loaded(name, folders, monkeypatch):
-    monkeypatch.setattr(loading, name, lambda: True)
-    with pytest.raises(ValueError, match="for one process: .*ZeRO-3 and FSDP"):
-        load_both(folders["text"], 2)
 
 
 def test_the_next_expert_is_read_while_the_last_multiplies(folders, ids, monkeypatch):
