@@ -110,7 +110,7 @@ class Format(ABC):
     ) -> torch.Tensor | None:
         """The product of few rows with one matrix by a Triton kernel; None where unpacking the matrix is better."""
         device = parts[0].device
-        if not may_have_gpu_kernel(device) or len(x_NC) > max_rows_of_matrix(device):
+        if not may_have_gpu_kernel(device) or x_NC.shape[0] > max_rows_of_matrix(device):
             return None
         if not has_gpu_kernel(self, parts, sizes, x_NC.dtype, transposed=transposed):
             return None
