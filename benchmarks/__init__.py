@@ -16,9 +16,9 @@ Reading order: bars (targets for the figures), held (a machine as a lesser one),
 rates), memory and clocks (what is measured), harness (how a case runs), shapes and roofline (sizes, and the least that
 a case must read and compute), routing (inputs for chosen experts), shared_weights (models of both libraries on the same
 parameters), then the cases: block, models, small_modules; in processes of their own loading, and offload on a
-large_mixture; with models in folders saved_models, gguf_files (and its script gguf_converter), few_bits and mixtral;
-report, plot and readme write the results, command_line reads the options, cpu and gpu are the commands; prove_gpu
-proves a card right.
+large_mixture; with models in folders saved_models, gguf_files (and its script gguf_converter), few_bits, seven_billion
+and mixtral; report, plot and readme write the results, command_line reads the options, cpu and gpu are the commands;
+prove_gpu proves a card right.
 """
 
 import os

@@ -6,6 +6,9 @@
 
     make bench CPU=avx2 ARGS="--cases few-bits"
 
+`--cases 7b` measures the sizes of 7B models, which runs only when it is named: twenty minutes, 12 GB of memory, and
+20 GB in the folder for temporary files, or in the one that `LLAMOE_BENCH_FILES` names, where they stay.
+
 The groups of llama.cpp run only when they are named; `--cases llama.cpp` names all of them. They need llama-cpp-python,
 the converter of llama.cpp's sources, ten minutes, and 4 GB in the folder for temporary files, or in the one that
 `LLAMOE_BENCH_FILES` names, where they stay. The cases of two threads need two processors that nobody else uses.
@@ -27,6 +30,7 @@ from . import (
     models,
     offload,
     saved_models,
+    seven_billion,
     small_modules,
 )
 from .clocks import ProcessorClock
@@ -43,7 +47,14 @@ COPIES = 4
 # Experts of 6.3 MB, 2.4 GB of them.
 ON_DISK = LargeMixture(hidden=1024, expert=1024, layers=6, experts=64)
 SAVED = (saved_models.DENSE, saved_models.MIXTURE)
-BY_NAME = ("llama.cpp-token", "llama.cpp-context", "llama.cpp-prefill", "llama.cpp-threads")
+BY_NAME = (
+    "7b-mistral",
+    "7b-mixtral",
+    "llama.cpp-token",
+    "llama.cpp-context",
+    "llama.cpp-prefill",
+    "llama.cpp-threads",
+)
 """Groups that run only when they are named: they need what this repository does not install."""
 
 GROUPS: dict[str, Group] = {
@@ -75,6 +86,8 @@ GROUPS: dict[str, Group] = {
     "llama.cpp-prefill": partial(few_bits.beside_llama_cpp, SAVED, "prefill"),
     # After all others: idle threads wait actively for a moment, which counts as processor time.
     "llama.cpp-threads": partial(few_bits.beside_llama_cpp, SAVED, "threads"),
+    "7b-mistral": partial(seven_billion.seven_billion, seven_billion.MISTRAL),
+    "7b-mixtral": partial(seven_billion.seven_billion, seven_billion.MIXTRAL),
     "large": partial(mixtral.mixtral, SETTING, 4),
     "offload": partial(offload.offload, ON_DISK),
     "loading": partial(loading.loading, SETTING, MINI, LAYERS, "100MB"),

@@ -223,7 +223,7 @@ def ours(model: SavedModel, folder: Path, precision: str, threads: int = 1) -> C
 
 
 @contextmanager
-def _saved(models: tuple[SavedModel, ...]) -> Iterator[list[Path]]:
+def saved(models: tuple[SavedModel, ...]) -> Iterator[list[Path]]:
     """The models' folders, in the folder that stays or in a temporary one."""
     with tempfile.TemporaryDirectory() as temporary:
         folders = [Path(os.environ.get(KEPT) or temporary) / model.name for model in models]
@@ -241,7 +241,7 @@ def few_bits(models: tuple[SavedModel, ...], tokens: int) -> Cases:
         models: models to measure.
         tokens: tokens of the prefill.
     """
-    with _saved(models) as folders:
+    with saved(models) as folders:
         for model, folder in zip(models, folders, strict=True):
             makers = {f"{OURS}, {precision}": ours(model, folder, precision) for precision in PRECISIONS}
             facts = dict(phase="decode", model=model.name)
@@ -329,7 +329,7 @@ def beside_llama_cpp(models: tuple[SavedModel, ...], phase: str) -> Cases:
         LeftOut: llama-cpp-python or llama.cpp's converter is missing.
     """
     converter = find_converter()
-    with _saved(models) as folders:
+    with saved(models) as folders:
         files = [make_files(converter, folder) for folder in folders]
         for model, folder, its in zip(models, folders, files, strict=True):
             if phase == "threads":

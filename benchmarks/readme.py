@@ -41,7 +41,8 @@ def summary(
     paragraphs = ["\n".join(lines)]
     if not of_cpu:
         paragraphs.append("No figures of a CPU are committed.")
-    paragraphs.append(textwrap.fill(SPEED_OF_LARGE_MODELS, 118))
+    if table := _seven_billion(Results(of_cpu or {})):
+        paragraphs += [textwrap.fill(SPEED_OF_LARGE_MODELS, 118), table]
     return "\n\n".join(paragraphs)
 
 
@@ -76,6 +77,18 @@ def _figures(found: Results, others: Mapping[str, dict]) -> dict[str, str]:
             f"{case['peak_bytes'] / 1e9:.2f} GB of memory"
         )
     return figures
+
+
+def _seven_billion(found: Results) -> str:
+    """The table of times at the sizes of 7B models; empty where none was measured."""
+    cases = found.find(("7b-mistral", "7b-mixtral"))
+    names = list(dict.fromkeys(name for case in cases for name in case["contestants"]))
+    lines = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for case in cases:
+        medians = [case["contestants"].get(name, {}).get("median") for name in names]
+        cells = ["—" if median is None else report.milliseconds(median) for median in medians]
+        lines.append(f"| {case['case']} | {' | '.join(cells)} |")
+    return "\n".join(lines) if cases else ""
 
 
 def section(of_cpu: dict | None, of_gpu: dict | None) -> str:
@@ -176,9 +189,8 @@ FEATURES = {
 }
 SCOUT, CONVERSION = "published_sizes_llama-4-scout-int4-128", "conversion"
 SPEED_OF_LARGE_MODELS = (
-    "How fast is a token on a CPU? Its products read the weights at the memory's speed, in 32, 16, 8 or 4 bits. At "
-    "the sizes of a 7B model the calls between them take a fifth of a token in int4 (Zen 4, one core), less with "
-    "more bits; in small models most."
+    "How fast is a token on a CPU? Its products read the weights at the memory's speed, in 32, 16, 8 or 4 bits. Layers "
+    "of published sizes, one row, one thread, processor time in milliseconds:"
 )
 OTHERS = (SCOUT, CONVERSION)
 """Files of results of which README has a figure, beside those of `benchmarks.cpu`."""

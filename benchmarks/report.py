@@ -27,6 +27,7 @@ GROUPS = {
     "parts": "Small parts",
     "few": "Quantization: a token, prefill, quantizing, adapters",
     "llama.cpp": "One row beside llama.cpp: a token, also in a long context, prefill, two threads",
+    "7b": "Sizes of 7B models: a token, a prompt",
     "large": "Layers of a published size in int4",
     "offload": "Experts on disk: a token, and reading all",
     "loading": "`from_pretrained`",
@@ -61,6 +62,9 @@ NOTES = {
     "Logits are compared in float32. After a contestant's name stand the MB of its weights, and how many of its first "
     "tokens are those of the first contestant: with random weights rounding soon leads to another token. Of llama.cpp "
     "peak memory is not seen.",
+    "7b": "One row, one thread; times are of one token, or of a prompt with the logits of its last token. Three layers "
+    "of Mistral 7B's sizes; two of Mixtral 8x7B's with four experts, two of them for a token. Weights and what is "
+    "cached are random. Ratios are the time of transformers in bfloat16 over the contestant's.",
     "large": "Four of Mixtral 8x7B's layers, with embedding and head, from random codes and scales. Ratios are the "
     "time of a plain read of as many bytes as a token's weights have, over the token's.",
     "offload": "A mixture of 6 layers with 64 experts of 6.3 MB, one of them for a token, in bfloat16; "

@@ -37,6 +37,7 @@ from benchmarks import (
     report,
     routing,
     saved_models,
+    seven_billion,
     small_modules,
 )
 from benchmarks.clocks import ProcessorClock, WallClock
@@ -495,6 +496,21 @@ def test_few_bits_from_the_cases_to_the_reports(tmp_path, monkeypatch, clock):
     assert found.over(f"{OURS}, int4", f"{OURS}, bfloat16", groups="few-bits", phase="prefill") > 0
     assert found.over(f"{OURS}, int4", f"{OURS}, float32", groups="few-bits", phase="training") > 0
     assert f"int4 ({four / 1e6:.0f} MB, " in (tmp_path / "cpu.md").read_text()
+
+
+def test_sizes_of_large_models_from_the_cases_to_the_readme(tmp_path, monkeypatch, clock):
+    monkeypatch.setattr(seven_billion, "CACHED", (3,))
+    monkeypatch.setattr(seven_billion, "PROMPTS", (9,))
+    monkeypatch.setitem(GROUPS, "7b-mistral", partial(seven_billion.seven_billion, SAVED[0]))
+    assert run_session(tmp_path, clock, ["7b-mistral"]) == 0
+    results = json.loads((tmp_path / "cpu.json").read_text())
+    facts = [(case["phase"], case["tokens"], case.get("cached")) for case in results["cases"]]
+    assert facts == [("tokens", 1, 3), ("prompt", 9, None)]
+    for case in results["cases"]:
+        assert all(row["median"] > 0 for row in case["contestants"].values())
+    page = readme.summary(results, None)
+    assert "| dense, a token behind 3 | " in page
+    assert "| stock, bfloat16 | llamoe, bfloat16 | llamoe, int8 | llamoe, int4 |" in page
 
 
 class Recites:
