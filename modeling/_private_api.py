@@ -22,11 +22,6 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 
-def is_under_functorch() -> bool:
-    """Whether a transform of `torch.func` (grad, vmap, jvp) is active: it supports only torch's own operators."""
-    return torch._C._are_functorch_transforms_active()
-
-
 def is_forward_ad() -> bool:
     """Whether forward-mode differentiation (jvp) is active."""
     return forward_ad._current_level >= 0
@@ -35,6 +30,8 @@ def is_forward_ad() -> bool:
 # Each of these is asked for every product: torch's public functions ask more, in Python.
 is_traced_by_jit: Callable[[], bool] = torch._C._is_tracing
 is_any_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
+# Whether a transform of `torch.func` (grad, vmap, jvp) is active: it supports only torch's own operators.
+is_under_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def has_modes() -> bool:

@@ -191,12 +191,13 @@ def attend_in_form(
         attend = partial(attend, module, position_ids=None, **{**kwargs, "is_causal": True})
         return attend_in_equal_rows(attend, query, key, value, form), None
     config: Any = module.config
-    if is_flash_attention_requested(config):
+    implementation = config._attn_implementation
+    if is_flash_attention_requested(requested_attention_implementation=implementation):
         # It would look for packed rows in every layer; `MaskInputs` has found them already.
         position_ids = None
     output, weights = attend(module, query, key, value, form, position_ids=position_ids, **kwargs)
     # On a GPU flex attention returns log-sum-exp values, not weights.
-    return output, None if config._attn_implementation == "flex_attention" else weights
+    return output, None if implementation == "flex_attention" else weights
 
 
 def _attend_by_sdpa(

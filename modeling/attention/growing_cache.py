@@ -69,7 +69,7 @@ def append_to_cache(
     if memory is None or not memory.can_append(old, end):
         memory = layer.llamoe_memory = _Memory(old, end)
     for tensor, its in zip(memory.tensors, new, strict=True):
-        tensor[:, :, memory.length : end] = its
+        tensor.narrow(2, memory.length, its.shape[2]).copy_(its)
     memory.length = end
     layer.keys, layer.values = (tensor.narrow(2, 0, end) for tensor in memory.tensors)
     if layer.is_sliding:

@@ -108,7 +108,9 @@ class Attention(nn.Module):
         value = self.v_proj(hidden_states).view(heads_shape).transpose(1, 2)
 
         if self.use_rope:
-            query, key = (rotate(x, *position_embeddings, self.rope_interleave) for x in (query, key))
+            heads = query.shape[2], key.shape[2]
+            rotated = rotate(torch.cat((query, key), 2), *position_embeddings, self.rope_interleave)
+            query, key = rotated.split(heads, 2)
         if self.qk_norm is not None:
             query, key = self.qk_norm(query), self.qk_norm(key)
         if self.use_temperature_tuning:

@@ -109,7 +109,7 @@ class Format(ABC):
         if (
             self.is_packed
             and may_have_gpu_kernel(device)
-            and len(x_NC) <= max_rows_of_matrix(device)
+            and x_NC.shape[0] <= max_rows_of_matrix(device)
             and has_gpu_kernel(self, parts, sizes, x_NC.dtype, transposed=transposed)
         ):
             matrix: Any = self.for_gpu_kernel(parts, sizes)

@@ -5,6 +5,7 @@ Shapes: O outputs, I inputs, P inputs with padding, N rows.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch.nn import functional as F
@@ -58,7 +59,7 @@ class Int4(Format):
     suffixes = ("", "_scale")
     compute_dtype = torch.bfloat16
 
-    @property
+    @cached_property
     def kernel_max_rows(self) -> int:
         """Up to this many rows the compiled kernels are faster than unpacking once."""
         return rows_in_bytes() if self.in_bytes else FEW_BITS_FLOAT_MAX_ROWS
@@ -124,11 +125,11 @@ class Int4(Format):
         packed, scales = parts
         if padding := packed.shape[1] * 2 - x_NI.shape[1]:
             x_NI = F.pad(x_NI, (0, padding))
-        if packed.is_cpu and len(x_NI) <= self.kernel_max_rows:
+        if packed.is_cpu and x_NI.shape[0] <= self.kernel_max_rows:
             y_NO = cpp_product(x_NI, Matrix(4, self.group_size, *parts, in_bytes=self.in_bytes))
             if y_NO is not None:
                 return y_NO
-        if packed.is_cpu and len(x_NI) <= INT4_TORCH_MAX_ROWS.get(torchs_block() or 0, 0):
+        if packed.is_cpu and x_NI.shape[0] <= INT4_TORCH_MAX_ROWS.get(torchs_block() or 0, 0):
             return self._multiply_by_torch(x_NI.contiguous(), packed, scales)
         x = x_NI.to(dtype_of_blocks(x_NI))
         y_NO = x.new_empty(len(x), len(packed))

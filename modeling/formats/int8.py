@@ -4,6 +4,7 @@ Shapes: O outputs, I inputs, N rows.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -41,7 +42,7 @@ class Int8(Format):
     # Rows and codes begin at multiples of it: torch's kernel does not check that, and ends the process elsewhere.
     alignment = 32
 
-    @property
+    @cached_property
     def kernel_max_rows(self) -> int:
         """Up to this many rows the compiled kernels are faster than unpacking once."""
         return rows_in_bytes() if self.in_bytes else FEW_BITS_FLOAT_MAX_ROWS
@@ -83,11 +84,11 @@ class Int8(Format):
 
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         codes, scales = parts
-        if len(x_NI) <= self.kernel_max_rows and codes.is_cpu:
+        if x_NI.shape[0] <= self.kernel_max_rows and codes.is_cpu:
             y_NO = cpp_product(x_NI, Matrix(8, 0, *parts, in_bytes=self.in_bytes))
             if y_NO is not None:
                 return y_NO
-        if len(x_NI) <= INT8_TORCH_MAX_ROWS and codes.is_cpu and codes.data_ptr() % self.alignment == 0:
+        if x_NI.shape[0] <= INT8_TORCH_MAX_ROWS and codes.is_cpu and codes.data_ptr() % self.alignment == 0:
             x_NI = x_NI.contiguous()
             if x_NI.data_ptr() % self.alignment:
                 x_NI = x_NI.clone()

@@ -15,7 +15,7 @@ from .cpp_kernels import (
     cpp_unpack,
     why_no_cpp_kernels,
 )
-from .cpu import SHORTCUTS_ARE_ON, can_use_shortcut, few_rms_norms, linear, widened
+from .cpu import SHORTCUTS_ARE_ON, can_use_shortcut, linear, rms_norm, widened
 from .float32_blocks import (
     BLOCK_WEIGHTS,
     blocks_in,

@@ -17,7 +17,6 @@ Shapes: N rows, I inputs, O outputs.
 import ctypes
 import errno
 import logging
-import math
 import os
 import platform
 import re
@@ -259,11 +258,11 @@ def _arguments(matrix: Matrix) -> tuple:
 
 def _multiply(found: Any, x: torch.Tensor, matrix: Matrix) -> Any:
     bits, _, _, inputs, outputs, *_ = arguments = _arguments(matrix)
-    *sizes, num_in = x.shape
-    if inputs != num_in or (bits == 4 and outputs % BLOCK):
+    sizes = x.shape[:-1]
+    if inputs != x.shape[-1] or (bits == 4 and outputs % BLOCK):
         return None
-    x, y = x.contiguous(), x.new_empty(*sizes, outputs)
-    found.product(x.data_ptr(), y.data_ptr(), math.prod(sizes), *arguments, torch.get_num_threads())
+    x, y = x.contiguous(), x.new_empty((*sizes, outputs))
+    found.product(x.data_ptr(), y.data_ptr(), sizes.numel(), *arguments, torch.get_num_threads())
     return y
 
 
@@ -287,7 +286,7 @@ def cpp_product(x: torch.Tensor, matrix: Matrix) -> torch.Tensor | None:
     Returns:
         `[..., O]` in the dtype of `x`.
     """
-    found = library()
+    found = _library or library()
     if _reasons and matrix.bits <= 8:
         logger.warning(
             "Kernels of quantized weights on a CPU were not compiled; torch's slower ones are used: %s",

@@ -86,18 +86,26 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return y if bias is None else y + bias.to(dtype)
 
 
-def few_rms_norms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
-    """RMSNorm of few rows `[..., D]` on a CPU in inference, with a weight `[D]`; None for others."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Divide rows `[..., D]` by their root mean square, and multiply them by a weight `[D]`, if there is one.
+
+    The quotient has the dtype of `x`; statistics are in float32. Few rows in inference on a CPU take a compiled kernel:
+    torch's ten operations, whose code has left the caches, take 2 to 4 % of a token in int4 at a 7B model's sizes.
+    """
     if (
-        not can_use_shortcut(x)
-        or type(weight) not in _PLAIN
-        or x.dtype != weight.dtype
-        or x.shape[-1:] != weight.shape
-        or not 0 < x.numel() <= len(weight) * CPP_PLAIN_MAX_ROWS
-        or not (weight.is_cpu and weight.is_contiguous())
+        can_use_shortcut(x)
+        and type(weight) in _PLAIN
+        and x.dtype == weight.dtype
+        and x.shape[-1:] == weight.shape
+        and 0 < x.numel() <= weight.numel() * CPP_PLAIN_MAX_ROWS
+        and weight.is_cpu
+        and weight.is_contiguous()
+        and (y := cpp_rms_norm(x, weight, eps)) is not None
     ):
-        return None
-    return cpp_rms_norm(x, weight, eps)
+        return y
+    # Autocast may return float32.
+    y = F.rms_norm(x, x.shape[-1:], None, eps).to(x.dtype)
+    return y if weight is None else y * weight
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

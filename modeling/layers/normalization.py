@@ -9,23 +9,8 @@ Shapes: D size of the last axis, hidden_size or head_dim; leading axes have any 
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from ..kernels import few_rms_norms
-
-
-def rms_normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """Divide by the root mean square over the last axis.
-
-    Args:
-        x: `[..., D]`, any floating dtype.
-        eps: added to the mean square, inside the root.
-
-    Returns:
-        `[..., D]` in the dtype of `x`, computed in float32.
-    """
-    # Autocast may return float32.
-    return F.rms_norm(x, x.shape[-1:], None, eps).to(x.dtype)
+from ..kernels import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -41,9 +26,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalize `[..., D]`; the dtype is kept unless the weight's is wider."""
-        if (y := few_rms_norms(hidden_states, self.weight, self.eps)) is not None:
-            return y
-        return rms_normalize(hidden_states, self.eps) * self.weight
+        return rms_norm(hidden_states, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         """Show the size and eps in `print(model)`."""
@@ -59,7 +42,7 @@ class L2Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize `[..., D]`; the dtype is kept."""
-        return rms_normalize(x, self.eps)
+        return rms_norm(x, None, self.eps)
 
     def extra_repr(self) -> str:
         """Show eps in `print(model)`."""

@@ -263,7 +263,7 @@ def multiply_on_device(
 
 def multiply_one(form: Format, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
     """Multiply rows by the transpose of one matrix, which gets no gradient: `[N, O]` in the dtype of the rows."""
-    x = x_NI.to(form.compute_dtype)
+    x = x_NI if x_NI.dtype == form.compute_dtype else x_NI.to(form.compute_dtype)
     if needs_operator(x):
         y = device_operator(x, list(parts), _followed(form, x).key, list(sizes), None, False, False)
     else:

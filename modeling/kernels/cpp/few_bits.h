@@ -188,19 +188,6 @@ void unpack_codes(const uint8_t* codes, const uint32_t* scales, int64_t inputs, 
   }
 }
 
-// The same of float32 rows: codes become float32 in the nearest cache.
-void int4_block(const float* x, int64_t rows, const uint8_t* codes, const uint32_t* scales, int64_t scale_stride,
-                int64_t inputs, int64_t group, float* y) {
-  std::fill(y, y + rows * kBlock, 0.f);
-  alignas(64) float weights[kPart * kBlock];
-  for (int64_t k = 0; k < inputs; k += kPart) {
-    unpack_codes<Single>(codes + k * (kBlock / 2), scales + k / group * scale_stride, kPart, weights, kBlock);
-#define CALL(R) add_columns<Single, R>(x + r * inputs + k, inputs, weights, kBlock, kPart, y + r * kBlock, kBlock, kBlock)
-    FOR_ROWS(rows, r, CALL)
-#undef CALL
-  }
-}
-
 // R rows, from row r, times one output of 8 bits, whose codes are read from beginning to end.
 template <int R>
 void int8_output(const ByteRows& x, int64_t r, const int8_t* codes, int64_t inputs, float* y, int64_t y_stride) {

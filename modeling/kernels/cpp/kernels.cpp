@@ -141,8 +141,6 @@ void multiply_some(const Rows& x, const Matrix& matrix, int64_t start, int64_t c
       int4_rows<2>(x.bytes, codes, scales, matrix.stride, inputs, group, y);
     } else if (matrix.in_bytes) {
       int4_block(x.bytes, x.count, codes, scales, matrix.stride, inputs, group, y);
-    } else if (x.count > 4) {
-      int4_block(x.floats, x.count, codes, scales, matrix.stride, inputs, group, y);
     } else {
 #define CALL(R) int4_rows<R>(x.floats + r * inputs, codes, scales, matrix.stride, inputs, group, y + r * kBlock)
       FOR_ROWS(x.count, r, CALL)

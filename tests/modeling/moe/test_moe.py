@@ -133,7 +133,7 @@ def test_capacity_keeps_the_best_scores(top_k):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("factor", "trains"), [(5.0, True), (1e300, True), (0.1, False)])
+@pytest.mark.parametrize(("factor", "trains"), [(5.0, True), (1e12, True), (0.1, False)])
 def test_capacity_drops_none_in_inference_or_where_every_token_fits(factor, trains):
     """As many times the fair share as there are experts is everything already."""
     block, plain = training_block(expert_capacity_factor=factor).train(trains), training_block()
