@@ -166,8 +166,8 @@ def test_saved_bias_stays_float32(tmp_path):
     bias = model.model.layers[1].feed_forward.router.balancing_bias.clone()
     assert bias.abs().max() > 0
     tokens = batch(model, 5)
-    model.bfloat16().save_pretrained(tmp_path)
-    again = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    model.bfloat16().save_pretrained(tmp_path / "model")
+    again = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
     router = again.model.layers[1].feed_forward.router
     assert again.dtype == torch.bfloat16 and router.balancing_bias.dtype == torch.float32
     assert torch.equal(router.balancing_bias, bias)
@@ -175,7 +175,7 @@ def test_saved_bias_stays_float32(tmp_path):
     with pytest.raises(llamoe.ConfigurationError, match="router_balancing"):
         model.save_pretrained(tmp_path / "stock", layout="stock")
     with pytest.raises(llamoe.ConfigurationError, match="router_balancing = 'bias': Meta's params.json"):
-        convert(tmp_path, tmp_path / "meta", to="meta")
+        convert(tmp_path / "model", tmp_path / "meta", to="meta")
     assert not (tmp_path / "stock").exists() and not (tmp_path / "meta").exists()
     make(None, **SHALLOW).save_pretrained(tmp_path / "plain")
     begun = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "plain", router_balancing="bias")
