@@ -15,7 +15,6 @@ from ...configuration import LlamoeMixtralConfig, QuantizationConfig, from_stock
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.hub import as_json, our_files
-from ...configuration.json_files import LARGE
 from ...configuration.quantization import METHOD
 from ...configuration.sizes import bytes_of
 from ...modeling.checkpoints import check_shards, find_weights, sum_by_part, wrapper_prefix
@@ -72,7 +71,7 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
             f"the weights are stored as {in_words(quantization)}; what they mean is taken, in bfloat16"
         )
     kept = check_model(config, fuse_experts(kept), str(folder))
-    found = read_companions(folder, check=companions)
+    found = read_companions(folder)
     notes += check_companions(found, config, str(folder)) if companions else []
     return Checkpoint(
         folder, "hf", config, kept, dropped, found, sources, notes, quantization=quantization, stored=stored
@@ -106,16 +105,13 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
     return tensors, others, weights.files
 
 
-def read_companions(folder: Path, check: bool = True) -> dict[str, bytes]:
-    """The small files of a folder that belong to the model: tokenizer, templates, processor; checked to be JSON."""
+def read_companions(folder: Path) -> dict[str, bytes]:
+    """The small files of a folder that belong to the model: tokenizer, templates, processor."""
     found = {
         path.name: read_bytes(path)
         for path in sorted(folder.iterdir())
         if path.is_file() and _COMPANIONS.fullmatch(path.name)
     }
-    for name in found:
-        if check and name.endswith(".json"):
-            read_json(folder / name, LARGE)
     templates = folder / "additional_chat_templates"
     if templates.is_dir():
         found |= {

@@ -147,12 +147,11 @@ def test_companions_come_along_and_the_source_is_not_touched(dense, tmp_path):
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-def test_damaged_companions_are_refused(dense, tmp_path, name):
+def test_a_damaged_tokenizer_is_refused(dense, tmp_path):
     folder, _ = dense
-    (folder / name).write_text('{"model": {"voc')
+    (folder / "tokenizer.json").write_text('{"model": {"voc')
     for to in ("hf", "meta"):
-        with pytest.raises(CheckpointError, match=rf"{folder.name}/{name}"):
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json: tokenizers cannot read it"):
             convert(folder, tmp_path / "out", to=to)
         assert not (tmp_path / "out").exists()
 
