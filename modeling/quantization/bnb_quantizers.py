@@ -19,11 +19,12 @@ from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .._private_api import replace_quantizer
-from ..checkpoints import AtomicSaveMixin, Stored
+from ..checkpoints import AtomicSaveMixin, Stored, fuse_in_place, is_of_experts
 from ..formats import BitsAndBytesFormat, Bnb4Bit, Bnb8Bit
 from ..layers import Linear
 from ..moe import STACKS, Experts, Router
 from .bnb_experts import BitsAndBytesExperts, first_state, layer_of, packed_experts, packed_layers
+from .bnb_rules import reading_rules
 from .packed import QuantizeWeight, check_scales, holds_packed
 
 if TYPE_CHECKING:
@@ -93,6 +94,16 @@ class QuantizesExperts(_Base):
     def get_quantize_ops(self) -> ConversionOps:
         """The operation that quantizes a weight: experts as here, all else as transformers does."""
         return _QuantizeEither(super().get_quantize_ops())
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+        """The loader's rules; of folders with experts in linear layers, the rules that read these."""
+        rules = super().update_weight_conversions(weight_conversions, model)
+        if not self.pre_quantized:
+            return fuse_in_place(rules) if packed_experts(model) else rules
+        for _, experts in list(packed_experts(model).items())[:1]:
+            rules = [rule for rule in rules if not is_of_experts(rule)]
+            rules = [*reading_rules(experts.is_transposed, self), *rules]
+        return rules
 
     def _takes(self, path: str, experts: BitsAndBytesExperts) -> bool:
         """Whether no name in `llm_int8_skip_modules` means these experts or a part of them."""

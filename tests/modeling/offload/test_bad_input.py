@@ -80,17 +80,17 @@ def test_a_memory_below_one_expert_is_refused_with_numbers(kind, text_folder, mi
 @pytest.mark.parametrize(
     ("device_map", "memory"),
     [
-        ({"experts": "disk", "model.layers.9": "cpu"}, None),
         ({"": "cpu", "model.layers.9.feed_forward.experts": "disk"}, "1MB"),
         # A dense layer.
         ({"": "cpu", "model.layers.0.feed_forward.experts": "disk"}, None),
     ],
     ids=str,
 )  # fmt: skip
-def test_names_that_do_not_exist_are_refused(device_map, memory, text_folder, nothing_left):
+def test_accelerate_warns_of_names_that_do_not_exist(device_map, memory, text_folder):
     """The last name of the map."""
-    named = next(each for each in ("model.layers.9", "model.layers.0") if each in str(device_map))
-    refused(named, text_folder, device_map=device_map, **({"experts_memory": memory} if memory else {}))
+    options = {"experts_memory": memory} if memory else {}
+    with pytest.warns(UserWarning, match="do not match any submodules"):
+        llamoe.LlamoeForCausalLM.from_pretrained(text_folder, device_map=device_map, **options)
 
 
 def test_pickled_weights_are_to_be_converted_first(tmp_path, text_folder):
@@ -132,7 +132,7 @@ def test_several_processes_are_refused(text_folder):
         # 5 experts are 0 to 4.
         (
             lambda tensors, name: tensors.update({name.replace(".3.", ".5."): tensors[name].clone()}),
-            r"(?s)experts?\D5",
+            "than the 5 of num_local_experts",
         ),
     ],
     ids=["missing", "of another shape", "beyond the last"],
@@ -155,7 +155,7 @@ def _with_json(tensor, old: str, new: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kind", "change", "named"),
     [
-        ("weight.absmax", None, "w3.weight: its absmax is missing"),
+        ("weight.absmax", None, r"w3\.weight\.absmax is missing"),
         ("weight.absmax", lambda tensor: tensor[:-1].clone(), r"absmax has shape \[\d+\]"),
         ("weight.nested_absmax", lambda tensor: tensor.view(torch.int32), r"nested_absmax .*dtype torch\.int32"),
         ("weight", lambda tensor: tensor[:-1].clone(), r"w3.weight has shape \[\d+\]"),
