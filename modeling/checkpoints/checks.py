@@ -172,8 +172,8 @@ def check_complete(model: "PreTrainedModel", loading_info: Any, load_config: Any
     if name in (architectures or ()) or has_none:
         raise CheckpointError(
             f"{place or 'state_dict'}: config.json says that this is a {name}, but {len(lost)} of its weights are "
-            f"missing: {listed(lost, 5)}. {_REMEDY} To begin with fresh weights, build {name}(config) and load the others with "
-            "load_state_dict(..., strict=False)."
+            f"missing: {listed(lost, 5)}. {_REMEDY} To begin with fresh weights, build {name}(config) and load the "
+            "others with load_state_dict(..., strict=False)."
         )
 
 
