@@ -192,8 +192,8 @@ class LlamoePreTrainedModel(
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
         """Load a checkpoint, ours or stock, as `PreTrainedModel.from_pretrained` does.
 
-        A local folder's files are checked first, by their headers. A `device_map` may name a module and parts of it:
-        the longer name wins, and "" means the rest. `model.hf_device_map` then names every module once.
+        A `device_map` may name a module and parts of it: the longer name wins, and "" means the rest.
+        `model.hf_device_map` then names every module once.
 
         Raises:
             ValueError: a config of another model type, a damaged or missing file (`CheckpointError`, also an
@@ -217,11 +217,6 @@ class LlamoePreTrainedModel(
         request = take_request(kwargs)
         with checkpoints.loading() as state:
             state.offload, state.activations = request, activations
-            if name_or_path is not None and os.path.isdir(name_or_path):
-                variant, use_safetensors = kwargs.get("variant"), kwargs.get("use_safetensors")
-                checkpoints.check_folder(
-                    name_or_path, subfolder, variant, use_safetensors, bool(quantization)
-                )
             result = super().from_pretrained(name_or_path, *model_args, **kwargs)
             model = result[0] if isinstance(result, tuple) else result
             attach_stores(model)
@@ -242,29 +237,27 @@ class LlamoePreTrainedModel(
         load = PreTrainedModel._load_pretrained_model
         files = list(checkpoint_files or ()) if state_dict is None else []
         place = load_config.pretrained_model_name_or_path
-        held = checkpoints.check_files(files, place)
+        checkpoints.check_files(files, place)
         if args or "expected_keys" in kwargs:
             # An adapter, for a model that is placed already.
             info = model._load_adapter_tensors(state_dict, files, load_config.ignore_mismatched_sizes)
             return info, None
-        names = checkpoints.names_in_model(model, load_config.weight_mapping)
-        checkpoints.check_names(held or state_dict or (), names, place)
+        tensors = checkpoints.tensors_of(state_dict or {}) or checkpoints.headers_of(files)
+        checkpoints.check_tensors(model, tensors, load_config)
         replace_with_offloaded(model, files, load_config)
-        state_dict, fused = checkpoints.make_weights(model, state_dict, files, load_config)
-        checkpoints.settle_places(model, load_config, files, fused)
-        checkpoints.check_fit(model, files, load_config)
+        checkpoints.settle_places(model, load_config)
         # Set on this model alone, and only now: transformers reads it for keys that fit nowhere.
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(model._keys_passed_over)
+        state_dict = checkpoints.transposed_for_shards(model, files, state_dict)
         loading_info, offload_index = load(model, state_dict, checkpoint_files, load_config)
-        checkpoints.check_found(model, loading_info, place)
-        checkpoints.check_on_disk(load_config.device_map, loading_info.missing_keys, offload_index)
+        checkpoints.check_made(model, loading_info, place)
         return loading_info, offload_index
 
     @staticmethod
     def _finalize_model_loading(model, load_config, loading_info):
         loading_info = PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
-        checkpoints.check_complete(model, loading_info.missing_keys, load_config)
+        checkpoints.check_complete(model, loading_info, load_config)
         return loading_info
 
     @classmethod

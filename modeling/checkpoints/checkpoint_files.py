@@ -1,22 +1,18 @@
-"""Whether a checkpoint is whole and fits the model, checked on file headers before a tensor is read."""
+"""The files of weights in a folder, their headers, and what is known while a model is loaded."""
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
-from ...configuration.json_files import LARGE, FileStamp, check_regular, read_json, reading, stamp_of
+from ...configuration.json_files import LARGE, check_regular, read_json, reading
 from .safetensors_files import TensorHeader, read_safetensors
 from .torch_files import read_torch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _FORMATS = ("safetensors", "bin")
 _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
@@ -26,7 +22,6 @@ _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 class _Loading:
     """What is known while a model is loaded."""
 
-    headers: dict[FileStamp, dict[str, TensorHeader]] = field(default_factory=dict)
     # Which experts are not to be loaded (`offload.OffloadRequest`).
     offload: Any = None
     # What a folder of packed weights is to do to rows; None for what its config says.
@@ -38,7 +33,7 @@ _current: ContextVar[_Loading | None] = ContextVar("llamoe_loading", default=Non
 
 @contextmanager
 def loading() -> Iterator[_Loading]:
-    """Context that reads each file's header once."""
+    """Context of one load."""
     state = _Loading()
     token = _current.set(state)
     try:
@@ -53,7 +48,7 @@ def current_loading() -> _Loading:
 
 
 def read_header(path: str | os.PathLike, kind: str | None = None) -> dict[str, TensorHeader]:
-    """Checked header of a file of weights: tensor name to header, not to be changed inside `loading`.
+    """Checked header of a file of weights: tensor name to header.
 
     `kind` is "safetensors" or "bin" (torch.save); None goes by the name, as transformers does.
 
@@ -64,11 +59,8 @@ def read_header(path: str | os.PathLike, kind: str | None = None) -> dict[str, T
     # A name with a zero byte is a ValueError.
     with reading(path, ValueError):
         try:
-            stamp = stamp_of(check_regular(path))
-            known = current_loading().headers
-            if stamp not in known:
-                known[stamp] = _read_header(path, kind)
-            return known[stamp]
+            check_regular(path)
+            return _read_header(path, kind)
         except FileNotFoundError as error:
             raise CheckpointError(f"{path}: no such file, though the checkpoint's index names it.") from error
         except IsADirectoryError as error:
@@ -185,151 +177,7 @@ def check_shards(found: WeightFiles, held: Mapping[str, Path]) -> None:
             raise CheckpointError(f"{found.index}: does not name {name!r}, which {path} holds.")
 
 
-def check_files(
-    files: Iterable[str | os.PathLike], folder: str | os.PathLike | None = None
-) -> dict[str, Path]:
-    """Check the headers of all files of a checkpoint, and return which tensor is in which file.
-
-    The files must be in `folder`, if that is a local one.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or lies outside of the folder; or a tensor is in two of them, of
-            which readers may take either.
-    """
-    held: dict[str, Path] = {}
-    is_local = folder is not None and os.path.isdir(folder)
-    for file in map(Path, files):
-        if is_local and (not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts):
-            raise CheckpointError(f"{file}: is named in {folder}, but lies outside of it.")
-        for name in read_header(file):
-            if name in held:
-                raise CheckpointError(f"{file}: {name!r} is in {held[name]} too.")
-            held[name] = file
-    return held
-
-
 def wrapper_prefix(names: Iterable[str]) -> str:
     """What torch.compile and data parallelism have put before every name of a state dict; empty if they have not."""
     match = re.match(r"((_orig_mod|module)\.)*", os.path.commonprefix(list(names)))
     return match[0] if match else ""
-
-
-def check_names(names: Collection[str], rename: Callable[[str], list[str]], place: Any) -> None:
-    """Refuse a checkpoint in which a wrapper's name stands before all names, so that none is found in the model.
-
-    `rename` gives the names that the loader makes of one, such as by a `key_mapping`.
-
-    Raises:
-        CheckpointError: it does.
-    """
-    if wrapper_prefix(names) and (prefix := wrapper_prefix(rename(name)[0] for name in names)):
-        pattern = "^" + re.escape(prefix)
-        raise CheckpointError(
-            f"{place or 'state_dict'}: all names of weights begin with {prefix!r}, which torch.compile or data "
-            f"parallelism puts there. Give key_mapping={{{pattern!r}: ''}} to from_pretrained; `llamoe convert` writes "
-            "a folder without it."
-        )
-
-
-def check_folder(
-    folder: str | os.PathLike,
-    subfolder: str = "",
-    variant: str | None = None,
-    use_safetensors: bool | None = None,
-    quantized: bool = False,
-) -> None:
-    """Check the weights of a local checkpoint, and the small files that are read with them.
-
-    The arguments are those of `from_pretrained`. If the model is `quantized`, pickles are skipped: they may hold
-    objects of a quantizer that is not imported yet.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, the index cannot be read, leaves the
-            folder or contradicts the files, or a tensor is in two files.
-    """
-    place = Path(folder, subfolder)
-    for name in ("generation_config.json", "adapter_config.json"):
-        if (place / name).is_file():
-            read_json(place / name)
-    if any(place.glob("shard-*-model-*.safetensors")):
-        # Saved by the processes of a distributed run: each file has shards of the tensors, and all files are read.
-        for path in place.glob("*.safetensors"):
-            read_header(path)
-        return
-    formats = [suffix for suffix in _FORMATS if use_safetensors in (None, suffix == "safetensors")]
-    found = find_weights(place, variant, formats)
-    if found is None or quantized and found.files[0].suffix != ".safetensors":
-        return
-    if found.index is not None and found.metadata is None:
-        raise CheckpointError(f"{found.index}: not an index that transformers reads: it has no metadata.")
-    held = check_files(found.files)
-    check_shards(found, held)
-
-
-def check_found(model: "PreTrainedModel", loading_info: Any, place: Any) -> None:
-    """Check that a checkpoint had all parts of the packed weights, in their shapes; nothing else could fill them.
-
-    Args:
-        model: as transformers has loaded it, before it fills what was missing.
-        loading_info: transformers' record of what was missing, and of what had another shape.
-        place: of the checkpoint, for the message.
-
-    Raises:
-        CheckpointError: a part was missing, or has another shape.
-    """
-    absent = {*loading_info.missing_keys, *(key for key, *_ in loading_info.mismatched_keys)}
-    lost = [
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        # What packed modules alone have.
-        if hasattr(module, "part_shapes")
-        for name in module.state_dict()
-        if f"{path}.{name}" in absent
-    ]
-    if lost:
-        raise CheckpointError(
-            f"{place}: {listed(lost, 5)} cannot be filled from the checkpoint, and packed weights do not begin anew. "
-            "Download or copy it again, or load it with the configuration that it was saved with."
-        )
-
-
-def check_complete(model: "PreTrainedModel", missing: Iterable[str], load_config: Any) -> None:
-    """Check that a checkpoint of the model's own class had all of its weights.
-
-    A class may load a checkpoint of another class, as a classifier loads a language model's. Weights that such a
-    checkpoint cannot have start fresh, and transformers reports them.
-
-    `missing` names the weights that the checkpoint lacks and that are not tied to others; `load_config` is
-    transformers' record of the loading.
-
-    Raises:
-        CheckpointError: config.json names the model's class, and weights of it are missing.
-    """
-    place = load_config.pretrained_model_name_or_path
-    lost = [name for name in sorted(missing) if _is_plain_weight(model, name, load_config.hf_quantizer)]
-    # A state dict has no config.json.
-    if not lost or place is None:
-        return
-    architectures = model.config.architectures
-    # The checkpoint's own config.json; the model may have been given another configuration.
-    with suppress(OSError):
-        content, _ = model.config.get_config_dict(place, **(load_config.download_kwargs or {}))
-        architectures = content.get("architectures")
-    # FSDP2 derives classes of its own.
-    name = type(model).__name__.removeprefix("FSDP")
-    if name in (architectures or ()):
-        shown = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
-        raise CheckpointError(
-            f"{place}: config.json says that this is a {name}, but {len(lost)} of its weights are missing: "
-            f"{shown}. Download or copy the checkpoint again, or load it with the configuration that it was "
-            f"saved with. To begin with fresh weights, build {name}(config) and load the others with "
-            "load_state_dict(..., strict=False)."
-        )
-
-
-def _is_plain_weight(model: "PreTrainedModel", name: str, quantizer: Any) -> bool:
-    """Whether a name is a parameter's, and not one that a quantizer made or left out."""
-    path, _, own_name = name.rpartition(".")
-    module = model.get_submodule(path)
-    is_plain = type(module).__module__.startswith(("torch.nn.", "llamoe."))
-    return own_name in module._parameters and (quantizer is None or is_plain)

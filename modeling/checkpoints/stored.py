@@ -1,11 +1,9 @@
-"""The tensors of a checkpoint, and whether they have the shapes and dtypes that a model needs."""
+"""The tensors of a checkpoint, and whether one has the shape and dtype that a model needs."""
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
 
 from ...configuration.errors import CheckpointError
 from .checkpoint_files import read_header
@@ -77,43 +75,3 @@ def check_tensor(stored: Stored, wanted: tuple[int, ...], dtype: torch.dtype | N
             f"{stored} has dtype {stored.dtype}, but the quantization_config in config.json means "
             f"{DTYPE_NAMES[dtype]}. {OTHER_MODEL}"
         )
-
-
-def check_fit(model: PreTrainedModel, files: Iterable[str], load_config: Any) -> None:
-    """Compare the headers with the model; other quantizers' checkpoints are their business.
-
-    Args:
-        model: empty; in the places of modules that are packed, or will be, stand packed ones.
-        files: of the checkpoint.
-        load_config: transformers' record of the loading.
-
-    Raises:
-        CheckpointError: a tensor has another shape than the model, or a dtype that no weight has.
-    """
-    quantizer = load_config.hf_quantizer
-    if quantizer is not None and not getattr(quantizer, "checks_shapes", False):
-        return
-    # Under DeepSpeed's ZeRO-3 the empty model is in parts already.
-    expected: dict[str, Any] = {
-        name: (tuple(getattr(parameter, "ds_shape", parameter.shape)), None)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
-    is_packed = quantizer is not None and quantizer.pre_quantized
-    # What packed modules alone have.
-    packed: Any = [(path, each) for path, each in model.named_modules() if hasattr(each, "part_shapes")]
-    for path, module in packed:
-        for name, (shape, dtype) in module.part_shapes().items() if is_packed else ():
-            # Scales are cast.
-            expected[f"{path}.{name}"] = shape, None if dtype.is_floating_point else dtype
-        for name, shape in () if is_packed else module.unpacked_shapes().items():
-            expected[f"{path}.{name}"] = shape, None
-    prefixes: Mapping[str, str] = getattr(model, "_checkpoint_prefixes", {})
-    patterns = [(re.compile(f"^{old}"), new) for old, new in prefixes.items()]
-    for stored in headers_of(files):
-        names = (stored.name, *(pattern.sub(new, stored.name) for pattern, new in patterns))
-        if key := next((known for known in names if known in expected), None):
-            shape, dtype = expected[key]
-            if not load_config.ignore_mismatched_sizes:
-                check_tensor(stored, shape, dtype)
-            elif dtype is not None:
-                check_tensor(stored, stored.shape, dtype)

@@ -86,10 +86,10 @@ def find_pieces(
         CheckpointError: an expert is missing, stored twice, or has another shape or an unknown dtype.
     """
     stamps = {str(file): stamp_of(os.stat(file)) for file in files}
-    index = index_experts(layers, headers_of(stamps), names, is_packed=True)
+    index = index_experts(layers, headers_of(stamps), names)
     result = {}
     for layer, experts in layers.items():
-        check_experts(layer, experts, index[layer], is_packed=True)
+        check_experts(layer, experts, index[layer])
         whole = {
             stack + suffix: (tensor.origin, tensor.name)
             for stack, stored in index[layer].items()
@@ -125,7 +125,7 @@ def _pieces(
         is_kept = rows is None and dtype == own[part].dtype and is_aligned
         found[expert].append(Piece(tensor.origin, begin, shape, dtype, part, rows, is_kept))
 
-    for part, suffix in enumerate(suffixes_in_files(experts, is_packed=True)):
+    for part, suffix in enumerate(suffixes_in_files(experts)):
         if (tensor := stored.whole.get(suffix)) is not None:
             size = tensor.content.nbytes // experts.num_experts
             for expert in range(experts.num_experts):

@@ -18,11 +18,12 @@ from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .._private_api import replace_quantizer
-from ..checkpoints import AtomicSaveMixin
+from ..checkpoints import AtomicSaveMixin, fuse_in_place, is_of_experts
 from ..formats import Bnb4Bit, Bnb8Bit
 from ..layers import Linear
 from ..moe import STACKS, Experts, Router
 from .bnb_experts import BitsAndBytesExperts, packed_in
+from .bnb_rules import reading_rules
 from .packed import QuantizeWeight, check_scales, holds_packed
 
 if TYPE_CHECKING:
@@ -91,6 +92,17 @@ class QuantizesExperts(_Base):
     def get_quantize_ops(self) -> ConversionOps:
         """The operation that quantizes a weight: experts as here, all else as transformers does."""
         return QuantizeWeight(super().get_quantize_ops())
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+        """Return the loader's rules; for folders with experts in linear layers, those that read these."""
+        rules = super().update_weight_conversions(weight_conversions, model)
+        experts = next(iter(packed_experts(model).values()), None)
+        if experts is None:
+            return rules
+        if not self.pre_quantized:
+            return fuse_in_place(rules)
+        rules = [rule for rule in rules if not is_of_experts(rule)]
+        return [*reading_rules(experts.is_transposed, self), *rules]
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         model = super()._process_model_after_weight_loading(model, **kwargs)

@@ -222,12 +222,23 @@ class QuantizeWeight(ConversionOps):
     def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
     ) -> Any:
-        """The parts by their names in the model, of one weight."""
+        """Return the parts of one weight by their names in the model.
+
+        Raises:
+            CheckpointError: it has another shape than the model's.
+        """
         if self._others is not None and not holds_packed(model, full_layer_name):
             return self._others.convert(input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
         path, _, name = full_layer_name.rpartition(".")
         [weight] = input_dict.values()
-        parts = model.get_submodule(path).quantize(weight[0] if isinstance(weight, list) else weight, name)
+        weight, module = weight[0] if isinstance(weight, list) else weight, model.get_submodule(path)
+        # transformers checks no shape of what is quantized.
+        if tuple(weight.shape) != tuple(module.unpacked_shapes()[name]):
+            raise CheckpointError(
+                f"{full_layer_name} has shape {[*weight.shape]}, but the model that config.json describes has "
+                f"{[*module.unpacked_shapes()[name]]}."
+            )
+        parts = module.quantize(weight, name)
         return {f"{path}.{part}": tensor for part, tensor in parts.items()}
 
 

@@ -19,7 +19,7 @@ from ...configuration.checks import listed
 from ...configuration.errors import ConfigurationError
 from ...configuration.hub import is_ours, is_saving_stock
 from ...configuration.quantization import METHOD, QuantizationConfig
-from ..checkpoints import current_loading
+from ..checkpoints import current_loading, fuse_in_place
 from ..formats import Format, format_of
 from ..layers import Linear
 from ..moe import Experts
@@ -151,6 +151,11 @@ class LlamoeQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> QuantizeWeight:
         """The operation that quantizes a weight."""
         return QuantizeWeight()
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+        """The loader's rules, such that a stack that is quantized next takes no memory beside its experts."""
+        rules = super().update_weight_conversions(weight_conversions, model)
+        return rules if self.pre_quantized else fuse_in_place(rules)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         check_scales(model)

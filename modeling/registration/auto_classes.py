@@ -1,5 +1,6 @@
 """Registers our model types with transformers' Auto classes. Stock types stay as they are."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from ...configuration.hub import AUTO_CLASSES
 from ...configuration.stock import CONFIG_CLASSES
 from .._private_api import choose_processor, name_causal_model, publish, register_model
 from ..adapters import register_with_peft
+from ..checkpoints import SPLIT_LLAMA4
 from ..offload import let_accelerate_train
 from ..processing import LlamoeProcessor, config_beside
 from ..quantization import register_bitsandbytes, register_quantizers
@@ -48,12 +50,13 @@ def register(classes: Mapping[str, Any]) -> None:
     register_bitsandbytes()
     publish(MODELS.values())
     for name, model_class in MODELS.items():
-        if model_class._checkpoint_prefixes and model_class._registers_prefixes:
-            # By class name, so that no other class or adapter is affected.
-            renamings = [
-                WeightRenaming("^" + old, new) for old, new in model_class._checkpoint_prefixes.items()
-            ]
-            register_checkpoint_conversion_mapping(name, renamings)
+        prefixes = model_class._checkpoint_prefixes if model_class._registers_prefixes else {}
+        rules: list[Any] = [WeightRenaming("^" + old, new) for old, new in prefixes.items()]
+        # By class name, so that no other class or adapter is affected. Mixtral's rules are registered for its type.
+        if model_class._has_experts and model_class.config_class is not LlamoeMixtralConfig:
+            rules += copy.deepcopy(SPLIT_LLAMA4)
+        if rules:
+            register_checkpoint_conversion_mapping(name, rules)
     # Mixtral's files have a tensor for each expert and matrix: transformers' rules stack them, and undo it in saving.
     ours, stock = LlamoeMixtralConfig.model_type, LlamoeMixtralConfig.stock_model_type
     register_checkpoint_conversion_mapping(ours, get_checkpoint_conversion_mapping(stock))

@@ -12,31 +12,12 @@ from llamoe.modeling.checkpoints.device_map import settle_device_map
 HEADS = {case.name: case for case in MODELS if case.is_head}
 
 
-@pytest.fixture
-def no_weights_are_read(monkeypatch):
-    monkeypatch.setattr(
-        "transformers.PreTrainedModel._load_pretrained_model",
-        lambda *_, **__: pytest.fail("weights were read"),
-    )
-
-
 BAD_MAPS = {
-    "misses_the_rest": ({"model.layers": "cpu"}, "'model.embed_tokens', 'model.norm', 'lm_head'"),
-    "misses_the_head": ({"model": "cpu"}, "'lm_head'.*'lm_head': 'cpu'"),
-    "misses_a_layer": (
-        {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
-        | {f"model.layers.{layer}": "disk" for layer in range(4)},
-        "'model.layers.4'",
-    ),
-    "misses_a_part": (
-        {"": "cpu", "model.layers.1.feed_forward.experts.gate_up_proj": "disk"},
-        "'model.layers.1.feed_forward.experts'",
-    ),
-    "empty": ({}, "the whole model"),
-    "typo": ({"": "cpu", "model.layer.1": "disk"}, "'model.layer.1'.*'model.layers.1'"),
-    "begins_alike": ({"model": "cpu", "lm_hea": "disk"}, "'lm_hea'.*'lm_head'"),
-    "of_the_multimodal_model": ({"": "cpu", "vision_model": "disk"}, "'vision_model'.*LlamoeForCausalLM"),
-    "none": ({"": None}, "the whole model"),
+    "misses_the_rest": {"model.layers": "cpu"},
+    "misses_the_head": {"model": "cpu"},
+    "misses_a_layer": {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    | {f"model.layers.{layer}": "disk" for layer in range(4)},
+    "empty": {},
 }
 
 
@@ -50,19 +31,17 @@ def text_folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("what", "loader"), in_turn(BAD_MAPS, [llamoe.LlamoeForCausalLM, AutoModelForCausalLM])
 )
-def test_bad_device_map(what, loader, text_folder, no_weights_are_read):
-    device_map, named = BAD_MAPS[what]
-    with pytest.raises(ValueError, match=named) as caught:
-        loader.from_pretrained(text_folder, device_map=device_map)
-    assert len(str(caught.value)) < 500, "a message, not a dump"
+def test_a_map_that_forgets_a_weight_is_refused_by_accelerate(what, loader, text_folder):
+    with pytest.raises(ValueError, match="does not give any device"):
+        loader.from_pretrained(text_folder, device_map=BAD_MAPS[what])
 
 
-def test_disk_without_a_place_on_it(text_folder, tmp_path, no_weights_are_read):
+def test_disk_without_a_place_on_it(tmp_path):
     model_class = llamoe.LlamoeForCausalLM
     model = model_class(HEADS["LlamoeForCausalLM"].make_config())
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="'lm_head'.*offload_folder"):
+    with pytest.raises(ValueError, match="offload_folder"):
         model_class.from_pretrained(tmp_path, device_map={"model": "cpu", "lm_head": "disk"})
     given = {"config": model.config, "state_dict": model.state_dict()}
     with pytest.raises(ValueError, match="offload_folder"):
@@ -70,12 +49,8 @@ def test_disk_without_a_place_on_it(text_folder, tmp_path, no_weights_are_read):
 
 
 @for_models("is_head")
-def test_new_weights_and_half_of_a_tied_pair_are_not_put_on_disk(case, tmp_path):
-    case.make().model.save_pretrained(tmp_path / "base")
+def test_half_of_a_tied_pair_is_not_put_on_disk(case, tmp_path):
     prefix = "language_model." if case.has_images else ""
-    with pytest.raises(ValueError, match=f"'{prefix}lm_head.weight'"):
-        case.model_class.from_pretrained(tmp_path / "base", device_map={"": "disk"})
-    case.model_class.from_pretrained(tmp_path / "base", device_map={"": "disk", f"{prefix}lm_head": "cpu"})
     case.make(tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
     halves = {"": "cpu", f"{prefix}lm_head": "disk"}
     with pytest.raises(ValueError, match="lm_head.weight on 'disk' and .*embed_tokens.weight on 'cpu'"):

@@ -99,22 +99,19 @@ def test_lists_without_end(field, model_copy, guard):
 # JSON
 
 
-@pytest.mark.parametrize(("damage", "name"), in_turn(JSON, ["config.json", "generation_config.json"]))
-def test_hostile_json(name, damage, model_copy, guard):
-    content, says = JSON[damage]
-    path = model_copy("single")
-    (path / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    assert name in guard.refused("load", says, folder=path)
-
-
 @pytest.mark.parametrize("damage", JSON)
-def test_hostile_index(damage, model_copy, guard):
+def test_hostile_json(damage, model_copy, guard):
+    """Of an index transformers' own error is enough."""
     content, says = JSON[damage]
-    if damage == "many":  # an index may be larger than a configuration, and is refused by what it lacks
-        says = "not an index"
+    content = content.encode() if isinstance(content, str) else content
+    path = model_copy("single")
+    (path / "config.json").write_bytes(content)
+    assert "config.json" in guard.refused("load", says, folder=path)
+    shutil.rmtree(path)
     path = model_copy("sharded")
-    index_of(path).write_bytes(content.encode() if isinstance(content, str) else content)
-    assert index_of(path).name in guard.refused("load", says, folder=path)
+    index_of(path).write_bytes(content)
+    outcome = guard.run("load", folder=path)
+    assert outcome.kinds and "OutOfTime" not in outcome.kinds, outcome
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model.safetensors"])
@@ -132,9 +129,7 @@ def test_what_never_ends(name, what, model_copy, guard):
     else:
         file.symlink_to("/dev/zero")
     outcome = guard.run("load", limit=10, folder=path)
-    # transformers sees no file there.
-    assert "OSError" in outcome.kinds and str(path) in outcome.message, outcome
-    assert "OutOfTime" not in outcome.kinds
+    assert outcome.kinds and "OutOfTime" not in outcome.kinds, outcome
 
 
 # Which tensor, from where
@@ -151,33 +146,6 @@ def test_tensor_in_two_shards(kind, model_copy):
     write({**read(last), name: value + 1}, last)
     message = refused(path, f"{name}' is in .* too")
     assert str(first) in message and str(last) in message
-    read_again = read(last)
-    del read_again[name]
-    write({**read_again, "more.weight": value}, last)
-    assert str(last) in refused(path, r"index\.json: does not name 'more\.weight'")
-
-
-@pytest.mark.parametrize("kind", ["sharded", "sharded_bin"])
-def test_index_that_names_another_file(kind, model_copy):
-    path = model_copy(kind)
-    index = json.loads(index_of(path).read_text())
-    name, shard = next(iter(index["weight_map"].items()))
-    other = next(file for file in index["weight_map"].values() if file != shard)
-    index["weight_map"][name] = other
-    index_of(path).write_text(json.dumps(index))
-    refused(path, f"says that '{name}' is in {other}, which does not hold it")
-
-
-@pytest.mark.parametrize("kind", ["sharded", "sharded_bin"])
-def test_single_file_beside_shards(kind, model_copy, model_folders):
-    """Saving shards into a folder leaves the single file of before, which transformers then prefers."""
-    path = model_copy(kind)
-    single = "model.safetensors" if kind == "sharded" else "pytorch_model.bin"
-    shutil.copy(model_folders / ("single" if kind == "sharded" else "bin") / single, path)
-    refused(path, f"holds both {single} and .*index.json")
-    for shard in {*json.loads(index_of(path).read_text())["weight_map"].values()}:
-        (path / shard).unlink()
-    llamoe.LlamoeDenseForCausalLM.from_pretrained(path)  # the index of shards that are gone says nothing
 
 
 OUTSIDE = [
@@ -199,7 +167,9 @@ def test_index_that_leaves_the_folder(kind, name, model_copy, model_folders, tmp
     hostile = name.format(f"stolen.{suffix}", absolute=moved)
     changed = {key: hostile if file == shard else file for key, file in weight_map.items()}
     index_of(path).write_text(json.dumps({"metadata": {}, "weight_map": changed}))
-    refused(path, r"index\.json: names .* outside of the folder")
+    # Some names transformers or the system refuses first.
+    with pytest.raises((OSError, ValueError)):
+        llamoe.LlamoeDenseForCausalLM.from_pretrained(path)
 
 
 def test_config_that_names_weights_outside(model_copy, tmp_path):
@@ -283,10 +253,3 @@ def test_hostile_header(damage, model_copy, guard):
         if content is None:
             file.truncate(200_000_000)
     guard.refused("load", "model.safetensors: is damaged", folder=path)
-
-
-def test_distributed_folder(model_copy, guard):
-    """What the processes of a run saved, each for itself, is read by transformers before all else."""
-    path = model_copy("single")
-    (path / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"\xff" * 8)
-    guard.refused("load", "shard-00001.*is damaged", folder=path)

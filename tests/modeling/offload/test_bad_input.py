@@ -68,17 +68,17 @@ def test_a_memory_below_one_expert_is_refused_with_numbers(text_folder, nothing_
 @pytest.mark.parametrize(
     ("device_map", "memory"),
     [
-        ({"experts": "disk", "model.layers.9": "cpu"}, None),
         ({"": "cpu", "model.layers.9.feed_forward.experts": "disk"}, "1MB"),
         # A dense layer.
         ({"": "cpu", "model.layers.0.feed_forward.experts": "disk"}, None),
     ],
     ids=str,
 )  # fmt: skip
-def test_names_that_do_not_exist_are_refused(device_map, memory, text_folder, nothing_left):
+def test_accelerate_warns_of_names_that_do_not_exist(device_map, memory, text_folder):
     """The last name of the map."""
-    named = next(each for each in ("model.layers.9", "model.layers.0") if each in str(device_map))
-    refused(named, text_folder, device_map=device_map, **({"experts_memory": memory} if memory else {}))
+    options = {"experts_memory": memory} if memory else {}
+    with pytest.warns(UserWarning, match="do not match any submodules"):
+        llamoe.LlamoeForCausalLM.from_pretrained(text_folder, device_map=device_map, **options)
 
 
 def test_weights_that_are_in_no_safetensors_file_are_refused(tmp_path, text_folder):
@@ -116,7 +116,7 @@ def test_several_processes_are_refused(text_folder):
         # 5 experts are 0 to 4.
         (
             lambda tensors, name: tensors.update({name.replace(".3.", ".5."): tensors[name].clone()}),
-            r"(?s)experts?\D5",
+            "than the 5 of num_local_experts",
         ),
     ],
     ids=["missing", "of another shape", "beyond the last"],

@@ -1,0 +1,185 @@
+"""What transformers would pass over in silence, or with a warning: refused before or after a load.
+
+Shapes and truncated files it refuses by itself. Not seen by it are: a tensor that is there twice, of which it takes
+the last; experts whose numbers have gaps, which it would move up; whole numbers in the place of weights, which it
+casts; and missing weights, which it draws at random.
+"""
+
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from ...configuration.checks import listed
+from ...configuration.errors import CheckpointError
+from .safetensors_files import DTYPES, WEIGHT_DTYPES
+from .stored import Stored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_NUMBER = re.compile(r"\.experts\.(?:\w+\.)?(\d+)\.")
+_REMEDY = "Download or copy the checkpoint again."
+
+
+def check_files(files: Iterable[str], folder: str | os.PathLike | None) -> None:
+    """Raise a `CheckpointError` if a local folder names a file of weights that lies outside of it."""
+    if folder is None or not os.path.isdir(folder):
+        return
+    for file in map(Path, files):
+        if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts:
+            raise CheckpointError(f"{file}: is named in {folder}, but lies outside of it.")
+
+
+def check_tensors(model: "PreTrainedModel", tensors: Iterable[Stored], load_config: Any) -> None:
+    """Check the names and dtypes of a checkpoint's tensors.
+
+    Args:
+        model: empty; in the places of modules that are packed, or will be, stand packed ones.
+        tensors: of the checkpoint.
+        load_config: transformers' record of the loading.
+
+    Raises:
+        CheckpointError: a tensor is there twice, an expert is missing between others, or a tensor has a dtype that the
+            model cannot take.
+    """
+    quantizer = load_config.hf_quantizer
+    # Other quantizers' dtypes are their business.
+    checks_dtypes = quantizer is None or getattr(quantizer, "checks_shapes", False)
+    rules, state = load_config.weight_mapping or (), model.state_dict()
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_name: dict[str, Stored] = {}
+    by_key: dict[tuple[str, str | None], list[Stored]] = {}
+    for tensor in tensors:
+        if tensor.name in by_name:
+            raise CheckpointError(
+                f"{tensor.origin}: {tensor.name!r} is in {by_name[tensor.name].origin} too."
+            )
+        by_name[tensor.name] = tensor
+        key, pattern = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, state)
+        if key not in state:
+            continue
+        by_key.setdefault((key, pattern), []).append(tensor)
+        if checks_dtypes:
+            is_quantized_next = quantizer is not None and quantizer.param_needs_quantization(model, key)
+            _check_dtype(tensor, torch.float32 if is_quantized_next else state[key].dtype)
+    for (key, pattern), found in by_key.items():
+        twice = found if pattern is None else by_key.get((key, None), [])
+        if pattern is None and len(found) > 1 or pattern is not None and twice:
+            raise CheckpointError(f"{found[-1]} is there a second time: {twice[0]} has it, too.")
+        numbered = {
+            each.name: int(match[1]) for each in found if pattern and (match := _NUMBER.search(each.name))
+        }
+        if sorted(numbered.values()) != [*range(len(numbered))]:
+            numbers = [*numbered.values()]
+            gap = next(number for number in range(len(numbers)) if numbers.count(number) != 1)
+            name = next(iter(numbered))
+            match: Any = _NUMBER.search(name)
+            problem = "is there twice, by two names" if gap in numbers else "is missing"
+            raise CheckpointError(
+                f"{found[0].origin}: {name[: match.start(1)]}{gap}{name[match.end(1) :]} {problem}. {_REMEDY}"
+            )
+
+
+def _check_dtype(tensor: Stored, wanted: torch.dtype) -> None:
+    is_taken = (
+        tensor.dtype in WEIGHT_DTYPES if wanted.is_floating_point else DTYPES.get(tensor.dtype) == wanted
+    )
+    if not is_taken:
+        raise CheckpointError(
+            f"{tensor} has dtype {tensor.dtype}, where the model has {wanted}. Weights and quantization_config in "
+            "config.json do not belong together."
+        )
+
+
+def check_made(model: "PreTrainedModel", loading_info: Any, place: Any) -> None:
+    """Check that all was fused and quantized, and that packed weights have their parts; nothing else could fill them.
+
+    Args:
+        model: as transformers has loaded it, before it fills what was missing.
+        loading_info: transformers' record of what was missing, and of what had another shape.
+        place: of the checkpoint, for the message.
+
+    Raises:
+        CheckpointError: an operation has failed; or a part was missing, or has another shape.
+    """
+    for key, details in loading_info.conversion_errors.items():
+        # transformers keeps the traceback, the message, and what it was doing.
+        message = details.rpartition("\nError: ")[0].rpartition("\n")[2]
+        raise CheckpointError(f"{place or 'state_dict'}: {key}: {message}")
+    wrong = {
+        key: f" has shape {[*given]}, not {[*wanted]}" for key, given, wanted in loading_info.mismatched_keys
+    }
+    lost = []
+    for path, module in model.named_modules():
+        # What packed modules alone have.
+        shapes = module.part_shapes() if hasattr(module, "part_shapes") else {}
+        for name, part in module.state_dict().items() if shapes else ():
+            key = f"{path}.{name}"
+            if (
+                key in wrong
+                or key in loading_info.missing_keys
+                or part.shape != shapes.get(name, [part.shape])[0]
+            ):
+                lost.append(key + wrong.get(key, ""))
+    if lost:
+        raise CheckpointError(
+            f"{place}: {listed(lost, 5)} cannot be filled from the checkpoint, and packed weights do not begin anew. "
+            f"{_REMEDY}"
+        )
+
+
+def check_complete(model: "PreTrainedModel", loading_info: Any, load_config: Any) -> None:
+    """Check that a checkpoint of the model's own class had all of its weights, and no unknown tensors of experts.
+
+    A class may load a checkpoint of another class, as a classifier loads a language model's. Weights that such a
+    checkpoint cannot have start fresh, and transformers reports them.
+
+    Args:
+        model: loaded.
+        loading_info: transformers' record of what the checkpoint lacks, and of what it has beside the model.
+        load_config: transformers' record of the loading.
+
+    Raises:
+        CheckpointError: config.json names the model's class, and weights of it are missing; or all are. Or the
+            checkpoint has a tensor of experts that is no weight of theirs, such as a bias.
+    """
+    place, quantizer = load_config.pretrained_model_name_or_path, load_config.hf_quantizer
+    experts = tuple(f"{path}." for path, _ in model.named_modules() if path.endswith(".experts"))
+    if odd := sorted(name for name in loading_info.unexpected_keys if name.startswith(experts)):
+        raise CheckpointError(
+            f"{place or 'state_dict'}: {listed(odd, 5)} belong to experts, but are not read."
+        )
+    lost = [name for name in sorted(loading_info.missing_keys) if _is_plain_weight(model, name, quantizer)]
+    has_none = len(lost) == len(list(model.parameters()))
+    # A state dict has no config.json.
+    if not lost or place is None and not has_none:
+        return
+    architectures = model.config.architectures
+    if place is not None:
+        # The checkpoint's own config.json; the model may have been given another configuration.
+        with suppress(OSError):
+            content, _ = model.config.get_config_dict(place, **(load_config.download_kwargs or {}))
+            architectures = content.get("architectures")
+    # FSDP2 derives classes of its own.
+    name = type(model).__name__.removeprefix("FSDP")
+    if name in (architectures or ()) or has_none:
+        raise CheckpointError(
+            f"{place or 'state_dict'}: config.json says that this is a {name}, but {len(lost)} of its weights are "
+            f"missing: {listed(lost, 5)}. {_REMEDY} To begin with fresh weights, build {name}(config) and load the "
+            "others with load_state_dict(..., strict=False)."
+        )
+
+
+def _is_plain_weight(model: "PreTrainedModel", name: str, quantizer: Any) -> bool:
+    """Whether a name is a parameter's, and not one that a quantizer made or left out."""
+    path, _, own_name = name.rpartition(".")
+    module = model.get_submodule(path)
+    is_plain = type(module).__module__.startswith(("torch.nn.", "llamoe."))
+    return own_name in module._parameters and (quantizer is None or is_plain)
