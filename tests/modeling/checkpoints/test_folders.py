@@ -239,10 +239,10 @@ def test_the_wrong_class_names_the_right_one(name, wrong, layout, tmp_path):
         "LlamoeVisionConfig": lambda: stock_multimodal_config().vision_config,
     }[right.config_class.__name__]
     right(make_config()).save_pretrained(tmp_path, layout=layout)
-    with pytest.raises(ValueError, match=rf"{right.config_class.__name__} .*{name}\)"):
+    with pytest.raises(ValueError, match=rf"{right.config_class.__name__} reads"):
         getattr(llamoe, wrong).from_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", model_type="qwen2", architectures=["Qwen2ForCausalLM"])
-    with pytest.raises(ValueError, match="Qwen2ForCausalLM"):
+    with pytest.raises(ValueError, match="qwen2"):
         getattr(llamoe, wrong).from_pretrained(tmp_path)
 
 

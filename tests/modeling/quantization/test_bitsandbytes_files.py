@@ -49,11 +49,20 @@ SCB, LAYOUT = (ONE.replace("weight", name) for name in ("SCB", "weight_format"))
 # By method: what is damaged, and what is said of it.
 DAMAGES = {
     "nf4 nested": [
-        (drop(".experts.3.up_proj"), r"experts\.3\.up_proj\.weight is missing \(1"),
-        (lambda s: s.pop(f"{ONE}.absmax"), r"up_proj\.weight: 'absmax' is missing beside it"),
-        (lambda s: s.pop(STATE), r"quant_state items, found neither"),
-        (lambda s: s.pop(f"{ONE}.nested_absmax"), r"None\], not .* 256\]"),
-        (lambda s: s.pop(f"{ONE}.quant_map"), r"'quant_map' is missing beside it"),
+        (drop(".experts.3.up_proj"), r"experts\.3\.up_proj\.\S+ is missing"),
+        (drop(r".experts.\d+.down_proj"), r"experts\.down_proj, .*cannot be filled"),
+        (
+            lambda s: s.update({ONE.replace(".3.", ".5."): s[ONE].clone()}),
+            r"'up_proj': {'weight': 6, .*num_local_experts in config\.json is 5",
+        ),
+        (
+            lambda s: s.update({SCALES: torch.zeros(5, 72, 104)}),
+            r"is there a second time: .*experts\.gate_up_proj",
+        ),
+        (lambda s: s.pop(f"{ONE}.absmax"), r"up_proj\.weight\.absmax is missing"),
+        (lambda s: s.pop(STATE), r"quant_state\.bitsandbytes__nf4 is missing"),
+        (lambda s: s.pop(f"{ONE}.nested_absmax"), r"nested_absmax is missing"),
+        (lambda s: s.pop(f"{ONE}.quant_map"), r"quant_map is missing"),
         (
             spoil(f"{ONE}.nested_quant_map", lambda t: t + 0.01),
             r"its dynamic table has other numbers than bitsandbytes'",
