@@ -5,6 +5,7 @@ transformers decides some features by looking for literal text in the file of a 
 methods answer these checks here.
 """
 
+import copy
 import logging
 import os
 from contextlib import nullcontext
@@ -28,7 +29,9 @@ from .parallel import Distributed
 from .quantization import (
     QuantizedExperts,
     QuantizedLinear,
+    layout_of,
     naming_plain_layers,
+    own_config,
     take_activations,
     warn_of_plain_experts,
 )
@@ -209,6 +212,7 @@ class LlamoePreTrainedModel(
             kwargs["config"] = config = cls.resolve_config(config)
         elif name_or_path is not None and not kwargs.get("gguf_file"):
             config = cls._config_if_quantized(config or name_or_path, kwargs)
+        config, layout, kwargs = cls._with_own_quantization(config, kwargs)
         stored, activations = getattr(config, "quantization_config", None), None
         quantization = kwargs.get("quantization_config") or stored
         if quantization is not None:
@@ -216,7 +220,7 @@ class LlamoePreTrainedModel(
             cls._check_quantization(config, quantization)
         request = take_request(kwargs)
         with checkpoints.loading() as state:
-            state.offload, state.activations = request, activations
+            state.offload, state.activations, state.layout = request, activations, layout
             if name_or_path is not None and os.path.isdir(name_or_path):
                 variant, use_safetensors = kwargs.get("variant"), kwargs.get("use_safetensors")
                 checkpoints.check_folder(
@@ -278,6 +282,27 @@ class LlamoePreTrainedModel(
         if kwargs.get("quantization_config") is None and content.get("quantization_config") is None:
             return None
         return cls.config_class.from_dict(content)
+
+    @classmethod
+    def _with_own_quantization(cls, config: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+        """Config with int4 for a folder that another program packed, its layout, and the arguments with this config."""
+        text_config: Any = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
+        stored = getattr(config, "quantization_config", None) or getattr(
+            text_config, "quantization_config", None
+        )
+        is_mixture = bool(getattr(text_config, "moe_layers", None))
+        if stored is None or (layout := layout_of(stored, is_mixture)) is None:
+            return config, None, kwargs
+        if isinstance(kwargs.get("config"), PreTrainedConfig):
+            config = copy.deepcopy(config)
+        else:
+            # As transformers reads it: with the arguments that are fields.
+            kept = {name: kwargs.pop(name) for name in ("config", "quantization_config") if name in kwargs}
+            config, kwargs = cls.config_class.from_dict(config.to_dict(), return_unused_kwargs=True, **kwargs)
+            kwargs |= kept
+        vars(config.get_text_config()).pop("quantization_config", None)
+        config.quantization_config = own_config(layout).to_dict()
+        return config, layout, kwargs | {"config": config}
 
     @classmethod
     def _check_quantization(cls, config: Any, quantization: Any) -> None:

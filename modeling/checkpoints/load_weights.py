@@ -66,7 +66,8 @@ def make_weights(
             shapes = getattr(module, "shapes", module)
             if is_packed and shapes.is_packed_one_by_one:
                 as_linears = shapes
-            if not module.is_offloaded:
+            # What other programs have packed, the quantizer's rules read.
+            if not (module.is_offloaded or module.is_packed and getattr(quantizer, "layout", None)):
                 experts[name] = module
     if not (experts or as_linears):
         return state_dict, []

@@ -4,18 +4,21 @@ Shapes: O outputs, I inputs, G groups of inputs.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.nn import functional as F
+from transformers.utils import logging
 
 from ....configuration.errors import ConfigurationError
 from ....configuration.quantization import GROUP_SIZES
 from ..format import Sizes
 from ..int4 import Int4
 from ..int4_layout import pack
+
+logger = logging.get_logger("llamoe")
 
 
 class Unpacked(NamedTuple):
@@ -82,15 +85,24 @@ def weight_of(unpacked: Unpacked, layout: Layout) -> torch.Tensor:
     return (codes.float() - zero.float()[:, groups]) * scale.float()[:, groups]
 
 
-def int4_parts(unpacked: Unpacked, layout: Layout, form: Int4) -> list[torch.Tensor]:
+def int4_parts(matrices: Sequence[Unpacked], layout: Layout, form: Int4) -> list[torch.Tensor]:
     """The parts of int4 with the same codes, and with scales and offsets rounded to bfloat16.
 
     One scale an output is repeated for each of int4's groups. Where groups are not consecutive inputs, which int4
     cannot express, the weights are quantized anew.
+
+    Args:
+        matrices: one, or those that stand one above the other: an expert's gate and up.
+        layout: theirs.
+        form: int4 with the layout's groups.
     """
-    codes, scale, zero, groups = unpacked
-    if groups is not None:
-        return form.quantize(weight_of(unpacked, layout))
+    if any(each.group_of_input is not None for each in matrices):
+        logger.warning_once(
+            "Weights whose groups are not of neighbouring inputs (desc_act) are quantized anew, which loses some of "
+            "their precision: int4 has no such groups."
+        )
+        return form.quantize(torch.cat([weight_of(each, layout) for each in matrices]))
+    codes, scale, zero = (torch.cat(each) for each in list(zip(*matrices, strict=True))[:3])
     (_, half), _ = form.parts((codes.shape[0], codes.shape[1]))[0]
     num_groups = 2 * half // form.group_size
     # Inputs of the padding are 0.

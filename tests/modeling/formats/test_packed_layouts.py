@@ -42,7 +42,7 @@ def test_codes_are_taken_over_exactly(kind, group_size):
     assert torch.equal(weight_of_unpacked(unpacked, layout), weight_of(codes, zero, scale, group_size))
     # One scale an output is repeated for groups of any size.
     form = Int4(group_size or 128)
-    parts = int4_parts(unpacked, layout, form)
+    parts = int4_parts([unpacked], layout, form)
     assert [(part.shape, part.dtype) for part in parts] == form.parts(SIZES)
     check_values(parts, form, codes, zero, scale, group_size)
 
@@ -65,7 +65,7 @@ def test_inputs_that_do_not_fill_the_last_group_are_padded():
     codes, zero, scale = numbers("gptq", 16, 328, None)
     layout, form = layout_of(config_of("gptq", None)), Int4(64)
     unpacked = layout.unpack(pack("gptq", codes, zero, scale, None), (16, 328))
-    parts = int4_parts(unpacked, layout, form)
+    parts = int4_parts([unpacked], layout, form)
     assert [(part.shape, part.dtype) for part in parts] == form.parts((16, 328))
     check_values(parts, form, codes, zero, scale, None)
     x = torch.randn(3, 328).bfloat16()
@@ -93,7 +93,7 @@ def test_groups_out_of_order_are_quantized_anew():
     unpacked = layout.unpack(tensors, SIZES)
     exact = (codes - zero[:, groups]) * scale.float()[:, groups]
     assert torch.equal(weight_of_unpacked(unpacked, layout), exact)
-    parts = int4_parts(unpacked, layout, form)
+    parts = int4_parts([unpacked], layout, form)
     spans = exact.view(NUM_OUT, -1, 32).aminmax(dim=2)
     steps = (spans.max - spans.min).repeat_interleave(32, 1) / 15
     difference = (form.matrix(parts, SIZES, torch.float32) - exact).abs()

@@ -1,0 +1,266 @@
+"""Folders that other programs have packed in 4 bits, read into int4 (`formats.packed` says what their bits mean).
+
+transformers' loader collects the tensors of a matrix, or of all experts' matrices of a stack, and an operation of the
+quantizer makes int4's parts of them. Which layers are packed is what the files say. Layers that int4 does not hold,
+such as heads and routers, get the weight that theirs means in 16 bits.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
+from transformers.modeling_utils import load_state_dict
+from transformers.utils import logging
+
+from ...configuration.checks import listed
+from ...configuration.errors import CheckpointError
+from ...configuration.quantization import QuantizationConfig
+from ..checkpoints import Stored, headers_of, shape_of_one
+from ..formats import Int4
+from ..formats.packed import LAYOUTS, Layout, int4_parts, weight_of
+from ..moe import PARTS_OF_STACKS, PLACES, Experts
+from .packed import Packed
+
+logger = logging.get_logger("llamoe")
+
+_REMEDY = "Download or copy the checkpoint again."
+
+
+def layout_of(stored: Any, is_mixture: bool = True) -> Layout | None:
+    """The layout that a folder's `quantization_config`, or its dict, means; None for what others may read.
+
+    transformers reads more of compressed-tensors' formats, but no mixtures in them.
+
+    Raises:
+        ConfigurationError: a method that has a layout, with something that is not read.
+    """
+    content: Any = stored if isinstance(stored, dict) else stored.to_dict()
+    method = content.get("quant_method")
+    # Or a member of transformers' `QuantizationMethod`.
+    method = getattr(method, "value", method)
+    is_left = method == "compressed-tensors" and not is_mixture and content.get("format") != "pack-quantized"
+    return None if is_left or method not in LAYOUTS else LAYOUTS[method](content)
+
+
+def own_config(layout: Layout) -> QuantizationConfig:
+    """The config of int4 by which such a folder is loaded, and saved."""
+    return QuantizationConfig("int4", layout.group_size or 128)
+
+
+def reading_rules(layout: Layout) -> list[WeightConverter]:
+    """Rules of transformers' loader that make weights of a layout's tensors."""
+    stacks = {stack: [part for part in PLACES if PLACES[part][0] == stack] for stack in PARTS_OF_STACKS[True]}
+    # On the CPU, where files are mapped: the loader would copy all of them to a GPU before it makes the first weight.
+    return [
+        *(
+            WeightConverter(
+                [f".experts.*.{part}.{kind}" for part in parts for kind in layout.kinds],
+                f".experts.{stack}",
+                [_ReadStack(layout)],
+                force_cpu=True,
+            )
+            for stack, parts in stacks.items()
+        ),
+        WeightConverter(
+            [f".{kind}" for kind in layout.kinds], ".weight", [_ReadLinear(layout)], force_cpu=True
+        ),
+    ]
+
+
+class _Reads(ConversionOps):
+    # What transformers casts, it would cast before: it looks for this attribute, which its own operations have.
+    hf_quantizer = True
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+
+
+class _ReadLinear(_Reads):
+    """Make the parts of a linear layer's weight, or the weight if the layer is not packed here."""
+
+    @torch.no_grad()
+    def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        """The tensors by their names in the model."""
+        path, _, name = full_layer_name.rpartition(".")
+        module = model.get_submodule(path)
+        tensors = {pattern.rpartition(".")[2]: tensors[0] for pattern, tensors in input_dict.items()}
+        if not isinstance(module, Packed):
+            unpacked = self.layout.unpack(tensors, tuple(module.weight.shape))
+            return {full_layer_name: weight_of(unpacked, self.layout).to(module.weight.dtype)}
+        unpacked = self.layout.unpack(tensors, module.sizes[name])
+        parts = int4_parts([unpacked], self.layout, module.format)
+        return {
+            f"{path}.{part}": tensor for part, tensor in zip(module.part_shapes(name), parts, strict=True)
+        }
+
+
+class _ReadStack(_Reads):
+    """Make the parts of a stack, one expert after the other."""
+
+    @torch.no_grad()
+    def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        """The tensors by their names in the model."""
+        path, _, stack = full_layer_name.rpartition(".")
+        experts = model.get_submodule(path)
+        places: dict[int, dict[str, list[torch.Tensor]]] = {}
+        for pattern, tensors in input_dict.items():
+            part, kind = pattern.split(".")[-2:]
+            places.setdefault(PLACES[part][1], {})[kind] = tensors
+        num_out, num_in = experts.sizes[stack]
+        sizes = num_out // len(places), num_in
+        wholes = experts.empty_parts(stack, torch.device("cpu"))
+        for number in range(experts.num_experts):
+            matrices = [
+                self.layout.unpack({kind: tensors[number] for kind, tensors in places[place].items()}, sizes)
+                for place in sorted(places)
+            ]
+            parts = int4_parts(matrices, self.layout, experts.formats[stack])
+            for whole, part in zip(wholes.values(), parts, strict=True):
+                whole[number] = part
+        return {f"{path}.{part}": whole for part, whole in wholes.items()}
+
+
+Matrices = dict[str, dict[str, dict[str, Stored]]]
+"""By a weight's name in the model, and by the names of its linear layers in files, the tensors by kind."""
+
+
+def find_packed(
+    model: PreTrainedModel, files: Iterable[str], layout: Layout, rules: Iterable[Any]
+) -> Matrices:
+    """What files have packed of a model's weights.
+
+    Biases that GPTQ's programs write for layers without one are passed over.
+
+    Args:
+        model: empty, without packed modules.
+        files: of the checkpoint.
+        layout: of the packed matrices.
+        rules: of transformers' loader, with those of `reading_rules`.
+
+    Raises:
+        CheckpointError: none, a tensor is missing or has another shape, or such a bias is not 0.
+    """
+    rules, state, headers = list(rules), model.state_dict(), headers_of(files)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+
+    def name_in_model(name: str) -> str:
+        return rename_source_key(name, renamings, converters, model.base_model_prefix, state)[0]
+
+    matrices: Matrices = {}
+    packed = set()
+    for stored in headers:
+        layer, _, kind = stored.name.rpartition(".")
+        if kind in layout.kinds and (weight := name_in_model(stored.name)) in state:
+            matrices.setdefault(weight, {}).setdefault(layer, {})[kind] = stored
+            packed.add(layer)
+    if not matrices:
+        raise CheckpointError(
+            f"{listed(sorted({stored.origin for stored in headers}), 3)}: no weight of this model is packed, as "
+            f"quantization_config in config.json says (no {layout.kinds[0]})."
+        )
+    for weight, layers in matrices.items():
+        _check_matrices(model, weight, layers, layout)
+    biases = [each for each in headers if each.name.endswith(".bias") and each.name[:-5] in packed]
+    for stored in [each for each in biases if name_in_model(each.name) not in state]:
+        if load_state_dict(stored.origin)[stored.name][...].any():
+            raise CheckpointError(f"{stored} is not 0, but this model's layer has no bias.")
+        model._keys_passed_over = [*model._keys_passed_over, re.escape(name_in_model(stored.name))]
+    return matrices
+
+
+def _check_matrices(model: nn.Module, weight: str, layers: Mapping[str, Any], layout: Layout) -> None:
+    """Check that a weight has all its matrices, and each all its tensors in the shapes of the model."""
+    path, _, name = weight.rpartition(".")
+    module = model.get_submodule(path)
+    first: Any = next(iter(next(iter(layers.values())).values()))
+    if isinstance(module, Experts):
+        sizes = shape_of_one(module, name)
+        numbers = range(module.num_experts)
+        spellings = [
+            [f"{n}.{part}" for n in numbers for part in parts[name]] for parts in PARTS_OF_STACKS.values()
+        ]
+        here = {layer.rpartition("experts.")[2] for layer in layers}
+        if len(here) != len(layers) or here not in map(set, spellings):
+            lost = min(({*spelling} - here for spelling in spellings), key=len)
+            raise CheckpointError(
+                f"{first} is packed, but of the {module.num_experts} experts that config.json names the files lack "
+                f"{listed(sorted(lost), 5) or 'none, and have others'}. {_REMEDY}"
+            )
+    else:
+        sizes = tuple(module.weight.shape)
+    kinds_of_first = set(next(iter(layers.values())))
+    for layer, kinds in layers.items():
+        for kind, shape in layout.shapes(sizes).items():
+            if kind not in kinds:
+                raise CheckpointError(
+                    f"{next(iter(kinds.values()))}: {layer}.{kind} is missing beside it. {_REMEDY}"
+                )
+            if kinds[kind].shape != shape:
+                raise CheckpointError(
+                    f"{kinds[kind]} has shape {[*kinds[kind].shape]}, where config.json means {[*shape]}: its sizes, "
+                    "or quantization_config's groups, are not those of the weights."
+                )
+        if set(kinds) != kinds_of_first:
+            raise CheckpointError(
+                f"{next(iter(kinds.values()))} has not the same tensors beside it as {first}."
+            )
+
+
+def follow_files(
+    config: QuantizationConfig, layout: Layout, candidates: Mapping[str, nn.Module], matrices: Matrices
+) -> None:
+    """Let a config name what files have packed: the modules that stay in 16 bits, and a size of groups.
+
+    Args:
+        config: changed in place.
+        layout: of the packed matrices.
+        candidates: the modules that int4 would take, by name.
+        matrices: by `find_packed`.
+
+    Raises:
+        CheckpointError: a packed matrix that int4 cannot hold.
+    """
+    paths = {weight.rpartition(".")[0] for weight in matrices}
+    taken = {name: module for name, module in candidates.items() if name in paths}
+    if others := sorted(paths - set(taken)):
+        logger.warning("Packed in the folder, and held in 16 bits here: %s.", listed(others, 5))
+    sizes = {
+        weight: module.sizes_of(name) if isinstance(module, Experts) else tuple(module.weight.shape)
+        for weight in matrices
+        for path, _, name in [weight.rpartition(".")]
+        if (module := taken.get(path)) is not None
+    }
+    if layout.group_size is None:
+        # One scale an output fits any group: the largest without padding.
+        whole = (size for size in (128, 64) if not any(num_in % size for _, num_in in sizes.values()))
+        config.group_size = next(whole, 32)
+    form = Int4(config.group_size or 0)
+    for weight, each in sizes.items():
+        if why := form.refusal(each):
+            stored = next(iter(next(iter(matrices[weight].values())).values()))
+            raise CheckpointError(f"{stored} cannot be held as {form.key}: {why}.")
+    config.modules_to_not_convert = (
+        _shortened([name for name in candidates if name not in taken], taken) or None
+    )
+
+
+def _shortened(names: Iterable[str], others: Iterable[str]) -> list[str]:
+    """The ends of names that stand for these modules, and for none of the others; one for all layers, if it can."""
+    taken = {_in_layer(name) for name in others}
+    ends = (
+        _in_layer(name) if _in_layer(name) not in taken else name[name.find("layers.") :] for name in names
+    )
+    return list(dict.fromkeys(ends))
+
+
+def _in_layer(name: str) -> str:
+    return re.sub(r".*layers\.\d+\.", "", name)
