@@ -181,38 +181,33 @@ def _check_matrices(model: nn.Module, weight: str, layers: Mapping[str, Any], la
     """Check that a weight has all its matrices, and each all its tensors in the shapes of the model."""
     path, _, name = weight.rpartition(".")
     module = model.get_submodule(path)
-    first: Any = next(iter(next(iter(layers.values())).values()))
+    first, *_ = (stored for kinds in layers.values() for stored in kinds.values())
     if isinstance(module, Experts):
         sizes = shape_of_one(module, name)
         numbers = range(module.num_experts)
-        spellings = [
-            [f"{n}.{part}" for n in numbers for part in parts[name]] for parts in PARTS_OF_STACKS.values()
-        ]
-        here = {layer.rpartition("experts.")[2] for layer in layers}
-        if len(here) != len(layers) or here not in map(set, spellings):
-            lost = min(({*spelling} - here for spelling in spellings), key=len)
+        here = sorted(layer.rpartition("experts.")[2] for layer in layers)
+        if here not in [
+            sorted(f"{n}.{part}" for n in numbers for part in of[name]) for of in PARTS_OF_STACKS.values()
+        ]:
             raise CheckpointError(
-                f"{first} is packed, but of the {module.num_experts} experts that config.json names the files lack "
-                f"{listed(sorted(lost), 5) or 'none, and have others'}. {_REMEDY}"
+                f"{first} is of {len(layers)} packed matrices of experts ({listed(here, 9)}), where each of "
+                f"{module.num_experts} experts needs its own. {_REMEDY}"
             )
     else:
         sizes = tuple(module.weight.shape)
-    kinds_of_first = set(next(iter(layers.values())))
+    # What an expert has beside that, such as g_idx, all must have: the loader collects it in lists.
+    needed, beside = layout.shapes(sizes), set().union(*layers.values())
     for layer, kinds in layers.items():
-        for kind, shape in layout.shapes(sizes).items():
+        for kind in (*needed, *sorted(beside)):
             if kind not in kinds:
                 raise CheckpointError(
                     f"{next(iter(kinds.values()))}: {layer}.{kind} is missing beside it. {_REMEDY}"
                 )
-            if kinds[kind].shape != shape:
+            if kinds[kind].shape != needed.get(kind, kinds[kind].shape):
                 raise CheckpointError(
-                    f"{kinds[kind]} has shape {[*kinds[kind].shape]}, where config.json means {[*shape]}: its sizes, "
-                    "or quantization_config's groups, are not those of the weights."
+                    f"{kinds[kind]} has shape {[*kinds[kind].shape]}, where config.json means {[*needed[kind]]}: its "
+                    "sizes, or quantization_config's groups, are not those of the weights."
                 )
-        if set(kinds) != kinds_of_first:
-            raise CheckpointError(
-                f"{next(iter(kinds.values()))} has not the same tensors beside it as {first}."
-            )
 
 
 def follow_files(
@@ -248,18 +243,13 @@ def follow_files(
         if why := form.refusal(each):
             stored = next(iter(next(iter(matrices[weight].values())).values()))
             raise CheckpointError(f"{stored} cannot be held as {form.key}: {why}.")
-    config.modules_to_not_convert = (
-        _shortened([name for name in candidates if name not in taken], taken) or None
-    )
-
-
-def _shortened(names: Iterable[str], others: Iterable[str]) -> list[str]:
-    """The ends of names that stand for these modules, and for none of the others; one for all layers, if it can."""
-    taken = {_in_layer(name) for name in others}
-    ends = (
-        _in_layer(name) if _in_layer(name) not in taken else name[name.find("layers.") :] for name in names
-    )
-    return list(dict.fromkeys(ends))
+    # By what follows the layer's number, where that means no packed module of another layer.
+    ends_taken = {_in_layer(name) for name in taken}
+    kept = [name for name in candidates if name not in taken]
+    ends = [
+        name[name.find("layers.") :] if _in_layer(name) in ends_taken else _in_layer(name) for name in kept
+    ]
+    config.modules_to_not_convert = [*dict.fromkeys(ends)] or None
 
 
 def _in_layer(name: str) -> str:

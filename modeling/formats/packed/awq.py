@@ -35,16 +35,14 @@ class Awq(Layout):
         version = config.get("version") or config.get("format") or config.get("checkpoint_format") or "gemm"
         if str(version).lower() != "gemm":
             raise unread("version", version, "'gemm'")
-        return cls(checked_size("awq", config.get("group_size", config.get("q_group_size", 128))))
+        return cls(checked_size(config.get("group_size", config.get("q_group_size", 128))))
 
     def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors that a matrix must have, by kind."""
         num_out, num_in = sizes
         groups, words = self.num_groups(num_in), -(-num_out // 8)
         return {"qweight": (num_in, words), "qzeros": (groups, words), "scales": (groups, num_out)}
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        """What the tensors of one matrix mean, by kind."""
         codes, zero = (_outputs_in_order(tensors[kind]).T for kind in ("qweight", "qzeros"))
         return Unpacked(codes, tensors["scales"].T, zero)
 

@@ -52,18 +52,16 @@ class CompressedTensors(Layout):
         strategy = strategy or ("channel" if size in (None, -1) else "group")
         if strategy not in ("group", "channel"):
             raise unread("config_groups: weights.strategy", strategy, "'group' or 'channel'")
-        size = checked_size("compressed-tensors", None if strategy == "channel" else size)
+        size = checked_size(None if strategy == "channel" else size)
         return cls(size, scheme.get("symmetric", True))
 
     def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors that a matrix must have, by kind."""
         num_out, num_in = sizes
         groups = self.num_groups(num_in)
         shapes = {"weight_packed": (num_out, -(-num_in // 8)), "weight_scale": (num_out, groups)}
         return shapes if self.is_symmetric else shapes | {"weight_zero_point": (-(-num_out // 8), groups)}
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        """What the tensors of one matrix mean, by kind."""
         codes = nibbles(tensors["weight_packed"])[:, : sizes[1]]
         scale, groups = tensors["weight_scale"], tensors.get("weight_g_idx")
         if self.is_symmetric:

@@ -47,10 +47,9 @@ class Gptq(Layout):
         # Other rules only name layers that are left out.
         if rules := [rule for rule in (config.get("dynamic") or {}).values() if rule]:
             raise unread("dynamic", rules, "one kind of weights")
-        return cls(checked_size("gptq", config.get("group_size", 128)), version == "gptq_v2")
+        return cls(checked_size(config.get("group_size", 128)), version == "gptq_v2")
 
     def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors that a matrix must have, by kind."""
         num_out, num_in = sizes
         groups = self.num_groups(num_in)
         return {
@@ -60,7 +59,6 @@ class Gptq(Layout):
         }
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        """What the tensors of one matrix mean, by kind."""
         codes = nibbles(tensors["qweight"].T)[:, : sizes[1]]
         zeros = tensors["qzeros"]
         if not self.has_true_zeros:

@@ -112,21 +112,17 @@ def int4_parts(matrices: Sequence[Unpacked], layout: Layout, form: Int4) -> list
     return [pack(codes.contiguous()), torch.stack((scale.T, offset.T), -1).to(torch.bfloat16)]
 
 
-def checked_size(method: str, size: Any) -> int | None:
+def checked_size(size: Any) -> int | None:
     """A size of groups that int4 has; None for one scale an output, which configs write as -1.
 
     Raises:
         ConfigurationError: another size.
     """
-    if size in (None, -1):
-        return None
-    if size not in GROUP_SIZES:
-        known = ", ".join(map(str, GROUP_SIZES))
-        raise ConfigurationError(
-            f"config.json: quantization_config.group_size is {size!r}, where {method} is read with groups of {known}, "
-            "or with one scale an output (-1)."
+    if size not in (None, -1, *GROUP_SIZES):
+        raise unread(
+            "group_size", size, f"one of {', '.join(map(str, GROUP_SIZES))}, or -1 for one scale an output,"
         )
-    return size
+    return None if size == -1 else size
 
 
 def unread(key: str, value: Any, known: str) -> ConfigurationError:
