@@ -13,7 +13,10 @@ from typing import Any
 import torch
 
 from ..format import Sizes
-from .layout import Layout, Unpacked, checked_size, nibbles, unread
+from .layout import Layout, Unpacked, checked_size, unread
+
+# Of each of eight outputs, its place in the word.
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,11 @@ class Awq(Layout):
         return {"qweight": (num_in, words), "qzeros": (groups, words), "scales": (groups, num_out)}
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        codes, zero = (_outputs_in_order(tensors[kind]).T for kind in ("qweight", "qzeros"))
+        codes, zero = (_outputs_first(tensors[kind]) for kind in ("qweight", "qzeros"))
         return Unpacked(codes, tensors["scales"].T, zero)
 
 
-def _outputs_in_order(words: torch.Tensor) -> torch.Tensor:
-    """`[n, O / 8]` words to `[n, O]` codes."""
-    # Even outputs stand before odd ones.
-    return nibbles(words).unflatten(1, (-1, 2, 4)).transpose(2, 3).flatten(1)
+def _outputs_first(words: torch.Tensor) -> torch.Tensor:
+    """`[n, O / 8]` words to `[O, n]` codes."""
+    words = words.T.contiguous()
+    return torch.stack([(words >> 4 * place & 15).to(torch.uint8) for place in _PLACES], 1).flatten(0, 1)

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from support.few_bits import CLOSE, codes_and_scales, distance, logits, token_ids
-from support.published import KINDS, OURS, publish, weight_of
+from support.published import KINDS, OURS, STOCK, Published, publish, weight_of
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -140,6 +140,24 @@ def test_auto_classes_after_adoption(family, tmp_path):
         model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=FLOAT)
     assert type(model) is OURS[family]
     assert distance(logits(model), logits(published.stock)) < CLOSE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stocks_layout_and_adapters_are_saved_as_from_our_own_folders(family, tmp_path):
+    from peft import PeftModel, get_peft_model
+
+    model = load(publish(tmp_path / "published", family, "awq"), family)
+    model.save_pretrained(tmp_path / "stock", layout="stock")
+    stock = STOCK[family].from_pretrained(tmp_path / "stock")
+    assert "quantization_config" not in stock.config.to_dict()
+    assert distance(logits(model), logits(stock)) < CLOSE
+    adapted = get_peft_model(model, llamoe.lora_config(model, r=3, init_lora_weights=False)).eval()
+    expected = logits(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(
+        load(Published(tmp_path / "published", None, {}), family), tmp_path / "adapter"
+    )
+    assert torch.equal(logits(again), expected)
 
 
 def test_fields_of_the_config_are_arguments_as_ever(tmp_path):
