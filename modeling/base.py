@@ -17,7 +17,7 @@ from transformers import initialization as init
 
 from ..configuration import LlamoeConfig, from_stock, to_stock
 from ..configuration.hub import hub_arguments, is_ours, written_by
-from ..configuration.quantization import METHOD
+from ..configuration.quantization import METHOD, QuantizationConfig
 from . import checkpoints
 from ._compat import takes_cache
 from .adapters import LoadsAdapters
@@ -290,9 +290,16 @@ class LlamoePreTrainedModel(
         stored = getattr(config, "quantization_config", None) or getattr(
             text_config, "quantization_config", None
         )
-        is_mixture = bool(getattr(text_config, "moe_layers", None))
-        if stored is None or (layout := layout_of(stored, is_mixture)) is None:
+        asked = kwargs.get("quantization_config")
+        # Who gives a config of another method asks for transformers' quantizer.
+        is_others = asked is not None and not isinstance(asked, QuantizationConfig)
+        if stored is None or is_others or (layout := layout_of(stored)) is None:
             return config, None, kwargs
+        if asked is not None and not layout.is_int4:
+            raise ValueError(
+                "quantization_config: this folder's weights in 8 bits are held in 16. Load it without one, save it by "
+                "save_pretrained, and quantize that folder."
+            )
         if isinstance(kwargs.get("config"), PreTrainedConfig):
             config = copy.deepcopy(config)
         else:

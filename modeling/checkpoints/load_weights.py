@@ -67,7 +67,8 @@ def make_weights(
             if is_packed and shapes.is_packed_one_by_one:
                 as_linears = shapes
             # What other programs have packed, the quantizer's rules read.
-            if not (module.is_offloaded or module.is_packed and getattr(quantizer, "layout", None)):
+            layout = getattr(quantizer, "layout", None)
+            if not (module.is_offloaded or layout and (module.is_packed or not layout.is_int4)):
                 experts[name] = module
     if not (experts or as_linears):
         return state_dict, []

@@ -129,10 +129,10 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
         raise ValueError(
             f"{packed[0]} is read as it is stored: quantize the folder first, by `llamoe quantize IN OUT --to int4`."
         )
-    if packed and getattr(load_config.hf_quantizer, "layout", None):
+    if getattr(load_config.hf_quantizer, "layout", None):
         raise ValueError(
-            f"{packed[0]} is not stored as int4: load the folder without device_map for experts, save it by "
-            "save_pretrained, and load that."
+            f"{next(iter(taken))} is not stored as it is in memory: load the folder without device_map for experts, "
+            "save it by save_pretrained, and load that."
         )
     # The files are needed as long as the model is, wherever the process may go.
     stored = find_pieces(

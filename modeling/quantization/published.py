@@ -27,23 +27,22 @@ from .packed import Packed
 
 logger = logging.get_logger("llamoe")
 
+# What may stand beside a packed layer: biases of 0, and schemes for activations.
+_PASSED_OVER = ("bias", "input_scale", "output_scale")
 _REMEDY = "Download or copy the checkpoint again."
 
 
-def layout_of(stored: Any, is_mixture: bool = True) -> Layout | None:
-    """The layout that a folder's `quantization_config`, or its dict, means; None for what others may read.
-
-    transformers reads more of compressed-tensors' formats, but no mixtures in them.
+def layout_of(stored: Any) -> Layout | None:
+    """The layout that a folder's `quantization_config`, or its dict, means; None for methods that have none here.
 
     Raises:
-        ConfigurationError: a method that has a layout, with something that is not read.
+        ConfigurationError: a method that has one, with something that is not read.
     """
     content: Any = stored if isinstance(stored, dict) else stored.to_dict()
     method = content.get("quant_method")
     # Or a member of transformers' `QuantizationMethod`.
-    method = getattr(method, "value", method)
-    is_left = method == "compressed-tensors" and not is_mixture and content.get("format") != "pack-quantized"
-    return None if is_left or method not in LAYOUTS else LAYOUTS[method](content)
+    maker = LAYOUTS.get(getattr(method, "value", method))
+    return maker and maker(content)
 
 
 def own_config(layout: Layout) -> QuantizationConfig:
@@ -78,6 +77,12 @@ class _Reads(ConversionOps):
     def __init__(self, layout: Layout):
         self.layout = layout
 
+    def matrix(self, tensors: Mapping[str, torch.Tensor], sizes: Any) -> torch.Tensor:
+        """The matrix that a layer's tensors mean, which may be plain."""
+        if set(tensors) == {"weight"}:
+            return tensors["weight"]
+        return weight_of(self.layout.unpack(tensors, sizes), self.layout)
+
 
 class _ReadLinear(_Reads):
     """Make the parts of a linear layer's weight, or the weight if the layer is not packed here."""
@@ -91,8 +96,8 @@ class _ReadLinear(_Reads):
         module = model.get_submodule(path)
         tensors = {pattern.rpartition(".")[2]: tensors[0] for pattern, tensors in input_dict.items()}
         if not isinstance(module, Packed):
-            unpacked = self.layout.unpack(tensors, tuple(module.weight.shape))
-            return {full_layer_name: weight_of(unpacked, self.layout).to(module.weight.dtype)}
+            sizes = tuple(module.weight.shape)
+            return {full_layer_name: self.matrix(tensors, sizes).to(module.weight.dtype)}
         unpacked = self.layout.unpack(tensors, module.sizes[name])
         parts = int4_parts([unpacked], self.layout, module.format)
         return {
@@ -114,14 +119,20 @@ class _ReadStack(_Reads):
         for pattern, tensors in input_dict.items():
             part, kind = pattern.split(".")[-2:]
             places.setdefault(PLACES[part][1], {})[kind] = tensors
-        num_out, num_in = experts.sizes[stack]
+        num_out, num_in = experts.sizes_of(stack)
         sizes = num_out // len(places), num_in
+        by_expert = (
+            [{kind: tensors[number] for kind, tensors in places[place].items()} for place in sorted(places)]
+            for number in range(experts.num_experts)
+        )
+        if not isinstance(experts, Packed):
+            whole = torch.empty(experts.stack_shape(stack), dtype=experts.dtype)
+            for matrix, tensors in zip(whole.mT if experts.is_transposed else whole, by_expert, strict=True):
+                matrix.copy_(torch.cat([self.matrix(each, sizes) for each in tensors]))
+            return {full_layer_name: whole}
         wholes = experts.empty_parts(stack, torch.device("cpu"))
-        for number in range(experts.num_experts):
-            matrices = [
-                self.layout.unpack({kind: tensors[number] for kind, tensors in places[place].items()}, sizes)
-                for place in sorted(places)
-            ]
+        for number, tensors in enumerate(by_expert):
+            matrices = [self.layout.unpack(each, sizes) for each in tensors]
             parts = int4_parts(matrices, self.layout, experts.formats[stack])
             for whole, part in zip(wholes.values(), parts, strict=True):
                 whole[number] = part
@@ -137,7 +148,7 @@ def find_packed(
 ) -> Matrices:
     """What files have packed of a model's weights.
 
-    Biases that GPTQ's programs write for layers without one are passed over.
+    Biases that GPTQ's programs write for layers without one are passed over, and so are scales of activations.
 
     Args:
         model: empty, without packed modules.
@@ -159,7 +170,7 @@ def find_packed(
     packed = set()
     for stored in headers:
         layer, _, kind = stored.name.rpartition(".")
-        if kind in layout.kinds and (weight := name_in_model(stored.name)) in state:
+        if layout.holds(kind, stored.dtype) and (weight := name_in_model(stored.name)) in state:
             matrices.setdefault(weight, {}).setdefault(layer, {})[kind] = stored
             packed.add(layer)
     if not matrices:
@@ -169,9 +180,11 @@ def find_packed(
         )
     for weight, layers in matrices.items():
         _check_matrices(model, weight, layers, layout)
-    biases = [each for each in headers if each.name.endswith(".bias") and each.name[:-5] in packed]
-    for stored in [each for each in biases if name_in_model(each.name) not in state]:
-        if load_state_dict(stored.origin)[stored.name][...].any():
+    for stored in headers:
+        layer, _, kind = stored.name.rpartition(".")
+        if layer not in packed or kind not in _PASSED_OVER or name_in_model(stored.name) in state:
+            continue
+        if kind == "bias" and load_state_dict(stored.origin)[stored.name][...].any():
             raise CheckpointError(f"{stored} is not 0, but this model's layer has no bias.")
         model._keys_passed_over = [*model._keys_passed_over, re.escape(name_in_model(stored.name))]
     return matrices

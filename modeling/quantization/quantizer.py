@@ -109,7 +109,10 @@ class LlamoeQuantizer(HfQuantizer):
             )
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """bfloat16, whatever was asked for; says so."""
+        """bfloat16, whatever was asked for, and says so; but for weights that are not int4's."""
+        layout = current_loading().layout
+        if layout is not None and not layout.is_int4:
+            return dtype
         if dtype != torch.bfloat16:
             logger.warning(
                 "%s weights are multiplied in bfloat16: the model is cast from %s.",
@@ -132,6 +135,10 @@ class LlamoeQuantizer(HfQuantizer):
             self.layout = layout
             rules = get_model_conversion_mapping(model, hf_quantizer=self)
             matrices = find_packed(model, kwargs.get("checkpoint_files") or (), layout, rules)
+            if not layout.is_int4:
+                # The model is plain then: transformers takes its config and quantizer away.
+                config.dequantize = True  # pyright: ignore[reportAttributeAccessIssue]
+                return
             follow_files(config, layout, candidates, matrices)
         form = format_for(config)
         for name, module in candidates.items():
@@ -172,9 +179,13 @@ class LlamoeQuantizer(HfQuantizer):
         return QuantizeWeight()
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
-        """The loader's rules, first those for the layout of another program."""
+        """The loader's rules; those for the layout of another program are first, and alone for their names."""
         rules = super().update_weight_conversions(weight_conversions, model)
-        return rules if self.layout is None else [*reading_rules(self.layout), *rules]
+        if self.layout is None:
+            return rules
+        first = reading_rules(self.layout)
+        names = {name for rule in first for name in rule.source_patterns}
+        return [*first, *(rule for rule in rules if names.isdisjoint(rule.source_patterns))]
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         self.layout = None

@@ -25,11 +25,19 @@ CONFIGS = {
     "awq": {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True},
 }
 KINDS = tuple(CONFIGS)
+# 8 bits, as numbers of float8: their zeros are 0.
+FLOAT8 = {"float8": "channel", "float8 whole": "tensor"}
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def config_of(kind, group_size):
     """The `quantization_config` of a folder; `group_size` None is one scale an output."""
+    if kind in FLOAT8:
+        scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": FLOAT8[kind]}
+        activations = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+        group = {"targets": ["Linear"], "weights": scheme, "input_activations": activations}
+        fields = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+        return {**fields, "config_groups": {"group_0": group}}
     if CONFIGS[kind]["quant_method"] != "compressed-tensors":
         return {**CONFIGS[kind], "group_size": group_size or -1}
     scheme = {
@@ -45,6 +53,10 @@ def config_of(kind, group_size):
 def numbers(kind, num_out, num_in, group_size):
     """Codes, zeros and scales of a matrix; no two outputs or groups are alike, and every code occurs."""
     groups = -(-num_in // group_size) if group_size else 1
+    if kind in FLOAT8:
+        codes = (100 * torch.randn(num_out, num_in)).to(torch.float8_e4m3fn).float()
+        scale = (0.2 + torch.rand(num_out if kind == "float8" else 1, 1)).bfloat16() / num_in**0.5 / 100
+        return codes, torch.zeros(num_out, 1), scale.expand(num_out, 1)
     codes = torch.randint(0, 16, (num_out, num_in))
     # The first version of GPTQ's format cannot say 0.
     zero = torch.randint(1, 16, (num_out, groups))
@@ -61,6 +73,9 @@ def weight_of(codes, zero, scale, group_size):
 
 def pack(kind, codes, zero, scale, group_size):
     """The tensors of a linear layer, by the last part of their names."""
+    if kind in FLOAT8:
+        scales = scale.contiguous() if kind == "float8" else scale[0]
+        return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale": scales}
     if kind in ("symmetric", "asymmetric"):
         return _by_compressed_tensors(kind, codes, zero, scale, group_size)
     if kind == "awq":

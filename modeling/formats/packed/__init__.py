@@ -1,8 +1,8 @@
-"""Layouts of packed 4-bit weights in published folders, and int4's parts of what they hold.
+"""Layouts of packed weights in published folders, and int4's parts of what they hold.
 
-Reading order: layout (what a layout must say, and int4's parts), then a file each: compressed_tensors, gptq, awq. A
-layout's codes are int4's, taken over as they are; only scales are rounded. None of the packages that wrote the folders
-is needed.
+Reading order: layout (what a layout must say, and int4's parts), then a file each: float8 (8 bits, which int4 does not
+hold), compressed_tensors, gptq, awq. A layout's codes are int4's, taken over as they are; only scales are rounded. None
+of the packages that wrote the folders is needed.
 """
 
 from collections.abc import Callable, Mapping

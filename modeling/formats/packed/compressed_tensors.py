@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..format import Sizes
+from .float8 import Float8
 from .layout import Layout, Unpacked, checked_size, groups_out_of_order, nibbles, unread
 
 
@@ -28,7 +29,7 @@ class CompressedTensors(Layout):
     kinds = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "CompressedTensors":
+    def from_config(cls, config: Mapping[str, Any]) -> Layout:
         """The layout that a `quantization_config` means.
 
         Raises:
@@ -38,13 +39,15 @@ class CompressedTensors(Layout):
         schemes = [group.get("weights") for group in groups]
         if not schemes or any(scheme != schemes[0] for scheme in schemes):
             raise unread("config_groups", sorted(config.get("config_groups") or ()), "one kind of weights")
+        scheme = schemes[0] or {}
         formats = {group.get("format") or config.get("format") for group in groups}
+        if formats == {"float-quantized"}:
+            return Float8.from_scheme(scheme, groups[0].get("input_activations"))
         if formats != {"pack-quantized"}:
-            raise unread("format", config.get("format"), "'pack-quantized'")
+            raise unread("format", config.get("format"), "'pack-quantized' or 'float-quantized'")
         for name in ("input_activations", "output_activations"):
             if any(group.get(name) for group in groups):
                 raise unread(f"config_groups: {name}", schemes[0], "a model that quantizes weights alone")
-        scheme = schemes[0] or {}
         kind = scheme.get("type", "int"), scheme.get("num_bits")
         if kind != ("int", 4):
             raise unread("config_groups: weights of type and num_bits", kind, "('int', 4)")

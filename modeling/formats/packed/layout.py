@@ -48,6 +48,12 @@ class Layout(ABC):
     group_size: int | None
     kinds: ClassVar[tuple[str, ...]]
     """The last parts of all names that a matrix's tensors may have; the first is that of the codes."""
+    is_int4: ClassVar[bool] = True
+    """Whether int4 holds the codes."""
+
+    def holds(self, kind: str, dtype: str) -> bool:
+        """Whether a tensor of this kind and dtype, in safetensors' spelling, is a packed matrix's."""
+        return kind in self.kinds
 
     @abstractmethod
     def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:

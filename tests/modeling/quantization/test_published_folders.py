@@ -1,14 +1,15 @@
 """Folders that other programs have packed in 4 bits, as they load, compute, train and are saved."""
 
+import itertools
 import json
 import logging
 
 import pytest
 import torch
 from support.few_bits import CLOSE, codes_and_scales, distance, logits, token_ids
-from support.published import KINDS, OURS, STOCK, Published, publish, weight_of
+from support.published import FLOAT8, KINDS, OURS, STOCK, Published, publish, weight_of
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 import llamoe
 from llamoe.modeling.moe import PLACES, Experts
@@ -302,3 +303,63 @@ def test_memory_is_of_4_bits_but_for_a_matrix(tmp_path, monkeypatch):
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     # The largest is of queries; all experts' gates and ups would be larger.
     assert max(most) == 256 * 128 < 3 * 2 * 96 * 128 and len(experts) == 2
+
+
+@pytest.mark.parametrize(("family", "kind"), [*itertools.product(FAMILIES, FLOAT8)])
+def test_weights_in_float8_are_held_in_16_bits(family, kind, tmp_path, caplog):
+    """The models are plain then. Up to 0.006 is measured."""
+    published = publish(tmp_path / "published", family, kind, group_size=None, kept=["self_attn"])
+    edit(published, lambda t: t.update({f"{name}.input_scale": torch.ones(1) for name in published.numbers}))
+    with caplog.at_level(logging.WARNING):
+        model, info = OURS[family].from_pretrained(published.path, output_loading_info=True)
+    assert [record.name for record in caplog.records] == [
+        "llamoe"
+    ] and "(8 bits, dynamic) is not" in caplog.text
+    assert not (
+        info["unexpected_keys"] or info["missing_keys"] or hasattr(model.config, "quantization_config")
+    )
+    held = unfused(model)
+    for name, drawn in published.numbers.items():
+        expected = weight_of(*drawn, None).bfloat16()
+        assert torch.equal(held[name.replace(".block_sparse_moe.", ".mlp.")], expected)
+    assert distance(logits(model), logits(published.stock)) < CLOSE
+    model.save_pretrained(tmp_path / "saved")
+    again = OURS[family].from_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(again), logits(model)) and not getattr(again, "is_quantized", False)
+    with pytest.raises(ValueError, match="quantize that folder"):
+        load(published, family)
+    assert OURS[family].from_pretrained(published.path, dtype=torch.float32).dtype == torch.float32
+
+
+def unfused(model):
+    """The matrices of a plain mixture by the names that stock's files have for them."""
+    held = {name.removesuffix(".weight"): weight for name, weight in model.state_dict().items()}
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            for part, (stack, place) in PLACES.items():
+                whole = getattr(module, stack)
+                for number, matrix in enumerate(whole.mT if module.is_transposed else whole):
+                    halves = matrix.chunk(2) if stack == "gate_up_proj" else [matrix]
+                    held[f"{name}.{number}.{part}"] = halves[place]
+    return held
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.block_sparse_moe.experts.1.w2", "model.layers.1.self_attn.o_proj"]
+)
+def test_a_float8_weight_without_its_scale_is_refused(name, tmp_path):
+    published = publish(tmp_path, "mixtral", "float8", group_size=None)
+    edit(published, lambda tensors: tensors.pop(f"{name}.weight_scale"))
+    with pytest.raises(ValueError, match=rf"model\.safetensors: .*{name}.weight_scale is missing"):
+        OURS["mixtral"].from_pretrained(tmp_path)
+
+
+def test_transformers_own_config_asks_for_its_quantizer(tmp_path):
+    pytest.importorskip("compressed_tensors")
+    published = publish(tmp_path, "llama", "float8", group_size=None, ignore=["lm_head"])
+    theirs = load(published, "llama", quantization_config=CompressedTensorsConfig(dequantize=True))
+    ours = OURS["llama"].from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(weight, ours[name]) for name, weight in theirs.state_dict().items())
+    publish(tmp_path, "mixtral", "float8", group_size=None)
+    with pytest.raises(ValueError, match="Mixtral mixture quantized with 'compressed-tensors'"):
+        load(published, "mixtral", quantization_config=CompressedTensorsConfig(dequantize=True))
