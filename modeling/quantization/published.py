@@ -7,6 +7,7 @@ such as heads and routers, get the weight that theirs means in 16 bits.
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import logging
 
+from ...configuration import LlamoeVisionConfig
 from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
 from ...configuration.quantization import QuantizationConfig
@@ -173,20 +175,22 @@ def find_packed(
         if layout.holds(kind, stored.dtype) and (weight := name_in_model(stored.name)) in state:
             matrices.setdefault(weight, {}).setdefault(layer, {})[kind] = stored
             packed.add(layer)
-    if not matrices:
+    # A tower alone is mostly plain.
+    if not matrices and not isinstance(model.config, LlamoeVisionConfig):
         raise CheckpointError(
             f"{listed(sorted({stored.origin for stored in headers}), 3)}: no weight of this model is packed, as "
             f"quantization_config in config.json says (no {layout.kinds[0]})."
         )
     for weight, layers in matrices.items():
         _check_matrices(model, weight, layers, layout)
+    content = cache(load_state_dict)
     for stored in headers:
         layer, _, kind = stored.name.rpartition(".")
         if layer not in packed or kind not in _PASSED_OVER or name_in_model(stored.name) in state:
             continue
-        if kind == "bias" and load_state_dict(stored.origin)[stored.name][...].any():
+        if kind == "bias" and content(stored.origin)[stored.name][...].any():
             raise CheckpointError(f"{stored} is not 0, but this model's layer has no bias.")
-        model._keys_passed_over = [*model._keys_passed_over, re.escape(name_in_model(stored.name))]
+        model._keys_passed_over = [*model._keys_passed_over, f"^{re.escape(name_in_model(stored.name))}$"]
     return matrices
 
 

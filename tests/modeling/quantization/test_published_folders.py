@@ -123,13 +123,16 @@ def test_mixtral_whose_experts_are_named_as_transformers_5_names_them(kind, tmp_
 
 @pytest.mark.parametrize("family", ["llama4", "multimodal"])
 def test_a_multimodal_folder(family, tmp_path):
-    """Tower and projector stand in it in 16 bits, and its text part loads alone, too."""
+    """Tower and projector stand in it in 16 bits, and its text part and tower load alone, too."""
     kept = ["vision_model", "multi_modal_projector", "self_attn"]
     published = publish(
         tmp_path / "published", "multimodal", "symmetric", kept=kept, ignore=["re:.*vision.*"]
     )
     model = load(published, family)
     assert any(isinstance(module, QuantizedExperts) for module in model.modules())
+    tower = llamoe.LlamoeVisionModel.from_pretrained(published.path).state_dict()
+    theirs = published.stock.vision_model.state_dict()
+    assert all(torch.equal(tower[name], weight.bfloat16()) for name, weight in theirs.items())
     assert distance(logits(model), logits(published.stock)) < CLOSE
     check_saving(model, tmp_path / "saved", family)
 
