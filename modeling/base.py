@@ -5,6 +5,7 @@ transformers decides some features by looking for literal text in the file of a 
 methods answer these checks here.
 """
 
+import copy
 import logging
 import os
 from contextlib import nullcontext
@@ -16,7 +17,7 @@ from transformers import initialization as init
 
 from ..configuration import LlamoeConfig, from_stock, to_stock
 from ..configuration.hub import hub_arguments, is_ours, written_by
-from ..configuration.quantization import METHOD
+from ..configuration.quantization import METHOD, QuantizationConfig
 from . import checkpoints
 from ._compat import takes_cache
 from .adapters import LoadsAdapters
@@ -28,7 +29,9 @@ from .parallel import Distributed
 from .quantization import (
     QuantizedExperts,
     QuantizedLinear,
+    layout_of,
     naming_plain_layers,
+    own_config,
     take_activations,
     warn_of_plain_experts,
 )
@@ -209,6 +212,7 @@ class LlamoePreTrainedModel(
             kwargs["config"] = config = cls.resolve_config(config)
         elif name_or_path is not None and not kwargs.get("gguf_file"):
             config = cls._config_if_quantized(config or name_or_path, kwargs)
+        config, layout, kwargs = cls._with_own_quantization(config, kwargs)
         stored, activations = getattr(config, "quantization_config", None), None
         quantization = kwargs.get("quantization_config") or stored
         if quantization is not None:
@@ -216,7 +220,7 @@ class LlamoePreTrainedModel(
             cls._check_quantization(config, quantization)
         request = take_request(kwargs)
         with checkpoints.loading() as state:
-            state.offload, state.activations = request, activations
+            state.offload, state.activations, state.layout = request, activations, layout
             result = super().from_pretrained(name_or_path, *model_args, **kwargs)
             model = result[0] if isinstance(result, tuple) else result
             attach_stores(model)
@@ -271,6 +275,34 @@ class LlamoePreTrainedModel(
         if kwargs.get("quantization_config") is None and content.get("quantization_config") is None:
             return None
         return cls.config_class.from_dict(content)
+
+    @classmethod
+    def _with_own_quantization(cls, config: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+        """Config with int4 for a folder that another program packed, its layout, and the arguments with this config."""
+        text_config: Any = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
+        stored = getattr(config, "quantization_config", None) or getattr(
+            text_config, "quantization_config", None
+        )
+        asked = kwargs.get("quantization_config")
+        # Who gives a config of another method asks for transformers' quantizer.
+        is_others = asked is not None and not isinstance(asked, QuantizationConfig)
+        if stored is None or is_others or (layout := layout_of(stored)) is None:
+            return config, None, kwargs
+        if asked is not None and not layout.is_int4:
+            raise ValueError(
+                "quantization_config: this folder's weights in 8 bits are held in 16. Load it without one, save it by "
+                "save_pretrained, and quantize that folder."
+            )
+        if isinstance(kwargs.get("config"), PreTrainedConfig):
+            config = copy.deepcopy(config)
+        else:
+            # As transformers reads it: with the arguments that are fields.
+            kept = {name: kwargs.pop(name) for name in ("config", "quantization_config") if name in kwargs}
+            config, kwargs = cls.config_class.from_dict(config.to_dict(), return_unused_kwargs=True, **kwargs)
+            kwargs |= kept
+        vars(config.get_text_config()).pop("quantization_config", None)
+        config.quantization_config = own_config(layout).to_dict()
+        return config, layout, kwargs | {"config": config}
 
     @classmethod
     def _check_quantization(cls, config: Any, quantization: Any) -> None:

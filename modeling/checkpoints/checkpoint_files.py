@@ -26,6 +26,8 @@ class _Loading:
     offload: Any = None
     # What a folder of packed weights is to do to rows; None for what its config says.
     activations: str | None = None
+    # How another program has packed the weights (`formats.packed.Layout`).
+    layout: Any = None
 
 
 _current: ContextVar[_Loading | None] = ContextVar("llamoe_loading", default=None)

@@ -122,6 +122,11 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
             "save_pretrained, and load that."
         )
     taken: dict[str, Any] = {name: layers[name] for name in chosen}
+    if getattr(load_config.hf_quantizer, "layout", None):
+        raise ValueError(
+            f"{next(iter(taken))} is not stored as it is in memory: load the folder without device_map for experts, "
+            "save it by save_pretrained, and load that."
+        )
     # The files are needed as long as the model is, wherever the process may go.
     stored = find_pieces(
         taken, map(os.path.abspath, files), names_in_model(model, load_config.weight_mapping)

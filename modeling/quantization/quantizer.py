@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
@@ -21,6 +22,7 @@ from ...configuration.hub import is_ours, is_saving_stock
 from ...configuration.quantization import METHOD, QuantizationConfig
 from ..checkpoints import current_loading, fuse_in_place
 from ..formats import Format, format_of
+from ..formats.packed import Layout
 from ..layers import Linear
 from ..moe import Experts
 from .packed import (
@@ -31,6 +33,7 @@ from .packed import (
     holds_packed,
     packed_modules,
 )
+from .published import find_packed, follow_files, reading_rules
 
 logger = logging.get_logger("llamoe")
 
@@ -81,11 +84,16 @@ def _as_config(config: Any) -> QuantizationConfig | None:
 
 
 class LlamoeQuantizer(HfQuantizer):
-    """Loads, saves and dequantizes models in llamoe's formats."""
+    """Loads, saves and dequantizes models in llamoe's formats; loads other programs' that are read into int4."""
 
     quantization_config: QuantizationConfig
-    checks_shapes = True
-    """Tells `checkpoints` that the model's modules say what files hold."""
+    layout: Layout | None = None
+    """How another program has packed the folder that is loaded; None for our own."""
+
+    @property
+    def checks_shapes(self) -> bool:
+        """Tells `checkpoints` whether the model's modules say what files hold."""
+        return self.layout is None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuse what no packed weight can follow.
@@ -101,7 +109,10 @@ class LlamoeQuantizer(HfQuantizer):
             )
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """bfloat16, whatever was asked for; says so."""
+        """bfloat16, whatever was asked for, and says so; but for weights that are not int4's."""
+        layout = current_loading().layout
+        if layout is not None and not layout.is_int4:
+            return dtype
         if dtype != torch.bfloat16:
             logger.warning(
                 "%s weights are multiplied in bfloat16: the model is cast from %s.",
@@ -119,22 +130,22 @@ class LlamoeQuantizer(HfQuantizer):
             )
         if self.pre_quantized and (activations := current_loading().activations):
             config.activations = activations
+        candidates = dict(self._candidates(model))
+        if layout := current_loading().layout:
+            self.layout = layout
+            rules = get_model_conversion_mapping(model, hf_quantizer=self)
+            matrices = find_packed(model, kwargs.get("checkpoint_files") or (), layout, rules)
+            if not layout.is_int4:
+                # The model is plain then: transformers takes its config and quantizer away.
+                config.dequantize = True  # pyright: ignore[reportAttributeAccessIssue]
+                return
+            follow_files(config, layout, candidates, matrices)
         form = format_for(config)
-        kept = self.get_modules_to_not_convert(
-            model, list(config.modules_to_not_convert or ()), add_default_skips=True
-        )
-        # Heads are outside of the decoder, and so are tower and projector. A tower takes itself for a decoder.
-        has_decoder = not isinstance(model.config, LlamoeVisionConfig)
-        inside = {id(module) for module in model.get_decoder().modules()} if has_decoder else ()
-        for name, module in list(model.named_modules()):
-            is_experts = isinstance(module, Experts)
-            is_asked = (
-                config.experts if is_experts else config.linears and type(module) in (nn.Linear, Linear)
-            )
-            if not is_asked or id(module) not in inside or not should_convert_module(name, kept):
+        for name, module in candidates.items():
+            if not should_convert_module(name, config.modules_to_not_convert):
                 continue
             with torch.device("meta"):
-                packed = (QuantizedExperts if is_experts else QuantizedLinear)(module, form)
+                packed = (QuantizedExperts if isinstance(module, Experts) else QuantizedLinear)(module, form)
             for weight, sizes in packed.sizes.items():
                 if why := form.refusal(sizes):
                     raise ConfigurationError(
@@ -143,6 +154,21 @@ class LlamoeQuantizer(HfQuantizer):
                         "packed already, quantization_config in its config.json is not that of its weights."
                     )
             model.set_submodule(name, packed)
+
+    def _candidates(self, model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+        """The modules that are packed if no name in `modules_to_not_convert` means them."""
+        config = self.quantization_config
+        kept = self.get_modules_to_not_convert(model)
+        # Heads are outside of the decoder, and so are tower and projector. A tower takes itself for a decoder.
+        has_decoder = not isinstance(model.config, LlamoeVisionConfig)
+        inside = {id(module) for module in model.get_decoder().modules()} if has_decoder else ()
+        for name, module in model.named_modules():
+            is_experts = isinstance(module, Experts)
+            is_asked = (
+                config.experts if is_experts else config.linears and type(module) in (nn.Linear, Linear)
+            )
+            if is_asked and id(module) in inside and should_convert_module(name, kept):
+                yield name, module
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Whether a weight is quantized when it is loaded."""
@@ -153,11 +179,17 @@ class LlamoeQuantizer(HfQuantizer):
         return QuantizeWeight()
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
-        """The loader's rules, such that a stack that is quantized next takes no memory beside its experts."""
+        """Return the loader's rules; those for the layout of another program are first, and alone for their names."""
         rules = super().update_weight_conversions(weight_conversions, model)
-        return rules if self.pre_quantized else fuse_in_place(rules)
+        if self.layout is None:
+            # A stack that is quantized next takes no memory beside its experts.
+            return rules if self.pre_quantized else fuse_in_place(rules)
+        first = reading_rules(self.layout)
+        names = {name for rule in first for name in rule.source_patterns}
+        return [*first, *(rule for rule in rules if names.isdisjoint(rule.source_patterns))]
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        self.layout = None
         check_scales(model)
         for _, module in packed_modules(model):
             for codes in module.parameters(recurse=False):

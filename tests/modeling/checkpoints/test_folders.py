@@ -334,20 +334,16 @@ def test_head_on_a_folder_without_one(name, tmp_path):
 
 QUANTIZED = {
     "fbgemm_fp8": {"activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
-    "compressed-tensors": {"config_groups": {}, "format": "float-quantized"},
     "fp8": {"weight_block_size": [128, 128]},
-    "gptq": {"bits": 4, "group_size": 128},
-    "awq": {"bits": 4, "group_size": 128},
 }
 
 
 @pytest.mark.parametrize(
     ("by", "method", "pair"),
     [
-        ("folder", "fbgemm_fp8", "text"), ("folder", "compressed-tensors", "multimodal"), ("folder", "fp8", "text"),
-        ("auto", "fp8", "multimodal"), ("auto", "compressed-tensors", "text"), ("config", "fbgemm_fp8", "multimodal"),
-        ("config", "gptq", "text"), ("argument", "fbgemm_fp8", "text"), ("argument", "fp8", "multimodal"),
-        ("folder", "gptq", "multimodal"), ("auto", "awq", "text"),
+        ("folder", "fbgemm_fp8", "text"), ("folder", "fp8", "multimodal"), ("auto", "fp8", "multimodal"),
+        ("auto", "fbgemm_fp8", "text"), ("config", "fbgemm_fp8", "multimodal"), ("config", "fp8", "text"),
+        ("argument", "fbgemm_fp8", "text"), ("argument", "fp8", "multimodal"),
     ],
 )  # fmt: skip
 def test_quantized_mixture_is_refused_by_name(pair, method, by, tmp_path, monkeypatch):

@@ -1,0 +1,139 @@
+"""What a layout of packed 4-bit weights must say, and the parts of int4 that follow from it.
+
+Shapes: O outputs, I inputs, G groups of inputs.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch.nn import functional as F
+from transformers.utils import logging
+
+from ....configuration.errors import ConfigurationError
+from ....configuration.quantization import GROUP_SIZES
+from ..format import Sizes
+from ..int4 import Int4
+from ..int4_layout import pack
+
+logger = logging.get_logger("llamoe")
+
+
+class Unpacked(NamedTuple):
+    """A matrix whose values are (code − zero) × scale.
+
+    Attributes:
+        codes: `[O, I]` uint8, 0 to 15.
+        scale: `[O, G]`.
+        zero: `[O, G]` uint8, the code of value 0.
+        group_of_input: `[I]`, the group of each input; None if groups are consecutive inputs.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+    group_of_input: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Layout(ABC):
+    """How a folder stores the matrices of linear layers, and single experts' as such.
+
+    Attributes:
+        group_size: inputs that share a scale; None for one scale an output.
+    """
+
+    group_size: int | None
+    kinds: ClassVar[tuple[str, ...]]
+    """The last parts of all names that a matrix's tensors may have; the first is that of the codes."""
+    is_int4: ClassVar[bool] = True
+    """Whether int4 holds the codes."""
+
+    def holds(self, kind: str, dtype: str) -> bool:
+        """Whether a tensor of this kind and dtype, in safetensors' spelling, is a packed matrix's."""
+        return kind in self.kinds
+
+    @abstractmethod
+    def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors that a matrix must have, by kind."""
+
+    @abstractmethod
+    def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
+        """What the tensors of one matrix mean, by kind."""
+
+    def num_groups(self, num_in: int) -> int:
+        """G of a matrix with this many inputs."""
+        return 1 if self.group_size is None else -(-num_in // self.group_size)
+
+
+def nibbles(words: torch.Tensor) -> torch.Tensor:
+    """The eight codes of each 32-bit word, lowest bits first: `[..., n]` int32 to `[..., 8 n]` uint8."""
+    bytes_ = words.contiguous().view(torch.uint8)
+    return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)
+
+
+def groups_out_of_order(groups: torch.Tensor | None, size: int | None) -> torch.Tensor | None:
+    """The group of each input, `[I]`; None if none is stored, or each group is the next `size` inputs."""
+    if groups is None or size is None or (groups < 0).all():
+        return None
+    in_order = torch.arange(len(groups), device=groups.device) // size
+    return None if torch.equal(groups, in_order.to(groups.dtype)) else groups.long()
+
+
+def weight_of(unpacked: Unpacked, layout: Layout) -> torch.Tensor:
+    """The matrix in float32, `[O, I]`."""
+    codes, scale, zero, groups = unpacked
+    if groups is None:
+        size = layout.group_size or codes.shape[1]
+        groups = torch.arange(codes.shape[1], device=codes.device) // size
+    return (codes.float() - zero.float()[:, groups]) * scale.float()[:, groups]
+
+
+def int4_parts(matrices: Sequence[Unpacked], layout: Layout, form: Int4) -> list[torch.Tensor]:
+    """The parts of int4 with the same codes, and with scales and offsets rounded to bfloat16.
+
+    One scale an output is repeated for each of int4's groups. Where groups are not consecutive inputs, which int4
+    cannot express, the weights are quantized anew.
+
+    Args:
+        matrices: one, or those that stand one above the other: an expert's gate and up.
+        layout: theirs.
+        form: int4 with the layout's groups.
+    """
+    if any(each.group_of_input is not None for each in matrices):
+        logger.warning_once(
+            "Weights whose groups are not of neighbouring inputs (desc_act) are quantized anew, which loses some of "
+            "their precision: int4 has no such groups."
+        )
+        return form.quantize(torch.cat([weight_of(each, layout) for each in matrices]))
+    codes, scale, zero = (torch.cat(each) for each in list(zip(*matrices, strict=True))[:3])
+    (_, half), _ = form.parts((codes.shape[0], codes.shape[1]))[0]
+    num_groups = 2 * half // form.group_size
+    # Inputs of the padding are 0.
+    codes = F.pad(codes, (0, 2 * half - codes.shape[1]), value=8)
+    scale = scale.float().expand(-1, num_groups)
+    offset = scale * (8 - zero.float())
+    return [pack(codes.contiguous()), torch.stack((scale.T, offset.T), -1).to(torch.bfloat16)]
+
+
+def checked_size(size: Any) -> int | None:
+    """A size of groups that int4 has; None for one scale an output, which configs write as -1.
+
+    Raises:
+        ConfigurationError: another size.
+    """
+    if size not in (None, -1, *GROUP_SIZES):
+        raise unread(
+            "group_size", size, f"one of {', '.join(map(str, GROUP_SIZES))}, or -1 for one scale an output,"
+        )
+    return None if size == -1 else size
+
+
+def unread(key: str, value: Any, known: str) -> ConfigurationError:
+    """The error for a field of `quantization_config` whose value no layout here has."""
+    return ConfigurationError(
+        f"config.json: quantization_config.{key} is {value!r}, where {known} is read. Load the model that this one was "
+        "made of, if memory is short with quantization_config=llamoe.QuantizationConfig('int4')."
+    )

@@ -1,0 +1,141 @@
+"""Codes of published layouts, and int4's parts of them."""
+
+import pytest
+import torch
+from support.published import KINDS, config_of, numbers, pack, scheme_of, weight_of
+
+from llamoe.configuration.errors import ConfigurationError
+from llamoe.modeling.formats import Int4
+from llamoe.modeling.formats.packed import LAYOUTS, int4_parts
+from llamoe.modeling.formats.packed import weight_of as weight_of_unpacked
+
+SIZES = NUM_OUT, NUM_IN = 112, 384
+# The bfloat16 of a scale, and of an offset, is this much wrong at most.
+HALF_STEP = 2.0**-8
+
+
+def layout_of(config):
+    return LAYOUTS[config["quant_method"]](config)
+
+
+def check_values(parts, form, codes, zero, scale, group_size):
+    """Values may differ by what the rounding of scale and offset explains, and by no more."""
+    groups = torch.arange(codes.shape[1]) // (group_size or codes.shape[1])
+    scale = scale.float()
+    most = (codes - 8).abs() * scale[:, groups] + ((8 - zero) * scale)[:, groups].abs()
+    difference = form.matrix(parts, codes.shape, torch.float32) - weight_of(codes, zero, scale, group_size)
+    assert (difference.abs() <= HALF_STEP * most + 1e-7).all()
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128, None])
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_are_taken_over_exactly(kind, group_size):
+    codes, zero, scale = numbers(kind, *SIZES, group_size)
+    tensors = pack(kind, codes, zero, scale, group_size)
+    layout = layout_of(config_of(kind, group_size))
+    needed = layout.shapes(SIZES)
+    assert needed == {name: tuple(tensors[name].shape) for name in needed}
+    assert set(tensors) <= {*layout.kinds, "bias"}
+    unpacked = layout.unpack(tensors, SIZES)
+    assert torch.equal(unpacked.codes.long(), codes) and torch.equal(unpacked.zero.long(), zero)
+    assert torch.equal(unpacked.scale, scale) and unpacked.group_of_input is None
+    assert torch.equal(weight_of_unpacked(unpacked, layout), weight_of(codes, zero, scale, group_size))
+    # One scale an output is repeated for groups of any size.
+    form = Int4(group_size or 128)
+    parts = int4_parts([unpacked], layout, form)
+    assert [(part.shape, part.dtype) for part in parts] == form.parts(SIZES)
+    check_values(parts, form, codes, zero, scale, group_size)
+
+
+@pytest.mark.parametrize("group_size", [32, None])
+@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
+def test_values_are_those_of_compressed_tensors(kind, group_size):
+    codes, zero, scale = numbers(kind, *SIZES, group_size)
+    tensors = pack(kind, codes, zero, scale, group_size)
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+
+    tensors["weight_scale"] = tensors["weight_scale"].float()
+    theirs = PackedQuantizationCompressor.decompress(tensors, scheme_of(kind, group_size))["weight"]
+    layout = layout_of(config_of(kind, group_size))
+    torch.testing.assert_close(weight_of_unpacked(layout.unpack(tensors, SIZES), layout), theirs)
+
+
+def test_inputs_that_do_not_fill_the_last_group_are_padded():
+    """Of the padding the codes are 8, whose weights are no more than the offset."""
+    codes, zero, scale = numbers("gptq", 16, 328, None)
+    layout, form = layout_of(config_of("gptq", None)), Int4(64)
+    unpacked = layout.unpack(pack("gptq", codes, zero, scale, None), (16, 328))
+    parts = int4_parts([unpacked], layout, form)
+    assert [(part.shape, part.dtype) for part in parts] == form.parts((16, 328))
+    check_values(parts, form, codes, zero, scale, None)
+    x = torch.randn(3, 328).bfloat16()
+    expected = x.float() @ form.matrix(parts, (16, 328), torch.float32).T
+    torch.testing.assert_close(form.multiply(x, parts, (16, 328)).float(), expected, rtol=0.02, atol=0.02)
+
+
+def test_a_zero_of_zero_borrows_from_its_neighbour_in_the_first_version_of_gptq():
+    codes, zero, scale = numbers("gptq_v2", *SIZES, 64)
+    zero[::3] = 0
+    tensors = pack("gptq_v2", codes, zero, scale, 64)
+    # Whole words, as GPTQModel subtracts.
+    tensors["qzeros"] -= 0x11111111
+    unpacked = layout_of(config_of("gptq", 64)).unpack(tensors, SIZES)
+    assert torch.equal(unpacked.zero.long(), zero)
+
+
+def test_groups_out_of_order_are_quantized_anew():
+    """`desc_act`: int4 has no such groups. Half a step of int4's own scales is lost, once more."""
+    codes, zero, scale = numbers("gptq", *SIZES, 32)
+    tensors = pack("gptq", codes, zero, scale, 32)
+    groups = torch.randint(0, NUM_IN // 32, (NUM_IN,))
+    tensors["g_idx"] = groups.int()
+    layout, form = layout_of(config_of("gptq", 32)), Int4(32, search=False)
+    unpacked = layout.unpack(tensors, SIZES)
+    exact = (codes - zero[:, groups]) * scale.float()[:, groups]
+    assert torch.equal(weight_of_unpacked(unpacked, layout), exact)
+    parts = int4_parts([unpacked], layout, form)
+    spans = exact.view(NUM_OUT, -1, 32).aminmax(dim=2)
+    steps = (spans.max - spans.min).repeat_interleave(32, 1) / 15
+    difference = (form.matrix(parts, SIZES, torch.float32) - exact).abs()
+    assert (difference <= 0.6 * steps + 0.02 * exact.abs().amax()).all()
+
+
+def changed(kind, **fields):
+    config = config_of(kind, 32)
+    for group in config.get("config_groups", {}).values():
+        group["weights"] |= {name: fields.pop(name) for name in group["weights"] if name in fields}
+        group |= {name: fields.pop(name) for name in ("input_activations",) if name in fields}
+    return config | fields
+
+
+MIXED = {
+    "a": {"weights": {"num_bits": 8, "type": "int"}, "targets": ["Linear"]},
+    "b": config_of("symmetric", 32)["config_groups"]["group_0"],
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (changed("gptq", bits=3), "bits is 3"), (changed("gptq", bits=8), "bits is 8"),
+        (changed("gptq", group_size=16), "group_size is 16"), (changed("gptq", checkpoint_format="marlin"), "marlin"),
+        (changed("gptq", is_marlin_format=True), "is_marlin_format"),
+        (changed("gptq", dynamic={"+:.*down": {"bits": 8}}), "dynamic"),
+        (changed("awq", bits=8), "bits is 8"), (changed("awq", version="GEMV"), "GEMV"),
+        (changed("symmetric", num_bits=8), "'int', 8"), (changed("symmetric", type="float"), "'float', 4"),
+        (changed("symmetric", strategy="tensor"), "'tensor'"), (changed("symmetric", group_size=48), "48"),
+        (changed("float8", strategy="block"), "'block'"), (changed("float8", num_bits=4), "4, 'channel'"),
+        (changed("symmetric", format="nvfp4-pack-quantized"), "nvfp4"),
+        (changed("symmetric", config_groups={}), "config_groups"), (changed("symmetric", config_groups=MIXED), "a'"),
+        (changed("symmetric", input_activations={"num_bits": 8}), "input_activations"),
+    ],
+)  # fmt: skip
+def test_what_is_not_read_is_refused_by_its_name(config, says):
+    with pytest.raises(ConfigurationError, match=r"^config.json: quantization_config\.") as caught:
+        layout_of(config)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_rules_that_only_leave_layers_out_are_no_mixture():
+    assert layout_of(changed("gptq", dynamic={"-:.*gate": {}})).group_size == 32
+    assert layout_of(changed("awq", version="GEMM")).group_size == 32

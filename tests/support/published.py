@@ -1,0 +1,239 @@
+"""Linear layers as published folders pack them in 4 bits: by a format's own tool, or written out from its description.
+
+A weight is (code - zero) * scale, with codes `[out, in]`, zeros and scales `[out, groups]`.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+import llamoe
+
+from .models import stock_multimodal_config
+
+# What stands in the config.json of a folder, beside the size of groups.
+CONFIGS = {
+    "symmetric": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+    "asymmetric": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+    "gptq": {"quant_method": "gptq", "bits": 4, "desc_act": False},
+    "gptq_v2": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
+    "awq": {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True},
+}
+KINDS = tuple(CONFIGS)
+# 8 bits, as numbers of float8: their zeros are 0.
+FLOAT8 = {"float8": "channel", "float8 whole": "tensor"}
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def config_of(kind, group_size):
+    """The `quantization_config` of a folder; `group_size` None is one scale an output."""
+    if kind in FLOAT8:
+        scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": FLOAT8[kind]}
+        activations = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+        group = {"targets": ["Linear"], "weights": scheme, "input_activations": activations}
+        fields = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+        return {**fields, "config_groups": {"group_0": group}}
+    if CONFIGS[kind]["quant_method"] != "compressed-tensors":
+        return {**CONFIGS[kind], "group_size": group_size or -1}
+    scheme = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": kind == "symmetric",
+        "strategy": "group" if group_size else "channel",
+        "group_size": group_size,
+    }
+    return {**CONFIGS[kind], "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme}}}
+
+
+def numbers(kind, num_out, num_in, group_size):
+    """Codes, zeros and scales of a matrix; no two outputs or groups are alike, and every code occurs."""
+    groups = -(-num_in // group_size) if group_size else 1
+    if kind in FLOAT8:
+        codes = (100 * torch.randn(num_out, num_in)).to(torch.float8_e4m3fn).float()
+        scale = (0.2 + torch.rand(num_out if kind == "float8" else 1, 1)).bfloat16() / num_in**0.5 / 100
+        return codes, torch.zeros(num_out, 1), scale.expand(num_out, 1)
+    codes = torch.randint(0, 16, (num_out, num_in))
+    # The first version of GPTQ's format cannot say 0.
+    zero = torch.randint(1, 16, (num_out, groups))
+    if kind == "symmetric":
+        zero = torch.full_like(zero, 8)
+    return codes, zero, (0.2 + torch.rand(num_out, groups)).half() / num_in**0.5 / 8
+
+
+def weight_of(codes, zero, scale, group_size):
+    """What the numbers mean, in float32."""
+    groups = torch.arange(codes.shape[1]) // (group_size or codes.shape[1])
+    return (codes - zero[:, groups]) * scale.float()[:, groups]
+
+
+def pack(kind, codes, zero, scale, group_size):
+    """The tensors of a linear layer, by the last part of their names."""
+    if kind in FLOAT8:
+        scales = scale.contiguous() if kind == "float8" else scale[0]
+        return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale": scales}
+    if kind in ("symmetric", "asymmetric"):
+        return _by_compressed_tensors(kind, codes, zero, scale, group_size)
+    if kind == "awq":
+        tensors = {"qweight": _words(codes.T, _AWQ_ORDER), "qzeros": _words(zero.T, _AWQ_ORDER)}
+        return tensors | {"scales": scale.T.contiguous()}
+    stored = zero if kind == "gptq_v2" else zero - 1
+    groups = torch.arange(codes.shape[1]) // (group_size or codes.shape[1])
+    return {
+        "qweight": _words(codes).T.contiguous(),
+        "qzeros": _words(stored.T),
+        "scales": scale.T.contiguous(),
+        "g_idx": groups.int(),
+        # Written by AutoGPTQ for layers that have none.
+        "bias": torch.zeros(len(codes), dtype=torch.float16),
+    }
+
+
+def _words(codes, order=range(8)):
+    """Eight codes of a row in a word; the one of a number in `order` stands at its place there, lowest bits first."""
+    words = torch.zeros(len(codes), codes.shape[1] // 8, dtype=torch.int64)
+    for place, number in enumerate(order):
+        words |= codes[:, number::8] << 4 * place
+    return torch.where(words < 1 << 31, words, words - (1 << 32)).int()
+
+
+def scheme_of(kind, group_size):
+    """compressed-tensors' own object for the weights."""
+    quantization = pytest.importorskip("compressed_tensors.quantization", reason="needs compressed-tensors")
+    [group] = config_of(kind, group_size)["config_groups"].values()
+    return quantization.QuantizationScheme(**group)
+
+
+def _by_compressed_tensors(kind, codes, zero, scale, group_size):
+    scheme = scheme_of(kind, group_size)
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+
+    tensors = {
+        "weight": weight_of(codes, zero, scale, group_size),
+        "weight_scale": scale,
+        "weight_zero_point": (zero - 8).to(torch.int8),
+    }
+    return PackedQuantizationCompressor.compress(tensors, scheme)
+
+
+# Outputs are multiples of 16, inputs of 32; gate and up of an expert together fill blocks of 64 outputs, but each alone
+# does not. Sizes differ from each other.
+_SHARED = dict(
+    vocab_size=101,
+    hidden_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+_MIXTURE = dict(intermediate_size=96, num_local_experts=3)
+
+
+def _config(family, changes):
+    if family == "llama":
+        return transformers.LlamaConfig(**_SHARED | {"intermediate_size": 320} | changes)
+    fields = _SHARED | _MIXTURE | changes
+    if family == "mixtral":
+        return transformers.MixtralConfig(**fields, num_experts_per_tok=2)
+    fields |= dict(intermediate_size_mlp=320, interleave_moe_layer_step=2, attention_chunk_size=16)
+    return transformers.Llama4TextConfig(**fields) if family == "llama4" else stock_multimodal_config(fields)
+
+
+STOCK = {
+    "llama": transformers.LlamaForCausalLM,
+    "mixtral": transformers.MixtralForCausalLM,
+    "llama4": transformers.Llama4ForCausalLM,
+    "multimodal": transformers.Llama4ForConditionalGeneration,
+}
+OURS = {
+    "llama": llamoe.LlamoeDenseForCausalLM,
+    "mixtral": llamoe.LlamoeMixtralForCausalLM,
+    "llama4": llamoe.LlamoeForCausalLM,
+    "multimodal": llamoe.LlamoeForConditionalGeneration,
+}
+
+
+class Published(NamedTuple):
+    """A folder as somebody published it, and transformers' model with the weights that it means, in float32."""
+
+    path: Path
+    stock: torch.nn.Module
+    # Codes, zeros and scales of the linear layers, by the names in the folder's files.
+    numbers: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+@torch.no_grad()
+def publish(path, family, kind, group_size=32, kept=(), packs=(), spelling="stock", config=None, **fields):
+    """Write a folder with packed weights.
+
+    Args:
+        path: of the new folder.
+        family: of `STOCK`.
+        kind: of `CONFIGS`.
+        group_size: None for one scale an output.
+        kept: what is in the names of layers that stay in 16 bits, beside heads and routers.
+        packs: the last parts of the names of heads and routers that are packed, too.
+        spelling: of the names of Mixtral's experts: "stock" as in transformers 4, or "mlp".
+        config: fields of the model's configuration.
+        fields: of `quantization_config`.
+    """
+    stock = STOCK[family](_config(family, config or {})).float().eval()
+    plain, numbers_by_name = {}, {}
+    for name, weight in stock.state_dict().items():
+        weight.copy_((torch.randn_like(weight) * 0.1 + ("norm" in name)).bfloat16())
+        _choose_by_tokens(name, weight)
+        for layer, matrix in _matrices(family, spelling, name, weight):
+            is_packed = layer.endswith(packs) if packs and not _is_linear(name) else _is_linear(name)
+            if not is_packed or any(each in layer for each in kept):
+                plain[f"{layer}.weight" if layer != name else name] = matrix.bfloat16().contiguous()
+                continue
+            drawn = numbers_by_name[layer] = numbers(kind, *matrix.shape, group_size)
+            matrix.copy_(weight_of(*drawn, group_size))
+            plain |= {f"{layer}.{part}": t for part, t in pack(kind, *drawn, group_size).items()}
+    content = stock.config.to_dict() | {"dtype": "bfloat16", "architectures": [type(stock).__name__]}
+    content["quantization_config"] = config_of(kind, group_size) | fields
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(content))
+    save_file(plain, path / "model.safetensors", {"format": "pt"})
+    return Published(path, stock, numbers_by_name)
+
+
+def _choose_by_tokens(name, weight):
+    """Let embeddings and routers be such that tokens choose their experts, and no rounding changes the choice."""
+    if name.endswith("embed_tokens.weight"):
+        tokens = torch.arange(len(weight))
+        weight[tokens, tokens % 3] = 3
+        weight[tokens, (tokens + 1) % 3] = 1.5
+    elif name.endswith(("router.weight", "mlp.gate.weight")):
+        weight[:3, :3] += torch.eye(3)
+
+
+def _is_linear(name):
+    return "_proj." in name or ".experts." in name
+
+
+def _matrices(family, spelling, name, weight):
+    """The names that a stock parameter has in a published folder, without `weight`, and its matrices `[out, in]`."""
+    if spelling == "stock" and family == "mixtral":
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    if ".experts." not in name:
+        yield name.removesuffix(".weight"), weight
+        return
+    names = (
+        ("w1", "w3", "w2")
+        if family == "mixtral" and spelling == "stock"
+        else ("gate_proj", "up_proj", "down_proj")
+    )
+    path, _, stack = name.rpartition(".")
+    for number, matrix in enumerate(weight if family == "mixtral" else weight.mT):
+        halves = matrix.chunk(2) if stack == "gate_up_proj" else [matrix]
+        for part, half in zip(names[:2] if len(halves) == 2 else names[2:], halves, strict=True):
+            yield f"{path}.{number}.{part}", half
