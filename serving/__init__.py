@@ -1,4 +1,7 @@
-"""Adapters to servers: `client_errors` for `transformers serve`, and the plugin `vllm_plugin`, which vLLM imports."""
+"""Adapters to servers.
+
+Reading order: client_errors (for `transformers serve`), vllm_plugin (a plugin, which vLLM imports).
+"""
 
 from .client_errors import report_to_client
 

@@ -1,7 +1,8 @@
 """Quantized weights: linear layers and routed experts whose matrices are packed.
 
 Reading order: packed (the modules), published (folders that other programs have packed), quantizer (what transformers
-calls); for bitsandbytes, bnb_experts (the experts, and what folders hold of them) and bnb_quantizers. plain_experts
+calls); for bitsandbytes, bnb_experts (the experts, and what folders hold of them), bnb_rules (how the
+loader reads them) and bnb_quantizers. plain_experts
 warns of experts that a quantizer has left out. What the numbers are is in `formats`.
 """
 
