@@ -84,11 +84,11 @@ def test_auto_model_gives_the_base_class_of_a_head(tmp_path):
             assert_same_weights(base.state_dict(), model.model.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("case", "how"),
-    in_turn(SHALLOW_MODELS, [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]),
-    ids=named,
-)
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize(("case", "how"), in_turn(SHALLOW_MODELS, [copy.deepcopy, pickled]), ids=named)
 def test_copies_are_equal_and_independent(case, how):
     model, inputs = case.make(), case.inputs()
     expected = run(model, **inputs)

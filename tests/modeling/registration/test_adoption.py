@@ -182,20 +182,11 @@ def test_blocks_nest_and_restore_what_was_before():
         with llamoe.adopt("llama", "llama4_text"):
             assert adopted() == {"llama", "llama4_text"}
         assert adopted() == {"llama"}
+        # A block ends by an exception, too.
+        with pytest.raises(KeyError), llamoe.adopt("llama4"):
+            raise KeyError
+        assert adopted() == {"llama"}
     assert answers() == before
-
-
-def test_block_within_an_adoption_leaves_it():
-    llamoe.adopt("llama")
-    with llamoe.adopt("llama", "llama4"):
-        pass
-    assert adopted() == {"llama"}
-
-
-def test_block_ends_by_an_exception_too():
-    with pytest.raises(KeyError), llamoe.adopt("llama"):
-        raise KeyError
-    assert adopted() == set()
 
 
 def test_entries_of_others_come_back(monkeypatch):
