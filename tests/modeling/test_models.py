@@ -1,7 +1,6 @@
 """One harness for all model classes: each test runs on every class that has what it tests, made from a tiny config."""
 
 import copy
-import functools
 import pickle
 
 import pytest
@@ -20,7 +19,7 @@ from support.models import (
     run,
 )
 from support.tables import in_turn
-from transformers import AutoConfig, AutoModel, DynamicCache, StaticCache
+from transformers import AutoConfig, AutoModel, DynamicCache
 
 
 def named(value):
@@ -191,42 +190,6 @@ def test_rows_do_not_touch_each_other(case):
         alone = run(model, **case.row(inputs, row))
         assert max_abs(alone[0], together[row, pad:]) < 1e-5 * together.std()
         assert max_abs(alone[0, -1], together[row - 1, -1]) > 0.1 * together.std()
-
-
-# The cache
-
-
-@functools.cache
-def one_pass(case):
-    return run(case.make_small(), **case.inputs(), use_cache=False)
-
-
-@pytest.mark.parametrize(
-    ("case", "cache", "pieces"),
-    in_turn(
-        [case for case in MODELS if case.is_head],
-        ["dynamic", "static"],
-        [[52], [30, 20], [32, 16], [33, 1, 14], [48, 2], [47], [30]],
-        times=2,
-    ),
-    ids=named,
-)
-def test_pieces_and_single_tokens_equal_one_pass(case, pieces, cache):
-    """Prefill in pieces, then eight tokens: borders of the pieces fall before, on and behind chunk borders."""
-    model, inputs = case.make_small(), case.inputs()
-    ids, mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
-    expected = one_pass(case)
-    config = model.config.get_text_config()
-    past = DynamicCache(config=config) if cache == "dynamic" else StaticCache(config=config, max_cache_len=60)
-    parts, begin = [], 0
-    for size in pieces + [1] * min(8, LENGTH - sum(pieces)):
-        end = begin + size
-        inputs |= dict(input_ids=ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=past)
-        parts.append(run(model, **inputs))
-        begin = end
-        inputs = {}  # the pictures stand in the first piece
-    difference = (torch.cat(parts, 1) - expected[:, :end]).abs()[mask[:, :end].bool()]
-    assert difference.max() < 1e-5 * expected.std()
 
 
 # Training
