@@ -1,7 +1,5 @@
 """Heads for sequences, tokens and answers: equal to stock's where stock has them, written out where it has none."""
 
-from functools import partial
-
 import pytest
 import torch
 import transformers
@@ -9,6 +7,7 @@ from support.models import (
     LENGTH,
     SHALLOW,
     SHALLOW_VISION,
+    assert_same_weights,
     draw,
     gradient_differences,
     load_whole,
@@ -16,6 +15,7 @@ from support.models import (
     max_abs,
     multimodal_config,
     stock_dense_config,
+    stock_mixtral_config,
     stock_model,
     stock_multimodal_config,
     stock_text_config,
@@ -43,22 +43,24 @@ AUTO = {
 }
 KINDS = list(AUTO)
 for_kinds = pytest.mark.parametrize("kind", KINDS)
+FAMILIES = [*(("Dense", kind) for kind in KINDS), *(("Mixtral", kind) for kind in KINDS[:2])]
 NUM_LABELS = 5
 
 
-def ours(kind):
-    return getattr(llamoe, f"LlamoeDenseFor{kind}")
+def ours(kind, family="Dense"):
+    return getattr(llamoe, f"Llamoe{family}For{kind}")
 
 
-def stock(kind):
-    return getattr(transformers, f"LlamaFor{kind}")
+def stock(kind, family="Dense"):
+    return getattr(transformers, f"{'Llama' if family == 'Dense' else family}For{kind}")
 
 
-def pair(kind, **overrides):
+def pair(kind, family="Dense", **overrides):
     """Stock's model and ours with the same weights."""
-    config = stock_dense_config(num_labels=NUM_LABELS, **overrides)
-    reference = stock_model(stock(kind), config)
-    model = ours(kind)(config)
+    make_config = stock_dense_config if family == "Dense" else stock_mixtral_config
+    config = make_config(num_labels=NUM_LABELS, **overrides)
+    reference = stock_model(stock(kind, family), config)
+    model = ours(kind, family)(llamoe.from_stock(config))
     model.load_state_dict(reference.state_dict())
     return reference, model.eval()
 
@@ -94,13 +96,13 @@ def assert_outputs_agree(given, expected, mask, tolerance=2e-5):
             assert max_abs(mine, theirs) < tolerance * theirs.std(correction=0).clamp(min=1), name
 
 
-# The dense family against stock
+# The families that stock has heads for
 
 
-@for_kinds
+@pytest.mark.parametrize(("family", "kind"), FAMILIES)
 @pytest.mark.parametrize("padding", ["none", "both"])
-def test_dense_heads_equal_stock(kind, padding, record_parity):
-    reference, model = pair(kind)
+def test_heads_equal_stock(family, kind, padding, record_parity):
+    reference, model = pair(kind, family)
     inputs = rows(padding)
     with torch.no_grad():
         expected, given = (m(**inputs, **targets(kind)) for m in (reference, model))
@@ -109,7 +111,8 @@ def test_dense_heads_equal_stock(kind, padding, record_parity):
         if name in expected:
             mine, theirs = (real(name, each[name], inputs["attention_mask"]) for each in (given, expected))
             assert 0.3 < theirs.std() < 3
-            record_parity(ours(kind).__name__, stock(kind).__name__, "float32", max_abs(mine, theirs))
+            names = ours(kind, family).__name__, stock(kind, family).__name__
+            record_parity(*names, "float32", max_abs(mine, theirs))
 
 
 @for_kinds
@@ -142,21 +145,21 @@ def test_embeddings_tuples_and_hidden_states_equal_stock(kind):
             assert max_abs(given, model(long).logits) < 2e-5
 
 
-@pytest.mark.parametrize(("kind", "max_shard_size"), in_turn(KINDS, ["5GB", "40KB"]))
-def test_folders_go_both_ways(kind, max_shard_size, tmp_path):
-    reference, _ = pair(kind, num_hidden_layers=2)
+@pytest.mark.parametrize(("heads", "max_shard_size"), in_turn(FAMILIES, ["5GB", "40KB"]))
+def test_folders_go_both_ways(heads, max_shard_size, tmp_path):
+    family, kind = heads
+    reference, _ = pair(kind, family, num_hidden_layers=2)
     reference.save_pretrained(tmp_path / "stock", max_shard_size=max_shard_size)
-    model = load_whole(ours(kind), tmp_path / "stock")
+    model = load_whole(ours(kind, family), tmp_path / "stock")
     assert model.num_labels == NUM_LABELS if kind != "QuestionAnswering" else True
     model.save_pretrained(tmp_path / "ours", max_shard_size=max_shard_size)
     again = load_whole(AUTO[kind], tmp_path / "ours")
-    assert type(again) is ours(kind)
+    assert type(again) is ours(kind, family)
     model.save_pretrained(tmp_path / "back", layout="stock")
     back = load_whole(AUTO[kind], tmp_path / "back")
-    assert type(back) is stock(kind)
-    assert back.state_dict().keys() == model.state_dict().keys() == reference.state_dict().keys()
+    assert type(back) is stock(kind, family)
     for other in (model, again, back):
-        assert all(torch.equal(a, b) for a, b in zip(other.parameters(), reference.parameters(), strict=True))
+        assert_same_weights(other.state_dict(), reference.state_dict())
     assert back.config.id2label == reference.config.id2label
 
 
@@ -191,9 +194,7 @@ def test_head_over_other_folders_finds_the_model(kind, source, tmp_path):
     model, info = ours(kind).from_pretrained(tmp_path, output_loading_info=True, num_labels=3)
     head = {key for key in model.state_dict() if key.startswith(("score", "qa_outputs"))}
     assert info["missing_keys"] == (set() if kind == "QuestionAnswering" and source == "answers" else head)
-    expected = dict(reference.base_model.state_dict())
-    found = model.base_model.state_dict()
-    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+    assert_same_weights(model.base_model.state_dict(), reference.base_model.state_dict())
     if kind != "QuestionAnswering":
         assert model.num_labels == 3 and len(model.score.weight) == 3
 
@@ -204,8 +205,7 @@ def test_other_classes_find_the_model_in_heads_folders(kind, name, tmp_path):
     reference.save_pretrained(tmp_path)
     model, info = getattr(llamoe, name).from_pretrained(tmp_path, output_loading_info=True)
     assert {key for key in info["missing_keys"] if "lm_head" not in key} == set()
-    found, expected = model.base_model.state_dict(), reference.base_model.state_dict()
-    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+    assert_same_weights(model.base_model.state_dict(), reference.base_model.state_dict())
 
 
 def test_another_number_of_labels(tmp_path):
@@ -214,8 +214,7 @@ def test_another_number_of_labels(tmp_path):
     load = partial(llamoe.LlamoeDenseForSequenceClassification.from_pretrained, tmp_path, num_labels=3)
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         load()
-    model = load(ignore_mismatched_sizes=True)
-    assert model.score.weight.shape == (3, 72)
+    assert load(ignore_mismatched_sizes=True).score.weight.shape == (3, 72)
 
 
 # The mixture

@@ -5,7 +5,6 @@ import functools
 
 import pytest
 import torch
-import transformers
 from peft import LoraConfig, get_peft_model
 from support.models import (
     IMAGE_TOKEN,
@@ -21,31 +20,20 @@ from support.models import (
     run,
 )
 from support.tables import in_turn
-from transformers import (
-    DynamicCache,
-)
+from transformers import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-import llamoe
 from llamoe.modeling._compat import CACHE
 
 # With eight new tokens or more, a chunk border lies among them: attention_chunk_size is 16 in the tiny configs.
 PROMPT = 29
 
 
-def stock_of(case, model):
-    """transformers' own model with the same weights."""
-    stock_class = getattr(transformers, case.stock_name)
-    stock = stock_class(stock_class.config_class(**llamoe.to_stock(model.config)))
-    stock.load_state_dict(model.state_dict())
-    return stock.eval()
-
-
 @functools.cache
 def pair(case):
     """A model and stock's with its weights, which tests only read."""
     model = case.make_small()
-    return model, stock_of(case, model)
+    return model, case.stock_of(model)
 
 
 def named(value):

@@ -84,16 +84,8 @@ def with_entry(**fields):
     return with_header(lambda header: header[TENSOR].update(fields))
 
 
-def without(field):
-    return with_header(lambda header: header[TENSOR].pop(field) and None)
-
-
-def moved(begin, end):
-    def change(header):
-        offsets = header[TENSOR]["data_offsets"]
-        header[TENSOR]["data_offsets"] = [offsets[0] + begin, offsets[1] + end]
-
-    return with_header(change)
+def overlapping(header):
+    header[TENSOR]["data_offsets"] = [offset - 4 for offset in header[TENSOR]["data_offsets"]]
 
 
 def integers(header):
@@ -115,19 +107,11 @@ DAMAGE = {
     "empty": lambda content: b"",
     "cut_in_header": lambda content: content[:100],
     "cut_in_data": lambda content: content[:-1000],
-    "one_byte_more": lambda content: content + b"\x00",
-    "git_lfs_pointer": lambda content: b"version https://git-lfs.github.com/spec/v1\n",
     "no_json": with_header(lambda _: b'{"a": '),
-    "list": with_header(lambda _: [1]),
-    "entry_is_number": with_header(lambda header: header.update({TENSOR: 5})),
-    "no_shape": without("shape"),
-    "unknown_dtype": with_entry(dtype="FLOAT"),
     "integer_dtype": with_entry(dtype="I32"),
     "all_integers": with_header(integers),
     "shape_product": with_entry(shape=[120, 73]),
-    "astronomic_shape": with_entry(shape=[2**40, 2**40]),
-    "overlapping": moved(-4, -4),
-    "gap": moved(4, 4),
+    "overlapping": with_header(overlapping),
 }
 # What else than the header is wrong.
 SAYS = {
@@ -174,8 +158,6 @@ def test_weights_of_another_size(files, saved):
     ("content", "says"),
     [
         (None, r"no such file.*config\.json|config\.json: no such file|no file named config\.json"),
-        ("", "not a valid JSON"),
-        ('{"model_type"', "not a valid JSON"),
         ("null", "JSON object"),
         ("5", "JSON object"),
         ('{"model_type": "gpt2"}', "'gpt2'.*'llamoe_dense'"),
@@ -187,31 +169,13 @@ def test_weights_of_another_size(files, saved):
     ids=lambda value: repr(value)[:40] if value is None or isinstance(value, str) else None,
 )
 def test_bad_config_file(content, says, saved, tmp_path, no_weights_are_read):
-    """What is no JSON is transformers' own OSError, which names the file; all else is a ValueError of ours."""
     shutil.copytree(saved / "single", tmp_path / "model")
     path = tmp_path / "model/config.json"
     path.unlink()
     if content is not None:
         path.write_text(content)
-    kind = OSError if says == "not a valid JSON" else ValueError
-    with pytest.raises(kind, match=says):
+    with pytest.raises(ValueError, match=says):
         load(tmp_path / "model")
-
-
-@pytest.mark.parametrize("what", ["no_folder", "file", "empty_folder", "no_weights"])
-def test_nothing_to_load(what, saved, tmp_path, no_weights_are_read):
-    path = tmp_path / "model"
-    if what == "file":
-        path.write_text("hello")
-    elif what != "no_folder":
-        path.mkdir()
-        if what == "no_weights":
-            shutil.copy(saved / "single/config.json", path)
-    # Whatever is no folder transformers takes for a repository's name.
-    says = "Repo id" if what in ("no_folder", "file") else "no file named|no such file"
-    with pytest.raises(OSError, match=says) as caught:
-        load(path)
-    assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["params.json", "consolidated.00.pth"])

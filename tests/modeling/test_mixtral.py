@@ -1,11 +1,10 @@
-"""What Mixtral alone has, against transformers' Mixtral: ties of the router, heads, files of experts, positions.
+"""What Mixtral alone has, against transformers' Mixtral: ties of the router, files of experts, positions.
 
-Logits, losses and gradients are in `test_parity.py`.
+Logits, losses and gradients are in `test_parity.py`, heads in `test_classification.py`.
 """
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from support.models import load_whole, max_abs, stock_mixtral_config, stock_model
 from torch.nn import functional as F
@@ -20,17 +19,10 @@ def ids(length=50, rows=2):
     return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-def padded():
-    mask = torch.ones_like(ids())
-    mask[0, :9] = 0
-    return {"input_ids": ids(), "attention_mask": mask}
-
-
-def pair(folder, stock_class=MixtralForCausalLM, **overrides):
-    stock = stock_model(stock_class, stock_mixtral_config(**overrides))
+def pair(folder, **overrides):
+    stock = stock_model(MixtralForCausalLM, stock_mixtral_config(**overrides))
     stock.save_pretrained(folder)
-    name = f"LlamoeMixtral{stock_class.__name__.removeprefix('Mixtral')}"
-    return stock, load_whole(getattr(llamoe, name), folder)
+    return stock, load_whole(LlamoeMixtralForCausalLM, folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -57,23 +49,6 @@ def test_ties_and_near_ties_go_stocks_way(dtype, monkeypatch):
         monkeypatch.setattr(F, "linear", linear)
     for mine, its in zip(ours(x.to(dtype)), stock(x.to(dtype)), strict=True):
         assert mine.dtype == its.dtype and torch.equal(mine, its)
-
-
-@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification"])
-def test_heads(head, tmp_path, record_parity):
-    stock_class = getattr(transformers, f"MixtralFor{head}")
-    stock, ours = pair(tmp_path, stock_class=stock_class, num_labels=3)
-    expected, given = stock(**padded()), ours(**padded())
-    real = padded()["attention_mask"].bool()
-    for name in [name for name in expected if "logits" in name]:
-        kept = (...,) if head == "SequenceClassification" else (real,)
-        difference = max_abs(given[name][kept], expected[name][kept])
-        record_parity(f"LlamoeMixtralFor{head}", f"MixtralFor{head}", "float32", difference)
-        assert difference <= 1e-4
-    ours.save_pretrained(tmp_path / "ours", layout="stock")
-    again = load_whole(stock_class, tmp_path / "ours")
-    for name, weight in again.state_dict().items():
-        assert torch.equal(weight, stock.state_dict()[name]), name
 
 
 @pytest.mark.parametrize("layout", ["stock", "llamoe"])

@@ -564,18 +564,6 @@ def test_image_features(pairs):
     assert max_abs(given.pooler_output, stock.multi_modal_projector(expected)) <= 1e-4
 
 
-@torch.no_grad()
-def test_embeddings_with_pixels(pairs):
-    stock, ours, _ = pairs("multimodal", "several-tiles")
-    inputs = prompt("several-tiles")
-    expected = ours(**inputs).logits
-    embedded = {key: value for key, value in inputs.items() if key != "input_ids"}
-    embedded["inputs_embeds"] = ours.get_input_embeddings()(inputs["input_ids"])
-    assert max_abs(ours(**embedded).logits, expected) == 0
-    with pytest.raises(ValueError, match="pixel_values"):
-        stock(**embedded)
-
-
 def test_only_chosen_experts_are_computed():
     """Multiplications of a mixture, counted: 13 experts and the shared one in stock, one and the shared one here."""
     sizes = dict(num_local_experts=13, num_experts_per_tok=1)

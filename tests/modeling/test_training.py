@@ -5,7 +5,6 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-import transformers
 from peft import LoraConfig, get_peft_model
 from support.models import MODELS, MULTIMODAL, draw, for_models, main_output, max_abs, run
 from support.tables import in_turn
@@ -22,10 +21,7 @@ ids = {"ids": lambda case: case.name}
 def pair(case, **text):
     """Ours and stock's model with the same weights."""
     ours = case.make_small(**text)
-    stock_class = getattr(transformers, case.stock_name)
-    stock = stock_class(stock_class.config_class(**llamoe.to_stock(ours.config)))
-    stock.load_state_dict(ours.state_dict())
-    return ours, stock.eval()
+    return ours, case.stock_of(ours)
 
 
 def rows(case, count=8, length=19, seed=2):
@@ -182,31 +178,22 @@ def test_accumulated_pieces_equal_one_batch(case, tmp_path):
         assert update > 0 and max_abs(pieces[name], parameter) < 1e-3 * update + 1e-7, name
 
 
-@pytest.mark.parametrize("case", [MIXTRAL, MULTIMODAL], **ids)
-def test_router_losses_do_not_grow_with_pieces(case, tmp_path):
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [(MIXTRAL, MIXTRAL.name), (MULTIMODAL, MULTIMODAL.name), (TEXT, "LlamoeForSequenceClassification")],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_router_losses_do_not_grow_with_pieces(case, name, tmp_path):
     """Equal pieces have the router losses of the whole; each of them would else add its own in full."""
-    example = rows(case, count=1)[0]
-    losses = []
+    example, losses = rows(case, count=1)[0], []
+    router = dict(output_router_logits=True, router_aux_loss_coef=0.7, router_z_loss_coef=0.3)
+    if "Sequence" in name:
+        example["labels"] = torch.tensor(2)
+        router["num_labels"] = 5
     for size, steps in ((4, 1), (1, 4)):
-        model = case.make_small()
-        config = model.config.get_text_config()
-        config.output_router_logits, config.router_aux_loss_coef, config.router_z_loss_coef = True, 0.7, 0.3
+        model = draw(getattr(llamoe, name), case.make_config(**router))
         options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
         losses += losses_of(trainer_of(model, tmp_path, [example] * 4, **options))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    model.config.get_text_config().output_router_logits = False
-    model.config.get_text_config().router_z_loss_coef = 0.0
-
-
-def test_classifier_losses_do_not_grow_with_pieces(tmp_path):
-    case = TEXT
-    examples = [dict(rows(case, count=1)[0], labels=torch.tensor(2))] * 4
-    losses = []
-    for size, steps in ((4, 1), (1, 4)):
-        config = case.make_config(num_labels=5, output_router_logits=True, router_aux_loss_coef=0.7)
-        model = draw(llamoe.LlamoeForSequenceClassification, config)
-        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
-        losses += losses_of(trainer_of(model, tmp_path, examples, **options))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 

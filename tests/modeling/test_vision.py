@@ -6,29 +6,16 @@ import re
 
 import pytest
 import torch
-from support.models import rounded_to_bfloat16
+from support.models import SHALLOW, VISION, rounded_to_bfloat16, stock_multimodal_config
 from support.towers import check_close, max_abs, randomize
 from torch import nn
-from transformers import Llama4Config, Llama4ForConditionalGeneration, Llama4VisionConfig, Llama4VisionModel
+from transformers import Llama4ForConditionalGeneration, Llama4VisionConfig, Llama4VisionModel
 
 from llamoe.configuration.vision import LlamoeVisionConfig
 from llamoe.modeling.layers.rotary import rotary_2d_cos_sin
 from llamoe.modeling.vision import LlamoeVisionModel, pixel_shuffle
 
-# No two sizes coincide, so that no axis can be taken for another, except those that stock wants equal: the
-# projector's, and intermediate_size and 4 * hidden_size.
-SIZES = {
-    "hidden_size": 120,
-    "num_attention_heads": 6,
-    "num_hidden_layers": 3,
-    "intermediate_size": 480,
-    "image_size": 56,
-    "patch_size": 14,
-    "projector_input_dim": 44,
-    "projector_output_dim": 44,
-    "vision_output_dim": 44,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
-}
+SIZES = VISION | {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
 TILES = 5
 
 
@@ -262,17 +249,6 @@ class TestFeatureLayer:
         distinct = [max_abs(recorded.hidden_states[layer], state) > 0.1 for state in recorded.hidden_states]
         assert distinct.count(False) == 1
 
-    def test_full_keeps_the_class_token_last(self):
-        default = our_tower(use_adapter=False)
-        full = our_tower(use_adapter=False, vision_feature_select_strategy="full")
-        with torch.no_grad():
-            patches, tokens = default(random_tiles()), full(random_tiles())
-        assert patches.last_hidden_state.shape == (TILES, 16, 120)
-        assert tokens.last_hidden_state.shape == (TILES, 17, 120)
-        assert (default.config.tokens_per_tile, full.config.tokens_per_tile) == (16, 17)
-        assert torch.equal(tokens.last_hidden_state[:, :-1], patches.last_hidden_state)
-        assert torch.equal(tokens.last_hidden_state[:, -1], patches.pooler_output)
-
 
 class TestSwitches:
     def test_adapter_widths_are_independent(self):
@@ -288,24 +264,19 @@ class TestSwitches:
             linear = without(random_tiles()).last_hidden_state
             check_close(nn.functional.gelu(linear), with_act(random_tiles()).last_hidden_state)
 
-    def test_biases(self):
-        names = set(our_tower(attention_bias=False, multi_modal_projector_bias=True).state_dict())
-        assert not {name for name in names if "self_attn" in name and name.endswith("bias")}
-        assert {"vision_adapter.mlp.fc1.bias", "vision_adapter.mlp.fc2.bias"} <= names
-
     @pytest.mark.parametrize(
-        "change",
-        [{"norm_eps": 0.5}, {"hidden_act": "quick_gelu"}, {"use_rope": False}],
-        ids=lambda change: next(iter(change)),
+        ("switches", "absent", "present"),
+        [
+            ({"attention_bias": False}, r".*self_attn.*bias", ".*fc1.bias"),
+            ({"multi_modal_projector_bias": True}, "nothing", r"vision_adapter\.mlp\.fc[12]\.bias"),
+            ({"use_pre_layernorm": False}, "layernorm_pre", "layernorm_post"),
+            ({"use_post_layernorm": False}, "layernorm_post", "layernorm_pre"),
+        ],
     )
-    def test_field_is_honoured(self, change):
-        with torch.no_grad():
-            plain, changed = our_tower()(random_tiles()), our_tower(**change)(random_tiles())
-        assert max_abs(plain.last_hidden_state, changed.last_hidden_state) > 1e-3
-
-    def test_norms_can_be_left_out(self):
-        names = set(our_tower(use_pre_layernorm=False, use_post_layernorm=False).state_dict())
-        assert not {name for name in names if name.startswith(("layernorm_pre", "layernorm_post"))}
+    def test_biases_and_norms_can_be_left_out(self, switches, absent, present):
+        names = our_tower(**switches).state_dict()
+        assert not [name for name in names if re.match(absent, name)]
+        assert [name for name in names if re.match(present, name)]
 
     def test_quick_gelu_leaves_the_adapter_alone(self):
         outputs = []
@@ -358,17 +329,7 @@ class TestModelContract:
         assert torch.equal(loaded.class_embedding, model.class_embedding)
 
     def test_loads_its_part_of_a_stock_multimodal_folder(self, tmp_path):
-        text = {
-            "hidden_size": 32,
-            "intermediate_size": 24,
-            "intermediate_size_mlp": 48,
-            "num_hidden_layers": 1,
-        }
-        text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 99}
-        text |= {"num_local_experts": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-        stock = Llama4ForConditionalGeneration(
-            Llama4Config(vision_config=SIZES, text_config=text, image_token_index=3)
-        )
+        stock = Llama4ForConditionalGeneration(stock_multimodal_config(SHALLOW, SIZES))
         randomize(stock.vision_model)
         stock.save_pretrained(tmp_path)
         model, report = LlamoeVisionModel.from_pretrained(tmp_path, output_loading_info=True)

@@ -4,14 +4,12 @@ The kernels run for real, whole or spoilt on purpose: their source with one line
 for a device that may use kernels.
 """
 
-import importlib.util
 import os
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from support import triton_interpreter  # noqa: F401
+from support import triton_interpreter
 from support.mixtures import forced
 from support.models import MODELS, make_asymmetric, max_abs, stock_text_config
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -19,7 +17,7 @@ from transformers import CompileConfig
 
 import llamoe
 from llamoe.modeling.formats import has_gpu_kernel
-from llamoe.modeling.kernels import packed_rows, packed_rows_triton
+from llamoe.modeling.kernels import packed_rows
 from llamoe.modeling.moe import check_kernels, products
 from llamoe.modeling.moe import experts as moe_experts
 from llamoe.modeling.moe.experts import Experts
@@ -28,7 +26,6 @@ from llamoe.modeling.moe.products import plain_stack
 assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels would need a GPU"
 
 SIZES = dict(num_local_experts=3, hidden_size=40, intermediate_size=24)
-SOURCE = Path(packed_rows_triton.__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -118,18 +115,6 @@ SPOILT = {
 }
 
 
-def spoil(monkeypatch, folder, old, new):
-    """Put kernels from a changed source in the place of ours."""
-    text = SOURCE.read_text()
-    assert text.count(old) == 1
-    file = folder / "spoilt.py"
-    file.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location("spoilt", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(packed_rows_triton, "product_kernel", module.product_kernel)
-
-
 # Right kernels
 
 
@@ -153,7 +138,7 @@ def test_what_weights_hold_condemns_no_kernel(value):
 
 @pytest.mark.parametrize("how", SPOILT)
 def test_spoilt_kernels_are_found(how, monkeypatch, tmp_path):
-    spoil(monkeypatch, tmp_path, *SPOILT[how])
+    triton_interpreter.spoil(monkeypatch, tmp_path, *SPOILT[how])
     difference = find_difference(*stacks())
     expected = "no such M" if how == "does not compile" else "numbers are wrong"
     assert re.search(f"^with \\d+ rows .*{expected}", difference), difference
@@ -180,7 +165,7 @@ def test_first_use_checks_once(on_a_gpu, launches):
 @pytest.mark.parametrize("how", ["last inner column", "does not compile"])
 def test_a_spoilt_kernel_is_not_used_and_said_once(how, on_a_gpu, caplog, monkeypatch, tmp_path):
     """Forced it is launched all the same."""
-    spoil(monkeypatch, tmp_path, *SPOILT[how])
+    triton_interpreter.spoil(monkeypatch, tmp_path, *SPOILT[how])
     experts = make_experts()
     inputs = rows(experts, 5)
     for _ in range(3):

@@ -147,19 +147,6 @@ def test_rows_of_no_expert_are_zero(dtype):
     check(given, x, gate_up, down, ids)
 
 
-def test_nothing_but_the_hit_experts_is_read():
-    """Experts without a row, what lies between rows and behind them, hold no numbers."""
-    x, gate_up, down, ids = draw(6, 7)
-    ids[ids == 3] = 2
-    gate_up[3], down[3] = float("nan"), float("inf")
-    storage = torch.full((9, 60), float("nan"))
-    storage[:6, :52] = x
-    all_ids = torch.full((9,), 3)
-    all_ids[:6] = ids
-    given = by_kernels(storage[:6, :52], gate_up, down, all_ids[:6])
-    check(given, x, gate_up[:], down, ids)
-
-
 def test_strides_of_every_kind():
     """Slices of larger weights, output-first weights, every other id."""
     x, gate_up, down, ids = draw(9, 4)

@@ -4,14 +4,11 @@ Truth is float64: of int4 the layout written out here.
 """
 
 import contextlib
-import importlib.util
 import os
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from support import triton_interpreter  # noqa: F401
+from support import triton_interpreter
 from support.mixtures import forced
 from support.models import make_asymmetric, stock_mixtral_config, stock_text_config
 
@@ -427,14 +424,7 @@ SPOILT = {
 @pytest.mark.parametrize("name", SPOILT)
 def test_a_wrong_kernel_is_found_and_not_used(name, on_a_gpu, tmp_path, monkeypatch, caplog):
     old, new, only_gradients = SPOILT[name]
-    text = Path(packed_rows_triton.__file__).read_text()
-    assert text.count(old) == 1
-    file = tmp_path / "spoilt.py"
-    file.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location("spoilt", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(packed_rows_triton, "product_kernel", module.product_kernel)
+    triton_interpreter.spoil(monkeypatch, tmp_path, old, new)
     packed, plain = make_experts("int4")
     x, ids, scores = rows_for(6, 1)
     with torch.set_grad_enabled(only_gradients):
@@ -445,32 +435,8 @@ def test_a_wrong_kernel_is_found_and_not_used(name, on_a_gpu, tmp_path, monkeypa
     [*_, record] = [each for each in caplog.records if each.levelname == "WARNING"]
     assert "does not use its Triton kernel for int4:32" in record.message
     if only_gradients:
-        assert kernels_of_products_are_right(packed)
-
-
-def kernels_of_products_are_right(packed):
-    known = {name: failure for (name, _, _), failure in packed_rows._FAILURES.items()}
-    return not any(failure for name, failure in known.items() if "transposed" not in name)
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    {
-        "Turing": (dict(get_device_capability=lambda device: (7, 5)), "compute capability 7.5.*NF4.*float16"),
-        "no Triton": (dict(), "Triton is not installed"),
-    }.values(),
-    ids=["Turing", "no Triton"],
-)
-def test_what_has_no_kernel_is_said(change, sentence, on_a_gpu, monkeypatch):
-    packed, _ = make_experts("int4")
-    monkeypatch.setattr(torch.version, "hip", None)
-    for name, value in (change or dict(get_device_capability=lambda device: (9, 0))).items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(format, "may_have_gpu_kernel", lambda device: device.type == "cuda")
-    if not change:
-        monkeypatch.setattr(packed_rows, "_HAS_TRITON", False)
-    reason = partial(why_no_kernel, Int4(32), BF16, torch.device("cuda"))
-    assert __import__("re").search(sentence, reason())
+        known = {name: failure for (name, _, _), failure in packed_rows._FAILURES.items()}
+        assert not any(failure for name, failure in known.items() if "transposed" not in name)
 
 
 def test_formats_without_a_kernel():

@@ -155,11 +155,9 @@ def test_a_file_of_mistrals_may_leave_out_its_defaults():
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"sliding_window": 0}, "sliding_window"),
         ({"sliding_window": 2**70}, "sliding_window"),
         ({"sliding_window": 2.5}, "sliding_window"),
         ({"sliding_window": 4, "layer_types": ["sliding_attention"]}, "layer_types.*num_hidden_layers"),
-        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window"),
         ({"layer_types": ["chunked_attention"] * 2}, "layer_types"),
     ],
 )

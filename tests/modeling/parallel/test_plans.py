@@ -147,9 +147,11 @@ def launch_arguments(name):
     return load_config_from_file(path), _validate_launch_command(arguments)[0]
 
 
-def test_the_file_for_one_gpu_is_plain():
-    config, arguments = launch_arguments("1gpu")
-    assert (config.num_processes, config.mixed_precision) == (1, "bf16")
+@pytest.mark.parametrize(("name", "count", "precision"), [("1gpu", 1, "bf16"), ("2gpu_ddp", 2, "bf16")])
+def test_the_files_without_shards_are_plain(name, count, precision):
+    config, arguments = launch_arguments(name)
+    assert (config.num_processes, config.mixed_precision) == (count, precision)
+    assert bool(arguments.multi_gpu) == (count > 1)
     assert not arguments.use_fsdp and not arguments.use_deepspeed
 
 
@@ -164,11 +166,6 @@ def test_the_files_for_several_gpus_ask_for_fsdp2(count):
     assert variables["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
     # Left out, so that accelerate takes each model's own `_no_split_modules`.
     assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in variables
-
-
-def test_the_file_for_data_parallelism_is_plain():
-    config, arguments = launch_arguments("2gpu_ddp")
-    assert (config.num_processes, arguments.multi_gpu, arguments.use_fsdp) == (2, True, False)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("8gpu_context", "CP"), ("8gpu_sequence", "SP")])

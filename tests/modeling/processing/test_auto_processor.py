@@ -51,22 +51,17 @@ def test_our_processor_for_folders_of_ours(folders):
 
 def test_stocks_for_folders_of_stock_unless_adopted(folders):
     assert found(folders / "stock") is found(folders / "alone") is Llama4Processor
-    with llamoe.adopt("llama4"):
-        assert found(folders / "stock") is llamoe.LlamoeProcessor
-        assert found(folders / "alone") is Llama4Processor
-        with llamoe.adopt("llama"):
-            assert found(folders / "stock") is llamoe.LlamoeProcessor
-    assert found(folders / "stock") is Llama4Processor
-    for names in (("llama",), ("llama4_text",)):
+    for names, given in (
+        (["llama4"], llamoe.LlamoeProcessor),
+        ([], llamoe.LlamoeProcessor),
+        (["llama"], Llama4Processor),
+        (["llama4_text"], Llama4Processor),
+    ):
         with llamoe.adopt(*names):
-            assert found(folders / "stock") is Llama4Processor
-    llamoe.adopt()
-    try:
-        assert found(folders / "stock") is llamoe.LlamoeProcessor
-    finally:
-        llamoe.release()
-    assert found(folders / "stock") is Llama4Processor
-    assert found(folders / "ours") is llamoe.LlamoeProcessor
+            assert found(folders / "stock") is given and found(folders / "alone") is Llama4Processor
+            with llamoe.adopt("llama"):
+                assert found(folders / "stock") is given
+        assert found(folders / "stock") is Llama4Processor
 
 
 def test_settings_of_the_folder_and_of_the_call_arrive(folders):

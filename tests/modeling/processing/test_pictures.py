@@ -241,20 +241,15 @@ TEMPLATE = (
 )
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "photo.jpg", "photo.webp", "fine_grey.png"])
+@pytest.mark.parametrize("kind", ["photo.jpg", "fine_grey.png"])
 def test_a_chat_reads_what_read_picture_reads(kind, processor, tmp_path):
     path = tmp_path / kind
-    if kind.startswith("photo"):
-        exif = Image.Exif()
-        exif[ORIENTATION] = 6
-        path.write_bytes(
-            encode(drawn("RGB"), "JPEG" if kind.endswith("jpg") else "WEBP", exif=exif.tobytes())
-        )
-    elif kind == "fine_grey.png":
+    if kind == "fine_grey.png":
         Image.fromarray((np.arange(40 * 60).reshape(40, 60) * 27).astype(np.uint16)).save(path)
     else:
-        mode, file_format, options = KINDS[kind]
-        path.write_bytes(encode(drawn(mode), file_format, **options))
+        exif = Image.Exif()
+        exif[ORIENTATION] = 6
+        path.write_bytes(encode(drawn("RGB"), "JPEG", exif=exif.tobytes()))
     expected = pixel_values(processor, chat(image=llamoe.read_picture(path)))
     encoded = base64.encodebytes(path.read_bytes()).decode()
     for picture in (
@@ -281,9 +276,3 @@ def test_what_a_chat_names_wrongly(processor, tmp_path):
     for given, message in cases.items():
         with pytest.raises(PictureError, match=message):
             pixel_values(processor, chat(url=given))
-
-
-@pytest.mark.parametrize("images", [[None], [Image.new("RGB", (30, 40)), 5], [{}]])
-def test_what_is_no_picture(images, processor):
-    with pytest.raises(PictureError, match="is not a picture; expected"):
-        processor(images=images, text=processor.fake_image_token * len(images))

@@ -47,12 +47,10 @@ def test_pixels_are_float32_with_stocks_numbers(processors):
 
 def test_pixels_as_arrays_and_as_lists(processors):
     """Without `return_tensors` TRL's GRPO makes an array of what it is given, and the model takes it."""
-    ours, stock = processors
+    ours, _ = processors
     expected = ours(text=TEXTS, images=PICTURES, padding=True, return_tensors="pt")["pixel_values"]
     array = ours(text=TEXTS, images=PICTURES, padding=True, return_tensors="np")["pixel_values"]
     assert array.dtype == np.float32 and np.array_equal(array, expected.numpy())
-    with pytest.raises((TypeError, ValueError)):  # "Got unsupported ScalarType BFloat16"
-        stock(text=TEXTS, images=PICTURES, padding=True, return_tensors="np")
     listed = ours(text=TEXTS, images=PICTURES)
     assert isinstance(listed["pixel_values"], list) and isinstance(listed["input_ids"][0], list)
     assert torch.equal(torch.tensor(np.array(listed["pixel_values"])), expected)
@@ -70,12 +68,6 @@ def test_what_is_asked_for_of_pixels_stays(do_rescale, do_normalize, processors)
     )
     assert ours.dtype is (torch.float32 if stock.dtype is torch.bfloat16 else stock.dtype)
     assert torch.equal(ours, stock.to(ours.dtype))
-
-
-def test_dtypes_that_are_chosen_afterwards_stay(processors, tiny):
-    ours = processors[0](text="<|image|>", images=PICTURES[0], return_tensors="pt")
-    assert ours.to(dtype=torch.bfloat16)["pixel_values"].dtype is torch.bfloat16
-    assert ours["input_ids"].dtype is torch.int64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,7 +7,14 @@ import pytest
 import torch
 import transformers
 from support import programs
-from support.models import make_asymmetric, max_abs, stock_dense_config, stock_model, stock_multimodal_config
+from support.models import (
+    assert_same_weights,
+    make_asymmetric,
+    max_abs,
+    stock_dense_config,
+    stock_model,
+    stock_multimodal_config,
+)
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -182,20 +189,11 @@ def test_blocks_nest_and_restore_what_was_before():
         with llamoe.adopt("llama", "llama4_text"):
             assert adopted() == {"llama", "llama4_text"}
         assert adopted() == {"llama"}
+        # A block ends by an exception, too.
+        with pytest.raises(KeyError), llamoe.adopt("llama4"):
+            raise KeyError
+        assert adopted() == {"llama"}
     assert answers() == before
-
-
-def test_block_within_an_adoption_leaves_it():
-    llamoe.adopt("llama")
-    with llamoe.adopt("llama", "llama4"):
-        pass
-    assert adopted() == {"llama"}
-
-
-def test_block_ends_by_an_exception_too():
-    with pytest.raises(KeyError), llamoe.adopt("llama"):
-        raise KeyError
-    assert adopted() == set()
 
 
 def test_entries_of_others_come_back(monkeypatch):
@@ -326,8 +324,7 @@ def test_parts_of_a_stock_multimodal_folder(auto, name, part, folders):
     expected = whole.get_submodule(part) if part != "model" else whole.model
     assert type(model) is type(expected) is getattr(llamoe, name)
     assert type(model.config) is model.config_class
-    mine, theirs = model.state_dict(), expected.state_dict()
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+    assert_same_weights(model.state_dict(), expected.state_dict())
 
 
 def test_config_stays_stock_and_its_object_as_it_was(folders):

@@ -95,11 +95,6 @@ def test_folder_says_how_it_is_loaded(name, make_config, auto, tmp_path):
     assert [path.name for path in tmp_path.glob("*.py")] == [MODULE]
 
 
-def test_sharded_save_has_it_too(tmp_path):
-    make("LlamoeForCausalLM", text_config).save_pretrained(tmp_path, max_shard_size="40KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1 and MODULE in files(tmp_path)
-
-
 def test_stock_layout_has_none_and_takes_ours_away(tmp_path):
     model = make("LlamoeDenseForCausalLM", dense_config)
     model.save_pretrained(tmp_path)
