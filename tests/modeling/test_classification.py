@@ -1,5 +1,7 @@
 """Heads for sequences, tokens and answers: equal to stock's where stock has them, written out where it has none."""
 
+from functools import partial
+
 import pytest
 import torch
 import transformers
