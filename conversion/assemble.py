@@ -143,7 +143,7 @@ def _open_tower(vision: str | Path, model: str | None) -> Checkpoint:
 
 
 def _with_adapter(tower: Checkpoint, hidden_size: int) -> Checkpoint:
-    """The tower with an adapter in its configuration, without the projection, which a decoder does not use.
+    """Add an adapter to a tower's configuration, and drop the projection, which a decoder does not use.
 
     A new adapter has the decoder's width, and merges two by two patches, as Llama 4's.
     """
@@ -248,7 +248,7 @@ def _lengthen(matrix: LazyTensor, known: int, rows: int) -> LazyTensor:
 
 
 def _pixels(tower: Checkpoint) -> tuple[list[float], list[float], int, str]:
-    """Mean, standard deviation and resampling filter that the tower's pixels need, and a note on their source."""
+    """Choose mean, deviation and resampling filter of the tower's pixels, with a note on their source."""
     processor = read_processor(tower)
     if processor is not None:
         mean, std = normalization(processor)

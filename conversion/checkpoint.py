@@ -85,7 +85,7 @@ class Report:
     parts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """Titles with rows of a label and a text, for printing. GB are 10^9 bytes."""
+        """List titles with rows of a label and a text, for printing. GB are 10^9 bytes."""
         size = self.bytes / 1e9
         rows = [
             ("source", f"{self.source} ({self.kind})"),
@@ -136,13 +136,13 @@ def carry_out(plan: Plan, checkpoint: Checkpoint, target: Path, to: str, options
 
 
 def identify(checkpoint: Checkpoint) -> list[list[Any]]:
-    """Name, size, time and inode of each of the source's weight files; a changed source cannot resume a conversion."""
+    """List name, size, time and inode of the source's weight files; a changed source cannot resume a conversion."""
     # Without the device, which may have another number after a restart.
     return [[str(path.absolute()), *stamp_of(path.stat())[:3]] for path in checkpoint.sources]
 
 
 def main_dtype(tensors: Mapping[str, LazyTensor]) -> torch.dtype:
-    """The dtype that most elements have."""
+    """Return the dtype that most elements have."""
     counts = Counter()
     for tensor in tensors.values():
         counts[tensor.dtype] += tensor.numel
@@ -150,7 +150,7 @@ def main_dtype(tensors: Mapping[str, LazyTensor]) -> torch.dtype:
 
 
 def take_part(whole: Checkpoint, part: str, reason: str) -> Checkpoint:
-    """The decoder ("text_config") or the tower ("vision_config") of a multimodal checkpoint.
+    """Take the decoder ("text_config") or the tower ("vision_config") of a multimodal checkpoint.
 
     The other tensors are dropped for the reason.
     """
@@ -203,7 +203,7 @@ def check_model(
             )
         if tensor.shape != expected[name]:
             raise CheckpointError(
-                f"{tensor.origin}: gives {name} of shape {list(tensor.shape)}, but the configuration asks for "
+                f"{tensor.origin}: gives {name} of shape {list(tensor.shape)}, but the configuration has "
                 f"{list(expected[name])}. {advice}"
             )
         check_plain(tensor)
@@ -223,7 +223,7 @@ def check_plain(tensor: LazyTensor) -> None:
 
 
 def tied_head(config: LlamoeBaseConfig) -> dict[str, str]:
-    """Key of the output head to key of the embedding where the configuration ties them; else empty."""
+    """Map the key of the output head to that of the embedding where the configuration ties them; else empty."""
     # A tower has no such field.
     if not getattr(config.get_text_config(), "tie_word_embeddings", False):
         return {}

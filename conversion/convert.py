@@ -80,7 +80,7 @@ def convert(
     if rope_scaling is not None:
         checkpoint.config = _scale_rope(checkpoint.config, rope_scaling, str(source))
         scaled = checkpoint.config.get_text_config().rope_parameters
-        checkpoint.notes.append(f"rope_parameters are what rope_scaling asks for: {scaled}")
+        checkpoint.notes.append(f"rope_parameters are those of rope_scaling: {scaled}")
     if checksums:
         check_sums(checkpoint.sources)
     if to == "meta":
@@ -89,7 +89,7 @@ def convert(
 
 
 def _scale_rope(config: LlamoeBaseConfig, scaling: str | Mapping[str, Any], source: str) -> LlamoeBaseConfig:
-    """A copy of a configuration with another rotary scaling."""
+    """Copy a configuration with another rotary scaling."""
     if isinstance(config, LlamoeVisionConfig):
         raise ValueError(f"rope_scaling = {scaling!r}: {source} is a vision tower, which scales no rotation.")
     given = dict(_parse_scaling(scaling) if isinstance(scaling, str) else scaling)
@@ -112,7 +112,7 @@ def _scale_rope(config: LlamoeBaseConfig, scaling: str | Mapping[str, Any], sour
 
 
 def _parse_scaling(text: str) -> dict[str, Any]:
-    """A scaling in JSON, or as names and values: `rope_type=linear,factor=2`."""
+    """Parse a scaling in JSON, or as names and values: `rope_type=linear,factor=2`."""
     try:
         if text.lstrip().startswith("{"):
             return json.loads(text)

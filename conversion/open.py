@@ -47,8 +47,8 @@ def open_checkpoint(
     if (path / "config.json").is_file():
         return open_hf(path, companions=companions)
     raise CheckpointError(
-        f"{path}: is not a checkpoint that is known here: neither params.json with consolidated.00.pth (Meta) or "
-        "consolidated.safetensors (Mistral AI), nor config.json (Hugging Face), nor open_clip_model.safetensors."
+        f"{path}: unrecognised checkpoint format; expected one of: params.json with consolidated.00.pth (Meta) or "
+        "consolidated.safetensors (Mistral AI), config.json (Hugging Face), open_clip_model.safetensors."
     )
 
 
@@ -78,7 +78,7 @@ def open_source(
 
 
 def family_of(config: LlamoeBaseConfig) -> str:
-    """The sort of model that a configuration describes, in words."""
+    """Name the kind of model that a configuration describes."""
     if isinstance(config, LlamoeDenseConfig):
         return "LLaMA 1, 2, 3 or Mistral (dense decoder)"
     if isinstance(config, LlamoeMixtralConfig):

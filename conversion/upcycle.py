@@ -183,7 +183,7 @@ class Mixture:
 
 
 def as_text_model(dense: Checkpoint, mixture: Mixture | None = None) -> Checkpoint:
-    """A dense LLaMA as a decoder of Llama 4's family that computes the same function, with mixture layers if given.
+    """Make a dense LLaMA a decoder of Llama 4's family with the same function, with mixture layers if given.
 
     In the result every layer rotates; none is chunked, none norms or scales queries.
     """
@@ -213,7 +213,7 @@ def as_text_model(dense: Checkpoint, mixture: Mixture | None = None) -> Checkpoi
 
 
 def as_mixtral(dense: Checkpoint, mixture: Mixture) -> Checkpoint:
-    """A dense LLaMA, with or without a window, as a decoder of Mixtral's family that computes the same function."""
+    """Make a dense LLaMA, with or without a window, a decoder of Mixtral's family with the same function."""
     config = dense.config
     if mixture.interleave != 1:
         raise ValueError(
@@ -235,7 +235,7 @@ def as_mixtral(dense: Checkpoint, mixture: Mixture) -> Checkpoint:
 
 
 def _fields_of(dense: Checkpoint, config_class: type[MixtureConfig]) -> dict[str, Any]:
-    """The fields of a dense configuration that another class has, too."""
+    """Copy the fields of a dense configuration that another class has, too."""
     config = dense.config
     known = {field.name for field in fields(config_class)}
     return {
@@ -246,7 +246,7 @@ def _fields_of(dense: Checkpoint, config_class: type[MixtureConfig]) -> dict[str
 
 
 def _under(config: MixtureConfig, dense: Checkpoint, mixture: Mixture | None) -> Checkpoint:
-    """The dense tensors under the keys and in the order of another configuration, with its mixture layers."""
+    """Rename and reorder the dense tensors for another configuration, with its mixture layers."""
     tensors = {}
     for key, tensor in dense.tensors.items():
         match = _LAYER.fullmatch(key)
@@ -273,7 +273,7 @@ def _rename(rest: str, is_moe: bool, config: MixtureConfig) -> str:
 
 
 def _reorder(rest: str, tensor: LazyTensor, config: MixtureConfig) -> LazyTensor:
-    """Reorder rows of q and k, weights and biases, to the order of pairs that a configuration asks for."""
+    """Reorder rows of q and k, weights and biases, to the order of pairs of a configuration."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     place, _, name = rest.rpartition(".")[0].rpartition(".")
     if place != "self_attn" or name not in heads:

@@ -62,7 +62,7 @@ def normalization(processor: Mapping[str, Any]) -> tuple[list[float], list[float
 
 
 def with_image_size(processor: Mapping[str, Any], before: int, after: int) -> dict[str, Any]:
-    """The settings for another side in pixels; a resize larger than the crop keeps its ratio to the crop."""
+    """Adapt the settings to another side in pixels; a resize larger than the crop keeps its ratio to the crop."""
     size = {
         name: value if not isinstance(value, int) else max(after, round(value * after / before))
         for name, value in _size(processor).items()

@@ -16,7 +16,7 @@ _DEFAULTS = {"pool_type": "tok", "final_ln_after_pool": False, "pos_embed_type":
 
 
 def side_of(value: Any, name: str, where: object) -> Any:
-    """One side of a square, which may be given as a pair."""
+    """Return the side of a square, which may be given as a pair."""
     sides = list(value) if isinstance(value, (list, tuple)) else [value]
     if any(side != sides[0] for side in sides):
         raise CheckpointError(f"{where}: {name} is {value}; pictures and patches must be square.")
@@ -60,7 +60,7 @@ def read_model_cfg(model: Mapping[str, Any], where: object) -> dict[str, Any]:
 
 
 def architecture(name: str) -> dict[str, Any]:
-    """The `model_cfg` of one of open_clip's architectures, such as "ViT-L-14-quickgelu"; no name on a hub is one."""
+    """Look up the `model_cfg` of an architecture of open_clip, such as "ViT-L-14-quickgelu"."""
     import open_clip
 
     if name not in open_clip.list_models():

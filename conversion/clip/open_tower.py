@@ -40,7 +40,7 @@ _LICENCES = ("LICENSE", "NOTICE", "USE_POLICY")
 
 
 def tower_kind(path: str | Path) -> str | None:
-    """The kind of vision tower in a folder or weight file; None if there is none.
+    """Return the kind of vision tower in a folder or weight file; None if there is none.
 
     It is "open_clip", "clip" (of transformers), or "hf" (ours or Llama 4's, alone or in a multimodal model).
     """
@@ -165,7 +165,7 @@ def _checkpoint(
     processor: Mapping[str, Any] | None,
     where: object,
 ) -> Checkpoint:
-    """A tower without adapter; `where` is named if the fields make no configuration."""
+    """Make a tower without adapter; `where` is named if the fields make no configuration."""
     try:
         config = LlamoeVisionConfig(
             **fields,
@@ -182,7 +182,7 @@ def _checkpoint(
 
 
 def _companions(path: Path, processor: Mapping[str, Any] | None) -> dict[str, bytes]:
-    """The licence files of a folder, and the settings of its image processor."""
+    """Collect the licence files of a folder and the settings of its image processor."""
     found = read_companions(path) if path.is_dir() else {}
     kept = {name: content for name, content in found.items() if name.startswith(_LICENCES)}
     return kept if processor is None else {**kept, PROCESSOR: to_json(processor)}
@@ -198,7 +198,7 @@ def _open_ours(path: Path) -> Checkpoint:
 
 
 def _read_processor(folder: Path) -> dict[str, Any] | None:
-    """Settings of a folder's image processor, from its own file or from the model's processor."""
+    """Read the settings of a folder's image processor, from its own file or from the model's processor."""
     if (folder / PROCESSOR).is_file():
         return read_json(folder / PROCESSOR)
     whole = folder / "processor_config.json"

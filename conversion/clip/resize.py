@@ -51,7 +51,7 @@ def resize_positions(positions: LazyTensor, grid: int) -> LazyTensor:
 
 
 def resize(checkpoint: Checkpoint, image_size: int) -> Checkpoint:
-    """A tower for pictures of another size in pixels: positions resized (see `resize_positions`), processor adapted.
+    """Resize a tower for pictures of another size in pixels: its positions and its processor.
 
     Raises:
         ValueError: the size is not a multiple of the patch size, or the grid does not fit the tower's adapter.
@@ -75,6 +75,6 @@ def resize(checkpoint: Checkpoint, image_size: int) -> Checkpoint:
 
 
 def read_processor(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """The content of preprocessor_config.json; None where there is none."""
+    """Read preprocessor_config.json; None where there is none."""
     content = checkpoint.companions.get(PROCESSOR)
     return None if content is None else json.loads(content)

@@ -29,7 +29,7 @@ _ADVICE = "A file is missing or too many, or params.json is another model's."
 
 
 def weight_files(folder: Path, *endings: str) -> list[Path]:
-    """The weight files, sorted by number: consolidated.00.pth and so on, or one consolidated.pth.
+    """List the weight files, sorted by number: consolidated.00.pth and so on, or one consolidated.pth.
 
     Raises:
         CheckpointError: there is none, or not each number once, or files of two endings; or params.json is missing.
@@ -51,7 +51,7 @@ def weight_files(folder: Path, *endings: str) -> list[Path]:
 
 
 def open_files(paths: Sequence[Path]) -> tuple[list[dict[str, LazyTensor]], dict[str, str]]:
-    """Each file's tensors by name, and the entries that are no tensors, with the reason why they are left out."""
+    """Open each file's tensors by name, and list other entries with the reason why they are left out."""
     files: list[dict[str, LazyTensor]] = []
     dropped: dict[str, str] = {}
     for path in paths:
@@ -64,7 +64,7 @@ def open_files(paths: Sequence[Path]) -> tuple[list[dict[str, LazyTensor]], dict
 
 
 def measure(params: Params, files: Files, place: str) -> tuple[Params, int]:
-    """The parameters with vocabulary and dtype, and the axis along which files slice the embedding.
+    """Complete the parameters by vocabulary and dtype, and return the axis along which files slice the embedding.
 
     Raises:
         CheckpointError: params.json and the tensors, or the number of files, contradict each other.
@@ -109,7 +109,7 @@ def measure(params: Params, files: Files, place: str) -> tuple[Params, int]:
 def read_tensors(
     table: Table, files: Files, config: LlamoeBaseConfig, place: str
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """A model's tensors from those of all files, and names that are left out, with the reason."""
+    """Make a model's tensors of those of all files, and list names that are left out, with the reason."""
     tensors, dropped = read_through(table, files, config)
     tensors = fuse_experts(tensors, lambda name: sources_of(table, name)[0])
     for reason in tie_heads(config, tensors).values():
@@ -119,7 +119,7 @@ def read_tensors(
 
 
 def is_tuned(folder: Path, instruct: bool | None) -> bool | None:
-    """Whether a model was tuned for conversations: as it is said, else by the folder's name; None if unknown."""
+    """Return whether a model was tuned for conversations, by `instruct`, else the folder's name, else None."""
     if instruct is not None:
         return instruct
     folder = folder.absolute()

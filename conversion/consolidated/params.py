@@ -1,4 +1,4 @@
-"""How `params.json` is read and written, whoever it is of, and `llamoe.json` for what has no key there.
+"""Reads and writes `params.json` of Meta and Mistral AI, and `llamoe.json` for fields without a key there.
 
 `params.json` has the keys that its owner's code reads, which may refuse others. A new one is read again as that code
 reads it. A field that would then differ and changes what the model computes is refused by name. Fields that do not
@@ -41,7 +41,7 @@ class Params:
         return cls(_without_nulls(content), origin)
 
     def completed(self, **entries: Any) -> "Params":
-        """With entries that the tensors show, as if the file had them."""
+        """Add entries that the tensors show, as if the file had them."""
         return replace(self, entries={**self.entries, **_without_nulls(entries)})
 
     def __contains__(self, name: str) -> bool:
@@ -53,29 +53,29 @@ class Params:
         raise CheckpointError(f"{self.origin}: {given}; expected: {expected}")
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
+        """Read a whole number of at least 1."""
         value = self.number(name, default)
         if not value.is_integer():
             self.reject(name, "a whole number")
         return int(value)
 
     def optional_integer(self, name: str) -> int | None:
-        """A whole number of at least 1, or None where it is absent or 0."""
+        """Read a whole number of at least 1, or None where it is absent or 0."""
         return self.integer(name) if self.entries.get(name) else None
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """Read a finite number above 0."""
         value = self.entries.get(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             self.reject(name, "a number above 0")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """A truth value; the first releases wrote some as integers."""
+        """Read a truth value; the first releases wrote some as integers."""
         return bool(self.entries.get(name, default))
 
     def part(self, name: str) -> "Params | None":
-        """A nested object; None where there is none."""
+        """Read a nested object; None where there is none."""
         value = self.entries.get(name)
         if value is None:
             return None
@@ -95,7 +95,7 @@ def _without_nulls(content: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def naming(params: Params) -> Iterator[None]:
-    """Context in which the error of a configuration that cannot be becomes one of `params.json`."""
+    """Turn a configuration's `ValueError` into a `CheckpointError` that names `params.json`."""
     try:
         yield
     except CheckpointError:
@@ -105,7 +105,7 @@ def naming(params: Params) -> Iterator[None]:
 
 
 def read_decoder(params: Params) -> dict[str, Any]:
-    """Fields that all decoders have."""
+    """Read the fields that all decoders have."""
     dim, heads = params.integer("dim"), params.integer("n_heads")
     if "head_dim" not in params and dim % heads:
         params.reject("n_heads", f"a divisor of dim = {dim}")
@@ -125,7 +125,7 @@ def read_decoder(params: Params) -> dict[str, Any]:
 
 
 def read_dtype(params: Params) -> dict[str, str]:
-    """The dtype of the weights, where tensors showed one."""
+    """Return the dtype of the weights as a field, if the tensors showed one."""
     return {"dtype": params.entries["dtype"]} if "dtype" in params else {}
 
 
@@ -157,7 +157,7 @@ def kept_fields(config: Any, again: Any) -> dict[str, Any]:
 
 
 def _rope_content(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The rotary parameters that the rotation depends on."""
+    """Select the rotary parameters that the rotation depends on."""
     parameters = dict(parameters or {})
     names = {"rope_type", "rope_theta"}
     if parameters.get("rope_type") != "default":

@@ -26,12 +26,12 @@ _OF_MIXTRAL, _IN_FILES = ".mlp.experts", ".block_sparse_moe.experts"
 
 
 def _parts(experts: str) -> Mapping[str, tuple[str, ...]]:
-    """The names of an expert's matrices in files, by their stack."""
+    """Return the names of an expert's matrices in files, by their stack."""
     return PARTS_OF_STACKS[not experts.endswith(_OF_MIXTRAL)]
 
 
 def _place(name: str) -> tuple[str, int, str] | None:
-    """An expert's weight: its experts' name in the model, its number and part; None for other names."""
+    """Split an expert's weight into its experts' name in the model, number and part; None for other names."""
     expert = expert_of(name.replace(_IN_FILES, _OF_MIXTRAL))
     if expert is None or expert.kind != WEIGHT:
         return None
@@ -94,14 +94,14 @@ def fuse_experts(
 def stack_rows(
     gates: list[LazyTensor], ups: list[LazyTensor], downs: list[LazyTensor]
 ) -> tuple[LazyTensor, LazyTensor]:
-    """Mixtral's stacks `[E, 2I, H]` and `[E, H, I]` of its experts' matrices `[I, H]`, `[I, H]` and `[H, I]`."""
+    """Make Mixtral's stacks `[E, 2I, H]` and `[E, H, I]` of its experts' matrices `[I, H]`, `[I, H]` and `[H, I]`."""
     return stack([join(pair, 0) for pair in zip(gates, ups, strict=True)]), stack(downs)
 
 
 def _stack_columns(
     gates: list[LazyTensor], ups: list[LazyTensor], downs: list[LazyTensor]
 ) -> tuple[LazyTensor, LazyTensor]:
-    """Llama 4's stacks `[E, H, 2I]` and `[E, I, H]` of the same matrices."""
+    """Make Llama 4's stacks `[E, H, 2I]` and `[E, I, H]` of the same matrices."""
     gate, up, down = (stack([tensor.transpose() for tensor in part]) for part in (gates, ups, downs))
     return join([gate, up], 2), down
 

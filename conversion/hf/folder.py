@@ -79,7 +79,7 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
 
 
 def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], list[Path]]:
-    """A folder's tensors by name, name to type of the entries that are not tensors, and the files.
+    """Open a folder's tensors by name; list types of other entries by name, and the files.
 
     Raises:
         CheckpointError: there are no weights, or two sets; a file that the index names is missing or outside the
@@ -106,7 +106,7 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
 
 
 def read_companions(folder: Path) -> dict[str, bytes]:
-    """The small files of a folder that belong to the model: tokenizer, templates, processor."""
+    """Read the small files of a folder that belong to the model: tokenizer, templates, processor."""
     found = {
         path.name: read_bytes(path)
         for path in sorted(folder.iterdir())
@@ -174,7 +174,7 @@ def save_hf(
 
 
 def read_config(path: Path) -> tuple[LlamoeBaseConfig, QuantizationConfig | None]:
-    """The configuration in a config.json of stock or llamoe, and how weights are packed; None for plain ones.
+    """Read the configuration in a config.json of stock or llamoe, and how weights are packed; None for plain ones.
 
     Raises:
         CheckpointError: it cannot be read, or others have quantized the weights.
@@ -193,7 +193,7 @@ def read_config(path: Path) -> tuple[LlamoeBaseConfig, QuantizationConfig | None
 
 
 def _config_files(config: LlamoeBaseConfig, layout: str | None) -> tuple[dict[str, bytes], str]:
-    """config.json with the files that belong to it, and the layout that was chosen."""
+    """Make config.json with the files that belong to it, and the layout that was chosen."""
     config = copy.deepcopy(config)
     config.architectures = [model_class(config).__name__]
     for part in (getattr(config, name) for name in config.sub_configs):

@@ -66,7 +66,7 @@ class PackedWeight:
         return packed
 
     def parts_of(self, tensor: LazyTensor, matrix: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of a matrix that was read from `tensor`."""
+        """Quantize a matrix that was read from `tensor`."""
         # Here and not in the writer alone: a number that is none may not show in the codes.
         check_finite(self.name, tensor, matrix)
         # As transformers' loader casts weights before they are quantized.
@@ -114,7 +114,7 @@ class _Part(LazyTensor):
 def packed_weights(
     config: LlamoeBaseConfig, quantization: QuantizationConfig, *, are_stored: bool
 ) -> dict[str, PackedWeight]:
-    """The weights of a model that are quantized, by the keys of what they mean.
+    """List the quantized weights of a model by the keys of the plain ones.
 
     Args:
         config: of the model.
@@ -143,7 +143,7 @@ def packed_weights(
 
 
 def in_words(quantization: QuantizationConfig) -> str:
-    """How weights are packed, such as "int4 in groups of 32, experts and linear layers"."""
+    """Describe how weights are packed, such as "int4 in groups of 32, experts and linear layers"."""
     groups = f" in groups of {quantization.group_size}" if quantization.group_size else ""
     packed = {"experts": quantization.experts, "linear layers": quantization.linears}
     kept = quantization.modules_to_not_convert
@@ -154,7 +154,7 @@ def in_words(quantization: QuantizationConfig) -> str:
 def pack_tensors(
     tensors: Mapping[str, LazyTensor], packed: Mapping[str, PackedWeight]
 ) -> dict[str, LazyTensor]:
-    """The tensors of a packed folder: the parts of packed weights, and the others in 16 bit.
+    """Make the tensors of a packed folder: the parts of packed weights, and the others in 16 bit.
 
     Weights are packed from the dtype that they have: a cast would round what is rounded again.
     """
@@ -173,7 +173,7 @@ def unpack_tensors(
     quantization: QuantizationConfig,
     place: Path,
 ) -> dict[str, LazyTensor]:
-    """The tensors that a packed folder means, without weights of which no part is there.
+    """Unpack the tensors of a packed folder, without weights of which no part is there.
 
     Args:
         tensors: of the folder.

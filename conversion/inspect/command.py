@@ -90,7 +90,7 @@ class Inspection:
     seconds: float
 
     def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """Titles with rows of a label and a text, for printing. GB are 10^9 bytes."""
+        """List titles with rows of a label and a text, for printing. GB are 10^9 bytes."""
         what = [("path", self.path), ("source", self.kind), ("family", self.family)]
         sections = [("model", what), ("sizes", [(name, _text(value)) for name, value in self.sizes.items()])]
         counts = [(name, f"{count:,}") for name, count in self.parameters.items()]
@@ -167,9 +167,7 @@ def inspect(
         count_of("context", context)
     machine = {name: value for name, value in machine.items() if value is not None}
     if machine and not plan:
-        raise ValueError(
-            f"{', '.join(machine)}: for a plan, which was not asked for: give plan (--plan), too."
-        )
+        raise ValueError(f"{', '.join(machine)}: only a plan uses these: give plan (--plan), too.")
     if not (plan and train) and (train or rank is not None or adapt_experts is not None):
         raise ValueError(
             "train, rank, adapt_experts: for a plan of training: give plan and train (--plan --train), too."
@@ -186,7 +184,7 @@ def inspect(
     if plan:
         placement = plan_placement(source, context=context, batch=batch, **machine)
     files = {file.name: file.stat().st_size for file in found.sources}
-    # Packed weights have the numbers that they mean, and the bytes of what stands for them.
+    # Of packed weights, numbers are counted unpacked, and bytes as they are stored.
     numbers = ((key, tensor.numel, 0) for key, tensor in tensors.items())
     sizes_in_files = ((key, 0, tensor.nbytes) for key, tensor in in_files.items())
     return Inspection(
@@ -236,7 +234,7 @@ def _open(given: str | os.PathLike | Checkpoint) -> Checkpoint:
 
 
 def _cache(config: LlamoeBaseConfig, context: int | None, batch: int) -> tuple[int | None, int]:
-    """Number of tokens that the cache is computed for, and its bytes; a tower has none."""
+    """Count the tokens of the cache, and its bytes; a tower has none."""
     if isinstance(config, LlamoeVisionConfig):
         return None, 0
     if context is None:
@@ -245,7 +243,7 @@ def _cache(config: LlamoeBaseConfig, context: int | None, batch: int) -> tuple[i
 
 
 def _source(found: Checkpoint) -> Source:
-    """What is planned: a checkpoint's files where `from_pretrained` would read them, else its configuration."""
+    """Choose what is planned: a checkpoint's files where `from_pretrained` would read them, else its configuration."""
     quantization = None if found.quantization is None else found.quantization.to_dict()
     if found.kind != "hf":
         return Source(found.config, quantization)
@@ -257,7 +255,7 @@ def _source(found: Checkpoint) -> Source:
 
 
 def _needs(found: Checkpoint, source: Source) -> dict[str, int]:
-    """Bytes of the weights in bfloat16, int8 and int4; of packed weights in their format alone."""
+    """Count bytes of the weights in bfloat16, int8 and int4; of packed weights in their format alone."""
     if found.quantization is not None:
         stored = packed_bytes(found.config, found.quantization, are_stored=True)
         return {found.quantization.weights: sum(stored.values())}
@@ -270,7 +268,7 @@ def _needs(found: Checkpoint, source: Source) -> dict[str, int]:
 
 
 def _arguments(plan: PlacementPlan) -> str:
-    """Arguments of `from_pretrained`, as far as they fit into a line."""
+    """Write the arguments of `from_pretrained`, as far as they fit into a line."""
     if len(plan.device_map) <= 2:
         return ", ".join(f"{name}={value!r}" for name, value in plan.arguments().items())
     memory = "" if plan.experts_memory is None else f", experts_memory={plan.experts_memory}"

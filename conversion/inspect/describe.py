@@ -12,7 +12,7 @@ from ..io import LazyTensor
 
 
 def sizes_of(config: LlamoeBaseConfig) -> dict[str, Any]:
-    """Fields that determine the model's size, and which tokens a layer attends to."""
+    """List the fields that determine the model's size, and which tokens a layer attends to."""
     if isinstance(config, LlamoeConfig):
         tower = {f"vision {name}": value for name, value in sizes_of(config.vision_config).items()}
         return {**sizes_of(config.text_config), **tower}

@@ -131,7 +131,7 @@ class LazyTensor(ABC):
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype, such as "float32"."""
+    """Return the name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -146,7 +146,7 @@ def check_alike(tensors: Sequence[LazyTensor], why: str = "") -> None:
 
 
 def blocks(tensor: LazyTensor) -> list[tuple[int, int]]:
-    """The ranges of rows in which a tensor is read and written."""
+    """List the ranges of rows in which a tensor is read and written."""
     rows, step = tensor._rows(), max(tensor.block_rows, 1)
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
@@ -189,7 +189,7 @@ class _Join(LazyTensor):
         return self.parts[0].block_rows if self.dim else self._usual_block_rows()
 
     def _wanted(self, start, stop) -> list[tuple[LazyTensor, int, int]]:
-        """The parts that hold these rows, with the range of rows in each."""
+        """List the parts that hold rows `start` to `stop`, with the range of rows in each."""
         if self.dim:
             return [(part, start, stop) for part in self.parts]
         spans, begin = [], 0

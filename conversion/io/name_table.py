@@ -128,7 +128,7 @@ def write_through(
 
 
 def sources_of(table: Table, target: str) -> list[str]:
-    """Source names of the tensors behind a target name, for messages; of several rows, those of the first."""
+    """List source names of the tensors behind a target name, for messages; of several rows, those of the first."""
     for row in table:
         if not isinstance(row, Row):
             continue
@@ -176,7 +176,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 
 def _place(files: Sequence[Mapping[str, LazyTensor]]) -> str:
-    """The file that a message is about, as far as it is known."""
+    """Return the file of the first tensor for messages, if its origin has one."""
     origin = next((tensor.origin for file in files for tensor in file.values()), "")
     return f"{origin.rpartition(': ')[0]}: " if ": " in origin else ""
 

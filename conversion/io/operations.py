@@ -123,7 +123,7 @@ def permute_pairs(tensor: LazyTensor, heads: int, *, to_halves: bool) -> LazyTen
 
 
 def split(tensor: LazyTensor, axis: int, files: int) -> list[LazyTensor]:
-    """Equal slices of a tensor along an axis, one for each file.
+    """View equal slices of a tensor along an axis, one for each file.
 
     Raises:
         CheckpointError: the axis is not divisible by the number of files.
@@ -139,14 +139,14 @@ def split(tensor: LazyTensor, axis: int, files: int) -> list[LazyTensor]:
 
 
 def are_equal(a: LazyTensor, b: LazyTensor) -> bool:
-    """Whether two tensors have the same shape, dtype and elements, read block by block up to the first difference."""
+    """Return whether two tensors have the same shape, dtype and elements, which are read block by block."""
     return (a.shape, a.dtype) == (b.shape, b.dtype) and all(
         torch.equal(a.read(*rows), b.read(*rows)) for rows in blocks(a)
     )
 
 
 def one_of(copies: list[LazyTensor], why: str) -> LazyTensor:
-    """The first of several copies; reading it compares them. `why` ends the error: why they should be equal.
+    """View the first of several copies; reading it compares them. `why` ends the error.
 
     Raises:
         CheckpointError: they differ in shape or dtype.

@@ -42,7 +42,7 @@ class Plan:
         return sum(tensor.nbytes for tensors in self.files.values() for tensor in tensors.values())
 
     def fingerprint(self) -> str:
-        """Digest of the plan: what is written, and from what."""
+        """Compute a digest of the plan: what is written, and from what."""
         layout = {
             file: {name: [str(tensor.dtype), tensor.shape] for name, tensor in tensors.items()}
             for file, tensors in self.files.items()

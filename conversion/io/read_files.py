@@ -53,7 +53,7 @@ class FileTensor(LazyTensor):
 
 
 def same_place(a: LazyTensor, b: LazyTensor) -> bool:
-    """Whether two tensors are the same bytes of a file."""
+    """Return whether two tensors are the same bytes of a file."""
     return (
         isinstance(a, FileTensor)
         and isinstance(b, FileTensor)
@@ -130,7 +130,7 @@ def open_weights(path: str | os.PathLike) -> dict[str, LazyTensor]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a small file of a source.
+    """Read a small file of a source.
 
     Raises:
         CheckpointError: it is too large for such a file.

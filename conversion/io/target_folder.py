@@ -39,7 +39,7 @@ def check_target(target: Path, resume: bool) -> None:
 
 
 def is_empty(target: Path) -> bool:
-    """Whether a folder holds nothing, or only the remains of a run that was killed at its first file."""
+    """Return whether a folder holds nothing, or only the remains of a run that was killed at its first file."""
     return {path.name for path in target.iterdir()} <= {LOCK, TEMPORARY.format(UNFINISHED)}
 
 
@@ -61,7 +61,7 @@ def one_run(target: Path) -> Iterator[None]:
             try:
                 yield
             finally:
-                # Before the release, so that nobody takes a lock that is about to vanish. Windows removes no open file.
+                # Before the release, so that no run takes a lock that is about to vanish. Windows removes no open file.
                 with suppress(OSError):
                     (target / LOCK).unlink()
     except Timeout:

@@ -121,7 +121,7 @@ class _Run:
         self.made.append(self.target / name)
 
     def _partial(self, name: str) -> Path:
-        """Temporary path of a file until it is complete."""
+        """Return the temporary path of a file until it is complete."""
         path = self.target / name
         return path.parent / TEMPORARY.format(path.name)
 

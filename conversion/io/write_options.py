@@ -54,7 +54,7 @@ class WriteOptions:
         return _DTYPES.get(str(self.dtype).removeprefix("torch."))
 
     def cast(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-        """The tensors in the dtype that was asked for."""
+        """Cast the tensors to the dtype of the options."""
         return {name: tensor.cast(self.cast_to or tensor.dtype) for name, tensor in tensors.items()}
 
 

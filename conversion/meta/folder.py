@@ -87,7 +87,7 @@ def open_meta(
 
 
 def _find_tokenizer(folder: Path) -> tuple[Path | None, bytes | None]:
-    """tokenizer.model of the folder or, as in the releases of LLaMA 1 and 2, of the folder above."""
+    """Find tokenizer.model of the folder or, as in the releases of LLaMA 1 and 2, of the folder above."""
     for path in (folder / "tokenizer.model", folder.absolute().parent / "tokenizer.model"):
         if path.is_file():
             return path, read_bytes(path)
@@ -95,7 +95,7 @@ def _find_tokenizer(folder: Path) -> tuple[Path | None, bytes | None]:
 
 
 def _find_generation(params: Params, files: Files, tokenizer: bytes | None) -> int:
-    """The LLaMA generation, 1 to 4.
+    """Infer the LLaMA generation, 1 to 4.
 
     Parameters and names identify Llama 4. Llama 3 has scaled rotary embeddings or a tiktoken tokenizer; without a
     tokenizer, a large vocabulary or Llama 3's rotary base counts. LLaMA 1 stores rotary frequencies in each layer,
@@ -123,7 +123,7 @@ def _find_generation(params: Params, files: Files, tokenizer: bytes | None) -> i
 
 
 def _head_is_embedding(params: Params, files: Files) -> bool:
-    """Whether a dense model's head is its embedding: the same bytes of a file; of Llama 3.2, a copy, too, or none."""
+    """Return whether a dense model's head is its embedding: the same bytes; of Llama 3.2 also a copy, or none."""
     pairs = [(file.get("tok_embeddings.weight"), file.get("output.weight")) for file in files]
     if all(
         embedding is not None and head is not None and same_place(embedding, head)
@@ -136,11 +136,11 @@ def _head_is_embedding(params: Params, files: Files) -> bool:
 
 
 def _measure_feed_forwards(params: Params, files: Files) -> Params:
-    """The parameters with hidden sizes, which params.json does not say, and a number of experts that it leaves open."""
+    """Complete the parameters by hidden sizes and, if params.json leaves it open, the number of experts."""
     first = files[0]
 
     def whole(suffix: str, axis: int) -> int | None:
-        """Size over all files of an axis of the first tensor whose name has this suffix."""
+        """Return the size over all files of an axis of the first tensor whose name has this suffix."""
         shapes = (tensor.shape for name, tensor in first.items() if name.endswith(suffix))
         return next((shape[axis] * len(files) for shape in shapes if len(shape) > axis), None)
 
@@ -213,7 +213,7 @@ def save_meta(
 
 
 def _generation_to_write(config: LlamoeBaseConfig, tokenizer: bytes | None) -> int:
-    """The generation: 2, 3 or 4. For dense models the tokenizer decides, else vocabulary and rotary base."""
+    """Choose the generation: 2, 3 or 4. For dense models the tokenizer decides, else vocabulary and rotary base."""
     if not isinstance(config, LlamoeDenseConfig):
         return 4
     rope = config.rope_parameters or {}
@@ -226,7 +226,7 @@ def _generation_to_write(config: LlamoeBaseConfig, tokenizer: bytes | None) -> i
 
 
 def _number_of_files(config: LlamoeBaseConfig, nbytes: int, shards: int | None) -> int:
-    """The number of files that was asked for, else as many as Meta's releases of that size have.
+    """Return the number of files: `shards`, else as many as Meta's releases of that size have.
 
     Raises:
         ValueError: files would not hold whole heads.

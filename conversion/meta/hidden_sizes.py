@@ -12,7 +12,7 @@ _POWERS = tuple(2**n for n in range(13))
 
 
 def feed_forward_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
-    """Hidden size of a dense feed-forward, which is rounded down at each step."""
+    """Compute the hidden size of a dense feed-forward, which is rounded down at each step."""
     inner = int(2 * (4 * dim) / 3)
     if multiplier is not None:
         inner = int(multiplier * inner)
@@ -27,7 +27,7 @@ def expert_size(
     capacity_factor: float = 1.0,
     auto_scale: bool = True,
 ) -> int:
-    """Hidden size of routed and shared experts, from Llama 4's `MoE`."""
+    """Compute the hidden size of routed and shared experts, from Llama 4's `MoE`."""
     inner = int(multiplier * int(2 * int(ffn_exp * dim) / 3))
     if auto_scale:
         inner = int(inner / (capacity_factor + 1))
@@ -35,7 +35,7 @@ def expert_size(
 
 
 def fit_dense(dim: int, inner: int) -> tuple[int, float | None]:
-    """multiple_of and ffn_dim_multiplier for a dense feed-forward.
+    """Find multiple_of and ffn_dim_multiplier for a dense feed-forward.
 
     Tried in this order: published pairs; the smallest power of two that needs no multiplier; no rounding, and the
     multiplier that gives the size.
@@ -47,7 +47,7 @@ def fit_dense(dim: int, inner: int) -> tuple[int, float | None]:
 
 
 def fit_mixture(dim: int, inner: int, expert: int) -> tuple[int, float, float, float]:
-    """multiple_of, ffn_dim_multiplier, ffn_exp and capacity_factor for a dense feed-forward and experts.
+    """Find multiple_of, ffn_dim_multiplier, ffn_exp and capacity_factor for a dense feed-forward and experts.
 
     The capacity factor has no other effect: Meta's code limits no expert.
     """

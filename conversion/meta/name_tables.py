@@ -115,7 +115,7 @@ _BLOCK, _LAYER = f"{_VE}transformer.resblocks.{{j}}.", "vision_model.model.layer
 def _layer(
     meta: str | Sequence[str], hf: str | Sequence[str], operation: Operation = KEEP, axis: int | None = None
 ) -> Row:
-    """A row of a decoder layer, from names inside the layer."""
+    """Make a row of a decoder layer from names inside the layer."""
     metas, hfs = (
         tuple(prefix + name for name in ([names] if isinstance(names, str) else names))
         for prefix, names in (("layers.{i}.", meta), ("model.layers.{i}.", hf))
@@ -232,7 +232,7 @@ _VISION = (
 
 
 def llama_table(embedding_axis: int) -> Table:
-    """The table of LLaMA 1, 2 and 3.
+    """Return the table of LLaMA 1, 2 and 3.
 
     Files slice the embedding along axis 1 in LLaMA 1 and 2 (fairscale's `ParallelEmbedding`), 0 in Llama 3
     (`VocabParallelEmbedding`).
@@ -241,7 +241,7 @@ def llama_table(embedding_axis: int) -> Table:
 
 
 def llama4_table(config: LlamoeBaseConfig, to_write: bool = False) -> Table:
-    """The table of Llama 4: a decoder alone, or inside a multimodal model with its tower.
+    """Return the table of Llama 4: a decoder alone, or inside a multimodal model with its tower.
 
     Written are the names of the releases. A table for reading has both sets of names in any layer.
     """

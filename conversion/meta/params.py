@@ -42,18 +42,18 @@ _LLAMA4_ONLY = frozenset(
 
 
 def says_llama4(params: Params) -> bool:
-    """Whether the parameters alone identify a Llama 4."""
+    """Return whether the parameters alone identify a Llama 4."""
     return any(name in params for name in _LLAMA4_ONLY)
 
 
 def is_llama_32(params: Params) -> bool:
-    """Whether these are the sizes of Llama 3.2 1B or 3B, with scaled rotary embeddings."""
+    """Return whether these are the sizes of Llama 3.2 1B or 3B, with scaled rotary embeddings."""
     sizes = tuple(params.entries.get(name) for name in ("dim", "n_heads", "n_kv_heads"))
     return params.flag("use_scaled_rope") and not says_llama4(params) and sizes in _LLAMA_32
 
 
 def note_defaults(params: Params, config: LlamoeBaseConfig) -> list[str]:
-    """Notes on absent keys whose default in Meta's code differs from Hugging Face's published configuration."""
+    """Note absent keys whose default in Meta's code differs from Hugging Face's published configuration."""
     if isinstance(config, LlamoeDenseConfig):
         scaled = (config.rope_parameters or {}).get("rope_type") == "llama3"
         if scaled and "rope_scaling_factor" not in params and config.hidden_size < 4096:
@@ -72,7 +72,7 @@ def note_defaults(params: Params, config: LlamoeBaseConfig) -> list[str]:
 def read_config(
     params: Params, generation: int, is_tuned: bool = False, is_tied: bool = False
 ) -> LlamoeBaseConfig:
-    """The configuration of a folder of LLaMA, `generation` 1 to 4, from params.json and what the tensors show.
+    """Make the configuration of a folder of LLaMA, `generation` 1 to 4, from params.json and the tensors.
 
     Sizes that they do not show (`hidden_dim`) follow Meta's formulas.
     """
@@ -106,7 +106,7 @@ def read_config(
 
 
 def _scaling(params: Params, generation: int) -> tuple[float, float]:
-    """The scaling factor and the high-frequency factor where `params.json` has none."""
+    """Return the scaling factor and the high-frequency factor where `params.json` has none."""
     factor, high = _SCALING[max(generation, 3)]
     return (_FACTOR_OF_LLAMA_32 if generation < 4 and is_llama_32(params) else factor), high
 
@@ -208,7 +208,7 @@ def _read_vision(params: Params) -> dict[str, Any]:
 
 
 def _side(params: Params, name: str) -> int:
-    """The side of a square that is written as {"height", "width"}, or as a number."""
+    """Read the side of a square that is written as {"height", "width"}, or as a number."""
     if not isinstance(params.entries.get(name), Mapping) or (size := params.part(name)) is None:
         return params.integer(name)
     if size.integer("height") != size.integer("width"):
@@ -220,7 +220,7 @@ def _side(params: Params, name: str) -> int:
 
 
 def write_params(config: LlamoeBaseConfig, generation: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The content of `params.json` and of `llamoe.json`; `generation` is 2 or 3 for the dense family, 4 otherwise.
+    """Make the contents of `params.json` and `llamoe.json`; `generation` is 2 or 3 for the dense family, 4 otherwise.
 
     A `ValueError` names a field whose value Meta's code cannot compute.
     """
@@ -268,7 +268,7 @@ def _add_dense(params: dict[str, Any], config: LlamoeDenseConfig, generation: in
 
 
 def needs_own_scaling(params: Mapping[str, Any]) -> bool:
-    """Whether a dense model's rotary scaling differs from the constants in Llama 3's code."""
+    """Return whether a dense model's rotary scaling differs from the constants in Llama 3's code."""
     given = (params.get(name, default) for name, default in zip(_FACTORS, _SCALING[3], strict=True))
     return "moe_args" not in params and tuple(given) != _SCALING[3]
 

@@ -1,15 +1,21 @@
 """Reads folders in Mistral AI's format: Mistral and Mixtral.
 
-Such a folder holds params.json and one file of weights, consolidated.safetensors or consolidated.00.pth, or several
-with a slice of every large tensor each. Dense tensors have the names of LLaMA, and files are sliced along the same
-axes. Q and k are rotated in neighbouring pairs, as Meta's.
+Such a folder holds params.json and weights: consolidated.safetensors, or consolidated.00.pth and so on. Several files
+of a dense model hold a slice of every large tensor each, those of a mixture hold some of the tensors each. Dense
+tensors have the names of LLaMA, and files are sliced along the same axes. Q and k are rotated in neighbouring pairs, as
+Meta's.
+
+Sources: `Transformer` and `MoeLayer` of mistralai/mistral-inference; for the first release of Mixtral transformers'
+former script convert_mixtral_weights_to_hf.py.
 """
 
 import os
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig
+from ...configuration.errors import CheckpointError
 from ..checkpoint import Checkpoint
 from ..consolidated import (
     Params,
@@ -21,24 +27,50 @@ from ..consolidated import (
     read_tensors,
     weight_files,
 )
-from ..io import Row, read_bytes, read_json
+from ..hf import stack_rows
+from ..io import LazyTensor, Operation, Row, check_alike, one_of, read_bytes, read_json
 from ..meta import llama_table
 from ..tokenizers import hf_files_from_meta
 from .params import OWN_KEYS, read_config, read_params
 
 # Endings of weight files; Meta has .pth only.
 _ENDINGS = ("safetensors", "pth", "pt")
-# Names of mistral-inference's `MoeLayer`. Files that slice experts are unknown.
+
+
+class _ExpertsInOneMatrix(Operation):
+    """Operation that makes a layer's stacks of w1, w3 and transposed w2, each with the rows of all experts."""
+
+    def convert(self, tensors, sizes):
+        check_alike(tensors)
+        experts, rows = sizes.num_local_experts, tensors[0].shape[0]
+        if tensors[0].ndim != 2 or rows % experts:
+            raise CheckpointError(
+                f"{tensors[0].origin} has shape {list(tensors[0].shape)}; expected: the rows of {experts} experts"
+            )
+        starts = range(0, rows, rows // experts)
+        gates, ups, downs = (
+            [tensor.cut(0, start, start + starts.step) for start in starts] for tensor in tensors
+        )
+        return list(stack_rows(gates, ups, [down.transpose() for down in downs]))
+
+
 _MLP = "model.layers.{i}.mlp."
 _MIXTURE = (
     Row("layers.{i}.feed_forward.gate.weight", _MLP + "gate.weight"),
     Row("layers.{i}.feed_forward.experts.{e}.w{part}.weight", _MLP + "experts.{e}.w{part}.weight"),
+    # The first release of Mixtral 8x7B.
+    Row("layers.{i}.block_sparse_moe.gate.weight", _MLP + "gate.weight"),
+    Row(
+        tuple(f"layers.{{i}}.block_sparse_moe.{name}" for name in ("w1", "w3", "w2")),
+        (_MLP + "experts.gate_up_proj", _MLP + "experts.down_proj"),
+        _ExpertsInOneMatrix(),
+    ),
 )
 _TOKENIZER = re.compile(r"tekken\.json|tokenizer\.model(?:\.v(\d+))?")
 
 
 def is_mistral(folder: Path) -> bool:
-    """Whether a folder is in Mistral AI's format and not in Meta's, by params.json, else by the files of weights."""
+    """Return whether a folder is in Mistral AI's format, not Meta's, by params.json, else by the weight files."""
     if not (folder / "params.json").is_file():
         return any(folder.glob("consolidated*.safetensors"))
     keys = Params.of(read_json(folder / "params.json"), "").entries.keys()
@@ -53,6 +85,8 @@ def open_mistral(
     paths = weight_files(folder, *_ENDINGS)
     params, left_out = read_params(read_json(folder / "params.json"), str(folder / "params.json"))
     files, dropped = open_files(paths)
+    if "moe" in params:
+        files = [_join_files(files)]
     params, axis = measure(params, files, str(paths[0]))
     with naming(params):
         config = read_config(params)
@@ -69,21 +103,31 @@ def open_mistral(
     )
 
 
+def _join_files(files: Iterable[Mapping[str, LazyTensor]]) -> dict[str, LazyTensor]:
+    """Collect the whole tensors that files hold; several copies of one must be equal."""
+    copies: dict[str, list[LazyTensor]] = {}
+    for file in files:
+        for name, tensor in file.items():
+            copies.setdefault(name, []).append(tensor)
+    why = "files of a mixture should hold whole tensors, and equal copies."
+    return {name: one_of(tensors, why) for name, tensors in copies.items()}
+
+
 def _translate_tokenizer(
     folder: Path, config: LlamoeDenseConfig | LlamoeMixtralConfig, instruct: bool | None, notes: list[str]
 ) -> dict[str, bytes]:
-    """Hugging Face's files of the newest tokenizer in a folder; `notes` says if there is none."""
-    found = {
+    """Make Hugging Face's files of the newest tokenizer in a folder; `notes` says if there is none."""
+    versions = {
         path.name: (path.suffix == ".json", int(match[1] or 0))
         for path in folder.iterdir()
         if (match := _TOKENIZER.fullmatch(path.name))
     }
-    if not found:
+    if not versions:
         notes.append(
             f"there is no tokenizer.model or tekken.json in {folder}: the result has no tokenizer. Add it there, and "
             "convert again"
         )
         return {}
-    name = max(found, key=found.__getitem__)
+    name = max(versions, key=versions.__getitem__)
     content, tuned = read_bytes(folder / name), is_tuned(folder, instruct)
     return hf_files_from_meta(content, config, instruct=tuned, family="mistral", origin=str(folder / name))

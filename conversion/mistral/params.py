@@ -1,7 +1,8 @@
 """Mistral AI's `params.json` as our configurations.
 
-`params.json` has the keys of mistral-inference's `TransformerArgs`. A key that is not known here may change what the
-model computes, so it is refused.
+`params.json` has the keys of mistral-inference's `TransformerArgs`. The first release of Mixtral may have Hugging
+Face's names instead, the experts' counts outside of `moe`, and numbers as text. A key that is not known here may change
+what the model computes, so it is refused.
 
 Without `rope_theta`, a model with a window has the base 10000, others 1000000. This was mistral-inference's rule in
 December 2023, when the key was new: Mistral 7B v0.1, which has a window and no such key, was trained with 10000.
@@ -20,8 +21,22 @@ from ..consolidated import Params, read_decoder
 _CONTEXT = 32768
 _THETA, _THETA_WITH_WINDOW = 1000000.0, 10000.0
 _EXPERTS = ("num_experts", "num_experts_per_tok")
+# Hugging Face's names in the first release of Mixtral, and Mistral AI's.
+_RENAMED = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "intermediate_size": "hidden_dim",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "rms_norm_eps": "norm_eps",
+    "max_position_embeddings": "max_seq_len",
+    "num_local_experts": "num_experts",
+    "_sliding_window": "sliding_window",
+}
 # Keys that Mistral AI's files have, and Meta's have not.
-OWN_KEYS = frozenset("hidden_dim sliding_window moe model_type vision_encoder lora".split())
+OWN_KEYS = frozenset(
+    "hidden_dim hidden_size sliding_window _sliding_window moe model_type vision_encoder lora".split()
+)
 _KNOWN = frozenset(
     "dim n_layers head_dim hidden_dim n_heads n_kv_heads norm_eps vocab_size rope_theta sliding_window moe max_seq_len "
     "tied_embeddings".split()
@@ -49,26 +64,34 @@ _NO_EFFECT = "max_batch_size"
 
 
 def read_params(content: Mapping[str, Any], origin: str) -> tuple[Params, dict[str, str]]:
-    """The content of params.json, and its keys without effect, with the reason."""
+    """Return params.json under mistral-inference's names, and its keys without effect, with the reason."""
     given = Params.of(content, origin)
-    mixture = given.part("moe")
-    entries = {name: value for name, value in given.entries.items() if name not in (*_KNOWN, _NO_EFFECT)}
-    if mixture is not None:
-        entries |= {f"moe.{name}": value for name, value in mixture.entries.items() if name not in _EXPERTS}
-    for name, value in entries.items():
+    entries: dict[str, Any] = {}
+    for name, value in given.entries.items():
+        if (current := _RENAMED.get(name, name)) in entries:
+            given.reject(name, f"one of {name} and {current} only")
+        entries[current] = value
+    counts = {name: entries.pop(name) for name in _EXPERTS if name in entries}
+    if mixture := given.part("moe"):
+        counts |= {_RENAMED.get(name, name): value for name, value in mixture.entries.items()}
+    if counts:
+        entries["moe"] = counts
+    others = {name: value for name, value in entries.items() if name not in (*_KNOWN, _NO_EFFECT)}
+    others |= {f"moe.{name}": value for name, value in counts.items() if name not in _EXPERTS}
+    for name, value in others.items():
         if not (value == _ONLY[name] if name in _ONLY else name in _OFF and not value):
             expected = f"; expected: {_ONLY[name]!r}, or nothing" if name in _ONLY else ""
             raise CheckpointError(
                 f"{origin}: {name} = {str(value)[:60]} may change what the model computes, and only decoders of text "
                 f"in plain weights are converted{expected}. If it does not, remove it from the file."
             )
-    known = Params({name: value for name, value in given.entries.items() if name in _KNOWN}, origin)
+    params = Params({name: value for name, value in entries.items() if name in _KNOWN}, origin)
     reason = "has no effect on what the model computes"
-    return known, {f"params.json: {_NO_EFFECT}": reason} if _NO_EFFECT in given else {}
+    return params, {f"params.json: {_NO_EFFECT}": reason} if _NO_EFFECT in given else {}
 
 
 def read_config(params: Params) -> LlamoeDenseConfig | LlamoeMixtralConfig:
-    """The configuration of a folder, from the result of `read_params` and what the tensors show."""
+    """Make the configuration of a folder from the result of `read_params` and the sizes of tensors."""
     fields = read_decoder(params) | _read_window(params)
     theta = _THETA_WITH_WINDOW if "sliding_window" in fields else _THETA
     fields |= {
@@ -95,9 +118,10 @@ def read_config(params: Params) -> LlamoeDenseConfig | LlamoeMixtralConfig:
 
 
 def _read_window(params: Params) -> dict[str, Any]:
-    """The window, and which layers have it: a number, or a list that repeats."""
+    """Read the window, and which layers have it: a number, maybe as text, or a list that repeats."""
     given, layers = params.entries.get("sliding_window"), params.integer("n_layers")
     windows = given if isinstance(given, list) else [given]
+    windows = [int(window) if str(window).isdecimal() else window for window in windows]
     sizes = {window for window in windows if window is not None}
     if not sizes and windows == [None]:
         return {}

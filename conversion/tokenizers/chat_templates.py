@@ -30,7 +30,7 @@ _IMAGE = """{%- elif part['type'] == 'image' -%}
 
 
 def llama_2() -> str:
-    """The chat template of Llama 2; like Meta's code it refuses tags in messages and roles out of turn."""
+    """Return the chat template of Llama 2; like Meta's code it refuses tags in messages and roles out of turn."""
     words = {
         "TITLE": "Llama 2 chat.",
         "BEGIN": "",
@@ -49,7 +49,7 @@ LAST_OF_MISTRAL = 13
 
 
 def mistral(version: int) -> str:
-    """The chat template of Mistral AI's format of conversations, by its version."""
+    """Return the chat template of Mistral AI's format of conversations, by its version."""
     begin, here, tags = "{{- bos_token -}}\n", "false", ["[INST]", "[/INST]"]
     if version >= 7:
         tags += ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"]
@@ -72,7 +72,7 @@ def mistral(version: int) -> str:
 
 
 def llama_3() -> str:
-    """The chat template of Llama 3, which strips each message's content, its parts joined, as Meta's code does."""
+    """Return the chat template of Llama 3, which joins and strips a message's parts, as Meta's code does."""
     words = {
         "TITLE": "Llama 3 chat.",
         "START": "<|start_header_id|>",
@@ -86,7 +86,7 @@ def llama_3() -> str:
 
 
 def llama_4(*, images: bool, calls: bool = True) -> str:
-    """The chat template of Llama 4: tool calls and tool results end with `<|eom|>`, other messages with `<|eot|>`.
+    """Return the chat template of Llama 4: calls and results of tools end with `<|eom|>`, others with `<|eot|>`.
 
     With `images` messages may have parts `{"type": "image"}`; `Llama4Processor` writes their tokens. Without `calls`
     those of tools are refused.

@@ -7,7 +7,7 @@ from . import sentencepiece_models, tekken, tiktoken_tables
 from .source_tokenizer import SourceTokenizer
 from .tiktoken_tables import SPECIAL_TOKENS
 
-# The context of LLaMA 1, which alone tells it from Llama 2. LLaMA 1 has no chat models.
+# The context of LLaMA 1, by which alone it differs from Llama 2. LLaMA 1 has no chat models.
 _LLAMA_1_CONTEXT = 2048
 
 
@@ -54,7 +54,7 @@ def _rows(text: Any) -> str:
 
 
 def kind_of(content: bytes, origin: str) -> str:
-    """The kind of a tokenizer by its first bytes: "sentencepiece", "tiktoken" or "tekken"."""
+    """Return the kind of a tokenizer by its first bytes: "sentencepiece", "tiktoken" or "tekken"."""
     if tiktoken_tables.looks_like_table(content):
         return "tiktoken"
     if content.startswith(b"{") and b'"token_bytes"' in content:

@@ -29,7 +29,7 @@ def hf_files_from_meta(
     family: str | None = None,
     origin: str = "tokenizer.model",
 ) -> dict[str, bytes]:
-    """All files but weights and config.json that a Hugging Face folder needs, from Meta's or Mistral AI's tokenizer.
+    """Make a Hugging Face folder's files, without weights and config.json, from Meta's or Mistral AI's tokenizer.
 
     Ids are those of Meta's `encode(text, bos=True, eos=False)`, with one difference where a chat template exists: text
     that spells a special token (`</s>`, `<|eot|>`) becomes that token, since templates write them as text. Pass
@@ -67,7 +67,7 @@ def hf_files_from_meta(
 
 
 def meta_tokenizer_file(companions: Mapping[str, bytes], config: Any) -> dict[str, bytes]:
-    """Meta's tokenizer.model, by name, for the tokenizer of a Hugging Face folder; empty where it has none.
+    """Return Meta's tokenizer.model, by name, for the tokenizer of a Hugging Face folder; empty where it has none.
 
     It is the folder's own, byte by byte.
 
@@ -111,7 +111,7 @@ def _template(tokenizer: SourceTokenizer, instruct: bool | None, *, images: bool
 
 
 def _generation_config(tokenizer: SourceTokenizer, instruct: bool | None) -> bytes:
-    """The content of generation_config.json; a model that is known to be tuned samples as in Meta's examples."""
+    """Make generation_config.json; a model that is known to be tuned samples as in Meta's examples."""
     roles, ids = tokenizer.roles, tokenizer.special_ids
     eos = ids[roles["eos_token"]]
     if tokenizer.stops and instruct is not False:

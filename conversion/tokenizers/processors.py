@@ -32,7 +32,7 @@ def processor_files(
     resample: int = 2,
     max_patches: int = 16,
 ) -> dict[str, bytes]:
-    """The processor's files for a model, by name: processor_config.json and tokenizer_config.json.
+    """Make the processor's files for a model, by name: processor_config.json and tokenizer_config.json.
 
     Args:
         config: the tower's sizes and pixel shuffle determine tiles and tokens.
@@ -79,7 +79,7 @@ def processor_files(
 
 
 def processor_of_layout(companions: Mapping[str, bytes], layout: str) -> dict[str, bytes]:
-    """The companions with a processor_config.json that loads in a folder of this layout.
+    """Return the companions with a processor_config.json that loads in a folder of this layout.
 
     "llamoe" adds an `auto_map`, so that `trust_remote_code=True` finds `LlamoeProcessor`. "stock" removes it and names
     `Llama4Processor`, which reads the same files.

@@ -36,7 +36,7 @@ class SourceTokenizer:
     version: int = 0
 
     def settings(self) -> dict[str, Any]:
-        """The entries of tokenizer_config.json that every such tokenizer has."""
+        """Return the entries of tokenizer_config.json that every such tokenizer has."""
         return {
             "tokenizer_class": "TokenizersBackend",
             "clean_up_tokenization_spaces": False,
@@ -53,7 +53,7 @@ def refuse(origin: str, problem: str) -> NoReturn:
 
 
 def begin_with(bos: str, index: int) -> processors.TemplateProcessing:
-    """The step that puts a token in front of each text."""
+    """Make the step that puts a token in front of each text."""
     return processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, index)]
     )

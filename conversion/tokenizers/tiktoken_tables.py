@@ -78,7 +78,7 @@ _STOPS = {"llama-3": ("<|eom_id|>", "<|eot_id|>"), "llama-4": ("<|eom|>", "<|eot
 
 
 def of_family(ranks: Mapping[bytes, int], family: str, content: bytes) -> SourceTokenizer:
-    """The tokenizer of a table; ids equal tiktoken's for texts without special tokens, bos in front."""
+    """Make the tokenizer of a table; ids equal tiktoken's for texts without special tokens, bos in front."""
     # Special tokens follow the ranks.
     special = {token: len(ranks) + offset for offset, token in enumerate(SPECIAL_TOKENS[family])}
     roles, size = _ROLES[family], len(ranks) + len(special)
@@ -95,7 +95,7 @@ def of_family(ranks: Mapping[bytes, int], family: str, content: bytes) -> Source
 
 
 def read(content: bytes, origin: str) -> dict[bytes, int]:
-    """The ranks of a table's tokens.
+    """Read the ranks of a table's tokens.
 
     Raises:
         CheckpointError: a line is damaged, a rank or a token is missing or stands twice, or a single byte has no rank.
@@ -150,7 +150,7 @@ class _FromRanks(TikTokenConverter):
 
 
 def looks_like_table(content: bytes) -> bool:
-    """Whether a tokenizer.model is a table of ranks: one of its first lines is a word and a number."""
+    """Return whether a tokenizer.model is a table of ranks: one of its first lines is a word and a number."""
     is_binary = any(byte < 9 or 13 < byte < 32 for byte in content[:64])
     return not is_binary and any(
         re.fullmatch(rb"[!-~]+ \d+\s*", line) for line in content[:4096].splitlines()[:10]

@@ -68,7 +68,7 @@ def extend_tokenizer(
 
 
 def fill_vocabulary(tokenizer: bytes, start: int, stop: int) -> bytes:
-    """A tokenizer.json with special tokens of no use for the ids `start` to `stop`."""
+    """Add special tokens without use to a tokenizer.json for the ids `start` to `stop`."""
     content = json.loads(tokenizer)
     unused = [{**_added(index, f"<|unused_{index}|>"), "special": True} for index in range(start, stop)]
     return to_json({**content, "added_tokens": content.get("added_tokens", []) + unused})
@@ -80,7 +80,7 @@ def _added(index: int, token: str) -> dict[str, Any]:
 
 
 def token_ids(companions: Mapping[str, bytes]) -> dict[str, int]:
-    """Token to id for every token in the companions' tokenizer.json, special ones included."""
+    """Map each token to its id, for all tokens in the companions' tokenizer.json, special ones included."""
     try:
         return Tokenizer.from_buffer(companions["tokenizer.json"]).get_vocab(with_added_tokens=True)
     # The library raises nothing more specific.
@@ -111,7 +111,7 @@ def check_companions(companions: Mapping[str, bytes], config: Any, origin: str) 
 
 
 def read_part(companions: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """The object in one of the small JSON files around a tokenizer; empty if there is no such file."""
+    """Read the object in one of the small JSON files around a tokenizer; empty if there is no such file."""
     if name not in companions:
         return {}
     with reading(name, ValueError):

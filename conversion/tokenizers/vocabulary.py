@@ -70,7 +70,7 @@ def extend_vocabulary(companions: Mapping[str, bytes], config: Any) -> Vocabular
 
 
 def _pad_token(settings: dict[str, Any], present: dict[str, int], pad_token_id: int | None) -> str:
-    """The padding token: the tokenizer's, the configuration's, or a new one."""
+    """Choose the padding token: the tokenizer's, the configuration's, or a new one."""
     pad = settings.get("pad_token")
     pad = pad["content"] if isinstance(pad, dict) else pad
     names = {index: token for token, index in present.items()}

@@ -136,6 +136,6 @@ def _compare_outputs(
 
 
 def _longest(config: LlamoeBaseConfig) -> int:
-    """Number of random tokens that a row can have, besides a picture's."""
+    """Return the number of random tokens that a row can have, besides a picture's."""
     picture = config.vision_config.tokens_per_tile if isinstance(config, LlamoeConfig) else 0
     return max(config.get_text_config().max_position_embeddings - picture, 1)

@@ -15,7 +15,7 @@ _BEHIND = (
 
 
 def shared_parts(first: Checkpoint, second: Checkpoint) -> tuple[list[Checkpoint], list[str]]:
-    """The parts that can be compared with one another, and notes on what was left out.
+    """List the parts that can be compared with one another, and notes on what was left out.
 
     For a multimodal model and a decoder that is the decoder. For a multimodal model and a tower it is the tower,
     without adapter and projection unless both have the same.

@@ -111,7 +111,7 @@ def _structure(config: LlamoeBaseConfig) -> dict[str, Any]:
 
 
 def _function(config: LlamoeBaseConfig) -> dict[str, tuple[Any, Any]]:
-    """Each field that the function depends on, as it is shown and as it is compared."""
+    """List each field that the function depends on, as it is shown and as it is compared."""
     if isinstance(config, LlamoeConfig):
         inner = _of_parts(config, _function)
         return {**inner, "image_token_index": (config.image_token_index, config.image_token_index)}
@@ -159,7 +159,7 @@ def _function_of_tower(config: LlamoeVisionConfig) -> dict[str, tuple[Any, Any]]
 
 
 def _rotary(config: LlamoeBaseConfig) -> tuple:
-    """The rotation as numbers, so that two spellings of the same rotation are equal."""
+    """Return the rotation as numbers, so that two spellings of the same rotation are equal."""
     with torch.device("cpu"):
         rotary = RotaryEmbedding(config)
     by_length = None
@@ -170,5 +170,5 @@ def _rotary(config: LlamoeBaseConfig) -> tuple:
 
 
 def _by_layer(values: list[Any]) -> Any:
-    """The values of all layers, or one value if all are equal."""
+    """Return the values of all layers, or one value if all are equal."""
     return values[0] if all(value == values[0] for value in values) else values

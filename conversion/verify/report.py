@@ -107,7 +107,7 @@ class Verification:
         return reasons + self.notes
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields and the verdict for JSON; nan and infinity, which JSON lacks, become text."""
+        """Return all fields and the verdict for JSON; nan and infinity, which JSON lacks, become text."""
         names = ("verdict", "same_function", "same_weights", "first_difference", "reasons")
         outputs = {
             name: apart if math.isfinite(apart) else str(apart) for name, apart in self.outputs.items()
@@ -115,7 +115,7 @@ class Verification:
         return asdict(self) | {name: getattr(self, name) for name in names} | {"outputs": outputs}
 
     def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """Titles with rows of a label and a text, for printing."""
+        """List titles with rows of a label and a text, for printing."""
         tensors = [("compared", f"{self.compared:,}"), ("differ", f"{len(self.differences):,}")]
         fields = {**self.function, **self.structure}
         sections = [

@@ -37,7 +37,7 @@ class Weights:
         self.config, self.tensors = config, {**aliases, **tensors}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows of a weight in float32."""
+        """Read rows of a weight in float32."""
         return self.tensors[name].read(start, stop).float()
 
 

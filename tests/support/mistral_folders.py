@@ -1,6 +1,7 @@
 """Folders in Mistral AI's format and mistral-inference's maths, written out; both share nothing with the package.
 
-Sources: mistralai/mistral-inference (`transformer.py`, `transformer_layers.py`, `rope.py`, `moe.py`, `cache.py`).
+Sources: mistralai/mistral-inference (`transformer.py`, `transformer_layers.py`, `rope.py`, `moe.py`, `cache.py`), and
+transformers' former script convert_mixtral_weights_to_hf.py for the layout of the first release.
 
 Shapes: T tokens, H dim, D head_dim, I hidden_dim, E experts, V vocabulary.
 """
@@ -18,6 +19,14 @@ PARAMS = dict(
     dim=24, n_layers=2, head_dim=8, hidden_dim=40, n_heads=6, n_kv_heads=2, norm_eps=3e-5, vocab_size=53
 )
 MOE = {"num_experts": 3, "num_experts_per_tok": 2}
+HF_NAMES = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "hidden_dim": "intermediate_size",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "norm_eps": "rms_norm_eps",
+}
 # Projections that sliced files hold by columns, as LLaMA's.
 BY_COLUMNS = ("tok_embeddings.weight", "wo.weight", "w2.weight")
 
@@ -31,7 +40,7 @@ class MistralCase:
         params: what params.json says besides `PARAMS`; None removes a key.
         theta: rotary base that the model has.
         windows: tokens that a token sees in each layer, itself and those before it; None: all.
-        layout: "safetensors", "pth" or "slices".
+        layout: "safetensors", "pth", "slices", or "first release" (with Hugging Face's names in params.json).
     """
 
     name: str
@@ -50,7 +59,7 @@ class MistralCase:
 
     @property
     def is_mixture(self) -> bool:
-        return "moe" in self.params
+        return "moe" in self.params or "num_local_experts" in self.params
 
     def weights(self, dtype=torch.float32) -> dict[str, torch.Tensor]:
         """Weights under mistral-inference's names, in which every number is another."""
@@ -92,14 +101,21 @@ class MistralCase:
         weights = self.weights() if weights is None else weights
         folder.mkdir(parents=True)
         params = {name: value for name, value in self.sizes.items() if value is not None}
+        if self.layout == "first release":
+            params = {HF_NAMES.get(name, name): value for name, value in params.items()}
         (folder / "params.json").write_text(json.dumps(params))
         if self.layout == "safetensors":
             save_file(weights, folder / "consolidated.safetensors")
         elif self.layout == "pth":
             torch.save(weights, folder / "consolidated.00.pth")
-        else:
+        elif self.layout == "slices":
             for rank, part in enumerate(sliced(weights, 2)):
                 torch.save(part, folder / f"consolidated.{rank:02d}.pth")
+        else:
+            if "layers.0.feed_forward.gate.weight" in weights:
+                weights = first_release(weights, self.experts)
+            for rank, part in enumerate(dealt_out(weights, 4)):
+                torch.save(part, folder / f"consolidated.{rank:02d}.pt")
         return folder
 
     def ids(self) -> torch.Tensor:
@@ -163,6 +179,30 @@ class MistralCase:
         return result
 
 
+def first_release(weights: dict, experts: int) -> dict:
+    """The names and shapes of the first release of Mixtral: the experts' rows in one matrix, w2 transposed."""
+    result = {}
+    for name, tensor in weights.items():
+        layer, _, rest = name.partition(".feed_forward.")
+        if not rest:
+            result[name] = tensor
+        elif rest == "gate.weight":
+            result[f"{layer}.block_sparse_moe.gate.weight"] = tensor
+        elif rest.startswith("experts.0."):
+            part = rest.split(".")[2]
+            matrices = [weights[f"{layer}.feed_forward.experts.{e}.{part}.weight"] for e in range(experts)]
+            rows = [matrix.T if part == "w2" else matrix for matrix in matrices]
+            result[f"{layer}.block_sparse_moe.{part}"] = torch.cat(rows)
+    return result
+
+
+def dealt_out(weights: dict, count: int) -> list[dict]:
+    """Whole tensors over files, in turn; the final norm is in two."""
+    files = [dict(list(weights.items())[rank::count]) for rank in range(count)]
+    files[-1]["norm.weight"] = weights["norm.weight"].clone()
+    return files
+
+
 def sliced(weights: dict, count: int) -> list[dict]:
     """A slice of every matrix in each file, and a copy of every norm."""
     files = [{} for _ in range(count)]
@@ -186,4 +226,10 @@ MIXTRAL = MistralCase("Mixtral", {"moe": MOE, "max_seq_len": 77})
 MIXTRAL_PTH = MistralCase(
     "Mixtral with a window", {"moe": MOE, "sliding_window": 6, "rope_theta": 2e4}, 2e4, (6, 6), "pth"
 )
-CASES = [DENSE, WINDOW, WINDOW_IN_SOME, SLICES, MIXTRAL, MIXTRAL_PTH]
+FIRST_MIXTRAL = MistralCase(
+    "Mixtral, first release",
+    {"num_local_experts": 3, "num_experts_per_tok": 2, "_sliding_window": "6", "rope_theta": 1e6},
+    windows=(6, 6),
+    layout="first release",
+)
+CASES = [DENSE, WINDOW, WINDOW_IN_SOME, SLICES, MIXTRAL, MIXTRAL_PTH, FIRST_MIXTRAL]

@@ -118,7 +118,7 @@ class TestClip:
             (remove("visual_projection.weight"), {}, "visual_projection.weight missing"),
             (add("embeddings.class_embedding", WIDTH), {}, "is the same tensor as"),
             (add("vision_model.extra", 2), {}, "unknown tensor vision_model.extra"),
-            (None, {"hidden_size": 112}, r"of shape \[104\], but the configuration asks for \[112\]"),
+            (None, {"hidden_size": 112}, r"of shape \[104\], but the configuration has \[112\]"),
             (None, {"num_hidden_layers": 2}, "describes has no model.layers.2"),
             (None, {"image_size": [42, 48]}, "config.json: image_size is .*square"),
             (None, {"hidden_act": "swoosh"}, "hidden_act = 'swoosh': unknown activation"),

@@ -131,7 +131,7 @@ class TestActivation:
             given = load_tower(tmp_path / "tower")(pictures()).pooler_output
             check_close(given, reference.encode_image(pictures()))
         refused = {
-            "the configuration asks for": {"model": "ViT-B-32"},
+            "the configuration has": {"model": "ViT-B-32"},
             "model = 'ViT-B32'": {"model": "ViT-B32"},
             "model = 'hf-hub:timm/some'": {"model": "hf-hub:timm/some"},
         }

@@ -207,7 +207,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no such file or folder"):
         open_checkpoint(tmp_path / "nothing")
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(CheckpointError, match=r"not a checkpoint that is known"):
+    with pytest.raises(CheckpointError, match=r"unrecognised checkpoint format"):
         open_checkpoint(tmp_path)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.mistral_folders import DENSE, MIXTRAL, MOE, MistralCase
+from support.mistral_folders import DENSE, FIRST_MIXTRAL, MIXTRAL, MOE, MistralCase, first_release
 
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import convert
@@ -45,11 +45,23 @@ def put(name, *shape):
         ),
         (MIXTRAL, drop("layers.0.feed_forward.gate.weight"), ["layers.0.feed_forward.gate.weight missing"]),
         (MIXTRAL, put(EXPERT.format("w2"), 24, 41), [EXPERT.format("w2"), "[24, 41]", "[24, 40]"]),
+        (
+            FIRST_MIXTRAL,
+            lambda weights: [put(f"layers.1.block_sparse_moe.w{i}", 121, 24)(weights) for i in (1, 2, 3)],
+            ["layers.1.block_sparse_moe.w1", "[121, 24]", "3 experts"],
+        ),
+        (
+            FIRST_MIXTRAL,
+            put("layers.1.block_sparse_moe.w2", 117, 24),
+            ["layers.1.block_sparse_moe.w2", "[117, 24]", "[120, 24]"],
+        ),
+        # As if a file were lost.
+        (FIRST_MIXTRAL, drop("layers.1.block_sparse_moe.w2"), ["layers.1.block_sparse_moe.w2 missing"]),
     ],
     ids=lambda value: value.name.replace(" ", "-") if isinstance(value, MistralCase) else None,
 )
 def test_tensors_that_do_not_fit_params_json_are_named(case, change, words, tmp_path):
-    weights = case.weights()
+    weights = first_release(case.weights(), 3) if case is FIRST_MIXTRAL else case.weights()
     change(weights)
     source = case.write(tmp_path / "mistral", weights)
     message = refused(source, tmp_path / "hf")
@@ -75,6 +87,7 @@ def test_tensors_that_do_not_fit_params_json_are_named(case, change, words, tmp_
         ({"dim": 25}, ["dim = 25"]),
         ({"n_heads": "6"}, ["n_heads = '6'", "number above 0"]),
         ({"rope_theta": "1e6"}, ["rope_theta = '1e6'"]),
+        ({"hidden_size": 24}, ["hidden_size = 24", "one of hidden_size and dim"]),
         ({"sliding_window": [4, None, 4]}, ["sliding_window = [4, None, 4]", "2 layers"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
@@ -104,6 +117,13 @@ def test_keys_that_are_off_change_nothing(tmp_path):
     source = replace(DENSE, params=entries).write(tmp_path / "mistral", DENSE.weights())
     report = convert(source, tmp_path / "hf")
     assert set(report.dropped) == {"params.json: max_batch_size"}
+
+
+def test_copies_of_a_tensor_in_files_of_a_mixture_must_be_equal(tmp_path):
+    source = FIRST_MIXTRAL.write(tmp_path / "mistral")
+    last = torch.load(source / "consolidated.03.pt")
+    torch.save({**last, "norm.weight": last["norm.weight"] + 1}, source / "consolidated.03.pt")
+    assert "norm.weight: differs" in refused(source, tmp_path / "hf")
 
 
 def test_a_mixtral_has_no_place_in_metas_format(tmp_path):
