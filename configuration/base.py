@@ -81,7 +81,7 @@ def as_dict(config: PreTrainedConfig) -> dict[str, Any]:
     for name in ("attn_implementation", "experts_implementation"):
         if (value := getattr(config, f"_{name}", None)) is not None:
             data[name] = value
-    # A stock model notes in its configuration that it knows no other way; nobody has chosen it for ours.
+    # transformers writes "eager" itself if a stock model has no other implementation; for ours it would be a choice.
     if data.get("experts_implementation") == "eager" and not isinstance(config, LlamoeBaseConfig):
         del data["experts_implementation"]
     # Mistral's class does not read them, while AutoConfig takes a file with both for Ministral's.
@@ -125,7 +125,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
     @classmethod
     def _model_types(cls) -> list[str]:
-        """The model types that it reads, ours first."""
+        """List the model types that this class reads, ours first."""
         return [name for name in (cls.model_type, cls.stock_model_type, *cls.stock_relatives) if name]
 
     @classmethod
@@ -135,7 +135,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         folder = Path(pretrained_model_name_or_path, subfolder)
         if not config_dict and folder.is_dir() and not (folder / "adapter_config.json").is_file():
-            # transformers would go on with the default configuration.
+            # transformers would use the default configuration.
             raise CheckpointError(
                 f"{folder}: no file named config.json in this folder. A folder of Meta's is converted once: "
                 f"`llamoe convert {folder} OUT`."
@@ -221,7 +221,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
     @classmethod
     def _part_of(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """This class's part of a multimodal configuration, with the fields that the whole defines for all parts."""
+        """Return this class's part of a multimodal configuration, with the fields that the whole sets for all parts."""
         whole = data.get("model_type")
         if whole is not None and whole not in _COMPOSITE_TYPES:
             cls._check_model_type(whole)
@@ -236,17 +236,17 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
     @classmethod
     def _of_stock_class(cls, stock: type[PreTrainedConfig], given: dict[str, Any]) -> dict[str, Any]:
-        """What a stock class makes of its arguments: its own defaults, and nothing of fields that we alone have.
+        """Return the fields that a stock class reads: with its own defaults, and without fields that only we have.
 
         Other names that only our class has are left out too, and names of methods: kept as attributes they would hide
         the class's own. Names that neither has are kept, as stock keeps them.
         """
         reader = READERS[stock.model_type]
-        ours, theirs = ({field.name: field.default for field in fields(each)} for each in (reader, stock))
-        known = theirs.keys() | stock.attribute_map.keys()
+        ours, theirs = ({field.name: field.default for field in fields(config)} for config in (reader, stock))
+        stock_names = theirs.keys() | stock.attribute_map.keys()
 
         def is_foreign(name: str) -> bool:
-            if name in known:
+            if name in stock_names:
                 return False
             if name in ours or name in reader.attribute_map:
                 return True
@@ -292,14 +292,14 @@ class LlamoeBaseConfig(PreTrainedConfig):
         return self.stock_model_type
 
     def parts(self) -> set[str]:
-        """The parts that the model has, of those that fields belong to."""
+        """Return the names of the model's parts, as `Meaning.part` spells them."""
         return set()
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields; of `auto_map` only entries of others.
+        """Return the fields as a dict, without our own entries of `auto_map`.
 
-        Our own entries say how the folder loads from which a configuration was read. Each save writes them anew. The
-        attribute itself stays, since tools that load models by trusted code read it.
+        Our entries belong to the folder that was read, and each save writes new ones. The attribute keeps them, since
+        tools that load models by trusted code read it.
         """
         data = super().to_dict()
         if others := entries_of_others(data.pop("auto_map", None)):
@@ -327,11 +327,11 @@ class LlamoeBaseConfig(PreTrainedConfig):
             super().register_for_auto_class(auto_class)
 
     def _rotary_multiple(self) -> int:
-        """Number of which the head's width must be a multiple to be rotated; 0 if no layer is rotated."""
+        """Return the number that must divide the width of a rotated head; 0 if no layer is rotated."""
         return 0
 
     def validate_rope(self) -> None:
-        """Check the rotary embedding: what transformers would not, and what it does for its type."""
+        """Check the rotary embedding beyond transformers' own checks, then run those."""
         rope, multiple = getattr(self, "rope_parameters", None), self._rotary_multiple()
         if not rope or not multiple:
             return
@@ -339,7 +339,9 @@ class LlamoeBaseConfig(PreTrainedConfig):
         if not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
             fail(self, "rope_parameters['rope_theta']", theta, "must be positive", "a number such as 10000.0")
         if self.head_dim % multiple:
-            problem = "rotary embedding turns channels in pairs, for a picture of rows and of columns"
+            problem = (
+                "rotary embedding rotates pairs of channels, for pictures once by row and once by column"
+            )
             fail(self, "head_dim", self.head_dim, problem, f"a multiple of {multiple}")
         if rope.get("rope_type") != "proportional" and factor not in (None, 1):
             valid = "1.0, or rope_type 'proportional'"

@@ -2,7 +2,7 @@
 
 `LlamoeDenseConfig` describes LLaMA 1 and 2, Mistral and other decoders of their shape; those with experts are next.
 Field names and defaults are those of transformers' `LlamaConfig`, so a stock `config.json` is valid input; fields of
-ours default to stock's behaviour. The decoder reads a `LayerPlan` for each layer and never asks for the family.
+ours default to stock's behaviour. The decoder reads a `LayerPlan` for each layer; it has no branch on the family.
 
 Sources: LLaMA (Touvron et al., 2023, arXiv:2302.13971), Llama 2 (arXiv:2307.09288), Mistral 7B (Jiang et al., 2023,
 arXiv:2310.06825).
@@ -76,11 +76,11 @@ class DecoderConfig(LlamoeBaseConfig):
     skip_logits: bool | str = field(False, "training")
 
     def attention_types(self) -> list[str]:
-        """The kind of attention of each layer, as the fields say now."""
+        """List the kind of attention of each layer, by the current values of the fields."""
         return self.layer_types or []
 
     def parts(self) -> set[str]:
-        """The parts that the layers have, of those that fields belong to."""
+        """Return the names of the layers' parts, as `Meaning.part` spells them."""
         plans = [self.layer_plan(layer_idx) for layer_idx in range(self.num_hidden_layers)]
         has = {
             "dense layers": not all(plan.is_moe for plan in plans),
@@ -134,9 +134,9 @@ class DecoderConfig(LlamoeBaseConfig):
             fail(self, "skip_logits", self.skip_logits, problem, '"always", True (in training), or False')
 
     def validate_layer_type(self) -> None:
-        """Check the kinds of attention, without what lists say of layers past the last, as stock does.
+        """Check the kinds of attention; cut lists to the number of layers, as stock does.
 
-        The number of layers may have been made smaller.
+        The number of layers may have been made smaller than the lists.
         """
         for name in ("layer_types", "no_rope_layers"):
             if entries := getattr(self, name, None):
@@ -178,27 +178,27 @@ class WindowedConfig(DecoderConfig):
             self.sliding_window is not None
             and (self.layer_types or [])[:count] == ["sliding_attention"] * count
         ):
-            # As Mistral has it: then the window alone says what layers do, and more layers have it, too.
+            # As in Mistral, the window alone applies to every layer, also if the number of layers is raised later.
             self.layer_types = None
         super().__post_init__(**kwargs)
 
     @classmethod
     def _override(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-        """Apply overrides; another window, or none, is that of all layers if no list says otherwise."""
+        """Apply overrides; an overridden window applies to all layers unless `layer_types` mixes kinds."""
         data = super()._override(data, overrides)
         if "sliding_window" in overrides and len(set(data.get("layer_types") or ())) < 2:
             data["layer_types"] = overrides.get("layer_types")
         return data
 
     def attention_types(self) -> list[str]:
-        """The kind of attention of each layer, as the fields say now: without a list, a window is every layer's."""
+        """List the kind of attention of each layer; without `layer_types`, a window applies to every layer."""
         if self.layer_types is not None:
             return self.layer_types
         kind = "full_attention" if self.sliding_window is None else "sliding_attention"
         return [kind] * self.num_hidden_layers
 
     def layer_plan(self, layer_idx: int) -> LayerPlan:
-        """The plan of layer `layer_idx`."""
+        """Return the plan of layer `layer_idx`."""
         self._check_layer_idx(layer_idx)
         return LayerPlan(
             layer_idx=layer_idx,

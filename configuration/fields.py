@@ -1,6 +1,6 @@
-"""What a field of a configuration does, as data beside its type and default, and what follows from that.
+"""Declares fields of configurations with their effect and valid range, beside type and default.
 
-A class declares a field so, and a subclass with another default alone keeps the rest:
+A subclass that only sets another default keeps effect and range:
 
     hidden_size: int = field(4096, "structure", least=1)
     hidden_size: int = 5120
@@ -22,7 +22,7 @@ _MOST_OF_STRUCTURE, _MOST = 1 << 20, 1 << 40
 
 
 class Meaning(NamedTuple):
-    """What is known of a field besides its name, type and default.
+    """Effect and valid range of a field.
 
     Attributes:
         effect: what it changes of a forward pass in evaluation, with the same weights and token ids. "function": the
@@ -43,7 +43,7 @@ class Meaning(NamedTuple):
 
     @property
     def has_effect(self) -> bool:
-        """Whether it changes what a model computes in evaluation."""
+        """Whether the field changes what a model computes in evaluation."""
         return self.effect in ("structure", "function")
 
     def check(self, owner: Any, name: str, value: Any) -> None:
@@ -88,7 +88,7 @@ def field(
 
 
 def fields_without_effect(config: Any) -> set[str]:
-    """Names of the fields that do not change what this model computes in evaluation, as the others are."""
+    """Return the names of the fields that do not change what this model computes in evaluation."""
     parts = config.parts()
     return {
         name

@@ -18,7 +18,7 @@ HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
 
 
 def _decoder(family: str, base: str = "") -> dict[str, str]:
-    """Auto class to the class of a family of decoders, whose base may have another name."""
+    """Map Auto classes to the classes of a family of decoders, whose base may have another name."""
     heads = {f"AutoModel{head}": f"{family}{head}" for head in HEADS}
     return {"AutoModel": base or f"{family}Model", **heads}
 
@@ -87,28 +87,28 @@ def written_by(converter: Callable[[Any], dict[str, Any]] | None) -> Iterator[No
 
 
 def is_saving_stock() -> bool:
-    """Whether a save in transformers' layout is in progress."""
+    """Return True during a save in transformers' layout."""
     return _converter.get() is not None
 
 
 def entries_of_others(auto_map: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Entries of an `auto_map` that do not name our module, with or without the `owner/name--` of the Hub."""
+    """Return the entries of an `auto_map` that do not name our module, with or without `owner/name--` in front."""
     return {name: entry for name, entry in (auto_map or {}).items() if f"{MODULE_NAME}." not in str(entry)}
 
 
 def hub_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that say from where a file is read, without the others."""
+    """Return the arguments that select where a file is read from: cache, revision, subfolder, token."""
     names = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
     return {name: given[name] for name in names if given.get(name) is not None}
 
 
 def is_ours(some_class: type) -> bool:
-    """Whether a class is llamoe's own, not a user's subclass."""
+    """Return True for llamoe's own classes, False for a user's subclass."""
     return some_class.__module__.partition(".")[0] == "llamoe"
 
 
 def auto_map(config: Any) -> dict[str, str]:
-    """Entries of `auto_map` for the folder of a configuration, Auto class to `file.class`.
+    """Return the `auto_map` for the folder of a configuration: Auto class to `file.class`.
 
     `architectures[0]` names the model class in the folder. Entries of a user's own class stay.
     """
@@ -144,7 +144,7 @@ def write_config(config: Any, path: Path, content: Mapping[str, Any]) -> None:
 
 
 def our_files(config: Any, content: Mapping[str, Any]) -> dict[str, str]:
-    """Name to text of the files that hold a configuration in our layout; for the arguments see `write_config`."""
+    """Return the texts of the files of our layout by name; for the arguments see `write_config`."""
     if config.model_type not in AUTO_CLASSES:
         return {"config.json": as_json(content)}
     content = {**content, "auto_map": auto_map(config)}
@@ -152,10 +152,10 @@ def our_files(config: Any, content: Mapping[str, Any]) -> dict[str, str]:
 
 
 def is_our_module(path: Path) -> bool:
-    """Whether a file is the module, of whatever release."""
+    """Return True if a file is our module, of any release."""
     return path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(_FIRST_LINE)
 
 
 def as_json(content: Mapping[str, Any]) -> str:
-    """The text of a config.json."""
+    """Format a config.json."""
     return json.dumps(content, indent=2, sort_keys=True) + "\n"

@@ -1,4 +1,4 @@
-"""Reads small files, of bounded size, and JSON without ambiguity; writes them whole; tells versions of a file apart."""
+"""Reads small files and unambiguous JSON, writes files atomically, and compares versions of a file."""
 
 import errno
 import json
@@ -32,7 +32,7 @@ def reading(name: object, *others: type[Exception]) -> Iterator[None]:
 
 
 def to_json(content: Any) -> bytes:
-    """The content as JSON in the form of Hugging Face's folders."""
+    """Format the content as JSON in the style of Hugging Face's folders."""
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -72,7 +72,7 @@ class FileStamp(NamedTuple):
 
 
 def stamp_of(status: os.stat_result) -> FileStamp:
-    """The stamp of a file; for a link, of its target."""
+    """Return the stamp of a file; for a link, of its target."""
     return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
 

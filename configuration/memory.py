@@ -12,12 +12,12 @@ _DEFAULT_CONTEXT = 8192
 
 
 def default_context(config: LlamoeBaseConfig) -> int:
-    """Tokens that a cache is planned for where nobody says: 8192, or the model's limit if that is lower."""
+    """Return the default number of tokens of a planned cache: 8192, or the model's limit if lower."""
     return min(_DEFAULT_CONTEXT, config.get_text_config().max_position_embeddings)
 
 
 def cache_tokens(config: LlamoeBaseConfig, context: int, piece: int = 1) -> list[int]:
-    """Number of tokens in each layer's cache at its fullest.
+    """Return the largest number of tokens in each layer's cache.
 
     Args:
         config: A decoder's configuration, or a multimodal one.
@@ -38,7 +38,7 @@ def cache_tokens(config: LlamoeBaseConfig, context: int, piece: int = 1) -> list
 def cache_bytes(
     config: LlamoeBaseConfig, context: int, batch_size: int = 1, element_size: int = 2, piece: int = 1
 ) -> list[int]:
-    """Bytes of each layer's cache at its fullest: keys and values, for every key/value head, token and row.
+    """Return the largest bytes of each layer's cache: keys and values, for every key/value head, token and row.
 
     Args:
         config, context, piece: As in `cache_tokens`.
@@ -46,7 +46,7 @@ def cache_bytes(
         element_size: Bytes of a number: 2 in bfloat16.
     """
     text = config.get_text_config()
-    of_a_token = (
+    bytes_per_token = (
         2 * text.num_key_value_heads * text.head_dim * element_size * count_of("batch_size", batch_size)
     )
-    return [of_a_token * tokens for tokens in cache_tokens(config, context, piece)]
+    return [bytes_per_token * tokens for tokens in cache_tokens(config, context, piece)]

@@ -178,7 +178,7 @@ class LlamoeTextConfig(MixtureConfig):
         super().__post_init__(**kwargs)
 
     def layer_plan(self, layer_idx: int) -> LayerPlan:
-        """The plan of layer `layer_idx`."""
+        """Return the plan of layer `layer_idx`."""
         self._check_layer_idx(layer_idx)
         use_rope = bool(self.no_rope_layers[layer_idx])
         is_moe = layer_idx in self.moe_layers

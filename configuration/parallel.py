@@ -92,7 +92,7 @@ HEAD_FSDP = {"lm_head": "keep_full_weight"}
 
 
 def wildcard(name: str) -> str:
-    """Name of a module or parameter as plans spell it, with `*` in place of a layer's number."""
+    """Replace layer numbers in a name of a module or parameter by `*`, as plans spell it."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 

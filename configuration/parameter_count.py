@@ -31,7 +31,7 @@ class ParameterCount:
 
 
 def count_parameters(config: LlamoeBaseConfig) -> ParameterCount:
-    """The parameters of the model that a configuration of ours describes: the total, and those active for one token."""
+    """Count the parameters of a configuration's model: the total, and those active for one token."""
     if isinstance(config, LlamoeConfig):
         text, vision = config.text_config, config.vision_config
         projector = vision.vision_output_dim * text.hidden_size

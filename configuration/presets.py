@@ -146,7 +146,7 @@ def nearest_preset(name: Any) -> str | None:
 
 
 def preset(name: str, **overrides: Any) -> LlamoeBaseConfig:
-    """A new configuration of a published model, one of `PRESETS`.
+    """Return a new configuration of a published model, one of `PRESETS`.
 
     Args:
         name: Name of the preset.

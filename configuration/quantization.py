@@ -60,7 +60,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         chosen = dict(weights=weights, group_size=group_size, activations=activations)
         self.given = {n for n, value in chosen.items() if value is not None and type(value) is not _Default}
         weights, activations = (
-            str(each) if type(each) is _Default else each for each in (weights, activations)
+            str(value) if type(value) is _Default else value for value in (weights, activations)
         )
         # transformers' own methods are an enumeration, others are texts.
         self.quant_method: Any = METHOD
@@ -78,7 +78,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         self._check(kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields; the default of `activations`, which says nothing of files, is left out for earlier versions."""
+        """Return the fields as a dict, without a default `activations`, which earlier versions cannot read."""
         fields = super().to_dict()
         if fields.get("activations") == ACTIVATIONS[0]:
             del fields["activations"]
@@ -118,7 +118,7 @@ class QuantizationConfig(QuantizationConfigMixin):
 
 
 def as_quantization(given: "QuantizationConfig | str | None") -> QuantizationConfig | None:
-    """A `QuantizationConfig` as it is, or of a text: "int8", "int4", or "int4:128" with the size of its groups.
+    """Convert a text to a `QuantizationConfig`: "int8", "int4", or "int4:128" with the size of its groups.
 
     Raises:
         ConfigurationError: no such format.

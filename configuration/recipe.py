@@ -19,7 +19,7 @@ _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 def llama_recipe(
     output_dir: str | PathLike, config: DecoderConfig | LlamoeConfig | None = None, **options: Any
 ) -> "TrainingArguments":
-    """The arguments of LLaMA's training (Touvron et al. 2023, section 2.3), as far as they are Trainer's.
+    """Return the arguments of LLaMA's training (Touvron et al. 2023, section 2.3) that Trainer has.
 
     AdamW with betas of 0.9 and 0.95, a weight decay of 0.1 on all weights but norms and biases, a cosine that ends at a
     tenth of the rate after 2,000 steps of warm-up, gradients clipped at a norm of 1, bfloat16, and checkpointing

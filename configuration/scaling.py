@@ -41,7 +41,7 @@ class ComputeOptimal:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a fit needs to know of a model besides its size: shares of all parameters and of all experts."""
+    """Properties of a model that a fit needs besides its size: shares of all parameters and of all experts."""
 
     active: float = 1.0
     used: float = 1.0
@@ -59,7 +59,7 @@ class _Shape:
         )
 
     def optimum(self, flops: float) -> ComputeOptimal:
-        """The parameters whose loss is least. Along a budget it falls, then rises: thirds are cut off."""
+        """Return the parameters with the least loss. Along a budget it falls, then rises: a ternary search."""
         product = flops / (FLOPS_PER_TOKEN * self.active)
 
         def loss(log_parameters: float) -> float:
@@ -81,7 +81,7 @@ def compute_optimal(
     tokens: float | None = None,
     parameters: float | None = None,
 ) -> ComputeOptimal:
-    """The model and the number of tokens that reach the least loss for their compute.
+    """Compute the model size and the number of tokens with the least loss for a compute budget.
 
     Exactly one of `flops`, `tokens` and `parameters` says what is given; with a config alone its own parameters are.
     Sizes of the papers' experiments, up to 16 billion parameters (Hoffmann) and 5 billion (Abnar), are interpolated

@@ -9,11 +9,11 @@ _POWERS = "KMGT"
 
 
 def parse_bytes(text: str) -> int | None:
-    """Bytes of a text like "24GB" (10^9 bytes each), "24GiB" (2^30) or "512"; None if it is none."""
-    found = re.fullmatch(r"(.*?)\s*([KMGT]I?)B", text.strip(), re.IGNORECASE)
-    if found is None:
+    """Convert a text like "24GB" (10^9 bytes), "24GiB" (2^30) or "512" to bytes; None if it is no size."""
+    match = re.fullmatch(r"(.*?)\s*([KMGT]I?)B", text.strip(), re.IGNORECASE)
+    if match is None:
         return int(text.strip().removesuffix("B")) if re.fullmatch(r"\s*[0-9]{1,18}B?\s*", text) else None
-    number, unit = found[1], found[2].upper()
+    number, unit = match[1], match[2].upper()
     try:
         return int(float(number) * (1024 if unit.endswith("I") else 1000) ** (_POWERS.index(unit[0]) + 1))
     # What is not a number, and infinity.
@@ -22,15 +22,15 @@ def parse_bytes(text: str) -> int | None:
 
 
 def bytes_of(name: str, value: Any, least: int = 0) -> int:
-    """Bytes of a size that a user gave.
+    """Convert a size that a user gave to bytes.
 
     Args:
         name: of the argument.
         value: bytes, or a text that `parse_bytes` takes, where "Gb" would be bits.
-        least: the smallest that is valid.
+        least: the smallest valid number.
 
     Raises:
-        ValueError: it is none, or smaller.
+        ValueError: it is no size, or smaller.
     """
     number = value
     if isinstance(value, str):
@@ -42,7 +42,7 @@ def bytes_of(name: str, value: Any, least: int = 0) -> int:
 
 
 def count_of(name: str, value: Any, least: int = 1) -> int:
-    """A number of things that a user gave.
+    """Check and return a count that a user gave.
 
     Raises:
         ValueError: it is not a whole number, or smaller.

@@ -49,7 +49,7 @@ def from_stock(config: PreTrainedConfig | Mapping[str, Any]) -> LlamoeBaseConfig
 
 
 def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:
-    """The stock equivalent of a configuration of ours, as the content of a `config.json`.
+    """Convert a configuration of ours to the content of its stock `config.json`.
 
     Fields that stock's class lacks are dropped. Those that it lacks or ignores and that change what the model computes
     must have their defaults. Attributes that are not fields, such as `quantization_config`, are kept, but not of

@@ -94,7 +94,7 @@ class LlamoeVisionConfig(LlamoeBaseConfig):
         super().__post_init__(**kwargs)
 
     def parts(self) -> set[str]:
-        """The parts that the tower has, of those that fields belong to."""
+        """Return the names of the tower's parts, as `Meaning.part` spells them."""
         return {"adapter"} if self.use_adapter else set()
 
     @property

@@ -5,6 +5,7 @@ import mmap
 import os
 import threading
 import time
+import timeit
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -39,12 +40,12 @@ class Bandwidths:
         """Turn texts into numbers.
 
         Raises:
-            ValueError: none, or not above 0.
+            ValueError: a value is no size, or not above 0.
         """
-        for own in fields(self):
-            value = getattr(self, own.name)
+        for field in fields(self):
+            value = getattr(self, field.name)
             whole = round(value) if isinstance(value, float) and math.isfinite(value) else value
-            object.__setattr__(self, own.name, float(bytes_of(f"Bandwidths.{own.name}", whole, least=1)))
+            object.__setattr__(self, field.name, float(bytes_of(f"Bandwidths.{field.name}", whole, least=1)))
 
 
 def measure_bandwidths(folder: str | os.PathLike | None = None, most_bytes: int = 1 << 30) -> Bandwidths:
@@ -60,22 +61,15 @@ def measure_bandwidths(folder: str | os.PathLike | None = None, most_bytes: int 
     Raises:
         ValueError: the folder has no file of 1 MB or more.
     """
-    found = {} if folder is None else {"drive": _drive(Path(folder), most_bytes)}
-    return Bandwidths(**found, ram=_ram())
+    drive = {} if folder is None else {"drive": _drive(Path(folder), most_bytes)}
+    return Bandwidths(**drive, ram=_ram())
 
 
 def _ram() -> float:
-    """As a product of a matrix with a vector reads it, which is what generating a token does."""
+    """Measure bytes per second that a matrix-vector product reads, as generating a token does."""
     # Larger than any cache.
     matrix, vector = torch.ones(16384, 8192), torch.ones(8192)
-    best = min(_seconds(lambda: torch.mv(matrix, vector)) for _ in range(5))
-    return matrix.nbytes / best
-
-
-def _seconds(work) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
+    return matrix.nbytes / min(timeit.repeat(lambda: torch.mv(matrix, vector), number=1, repeat=5))
 
 
 def _drive(folder: Path, most_bytes: int) -> float:

@@ -1,4 +1,4 @@
-"""Devices are filled one after the other with the units of a model, as accelerate does."""
+"""Fills devices one after the other with the units of a model, as accelerate does."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from .units import Unit
 
 
 class Filled:
-    """Which unit is on which device.
+    """A placement of the units on devices.
 
     Attributes:
         device_map: names of units, or of what holds several, to devices.
@@ -28,13 +28,13 @@ class Filled:
         weights, cache = Counter(), Counter()
         for unit, place in zip(units, places, strict=True):
             weights[place] += _bytes(unit, apart)
-            # A layer that is brought to the first device for each pass has its cache there.
+            # An offloaded layer runs on the first device, where its cache stays.
             if unit.cache:
                 cache[main if place in ("cpu", "disk") else place] += unit.cache
         self.weights, self.cache = dict(weights), dict(cache)
 
     def used(self, device: Any) -> int:
-        """Bytes on a device."""
+        """Return the bytes of weights and cache on a device."""
         return self.weights.get(device, 0) + self.cache.get(device, 0)
 
 
@@ -52,7 +52,7 @@ def fill(
         room: device to bytes; accelerators (0, 1, ...) before "cpu".
         apart: names of units whose experts are offloaded.
         reserve: bytes of each accelerator that stay free; without accelerators, of RAM.
-        is_whole: whether every unit must stay on these devices. Then no room need be left to bring others.
+        is_whole: whether every unit must stay on these devices. Then no bytes are kept free to copy others.
 
     Returns:
         None where the cache alone is more than the first device's room, or `is_whole` cannot be.
@@ -67,7 +67,7 @@ def fill(
             if "disk" not in places:
                 return Filled(units, places, main, apart)
         return None
-    # Bytes of cache for layers that are brought to the first device only when they run.
+    # Bytes on the first device for the caches of offloaded layers.
     borrowed = 0
     while room[main] > borrowed:
         places = _places(units, {**room, main: room[main] - borrowed}, apart, leaves_room=True)
@@ -82,17 +82,20 @@ def fill(
 def _places(
     units: Sequence[Unit], room: Mapping[Any, int], apart: frozenset[str], leaves_room: bool
 ) -> list[Any]:
-    """The device of each unit; `leaves_room` on the first one, and in RAM, for the largest unit that follows."""
+    """Return the device of each unit.
+
+    With `leaves_room` the first device and RAM keep bytes free to copy the largest offloaded unit.
+    """
     sizes = [_bytes(unit, apart) + unit.cache for unit in units]
     largest_after = [*accumulate(reversed(sizes[1:]), max, initial=0)][::-1]
     devices = iter([*room, "disk"])
     device, used = next(devices), 0
-    brings = {device, "cpu"} if leaves_room else set()
+    copies_to = {device, "cpu"} if leaves_room else set()
     places: dict[str, Any] = {}
     for unit, size, largest in zip(units, sizes, largest_after, strict=True):
         if unit.tied_to:
             continue
-        while device != "disk" and used + size + (largest if device in brings else 0) > room[device]:
+        while device != "disk" and used + size + (largest if device in copies_to else 0) > room[device]:
             device, used = next(devices), 0
         used += size
         places[unit.name] = device

@@ -1,5 +1,6 @@
-"""Past one machine: how a model is shared by the accelerators of several nodes, and what each of them holds."""
+"""Plans for several machines: how their accelerators share a model, and the bytes that each holds."""
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,7 @@ def plan_nodes(
     training: bool,
     cache: tuple[int | None, int, int | None],
 ) -> NodesPlan:
-    """As `plan_placement`, for nodes of equal accelerators.
+    """Plan how the equal accelerators of several nodes share a model.
 
     Args:
         config: of the model.
@@ -140,12 +141,10 @@ def _training(config: Any, nodes: int, gpus: int, room: int) -> NodesPlan:
     model = empty_model(config)
     groups = groups_of_fsdp(model)
     # A module is gathered in 16 bits while the one before it is still there.
-    largest = sum(
-        sorted(2 * sum(padded_numbers(shape, 1) for shape in shapes) for _, shapes, _ in groups)[-2:]
-    )
+    largest = sum(sorted(2 * sum(map(math.prod, shapes)) for shapes in groups)[-2:])
     # Weights are gathered three times as often as gradients cross over; so inside of a node, if they fit there.
     for shards in (gpus, gpus * nodes):
-        numbers = sum(padded_numbers(shape, shards) for _, shapes, _ in groups for shape in shapes)
+        numbers = sum(padded_numbers(shape, shards) for shapes in groups for shape in shapes)
         weights = numbers // shards * _TRAINED_BYTES
         if weights + largest <= room:
             break

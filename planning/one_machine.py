@@ -1,4 +1,4 @@
-"""Where the parts of a model go on one machine: on accelerators, routed experts in RAM or on disk, layers in RAM."""
+"""Placement of a model on one machine: accelerators first, then routed experts and layers in RAM or on disk."""
 
 import os
 from collections import Counter
@@ -20,8 +20,6 @@ from .speed import bytes_of_step, seconds_of_step
 from .table import lines_of
 from .training import DEFAULT_TOKENS, TrainingPlan, expert_bytes_of_step, training_sizes
 from .units import Sizes, sizes_of
-
-_MOST_GPUS = 1024
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class PlacementPlan:
         return {"device_map": dict(self.device_map), **given}
 
     def place_of(self, name: str) -> Any:
-        """Device of a parameter.
+        """Return the device of a parameter.
 
         Raises:
             ValueError: the model has no such part.
@@ -119,12 +117,12 @@ def plan_placement(
     adapters: int | None = None,
     adapt_experts: bool = True,
 ) -> PlacementPlan | NodesPlan:
-    """Plan on which device each part of a model goes, before a weight is read or downloaded.
+    """Plan the device of each part of a model, before a weight is read or downloaded.
 
     Everything goes to the accelerators if it fits. Else routed experts leave them, of as few layers as need be, for
     RAM, where they are computed. If they do not fit there, they stay on disk, with what RAM is left as memory for those
-    used last. If the rest does not fit on the accelerators either, its last layers are brought from RAM, then from
-    disk, in every pass, as accelerate does. Without accelerators RAM is where everything is computed.
+    used last. If the rest does not fit on the accelerators either, its last layers are copied from RAM, then from
+    disk, in every forward pass, as accelerate does. Without accelerators RAM is where everything is computed.
 
     Args:
         model: a configuration, ours or stock, the name of a preset, a config.json, or a folder; or a `Source`, which
@@ -163,7 +161,7 @@ def plan_placement(
     count_of("batch", batch)
     count_of("nodes", nodes)
     if not isinstance(bandwidths, Bandwidths):
-        bandwidths = _bandwidths(bandwidths)
+        bandwidths = Bandwidths(**(bandwidths or {}))
     step = None
     if adapters is not None:
         if nodes > 1 or training:
@@ -171,7 +169,7 @@ def plan_placement(
         context = DEFAULT_TOKENS if context is None else count_of("context", context)
         rank, on_cpu = count_of("adapters", adapters), set(room) <= {"cpu"}
         step = training_sizes(source.model, sizes, rank, adapt_experts, context, batch, on_cpu)
-        room = _room_beside(room, step.memory)
+        room = _memory_beside_training(room, step.memory)
     cached, token = [], None
     if step is not None:
         prefill = None
@@ -188,13 +186,13 @@ def plan_placement(
         per_layer = cache_bytes(config, context, batch, sizes.element_size, prefill)
         sizes = sizes.with_cache(per_layer)
     if nodes > 1 or training:
-        own = {size for device, size in room.items() if device != "cpu"}
-        if len(own) != 1:
+        gpu_sizes = {size for device, size in room.items() if device != "cpu"}
+        if len(gpu_sizes) != 1:
             raise ValueError(
                 f"gpus={gpus!r}: nodes and training are planned for equal accelerators, at least one."
             )
         cache = (context, batch, prefill)
-        return plan_nodes(config, sizes, nodes, len(room) - 1, own.pop(), training, cache)
+        return plan_nodes(config, sizes, nodes, len(room) - 1, gpu_sizes.pop(), training, cache)
     choice = _choose(sizes, room, disk)
     if choice is None:
         raise ValueError(_no_place(sizes, room, disk, context, batch))
@@ -210,8 +208,8 @@ def plan_placement(
     return replace(plan, training=step, context=context, tokens_per_second=None)
 
 
-def _room_beside(room: dict[Any, int], training: int) -> dict[Any, int]:
-    """The room of the devices that compute, without what training takes."""
+def _memory_beside_training(room: dict[Any, int], training: int) -> dict[Any, int]:
+    """Return the bytes of each device for weights, less what a training step takes on those that compute."""
     gpus = [device for device in room if device != "cpu"] or ["cpu"]
     left = {device: size - training if device in gpus else size for device, size in room.items()}
     if min(left[device] for device in gpus) <= 0:
@@ -222,52 +220,38 @@ def _room_beside(room: dict[Any, int], training: int) -> dict[Any, int]:
     return left
 
 
-def _bandwidths(given: Any) -> Bandwidths:
-    try:
-        return Bandwidths(**(given or {}))
-    except TypeError as error:
-        names = ", ".join(Bandwidths.__dataclass_fields__)
-        raise ValueError(f"bandwidths={given!r}: give a Bandwidths, or some of {names}.") from error
-
-
 def _room(gpus: Any, gpu_memory: Any, ram: Any, headroom: int) -> dict[Any, int]:
-    """Device to bytes for weights and cache, the first device first."""
+    """Return the bytes of each device for weights and cache, the computing device first."""
     if gpus is None or ram is None:
         from accelerate.utils import get_max_memory
 
         here = get_max_memory()
     if gpus is None:
-        own = [size for device, size in here.items() if device != "cpu"]
+        sizes = [size for device, size in here.items() if device != "cpu"]
     elif isinstance(gpus, (int, float)):
-        if count_of("gpus", gpus, least=0) > _MOST_GPUS:
-            raise ValueError(f"gpus={gpus}: one machine has at most {_MOST_GPUS}; nodes counts machines.")
-        own = [bytes_of("gpu_memory", gpu_memory)] * gpus
-    elif isinstance(gpus, str):
-        raise ValueError(f"gpus={gpus!r}: give a number of accelerators, or a list with the memory of each.")
+        sizes = [bytes_of("gpu_memory", gpu_memory)] * count_of("gpus", gpus, least=0)
     else:
-        own = [bytes_of("gpus", size) for size in gpus]
+        sizes = [bytes_of("gpus", size) for size in gpus]
     memory = here["cpu"] if ram is None else bytes_of("ram", ram)
-    for device, size in enumerate(own) if own else [("cpu", memory)]:
+    for device, size in enumerate(sizes) if sizes else [("cpu", memory)]:
         if size <= headroom:
-            if size < 1e6:
-                raise ValueError(f'{size} bytes of memory for device {device}: write sizes as "{size}GB".')
             raise ValueError(
                 f"device {device} of {size / GB:g} GB has no room beside headroom={headroom / GB:g} GB, which is kept "
                 "free for what a pass computes with: give more memory, or a smaller headroom."
             )
-    room: dict[Any, int] = {device: size - headroom for device, size in enumerate(own)}
+    room: dict[Any, int] = {device: size - headroom for device, size in enumerate(sizes)}
     return {**room, "cpu": max(0, memory - headroom)}
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """Where everything goes.
+    """A placement of all units and of the offloaded experts.
 
     Attributes:
-        filled: which device has which unit.
+        filled: placement of the units.
         apart: names of units whose experts are offloaded.
-        place: where these are: "cpu" or "disk"; None without.
-        memory: for those used last; None without.
+        place: location of the offloaded experts: "cpu" or "disk"; None if no expert is offloaded.
+        memory: bytes of the cache of recently used experts; None if no expert is offloaded.
     """
 
     filled: Filled
@@ -277,13 +261,14 @@ class _Choice:
 
 
 def _choose(sizes: Sizes, room: dict[Any, int], disk: bool) -> _Choice | None:
+    """Choose the first placement that fits: all on the devices, experts offloaded, layers offloaded; else None."""
     units, main = sizes.units, next(iter(room))
     devices = {device: size for device, size in room.items() if device == main or device != "cpu"}
     if filled := fill(units, devices, is_whole=True):
         return _Choice(filled)
     mixtures = [unit for unit in units if unit.experts and sizes.may_leave]
-    # With accelerators as few layers as need be are without their experts there. Without, all experts come from disk:
-    # memory for what is used holds at least as much of use as layers that are always there.
+    # With accelerators, offload the experts of as few layers as possible. Without, offload the experts of all layers: a
+    # cache of recently used experts has at least as many hits as fixed layers of the same size.
     for kept in range(len(mixtures) - 1, -1, -1) if main != "cpu" else [0] if disk and mixtures else []:
         leaving = mixtures[kept:]
         apart = frozenset(unit.name for unit in leaving)
@@ -300,11 +285,11 @@ def _choose(sizes: Sizes, room: dict[Any, int], disk: bool) -> _Choice | None:
         if disk and room["cpu"] >= sizes.least:
             return _Choice(filled, apart, "disk", min(size, room["cpu"]))
         break
-    return _bring_layers(sizes, room, disk)
+    return _offload_layers(sizes, room, disk)
 
 
-def _bring_layers(sizes: Sizes, room: dict[Any, int], disk: bool) -> _Choice | None:
-    """As `_choose`, where not even everything but routed experts fits on the devices that compute."""
+def _offload_layers(sizes: Sizes, room: dict[Any, int], disk: bool) -> _Choice | None:
+    """Choose a placement with layers in RAM or on disk; None if none fits."""
     units, main = sizes.units, next(iter(room))
     apart = frozenset(unit.name for unit in units if unit.experts and sizes.may_leave)
     places: list[str | None] = [None] if not apart else ["disk"] if main == "cpu" else ["cpu", "disk"]

@@ -1,4 +1,4 @@
-"""What each of several processes holds of a model: in tensor, expert and pipeline parallel, and in FSDP2."""
+"""Shares of a model that processes hold: in tensor, expert and pipeline parallelism, and in FSDP2."""
 
 import math
 from bisect import bisect
@@ -10,49 +10,44 @@ from transformers.distributed.pipeline_parallel import PipelineStage
 from ..configuration.parallel import wildcard
 
 
-def groups_of_fsdp(model: Any) -> list[tuple[str, list[tuple[int, ...]], bool]]:
-    """What FSDP2 gathers at once: a name, the shapes of its weights, and whether they stay until the backward pass."""
+def groups_of_fsdp(model: Any) -> list[list[tuple[int, ...]]]:
+    """Return the shapes of the weights that FSDP2 gathers together, one list for each gathered module."""
     plan = dict(model.fsdp_plan)
     is_tied = model.config.get_text_config().tie_word_embeddings
-    # Those that stay are gathered together; what no rule names, by the model itself.
-    kept: dict[str, list[tuple[int, ...]]] = {"norm and head": [], "everything else": []}
-    freed: dict[str, list[tuple[int, ...]]] = {}
+    groups: dict[str, list[tuple[int, ...]]] = {}
     for name, parameter in model.named_parameters():
         owner = name
         while owner and wildcard(owner) not in plan:
             owner = owner.rpartition(".")[0]
         shape = tuple(parameter.shape)
-        if not owner:
-            kept["everything else"].append(shape)
-        elif is_tied and owner.endswith("embed_tokens"):
-            # It is gathered for itself and for the head.
-            kept["embedding"] = [shape]
-            kept["norm and head"].append(shape)
-        elif plan[wildcard(owner)] == "keep_full_weight":
-            kept["norm and head"].append(shape)
-        else:
-            freed.setdefault(owner, []).append(shape)
-    found = [(name, shapes, False) for name, shapes in freed.items()]
-    return found + [(name, shapes, True) for name, shapes in kept.items() if shapes]
+        if owner and is_tied and owner.endswith("embed_tokens"):
+            # A tied embedding is gathered twice: for itself, and with the norm for the head.
+            groups.setdefault(owner, []).append(shape)
+            owner = "norm and head"
+        elif owner and plan[wildcard(owner)] == "keep_full_weight":
+            owner = "norm and head"
+        # Weights that no rule names have the owner "": the whole model gathers them.
+        groups.setdefault(owner, []).append(shape)
+    return list(groups.values())
 
 
 def padded_numbers(shape: tuple[int, ...], shards: int) -> int:
-    """Numbers of a weight whose first axis is filled up to a multiple of the shards."""
+    """Count the numbers of a weight whose first axis is padded to a multiple of the shards."""
     return -(-shape[0] // shards) * shards * math.prod(shape[1:]) if shape else shards
 
 
 def layers_of_stages(layers: int, stages: int) -> list[tuple[int, int]]:
-    """First layer of each stage, and of the next one, as the installed transformers divides them."""
+    """Return the first layer of each stage and the layer after its last, as transformers divides layers."""
     sizes: Any = SimpleNamespace(pp_size=stages)
     return [PipelineStage.layer_range_for_rank(sizes, stage, layers) for stage in range(stages)]
 
 
 def card_bytes(model: Any, tp: int, ep: int, pp: int, element_size: int) -> list[int]:
-    """Bytes of weights on the first card of each stage, which has the largest share."""
+    """Return the bytes of weights on the first card of each stage, which has the largest share."""
     ends = [end for _, end in layers_of_stages(model.config.get_text_config().num_hidden_layers, pp)]
     ep_plan = model._ep_plan if ep > 1 else {}
     is_tied = model.config.get_text_config().tie_word_embeddings
-    found = [0] * pp
+    sizes = [0] * pp
     for name, parameter in model.named_parameters():
         size = math.prod(_share(name, tuple(parameter.shape), model.tp_plan, ep_plan, tp, ep)) * element_size
         pieces = name.split(".")
@@ -63,14 +58,14 @@ def card_bytes(model: Any, tp: int, ep: int, pp: int, element_size: int) -> list
         else:
             stages = [0] if name.startswith(("vision_model.", "multi_modal_projector")) else [pp - 1]
         for stage in set(stages):
-            found[stage] += size
-    return found
+            sizes[stage] += size
+    return sizes
 
 
 def _share(
     name: str, shape: tuple[int, ...], tp_plan: dict, ep_plan: dict, tp: int, ep: int
 ) -> tuple[int, ...]:
-    """Shape of the first process's part of a weight."""
+    """Return the shape of the first process's part of a weight."""
     rule = wildcard(name)
     if rule in ep_plan:
         return -(-shape[0] // ep), *shape[1:]

@@ -1,4 +1,4 @@
-"""What is planned: a configuration, what its files hold if there are any, and the model without weights."""
+"""The input of a plan: a configuration, the sizes of its files if there are any, and the model without weights."""
 
 import os
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from ..modeling.registration import empty_model
 
 @dataclass(frozen=True)
 class Source:
-    """What is planned.
+    """The input of a plan.
 
     Attributes:
         config: of any of our models.
@@ -35,7 +35,7 @@ class Source:
 
     @cached_property
     def model(self) -> Any:
-        """The model without weights. Who changes it builds one of his own."""
+        """The model without weights; do not change it."""
         return empty_model(self.config)
 
     @property
@@ -46,7 +46,7 @@ class Source:
 
 
 def read_source(model: Any) -> Source:
-    """What is planned for a configuration, ours or stock, or for a preset, a folder or a config.json.
+    """Read a configuration, ours or stock, a preset, a folder or a config.json.
 
     Raises:
         ValueError: there is no such thing, or it describes no model of ours.

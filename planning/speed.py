@@ -12,12 +12,12 @@ from .units import Unit
 
 
 def distinct_experts(num_experts: int, chosen: int, rows: int) -> float:
-    """Expected number of experts that so many rows choose, if all are equally likely."""
+    """Return the expected number of distinct experts that these rows choose, if all are equally likely."""
     return num_experts * (1 - (1 - chosen / num_experts) ** rows) if num_experts else 0.0
 
 
 def bytes_of_step(units: Iterable[Unit], chosen: int, rows: int) -> float:
-    """Bytes of routed experts that one step reads in these units."""
+    """Return the bytes of routed experts that one step reads in these units."""
     return sum(
         unit.one_expert * distinct_experts(unit.num_experts, chosen, rows)
         for unit in units
@@ -33,35 +33,35 @@ def seconds_of_step(
     hit_share: float,
     bandwidths: Bandwidths,
 ) -> dict[str, float]:
-    """Seconds of one decoding step, by cause; causes of no bytes are left out.
+    """Estimate the seconds of one decoding step, by cause; causes of no bytes are left out.
 
     Args:
         placed: units, the device of each, and where its experts are: "cpu", "disk", or None for the unit's device.
-        main: the first device, to which others' units are brought.
+        main: the first device, to which offloaded units are copied.
         chosen: experts of a token in each mixture.
         rows: sequences that are generated at once.
         hit_share: share of offloaded experts that are held by their `experts_memory`.
         bandwidths: bytes a second.
     """
     b = bandwidths
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
 
     def add(what: str, size: float, rate: float) -> None:
         if size:
-            found[what] = found.get(what, 0.0) + size / rate
+            seconds[what] = seconds.get(what, 0.0) + size / rate
 
     home = b.ram if main == "cpu" else b.gpu
     for unit, place, offloaded in placed:
-        own = unit.weights if unit.is_read else 0
+        weights = unit.weights if unit.is_read else 0
         routed = bytes_of_step([unit], chosen, rows)
         if place in ("cpu", "disk") and place != main:
-            # accelerate brings a layer whole, with all experts that it has.
-            brought = own + (0 if offloaded else unit.experts)
+            # accelerate copies a whole layer, with all experts that it has.
+            copied = weights + (0 if offloaded else unit.experts)
             if place == "disk":
-                add("layers from the drive", brought, b.drive)
+                add("layers from the drive", copied, b.drive)
             if main != "cpu":
-                add("layers over the link", brought, b.link)
-        add("weights where they are computed", own, home)
+                add("layers over the link", copied, b.link)
+        add("weights where they are computed", weights, home)
         add("keys and values", unit.cache, home)
         if offloaded is None:
             add("experts where they are computed", routed, home)
@@ -72,4 +72,4 @@ def seconds_of_step(
         else:
             add("experts from the drive", routed * (1 - hit_share), b.drive)
             add("experts from RAM", routed, b.ram)
-    return found
+    return seconds

@@ -13,17 +13,17 @@ _IN_FEW_BITS = ("int8", "int4")
 
 
 def note_of_bits(*forms: str) -> str:
-    """What is quantized, in sentences, in the forms "int8" or "int4"."""
+    """Describe which weights are quantized in the forms "int8" or "int4"."""
     return _NOTE.format(" and ".join(forms))
 
 
 def lines_of(plan: Any) -> list[str]:
-    """A `PlacementPlan` in lines."""
+    """Format a `PlacementPlan` as lines of text."""
     total, count = sum(plan.weights.values()), sum(count for count, _ in plan.parts.values())
     lines = [f"the model: {count:,} parameters, {total / GB:.2f} GB in {plan.form}"]
     for part, (numbers, size) in plan.parts.items():
-        each = size / numbers if numbers else 0
-        lines.append(f"  {part:<20}{numbers:>16,} x {each:<5.4g} bytes = {size / GB:>8.3f} GB")
+        bytes_per_number = size / numbers if numbers else 0
+        lines.append(f"  {part:<20}{numbers:>16,} x {bytes_per_number:<5.4g} bytes = {size / GB:>8.3f} GB")
     if plan.form in _IN_FEW_BITS:
         lines.append(note_of_bits(plan.form))
     if plan.cached:
@@ -45,7 +45,7 @@ def lines_of(plan: Any) -> list[str]:
 
 
 def lines_of_devices(plan: Any, holds: str = "holds") -> list[str]:
-    """A table of the devices: weights, cache, sum and room in GB, and what they hold under that title."""
+    """Format a table of the devices in GB; `holds` is the title of the column of their units."""
     lines = [f"{'device':<8}{'weights':>10}{'cache':>10}{'together':>10}{'room':>10}   {holds}"]
     for device in [*(device for device in plan.room if device != "cpu"), "cpu", "disk"]:
         weights, cache = plan.weights.get(device, 0), plan.cache.get(device, 0)
@@ -58,7 +58,7 @@ def lines_of_devices(plan: Any, holds: str = "holds") -> list[str]:
 
 
 def rows_of_speed(plan: Any) -> list[tuple[str, str]]:
-    """What a step of generating waits for, in milliseconds, and tokens a second."""
+    """Format the time of a decoding step by cause, in milliseconds, and the tokens per second."""
     if plan.tokens_per_second is None:
         return []
     rows = [(what, f"{1000 * seconds:.2f} ms") for what, seconds in plan.seconds.items()]
@@ -75,7 +75,7 @@ def rows_of_speed(plan: Any) -> list[tuple[str, str]]:
 
 
 def rows_of_training(plan: Any) -> list[tuple[str, str]]:
-    """What a step of training adapters takes, where the plan is of one."""
+    """Format the bytes of a training step; empty if the plan has none."""
     step = plan.training
     if step is None:
         return []
@@ -112,7 +112,7 @@ def rows_of_training(plan: Any) -> list[tuple[str, str]]:
 
 
 def lines_of_experts(plan: Any) -> list[str]:
-    """Sentences on what is not where it is computed."""
+    """Describe the weights that are not on the device that computes with them."""
     rows = []
     main = next(iter(plan.room))
     if plan.experts_memory is not None:
@@ -141,7 +141,7 @@ def _holds(device_map: dict[str, Any], device: Any) -> str:
 
 
 def summarize(names: list[str]) -> str:
-    """The names with runs in short: `layers.0`, `layers.1`, `layers.2` become `layers.0-2`."""
+    """Shorten runs of names: `layers.0`, `layers.1`, `layers.2` become `layers.0-2`."""
     runs: list[tuple[str, str, list[int]]] = []
     for name in names:
         # Of several numbers the last one counts.

@@ -32,11 +32,11 @@ DEFAULT_TOKENS = 1024
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What a step of training adapters takes. Sizes are bytes.
+    """A training step of adapters, in bytes.
 
     Attributes:
         rank: of the adapters.
-        experts: whether routed experts have some.
+        experts: whether routed experts have adapters.
         tokens, batch: of a row, and rows of a step.
         trained: numbers that are trained.
         adapters, gradients: of these numbers, in float32.
@@ -75,13 +75,13 @@ class TrainingPlan:
 def training_sizes(
     model: Any, sizes: Sizes, rank: int, experts: bool, tokens: int, batch: int, on_cpu: bool
 ) -> TrainingPlan:
-    """What a step holds.
+    """Compute the bytes that a training step holds.
 
     Args:
         model: without weights; it is not changed.
-        sizes: of it.
+        sizes: of the model's parts.
         rank: of the adapters.
-        experts: whether routed experts get some.
+        experts: whether routed experts have adapters.
         tokens, batch: of a row, and rows.
         on_cpu: whether this machine's processor computes.
 
@@ -98,9 +98,7 @@ def training_sizes(
         adapted = type(model)(copy.deepcopy(model.config))
     config_of_adapter = lora_config(model, experts=experts, r=rank)
     inject_adapter_in_model(config_of_adapter, adapted, low_cpu_mem_usage=True)
-    trained = sum(
-        tensor.numel() for name, tensor in adapted.named_parameters() if ".lora_" in name or "lora_" in name
-    )
+    trained = sum(tensor.numel() for name, tensor in adapted.named_parameters() if "lora_" in name)
     config, count = model.config.get_text_config(), tokens * batch
     layers = [
         _kept_by_layer(config, index, (batch, tokens), rank, experts, on_cpu)
@@ -182,7 +180,7 @@ def _kept_by_layer(
 
 
 def _largest_matrix(config: Any) -> int:
-    """Numbers of the largest matrix that is unpacked whole: an expert's gate and up, or a projection."""
+    """Count the numbers of the largest matrix that is unpacked whole: an expert's gate and up, or a projection."""
     inner = max(
         (2 if plan.is_moe else 1) * plan.intermediate_size
         for plan in map(config.layer_plan, range(config.num_hidden_layers))

@@ -103,13 +103,13 @@ class Sizes:
         return sum({unit.one_expert for unit in self.units}) if self.may_leave else 0
 
     def with_cache(self, per_layer: list[int]) -> "Sizes":
-        """The same, where each layer of the decoder has its cache."""
-        found = dict(zip(self.layers, per_layer, strict=True))
-        return replace(self, units=tuple(replace(unit, cache=found.get(unit.name, 0)) for unit in self.units))
+        """Return a copy with the cache bytes of each decoder layer."""
+        cache = dict(zip(self.layers, per_layer, strict=True))
+        return replace(self, units=tuple(replace(unit, cache=cache.get(unit.name, 0)) for unit in self.units))
 
 
 def sizes_of(source: Source, bits: int | None, quantization: QuantizationConfig | None = None) -> Sizes:
-    """The parts of a model and their bytes.
+    """Compute the bytes of each part of a model.
 
     Args:
         source: whose files say the bytes, unless others are asked for; without files they are computed, for 16 bits
@@ -167,31 +167,31 @@ def sizes_of(source: Source, bits: int | None, quantization: QuantizationConfig 
 
 
 def weight_bytes(model: Any, bits: int) -> dict[str, int]:
-    """Name to bytes of each weight of a model without weights: with 32, 16, or 8 or 4 bits as bitsandbytes stores them.
+    """Compute the bytes of each weight by name: with 32, 16, or 8 or 4 bits as bitsandbytes stores them.
 
     Quantized are linear layers and routed experts. Embeddings, routers, norms, the head and the tower's patch
     embedding have 16 bits then.
     """
     form = _FORMATS.get(bits)
     modules = dict(model.named_modules())
-    found = {}
+    sizes = {}
     for name, tensor in model.named_parameters():
         owner = modules[name.rpartition(".")[0]]
         is_kept = owner is model.get_output_embeddings() or "patch_embedding" in name
-        found[name] = max(2, bits // 8) * tensor.numel()
+        sizes[name] = max(2, bits // 8) * tensor.numel()
         if form is not None and _is_expert(name):
             stack = name.rpartition(".")[2]
-            own = Separate(form, 2 if stack == "gate_up_proj" else 1)
-            found[name] = owner.num_experts * own.nbytes(owner.sizes_of(stack))
+            stack_format = Separate(form, 2 if stack == "gate_up_proj" else 1)
+            sizes[name] = owner.num_experts * stack_format.nbytes(owner.sizes_of(stack))
         elif form is not None and isinstance(owner, nn.Linear) and name.endswith("weight") and not is_kept:
-            found[name] = form.nbytes(tuple(tensor.shape))
-    return found
+            sizes[name] = form.nbytes(tuple(tensor.shape))
+    return sizes
 
 
 def packed_bytes(
     config: LlamoeBaseConfig, quantization: QuantizationConfig, are_stored: bool = False
 ) -> dict[str, int]:
-    """Name to bytes of each weight of a model in llamoe's formats, what stays in 16 bit among them; tied ones once.
+    """Compute the bytes of each weight by name in llamoe's formats; tied weights are counted once.
 
     Args:
         config: of the model.
@@ -236,7 +236,7 @@ def _unit(
 
 
 def _units(model: Any) -> list[str]:
-    """Names of the units, in the order in which they stand in the model: layers, and what holds no layer."""
+    """List the units in the model's order: layers, and modules or parameters outside of layers."""
     layers = [name for name, part in model.named_modules() if type(part).__name__ in model._no_split_modules]
     holders = {path for layer in layers for path in _paths(layer) if path != layer}
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
@@ -244,12 +244,12 @@ def _units(model: Any) -> list[str]:
 
 
 def _paths(name: str) -> Iterator[str]:
-    """A name, after those of all that it lies in, the outermost first."""
+    """Yield the names of all modules around a name, outermost first, then the name."""
     return accumulate(name.split("."), "{}.{}".format)
 
 
 def _tied(model: Any) -> dict[str, str]:
-    """The head's unit to the embedding's, where they share their weights."""
+    """Map the head's unit to the embedding's if they share weights; else return an empty dict."""
     head = model.get_output_embeddings()
     if head is None or not model.config.get_text_config().tie_word_embeddings:
         return {}
@@ -262,7 +262,7 @@ def _is_expert(name: str) -> bool:
 
 
 def _held(sizes: Mapping[str, int], units: list[str]) -> dict[str, list[tuple[str, int]]]:
-    """Unit to the names and bytes of its tensors, of a model or of files; what fits no unit is nobody's."""
+    """Group the names and bytes of tensors by unit; tensors that fit no unit are left out."""
     by_stem = {_stem(unit): unit for unit in units}
     held: dict[str, list[tuple[str, int]]] = {unit: [] for unit in units}
     for key, size in sizes.items():
@@ -275,7 +275,7 @@ def _held(sizes: Mapping[str, int], units: list[str]) -> dict[str, list[tuple[st
 
 
 def _stem(name: str) -> str:
-    """A name without what a model with or without head puts before it; of the tower's names none begins so."""
+    """Remove the prefixes that differ between models with and without a head; the tower has none."""
     return re.sub(r"^(language_model\.|model\.)+", "", name)
 
 

@@ -61,7 +61,7 @@ def instead_of(owner: Any, name: str) -> Callable[[Callable], Callable]:
 
 
 # "layers_to_transform does nothing for my experts", "all-linear has trained the vision tower, too", "the head of my
-# multimodal model is the embedding, and is not trained with it": peft asks no model before it makes layers.
+# multimodal model is the embedding, and is not trained with it": peft makes layers without consulting the model.
 @instead_of(tuners_utils.BaseTuner, "inject_adapter")
 def inject_adapter(
     original: Callable, self: Any, model: nn.Module, adapter_name: str, *args, **kwargs
@@ -107,7 +107,7 @@ def _leave_out_tower(config: Any, model: nn.Module) -> None:
 
 @contextmanager
 def _showing_tied_head(model: Any) -> Iterator[None]:
-    """Let a multimodal model say that its text model's head is tied; peft asks the outer class and config alone."""
+    """Context that marks a multimodal model as tied like its text model; peft reads only the outer config."""
     text = getattr(model, "language_model", None)
     is_multimodal = model.config.model_type == LlamoeConfig.model_type and text is not None
     if not is_multimodal or not text.config.tie_word_embeddings or model.config.tie_word_embeddings:
@@ -135,7 +135,7 @@ def prepare_for_training(original: Callable, model: Any, *args: Any, **kwargs: A
     try:
         return freeze_for_training(original, model, *args, **kwargs)
     finally:
-        # Who reads it elsewhere asks for bitsandbytes.
+        # Other readers of this flag take the model for one of bitsandbytes.
         del model.is_loaded_in_4bit
 
 

@@ -22,7 +22,7 @@ def lora_config(
     dropout: float = 0.0,
     **options: Any,
 ) -> "LoraConfig":
-    """A plain `peft.LoraConfig` that adapts all linear layers of the text model, and more.
+    """Return a plain `peft.LoraConfig` that adapts all linear layers of the text model, and more.
 
     An adapter of every expert has `num_experts` times the weights of one: with r = 16 it is 428 million for Scout.
     Ranks of 4 to 8 are enough for most.

@@ -22,17 +22,17 @@ def choose_parameters(config: Any, model: nn.Module) -> None:
     """Write the full names of the parameters that an adapter changes into its `target_parameters`."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    asked = tuple(getattr(config, "target_parameters", None) or ())
-    if not asked:
+    endings = tuple(getattr(config, "target_parameters", None) or ())
+    if not endings:
         return
     chooser, everything = copy.copy(config), copy.copy(config)
-    chooser.target_modules = set(asked)
+    chooser.target_modules = set(endings)
     everything.target_modules, everything.layers_to_transform = ".*", None
     named = [
         (name, f"{name}.{parameter}")
         for name, module in _plain_modules(model)
         for parameter, _ in module.named_parameters(recurse=False)
-        if f".{name}.{parameter}".endswith(tuple(f".{end}" for end in asked))
+        if f".{name}.{parameter}".endswith(tuple(f".{end}" for end in endings))
     ]
     # What matches nothing at all is left to peft, which says so.
     if named:

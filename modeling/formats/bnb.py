@@ -108,7 +108,7 @@ class Bnb4Bit(Format):
         )
 
     def from_file(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
-        """The parts of a matrix out of a file's tensors, by kind; a `ValueError` or `KeyError` if these mean another.
+        """Read the parts of a matrix from a file's tensors, by kind; `ValueError` or `KeyError` if they mean another.
 
         Tensors of `kinds` may be on the meta device.
         """
@@ -134,7 +134,7 @@ class Bnb4Bit(Format):
         return parts
 
     def for_file(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """The tensors of a matrix in files, by what follows a layer's name; `dtype` is that of unpacked weights."""
+        """Return a matrix's tensors for files, by name suffix; `dtype` is that of unpacked weights."""
         state = self._state(parts, sizes, dtype)
         # Files hold no tensor twice.
         state.code = state.code.clone()
@@ -224,7 +224,7 @@ class Separate(Format):
 
 @lru_cache
 def code_of(name: str, device: torch.device) -> torch.Tensor:
-    """The numbers that codes stand for: of "nf4" or "fp4", or of the scales with double quantization, "dynamic"."""
+    """Return the table of numbers for codes: "nf4", "fp4", or "dynamic" for doubly quantized scales."""
     from bitsandbytes.functional import create_dynamic_map, get_4bit_type
 
     return create_dynamic_map().to(device) if name == "dynamic" else get_4bit_type(name, device=device)

@@ -70,7 +70,7 @@ class Format(ABC):
         return self
 
     def refusal(self, sizes: Sizes) -> str | None:
-        """Why a matrix of these sizes cannot be stored; None if it can."""
+        """Explain why a matrix of these sizes cannot be stored; None if it can."""
         return None
 
     @abstractmethod
@@ -82,23 +82,23 @@ class Format(ABC):
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.parts(sizes))
 
     def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of a matrix of any float dtype and strides."""
+        """Quantize a matrix of any float dtype and strides to its parts."""
         raise NotImplementedError(f"{self.key}: weights are not quantized to this format, only loaded.")
 
     @abstractmethod
     def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix `[O, I]` that the parts mean; mostly a view with other strides."""
+        """Return the dequantized matrix `[O, I]`; mostly a view with other strides."""
 
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        """The rows times the transpose of the matrix, `[N, O]`, both in `compute_dtype`."""
+        """Multiply rows by the transposed matrix, `[N, O]`, both in `compute_dtype`."""
         return linear(x_NI, self.matrix(parts, sizes, x_NI.dtype))
 
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-        """The rows times the matrix, `[N, I]`: the gradient of `multiply`."""
+        """Multiply rows by the matrix, `[N, I]`: the gradient of `multiply`."""
         return linear(x_NO, self.matrix(parts, sizes, x_NO.dtype).T)
 
     def for_gpu_kernel(self, parts: Parts, sizes: Sizes) -> GpuMatrix | None:
-        """The matrix for `kernels.packed_product`, or a stack of them; None if it does not know this format."""
+        """Return a matrix or a stack for `kernels.packed_product`; None if it does not support this format."""
         return None
 
     def product(
@@ -118,12 +118,12 @@ class Format(ABC):
 
 
 def may_have_gpu_kernel(device: torch.device) -> bool:
-    """Whether packed matrices on a device may have kernels there: asked for each product, so of the type alone."""
+    """Return True if the device type can have kernels for packed matrices; runs for each product."""
     return device.type == "cuda"
 
 
 def why_no_kernel(form: Format, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why no Triton kernel multiplies rows of a dtype by matrices of a format, as a sentence; None if one can."""
+    """Explain why no Triton kernel multiplies rows of a dtype by matrices of a format; None if one can."""
     if type(form).for_gpu_kernel is Format.for_gpu_kernel:
         return f"{form.key} has no Triton kernel."
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -146,7 +146,7 @@ def has_gpu_kernel(
     transposed: bool = False,
     may_check: bool = True,
 ) -> bool:
-    """Whether a Triton kernel multiplies matrices like this one, and is right; the first call checks it.
+    """Return True if a Triton kernel multiplies such matrices correctly; the first call checks it.
 
     Args:
         form: of the parts.
@@ -175,7 +175,7 @@ MAKERS: dict[str, Callable[..., Format]] = {}
 
 @lru_cache
 def format_of(key: str) -> Format:
-    """The format of this key."""
+    """Make the format of this key."""
     name, *fields = key.split(":")
     if name not in MAKERS:
         import_module(f"{__package__}.{name}")

@@ -82,7 +82,7 @@ def unpack(packed: torch.Tensor, scales: torch.Tensor, out_IO: torch.Tensor) -> 
 
 
 def _in_pairs(packed: torch.Tensor) -> torch.Tensor:
-    """The bytes, 16 as one complex number; copied where they do not begin at a multiple of 16."""
+    """View 16 bytes as one complex number; copy if they do not begin at a multiple of 16."""
     is_odd = packed.data_ptr() % 16 or packed.storage_offset() % 16
     return (packed.clone() if is_odd else packed).view(-1).view(torch.complex128)
 

@@ -39,7 +39,7 @@ class Plain(Format):
         return [weight.to(self.compute_dtype).contiguous()]
 
     def input_first(self, parts: Parts) -> torch.Tensor:
-        """The matrix `[I, O]`, or a stack of them: the part itself, or a view."""
+        """Return the matrix `[I, O]`, or a stack of them: the part itself, or a view."""
         return parts[0] if self.is_input_first else parts[0].mT
 
     def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:

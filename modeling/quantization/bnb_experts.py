@@ -42,7 +42,7 @@ class BitsAndBytesExperts(QuantizedExperts):
     def parts_of_checkpoint(
         self, stack: str, experts: Iterable[Sequence[Mapping[str, Stored]]], device: torch.device
     ) -> dict[str, torch.Tensor]:
-        """The parts of a stack by their names, on a device.
+        """Read the parts of a stack to a device, by name.
 
         Args:
             stack: its name.
@@ -58,7 +58,7 @@ class BitsAndBytesExperts(QuantizedExperts):
         return wholes
 
     def unpacked_router(self, kinds: Mapping[str, Stored]) -> torch.Tensor:
-        """The weight `[experts, hidden]` of a router of which a checkpoint has these tensors, by kind."""
+        """Dequantize the weight `[experts, hidden]` of a router from a checkpoint's tensors, by kind."""
         form, (hidden_size, _) = self._one("down_proj")
         sizes = self.num_experts, hidden_size
         return form.matrix(_read(form, kinds, sizes), sizes, self.weight_dtype)
@@ -78,7 +78,7 @@ class BitsAndBytesExperts(QuantizedExperts):
         return [kinds[form.kinds[number]] if part.is_meta else part for number, part in enumerate(parts)]
 
     def name_of_layer(self, path: str, stack: str, number: int, place: int) -> str:
-        """Name of the linear layer that a matrix is un-fused.
+        """Return the name of the linear layer of an un-fused matrix.
 
         Args:
             path: of these experts.
@@ -108,7 +108,7 @@ class BitsAndBytesExperts(QuantizedExperts):
 
 
 def packed_in(files: Iterable[str]) -> set[str]:
-    """The names of experts that are packed in these files, from the number of their layer on: "3.mlp.experts"."""
+    """List the experts that are packed in these files, by layer number and path: "3.mlp.experts"."""
     return {
         expert.experts.rpartition("layers.")[2]
         for stored in headers_of(files)
@@ -118,7 +118,7 @@ def packed_in(files: Iterable[str]) -> set[str]:
 
 
 def _read(form: Bnb4Bit | Bnb8Bit, found: Mapping[str, Stored], sizes: Sizes) -> Parts:
-    """The parts of one matrix out of its tensors in the checkpoint.
+    """Read the parts of one matrix from its tensors in the checkpoint.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape or dtype, or means other weights than the format says.
@@ -141,7 +141,7 @@ def _read(form: Bnb4Bit | Bnb8Bit, found: Mapping[str, Stored], sizes: Sizes) ->
 
 
 def _opened(stored: Stored, is_empty: bool = False) -> Stored:
-    """A small tensor of a file, of which the header is known; or an empty one of its shape and dtype."""
+    """Read a small tensor of a file by its header, or make an empty one of its shape and dtype."""
     if is_empty:
         return stored._replace(content=torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta"))
     with open(stored.origin, "rb") as file:

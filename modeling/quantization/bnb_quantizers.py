@@ -33,7 +33,7 @@ else:
 
 
 class QuantizesExperts(_Base):
-    """What is added to both quantizers: a base class to name before transformers'."""
+    """A mixin for both quantizers; name it before transformers' class."""
 
     def _format(self, dtype: torch.dtype) -> Bnb4Bit | Bnb8Bit:
         config = self.quantization_config
@@ -65,7 +65,7 @@ class QuantizesExperts(_Base):
                 model.set_submodule(name, packed)
 
     def _takes(self, path: str, experts: BitsAndBytesExperts) -> bool:
-        """Whether no name in `llm_int8_skip_modules` means these experts or a part of them."""
+        """Return True unless `llm_int8_skip_modules` names these experts or a part of them."""
         if self.quantization_config.load_in_8bit and self.quantization_config.llm_int8_has_fp16_weight:
             # Then linear layers keep their weights, too, and round them in each pass.
             return False
@@ -78,7 +78,7 @@ class QuantizesExperts(_Base):
         return all(should_convert_module(name, self.modules_to_not_convert) for name in [path, *layers])
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        """Whether a weight is quantized when it is loaded."""
+        """Return True if loading quantizes this weight."""
         if holds_packed(model, param_name):
             return not self.pre_quantized
         return super().param_needs_quantization(model, param_name, **kwargs)
@@ -90,7 +90,7 @@ class QuantizesExperts(_Base):
         return super().param_element_size(model, param_name, param)
 
     def get_quantize_ops(self) -> ConversionOps:
-        """The operation that quantizes a weight: experts as here, all else as transformers does."""
+        """Return the operation that quantizes a weight: ours for experts, else transformers'."""
         return QuantizeWeight(super().get_quantize_ops())
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
@@ -112,7 +112,7 @@ class QuantizesExperts(_Base):
         return model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:
-        """The weights with packed experts un-fused, as files have them; None if there are no such experts."""
+        """Return the weights with packed experts un-fused, as in files; None without such experts."""
         packed = packed_experts(model)
         # Of a model with an adapter in it, the adapter alone is saved.
         if not packed or getattr(model, "_hf_peft_config_loaded", False):
@@ -144,7 +144,7 @@ class BitsAndBytes8BitQuantizer(QuantizesExperts, Bnb8BitHfQuantizer):
 
 
 def packed_experts(model: nn.Module) -> dict[str, BitsAndBytesExperts]:
-    """A model's experts in bitsandbytes' formats, by their paths."""
+    """Return a model's experts in bitsandbytes' formats, by path."""
     return {name: module for name, module in model.named_modules() if isinstance(module, BitsAndBytesExperts)}
 
 

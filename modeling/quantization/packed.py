@@ -57,7 +57,7 @@ class Packed(nn.Module):
                     self.register_buffer(name, part)
 
     def empty_parts(self, name: str, device: torch.device) -> dict[str, torch.Tensor]:
-        """The empty parts of a weight, by name."""
+        """Make the empty parts of a weight, by name."""
         return {
             part: torch.empty(shape, dtype=dtype, device=device)
             for part, (shape, dtype) in self.part_shapes(name).items()
@@ -133,16 +133,16 @@ class QuantizedLinear(Packed, nn.Linear):
 
     @torch.no_grad()
     def quantize(self, weight: torch.Tensor, name: str = "weight") -> dict[str, torch.Tensor]:
-        """The parts of a weight `[out_features, in_features]`, by name."""
+        """Quantize a weight `[out_features, in_features]` to its parts, by name."""
         return dict(zip(self.part_shapes(name), self.format.quantize(weight), strict=True))
 
     @torch.no_grad()
     def dequantized_weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The weight that the parts mean, `[out_features, in_features]`; `name` is "weight"."""
+        """Dequantize the weight, `[out_features, in_features]`; `name` is "weight"."""
         return self.format.matrix(self.parts(), self.sizes[name], dtype).to(dtype).contiguous()
 
     def dequantized(self, dtype: torch.dtype) -> nn.Linear:
-        """An ordinary layer with the weight that this one means."""
+        """Return an ordinary layer with the dequantized weight."""
         with torch.device("meta"):
             linear = Linear(self.in_features, self.out_features, self.bias is not None)
         linear.weight = nn.Parameter(self.dequantized_weight("weight", dtype))
@@ -184,7 +184,7 @@ class QuantizedExperts(Packed, Experts):
 
     @torch.no_grad()
     def quantize(self, weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
-        """The parts of a stack in the family's own order, by name; quantized one expert after the other."""
+        """Quantize a stack in the family's order to its parts, by name, one expert after the other."""
         wholes = self.empty_parts(name, weight.device)
         for expert, matrix in enumerate(weight.mT if self.is_transposed else weight):
             for whole, part in zip(wholes.values(), self.formats[name].quantize(matrix), strict=True):
@@ -193,14 +193,14 @@ class QuantizedExperts(Packed, Experts):
 
     @torch.no_grad()
     def dequantized_weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The stack that the parts mean, in the family's own order."""
+        """Dequantize a stack, in the family's order."""
         stack = torch.empty(self.stack_shape(name), dtype=dtype, device=getattr(self, name).device)
         for matrix, *parts in zip(stack.mT if self.is_transposed else stack, *self.parts(name), strict=True):
             matrix.copy_(self.formats[name].matrix(parts, self.sizes[name], dtype))
         return stack
 
     def dequantized(self, dtype: torch.dtype) -> Experts:
-        """Ordinary experts with the stacks that these ones mean."""
+        """Return ordinary experts with the dequantized stacks."""
         with torch.device("meta"):
             experts = (Experts if self.is_transposed else OutputFirstExperts)(self.config)
         for name in STACKS:
@@ -243,14 +243,14 @@ class QuantizeWeight(ConversionOps):
 
 
 def holds_packed(model: nn.Module, name: str) -> bool:
-    """Whether a weight of this name has a module of ours that stores it packed."""
+    """Return True if a module of ours stores the weight of this name packed."""
     path, _, own_name = name.rpartition(".")
     module: Any = model.get_submodule(path)
     return isinstance(module, Packed) and own_name in module.unpacked_shapes()
 
 
 def packed_modules(model: nn.Module) -> list[tuple[str, Any]]:
-    """The modules with packed weights, by their paths."""
+    """Return the modules with packed weights, by path."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, Packed)]
 
 

@@ -41,7 +41,7 @@ _OF_MODULES = ("experts", "linears", "modules_to_not_convert")
 
 
 def format_for(config: QuantizationConfig) -> Format:
-    """The format that a config asks for."""
+    """Return the format that a config selects."""
     form: Any = format_of(
         config.weights if config.group_size is None else f"{config.weights}:{config.group_size}"
     )
@@ -50,7 +50,7 @@ def format_for(config: QuantizationConfig) -> Format:
 
 
 def take_activations(stored: Any, options: dict[str, Any]) -> str | None:
-    """The `activations` that a user chooses for a folder whose weights are packed already; None for the folder's own.
+    """Return the `activations` that a user chose for a packed folder; None for the folder's own.
 
     transformers takes the folder's config for all else, and warns of that: a request for nothing else is taken out of
     the options.
@@ -171,11 +171,11 @@ class LlamoeQuantizer(HfQuantizer):
                 yield name, module
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        """Whether a weight is quantized when it is loaded."""
+        """Return True if loading quantizes this weight."""
         return not self.pre_quantized and holds_packed(model, param_name)
 
     def get_quantize_ops(self) -> QuantizeWeight:
-        """The operation that quantizes a weight."""
+        """Return the operation that quantizes a weight."""
         return QuantizeWeight()
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
@@ -198,7 +198,7 @@ class LlamoeQuantizer(HfQuantizer):
                     codes.data = codes.data.clone()
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:
-        """In transformers' layout the weights that the packed ones mean."""
+        """Return the dequantized weights when saving in transformers' layout."""
         if not is_saving_stock():
             return None, {}
         weights = dict(model.state_dict())
@@ -247,7 +247,7 @@ def _packed_modules(model: PreTrainedModel, asked: str) -> list[tuple[str, Any]]
 
 
 def _without_adapters(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and all modules in it but those that peft has added."""
+    """Yield a module and its submodules, without those that peft added."""
     yield module
     for child in [module.base_layer] if hasattr(module, "base_layer") else module.children():
         yield from _without_adapters(child)

@@ -362,12 +362,12 @@ def test_this_machine_is_the_default():
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (dict(gpus=-1), "gpus=-1"), (dict(gpus="2"), "gpus='2'"), (dict(gpus=["24 potatoes"]), "gpus='24 potatoes'"),
+        (dict(gpus=-1), "gpus=-1"), (dict(gpus=["24 potatoes"]), "gpus='24 potatoes'"),
         (dict(gpus=1, gpu_memory="-3GB"), "gpu_memory='-3GB'"), (dict(gpus=0, ram=True), "ram=True"),
         (dict(gpus=0, ram="nan"), "ram='nan'"), (dict(gpus=0, ram="4GB"), "device (0|cpu) .*headroom=4 GB"),
         (dict(bits=5), "bits=5"), (dict(batch=0), "batch=0"),
-        (dict(gpus=10**6), "gpus=1000000"), (dict(context=0), "context=0"), (dict(prefill=9000), "prefill=9000"),
-        (dict(bandwidths={"ram": 0}), "Bandwidths.ram=0"), (dict(bandwidths={"disk": 3}), "gpu, link, ram, drive"),
+        (dict(context=0), "context=0"), (dict(prefill=9000), "prefill=9000"),
+        (dict(bandwidths={"ram": 0}), "Bandwidths.ram=0"),
         (dict(gpus=["2GB"], ram="5MB", headroom=0, disk=False), "disk=True"),
         (dict(gpus=1, batch=10**6), "8192 tokens in 1000000 rows .*context"),
     ],
@@ -384,7 +384,7 @@ def test_a_model_that_is_none_is_named(model):
         plan_placement(model)
 
 
-def test_names_are_told_in_runs():
+def test_names_are_summarized_in_runs():
     names = ["a.layers.1", "a.layers.2", "a.layers.3", "norm", "a.layers.5.x.experts", "a.layers.7.x.experts"]
     assert summarize(names) == "a.layers.1-3, norm, a.layers.5-7.x.experts (every 2.)"
     assert summarize(["l.1", "l.2", "l.4"]) == "l.1,2,4"
@@ -436,7 +436,7 @@ def test_what_is_quantized_is_what_transformers_replaces_and_experts(case):
         assert plan.device_map == {"": 0} and plan.weights == {0: expected}
 
 
-def test_mixtures_in_few_bits_are_told_what_makes_them():
+def test_plans_in_few_bits_name_the_command_that_quantizes():
     told = {
         name: str(plan_placement(name, gpus=1, ram="256GB", bits=4)) for name in (SCOUT, "llama-4-maverick")
     }
