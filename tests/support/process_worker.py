@@ -83,6 +83,16 @@ def relative_gradient_difference(model, reference):
     return worst
 
 
+def adapter_difference(given, expected):
+    """The largest difference of an adapter's gradients, relative to the largest entry of each."""
+    assert given.keys() == expected.keys() and len(given) > 3
+    return max(difference(given[n].grad, p.grad) / p.grad.abs().max().item() for n, p in expected.items())
+
+
+def adapter_weights(model):
+    return {n: p for n, p in unwrapped(model).named_parameters() if p.requires_grad}
+
+
 def loss_of(model, inputs, **options):
     return model(**inputs, labels=inputs["input_ids"], **options).loss
 
@@ -393,16 +403,11 @@ def adapters(name):
         loss.backward()
     mean = losses[0].detach()
     dist.all_reduce(mean)
-    given, expected = (
-        {n: p.grad for n, p in each.named_parameters() if p.requires_grad}
-        for each in (unwrapped(model), reference)
-    )
-    assert given.keys() == expected.keys() and any("experts" in n for n in given)
+    given, expected = adapter_weights(model), adapter_weights(reference)
+    assert any("experts" in n for n in given)
     return {
         "loss": abs(mean / 2 - losses[1]).item(),
-        "gradients": max(
-            difference(given[n], expected[n]) / expected[n].abs().max().item() for n in expected
-        ),
+        "gradients": adapter_difference(given, expected),
     }
 
 
@@ -431,14 +436,10 @@ def expert_adapters(name):
         loss.backward()
         losses.append(loss.detach())
         model.eval()
-    given, expected = ({n: p for n, p in model.named_parameters() if p.requires_grad} for model in models)
-    assert given.keys() == expected.keys() and len(given) > 3
+    given, expected = map(adapter_weights, models)
     figures = {
         "loss": abs(losses[0] - losses[1]).item(),
-        "gradients": max(
-            difference(given[n].grad, expected[n].grad) / expected[n].grad.abs().max().item()
-            for n in expected
-        ),
+        "gradients": adapter_difference(given, expected),
         "adapters": max(difference(given[n].detach(), expected[n].detach()) for n in expected),
     }
     shared.save_pretrained(folder, is_main_process=dist.get_rank() == 0)

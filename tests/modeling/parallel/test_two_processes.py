@@ -32,6 +32,7 @@ CASES = {case.name: case for case in MODELS}
 DENSE, TEXT = CASES["LlamoeDenseForCausalLM"], CASES["LlamoeForCausalLM"]
 # Six experts are three for each of two devices. Two mixtures follow each other, the last with full attention.
 EXPERTS = dict(num_local_experts=6, num_hidden_layers=3, moe_layers=[1, 2], no_rope_layers=[1, 1, 0])
+SHARDED = ("fsdp", "tensor", "torch")
 
 
 def write_checkpoints(folder):
@@ -139,16 +140,29 @@ def test_expert_parallel_equals_one_process(measured, name, record_parity):
         record_parity(f"expert parallel, {name}", "one process", "float32", figures["logits"])
 
 
+WAYS = ("ddp", "fsdp", "accelerate", "fsdp+expert")
+
+
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    "check",
     [
-        *product(("dense", "text", "mixtral", "multimodal"), ("ddp", "fsdp", "accelerate")),
-        *product(("text", "mixtral", "multimodal"), ("fsdp+expert",)),  # a dense model has no experts
+        *(f"training-dense {way}" for way in WAYS[:3]),  # a dense model has no experts
+        *(f"training-{name} {way}" for name, way in product(("text", "mixtral", "multimodal"), WAYS)),
+        # Idle experts and processes keep gradients.
+        *(f"starved-{way}" for way in (*WAYS, "expert")),
     ],
 )
-def test_a_step_on_shared_rows_equals_one_process(measured, name, kind):
-    for figures in both(measured, f"training-{name} {kind}"):
+def test_a_step_equals_one_process(measured, check):
+    for figures in both(measured, check):
         assert_equal_training(figures)
+
+
+@pytest.mark.parametrize(
+    "check", [*(f"pipeline-{name}" for name in ("dense", "tied", "text", "mixtral")), "split_pipeline-text"]
+)
+def test_pipeline_parallel_equals_one_process(measured, check):
+    for figures in both(measured, check):
+        assert_equal_outputs(figures)
 
 
 @pytest.mark.parametrize(
@@ -178,18 +192,6 @@ def test_biases_follow_the_load_of_all_processes(measured, shared):
         assert figures["difference"] < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "accelerate", "fsdp+expert", "expert"])
-def test_idle_experts_and_processes_keep_gradients(measured, kind):
-    for figures in both(measured, f"starved-{kind}"):
-        assert_equal_training(figures)
-
-
-@pytest.mark.parametrize("name", ["dense", "tied", "text", "mixtral"])
-def test_pipeline_parallel_equals_one_process(measured, name):
-    for figures in both(measured, f"pipeline-{name}"):
-        assert_equal_outputs(figures)
-
-
 @pytest.mark.parametrize("kind", ["tensor", "expert", "fsdp", "fsdp+expert", "accelerate"])
 @pytest.mark.parametrize("name", ["text", "top1", "multimodal", "lone"])
 def test_split_experts_are_fused_into_shards(measured, name, kind):
@@ -203,11 +205,6 @@ def test_split_experts_are_fused_into_shards(measured, name, kind):
             assert figures["saved"] == 0 and figures["stacked"]
 
 
-def test_split_experts_are_fused_in_pipeline_stages(measured):
-    for figures in both(measured, "split_pipeline-text"):
-        assert_equal_outputs(figures)
-
-
 @pytest.mark.parametrize("name", ["dense", "multimodal"])
 def test_each_process_writes_and_reads_its_own_shards(measured, name):
     for figures in both(measured, f"shards-{name}"):
@@ -215,11 +212,19 @@ def test_each_process_writes_and_reads_its_own_shards(measured, name):
         assert figures["weights"] == 0
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "tensor", "torch"])
-def test_one_save_after_the_other(measured, kind):
+@pytest.mark.parametrize(
+    "check", [*(f"saves-{kind}" for kind in SHARDED), "exchanged-over whole", "exchanged-over shards"]
+)
+def test_saves_replace_each_other(measured, check):
     """LLAMOE_SAVES=200 is as many, in place of four."""
-    for figures in both(measured, f"saves-{kind}"):
+    for figures in both(measured, check):
         assert figures == {"weights": 0, "left": []}
+
+
+@pytest.mark.parametrize("check", [*(f"given-{kind}" for kind in SHARDED), "text_of-multimodal"])
+def test_given_weights_and_parts_arrive(measured, check):
+    for figures in both(measured, check):
+        assert figures["weights"] == 0
 
 
 def test_one_process_alone_has_shards_of_its_own(tmp_path):
@@ -230,13 +235,7 @@ def test_one_process_alone_has_shards_of_its_own(tmp_path):
     assert both(measured, "given-torch") == [{"weights": 0}]
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "tensor", "torch"])
-def test_given_state_dicts_are_saved(measured, kind):
-    for figures in both(measured, f"given-{kind}"):
-        assert figures["weights"] == 0
-
-
-@pytest.mark.parametrize("kind", ["fsdp", "tensor", "torch"])
+@pytest.mark.parametrize("kind", SHARDED)
 def test_an_adapter_on_shards_is_saved(measured, kind):
     for figures in both(measured, f"adapters-{kind}"):
         assert figures["weights"] == 0
@@ -261,17 +260,6 @@ def test_pipeline_stages_are_not_saved_in_part(measured):
     for figures in both(measured, "stages-dense"):
         assert "is in 2 pipeline stages, and no process has all of its weights" in figures["message"]
         assert not figures["left"]
-
-
-@pytest.mark.parametrize("order", ["over whole", "over shards"])
-def test_shards_and_whole_checkpoints_replace_each_other(measured, order):
-    for figures in both(measured, f"exchanged-{order}"):
-        assert figures == {"weights": 0, "left": []}
-
-
-def test_multimodal_text_loads_into_shards(measured):
-    for figures in both(measured, "text_of-multimodal"):
-        assert figures["weights"] == 0
 
 
 @pytest.mark.parametrize(
