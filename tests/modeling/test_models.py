@@ -87,7 +87,11 @@ def pickled(model):
     return pickle.loads(pickle.dumps(model))
 
 
-@pytest.mark.parametrize(("case", "how"), in_turn(SHALLOW_MODELS, [copy.deepcopy, pickled]), ids=lambda it: getattr(it, "name", None) or it.__name__)
+@pytest.mark.parametrize(
+    ("case", "how"),
+    in_turn(SHALLOW_MODELS, [copy.deepcopy, pickled]),
+    ids=lambda it: getattr(it, "name", None) or it.__name__,
+)
 def test_copies_are_equal_and_independent(case, how):
     model, inputs = case.make(), case.inputs()
     expected = run(model, **inputs)
