@@ -54,7 +54,7 @@ _NOT_KEPT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR
 _library: Any = False
 # Why there are none, and what would help.
 _why_none = ("", "")
-# Why they could not be made, until that is told.
+# Why compilation failed, until the reason is logged.
 _reasons: list[str] = []
 
 
@@ -97,7 +97,7 @@ def plain_matrix(weight_OI: torch.Tensor) -> Matrix | None:
 
 
 def library() -> Any:
-    """The compiled kernels; None where there are none. The first call compiles them."""
+    """Return the compiled kernels, or None if this machine has none. The first call compiles them."""
     global _library
     if _library is False:
         _library = _compile()
@@ -105,7 +105,7 @@ def library() -> Any:
 
 
 def why_no_cpp_kernels() -> tuple[str, str] | None:
-    """Why there are no compiled kernels, and what would help, or ""; None where there are.
+    """Return why there are no compiled kernels and what would help, or ""; None if there are kernels.
 
     The first call compiles them.
     """
@@ -113,7 +113,7 @@ def why_no_cpp_kernels() -> tuple[str, str] | None:
 
 
 def cpp_instructions() -> str | None:
-    """The instructions that the compiled kernels use, in words; None where there are none."""
+    """Name the instructions that the compiled kernels use; None if there are no kernels."""
     found = library()
     return None if found is None else found.instructions().decode()
 
@@ -145,7 +145,7 @@ def _compile() -> Any:
 
 
 def flags_of_processor() -> list[str] | str:
-    """What a compiler is told beside "for this processor"; a reason, where there are no kernels for it.
+    """Return the compiler flags for this processor, or the reason why it has no kernels.
 
     The flags are part of the key under which a compiled file is kept. They name the processor's instructions, so that
     another one finds files of its own in the same folder.
@@ -167,7 +167,7 @@ def flags_of_processor() -> list[str] | str:
 
 
 def compiled(flags: Sequence[str]) -> Any:
-    """The kernels, compiled with these flags."""
+    """Return the kernels, compiled with these flags."""
     # torch forbids to fuse products and sums.
     found = compile_cpp(_source("kernels.cpp"), [*flags, "-ffp-contract=fast", *_CPP_RUNTIME])
     for name, types in _ARGUMENTS.items():
@@ -178,7 +178,7 @@ def compiled(flags: Sequence[str]) -> Any:
 
 
 def _source(name: str) -> str:
-    """A file with those that it includes, since the compiler is given a text."""
+    """Return the text of a source file with its includes inlined: the compiler gets one text."""
     text = (_SOURCES / name).read_text(encoding="utf-8")
     return re.sub(r'^#include "(.+)"$', lambda match: _source(match[1]), text, flags=re.MULTILINE)
 
@@ -189,7 +189,7 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _agrees(found: Any) -> bool:
-    """Whether the kernels agree with plain operations, for numbers of rows that run each of their forms."""
+    """Return whether the kernels agree with plain operations, for row counts that run every code path."""
     generator = torch.Generator().manual_seed(0)
     num_out, num_in, group_size = 128, 192, 64
     codes = torch.randint(-127, 128, (num_out, num_in), dtype=torch.int8, generator=generator)
@@ -225,7 +225,7 @@ def _agrees(found: Any) -> bool:
 
 
 def _attends(found: Any, generator: torch.Generator) -> bool:
-    """Whether attention of one query agrees with torch's, for several numbers of heads that share keys."""
+    """Return whether attention of one query agrees with torch's, for several group sizes."""
     for heads, dtype in ((6, torch.float32), (15, torch.bfloat16)):
         query = torch.randn(1, heads, 1, 40, generator=generator).to(dtype)
         keys, values = torch.randn(2, 1, 3, 150, 40, generator=generator).to(dtype)[..., 3:, :]
@@ -237,14 +237,14 @@ def _attends(found: Any, generator: torch.Generator) -> bool:
 
 
 def _as_bytes(x_NI: torch.Tensor) -> torch.Tensor:
-    """What rows are multiplied as where they are quantized."""
+    """Return the rows after quantization to bytes and back."""
     parts = x_NI.unflatten(1, (-1, 32))
     scales = parts.abs().amax(2, keepdim=True) / 127
     return ((parts / scales).round() * scales).flatten(1)
 
 
 def _arguments(matrix: Matrix) -> tuple:
-    """What the kernels are told of a matrix."""
+    """Return the kernels' arguments that describe a matrix."""
     bits, group_size, codes, scales, is_input_first, in_bytes = matrix
     outputs, inputs = codes.shape
     if is_input_first:

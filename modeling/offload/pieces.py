@@ -75,7 +75,7 @@ class StoredLayer(NamedTuple):
 def find_pieces(
     layers: Mapping[str, Experts], files: Iterable[str], names: Callable[[str], Iterable[str]]
 ) -> dict[str, StoredLayer]:
-    """Where a checkpoint has the experts of these layers.
+    """Find the experts of these layers in a checkpoint.
 
     Args:
         layers: names in the model, and empty experts with the shapes and dtypes of the model.
@@ -106,7 +106,7 @@ def find_pieces(
 def _pieces(
     experts: Any, stack: str, stored: StoredStack
 ) -> tuple[list[list[Piece]], list[dict[int, torch.Tensor]]]:
-    """The pieces of each expert's matrix, and what no piece has."""
+    """Return the pieces of each expert's matrix, and the tensors without pieces."""
     found: list[list[Piece]] = [[] for _ in range(experts.num_experts)]
     numbers: list[dict[int, torch.Tensor]] = [{} for _ in range(experts.num_experts)]
     own, alignment = experts.parts(stack), experts.format.alignment
