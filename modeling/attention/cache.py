@@ -65,7 +65,7 @@ class RingLayer(StaticSlidingWindowLayer):
         return torch.cat([ring, torch.arange(query_length, device=device) + length])
 
     def get_seq_length(self) -> int | torch.Tensor:
-        """Number of tokens written so far."""
+        """Return the number of tokens written so far."""
         return self.cumulative_length if self.is_initialized else 0
 
 
@@ -123,7 +123,7 @@ def first_layer(past_key_values: Cache | None, is_sliding: bool | None = None) -
 
 
 def cached_length(past_key_values: Cache | None) -> int | torch.Tensor:
-    """Number of tokens in a cache; 0 without one."""
+    """Return the number of tokens in a cache; 0 without one."""
     return 0 if past_key_values is None else past_key_values.get_seq_length(first_layer(past_key_values))
 
 

@@ -67,7 +67,7 @@ def check_cache(decoder: Any, num_tokens: int, past_key_values: Any) -> None:
 
 
 def _keeps_all(past_key_values: Any, layer: Any, num_tokens: int) -> bool:
-    """Whether a static window forgets nothing: it is as long as the cache, and the new tokens fit into it."""
+    """Return whether a static window keeps every token: it is as long as the cache, and the new tokens fit."""
     length = getattr(layer, "max_cache_len", 0)
     if length == 0 or length < past_key_values.get_max_length():
         return False

@@ -95,7 +95,7 @@ def real_mask(inputs: MaskInputs, rule: Rule) -> Any:
 
 
 def _can_be_plain(inputs: MaskInputs, rule: Rule) -> bool:
-    """Whether the mask function may look for plain causal attention, which needs no mask."""
+    """Return whether the mask function may detect plain causal attention, which needs no mask."""
     if inputs.segments is not None or (inputs.is_static and inputs.query_length == 1) or is_transformed():
         return False
     if rule.local_size is not None:
@@ -139,7 +139,7 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
 
 
 def _bidirectional_masks(inputs: MaskInputs) -> dict[str, Any]:
-    """The masks where tokens see later ones, too: all but those of chunks, which stay causal in stock."""
+    """Return the masks of bidirectional attention; chunked layers stay causal, as in transformers."""
     config = copy.copy(inputs.config)
     config._attn_implementation = inputs.implementation
     given = {
@@ -187,7 +187,7 @@ def attend_in_form(
     if isinstance(form, dict):
         form, kwargs = None, {**kwargs, **form}
     if isinstance(form, EqualRows):
-        # It stands for a causal mask, which decides alone, whatever a module or an argument says.
+        # This form implies a causal mask, which overrides the `is_causal` of modules and arguments.
         attend = partial(attend, module, position_ids=None, **{**kwargs, "is_causal": True})
         return attend_in_equal_rows(attend, query, key, value, form), None
     config: Any = module.config

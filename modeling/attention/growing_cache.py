@@ -1,4 +1,4 @@
-"""Appending to a KV cache without a copy of what is there.
+"""Appending to a KV cache without copying its tokens.
 
 transformers' `DynamicLayer` concatenates: each token reads and writes all keys and values before it, which in a long
 conversation takes as long as the weights do. Here a layer's tensors are views of memory with spare places. A view that
@@ -78,13 +78,13 @@ def append_to_cache(
 
 
 def _has_stock_update(cache: Cache, layer: Any) -> bool:
-    """Whether classes and objects have transformers' `update`: research on caches gives them others."""
+    """Return whether cache and layers use transformers' `update`; research code may replace it."""
     updates = [getattr(owner.update, "__func__", None) for owner in (layer, cache) if owner is not None]
     return updates == [_UPDATES.get(type(layer)), _CACHE_UPDATE] and not cache.offloading
 
 
 def _can_grow(layer: Any, new: tuple[torch.Tensor, ...]) -> bool:
-    """Whether tokens appended in place are what `update` returns, and the layer keeps all of them."""
+    """Return whether appending in place equals `update`, and the layer keeps all tokens."""
     num_new = new[0].shape[2]
     if not layer.is_initialized:
         return False

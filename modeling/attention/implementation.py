@@ -15,7 +15,7 @@ FOR_GPUS = ("flex_attention",)
 
 
 def implementation_on(device: torch.device, config: PreTrainedConfig) -> str:
-    """The config's attention implementation, or `sdpa` in place of one that cannot compute it, which is told once."""
+    """Return the config's attention implementation, or `sdpa` with one warning if it cannot be used."""
     implementation = config._attn_implementation or "eager"
     # Continuous batching ("paged|…") keeps each row within one chunk.
     is_flash = "flash" in implementation and not implementation.startswith("paged|")

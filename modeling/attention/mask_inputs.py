@@ -96,7 +96,7 @@ class MaskInputs:
 
     @fact
     def reads_values(self) -> bool:
-        """Whether mask and positions may be read to choose a form: no graph is made, and no static step runs.
+        """Return whether mask and position values may be read to choose a form: not in graphs or static steps.
 
         Steps with a static cache need masks of one shape.
         """
@@ -106,7 +106,7 @@ class MaskInputs:
             return False
         if self.is_static and (self.query_length == 1 or self.query_offset > 0):
             return False
-        # On the CPU the second question, which asks CUDA too, costs more than all others of a decode step.
+        # On the CPU skip the second check: it also queries CUDA, the slowest check of a decode step.
         return is_readable(self.inputs_embeds) or not is_tracing(self.inputs_embeds)
 
     @fact
@@ -218,7 +218,7 @@ class MaskInputs:
         self._check_cached_padding(rule)
         key_positions = self.positions_at(self.keys(rule).index(self.device))
         chunks = (positions // chunk_size for positions in (self.positions, key_positions))
-        of_queries, of_keys = (each.expand(self.batch_size, -1) for each in chunks)
+        of_queries, of_keys = (chunk.expand(self.batch_size, -1) for chunk in chunks)
         return of_queries, of_keys
 
     def _check_cached_padding(self, rule: Rule) -> None:

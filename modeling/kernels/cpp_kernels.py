@@ -54,7 +54,7 @@ _NOT_KEPT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR
 _library: Any = False
 # Why there are none, and what would help.
 _why_none = ("", "")
-# Why they could not be made, until that is told.
+# Why compilation failed, until the reason is logged.
 _reasons: list[str] = []
 
 
@@ -97,7 +97,7 @@ def plain_matrix(weight_OI: torch.Tensor) -> Matrix | None:
 
 
 def library() -> Any:
-    """The compiled kernels; None where there are none. The first call compiles them."""
+    """Return the compiled kernels, or None if this machine has none. The first call compiles them."""
     global _library
     if _library is False:
         _library = _compile()
@@ -105,7 +105,7 @@ def library() -> Any:
 
 
 def why_no_cpp_kernels() -> tuple[str, str] | None:
-    """Why there are no compiled kernels, and what would help, or ""; None where there are.
+    """Return why there are no compiled kernels and what would help, or ""; None if there are kernels.
 
     The first call compiles them.
     """
@@ -113,9 +113,9 @@ def why_no_cpp_kernels() -> tuple[str, str] | None:
 
 
 def cpp_instructions() -> str | None:
-    """The instructions that the compiled kernels use, in words; None where there are none."""
-    found = library()
-    return None if found is None else found.instructions().decode()
+    """Name the instructions that the compiled kernels use; None if there are no kernels."""
+    kernels = library()
+    return None if kernels is None else kernels.instructions().decode()
 
 
 def _compile() -> Any:
@@ -129,9 +129,9 @@ def _compile() -> Any:
         return None
     try:
         with log_if_slow("llamoe: compiling kernels for this processor, once"):
-            found = compiled(flags)
+            kernels = compiled(flags)
         with torch.device("cpu"), torch.no_grad():
-            if not _agrees(found):
+            if not _agrees(kernels):
                 raise RuntimeError("their results are wrong on this machine")
     except Exception as error:
         # Compilers fail in many ways, and torch's kernels do the same.
@@ -141,11 +141,11 @@ def _compile() -> Any:
         _why_none = (" ".join(str(error).split()), remedy)
         _reasons.append(str(error))
         return None
-    return found
+    return kernels
 
 
 def flags_of_processor() -> list[str] | str:
-    """What a compiler is told beside "for this processor"; a reason, where there are no kernels for it.
+    """Return the compiler flags for this processor, or the reason why it has no kernels.
 
     The flags are part of the key under which a compiled file is kept. They name the processor's instructions, so that
     another one finds files of its own in the same folder.
@@ -167,29 +167,29 @@ def flags_of_processor() -> list[str] | str:
 
 
 def compiled(flags: Sequence[str]) -> Any:
-    """The kernels, compiled with these flags."""
+    """Return the kernels, compiled with these flags."""
     # torch forbids to fuse products and sums.
-    found = compile_cpp(_source("kernels.cpp"), [*flags, "-ffp-contract=fast", *_CPP_RUNTIME])
+    kernels = compile_cpp(_source("kernels.cpp"), [*flags, "-ffp-contract=fast", *_CPP_RUNTIME])
     for name, types in _ARGUMENTS.items():
-        getattr(found, name).argtypes = types
-        getattr(found, name).restype = None
-    found.instructions.restype = ctypes.c_char_p
-    return found
+        getattr(kernels, name).argtypes = types
+        getattr(kernels, name).restype = None
+    kernels.instructions.restype = ctypes.c_char_p
+    return kernels
 
 
 def _source(name: str) -> str:
-    """A file with those that it includes, since the compiler is given a text."""
+    """Return the text of a source file with its includes inlined: the compiler gets one text."""
     text = (_SOURCES / name).read_text(encoding="utf-8")
     return re.sub(r'^#include "(.+)"$', lambda match: _source(match[1]), text, flags=re.MULTILINE)
 
 
-def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def _is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     # Two roundings to bfloat16, of sums in another order.
-    return bool((found.float() - expected.float()).abs().max() <= 0.01 * expected.abs().max())
+    return bool((actual.float() - expected.float()).abs().max() <= 0.01 * expected.abs().max())
 
 
-def _agrees(found: Any) -> bool:
-    """Whether the kernels agree with plain operations, for numbers of rows that run each of their forms."""
+def _agrees(kernels: Any) -> bool:
+    """Return whether the kernels agree with plain operations, for row counts that run every code path."""
     generator = torch.Generator().manual_seed(0)
     num_out, num_in, group_size = 128, 192, 64
     codes = torch.randint(-127, 128, (num_out, num_in), dtype=torch.int8, generator=generator)
@@ -210,41 +210,41 @@ def _agrees(found: Any) -> bool:
                 (Matrix(4, group_size, packed, scales_of_groups, in_bytes=in_bytes), int4_IO),
                 (Matrix(8, 0, codes, scales, in_bytes=in_bytes), int8_IO),
             ):
-                if not _is_close(_multiply(found, x, matrix), expected @ weight_IO):
+                if not _is_close(_multiply(kernels, x, matrix), expected @ weight_IO):
                     return False
         for dtype in (torch.float32, torch.bfloat16):
             x, weight = x.to(dtype), codes.to(dtype)
             # Also where rows begin within a cache line, and where they are columns.
             for rows in (weight, weight.flatten()[2 : 2 - num_in].view(-1, num_in), weight.T.contiguous().T):
-                if not _is_close(_multiply(found, x, plain_matrix(rows)), x @ rows.T):
+                if not _is_close(_multiply(kernels, x, plain_matrix(rows)), x @ rows.T):
                     return False
             expected = torch.nn.functional.rms_norm(x.float(), (num_in,), eps=1.0) * scales_in.float()
-            if not _is_close(_normalize(found, x, scales_in.to(dtype), 1.0), expected):
+            if not _is_close(_normalize(kernels, x, scales_in.to(dtype), 1.0), expected):
                 return False
-    return _attends(found, generator)
+    return _attends(kernels, generator)
 
 
-def _attends(found: Any, generator: torch.Generator) -> bool:
-    """Whether attention of one query agrees with torch's, for several numbers of heads that share keys."""
+def _attends(kernels: Any, generator: torch.Generator) -> bool:
+    """Return whether attention of one query agrees with torch's, for several group sizes."""
     for heads, dtype in ((6, torch.float32), (15, torch.bfloat16)):
         query = torch.randn(1, heads, 1, 40, generator=generator).to(dtype)
         keys, values = torch.randn(2, 1, 3, 150, 40, generator=generator).to(dtype)[..., 3:, :]
         shared = [each.float().repeat_interleave(heads // 3, 1) for each in (keys, values)]
         expected = torch.nn.functional.scaled_dot_product_attention(query.float(), *shared, scale=0.3)
-        if not _is_close(_attend(found, query, keys, values, 0.3), expected[:, :, 0][:, None]):
+        if not _is_close(_attend(kernels, query, keys, values, 0.3), expected[:, :, 0][:, None]):
             return False
     return True
 
 
 def _as_bytes(x_NI: torch.Tensor) -> torch.Tensor:
-    """What rows are multiplied as where they are quantized."""
+    """Return the rows after quantization to bytes and back."""
     parts = x_NI.unflatten(1, (-1, 32))
     scales = parts.abs().amax(2, keepdim=True) / 127
     return ((parts / scales).round() * scales).flatten(1)
 
 
 def _arguments(matrix: Matrix) -> tuple:
-    """What the kernels are told of a matrix."""
+    """Return the kernels' arguments that describe a matrix."""
     bits, group_size, codes, scales, is_input_first, in_bytes = matrix
     outputs, inputs = codes.shape
     if is_input_first:
@@ -256,21 +256,21 @@ def _arguments(matrix: Matrix) -> tuple:
     return bits, codes.data_ptr(), address, inputs, outputs, group_size, stride, in_bytes
 
 
-def _multiply(found: Any, x: torch.Tensor, matrix: Matrix) -> Any:
+def _multiply(kernels: Any, x: torch.Tensor, matrix: Matrix) -> Any:
     bits, _, _, inputs, outputs, *_ = arguments = _arguments(matrix)
     sizes = x.shape[:-1]
     if inputs != x.shape[-1] or (bits == 4 and outputs % BLOCK):
         return None
     x, y = x.contiguous(), x.new_empty((*sizes, outputs))
-    found.product(x.data_ptr(), y.data_ptr(), sizes.numel(), *arguments, torch.get_num_threads())
+    kernels.product(x.data_ptr(), y.data_ptr(), sizes.numel(), *arguments, torch.get_num_threads())
     return y
 
 
-def _normalize(found: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _normalize(kernels: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x = x.contiguous()
     y, size = torch.empty_like(x), len(weight)
     num_rows = x.numel() // size
-    found.rms_norm(BITS[x.dtype], x.data_ptr(), weight.data_ptr(), y.data_ptr(), num_rows, size, eps)
+    kernels.rms_norm(BITS[x.dtype], x.data_ptr(), weight.data_ptr(), y.data_ptr(), num_rows, size, eps)
     return y
 
 
@@ -286,30 +286,30 @@ def cpp_product(x: torch.Tensor, matrix: Matrix) -> torch.Tensor | None:
     Returns:
         `[..., O]` in the dtype of `x`.
     """
-    found = _library or library()
+    kernels = _library or library()
     if _reasons and matrix.bits <= 8:
         logger.warning(
             "Kernels of quantized weights on a CPU were not compiled; torch's slower ones are used: %s",
             _reasons.pop(),
         )
-    return None if found is None else _multiply(found, x, matrix)
+    return None if kernels is None else _multiply(kernels, x, matrix)
 
 
 def cpp_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
     """RMSNorm of rows `[..., D]` on the CPU, with a contiguous weight `[D]` of their dtype; None without a kernel."""
-    found = library() if x.dtype in BITS else None
-    return None if found is None else _normalize(found, x, weight, eps)
+    kernels = library() if x.dtype in BITS else None
+    return None if kernels is None else _normalize(kernels, x, weight, eps)
 
 
 def _attend(
-    found: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+    kernels: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
 ) -> torch.Tensor:
     (_, heads, _, size), (_, key_heads, count, _) = query.shape, keys.shape
     query = query.contiguous()
     y = query.new_empty(1, 1, heads, size)
     cached = [part for each in (keys, values) for part in (each.data_ptr(), each.stride(1), each.stride(2))]
     sizes = count, heads, key_heads, size
-    found.attention(
+    kernels.attention(
         BITS[query.dtype], query.data_ptr(), *cached, *sizes, scaling, y.data_ptr(), torch.get_num_threads()
     )
     return y
@@ -337,8 +337,8 @@ def cpp_attention(
         type(each) is torch.Tensor and each.is_cpu and each.dtype == query.dtype and each.stride(3) == 1
         for each in (keys, values)
     )
-    found = library() if takes else None
-    return None if found is None else _attend(found, query, keys, values, scaling)
+    kernels = library() if takes else None
+    return None if kernels is None else _attend(kernels, query, keys, values, scaling)
 
 
 def cpp_unpack(matrix: Matrix, out_IO: torch.Tensor) -> bool:
@@ -348,9 +348,9 @@ def cpp_unpack(matrix: Matrix, out_IO: torch.Tensor) -> bool:
         matrix: of whole blocks; its scales may be those of some outputs of a larger one.
         out_IO: float32 or bfloat16.
     """
-    found = library() if matrix.codes.is_cpu and len(matrix.codes) % BLOCK == 0 else None
-    if found is None:
+    kernels = library() if matrix.codes.is_cpu and len(matrix.codes) % BLOCK == 0 else None
+    if kernels is None:
         return False
     bits, threads = BITS[out_IO.dtype], torch.get_num_threads()
-    found.unpack(*_arguments(matrix), bits, out_IO.data_ptr(), out_IO.stride(0), threads)
+    kernels.unpack(*_arguments(matrix), bits, out_IO.data_ptr(), out_IO.stride(0), threads)
     return True

@@ -1,4 +1,4 @@
-"""The product of rows with a matrix, which linear layers, heads, routers and plain experts ask for; and its guard.
+"""The product of rows with a matrix for linear layers, heads, routers and plain experts, and its conditions.
 
 `linear` is `torch.nn.functional.linear`. On a CPU in inference it multiplies few rows by a compiled kernel
 (`cpp_kernels`). In bfloat16 and float16 on a processor without instructions for them it multiplies by blocks in
@@ -109,7 +109,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`linear` without gradients, in one dtype."""
+    """Multiply as `linear`, without gradients and in one dtype: `[..., O]`."""
     y, size = None, weight.shape[1]
     num_rows = x.numel() // size if size else 0
     if num_rows <= plain_max_rows(x.dtype, weight.is_contiguous()) and weight.numel() >= _MIN_WEIGHTS:
@@ -134,7 +134,7 @@ def _(x, weight, bias):
 
 
 def widened(attend: Callable, query: torch.Tensor) -> Callable:
-    """An attention implementation that computes in float32, where torch has no fast products of these queries' 16 bits.
+    """Return an attention implementation that computes in float32 if torch's 16-bit products are slow here.
 
     Its gradients gain most: torch computes them in scalar loops.
 
@@ -142,9 +142,9 @@ def widened(attend: Callable, query: torch.Tensor) -> Callable:
         attend: takes a module, queries, keys, values and a mask, as transformers' do.
         query: `[B, H, Q, D]`.
     """
-    is_known = SHORTCUTS_ARE_ON and type(query) is torch.Tensor and query.is_cpu and not is_exported()
+    is_eligible = SHORTCUTS_ARE_ON and type(query) is torch.Tensor and query.is_cpu and not is_exported()
     # Casting all cached keys for the query of a single token costs more than it saves.
-    if not is_known or rows_of_torch(query.dtype) is None or query.shape[2] == 1:
+    if not is_eligible or rows_of_torch(query.dtype) is None or query.shape[2] == 1:
         return attend
 
     def compute(

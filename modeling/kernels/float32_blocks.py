@@ -38,12 +38,12 @@ def _rows_of_torch(dtype: torch.dtype) -> int | None:
     return IMITATED_MAX_ROWS if is_imitated and dtype == torch.bfloat16 else None
 
 
-# Asked when this is imported: compilers follow functions, and cannot ask a processor.
+# Computed at import: a compiler that traces the function could not query the processor.
 _ROWS_OF_TORCH = {dtype: _rows_of_torch(dtype) for dtype in (torch.bfloat16, torch.float16)}
 
 
 def rows_of_torch(dtype: torch.dtype) -> int | None:
-    """Up to how many rows torch's products of this dtype are fast on this CPU; None: any number of them.
+    """Return the most rows for which torch's products of this dtype are fast on this CPU; None: no limit.
 
     This alone decides by processor which products of 16 bits are cast.
     """
@@ -58,12 +58,12 @@ _HAS_AVX512_BF16 = has_mkldnn_products(torch.bfloat16) and bool(
 
 
 def rows_in_bytes() -> int:
-    """Up to how many rows the kernels of 4 and 8 bits, which quantize them, are faster than unpacking once."""
+    """Return the most rows for which the 4-bit and 8-bit kernels are faster than unpacking once."""
     return FEW_BITS_AMX_MAX_ROWS if _HAS_AMX else sys.maxsize
 
 
 def plain_max_rows(dtype: torch.dtype, is_output_first: bool = True) -> int:
-    """Return up to how many rows the compiled kernels multiply by plain weights of this dtype as fast as torch."""
+    """Return the most rows that the compiled kernels multiply by plain weights of this dtype as fast as torch."""
     if dtype == torch.bfloat16 and _HAS_AMX:
         return CPP_PLAIN_AMX_MAX_ROWS
     if dtype == torch.bfloat16 and _HAS_AVX512_BF16 and is_output_first:
@@ -72,9 +72,9 @@ def plain_max_rows(dtype: torch.dtype, is_output_first: bool = True) -> int:
 
 
 def in_float32(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | None:
-    """Rows times the transpose of a matrix of 16 bits, by blocks; None where torch's own product is faster.
+    """Multiply rows by the transpose of a 16-bit matrix, block by block; None if torch's product is faster.
 
-    For neither gradients nor compilers (`product_of_16_bits`).
+    Supports neither gradients nor compilers; `product_of_16_bits` does.
 
     Args:
         x_NI: on the CPU, in the dtype of the matrix.
@@ -100,19 +100,19 @@ def in_float32(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | No
 
 
 def dtype_of_blocks(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which a matrix that is yet to be unpacked is multiplied fastest by these rows of 16 bits or more."""
+    """Return the dtype in which a packed matrix, once unpacked, is multiplied fastest by these rows."""
     return torch.float32 if needs_float32(x) else x.dtype
 
 
 def needs_float32(x: torch.Tensor) -> bool:
-    """Whether a matrix that is yet to be unpacked is multiplied faster in float32 than in the 16 bits of these rows."""
+    """Return whether an unpacked matrix is multiplied faster in float32 than in the dtype of these rows."""
     return x.is_cpu and rows_of_torch(x.dtype) is not None
 
 
 def blocks_in(matrix_OI: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Some rows after the other, and these in another dtype, valid until the next ones.
+    """Yield (slice, rows cast to dtype) block by block; each block overwrites the one before.
 
-    They share their memory: mapping as much as a whole matrix takes longer than the cast.
+    The blocks share one buffer: mapping as much as a whole matrix takes longer than the cast.
     """
     step = max(BLOCK_WEIGHTS // max(matrix_OI.shape[1], 1), 1)
     block = matrix_OI.new_empty(min(step, len(matrix_OI)), matrix_OI.shape[1], dtype=dtype)
@@ -123,7 +123,7 @@ def blocks_in(matrix_OI: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[sli
 
 @torch.library.custom_op("llamoe::product_of_16_bits", mutates_args=())
 def product_of_16_bits(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """`in_float32` for autograd and compilers: rows times the transpose of a matrix that may have a gradient."""
+    """Multiply as `in_float32`, for autograd and compilers; the matrix may need a gradient: `[N, O]`."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         y_NO = in_float32(x_NI, weight_OI)
         return torch.mm(x_NI, weight_OI.T) if y_NO is None else y_NO
@@ -135,7 +135,7 @@ def _(x_NI, weight_OI):
 
 
 def _save_product(ctx, inputs, output):
-    # What is not needed is not kept: rows are the larger part of a frozen model's memory.
+    # Save only what the gradients need: rows are the larger part of a frozen model's memory.
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     x_NI, weight_OI = inputs
     ctx.save_for_backward(x_NI if needs_weight else None, weight_OI if needs_x else None)

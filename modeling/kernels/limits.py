@@ -40,8 +40,8 @@ TRITON_MAX_ROWS = 128
 """Rows of all experts of 16 or 32 bits that the Triton kernels take; above, torch's grouped product, made for many,
 is worth that the host waits for it."""
 TRITON_PREFERRED_MAX_ROWS = {9: 64, 10: 64}
-"""Fewer by compute capability, where torch's grouped product does not ask the host, and reads an expert once for more
-rows than a tile of the kernels has. No card was timed."""
+"""Fewer by compute capability, where torch's grouped product does not wait for the host, and reads an expert once for
+more rows than a tile of the kernels has. No card was timed."""
 TRITON_UNSORTED_MAX_ROWS = 32
 """Rows of all experts that the Triton kernels take unsorted, in one tile; above, that computes too much, and a sort is
 cheap beside the products."""

@@ -92,12 +92,12 @@ class Launch(NamedTuple):
 
 
 def has_gpu() -> bool:
-    """Whether this machine has a CUDA device."""
+    """Return whether this machine has a CUDA device."""
     return torch.cuda.is_available()
 
 
 def why_no_gpu_kernel(device: torch.device) -> str | None:
-    """Why no Triton kernel runs on a device, as a sentence; None if one can."""
+    """Return why no Triton kernel runs on a device, as a sentence; None if one can."""
     if device.type != "cuda":
         is_interpreted = device.type == "cpu" and _INTERPRETED
         return None if is_interpreted else f"Triton's kernels are for CUDA devices, not for {device}."
@@ -113,13 +113,13 @@ def why_no_gpu_kernel(device: torch.device) -> str | None:
 
 
 def max_rows_of_matrix(device: torch.device) -> int:
-    """Up to how many rows of a matrix, on average, its packed weights are multiplied, rather than unpacked once."""
+    """Return the most rows per matrix, on average, that are multiplied by packed weights without unpacking."""
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
     return TRITON_MAX_ROWS_A_MATRIX.get(major, min(TRITON_MAX_ROWS_A_MATRIX.values()))
 
 
 def few_rows_limit(device: torch.device) -> int:
-    """Up to how many rows of all experts plain weights are multiplied here, rather than by torch's products."""
+    """Return the most rows of all experts that the kernels multiply by plain weights; above, torch does."""
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
     return TRITON_PREFERRED_MAX_ROWS.get(major, TRITON_MAX_ROWS)
 
@@ -223,7 +223,7 @@ def launch_of(
     transposed: bool = False,
     tile_rows: int | None = None,
 ) -> Launch:
-    """How a product is launched.
+    """Return the launch parameters of a product.
 
     Args:
         itemsize: of the rows' numbers, in bytes.
@@ -248,7 +248,7 @@ def rows_of_tile(num_rows: int, num_experts: int, by: int) -> int:
 
 
 def tile_of(matrix: GpuMatrix, itemsize: int, transposed: bool, rows: int) -> Tile:
-    """The tile for a number of rows; `itemsize` as in `launch_of`."""
+    """Return the tile for a number of rows; `itemsize` as in `launch_of`."""
     is_large = rows >= 64
     columns, depth = (128, 64) if is_large and itemsize == 2 else (64, 64)
     if matrix.kind == "int4":
@@ -297,7 +297,7 @@ _FAILURES: dict[tuple[str, torch.dtype, torch.device], str] = {}
 
 
 def kernel_failures() -> list[str]:
-    """What is wrong with kernels that this process has checked."""
+    """Return the failures of the kernels that this process has checked."""
     return [failure for failure in _FAILURES.values() if failure]
 
 
@@ -309,7 +309,7 @@ def is_right(
     transposed: bool,
     may_check: bool,
 ) -> bool:
-    """Whether the kernel for a matrix is right on its device. The first call checks it: it compiles, and waits.
+    """Return whether the kernel for a matrix is right on its device. The first call compiles and checks it.
 
     Args:
         matrix: one, or a stack, which stands for all of its kind, sizes and strides.
@@ -358,7 +358,7 @@ def _find_difference(
     num_experts: int,
     transposed: bool,
 ) -> str:
-    """How the kernels differ from the product of unpacked weights, or fail, in words; empty if they are right.
+    """Describe how the kernels differ from the product of unpacked weights, or fail; empty if they are right.
 
     Rows are random, the same each time; the caller's random state is kept. Half of them go to the last expert, the
     others to the first few, and every seventh to none. All tiles are tried. Arguments as in `is_right`.

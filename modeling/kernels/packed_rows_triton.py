@@ -35,7 +35,7 @@ def _dot(a, b, total):
 
 @triton.jit
 def _round(x, dtype: tl.constexpr):
-    """A float32 rounded to another dtype: to nearest, ties to even."""
+    """Round a float32 to another dtype: to nearest, ties to even."""
     if _INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.uint32).to(tl.float32, bitcast=True)
@@ -46,7 +46,7 @@ def _round(x, dtype: tl.constexpr):
 def _rows_of_program(
     groups_ptr, num_rows, num_experts, BY: tl.constexpr, M: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """The expert of a program, its rows `[M]`, and whether each of them exists.
+    """Return the expert of a program, its rows `[M]`, and whether each row exists.
 
     Rows without an expert have number E, and programs without rows any number above it.
     """

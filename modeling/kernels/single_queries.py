@@ -1,7 +1,6 @@
 """Attention of one query a row, on every device: each key is read once.
 
-torch's own way copies the cached keys for each query head that shares them, wherever there is a mask or a compiler, or
-takes a slow kernel.
+With a mask or a compiler, torch copies the cached keys for each query head that shares them, or uses a slow kernel.
 
 Shapes: B batch, H query heads, G key/value heads, K keys, D head_dim.
 """
@@ -19,8 +18,8 @@ from .tracing import is_exported
 def are_single_queries(
     query: torch.Tensor, attention_mask: Any, dropout: float = 0.0, cache: Any = None, **_
 ) -> bool:
-    """Whether `attend_to_single_queries` computes what transformers' function does of these arguments."""
-    # Not where a program serves all numbers of queries.
+    """Return whether `attend_to_single_queries` gives the result of transformers' function for these arguments."""
+    # An exported program must accept any number of queries.
     return (
         not is_exported()
         and query.shape[2] == 1
@@ -40,7 +39,7 @@ def attend_to_single_queries(
     attention_mask: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    """Attention for one query a row that reads each key once: heads that share keys become queries of one head.
+    """Attend with one query a row, reading each key once: heads that share keys become queries of one head.
 
     Args:
         query: `[B, H, 1, D]`.

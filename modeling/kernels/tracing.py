@@ -12,7 +12,7 @@ from .._private_api import has_modes, is_exporting, is_traced_by_jit, is_under_f
 
 
 def is_recorded(x: torch.Tensor) -> bool:
-    """Whether a compiler, tracer or transform follows this computation, or the tensor has a shape only.
+    """Return whether a compiler, tracer or transform records this computation, or the tensor is on meta.
 
     What depends on values, such as how many rows an expert gets, must then happen inside an operator: a loop over them
     would be recorded for these values alone, and `vmap` has no single ones.
@@ -29,17 +29,17 @@ def is_recorded(x: torch.Tensor) -> bool:
 
 
 def is_exported() -> bool:
-    """Whether `torch.export` or `torch.jit.trace` makes a program, which then serves all numbers of rows."""
+    """Return whether `torch.export` or `torch.jit.trace` is recording a program for any number of rows."""
     return is_exporting() or torch.jit.is_tracing()
 
 
 def is_transformed() -> bool:
-    """Whether a transform of `torch.func` is active outside of a compilation."""
+    """Return whether a transform of `torch.func` is active outside of a compilation."""
     return not torch.compiler.is_compiling() and is_under_functorch()
 
 
 def is_tracing(x: torch.Tensor) -> bool:
-    """Whether values must not be read on any device: as `is_recorded`, and while a CUDA graph is captured.
+    """Return whether no values may be read: as `is_recorded`, and while a CUDA graph is captured.
 
     Classes that hold tensors elsewhere, such as DTensor, have values.
     """
@@ -47,7 +47,7 @@ def is_tracing(x: torch.Tensor) -> bool:
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values can be read without synchronising with a device, outside of any tracing.
+    """Return whether a tensor's values can be read without synchronising with a device, outside of tracing.
 
     transformers' `is_tracing` also asks whether a CUDA graph is being captured, which does not matter for a tensor on
     the CPU. In a CUDA build without a GPU, that one question costs more than all other checks of a decode step.

@@ -7,15 +7,15 @@ from typing import Any
 
 from transformers.utils import logging
 
-# Seconds after which something is said.
+# Seconds after which the text is shown.
 _PATIENCE = 1.0
 
 
 @contextlib.contextmanager
 def log_if_slow(text: str) -> Iterator[None]:
-    """A context that shows a text on a terminal if it lasts, until it ends.
+    """Show a text on the terminal while the context lasts, if that is longer than a second.
 
-    It goes the way of transformers' progress bars, and is silent where they are turned off.
+    The text is shown like transformers' progress bars, and is silent where they are disabled.
     """
     shown: list[Any] = []
 

@@ -8,7 +8,7 @@ from .linear import Linear
 
 
 def activation(name: str) -> nn.Module:
-    """The activation function that transformers has under this name.
+    """Return transformers' activation function of this name.
 
     Raises:
         ValueError: no such name.

@@ -1,6 +1,6 @@
 """Watching routers while they train, and balancing them without a loss, by a bias of each expert that moves.
 
-A loss that asks for balance also pulls at everything else. Instead `router_balancing="bias"` gives every expert a bias
+A load-balancing loss also changes all other weights. Instead `router_balancing="bias"` gives every expert a bias
 that counts where experts are chosen and nowhere else; after each step of the optimizer experts with too many tokens
 get a lower one (Wang et al. 2024, arXiv 2408.15664). The paper's step has one size; here a bias moves in proportion to
 the error and to the spread of the logits, so that it neither swings around balance nor takes longer where a router is
@@ -78,7 +78,7 @@ class RouterWatch:
         """
         counts_LC = self._of_step_LC.to(next(self.head.parameters()).device)
         if dist.is_available() and dist.is_initialized():
-            # A process whose passes were none takes part all the same: the others wait for it.
+            # A process without forward passes must join the reduction, too: the others wait for it.
             dist.all_reduce(counts_LC)
         load_LE, (_, spread_L, passes_L) = counts_LC[:, :-3], counts_LC[:, -3:].unbind(-1)
         if not passes_L[0]:

@@ -61,7 +61,7 @@ class Implementations(ExpertsInterface):
     """transformers' registry of experts implementations, as ours look functions up."""
 
     def get_interface(self, experts_implementation: str | None, default: Callable) -> Callable:
-        """Return the function of a name; `Experts.forward` itself where it is `llamoe`, or no model has chosen one."""
+        """Return the function of a name; for `llamoe` or no name, `Experts.forward` itself."""
         name = experts_implementation or IMPLEMENTATION
         return default if name == IMPLEMENTATION else partial(_compute, super().get_interface(name, default))
 
@@ -92,7 +92,7 @@ def _refuse_other_experts(experts: Any, *args: Any, **kwargs: Any) -> torch.Tens
     )
 
 
-# So that the name is known; ours do not ask for its function.
+# Registers the name with transformers; llamoe's own experts never look this function up.
 ExpertsInterface.register(IMPLEMENTATION, _refuse_other_experts)
 
 
@@ -103,13 +103,13 @@ class Experts(nn.Module):
     # Quantizers, peft and transformers' backends rely on these names, shapes and their order.
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
-    # What adapters add, where a call cannot carry it: processes that share experts pass on rows alone.
+    # LoRA factors for calls without a `lora` argument: expert parallelism forwards rows only.
     lora: ExpertsLora = NO_LORA
     # Whether files have packed experts one by one, as linear layers.
     is_packed_one_by_one = False
-    # Whether the stacks are on disk or in RAM, from where one matrix at a time is brought.
+    # Whether the stacks are on disk or in RAM, and are loaded one matrix at a time.
     is_offloaded = False
-    # Of each stack, where it is not that of its tensor.
+    # Format of each stack, if it is not the plain format of its tensor.
     _formats: Mapping[str, Any] | None = None
     is_transposed: bool
 
@@ -126,7 +126,7 @@ class Experts(nn.Module):
         return nn.Parameter(torch.empty(self.num_experts, size_in, size_out))
 
     def take_after(self, other: "Experts") -> None:
-        """Become a module without tensors that has the sizes, configuration and marks of other experts."""
+        """Copy the sizes, configuration and attributes of other experts, but not their tensors."""
         nn.Module.__init__(self)
         self.__dict__.update({k: v for k, v in other.__dict__.items() if k not in nn.Module().__dict__})
         self.act_fn = other.act_fn
@@ -140,7 +140,7 @@ class Experts(nn.Module):
 
     @property
     def format(self) -> Format:
-        """What the numbers of an expert's matrix are."""
+        """Weight format of an expert's matrix."""
         return self.formats["down_proj"]
 
     @property
@@ -166,11 +166,11 @@ class Experts(nn.Module):
             )
 
     def stack(self, name: str) -> Stack:
-        """The matrices of a stack, for products."""
+        """Return the matrices of a stack, for products."""
         return Stack(self.formats[name], self.parts(name), self.sizes_of(name))
 
     def parts(self, name: str) -> list[torch.Tensor]:
-        """The parts of a stack, of which its format says what they mean."""
+        """Return the tensors of a stack; its format defines their meaning."""
         return [getattr(self, name + suffix) for suffix in self.format.suffixes]
 
     @property

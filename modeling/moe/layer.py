@@ -10,8 +10,8 @@ The rule is data of the config. Two points of it are published:
 
 SwiGLU is not homogeneous: scaling an expert's input and scaling its output are two functions.
 
-Only the chosen experts are computed; transformers' `Llama4TextMoe` multiplies every token by every expert. The
-mixture does not know how: `Experts` stand in transformers' experts interface, where `set_experts_implementation`
+Only the chosen experts are computed; transformers' `Llama4TextMoe` multiplies every token by every expert.
+`Experts` implement the products and are part of transformers' experts interface, where `set_experts_implementation`
 selects `llamoe` (the default), `eager`, `grouped_mm`, `batched_mm` or another registered one.
 
 Shapes: T tokens, H hidden_size, E experts, K experts a token, N = T * K rows.
@@ -37,7 +37,7 @@ class Router(nn.Module):
     operations would send some tokens to other experts.
 
     Attributes:
-        balancing_bias: `[E]` float32, added to the logits where experts are chosen, or None. Scores do not know it.
+        balancing_bias: `[E]` float32, added to the logits where experts are chosen, or None. Scores do not include it.
     """
 
     balancing_bias: torch.Tensor | None
@@ -107,7 +107,7 @@ class Router(nn.Module):
 
 
 def jitter(x: torch.Tensor, half_width: float, is_training: bool) -> torch.Tensor:
-    """In training, `x` times uniform noise from `1 - half_width` to `1 + half_width`."""
+    """Multiply `x` by uniform noise from `1 - half_width` to `1 + half_width` in training."""
     if not is_training or half_width == 0:
         return x
     return x * torch.empty_like(x).uniform_(1 - half_width, 1 + half_width)
@@ -141,7 +141,7 @@ class MixtureOfExperts(nn.Module):
             scores_TK = self._drop_over_capacity(scores_TK, indices_TK)
         if self.scales_input:
             scaled_NH = (x_TH[:, None] * scores_TK[..., None]).flatten(0, 1)
-            # The experts' outputs are not scaled any more. `len` would be a constant of a traced program.
+            # Inputs are scaled already, so outputs are not. `len` would be a constant of a traced program.
             ones_N1 = scaled_NH.new_ones(scaled_NH.shape[0], 1)
             routed_NH = self.experts(scaled_NH, indices_TK.reshape(-1, 1), ones_N1)
             shape = indices_TK.shape

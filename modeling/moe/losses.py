@@ -103,7 +103,7 @@ def token_weights(logits_LNE: torch.Tensor, attention_mask: torch.Tensor | None)
 
 
 class RouterLossMixin(PreTrainedModel):
-    """Mixin of heads that add router losses to their own, as the config asks.
+    """A mixin for heads that adds the router losses of the config to their own loss.
 
     Attributes:
         router_observer: called in every pass of training, if there is one, with the router logits and the attention
@@ -114,7 +114,7 @@ class RouterLossMixin(PreTrainedModel):
     _has_experts: ClassVar[bool]
 
     def _is_observed(self) -> bool:
-        """Whether an observer wants this pass' router logits. Passes without gradients train nothing."""
+        """Return whether router logits must be recorded: only passes with gradients train."""
         if not (self.training and self._has_experts and torch.is_grad_enabled()):
             return False
         is_idle = self.router_observer is None and self.config.router_balancing is not None
@@ -127,7 +127,7 @@ class RouterLossMixin(PreTrainedModel):
         return self.router_observer is not None
 
     def routers(self) -> list[Router]:
-        """The router of each mixture layer; where peft trains a copy of it, that copy."""
+        """Return the router of each mixture layer, or the copy of it that peft trains."""
         found = [
             getattr(module, module.router_name)
             for module in self.modules()
@@ -150,7 +150,7 @@ class RouterLossMixin(PreTrainedModel):
         balance: bool,
         share: torch.Tensor | float = 1.0,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The loss with the router losses added, each times its coefficient; and the load-balancing loss itself.
+        """Return the loss plus the router losses times their coefficients, and the load-balancing loss.
 
         Args:
             loss: the head's own; None without labels, and then returned as it is.

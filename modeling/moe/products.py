@@ -61,7 +61,7 @@ class Stack:
         self.num_experts = len(parts[0])
 
     def bring(self, groups: Sequence[Group], transposed: bool) -> Generator[tuple[Parts, Group], None, None]:
-        """Yield the parts of each expert's matrix, valid until the next are asked for, and its group of rows."""
+        """Yield the parts of each expert's matrix, valid until the next iteration, and its group of rows."""
         for group in groups:
             yield [*map(itemgetter(group[0]), self.parts)], group
 
@@ -121,7 +121,7 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
 def _define_product(name: str, tags: Sequence[torch.Tag]) -> Any:
-    """The operator of this name: rows times matrices, for autograd and compilers. All have one fake and one gradient.
+    """Define an operator that multiplies rows by matrices; all share one fake and one gradient function.
 
     Its arguments are:
         x: `[N, I]`, or `[N, O]` if `transposed`; sorted by expert unless `by_id`.
@@ -288,7 +288,7 @@ def needs_operator(x: torch.Tensor) -> bool:
 
 @torch.library.custom_op("llamoe::grouped_outer_product", mutates_args=(), tags=_TAGS)
 def grouped_outer_product(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """The gradient of a product with respect to a plain weight, `[E, I, O]`.
+    """Return the gradient of a product with respect to a plain weight, `[E, I, O]`.
 
     Args:
         x_NI: `[N, I]`, sorted by expert.

@@ -47,13 +47,13 @@ class ExpertMatrix(NamedTuple):
         return PLACES[self.part][0]
 
     def __str__(self) -> str:
-        """The name below the experts, with the expert's number first."""
+        """Return the name below the experts, with the expert's number first."""
         return f"{self.number}.{self.part}.weight"
 
 
 @lru_cache(maxsize=4096)
 def matrix_named(name: str) -> ExpertMatrix | None:
-    """The matrix that a name below the experts means; None for other names."""
+    """Return the matrix of a name below the experts; None for other names."""
     match = _MATRIX.fullmatch(name)
     return match and ExpertMatrix(int(match[1] or match[4]), match[2] or f"{match[3]}_proj")
 
@@ -61,7 +61,7 @@ def matrix_named(name: str) -> ExpertMatrix | None:
 def missing_matrices(
     found: set[ExpertMatrix], stack: str, count: int, is_transposed: bool
 ) -> Iterator[ExpertMatrix]:
-    """The matrices that a stack of `count` experts lacks, beside those that were found."""
+    """Return the matrices that are missing from a stack of `count` experts."""
     wanted = (
         ExpertMatrix(number, part)
         for number in range(count)
@@ -72,7 +72,7 @@ def missing_matrices(
 
 @torch.no_grad()
 def fuse(found: Mapping[ExpertMatrix, torch.Tensor], is_transposed: bool) -> torch.Tensor:
-    """The stack of all experts' matrices `[out, in]`: `[E, in, out]` if `is_transposed`, else `[E, out, in]`.
+    """Stack all experts' matrices `[out, in]`: `[E, in, out]` if `is_transposed`, else `[E, out, in]`.
 
     Raises:
         CheckpointError: a matrix of another shape, or of integers.

@@ -6,12 +6,12 @@ import torch
 
 from ..moe import Experts
 
-# Of the memory that is available when a model is loaded, the share that experts may take where nobody names a size.
+# Default share of the available memory that experts may use.
 _SHARE_OF_AVAILABLE = 0.5
 
 
 def default_size(device: torch.device) -> int:
-    """Bytes for experts where nobody names a size: half of the device's memory that is available now."""
+    """Return the default bytes for experts: half of the device's memory that is available now."""
     import psutil
 
     if device.type == "cpu":
@@ -22,14 +22,14 @@ def default_size(device: torch.device) -> int:
 
 
 def bytes_of_expert(experts: Experts) -> int:
-    """Bytes of one expert's matrices in memory."""
+    """Return the bytes of one expert's matrices in memory."""
     return sum(tensor[0].nbytes for tensor in [*experts.parameters(), *experts.buffers()])
 
 
 def divide(layers: Mapping[str, Experts], budget: int) -> list[tuple[list[str], int]]:
-    """Layers whose experts have the same sizes, and may use the same slots, and for how many experts there is room.
+    """Group layers whose experts have equal sizes; return each group and its number of slots.
 
-    Each kind has room for one expert at least, and shares what is left with the others by their sizes.
+    Each group gets one slot at least; the remaining bytes are divided by the sizes of the groups.
 
     Raises:
         ValueError: there is not room for one expert of each kind.

@@ -22,9 +22,9 @@ class Copies:
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream(device))
-            for each in memory:
-                each.record_stream(self._stream)
-        # Of each slot the last event of each stream that has read it.
+            for slots in memory:
+                slots.record_stream(self._stream)
+        # For each slot, the last event of each stream that has read it.
         self._left: dict[int, dict[int, torch.Event]] = {}
 
     def leave(self, slot: int) -> None:

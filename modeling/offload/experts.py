@@ -25,8 +25,8 @@ class OffloadedExperts(Experts):
     """The experts of one layer, of which a `Store` has the matrices.
 
     Parameters give names, shapes and dtypes, and what `save_pretrained` writes: a memory map where the file has the
-    whole stack in the model's dtype, else a meta tensor. Until the store comes there are none, so that nobody loads
-    them. Products read the store instead.
+    whole stack in the model's dtype, else a meta tensor. Before `connect` there are none, so that transformers does not
+    load them. Products read the store instead.
 
     Args:
         experts: whose place they take, on the meta device, plain or packed.
@@ -42,7 +42,7 @@ class OffloadedExperts(Experts):
         # Not a submodule: nothing of it is in the model.
         self.__dict__["shapes"] = experts
         self.name, self.place, self.stored = name, place, stored
-        # Where they are, the dtype cannot change.
+        # Offloaded weights keep their dtype, so the format is fixed.
         self._formats = experts.formats
         self._sizes = {stack: experts.sizes_of(stack) for stack in STACKS}
         self.store: Store | None = None
@@ -63,11 +63,11 @@ class OffloadedExperts(Experts):
                 self.register_buffer(name, content)
 
     def __deepcopy__(self, memo: dict) -> "OffloadedExperts":
-        """A copy of the layer, with the same store."""
+        """Copy the layer; the copy uses the same store."""
         new: Any = object.__new__(type(self))
         memo[id(self)] = new
         shared = self.store, self.shapes, self.stored, *self.parameters(), *self.buffers()
-        memo |= {id(each): each for each in shared}
+        memo |= {id(item): item for item in shared}
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
 
@@ -97,16 +97,16 @@ class OffloadedExperts(Experts):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict, strict: bool, *lists: list[str]
     ) -> None:
-        for name, own in [*self._parameters.items(), *self._buffers.items()]:
+        for name, tensor in [*self._parameters.items(), *self._buffers.items()]:
             given = state_dict.get(prefix + name)
-            if given is not None and not (given.is_meta or given.data_ptr() == own.data_ptr()):
+            if given is not None and not (given.is_meta or given.data_ptr() == tensor.data_ptr()):
                 lists[-1].append(
                     f"{prefix}{name} is {self.storage}, and is read from the files that the model was loaded "
                     "from: load the model into memory to give it other weights."
                 )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        # Nothing moves: a product brings matrices to the rows, or rows to the matrices.
+        # Nothing moves here: each product moves its matrices or its rows.
         moved = fn(torch.empty(0, dtype=self.dtype))
         if moved.dtype != self.dtype and not self.is_packed:
             raise ValueError(
@@ -125,7 +125,7 @@ class OffloadedExperts(Experts):
                 )
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As `Experts.forward`.
+        """Compute as `Experts.forward`, `[T, H]`.
 
         Raises:
             ValueError: these experts are to be trained.
@@ -135,7 +135,7 @@ class OffloadedExperts(Experts):
         return super().forward(*args, **kwargs)
 
     def stack(self, name: str) -> "OffloadedStack":
-        """The matrices of a stack, for products."""
+        """Return the matrices of a stack, for products."""
         return OffloadedStack(self, name, self._formats[name])
 
     def extra_repr(self) -> str:
@@ -144,7 +144,7 @@ class OffloadedExperts(Experts):
 
 
 class OffloadedStack(Stack):
-    """The matrices of one stack, which a store brings."""
+    """The matrices of one offloaded stack, read from a store."""
 
     is_offloaded = True
 
@@ -153,10 +153,10 @@ class OffloadedStack(Stack):
         self.sizes, self.num_experts = experts.sizes_of(name), experts.num_experts
 
     def bring(self, groups: Sequence[Group], transposed: bool) -> Generator[tuple[Parts, Group], None, None]:
-        """As `Stack.bring`; the experts are brought to the rows, or stay where they are.
+        """Yield matrices as `Stack.bring`, loaded to the device of the rows, or left in RAM if rows move there.
 
-        Forward passes ask in ascending order, backward passes in descending order: those that were used last, and are
-        still in memory, are used first.
+        Forward passes read experts in ascending order, backward passes in descending order: the experts that were
+        used last are still in memory.
 
         Raises:
             CheckpointError: a file has changed or cannot be read, or the model is closed.
@@ -173,17 +173,17 @@ class OffloadedStack(Stack):
     # Compilers leave out what reads files.
     @torch.compiler.disable
     def multiply_sorted(self, x_NI: torch.Tensor, ends_E: torch.Tensor, transposed: bool) -> torch.Tensor:
-        """As `moe.multiply_sorted`."""
+        """Multiply as `moe.multiply_sorted`, `[N, O]`."""
         return _Product.apply(x_NI, self, ends_E, transposed)
 
     def matrices(self) -> "OffloadedStack":
-        """The matrices `[I, O]`, each read when it is asked for."""
+        """Return a sequence of the matrices `[I, O]`, each read when it is indexed."""
         return self
 
     def __getitem__(self, expert: int) -> torch.Tensor:
         walk = self.experts.store.walk
-        with closing(walk(self.experts.name, self.name, {expert: 1}, may_compute=False)) as found:
-            matrix = self.form.matrix(next(found), self.sizes, self.form.compute_dtype).T
+        with closing(walk(self.experts.name, self.name, {expert: 1}, may_compute=False)) as matrices:
+            matrix = self.form.matrix(next(matrices), self.sizes, self.form.compute_dtype).T
             # The slot is free for another expert when this returns.
             return matrix.to(self.experts.device, copy=True)
 
@@ -191,7 +191,7 @@ class OffloadedStack(Stack):
 class _Product(torch.autograd.Function):
     """The product of sorted rows with an offloaded stack, which is frozen: only the rows have a gradient.
 
-    The backward pass asks the store for the matrices again.
+    The backward pass reads the matrices from the store again.
     """
 
     @staticmethod

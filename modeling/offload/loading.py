@@ -30,14 +30,14 @@ ALL = "experts"
 
 @dataclass
 class OffloadRequest:
-    """What `from_pretrained` was asked for: names of experts, or `ALL`, to devices, and bytes for recent ones."""
+    """A request to `from_pretrained`: names of experts, or `ALL`, to devices, and bytes for recent experts."""
 
     places: dict[str, Any]
     memory: int | None
 
 
 def take_request(kwargs: dict[str, Any]) -> OffloadRequest | None:
-    """Take what is asked for out of the arguments of `from_pretrained`: those that are left place no experts.
+    """Remove the offloading request from the arguments of `from_pretrained`, and return it.
 
     Raises:
         ValueError: a memory that is no size, or several processes.
@@ -82,16 +82,16 @@ def _is_place(device: Any) -> bool:
 
 
 def _rows_device(name: str, device_map: Mapping[str, Any]) -> torch.device:
-    """Where the layer of these experts computes."""
+    """Return the device on which the layer of these experts computes."""
     device = device_of(name.rpartition(".")[0], device_map)
     if device is None or _is_place(device):
-        # accelerate brings what is offloaded to the main device.
+        # accelerate moves offloaded weights to the main device.
         device = next((other for other in device_map.values() if not _is_place(other)), "cpu")
     return torch.device(device)
 
 
 def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_config: Any) -> None:
-    """Take the experts that were asked for out of an empty model, before its weights are read.
+    """Replace the requested experts of an empty model, before its weights are read.
 
     Raises:
         ValueError: experts that are not in the files as they are to be in memory, or weights that are in no safetensors
@@ -164,12 +164,12 @@ def attach_stores(model: nn.Module) -> None:
 
 
 def _devices_of_rows(device_map: Mapping[str, Any], offloaded: list[OffloadedExperts]) -> dict[str, Any]:
-    """A device map that names the devices on which offloaded experts' rows are computed.
+    """Return a device map that names the devices on which offloaded experts compute.
 
     accelerate, peft and Trainer take what is on "disk" or in RAM for modules that accelerate's hooks bring: they hook
     the model anew, count what would fit, or refuse to train it. Offloaded experts need none of it.
     """
-    experts = {each.name: each.device for each in offloaded}
+    experts = {layer.name: layer.device for layer in offloaded}
     others = {name: device for name, device in device_map.items() if name not in experts}
     if "disk" not in others.values() and len({torch.device(device) for device in others.values()}) <= 1:
         # Nothing has hooks. By the text "cpu" libraries would know modules that have.
@@ -188,7 +188,7 @@ class OffloadMixin(nn.Module):
         return list(dict.fromkeys(experts.store for experts in offloaded_in(self) if experts.store))
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """As `PreTrainedModel.load_adapter`."""
+        """Load an adapter as `PreTrainedModel.load_adapter`."""
         # `from_pretrained` of an adapter's folder calls this before it returns.
         attach_stores(self)
         return super().load_adapter(*args, **kwargs)  # type: ignore[misc]
@@ -224,7 +224,7 @@ class OffloadMixin(nn.Module):
             store.reader.check()
 
     def dequantize(self, *args: Any, **kwargs: Any) -> Any:
-        """As `PreTrainedModel.dequantize`; raises a `ValueError` for offloaded packed experts."""
+        """Dequantize as `PreTrainedModel.dequantize`; raise a `ValueError` for offloaded packed experts."""
         for experts in offloaded_in(self):
             if experts.is_packed:
                 raise ValueError(
@@ -235,7 +235,7 @@ class OffloadMixin(nn.Module):
     def close(self) -> None:
         """Close the files and end the threads of offloaded experts; a closed model refuses to compute.
 
-        What nobody refers to any more is closed, too. Does nothing for other models.
+        A model that is garbage-collected is closed, too. Without offloaded experts, does nothing.
         """
         for store in self._stores():
             store.close()

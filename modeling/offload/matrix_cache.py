@@ -34,7 +34,7 @@ class Entry:
 
 
 class Pins(deque):
-    """What one user has pinned, as long as this lives: an interrupt may come before it lets go."""
+    """The pins of one user; they end with this object, so that an interrupt cannot leave pins behind."""
 
     __hash__ = object.__hash__
 
@@ -83,7 +83,7 @@ class MatrixCache:
         self._trains = self._went_back = False
 
     def __contains__(self, key: Key) -> bool:
-        """Whether a matrix is there, or on its way."""
+        """Return whether a matrix is in a slot, or being loaded."""
         return key in self._entries
 
     @property
@@ -105,7 +105,7 @@ class MatrixCache:
         """Return the matrix of a key; None if it is neither there nor on its way."""
         entry = self._entries.get(key)
         if entry is not None and (entry.arrival is None or entry.arrival.failed()):
-            # Nobody writes to its slot any more, and whoever waits for it meets its error.
+            # No thread writes to its slot any more; threads that wait for it get its error.
             self.drop(entry)
             return None
         if entry is not None:
@@ -141,7 +141,7 @@ class MatrixCache:
                 self._trains, self._went_back = self._went_back, False
             self._layer = layer
         use = self._uses.setdefault(key, _Use())
-        # A matrix may be asked for ahead, and again when it is needed.
+        # A matrix may be prefetched and then requested: that is one use.
         if use.visit != self._visit:
             self._time += 1
             use.count = use.count * 2 ** ((use.time - self._time) / self._half_life) + 1

@@ -27,7 +27,7 @@ _PRIVATE: Any = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap
 
 
 def slots_of(count: int, size: int, device: torch.device, is_pinned: bool) -> torch.Tensor:
-    """Memory for so many matrices of `size` bytes, `[count, bytes]`, each with room for the rest of its blocks."""
+    """Allocate slots for matrices of `size` bytes, `[count, bytes]`, each padded to whole blocks."""
     unit = unit_of(size)
     row = -(-size // unit) * unit + unit
     if is_pinned:
@@ -76,12 +76,12 @@ class _Pinned(mmap.mmap):
 
 
 def unit_of(size: int) -> int:
-    """Alignment in bytes of slots for matrices of so many bytes: `BLOCK` from `LEAST_BYTES_OF_DIRECT` on."""
+    """Return the alignment of slots in bytes: `BLOCK` for matrices from `LEAST_BYTES_OF_DIRECT` on."""
     return BLOCK if size >= LEAST_BYTES_OF_DIRECT else ALIGNMENT
 
 
 def pages(size: int) -> memoryview:
-    """Memory that begins at a page, and takes pages only where it is written.
+    """Allocate memory that begins at a page; the system gives it pages when they are written.
 
     Drives write to huge pages almost twice as fast, since they name fewer of them.
     """
@@ -90,14 +90,14 @@ def pages(size: int) -> memoryview:
     memory = mmap.mmap(-1, size + _HUGE_PAGE, **_PRIVATE)
     first = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % _HUGE_PAGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # There are kernels without them. The rest of the last one would be memory that nobody asked for.
+        # Some kernels lack huge pages. Only whole ones are advised: the rest of the last would be wasted.
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE, first, size // _HUGE_PAGE * _HUGE_PAGE)
     return memoryview(memory)[first : first + size]
 
 
 def open_direct(path: str) -> int | None:
-    """A descriptor that reads past the page cache; None where the system or the file system has no such reads."""
+    """Open a file for direct reads (without page cache); None if the system or file system has none."""
     if not hasattr(os, "O_DIRECT"):
         return None
     try:

@@ -75,7 +75,7 @@ class StoredLayer(NamedTuple):
 def find_pieces(
     layers: Mapping[str, Experts], files: Iterable[str], names: Callable[[str], Iterable[str]]
 ) -> dict[str, StoredLayer]:
-    """Where a checkpoint has the experts of these layers.
+    """Find the experts of these layers in a checkpoint.
 
     Args:
         layers: names in the model, and empty experts with the shapes and dtypes of the model.
@@ -106,10 +106,10 @@ def find_pieces(
 def _pieces(
     experts: Any, stack: str, stored: StoredStack
 ) -> tuple[list[list[Piece]], list[dict[int, torch.Tensor]]]:
-    """The pieces of each expert's matrix, and what no piece has."""
-    found: list[list[Piece]] = [[] for _ in range(experts.num_experts)]
+    """Return the pieces of each expert's matrix, and the tensors without pieces."""
+    pieces: list[list[Piece]] = [[] for _ in range(experts.num_experts)]
     numbers: list[dict[int, torch.Tensor]] = [{} for _ in range(experts.num_experts)]
-    own, alignment = experts.parts(stack), experts.format.alignment
+    memories, alignment = experts.parts(stack), experts.format.alignment
 
     def add(
         expert: int,
@@ -122,8 +122,8 @@ def _pieces(
     ):
         dtype = dtype or DTYPES[tensor.dtype]
         is_aligned = begin % max(alignment, dtype.itemsize) == 0
-        is_kept = rows is None and dtype == own[part].dtype and is_aligned
-        found[expert].append(Piece(tensor.origin, begin, shape, dtype, part, rows, is_kept))
+        is_kept = rows is None and dtype == memories[part].dtype and is_aligned
+        pieces[expert].append(Piece(tensor.origin, begin, shape, dtype, part, rows, is_kept))
 
     for part, suffix in enumerate(suffixes_in_files(experts)):
         if (tensor := stored.whole.get(suffix)) is not None:
@@ -139,7 +139,7 @@ def _pieces(
             )
             continue
         for part, tensor in enumerate(experts.matrix_in_files(stack, kinds)):
-            memory = own[part][0]
+            memory = memories[part][0]
             if isinstance(tensor, torch.Tensor):
                 numbers[expert].setdefault(part, torch.empty(memory.shape))[place] = tensor
                 continue
@@ -148,4 +148,4 @@ def _pieces(
             is_alone = len(memory) == 1
             shape = tuple(memory.shape if is_alone else memory.shape[1:])
             add(expert, tensor, shape, tensor.content.begin, part, None if is_alone else place, dtype)
-    return found, numbers
+    return pieces, numbers

@@ -55,7 +55,7 @@ class _File:
         """Read until `needed` bytes are there, and return how many came."""
         got = 0
         while got < needed:
-            # Direct reads ask for whole blocks, and get fewer at the end of a file. The rest comes by another way.
+            # A direct read covers whole blocks and is short at the end of a file; a buffered read gets the rest.
             is_direct = self.direct is not None and got % BLOCK == 0
             try:
                 count = os.preadv(self.direct if is_direct else self.file, [memory[got:]], begin + got)
@@ -210,11 +210,11 @@ class Reading:
         self._jobs, self._what = jobs, what
 
     def done(self) -> bool:
-        """Whether no thread writes any more."""
+        """Return whether no thread writes any more."""
         return all(job.done() for job in self._jobs)
 
     def failed(self) -> bool:
-        """Whether that is so, and one could not read."""
+        """Return whether no thread writes any more and a read failed."""
         return self.done() and any(job.cancelled() or job.exception() for job in self._jobs)
 
     def result(self) -> None:
@@ -232,7 +232,7 @@ class Reading:
 
 
 def closed(what: str) -> CheckpointError:
-    """The error of a model that was closed."""
+    """Return the error of a model that was closed."""
     return CheckpointError(
         f"{what} is needed, but the model was closed by model.close(), and so were its files. Load it again."
     )

@@ -27,7 +27,7 @@ from .memory import BLOCK, pinned, slots_of, unit_of
 from .pieces import StoredLayer
 from .reading import Reader, Reading, closed
 
-# Matrices that are asked for before the product that needs them.
+# Number of matrices that are read ahead of their product.
 _LOOK_AHEAD = 8
 # Up to so many rows of an expert are computed in RAM, from where one read of its matrix takes less time than its way
 # over the link to an accelerator. More rows would cost the host products. No accelerator was timed.
@@ -127,7 +127,7 @@ class Store:
         transposed: bool = False,
         may_compute: bool = True,
     ) -> Iterator[Parts]:
-        """Yield for each hit expert the parts of its matrix, which stay until the next is asked for.
+        """Yield the parts of each hit expert's matrix; they stay valid until the next iteration.
 
         Args:
             layer: name.
@@ -159,7 +159,7 @@ class Store:
                         # The accelerator copies it while the CPU computes, and the next pass finds it.
                         self.prefetch(layer, stack, [expert], is_counted=True)
                 self.prefetch(layer, later, [expert] if expert in ahead[1:] else [])
-                # Not beside the host: the slot is free for another matrix when the walk goes on.
+                # Copy synchronously: the slot may get another matrix at the next iteration.
                 if (
                     self.is_remote
                     and self.place == "disk"
@@ -169,7 +169,7 @@ class Store:
                 yield parts
 
     def prefetch(self, layer: str, stack: str, experts: Sequence[int], is_counted: bool = False) -> None:
-        """Begin to bring matrices of which there is room now; `is_counted` if they were counted as missing already."""
+        """Begin to load matrices for which slots are free; `is_counted` if they were counted as misses already."""
         for expert in experts:
             with self._lock:
                 entry = self._ask(self.slots[layer, stack], (layer, expert))
@@ -188,11 +188,11 @@ class Store:
         return computed
 
     def _is_computed(self, num_rows: int) -> bool:
-        """Return whether rows are computed where a matrix lies, rather than the matrix brought."""
+        """Return whether rows are computed in RAM beside their matrix, rather than the matrix copied."""
         return num_rows <= _MAX_ROWS_IN_RAM
 
     def _bring(self, slots: _Slots, keys: Sequence[Key]) -> Iterator[Parts]:
-        """Yield the parts of matrices, each pinned until the next is asked for; the next ones come meanwhile."""
+        """Yield the parts of matrices, each pinned until the next iteration; the following ones load meanwhile."""
         coming = deque(keys)
         with self._lock:
             pins = slots.cache.pins()
@@ -204,14 +204,14 @@ class Store:
                             pins.append(entry)
                             coming.popleft()
                             if slots.stack == STACKS[0]:
-                                # An expert is asked for by its first matrix.
+                                # Count an expert once, with its first matrix.
                                 is_hit = entry.is_counted
                                 self._count(entry.key[0], hits=int(is_hit), misses=int(not is_hit))
                             entry.is_counted = True
                     if entry is None and pins:
                         break
                     if entry is None:
-                        # Others have pinned all slots, or what they asked for is on its way.
+                        # Other threads have pinned or are filling all slots.
                         time.sleep(0.001)
                 pins[0].arrival.result()
                 yield pins[0].parts
@@ -240,7 +240,7 @@ class Store:
     # Threads write to what is made here, outside of a mode that the caller may be in.
     @torch.inference_mode(False)
     def _start(self, slots: _Slots, entry: Entry) -> None:
-        """Begin to bring a matrix to its slot."""
+        """Begin to load a matrix into its slot."""
         layer, expert = entry.key
         if slots.copies:
             if not self._end.alive:

@@ -1,4 +1,4 @@
-"""What libraries that train and adapt must know of offloaded experts."""
+"""Preparation of offloaded experts for accelerate, Trainer and peft."""
 
 import functools
 from collections.abc import Callable
@@ -10,14 +10,14 @@ from .experts import OffloadedExperts
 
 
 def offloaded_in(model: nn.Module) -> list[OffloadedExperts]:
-    """The experts of a model that are offloaded."""
+    """Return the offloaded experts of a model."""
     return [module for module in model.modules() if isinstance(module, OffloadedExperts)]
 
 
 def _preparing(prepare: Callable) -> Callable:
     @functools.wraps(prepare)
     def prepare_here(self: Any, *args: Any, **kwargs: Any) -> Any:
-        models = [each for each in args if isinstance(each, nn.Module) and offloaded_in(each)]
+        models = [arg for arg in args if isinstance(arg, nn.Module) and offloaded_in(arg)]
         if not models:
             return prepare(self, *args, **kwargs)
         kind = str(getattr(self.distributed_type, "value", self.distributed_type))
