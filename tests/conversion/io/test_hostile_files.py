@@ -124,7 +124,7 @@ def terabyte(folder):
 
 # Name: the folder, what happens to it, and words of the error.
 DAMAGE = {
-    "no configuration": ("one", remove("config.json"), "neither params.json"),
+    "no configuration": ("one", remove("config.json"), "unrecognised checkpoint format"),
     "empty": ("one", write("model.safetensors", b""), "model.safetensors"),
     "cut short": ("one", cut("model.safetensors"), "model.safetensors"),
     "a header without end": ("one", write("model.safetensors", safetensors(b"{" * 99)), "model.safetensors"),
