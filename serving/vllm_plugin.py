@@ -151,6 +151,6 @@ def _problems(config: LlamoeBaseConfig) -> Iterator[str]:
         range(step - 1, text.num_hidden_layers, step)
     ):
         yield f"moe_layers = {text.moe_layers}: vLLM knows mixture layers by interleave_moe_layer_step"
-    chunked = [kind == "chunked_attention" for kind in text.layer_types]
-    if any(chunked) and chunked != [bool(rotates) for rotates in text.no_rope_layers]:
+    chunked = [kind == "chunked_attention" for kind in text.layer_types or ()]
+    if any(chunked) and chunked != [bool(rotates) for rotates in text.no_rope_layers or ()]:
         yield f"layer_types = {text.layer_types}: in vLLM the layers with chunks are those that rotate"
