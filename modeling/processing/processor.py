@@ -15,7 +15,7 @@ from transformers.models.llama4.processing_llama4 import Llama4Processor
 
 from ...configuration.hub import MODULE, MODULE_NAME, hub_arguments, is_ours
 from ...configuration.json_files import write_whole
-from ...serving import report_to_client
+from ...serving.client_errors import report_to_client
 from .pictures import PictureError, as_rgb, read_picture
 
 
