@@ -22,8 +22,8 @@ def test_memory_and_drive_are_measured(tmp_path, monkeypatch):
     found = measure_bandwidths(tmp_path)
     assumed = Bandwidths()
     assert found.gpu == assumed.gpu and found.link == assumed.link
-    # A matrix in float32, larger than any cache.
-    assert found.ram == 8 * 4 * 16384 * 8192
+    # By `timeit`, whose clock is the machine's.
+    assert 1e8 < found.ram < 1e13
     # The read ends with the last whole page, and a limit is kept.
     assert found.drive == 8 * (size // mmap.PAGESIZE * mmap.PAGESIZE)
     assert measure_bandwidths(tmp_path, most_bytes=5 << 20).drive == 8 * (5 << 20)

@@ -77,7 +77,6 @@ def nobody_counts(monkeypatch):
         raise AssertionError("the host counted rows")
 
     monkeypatch.setattr(products, "groups_between", refuse)
-    monkeypatch.setattr(moe_experts, "sort_on_host", refuse)
 
 
 def draw_stack(form, sizes, num_experts=3):

@@ -192,17 +192,6 @@ def test_adapters_alone_get_no_module(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["llamoe", "stock"])
-def test_refused_save_leaves_nothing_behind(layout, tmp_path):
-    model = make("LlamoeDenseForCausalLM", dense_config)
-    model.config.__dict__["num_hidden_layers"] = -1  # past the check on assignment
-    with pytest.raises(ValueError, match="num_hidden_layers"):
-        model.save_pretrained(tmp_path / "folder", layout=layout)
-    assert not list(tmp_path.rglob("*.*"))
-    make("LlamoeDenseForCausalLM", dense_config).save_pretrained(tmp_path / "folder")  # nothing is stuck
-    assert MODULE in files(tmp_path / "folder")
-
-
-@pytest.mark.parametrize("layout", ["llamoe", "stock"])
 def test_what_is_pushed_is_the_finished_folder(layout, tmp_path, monkeypatch):
     pushed = []
 
