@@ -51,9 +51,10 @@ class FuseExperts(ConversionOps):
                 f"{', '.join(parts)}. Download or copy the checkpoint again."
             )
         lists = [input_dict.pop(pattern) for pattern in counts]
-        # Shards were cut from transposed matrices (`transposed_for_shards`).
+        # Where processes share the model, all such matrices were transposed (`transposed_for_shards`), also those of
+        # a stack that they do not share because its size forbids it.
         target: Any = getattr(model.get_submodule(path), stack)
-        is_turned = self.is_transposed and is_sharded([target])
+        is_turned = self.is_transposed and is_sharded(model.parameters())
         if not lists[0]:
             # A process that holds none of the experts.
             return {target_patterns[0]: torch.empty(target.to_local().shape, dtype=kwargs["config"].dtype)}
