@@ -56,6 +56,8 @@ class Format(ABC):
     """Dtype of the products."""
     is_packed: ClassVar[bool] = True
     """Whether the first part holds codes, which only this format's products read, and not numbers."""
+    is_unfused_in_files: ClassVar[bool] = False
+    """Whether files have an expert's gate, up and down each by itself, as linear layers."""
     alignment: ClassVar[int] = 1
     """Bytes of which the address of the first part must be a multiple for a kernel."""
 

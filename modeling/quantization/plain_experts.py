@@ -13,7 +13,7 @@ from ...configuration.errors import CheckpointError
 from ..checkpoints import in_units
 from ..layers import Linear
 from ..moe import STACKS, Experts
-from .bnb_quantizers import QuantizesExperts
+from .bnb import QuantizesExperts
 from .quantizer import LlamoeQuantizer
 
 logger = logging.getLogger("llamoe")

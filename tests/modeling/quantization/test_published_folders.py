@@ -296,7 +296,7 @@ def test_experts_on_disk_are_read_from_int4_alone(tmp_path):
 
 def test_memory_is_of_4_bits_but_for_a_matrix(tmp_path, monkeypatch):
     """No weight is made in 16 or 32 bits on its way."""
-    from llamoe.modeling.quantization import published as room
+    from llamoe.modeling.formats.packed import layout as room
 
     monkeypatch.setattr(room, "weight_of", lambda *_: pytest.fail("unpacked"))
     most = []
