@@ -244,7 +244,8 @@ class Separate(Format):
             raise CheckpointError(f"{' '.join(str(error).split())}. {_REMEDY}") from error
         parts = [part.float() if part.is_floating_point() else part for part in parts]
         for kind, part, (shape, dtype) in zip(self.form.kinds, parts, self.form.parts(sizes), strict=False):
-            found, wanted = f"shape {[*part.shape]} and {part.dtype}", f"shape {[*shape]} and {dtype}"
+            found = f"shape {[*part.shape]} and dtype {part.dtype}"
+            wanted = f"shape {[*shape]} and dtype {dtype}"
             if found != wanted:
                 raise CheckpointError(f"{kind} has {found}, not {wanted}. {_REMEDY}")
         return parts
