@@ -22,7 +22,7 @@ from ...configuration.quantization import QuantizationConfig
 from ..checkpoints import Stored, headers_of, shape_of_one
 from ..formats import Int4
 from ..formats.packed import LAYOUTS, Layout
-from ..moe import PARTS_OF_STACKS, Experts
+from ..moe import Experts
 
 logger = logging.get_logger("llamoe")
 
@@ -103,35 +103,19 @@ def find_packed(
 
 
 def _check_matrices(model: nn.Module, weight: str, layers: Mapping[str, Any], layout: Layout) -> None:
-    """Check that a weight has all its matrices, and each all its tensors in the shapes of the model."""
+    """Check that each matrix of a weight has its tensors in the shapes of the model."""
     path, _, name = weight.rpartition(".")
     module = model.get_submodule(path)
-    first, *_ = (stored for kinds in layers.values() for stored in kinds.values())
-    if isinstance(module, Experts):
-        sizes = shape_of_one(module, name)
-        numbers = range(module.num_experts)
-        here = sorted(layer.rpartition("experts.")[2] for layer in layers)
-        if here not in [
-            sorted(f"{n}.{part}" for n in numbers for part in of[name]) for of in PARTS_OF_STACKS.values()
-        ]:
-            raise CheckpointError(
-                f"{first} is of {len(layers)} packed matrices of experts ({listed(here, 9)}), where each of "
-                f"{module.num_experts} experts needs its own. {_REMEDY}"
-            )
-    else:
-        sizes = tuple(module.weight.shape)
-    # What an expert has beside that, such as g_idx, all must have: the loader collects it in lists.
-    needed, beside = layout.shapes(sizes), set().union(*layers.values())
+    sizes = shape_of_one(module, name) if isinstance(module, Experts) else tuple(module.weight.shape)
     for layer, kinds in layers.items():
-        for kind in (*needed, *sorted(beside)):
-            if kind not in kinds:
+        for kind, shape in layout.shapes(sizes).items():
+            if (stored := kinds.get(kind)) is None:
+                beside = next(iter(kinds.values()))
+                raise CheckpointError(f"{beside}: {layer}.{kind} is missing beside it. {_REMEDY}")
+            if stored.shape != shape:
                 raise CheckpointError(
-                    f"{next(iter(kinds.values()))}: {layer}.{kind} is missing beside it. {_REMEDY}"
-                )
-            if kinds[kind].shape != needed.get(kind, kinds[kind].shape):
-                raise CheckpointError(
-                    f"{kinds[kind]} has shape {[*kinds[kind].shape]}, where config.json means {[*needed[kind]]}: its "
-                    "sizes, or quantization_config's groups, are not those of the weights."
+                    f"{stored} has shape {[*stored.shape]}, where config.json means {[*shape]}: its sizes, or "
+                    "quantization_config's groups, are not those of the weights."
                 )
 
 
@@ -149,16 +133,17 @@ def follow_files(
     Raises:
         CheckpointError: a packed matrix that int4 cannot hold.
     """
-    paths = {weight.rpartition(".")[0] for weight in matrices}
-    taken = {name: module for name, module in candidates.items() if name in paths}
-    if others := sorted(paths - set(taken)):
+    paths = {weight: weight.rpartition(".")[0] for weight in matrices}
+    taken = {name: module for name, module in candidates.items() if name in paths.values()}
+    if others := sorted({*paths.values()} - set(taken)):
         logger.warning("Packed in the folder, and held in 16 bits here: %s.", listed(others, 5))
-    sizes = {
-        weight: module.sizes_of(name) if isinstance(module, Experts) else tuple(module.weight.shape)
-        for weight in matrices
-        for path, _, name in [weight.rpartition(".")]
-        if (module := taken.get(path)) is not None
-    }
+    sizes: dict[str, Any] = {}
+    for weight, path in paths.items():
+        if (module := taken.get(path)) is not None:
+            is_stack = isinstance(module, Experts)
+            sizes[weight] = (
+                module.sizes_of(weight.rpartition(".")[2]) if is_stack else tuple(module.weight.shape)
+            )
     if layout.group_size is None:
         # One scale an output fits any group: the largest without padding.
         whole = (size for size in (128, 64) if not any(num_in % size for _, num_in in sizes.values()))
