@@ -102,7 +102,7 @@ class PackedQuantizer(HfQuantizer):
         Raises:
             ValueError: a module is offloaded, and has no numbers in memory.
         """
-        dtype = dtype or model.config.dtype
+        dtype = dtype or model.config.dtype or model.dtype
         # A save leaves the dtype's name in the config.
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         for name, module in packed_modules(model):

@@ -30,8 +30,6 @@ from .published import find_packed, follow_files
 
 logger = logging.get_logger("llamoe")
 
-_OF_MODULES = ("experts", "linears", "modules_to_not_convert")
-
 
 def format_for(config: QuantizationConfig) -> Format:
     """Return the format that a config selects."""
@@ -64,7 +62,7 @@ def take_activations(stored: Any, options: dict[str, Any]) -> str | None:
                 f"quantization_config asks for {field}={getattr(asked, field)!r}, but this folder is stored with "
                 f"{field}={getattr(holds, field)!r}: quantize the 16-bit checkpoint."
             )
-    if all(getattr(holds, name) == getattr(asked, name) for name in _OF_MODULES):
+    if all(getattr(holds, n) == getattr(asked, n) for n in ("experts", "linears", "modules_to_not_convert")):
         del options["quantization_config"]
     return asked.activations if "activations" in asked.given else None
 
