@@ -52,7 +52,7 @@ def tower_kind(path: str | Path) -> str | None:
         model_type = str(read_json(config).get("model_type")) if config.is_file() else None
         return "clip" if model_type in _CLIP_CONFIGS else "hf" if model_type in _OUR_TYPES else None
     if path.is_file() and path.suffix != ".json":
-        is_open_clip = any(name.removeprefix("module.").startswith("visual.") for name in open_weights(path))
+        is_open_clip = any(name.removeprefix("module.").startswith("visual.") for name in open_weights(path)[0])
         return "open_clip" if is_open_clip else None
     return None
 
@@ -88,7 +88,7 @@ def _open_open_clip(path: Path, model: str | None) -> Checkpoint:
     if path.is_dir():
         file = next(path / name for name in OPEN_CLIP_FILES if (path / name).is_file())
     # Distributed training adds this prefix.
-    tensors = _renamed(open_weights(file), lambda name: name.removeprefix("module."))
+    tensors = _renamed(open_weights(file)[0], lambda name: name.removeprefix("module."))
     # The configuration belongs to the file only where both have the names that open_clip gives them.
     described, settings = file.with_name(OPEN_CLIP_CONFIG), {}
     if file.name in OPEN_CLIP_FILES and described.is_file():

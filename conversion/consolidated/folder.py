@@ -15,8 +15,7 @@ from ..hf import fuse_experts
 from ..io import (
     LazyTensor,
     Table,
-    open_pickle,
-    open_safetensors,
+    open_weights,
     read_through,
     sources_of,
 )
@@ -55,7 +54,7 @@ def open_files(paths: Sequence[Path]) -> tuple[list[dict[str, LazyTensor]], dict
     files: list[dict[str, LazyTensor]] = []
     dropped: dict[str, str] = {}
     for path in paths:
-        tensors, others = (open_safetensors(path), {}) if path.suffix == ".safetensors" else open_pickle(path)
+        tensors, others = open_weights(path)
         files.append(tensors)
         for name, kind in others.items():
             state = name.endswith("._extra_state")

@@ -25,8 +25,7 @@ from ..io import (
     LazyTensor,
     Plan,
     WriteOptions,
-    open_pickle,
-    open_safetensors,
+    open_weights,
     read_bytes,
     read_json,
     split_shards,
@@ -95,7 +94,7 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
     held: dict[str, Path] = {}
     others: dict[str, str] = {}
     for path in weights.files:
-        opened, more = (open_safetensors(path), {}) if path.suffix == ".safetensors" else open_pickle(path)
+        opened, more = open_weights(path)
         others |= more
         for name, tensor in opened.items():
             if name in held:

@@ -51,7 +51,8 @@ def extend_tokenizer(
         if entry is None:
             if token not in known:
                 known[token], following = following, following + 1
-            entry = _added(known[token], token)
+            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            entry = {"id": known[token], "content": token, **flags}
             added.append(entry)
         entry["special"] = True
         ids[token] = entry["id"]
@@ -65,18 +66,6 @@ def extend_tokenizer(
     files["tokenizer.json"] = to_json(content)
     files["tokenizer_config.json"] = to_json(settings)
     return files, ids
-
-
-def fill_vocabulary(tokenizer: bytes, start: int, stop: int) -> bytes:
-    """Add special tokens without use to a tokenizer.json for the ids `start` to `stop`."""
-    content = json.loads(tokenizer)
-    unused = [{**_added(index, f"<|unused_{index}|>"), "special": True} for index in range(start, stop)]
-    return to_json({**content, "added_tokens": content.get("added_tokens", []) + unused})
-
-
-def _added(index: int, token: str) -> dict[str, Any]:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": index, "content": token, **flags}
 
 
 def token_ids(companions: Mapping[str, bytes]) -> dict[str, int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...configuration.json_files import to_json
 from . import chat_templates
-from .tokenizer_json import MULTIMODAL_TOKENS, extend_tokenizer, fill_vocabulary, read_part, token_ids
+from .tokenizer_json import MULTIMODAL_TOKENS, extend_tokenizer, read_part, token_ids
 
 _PAD = "<|finetune_right_pad|>"
 # Tokens that end an answer in the chat template that is written.
@@ -49,15 +49,17 @@ def extend_vocabulary(companions: Mapping[str, bytes], config: Any) -> Vocabular
     pad = _pad_token(settings, present, config.pad_token_id)
     wanted = [*MULTIMODAL_TOKENS, pad]
     missing = [token for token in wanted if token not in present]
+    unused = [f"<|unused_{index}|>" for index in range(known, before) if missing]
     notes = []
-    if missing and known < before:
-        files["tokenizer.json"] = fill_vocabulary(files["tokenizer.json"], known, before)
+    if unused:
         notes.append(f"{before - known} unused tokens fill the vocabulary's rows {known} to {before - 1}")
     if known > before:
         notes.append(
             f"the tokenizer has {known - before} tokens more than the decoder had rows; those are new, too"
         )
-    files, ids = extend_tokenizer(files, [token for token in wanted if token != pad or pad in missing])
+    # A padding token that the tokenizer has stays as it is.
+    named = [token for token in wanted if token != pad or pad in missing]
+    files, ids = extend_tokenizer(files, [*unused, *named])
     if missing:
         notes.append(
             f"{len(missing)} special tokens are new, ids {ids[missing[0]]} to {ids[missing[-1]]}; their rows are the "
