@@ -52,7 +52,9 @@ def tower_kind(path: str | Path) -> str | None:
         model_type = str(read_json(config).get("model_type")) if config.is_file() else None
         return "clip" if model_type in _CLIP_CONFIGS else "hf" if model_type in _OUR_TYPES else None
     if path.is_file() and path.suffix != ".json":
-        is_open_clip = any(name.removeprefix("module.").startswith("visual.") for name in open_weights(path)[0])
+        is_open_clip = any(
+            name.removeprefix("module.").startswith("visual.") for name in open_weights(path)[0]
+        )
         return "open_clip" if is_open_clip else None
     return None
 
