@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import CLIPConfig, CLIPVisionConfig, MetaClip2Config, MetaClip2VisionConfig
+from transformers import CONFIG_MAPPING
 
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
@@ -26,12 +26,7 @@ from .name_tables import CLIP, OPEN_CLIP
 from .open_clip_config import OPEN_CLIP_CONFIG, architecture, read_model_cfg, side_of
 
 OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
-_CLIP_CONFIGS = {
-    "clip": CLIPConfig,
-    "clip_vision_model": CLIPVisionConfig,
-    "metaclip_2": MetaClip2Config,
-    "metaclip_2_vision_model": MetaClip2VisionConfig,
-}
+_CLIP_TYPES = ("clip", "clip_vision_model", "metaclip_2", "metaclip_2_vision_model")
 _OUR_TYPES = ("llamoe_vision", "llama4_vision_model", "llamoe", "llama4")
 _WITHOUT_PREFIX = ("embeddings.", "encoder.", "pre_layrnorm.", "post_layernorm.")
 # Checkpoints of these classes, or of no class that is named, have no projection.
@@ -50,7 +45,7 @@ def tower_kind(path: str | Path) -> str | None:
             return "open_clip"
         config = path / "config.json"
         model_type = str(read_json(config).get("model_type")) if config.is_file() else None
-        return "clip" if model_type in _CLIP_CONFIGS else "hf" if model_type in _OUR_TYPES else None
+        return "clip" if model_type in _CLIP_TYPES else "hf" if model_type in _OUR_TYPES else None
     if path.is_file() and path.suffix != ".json":
         is_open_clip = any(
             name.removeprefix("module.").startswith("visual.") for name in open_weights(path)[0]
@@ -134,19 +129,14 @@ def _open_clip(path: Path) -> Checkpoint:
         tensors, lambda name: f"vision_model.{name}" if name.startswith(_WITHOUT_PREFIX) else name
     )
     try:
-        stock: Any = _CLIP_CONFIGS[content["model_type"]].from_dict(content)
+        stock: Any = CONFIG_MAPPING[content["model_type"]].from_dict(content)
     # transformers' classes raise various errors.
     except Exception as error:
         raise CheckpointError(f"{file}: cannot be read as {content['model_type']} ({error}).") from error
     stock = getattr(stock, "vision_config", stock)
     has_projection = content.get("architectures") not in _BARE or "visual_projection.weight" in tensors
     names = (
-        "hidden_size",
-        "num_hidden_layers",
-        "intermediate_size",
-        "num_channels",
-        "num_attention_heads",
-        "hidden_act",
+        "hidden_size num_hidden_layers intermediate_size num_channels num_attention_heads hidden_act".split()
     )
     fields = {name: getattr(stock, name) for name in names} | {
         "image_size": side_of(stock.image_size, "image_size", file),

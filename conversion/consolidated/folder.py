@@ -12,13 +12,7 @@ from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
 from ..checkpoint import check_model, tie_heads
 from ..hf import fuse_experts
-from ..io import (
-    LazyTensor,
-    Table,
-    open_weights,
-    read_through,
-    sources_of,
-)
+from ..io import LazyTensor, Table, open_weights, read_through, sources_of
 from .params import Params
 
 Files = Sequence[Mapping[str, LazyTensor]]
