@@ -47,22 +47,6 @@ OPEN_CLIP_DROPS = [
     Drop("logit_bias", _SCALE),
 ]
 CLIP_DROPS = [
-    *(
-        Drop(pattern, _TEXT)
-        for pattern in (
-            "text.*",
-            "transformer.resblocks.*",
-            "token_embedding.*",
-            "positional_embedding",
-            "ln_final.*",
-            "text_projection*",
-            "attn_mask",
-        )
-    ),
-    Drop("logit_scale", _SCALE),
-    Drop("logit_bias", _SCALE),
-]
-CLIP_DROPS = [
     Drop("text_model.*", _TEXT),
     Drop("text_projection.*", _TEXT),
     Drop("logit_scale", _SCALE),

@@ -20,10 +20,9 @@ from ...configuration.vision import LlamoeVisionConfig
 from ..checkpoint import Checkpoint, check_model, check_source, take_part
 from ..hf import open_hf, open_shards, read_companions
 from ..io import LazyTensor, Table, open_weights, read_json, read_through, sources_of
-from . import image_processors
-from .image_processors import PROCESSOR
 from .name_tables import CLIP, OPEN_CLIP
 from .open_clip_config import OPEN_CLIP_CONFIG, architecture, read_model_cfg, side_of
+from .pictures import PROCESSOR, from_open_clip
 
 OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 _CLIP_TYPES = ("clip", "clip_vision_model", "metaclip_2", "metaclip_2_vision_model")
@@ -106,7 +105,7 @@ def _open_open_clip(path: Path, model: str | None) -> Checkpoint:
     preprocess = settings.get("preprocess_cfg") or {}
     if not preprocess:
         notes.append("pixels: open_clip's default preparation, as nothing states another")
-    processor = image_processors.from_open_clip(preprocess, fields["image_size"], where)
+    processor = from_open_clip(preprocess, fields["image_size"], where)
     checkpoint = _checkpoint(path, "open_clip", OPEN_CLIP, fields, tensors, processor, where)
     return replace(checkpoint, sources=[file], notes=notes)
 
