@@ -1,7 +1,7 @@
 """Runs more fuzz cases than the tests do: `python -m fuzz --cases 6000`, from the folder `tests`.
 
 Models are random, each drawn from one seed, and a decoder in float64 that uses nothing of the package judges them.
-Reading order: draw, reference, judge, batch, subject, kinds (a file for each kind of case), differential, runner.
+Reading order: reference, draw, judge, batch, subject, kinds (a file for each kind of case), runner.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Batches as users make them: padded, packed, fed in pieces. Each token's output must equal the reference's."""
 
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 from .draw import chance
 from .judge import LOG, Judge, Wrong
-from .reference import Result
+from .reference import Decoder, Result
 
 MASK_DTYPES = [torch.int64, torch.int64, torch.bool, torch.int32, torch.float32]
 
@@ -23,7 +24,6 @@ class Batch:
         positions: positions of the real tokens.
         segments: number of the sequence that a token of a packed row belongs to.
         attention_mask, position_ids: inputs of the model; None leaves them out.
-        embeds: `[B, T, H]` float64, where embeddings are given instead of ids.
         visible: `[B, T, T]`, what each token attends to, where a 4-D mask states it.
     """
 
@@ -33,7 +33,6 @@ class Batch:
     segments: torch.Tensor
     attention_mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
-    embeds: torch.Tensor | None = None
     visible: torch.Tensor | None = None
     kind: str = "plain"
 
@@ -47,7 +46,7 @@ class Batch:
         mask = None if self.attention_mask is None else self.attention_mask[:, :end]
         return replace(
             self,
-            **{name: cut(getattr(self, name)) for name in ("ids", "real", "positions", "segments", "embeds")},
+            **{name: cut(getattr(self, name)) for name in ("ids", "real", "positions", "segments")},
             position_ids=cut(self.position_ids),
             attention_mask=mask,
         )
@@ -200,6 +199,24 @@ class Fed:
         choices = [call.view(*shape, -1) for call in calls]
         return Fed(batch, logits, choices, torch.full(shape, reach))
 
+    def references(
+        self, decoder: Decoder
+    ) -> Iterator[tuple[int, torch.Tensor, list[torch.Tensor], Callable[..., Result]]]:
+        """Yield row, columns and chosen experts of each sequence, and what runs the reference on it.
+
+        That takes experts, as chosen, and a blur.
+        """
+        batch = self.batch
+        for row, columns in batch.sequences():
+            ids, positions = batch.ids[row, columns], batch.positions[row, columns]
+            visible = None if batch.visible is None else batch.visible[row][columns][:, columns]
+            reach = int(self.reach[row, columns[0]])
+
+            def run(choices, blur=None, given=(ids, positions, reach, visible), columns=columns):
+                return decoder(decoder.embed(given[0]), *given[1:], choices, blur, columns)
+
+            yield row, columns, [chosen[row, columns] for chosen in self.choices], run
+
 
 def check(
     fed: Fed, judge: Judge, what: str, error: type[Exception] = Wrong
@@ -209,7 +226,7 @@ def check(
     Returns:
         row, columns and reference of every sequence.
     """
-    batch, decoder = fed.batch, judge.decoder
+    batch = fed.batch
     if not fed.logits.isfinite().all():
         bad = (~fed.logits.isfinite()).any(-1)
         hidden = "hidden tokens only" if not (bad & batch.real).any() else "real tokens"
@@ -217,28 +234,14 @@ def check(
             f"{what}, {batch.kind}: {int(bad.sum())} of {bad.numel()} tokens are not finite, {hidden}"
         )
     results = []
-    for row, columns in batch.sequences():
-        visible = None if batch.visible is None else batch.visible[row][columns][:, columns]
-        x = decoder.embed(batch.ids[row, columns]) if batch.embeds is None else batch.embeds[row, columns]
-        positions, reach = batch.positions[row, columns], int(fed.reach[row, columns[0]])
-
-        def run(
-            choices=None, blur=None, x=x, positions=positions, reach=reach, visible=visible, columns=columns
-        ):
-            options = {} if blur is None else {"blur": blur}
-            return decoder(x, positions, reach, visible, choices, places=columns, **options)
-
-        choices = [chosen[row, columns] for chosen in fed.choices] if fed.choices is not None else None
+    for row, columns, choices, run in fed.references(judge.decoder):
         where = f"{what}, {batch.kind}, row {row}"
-        results.append(
-            (row, columns, judge.check(fed.logits[row, columns], run, choices, where, error=error))
-        )
+        results.append((row, columns, judge.check(fed.logits[row, columns], run, choices, where, error)))
     return results
 
 
 def forward(model: Any, batch: Batch, **options: Any) -> tuple[Any, Fed]:
     """Run a model on all rows at once; return its output, and the input of `check`."""
-    inputs = {**batch.inputs(), **options}
     with LOG.recording() as calls:
-        output = model(**inputs)
+        output = model(**{**batch.inputs(), **options})
     return output, Fed.of(batch, output.logits, calls, batch.reach())

@@ -41,8 +41,8 @@ def draw_cache(rng: random.Random, subject: Subject, length: int) -> tuple[str, 
         case "dynamic":
             return kind, DynamicCache()
         case "with config":
-            return kind, DynamicCache(config=subject.config)
-    return kind, StaticCache(config=subject.config, max_cache_len=length + rng.choice([0, 0, 1, 13]))
+            return kind, DynamicCache(config=subject.model.config)
+    return kind, StaticCache(config=subject.model.config, max_cache_len=length + rng.choice([0, 0, 1, 13]))
 
 
 def borders(rng: random.Random, length: int) -> list[int]:
