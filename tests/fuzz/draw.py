@@ -3,16 +3,7 @@
 import random
 from typing import Any
 
-import torch
-
 from .reference import DENSE
-
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 def chance(rng: random.Random, share: float) -> bool:

@@ -4,13 +4,9 @@ In a short dtype, a router may send a token to another expert than in float64 wh
 model's choices are recorded. The reference follows them, and rounding must explain each choice.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Callable
 
 import torch
-
-from llamoe.modeling.moe.layer import Router
 
 from .reference import Blur, Decoder, Result
 
@@ -40,35 +36,6 @@ ROUNDING = {
 }
 MARGIN = 10
 RUNS = 3
-
-
-class RouterLog:
-    """Records the experts that mixtures choose, in order of the calls."""
-
-    def __init__(self):
-        self.calls: list[torch.Tensor] = []
-        self.is_on = False
-        plain = Router.forward
-
-        @wraps(plain)
-        def record(*args, **kwargs):
-            result = plain(*args, **kwargs)
-            if self.is_on and not torch.compiler.is_compiling():
-                self.calls.append(result[2].detach().clone())
-            return result
-
-        Router.forward = record
-
-    @contextmanager
-    def recording(self) -> Iterator[list[torch.Tensor]]:
-        self.calls, self.is_on = [], True
-        try:
-            yield self.calls
-        finally:
-            self.is_on = False
-
-
-LOG = RouterLog()
 
 
 def largest(x: torch.Tensor) -> float:

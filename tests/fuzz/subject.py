@@ -11,7 +11,7 @@ from transformers import Llama4TextConfig
 
 import llamoe
 
-from .draw import DTYPES, chance, draw_fields
+from .draw import chance, draw_fields
 from .judge import Judge
 from .reference import DENSE, Decoder, layer_kinds
 
@@ -26,6 +26,7 @@ CLASSES = {
     "llama4_text": (*OURS_TEXT, "Llama4TextConfig", "Llama4ForCausalLM"),
 }
 FAMILIES = ["llama", "mistral", "ministral", *["mixtral"] * 2, *["llama4_text"] * 3]
+DTYPES = ["float32"] * 5 + ["float64", "bfloat16", "bfloat16", "float16"]
 ATTENTION = ["sdpa", "sdpa", "sdpa", "eager"]
 EXPERTS = [None, None, None, "llamoe", "eager", "batched_mm"]
 
@@ -50,7 +51,6 @@ class Subject:
     fields: dict[str, Any]
     model: Any
     judge: Judge
-    dtype: torch.dtype
     stock_can: bool
     notes: dict[str, Any]
 
@@ -78,48 +78,33 @@ class Subject:
         if self.fields["model_type"] == "mixtral":
             # torch's grouped product does not take all sizes.
             config._experts_implementation = "eager"
-        with torch.device("meta"):
-            stock = getattr(transformers, model_name)._from_config(config, dtype=self.dtype)
-        stock = stock.to_empty(device="cpu")
+        stock = getattr(transformers, model_name)._from_config(config, dtype=self.judge.dtype)
         stock.load_state_dict(self.model.state_dict())
-        if self.fields["tie_word_embeddings"]:
-            stock.tie_weights()
-        # `to_empty` leaves buffers that are not in checkpoints undefined.
-        stock.model.rotary_emb = type(stock.model.rotary_emb)(config=config)
         return stock.train(self.model.training)
 
 
 def draw_subject(
     rng: random.Random,
     seed: int,
-    family: str | None = None,
     by_length: bool = False,
-    dtypes: list[str] | None = None,
-    for_stock: bool | None = None,
-    attention: list[str] = ATTENTION,
+    dtypes: list[str] = DTYPES,
     experts: list[str | None] = EXPERTS,
     **overrides: Any,
 ) -> Subject:
     """Draw a model.
 
     Args:
-        family: a key of `CLASSES`.
         by_length: also draw rotary embeddings that depend on the length of the pass.
-        dtypes: some of `DTYPES`.
-        for_stock: keep to what stock accepts.
-        attention, experts: implementations to choose from.
+        dtypes, experts: names of dtypes and implementations to choose from.
         **overrides: fields.
     """
-    family = family or rng.choice(FAMILIES)
-    for_stock = chance(rng, 0.6) if for_stock is None else for_stock
+    family, for_stock = rng.choice(FAMILIES), chance(rng, 0.6)
     fields = draw_fields(rng, family, by_length, for_stock) | overrides
-    dtype = DTYPES[rng.choice(dtypes or ["float32"] * 5 + ["float64", "bfloat16", "bfloat16", "float16"])]
+    dtype = getattr(torch, rng.choice(dtypes))
     config_class, model_class, *_ = CLASSES[family]
-    given = dict(fields)
-    if not for_stock:
-        given.pop("model_type")
+    given = {name: value for name, value in fields.items() if for_stock or name != "model_type"}
     config = config_class(**given)
-    config._attn_implementation = rng.choice(attention)
+    config._attn_implementation = rng.choice(ATTENTION)
     implementation = rng.choice(experts)
     if family not in DENSE:
         config._experts_implementation = implementation
@@ -133,4 +118,4 @@ def draw_subject(
     weights = {name: value.detach().double() for name, value in model.state_dict().items()}
     judge = Judge(Decoder(weights, fields, rope_config(fields)), dtype, seed)
     notes = {"family": family, "attention": config._attn_implementation, "experts": implementation}
-    return Subject(fields, model, judge, dtype, for_stock, notes)
+    return Subject(fields, model, judge, for_stock, notes)

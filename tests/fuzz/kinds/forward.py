@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..batch import Batch, check, draw_batch, forward
+from ..batch import KINDS, Batch, check, draw_batch, forward
 from ..draw import chance
 from ..judge import JudgeIsWrong, Wrong
 from ..reference import Blur
@@ -17,22 +17,17 @@ def four_axes(rng: random.Random, batch: Batch, subject: Subject) -> torch.Tenso
     """A batch's visibility as a 4-D mask: bool where sdpa accepts it, otherwise added to the scores."""
     if subject.notes["attention"] == "sdpa" and chance(rng, 0.4):
         return batch.visible[:, None]
-    lowest = torch.finfo(subject.dtype).min
-    return torch.zeros(batch.visible.shape, dtype=subject.dtype).masked_fill(~batch.visible, lowest)[:, None]
+    lowest = torch.finfo(subject.judge.dtype).min
+    return torch.zeros(batch.visible.shape, dtype=subject.judge.dtype).masked_fill(~batch.visible, lowest)[
+        :, None
+    ]
 
 
 @torch.no_grad()
 def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
-    generator = torch.Generator().manual_seed(seed)
     subject = draw_subject(rng, seed, by_length=True)
-    fields, judge = subject.fields, subject.judge
-    batch = draw_batch(
-        rng,
-        generator,
-        fields["vocab_size"],
-        longest=rng.choice([33, 44, 70]),
-        pad_token_id=fields["pad_token_id"],
-    )
+    judge = subject.judge
+    batch = draw_batch(rng, subject.fields, KINDS, rng.choice([33, 44, 70]))
     notes |= {**subject.notes, "batch": batch.kind}
     options: dict[str, Any] = {}
     if batch.visible is not None:
@@ -54,7 +49,7 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
     if subject.stock_can and batch.kind in ("plain", "ones") and chance(rng, 0.5):
         options.pop("output_router_logits", None)
         fed.logits = subject.stock()(**{**batch.inputs(), **options}).logits
-        if not subject.has_mixture or subject.dtype in (torch.float32, torch.float64):
+        if not subject.has_mixture or subject.judge.dtype in (torch.float32, torch.float64):
             check(fed, judge, "stock's logits", JudgeIsWrong)
 
 

@@ -24,7 +24,7 @@ def check_greedy(subject: Subject, sequence: torch.Tensor, prompt: int, what: st
     logits = result.logits[prompt - 1 : -1]
     new = sequence[prompt:]
     gap = (logits.max(-1).values - logits.gather(1, new[:, None])[:, 0]).max().item()
-    if gap <= 2 * PASSES[subject.dtype] * max(1.0, largest(logits)):
+    if gap <= 2 * PASSES[subject.judge.dtype] * max(1.0, largest(logits)):
         return
     blurred = exact_logits(subject, sequence, subject.judge.blur()).logits[prompt - 1 : -1]
     if gap > 2 * MARGIN * largest(blurred - logits):
@@ -41,7 +41,7 @@ def check_scores(subject: Subject, sequence: torch.Tensor, prompt: int, score: f
 
     expected = mean(result.logits)
     difference = abs(score - expected)
-    if difference > PASSES[subject.dtype] * 10:
+    if difference > PASSES[subject.judge.dtype] * 10:
         allowed = abs(mean(exact_logits(subject, sequence, subject.judge.blur()).logits) - expected)
         if difference > 3 * MARGIN * allowed:
             raise Wrong(f"{what}: a beam's score is {score:.6g} instead of {expected:.6g}")
@@ -85,17 +85,9 @@ def draw_options(rng: random.Random, subject: Subject, rows: int) -> tuple[str, 
 
 @torch.no_grad()
 def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    subject = draw_subject(
-        rng,
-        seed,
-        dtypes=["float32"] * 4 + ["float64"],
-        experts=[None, None, "eager", "batched_mm"],
-    )
-    fields = subject.fields
-    batch = draw_batch(
-        rng, generator, fields["vocab_size"], ["plain", "ones", "left"], 23, fields["pad_token_id"]
-    )
+    dtypes, experts = ["float32"] * 4 + ["float64"], [None, None, "eager", "batched_mm"]
+    subject = draw_subject(rng, seed, dtypes=dtypes, experts=experts)
+    batch = draw_batch(rng, subject.fields, ["plain", "ones", "left"], 23)
     batch.position_ids = None
     if batch.kind.startswith("left"):
         starts = (~batch.real).sum(1)

@@ -1,6 +1,7 @@
 """Losses and the gradients of every parameter, including router losses and checkpointing."""
 
 import random
+from functools import cache
 from typing import Any
 
 import torch
@@ -75,10 +76,10 @@ def exact_gradients(judge: Judge, fed: Fed, labels: torch.Tensor, options: dict,
         loss.backward()
     finally:
         judge.decoder.weights = weights
-    zeros = {
+    gradients = {
         name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()
     }
-    return loss.detach(), zeros, results
+    return loss.detach(), gradients, results
 
 
 def check_gradients(
@@ -89,12 +90,10 @@ def check_gradients(
     with torch.no_grad():
         for (_, _, choices, run), result in zip(fed.references(judge.decoder), results, strict=True):
             judge.check_choices(result, choices, run, "training")
-    blurred = []
 
+    @cache
     def noise() -> list:
-        if not blurred:
-            blurred.extend(exact_gradients(judge, fed, labels, options, judge.blur())[:2] for _ in range(3))
-        return blurred
+        return [exact_gradients(judge, fed, labels, options, judge.blur())[:2] for _ in range(3)]
 
     difference = abs(loss.item() - exact.item())
     if not difference <= PASSES[judge.dtype] * max(1.0, exact.item()):
@@ -120,11 +119,9 @@ def check_gradients(
 
 
 def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
-    generator = torch.Generator().manual_seed(seed)
     subject = draw_subject(rng, seed, dtypes=["float32"] * 6 + ["float64", "bfloat16"])
-    fields, model = subject.fields, subject.model.train()
-    kinds = [kind for kind in KINDS if kind != "mask4d"]
-    batch = draw_batch(rng, generator, fields["vocab_size"], kinds, 33, fields["pad_token_id"])
+    model = subject.model.train()
+    batch = draw_batch(rng, subject.fields, [kind for kind in KINDS if kind != "mask4d"], 33)
     labels = draw_labels(rng, batch)
     notes |= {**subject.notes, "batch": batch.kind}
     options: dict[str, Any] = {"aux": 0.0, "z": 0.0}
