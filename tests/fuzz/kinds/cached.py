@@ -66,7 +66,7 @@ def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
         output, read = forward(subject.model, piece, **options)
         cache = output.past_key_values if cache is None else cache
         fed, begin = join(fed, read), end
-        if chance(rng, 0.12) and end < whole.shape[1]:
+        if chance(rng, 0.25) and end < whole.shape[1]:
             whole, fed = change(rng, whole, fed, cache, kind, subject)
             notes["changed"] = True
             begin = fed.batch.shape[1]
