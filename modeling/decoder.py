@@ -310,10 +310,9 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
         )
         balance = self._has_experts and self._option("output_router_logits", output_router_logits)
         count = self._has_experts and self._option("output_expert_load", output_expert_load)
-        z_loss_coef = getattr(self.config, "router_z_loss_coef", 0.0) if labels is not None else 0.0
         if self._has_experts:
-            is_wanted = self._is_observed() or balance or count or z_loss_coef
-            kwargs["output_router_logits"] = bool(is_wanted)
+            has_z_loss = labels is not None and self.config.router_z_loss_coef
+            kwargs["output_router_logits"] = bool(self._is_observed() or balance or count or has_z_loss)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

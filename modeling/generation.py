@@ -34,8 +34,6 @@ class Generation(GenerationMixin):
         return inputs
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        # Refuses layers without a size, which transformers could not make a cache for.
-        rules_of(self.config.get_text_config(decoder=True))
         if generation_config.cache_implementation == "quantized":
             # This cache keeps every token and refuses other layers. Our masks apply windows and chunks.
             text_config = copy.copy(self.config.get_text_config(decoder=True))
@@ -95,22 +93,6 @@ class ChunkedGeneration(Generation):
                 f"Continuous batching knows no chunk borders (attention_chunk_size = {chunk_size}): use generate()."
             )
         return super().init_continuous_batching(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class MultimodalGeneration(ChunkedGeneration):
-    """`generate` with images, which transformers encodes before the first step."""
-
-    def prepare_inputs_for_generation(
-        self, input_ids, *args, inputs_embeds=None, is_first_iteration=False, **kwargs
-    ):
-        """Return the inputs of one step of `generate`; later steps with a cache get no images."""
-        inputs = super().prepare_inputs_for_generation(
-            input_ids, *args, inputs_embeds=inputs_embeds, is_first_iteration=is_first_iteration, **kwargs
-        )
-        if not is_first_iteration and kwargs.get("use_cache", True):
-            for name in ("pixel_values", "mm_encoder_outputs"):
-                inputs.pop(name, None)
-        return inputs
 
 
 def _chunk_size(config: PreTrainedConfig) -> int | None:

@@ -133,7 +133,7 @@ def test_embeddings_tuples_and_hidden_states_equal_stock(kind):
     with torch.no_grad():
         for options in ({"return_dict": False}, {"output_hidden_states": True}):
             expected, given = (m(**inputs, **options) for m in (reference, model))
-            assert type(given) is type(expected) and len(given) == len(expected)
+            assert isinstance(given, type(expected)) and len(given) == len(expected)
             theirs, mine = (o if isinstance(o, tuple) else o.to_tuple() for o in (expected, given))
             assert max_abs(mine[0], theirs[0]) < 2e-5
             if options.get("output_hidden_states"):
