@@ -176,15 +176,6 @@ def test_preparing_for_few_bits_reads_no_experts(folders):
     assert named["lm_head.weight"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("module", ["experts", "feed_forward", "layers.1"])
-def test_training_experts_themselves_is_refused(module, folders, ids):
-    _, model = load_both(folders["text"], 2)
-    config = llamoe.lora_config(model, experts=False, modules_to_save=[module])
-    adapted = peft.get_peft_model(model, config).train()
-    with pytest.raises(ValueError, match=r"1\.feed_forward\.experts\.\w+ shall be trained, but is on 'disk'"):
-        adapted(input_ids=ids, labels=ids).loss.backward()
-
-
 def test_merging_is_refused(folders):
     _, model = load_both(folders["mixtral"], 2)
     adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=2))
