@@ -145,30 +145,6 @@ class QuantizedLinear(nn.Module):
         return self.inner(x)
 
 
-class TestRotary2D:
-    def test_against_complex_numbers(self):
-        grid, head_dim, theta = 3, 12, 50.0
-        cos, sin = rotary_2d_cos_sin(grid, head_dim, theta)
-        assert cos.shape == sin.shape == (1, grid * grid + 1, 1, head_dim)
-        # Both channels of a pair have one angle, and the first the negative sine.
-        assert torch.equal(cos[..., 0::2], cos[..., 1::2]) and torch.equal(sin[..., 0::2], -sin[..., 1::2])
-        cos, sin = cos[:, :, 0, 1::2], sin[:, :, 0, 1::2]
-        frequencies = [theta ** (-4 * j / head_dim) for j in range(head_dim // 4)]
-        for row in range(grid):
-            for column in range(grid):
-                angles = [(column + 1) * f for f in frequencies] + [(row + 1) * f for f in frequencies]
-                patch = row * grid + column
-                expected = torch.tensor(angles, dtype=torch.float64)
-                torch.testing.assert_close(cos[0, patch].double(), expected.cos(), atol=1e-6, rtol=0)
-                torch.testing.assert_close(sin[0, patch].double(), expected.sin(), atol=1e-6, rtol=0)
-
-    def test_the_class_token_is_not_turned(self):
-        cos, sin = rotary_2d_cos_sin(4, 20, 10000.0)
-        assert torch.equal(cos[0, -1], torch.ones(1, 20))
-        assert torch.equal(sin[0, -1], torch.zeros(1, 20))
-        assert (sin[0, :-1].abs().amax(dim=-1) > 0.1).all()
-
-
 class TestPixelShuffle:
     @pytest.mark.parametrize(("side", "block"), [(4, 2), (6, 3), (6, 2), (8, 4), (3, 1)])
     def test_against_loops(self, side, block):
