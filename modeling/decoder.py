@@ -37,7 +37,7 @@ from .attention import (
     mask_of_new_tokens,
 )
 from .base import LlamoePreTrainedModel
-from .generation import ChunkedGeneration, Generation
+from .generation import Generation
 from .input_checks import check_classes, check_labels, check_mask, embed
 from .layers import FeedForward, Linear, RMSNorm, RotaryEmbedding
 from .loss import loss_without_logits, must_skip_logits
@@ -394,7 +394,7 @@ class LlamoeMixtralForCausalLM(CausalLM, Generation, GenerationMixin):
     _has_experts = True
 
 
-class LlamoeForCausalLM(CausalLM, ChunkedGeneration, GenerationMixin):
+class LlamoeForCausalLM(CausalLM, Generation, GenerationMixin):
     """Llama 4's decoder with its language model head.
 
     Reads folders of transformers' `Llama4ForCausalLM`, and multimodal folders (as Scout and Maverick are published)
