@@ -4,9 +4,7 @@ The truth is each row by itself, without padding and without a cache: transforme
 (its temperature follows the cache's length; see `test_stock_differs_where_it_is_wrong`).
 """
 
-import functools
 import itertools
-import random
 
 import pytest
 import torch
@@ -74,23 +72,8 @@ def test_stock_differs_where_it_is_wrong():
     assert max_abs(in_batch, stock(row).logits[0]) > 1e-3
 
 
+# Chunks in every layer.
 SMALL = dict(num_hidden_layers=2, no_rope_layers=[1, 1], layer_types=["chunked_attention"] * 2)
-
-
-@functools.cache
-def model_of_small_chunks(implementation, chunk_size):
-    return text_model(implementation, **SMALL, attention_chunk_size=chunk_size)
-
-
-def mask_with_holes(chance, num_rows, length):
-    mask = torch.ones(num_rows, length, dtype=torch.long)
-    for row in mask:
-        row[: chance.choice([0, 0, 1, 4])] = 0
-        for _ in range(chance.choice([0, 1, 2])):
-            begin = chance.randrange(6, length)
-            row[begin : begin + chance.choice([1, 2, 3, 9])] = 0
-    mask[:, -1] = 1
-    return mask
 
 
 def in_pieces(model, inputs, past, borders):
@@ -100,37 +83,6 @@ def in_pieces(model, inputs, past, borders):
         piece["attention_mask"] = inputs["attention_mask"][:, :end]
         pieces.append(run(model, **piece, past_key_values=past))
     return torch.cat(pieces, 1)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("cache", "implementation"), [("dynamic", "eager"), ("static", "sdpa")])
-def test_padding_in_the_middle_of_cached_rows(implementation, cache):
-    """Fed in pieces, of cached tokens only the mask is known. One pass, which sees all positions, is the truth."""
-    chance = random.Random(cache)
-    compared = refused = 0
-    for chunk_size in (3, 5):
-        model = model_of_small_chunks(implementation, chunk_size)
-        for _ in range(8):
-            length = chance.randint(15, 26)
-            mask = mask_with_holes(chance, 3, length)
-            ids = torch.randint(3, 90, mask.shape, generator=torch.Generator().manual_seed(length))
-            # Those of hidden tokens tell nothing, not even how the others are counted.
-            positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, chance.choice([0, 1, 50]))
-            inputs = dict(input_ids=ids, attention_mask=mask, position_ids=positions)
-            past = DynamicCache() if cache == "dynamic" else StaticCache(model.config, max_cache_len=length)
-            borders = [0, *sorted(chance.sample(range(1, length), chance.randint(1, 3))), length]
-            try:
-                given = in_pieces(model, inputs, past, borders)
-            except ValueError as error:
-                # Windows of a chunk may have lost what goes on behind padding.
-                if cache == "dynamic" or "forgotten tokens" not in str(error):
-                    raise
-                refused += 1
-                continue
-            compared += 1
-            expected = run(model, **inputs, use_cache=False)
-            assert max_abs(given[mask == 1], expected[mask == 1]) < TOLERANCE
-    assert compared > 4, (compared, refused)
 
 
 @pytest.mark.parametrize("begin", [0, 1], ids=["all tokens", "real tokens from 1"])
