@@ -132,7 +132,9 @@ def test_plain_numbers(dtype, is_input_first, sizes, offset, library):
         x = torch.randn(num_rows, num_in).to(dtype)
         expected = x.double() @ weight_OI.double().T
         found = cpp_kernels._multiply(library, x, matrix)
-        assert error(found, expected) < (2e-6 if dtype == torch.float32 else ROUNDED_ONCE)
+        # Roundings of sums add up as a random walk does.
+        one_sum = 2**-24 * (32 + num_in**0.5)
+        assert error(found, expected) < (one_sum if dtype == torch.float32 else ROUNDED_ONCE)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
