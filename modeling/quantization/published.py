@@ -119,7 +119,9 @@ def _check_matrices(model: nn.Module, weight: str, layers: Mapping[str, Any], la
                 )
             # Codes of other sizes would be cut at other bits, and whole numbers are no scales.
             if not re.fullmatch(r"B?F\d+" if "scale" in kind else r"I32|F8_\w+", stored.dtype):
-                raise CheckpointError(f"{stored} has dtype {stored.dtype}, which this layout does not. {_REMEDY}")
+                raise CheckpointError(
+                    f"{stored} has dtype {stored.dtype}, which this layout does not. {_REMEDY}"
+                )
 
 
 def follow_files(
