@@ -117,6 +117,11 @@ def _check_matrices(model: nn.Module, weight: str, layers: Mapping[str, Any], la
                     f"{stored} has shape {[*stored.shape]}, where config.json means {[*shape]}: its sizes, or "
                     "quantization_config's groups, are not those of the weights."
                 )
+            # Codes of other sizes would be cut at other bits, and whole numbers are no scales.
+            if not re.fullmatch(r"B?F\d+" if "scale" in kind else r"I32|F8_\w+", stored.dtype):
+                raise CheckpointError(
+                    f"{stored} has dtype {stored.dtype}, which this layout does not. {_REMEDY}"
+                )
 
 
 def follow_files(
