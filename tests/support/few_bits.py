@@ -1,5 +1,6 @@
 """Small quantized models: of each family one that all formats take, saved and loaded once."""
 
+import copy
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,7 @@ import llamoe
 from llamoe.modeling.moe import Router
 from llamoe.modeling.quantization import QuantizedExperts, QuantizedLinear
 
-from .models import copied, draw
+from .models import draw
 
 # Outputs are multiples of 16, those of feed-forwards also of 64, as faster kernels want them; inputs are multiples of
 # 32. Sizes differ from each other, and those of experts from those of layers.
@@ -91,7 +92,7 @@ def _loaded(family: str, weights: str) -> torch.nn.Module:
 
 def packed(family: str, weights: str) -> torch.nn.Module:
     """A quantized copy of a family's model."""
-    return copied(_loaded(family, weights))
+    return copy.deepcopy(_loaded(family, weights))
 
 
 def codes_and_scales(model: torch.nn.Module) -> dict[str, torch.Tensor]:
