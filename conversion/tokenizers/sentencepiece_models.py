@@ -32,7 +32,7 @@ def read(content: bytes, origin: str, family: str) -> SourceTokenizer:
     """Read a SentencePiece model.
 
     Raises:
-        CheckpointError: it is damaged, of a kind that LLaMA does not use, or a library is missing.
+        CheckpointError: it is damaged, or of a kind that LLaMA does not use.
     """
     proto = _parse(content, origin)
     ids = {name: getattr(proto.trainer_spec, f"{name}_id") for name in ("bos", "eos", "unk")}
@@ -64,11 +64,13 @@ def read(content: bytes, origin: str, family: str) -> SourceTokenizer:
 
 
 def _parse(content: bytes, origin: str) -> Any:
-    library, messages = _libraries(origin)
-    proto = messages.ModelProto()
+    # The extra `tokenizers` brings these.
+    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()
     try:
         proto.ParseFromString(content)
-        library.SentencePieceProcessor(model_proto=content)
+        SentencePieceProcessor(model_proto=content)
     # protobuf and sentencepiece raise errors of their own.
     except Exception as error:
         refuse(origin, f"a damaged SentencePiece model ({error})")
@@ -134,26 +136,15 @@ def _merges_of(pieces: list[str]) -> list[tuple[str, str]]:
     ]
 
 
-def _libraries(origin: str) -> tuple[Any, Any]:
-    try:
-        import sentencepiece
-        from sentencepiece import sentencepiece_model_pb2
-    except ImportError as error:
-        raise CheckpointError(
-            f"{origin}: SentencePiece models need the libraries sentencepiece and protobuf ({error}). Install them "
-            "with: pip install 'llamoe[tokenizers]'"
-        ) from error
-    return sentencepiece, sentencepiece_model_pb2
-
-
 def _compare(tokenizer: Tokenizer, proto: Any, origin: str) -> None:
     """Compare with SentencePiece itself on fixed texts and on texts made of the model's own pieces.
 
     Raises:
         CheckpointError: the ids of a text differ.
     """
-    library, _ = _libraries(origin)
-    reference = library.SentencePieceProcessor(model_proto=proto.SerializeToString())
+    from sentencepiece import SentencePieceProcessor
+
+    reference = SentencePieceProcessor(model_proto=proto.SerializeToString())
     normal = [piece.piece for piece in proto.pieces if piece.type == NORMAL]
     stride = max(1, len(normal) // 2000)
     own = [

@@ -20,7 +20,6 @@ from support.models import (
     stock_text_config,
     text_config,
 )
-from support.tables import in_turn
 from transformers import DynamicCache, Llama4ForCausalLM, StaticCache
 
 import llamoe
@@ -56,12 +55,6 @@ def alone(model, row):
     return model(row, use_cache=False).logits[0]
 
 
-@functools.cache
-def rows_alone(model):
-    """The truth of each row."""
-    return [alone(model, row) for row in rows()]
-
-
 def padded(side):
     width = max(LENGTHS)
     ids, mask = torch.zeros(len(LENGTHS), width, dtype=torch.long), torch.zeros(len(LENGTHS), width)
@@ -69,45 +62,6 @@ def padded(side):
         place = slice(width - row.shape[1], None) if side == "left" else slice(0, row.shape[1])
         ids[i, place], mask[i, place] = row[0], 1
     return ids, mask.long()
-
-
-# One layer of each kind: chunked and dense, position-free and routed.
-BOTH_KINDS = dict(
-    num_hidden_layers=2, no_rope_layers=[1, 0], layer_types=["chunked_attention", "full_attention"]
-)
-
-
-@functools.cache
-def built(name):
-    """A model that tests only read."""
-    family, _, kind = name.partition("-")
-    if kind == "kv-chunks-off":
-        return text_model(**{**BOTH_KINDS, "attention_chunk_size": None, "layer_types": None})
-    return text_model(kind, **BOTH_KINDS) if family == "text" else dense_model(kind, num_hidden_layers=2)
-
-
-BUILT = ["text-sdpa", "text-eager", "text-kv-chunks-off", "dense-sdpa", "dense-eager"]
-
-
-@pytest.fixture(params=BUILT)
-def model(request):
-    return built(request.param)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("model", "side", "positions"),
-    in_turn(BUILT, ["left", "right"], ["derived", "given"]),
-    indirect=["model"],
-)
-def test_padded_rows_equal_single_rows(model, side, positions):
-    ids, mask = padded(side)
-    kwargs = {}
-    if positions == "given":  # as `generate` makes them
-        kwargs["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
-    logits = model(ids, attention_mask=mask, **kwargs).logits
-    for i, expected in enumerate(rows_alone(model)):
-        assert max_abs(logits[i][mask[i].bool()], expected) < TOLERANCE
 
 
 @torch.no_grad()

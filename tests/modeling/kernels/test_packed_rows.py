@@ -108,13 +108,8 @@ def check(monkeypatch, folder, capability, form, rows, transposed):
 
 
 @pytest.mark.parametrize("capability", SHARED)
-def test_int4_compiles_for_few_rows(monkeypatch, tmp_path, capability):
-    check(monkeypatch, tmp_path, capability, FORMATS["int4, 128"], 16, False)
-
-
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("name", PLAIN)
-def test_plain_experts_compile_for_few_rows(monkeypatch, tmp_path, name, capability):
+@pytest.mark.parametrize("name", ["int4, 128", *PLAIN])
+def test_matrices_compile_for_few_rows(monkeypatch, tmp_path, name, capability):
     """For a decode step: on tensor cores, with copies of 16 bytes that run ahead, and no register kept in memory."""
     check(monkeypatch, tmp_path, capability, FORMATS[name], 16, False)
 

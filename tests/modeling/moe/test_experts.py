@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.mixtures import SIZES, by_hand, make_experts, make_rows
-from support.models import for_models, make_asymmetric, max_abs, run, stock_text_config
+from support.models import for_models, make_asymmetric, max_abs, stock_text_config
 from support.tables import in_turn
 from transformers import AutoModelForCausalLM, MixtralConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
@@ -71,14 +71,6 @@ def test_other_libraries_experts_are_refused():
     theirs.config._experts_implementation = "llamoe"
     with pytest.raises(ValueError, match=r"llamoe's own experts, not MixtralExperts.*grouped_mm"):
         theirs(torch.randn(2, 8), torch.tensor([[0], [1]]), torch.ones(2, 1))
-
-
-@for_models("has_experts")
-def test_models_give_the_same_by_the_definition(case):
-    model, inputs = case.make(), case.inputs()
-    expected = run(model, **inputs)
-    model.set_experts_implementation("eager")
-    assert max_abs(run(model, **inputs), expected) < 1e-5 * expected.std()
 
 
 # Which product
@@ -206,6 +198,9 @@ def test_other_dtypes(num_tokens, dtype):
     # Each of four roundings is half a unit in the last place; sums in float64 have a few more.
     tolerance = (40 if dtype == torch.float64 else 4) * torch.finfo(dtype).eps * expected.abs().max()
     assert max_abs(experts(*inputs), expected) < tolerance
+    if dtype == torch.float64:  # which autocast leaves alone
+        with torch.autocast("cpu", torch.bfloat16):
+            assert max_abs(experts(*inputs), expected) < tolerance
 
 
 @pytest.mark.parametrize("num_tokens", [1, 9])
@@ -244,32 +239,6 @@ def stock_pair(sizes):
 
 def main(output):
     return output[0] if isinstance(output, tuple) else output
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_training_goes_on_as_in_stock(frozen):
-    """Gradients of several passes add up; then both optimizers step, twice."""
-    stock, ours, _ = stock_pair("odd")
-    for block in (stock, ours):
-        block.experts.requires_grad_(not frozen)
-    optimizers = [torch.optim.AdamW(block.parameters(), lr=1e-2) for block in (stock, ours)]
-    for step in range(2):
-        for num_tokens in (3, 1, 30):
-            x = torch.randn(num_tokens, 70, generator=torch.Generator().manual_seed(num_tokens))
-            inputs = x.clone().requires_grad_(), x.clone().requires_grad_()
-            factors = torch.linspace(-1, 1, x.numel()).view_as(x)
-            for block, each in zip((stock, ours), inputs, strict=True):
-                (main(block(each)).view_as(x) * factors).sum().backward()
-            assert max_abs(inputs[0].grad, inputs[1].grad) < 1e-5 * max(1, inputs[0].grad.abs().max())
-        expected = dict(stock.named_parameters())
-        for name, parameter in ours.named_parameters():
-            if frozen and name.startswith("experts."):
-                assert parameter.grad is None
-            else:
-                assert max_abs(parameter.grad, expected[name].grad) < 1e-4, (step, name)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step == 0)
 
 
 @pytest.mark.parametrize("is_output_first", [False, True])
@@ -364,24 +333,6 @@ def test_float64_gradients_are_the_derivatives(is_output_first, implementation):
     assert torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
 
 
-@for_models("has_experts", "is_head")
-def test_a_float64_mixture_trains_as_eager_does(case):
-    """Autocast leaves float64 alone."""
-    results = []
-    for name, autocast in (("llamoe", False), ("llamoe", True), ("eager", False)):
-        model, inputs = case.make(intermediate_size=56).double(), case.inputs()
-        model.set_experts_implementation(name)
-        inputs = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            experts = next(module for module in model.modules() if isinstance(module, Experts))
-            results.append(experts(*make_rows(experts, 9, 2, torch.float64)))
-        model(**inputs, labels=inputs["input_ids"]).loss.backward()
-        results[-1] = [results[-1], experts.down_proj.grad, experts.gate_up_proj.grad]
-    for given in results[:2]:
-        for mine, expected in zip(given, results[2], strict=True):
-            assert (mine - expected).abs().max() < 1e-12 * max(1, expected.abs().max())
-
-
 def test_frozen_experts_keep_no_rows():
     experts = make_experts().requires_grad_(False)
     x, ids, weights = make_rows(experts, 9, 1)
@@ -413,14 +364,3 @@ def test_shapes_alone(dtype):
     assert out.is_meta and out.shape == (7, 64)
     out.sum().backward()
     assert experts.gate_up_proj.grad.shape == experts.gate_up_proj.shape
-
-
-@pytest.mark.slow
-@torch.no_grad()
-@pytest.mark.parametrize("implementation", ["llamoe", "eager"])
-def test_compiled_in_one_graph_for_every_number_of_rows(implementation):
-    experts = computed_by(implementation, make_experts(dtype=torch.bfloat16))
-    compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend="aot_eager")
-    for num_tokens in (2, 5, 40):
-        inputs = make_rows(experts, num_tokens, 2, torch.bfloat16)
-        assert max_abs(compiled(*inputs), experts(*inputs)) < 0.1
