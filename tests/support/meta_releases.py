@@ -23,18 +23,7 @@ LLAMA_2 = dict(
     multiple_of=28,
     ffn_dim_multiplier=1.3,
 )
-LLAMA_3 = dict(
-    dim=60,
-    n_heads=6,
-    n_kv_heads=2,
-    n_layers=2,
-    norm_eps=1e-5,
-    vocab_size=-1,
-    multiple_of=28,
-    ffn_dim_multiplier=1.3,
-    rope_theta=500000.0,
-    use_scaled_rope=True,
-)
+LLAMA_3 = {**LLAMA_2, "n_layers": 2, "rope_theta": 500000.0, "use_scaled_rope": True}
 VISION = dict(
     image_size=dict(height=24, width=24),
     patch_size=dict(height=6, width=6),
@@ -83,52 +72,10 @@ MAVERICK = {
 SPECIAL_TOKENS = {"Llama 3": 256, "Llama 4": 2048}
 PATCH_OFFSET = 92  # of <|patch|> among them
 
-# How the files of a model-parallel rank hold a whole tensor: the axis that is cut, None for a copy in each.
-TEXT_AXES = {
-    "output.weight": 0,
-    "norm.weight": None,
-    "attention.wq.weight": 0,
-    "attention.wk.weight": 0,
-    "attention.wv.weight": 0,
-    "attention.wo.weight": 1,
-    "attention_norm.weight": None,
-    "ffn_norm.weight": None,
-    "feed_forward.w1.weight": 0,
-    "feed_forward.w2.weight": 1,
-    "feed_forward.w3.weight": 0,
-    "feed_forward.router_DE": None,
-    "feed_forward.shared_expert.w1.weight": 0,
-    "feed_forward.shared_expert.w2.weight": 1,
-    "feed_forward.shared_expert.w3.weight": 0,
-    "feed_forward.experts.w1": 2,
-    "feed_forward.experts.w2": 1,
-    "feed_forward.experts.w3": 2,
-}
-VISION_AXES = {
-    "conv1._linear.weight": 0,
-    "class_embedding": None,
-    "positional_embedding_vlm": None,
-    "ln_pre.weight": None,
-    "ln_pre.bias": None,
-    "ln_post.weight": None,
-    "ln_post.bias": None,
-    "attn.wq.weight": 0,
-    "attn.wq.bias": 0,
-    "attn.wk.weight": 0,
-    "attn.wk.bias": 0,
-    "attn.wv.weight": 0,
-    "attn.wv.bias": 0,
-    "attn.wo.weight": 1,
-    "attn.wo.bias": None,
-    "mlp.c_fc.weight": 0,
-    "mlp.c_fc.bias": 0,
-    "mlp.c_proj.weight": 1,
-    "mlp.c_proj.bias": None,
-    "ln_1.weight": None,
-    "ln_1.bias": None,
-    "ln_2.weight": None,
-    "ln_2.bias": None,
-}
+# How the files of a model-parallel rank hold a whole matrix `[out, in]`, by the last word of its name: cut along its
+# outputs, as their biases are, or along its inputs. All else is a copy in each.
+BY_OUTPUTS = ("output", "wq", "wk", "wv", "w1", "w3", "_linear", "c_fc", "vision_projection")
+BY_INPUTS = ("wo", "w2", "c_proj")
 # One release name where Meta's modules have another one, with the same tensor.
 RELEASE_NAMES = {
     "feed_forward.shared_expert.w1.weight": "feed_forward.w_in_shared_FD.weight",
@@ -253,14 +200,16 @@ def _vision_weights(params: dict, draw: _Draw) -> dict[str, torch.Tensor]:
 
 
 def _axis(name: str, embedding_axis: int) -> int | None:
+    """The axis along which a tensor is cut, None for a copy in each file."""
     if name == "tok_embeddings.weight":
         return embedding_axis
-    if name.startswith("vision_embeddings.vision_encoder."):
-        ending = name.removeprefix("vision_embeddings.vision_encoder.")
-        return VISION_AXES[ending.split(".", 3)[3] if ending.startswith("transformer.") else ending]
-    if name.startswith("vision_"):
-        return {"c_fc": 0, "c_proj": 1, "vision_projection": 0}[name.split(".")[-2]]
-    return TEXT_AXES[name.split(".", 2)[2] if name.startswith("layers.") else name]
+    if ".experts." in name:
+        # Stacked, and `[in, out]`.
+        return 1 if name.endswith("w2") else 2
+    *_, word, kind = name.split(".")
+    if word in BY_INPUTS:
+        return 1 if kind == "weight" else None
+    return 0 if word in BY_OUTPUTS else None
 
 
 def split(weights: dict[str, torch.Tensor], files: int, embedding_axis: int) -> list[dict[str, torch.Tensor]]:
