@@ -1,8 +1,8 @@
 """What the tests of the converters share: Meta's models as cases, folders as sums, what a finished folder has."""
 
 import hashlib
+import json
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -55,7 +55,7 @@ class MetaCase:
         """A tokenizer.model of as many tokens as the embedding has rows."""
         if self.special_tokens:
             return releases.tiktoken_model(self.vocabulary - self.special_tokens)
-        return _sentencepiece_model(self.vocabulary)
+        return releases.small_sentencepiece_model(self.vocabulary)
 
     def write(
         self, folder: Path, weights: dict, files: int, *, release=True, extras=True, one_storage=False
@@ -73,14 +73,14 @@ class MetaCase:
         if one_storage:
             ranks = [releases.in_one_storage(rank) for rank in ranks]
         if extras:
-            version = 2 if "n_kv_heads" in self.params else 1
-            more = (
-                releases.llama4_extras(self.params)
-                if self.is_llama4
-                else releases.llama_extras(self.params, version)
-            )
+            more = releases.make_extras(self.params)
             ranks = [rank | more for rank in ranks]
-        return releases.write_folder(folder, ranks, self.params, self.tokenizer())
+        folder.mkdir(parents=True)
+        for rank, entries in enumerate(ranks):
+            torch.save(entries, folder / f"consolidated.{rank:02d}.pth")
+        (folder / "params.json").write_text(json.dumps(self.params))
+        (folder / "tokenizer.model").write_bytes(self.tokenizer())
+        return folder
 
     def read(self, folder: Path) -> dict[str, torch.Tensor]:
         """Whole weights by unfused names from a folder of Meta's, read by plain torch."""
@@ -111,11 +111,6 @@ class MetaCase:
         params = {**self.params, **params}
         tiles = None if tiles is None else tiles.double()
         return decoder_logits(weights, params, ids, tiles, self.patch_id)
-
-
-@cache
-def _sentencepiece_model(vocabulary: int) -> bytes:
-    return releases.small_sentencepiece_model(vocabulary)
 
 
 META_LLAMA_1 = MetaCase("LLaMA 1", releases.LLAMA_1, 306, (1, 2, 3, 6))

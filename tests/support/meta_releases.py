@@ -5,7 +5,7 @@ weights have the unfused names that `meta_reference` computes with; a Llama 4 re
 """
 
 import io
-import json
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -237,10 +237,8 @@ def fuse(rank: dict[str, torch.Tensor], params: dict) -> dict[str, torch.Tensor]
         fused[f"{own}attention.wqkv.weight"] = torch.cat([query, key, value])
         if is_mixture(params, layer):
             fused[f"{own}feed_forward.norm.weight"] = fused.pop(f"{own}ffn_norm.weight")
-            for name in ("w1", "w2", "w3"):
-                fused[f"{own}feed_forward.experts.{name}"] = fused[
-                    f"{own}feed_forward.experts.{name}"
-                ].flatten(0, 1)
+            for name in (f"{own}feed_forward.experts.{part}" for part in ("w1", "w2", "w3")):
+                fused[name] = fused[name].flatten(0, 1)
         else:
             fused[f"{own}feed_forward.mlp.layer_norm_weight"] = fused.pop(f"{own}ffn_norm.weight")
             gate, up = (fused.pop(f"{own}feed_forward.{name}.weight") for name in ("w1", "w3"))
@@ -251,20 +249,15 @@ def fuse(rank: dict[str, torch.Tensor], params: dict) -> dict[str, torch.Tensor]
     return fused
 
 
-def llama_extras(params: dict, version: int) -> dict[str, torch.Tensor]:
-    """Entries of LLaMA 1 or 2 files that are not weights."""
+def make_extras(params: dict) -> dict:
+    """Entries of release files that are not weights: frequencies, and Llama 4's statistics and opaque states."""
     frequencies = torch.rand(params["dim"] // params["n_heads"] // 2)
-    if version == 1:
-        names = [f"layers.{i}.attention.inner_attention.rope.freqs" for i in range(params["n_layers"])]
-    else:
-        names = ["rope.freqs"]
-    return {name: frequencies.clone() for name in [*names, "freqs_cis"]}
-
-
-def llama4_extras(params: dict) -> dict:
-    """Entries of Llama 4 release files that are not weights: statistics, frequencies and opaque states."""
-    frequencies = torch.rand(params["dim"] // params["n_heads"] // 2)
-    extras = {"rope.freqs": frequencies, "freqs_cis": frequencies.clone()}
+    names = ["rope.freqs", "freqs_cis"]
+    if "n_kv_heads" not in params:
+        names[:1] = [f"layers.{i}.attention.inner_attention.rope.freqs" for i in range(params["n_layers"])]
+    extras = {name: frequencies.clone() for name in names}
+    if "moe_args" not in params:
+        return extras
     for layer in range(params["n_layers"]):
         own = f"layers.{layer}."
         extras[f"{own}attention.wqkv._extra_state"] = io.BytesIO(b"fp8 scales")
@@ -285,17 +278,6 @@ def in_one_storage(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: part.view(value.shape) for (name, value), part in zip(tensors.items(), slices, strict=True)}
 
 
-def write_folder(folder: Path, ranks: list[dict], params: dict, tokenizer: bytes | None = None) -> Path:
-    """A folder as Meta distributes it."""
-    folder.mkdir(parents=True)
-    for rank, entries in enumerate(ranks):
-        torch.save(entries, folder / f"consolidated.{rank:02d}.pth")
-    (folder / "params.json").write_text(json.dumps(params))
-    if tokenizer is not None:
-        (folder / "tokenizer.model").write_bytes(tokenizer)
-    return folder
-
-
 def read_ranks(folder: Path) -> list[dict]:
     """The content of a folder's files, in the order of Meta's loaders, read by plain torch."""
     return [torch.load(path, weights_only=False) for path in sorted(folder.glob("*.pth"))]
@@ -311,12 +293,7 @@ def unfuse(rank: dict, params: dict, files: int) -> dict[str, torch.Tensor]:
         own, ending = ".".join(name.split(".")[:2]) + ".", name.split(".", 2)[-1]
         if not name.startswith("layers."):
             own, ending = "", name
-        if (
-            not isinstance(value, torch.Tensor)
-            or "freqs" in name
-            or "stats_3E" in name
-            or "activation" in name
-        ):
+        if "_extra_state" in name or any(word in name for word in ("freqs", "stats_3E", "activation")):
             continue
         if ending == "attention.wqkv.weight":
             sizes = [len(value) - 2 * key_rows, key_rows, key_rows]
@@ -347,6 +324,7 @@ def join(ranks: list[dict[str, torch.Tensor]], embedding_axis: int) -> dict[str,
     return weights
 
 
+@cache
 def small_sentencepiece_model(vocabulary: int) -> bytes:
     """A small SentencePiece model of LLaMA's kind: BPE, byte fallback, unk/bos/eos 0/1/2, no padding."""
     words = "the quick brown fox jumps over lazy dog weights in and out llama".split()

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from support.meta_reference import decoder_logits
+from support.meta_releases import split
 
 # Sizes never coincide: 6 heads on 2 key/value heads is a ratio of 3, and 6 * 8 is not 24.
 PARAMS = dict(
@@ -25,8 +26,6 @@ HF_NAMES = {
     "n_kv_heads": "num_key_value_heads",
     "norm_eps": "rms_norm_eps",
 }
-# Projections that sliced files hold by columns, as LLaMA's.
-BY_COLUMNS = ("tok_embeddings.weight", "wo.weight", "w2.weight")
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class MistralCase:
         elif self.layout == "pth":
             torch.save(weights, folder / "consolidated.00.pth")
         elif self.layout == "slices":
-            for rank, part in enumerate(sliced(weights, 2)):
+            for rank, part in enumerate(split(weights, 2, embedding_axis=1)):
                 torch.save(part, folder / f"consolidated.{rank:02d}.pth")
         else:
             if "layers.0.feed_forward.gate.weight" in weights:
@@ -147,17 +146,6 @@ def dealt_out(weights: dict, count: int) -> list[dict]:
     """Whole tensors over files, in turn; the final norm is in two."""
     files = [dict(list(weights.items())[rank::count]) for rank in range(count)]
     files[-1]["norm.weight"] = weights["norm.weight"].clone()
-    return files
-
-
-def sliced(weights: dict, count: int) -> list[dict]:
-    """A slice of every matrix in each file, and a copy of every norm."""
-    files = [{} for _ in range(count)]
-    for name, tensor in weights.items():
-        axis = 1 if name.endswith(BY_COLUMNS) else 0
-        parts = [tensor] * count if tensor.ndim == 1 else tensor.chunk(count, axis)
-        for file, part in zip(files, parts, strict=True):
-            file[name] = part.clone()
     return files
 
 
