@@ -16,7 +16,7 @@ from .models import draw
 
 # Outputs are multiples of 16, those of feed-forwards also of 64, as faster kernels want them; inputs are multiples of
 # 32. Sizes differ from each other, and those of experts from those of layers.
-_SHARED = dict(
+SIZES = dict(
     vocab_size=101,
     hidden_size=128,
     num_hidden_layers=2,
@@ -59,7 +59,7 @@ _folders: list[tempfile.TemporaryDirectory] = []
 def make(family: str, **changes) -> torch.nn.Module:
     """A model in float32."""
     model_class, config_class, fields = _FAMILIES[family]
-    return draw(model_class, config_class(**{**_SHARED, **fields, **changes}))
+    return draw(model_class, config_class(**{**SIZES, **fields, **changes}))
 
 
 def save(model: torch.nn.Module, **kwargs) -> Path:

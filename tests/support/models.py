@@ -27,46 +27,33 @@ from . import mended_stock  # noqa: F401
 
 # Sizes never coincide: 6 heads on 2 key/value heads is a ratio of 3; 6 * 20 is not 72; odd vocabulary; five layers
 # hold a whole period of position-free layers, dense and mixture layers, and one layer more.
-DENSE = dict(
+_SIZES = dict(
     vocab_size=101,
     hidden_size=72,
-    intermediate_size=92,
-    num_hidden_layers=3,
     num_attention_heads=6,
     num_key_value_heads=2,
     head_dim=20,
     max_position_embeddings=256,
     pad_token_id=0,
 )
+DENSE = dict(_SIZES, intermediate_size=92, num_hidden_layers=3)
 TEXT = dict(
-    vocab_size=101,
-    hidden_size=72,
+    _SIZES,
     intermediate_size=52,
     intermediate_size_mlp=92,
     num_hidden_layers=5,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=20,
     num_local_experts=5,
     interleave_moe_layer_step=2,
     attention_chunk_size=16,
     floor_scale=8,
-    max_position_embeddings=256,
-    pad_token_id=0,
 )
 MIXTRAL = dict(
-    vocab_size=101,
-    hidden_size=72,
+    _SIZES,
     intermediate_size=52,
     num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=20,
     num_local_experts=5,
     num_experts_per_tok=2,
     sliding_window=16,
-    max_position_embeddings=256,
-    pad_token_id=0,
 )
 # Fields of a text config for tests whose time is ruled by the number of weights: a dense layer, and a mixture with
 # full attention and without positions.
