@@ -69,12 +69,18 @@ def open_source(
     check_apart(Path(source), Path(target))
     check_target(Path(target), resume)
     checkpoint = open_checkpoint(source, instruct=instruct)
-    if checkpoint.quantization is not None and not may_be_packed:
-        raise CheckpointError(
-            f"{source}: is quantized already ({in_words(checkpoint.quantization)}). Give the weights that it was made "
-            "of, or what `llamoe convert` makes of it in 16 bit."
-        )
+    if not may_be_packed:
+        check_unpacked(checkpoint)
     return checkpoint
+
+
+def check_unpacked(checkpoint: Checkpoint) -> None:
+    """Refuse quantized weights with a `CheckpointError`."""
+    if checkpoint.quantization is not None:
+        raise CheckpointError(
+            f"{checkpoint.path}: is quantized already ({in_words(checkpoint.quantization)}). Give the weights that it "
+            "was made of, or what `llamoe convert` makes of it in 16 bit."
+        )
 
 
 def family_of(config: LlamoeBaseConfig) -> str:

@@ -9,5 +9,5 @@ warns of experts that a quantizer has left out. What the numbers are is in `form
 from .bnb_quantizers import naming_plain_layers, packed_experts, register_bitsandbytes
 from .packed import QuantizedExperts, QuantizedLinear
 from .plain_experts import warn_of_plain_experts
-from .published import layout_of, own_config
+from .published import Matrices, layout_of, own_config
 from .quantizer import LlamoeQuantizer, format_for, register_quantizers, take_activations

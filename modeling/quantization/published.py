@@ -237,29 +237,15 @@ def follow_files(
         layout: of the packed matrices.
         candidates: the modules that int4 would take, by name.
         matrices: by `find_packed`.
-
-    Raises:
-        CheckpointError: a packed matrix that int4 cannot hold.
     """
     paths = {weight.rpartition(".")[0] for weight in matrices}
     taken = {name: module for name, module in candidates.items() if name in paths}
-    if others := sorted(paths - set(taken)):
-        logger.warning("Packed in the folder, and held in 16 bits here: %s.", listed(others, 5))
-    sizes = {
-        weight: module.sizes_of(name) if isinstance(module, Experts) else tuple(module.weight.shape)
-        for weight in matrices
-        for path, _, name in [weight.rpartition(".")]
-        if (module := taken.get(path)) is not None
-    }
     if layout.group_size is None:
         # One scale an output fits any group: the largest without padding.
-        whole = (size for size in (128, 64) if not any(num_in % size for _, num_in in sizes.values()))
-        config.group_size = next(whole, 32)
-    form = Int4(config.group_size or 0)
-    for weight, each in sizes.items():
-        if why := form.refusal(each):
-            stored = next(iter(next(iter(matrices[weight].values())).values()))
-            raise CheckpointError(f"{stored} cannot be held as {form.key}: {why}.")
+        sizes = _sizes_in_int4(candidates, matrices).values()
+        config.group_size = next(
+            (size for size in (128, 64) if not any(num_in % size for _, num_in in sizes)), 32
+        )
     # By what follows the layer's number, where that means no packed module of another layer.
     ends_taken = {_in_layer(name) for name in taken}
     kept = [name for name in candidates if name not in taken]
@@ -267,6 +253,31 @@ def follow_files(
         name[name.find("layers.") :] if _in_layer(name) in ends_taken else _in_layer(name) for name in kept
     ]
     config.modules_to_not_convert = [*dict.fromkeys(ends)] or None
+
+
+def check_int4(config: QuantizationConfig, candidates: Mapping[str, nn.Module], matrices: Matrices) -> None:
+    """Check that int4 holds what files have packed, and warn of what stays in 16 bits; arguments as before.
+
+    Raises:
+        CheckpointError: a packed matrix that int4 cannot hold.
+    """
+    if others := sorted({weight.rpartition(".")[0] for weight in matrices} - set(candidates)):
+        logger.warning("Packed in the folder, and held in 16 bits here: %s.", listed(others, 5))
+    form = Int4(config.group_size or 0)
+    for weight, each in _sizes_in_int4(candidates, matrices).items():
+        if why := form.refusal(each):
+            stored = next(iter(next(iter(matrices[weight].values())).values()))
+            raise CheckpointError(f"{stored} cannot be held as {form.key}: {why}.")
+
+
+def _sizes_in_int4(candidates: Mapping[str, nn.Module], matrices: Matrices) -> dict[str, tuple[int, int]]:
+    """O and I of the packed weights whose modules int4 takes, by the weight's name."""
+    return {
+        weight: module.sizes_of(name) if isinstance(module, Experts) else tuple(module.weight.shape)
+        for weight in matrices
+        for path, _, name in [weight.rpartition(".")]
+        if (module := candidates.get(path)) is not None
+    }
 
 
 def _in_layer(name: str) -> str:

@@ -3,7 +3,7 @@
 `QuantizationConfig` and this quantizer are registered with transformers under the method `llamoe`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from .packed import (
     holds_packed,
     packed_modules,
 )
-from .published import find_packed, follow_files, reading_rules
+from .published import Matrices, check_int4, find_packed, follow_files, reading_rules
 
 logger = logging.get_logger("llamoe")
 
@@ -132,14 +132,12 @@ class LlamoeQuantizer(HfQuantizer):
             config.activations = activations
         candidates = dict(self._candidates(model))
         if layout := current_loading().layout:
-            self.layout = layout
-            rules = get_model_conversion_mapping(model, hf_quantizer=self)
-            matrices = find_packed(model, kwargs.get("checkpoint_files") or (), layout, rules)
+            matrices = self.read_published(model, kwargs.get("checkpoint_files") or (), layout)
             if not layout.is_int4:
                 # The model is plain then: transformers takes its config and quantizer away.
                 config.dequantize = True  # pyright: ignore[reportAttributeAccessIssue]
                 return
-            follow_files(config, layout, candidates, matrices)
+            check_int4(config, candidates, matrices)
         form = format_for(config)
         for name, module in candidates.items():
             if not should_convert_module(name, config.modules_to_not_convert):
@@ -154,6 +152,14 @@ class LlamoeQuantizer(HfQuantizer):
                         "packed already, quantization_config in its config.json is not that of its weights."
                     )
             model.set_submodule(name, packed)
+
+    def read_published(self, model: PreTrainedModel, files: Iterable[str], layout: Layout) -> Matrices:
+        """Find what another program has packed of an empty model's weights, and let the config follow it."""
+        self.layout = layout
+        rules = get_model_conversion_mapping(model, hf_quantizer=self)
+        matrices = find_packed(model, files, layout, rules)
+        follow_files(self.quantization_config, layout, dict(self._candidates(model)), matrices)
+        return matrices
 
     def _candidates(self, model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
         """The modules that are packed if no name in `modules_to_not_convert` means them."""

@@ -28,6 +28,7 @@ class Float8(Layout):
     """
 
     is_per_tensor: bool = False
+    method = "compressed-tensors"
     kinds = ("weight", "weight_scale")
     is_int4: ClassVar[bool] = False
 
