@@ -11,7 +11,7 @@ from typing import Any
 from .awq import Awq
 from .compressed_tensors import CompressedTensors
 from .gptq import Gptq
-from .layout import Layout, Unpacked, int4_parts, weight_of
+from .layout import Layout, Unpacked, int4_of, int4_parts, weight_of
 
 LAYOUTS: dict[str, Callable[[Mapping[str, Any]], Layout]] = {
     "awq": Awq.from_config,

@@ -118,12 +118,16 @@ def int4_parts(matrices: Sequence[Unpacked], layout: Layout, form: Int4) -> list
         )
         return form.quantize(torch.cat([weight_of(each, layout) for each in matrices]))
     codes, scale, zero = (torch.cat(each) for each in list(zip(*matrices, strict=True))[:3])
+    return int4_of(codes, scale.float(), scale.float() * (8 - zero.float()), form)
+
+
+def int4_of(codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, form: Int4) -> list[torch.Tensor]:
+    """The parts of int4 with these codes `[O, I]`, and scales and values of code 8, `[O, G]` or `[O, 1]`."""
     (_, half), _ = form.parts((codes.shape[0], codes.shape[1]))[0]
     num_groups = 2 * half // form.group_size
     # Inputs of the padding are 0.
     codes = F.pad(codes, (0, 2 * half - codes.shape[1]), value=8)
-    scale = scale.float().expand(-1, num_groups)
-    offset = scale * (8 - zero.float())
+    scale, offset = (each.expand(-1, num_groups) for each in (scale, offset))
     return [pack(codes.contiguous()), torch.stack((scale.T, offset.T), -1).to(torch.bfloat16)]
 
 

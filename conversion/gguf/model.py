@@ -1,0 +1,168 @@
+"""Opens a GGUF file: its tensors under stock Hugging Face keys, its configuration, and its tokenizer's files."""
+
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from ...configuration import LlamoeTextConfig
+from ...configuration.base import LlamoeBaseConfig
+from ...configuration.errors import CheckpointError
+from ...configuration.json_files import to_json
+from ..checkpoint import Checkpoint, check_model
+from ..consolidated import Params, naming
+from ..hf import fuse_experts, read_companions
+from ..io import Drop, LazyTensor, Operation, Row, Table, permute_pairs, read_through, sources_of, stack
+from .blocks import Blocks, Matrix
+from .metadata import read_config, read_file
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16}
+
+
+class _Linear(Operation):
+    """A linear layer; before rotary embedding LLaMA's rows are of neighbouring pairs, and become those of halves."""
+
+    def __init__(self, heads: str | None = None):
+        self.heads = heads
+
+    def convert(self, tensors, sizes):
+        [tensor] = tensors
+        if self.heads is not None and not sizes.rope_interleave:
+            heads = getattr(sizes, self.heads)
+            if isinstance(tensor, Blocks):
+                tensor = tensor.with_rows(lambda stored: permute_pairs(stored, heads, to_halves=True))
+            else:
+                tensor = permute_pairs(tensor, heads, to_halves=True)
+        return [Matrix([tensor]) if tensor.ndim == 2 else tensor]
+
+
+class _Experts(Operation):
+    """A stack of experts; gate and up may be two tensors."""
+
+    def convert(self, tensors, sizes):
+        if {(tensor.ndim, *tensor.shape[:1]) for tensor in tensors} != {(3, sizes.num_local_experts)}:
+            raise CheckpointError(
+                f"{tensors[0].origin}: has shape {list(tensors[0].shape)}; expected: "
+                f"{sizes.num_local_experts} matrices."
+            )
+        is_input_first = isinstance(sizes, LlamoeTextConfig)
+        rows = range(sizes.num_local_experts)
+        return [stack([Matrix([tensor.row(i) for tensor in tensors], is_input_first) for i in rows])]
+
+
+_BLK, _LAYER = "blk.{i}.", "model.layers.{i}."
+_ROTATED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+
+
+def _table(config: LlamoeBaseConfig) -> Table:
+    """Names of an architecture's tensors; a feed-forward is `mlp`, or `feed_forward` in Llama 4."""
+    is_llama4 = isinstance(config, LlamoeTextConfig)
+    mlp = _LAYER + ("feed_forward." if is_llama4 else "mlp.")
+    experts = f"{mlp}experts."
+    linears = {
+        "attn_q": f"{_LAYER}self_attn.q_proj",
+        "attn_k": f"{_LAYER}self_attn.k_proj",
+        "attn_v": f"{_LAYER}self_attn.v_proj",
+        "attn_output": f"{_LAYER}self_attn.o_proj",
+        **{f"ffn_{part}": f"{mlp}{part}_proj" for part in ("gate", "up", "down")},
+        **{f"ffn_{part}_shexp": f"{mlp}shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+        "ffn_gate_inp": mlp + ("router" if is_llama4 else "gate"),
+        # The first files of Mixtral have a tensor for each expert.
+        **{f"ffn_{part}.{{e}}": f"{experts}{{e}}.{part}_proj" for part in ("gate", "up", "down")},
+    }
+    return (
+        Row("token_embd.weight", "model.embed_tokens.weight"),
+        Row("output_norm.weight", "model.norm.weight"),
+        Row("output.weight", "lm_head.weight"),
+        Row(f"{_BLK}attn_norm.weight", f"{_LAYER}input_layernorm.weight"),
+        Row(f"{_BLK}ffn_norm.weight", f"{_LAYER}post_attention_layernorm.weight"),
+        *(
+            Row(f"{_BLK}{name}.{kind}", f"{target}.{kind}", _Linear(_ROTATED.get(name)))
+            for name, target in linears.items()
+            for kind in ("weight", "bias")
+        ),
+        Row(
+            (f"{_BLK}ffn_gate_exps.weight", f"{_BLK}ffn_up_exps.weight"), f"{experts}gate_up_proj", _Experts()
+        ),
+        Row(f"{_BLK}ffn_gate_up_exps.weight", f"{experts}gate_up_proj", _Experts()),
+        Row(f"{_BLK}ffn_down_exps.weight", f"{experts}down_proj", _Experts()),
+        Drop("rope_freqs.weight", "is in the configuration, as rope_parameters"),
+    )
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a path is a GGUF file, or a folder with some and without config.json."""
+    if path.is_dir():
+        return not (path / "config.json").is_file() and any(path.glob("*.gguf"))
+    return path.suffix == ".gguf"
+
+
+def open_gguf(path: Path, *, companions: bool = True) -> Checkpoint:
+    """Open a GGUF file, one of the parts of a split one, or a folder with one; see `open_checkpoint`.
+
+    Numbers are read in float32 or float16 where most are stored so, else in bfloat16.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or of another architecture; tensors are missing, unknown, or
+            contradict the keys.
+    """
+    if path.is_dir():
+        files = sorted(file for file in path.glob("*.gguf") if not file.stem.startswith("mmproj"))
+        others = [
+            file.name for file in files[1:] if file.name.split("-00")[0] != files[0].name.split("-00")[0]
+        ]
+        if not files or others:
+            raise CheckpointError(
+                f"{path}: has {len(files)} GGUF files; name the one to read, or the first part of it."
+            )
+        path = files[0]
+    params, lists, stored, files = read_file(path)
+    with naming(params):
+        config = read_config(params, stored)
+    counts = Counter()
+    for tensor in stored.values():
+        counts[tensor.kind.name] += tensor.numbers
+    config.dtype = _DTYPES.get(max(counts, key=counts.__getitem__), torch.bfloat16)
+    table = _table(config)
+    tensors: dict[str, LazyTensor] = {name: tensor.read_as(config.dtype) for name, tensor in stored.items()}
+    tensors, dropped = read_through(table, [tensors], config)
+    tensors = check_model(
+        config, fuse_experts(tensors), str(path), lambda name: sources_of(table, name) or [name]
+    )
+    notes = [
+        f"types of blocks, by numbers: {', '.join(f'{kind} {count:,}' for kind, count in counts.most_common())}"
+    ]
+    written = _read_tokenizer(path, params, lists, config, notes) if companions else {}
+    # By names that show their part of the model, too.
+    targets = {name: target for target in tensors for name in sources_of(table, target)}
+    in_files = {f"{targets.get(name, '')} {name}": tensor for name, tensor in stored.items()}
+    return Checkpoint(path, "gguf", config, tensors, dropped, written, files, notes, stored=in_files)
+
+
+def _read_tokenizer(
+    path: Path, params: Params, lists: Mapping[str, Any], config: LlamoeBaseConfig, notes: list[str]
+) -> dict[str, bytes]:
+    """Make the files of a tokenizer by transformers; `notes` says if there is none."""
+    key = "tokenizer.ggml."
+    if f"{key}tokens" not in lists:
+        notes.append(f"{path} has no {key}tokens: the result has no tokenizer")
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
+        # Whatever a damaged vocabulary gives rise to.
+        except Exception as error:
+            raise CheckpointError(f"{path}: no tokenizer can be made of {key}* ({error}).") from error
+        tokenizer.model_max_length = config.max_position_embeddings
+        tokenizer.save_pretrained(folder)
+        files = read_companions(Path(folder))
+    stops = [config.eos_token_id, *(params.entries.get(f"{key}{name}_token_id") for name in ("eot", "eom"))]
+    stops = [*dict.fromkeys(number for number in stops if number is not None)]
+    roles = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
+    return files | {
+        "generation_config.json": to_json({**roles, "eos_token_id": stops[0] if len(stops) == 1 else stops})
+    }
