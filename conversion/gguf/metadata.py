@@ -18,8 +18,7 @@ import torch
 from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig
 from ...configuration.errors import CheckpointError
 from ..consolidated import Params
-from ..io import LazyTensor
-from ..io.read_files import FileTensor
+from ..io import FileTensor, LazyTensor
 from .blocks import Blocks, library
 
 ARCHITECTURES = ("llama", "llama4")
@@ -61,11 +60,11 @@ class Tensor(FileTensor):
         return self.cast(dtype) if self.kind.name in _PLAIN else Blocks(self, self.kind, dtype)
 
 
-def read_file(path: Path) -> tuple[Params, dict[str, Any], dict[str, Tensor], list[Path]]:
+def read_file(path: Path) -> tuple[Params, dict[str, Tensor], list[Path]]:
     """Read the header of a file, and of the other parts of a split one.
 
     Returns:
-        numbers and texts by key; lists by key; the tensors by name; and the files.
+        the keys; the tensors by name; and the files.
 
     Raises:
         CheckpointError: a file is no GGUF file or damaged, a part is missing, or a type of blocks is not known.
@@ -100,9 +99,7 @@ def read_file(path: Path) -> tuple[Params, dict[str, Any], dict[str, Tensor], li
             raise CheckpointError(
                 f"{path}: has tensors of type {kind.name}, which gguf does not unpack."
             ) from error
-    lists = {name: value for name, value in header.items() if isinstance(value, list)}
-    single = {name: value for name, value in header.items() if name not in lists}
-    return Params(single, str(path)), lists, tensors, files
+    return Params(header, str(path)), tensors, files
 
 
 def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -1,24 +1,20 @@
-"""Opens a GGUF file: its tensors under stock Hugging Face keys, its configuration, and its tokenizer's files."""
+"""Opens a GGUF file: its tensors under stock Hugging Face keys, its configuration and its tokenizer."""
 
-import tempfile
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from ...configuration import LlamoeTextConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
-from ...configuration.json_files import to_json
 from ..checkpoint import Checkpoint, check_model
-from ..consolidated import Params, naming
-from ..hf import fuse_experts, read_companions
+from ..consolidated import naming
+from ..hf import fuse_experts
 from ..io import Drop, LazyTensor, Operation, Row, Table, permute_pairs, read_through, sources_of, stack
 from .blocks import Blocks, Matrix
 from .metadata import read_config, read_file
+from .tokenizer import read_tokenizer
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16}
 
@@ -120,7 +116,7 @@ def open_gguf(path: Path, *, companions: bool = True) -> Checkpoint:
                 f"{path}: has {len(files)} GGUF files; name the one to read, or the first part of it."
             )
         path = files[0]
-    params, lists, stored, files = read_file(path)
+    params, stored, files = read_file(path)
     with naming(params):
         config = read_config(params, stored)
     counts = Counter()
@@ -136,33 +132,8 @@ def open_gguf(path: Path, *, companions: bool = True) -> Checkpoint:
     notes = [
         f"types of blocks, by numbers: {', '.join(f'{kind} {count:,}' for kind, count in counts.most_common())}"
     ]
-    written = _read_tokenizer(path, params, lists, config, notes) if companions else {}
+    written = read_tokenizer(params, config, notes) if companions else {}
     # By names that show their part of the model, too.
     targets = {name: target for target in tensors for name in sources_of(table, target)}
     in_files = {f"{targets.get(name, '')} {name}": tensor for name, tensor in stored.items()}
     return Checkpoint(path, "gguf", config, tensors, dropped, written, files, notes, stored=in_files)
-
-
-def _read_tokenizer(
-    path: Path, params: Params, lists: Mapping[str, Any], config: LlamoeBaseConfig, notes: list[str]
-) -> dict[str, bytes]:
-    """Make the files of a tokenizer by transformers; `notes` says if there is none."""
-    key = "tokenizer.ggml."
-    if f"{key}tokens" not in lists:
-        notes.append(f"{path} has no {key}tokens: the result has no tokenizer")
-        return {}
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
-        # Whatever a damaged vocabulary gives rise to.
-        except Exception as error:
-            raise CheckpointError(f"{path}: no tokenizer can be made of {key}* ({error}).") from error
-        tokenizer.model_max_length = config.max_position_embeddings
-        tokenizer.save_pretrained(folder)
-        files = read_companions(Path(folder))
-    stops = [config.eos_token_id, *(params.entries.get(f"{key}{name}_token_id") for name in ("eot", "eom"))]
-    stops = [*dict.fromkeys(number for number in stops if number is not None)]
-    roles = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
-    return files | {
-        "generation_config.json": to_json({**roles, "eos_token_id": stops[0] if len(stops) == 1 else stops})
-    }

@@ -9,7 +9,15 @@ from .lazy_tensor import Computed, LazyTensor, blocks, check_alike, dtype_name, 
 from .name_table import Drop, Row, Table, read_through, sources_of, write_through
 from .operations import KEEP, TRANSPOSED, FusedRows, Operation, are_equal, one_of, permute_pairs, split
 from .plan import Plan, Progress, split_shards
-from .read_files import check_sums, open_pickle, open_safetensors, open_weights, read_bytes, same_place
+from .read_files import (
+    FileTensor,
+    check_sums,
+    open_pickle,
+    open_safetensors,
+    open_weights,
+    read_bytes,
+    same_place,
+)
 from .target_folder import check_apart, check_target
 from .write_checkpoint import check_finite, write
 from .write_options import DEFAULTS, WriteOptions
