@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -117,10 +116,13 @@ def _shorten(names: list[str]) -> str:
 def carry_out(plan: Plan, checkpoint: Checkpoint, target: Path, to: str, options: WriteOptions) -> Report:
     """Write a plan unless this is a dry run, and report on it.
 
-    The plan's identity gets the source, so that a changed source cannot resume a conversion.
+    The plan's identity gets names, sizes, times and inodes of the source's files, so that a changed source cannot
+    resume a conversion.
     """
     begun = time.monotonic()
-    plan.identity = {"source": identify(checkpoint), "to": to, **plan.identity}
+    # Without the device, which may have another number after a restart.
+    files = [[str(path.absolute()), *stamp_of(path.stat())[:3]] for path in checkpoint.sources]
+    plan.identity = {"source": files, "to": to, **plan.identity}
     if not options.dry_run:
         write(plan, target, options.resume, options.progress)
     return Report(
@@ -136,12 +138,6 @@ def carry_out(plan: Plan, checkpoint: Checkpoint, target: Path, to: str, options
         seconds=time.monotonic() - begun,
         dry_run=options.dry_run,
     )
-
-
-def identify(checkpoint: Checkpoint) -> list[list[Any]]:
-    """List name, size, time and inode of the source's weight files; a changed source cannot resume a conversion."""
-    # Without the device, which may have another number after a restart.
-    return [[str(path.absolute()), *stamp_of(path.stat())[:3]] for path in checkpoint.sources]
 
 
 def main_dtype(tensors: Mapping[str, LazyTensor]) -> torch.dtype:

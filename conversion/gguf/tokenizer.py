@@ -56,7 +56,7 @@ def read_tokenizer(params: Params, config: LlamoeBaseConfig, notes: list[str]) -
     kinds = keys.get("token_type") or [_NORMAL] * len(tokens)
     if model == "llama":
         pieces = zip(tokens, keys.get("scores") or [0.0] * len(tokens), kinds, strict=True)
-        content = model_of_pieces(pieces, ids, keys.get("add_space_prefix", True), params.origin)
+        content = model_of_pieces(pieces, ids, keys.get("add_space_prefix", True))
         files = hf_files_from_meta(
             content, config, instruct=bool(template), family="llama-2", origin=params.origin
         )

@@ -22,17 +22,7 @@ from ...modeling.formats.packed import Layout
 from ...modeling.quantization import layout_of, own_config
 from ...modeling.registration import model_class
 from ..checkpoint import Checkpoint, Report, carry_out, check_model, main_dtype, tie_heads
-from ..io import (
-    DEFAULTS,
-    LazyTensor,
-    Plan,
-    WriteOptions,
-    open_pickle,
-    open_safetensors,
-    read_bytes,
-    read_json,
-    split_shards,
-)
+from ..io import DEFAULTS, LazyTensor, Plan, WriteOptions, open_weights, read_bytes, read_json, split_shards
 from ..tokenizers import check_companions, processor_of_layout
 from .expert_layout import fuse_experts, split_experts
 from .packed_weights import in_words, pack_tensors, packed_weights, unpack_tensors
@@ -116,7 +106,7 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
     held: dict[str, Path] = {}
     others: dict[str, str] = {}
     for path in weights.files:
-        opened, more = (open_safetensors(path), {}) if path.suffix == ".safetensors" else open_pickle(path)
+        opened, more = open_weights(path)
         others |= more
         for name, tensor in opened.items():
             if name in held:

@@ -99,12 +99,8 @@ class _Part(LazyTensor):
 
     def __init__(self, weight: PackedWeight, matrix: LazyTensor, index: int, kept: dict[int, torch.Tensor]):
         shape, dtype = weight.form.parts(weight.sizes)[index]
-        super().__init__(shape, dtype, matrix.origin)
+        super().__init__(shape, dtype, matrix.origin, shape[0])
         self._weight, self._matrix, self._index, self._kept = weight, matrix, index, kept
-
-    @property
-    def block_rows(self):
-        return self.shape[0]
 
     def _read(self, start, stop):
         if self._index not in self._kept:

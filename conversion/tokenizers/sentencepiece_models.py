@@ -34,7 +34,7 @@ def read(content: bytes, origin: str, family: str) -> SourceTokenizer:
     """Read a SentencePiece model.
 
     Raises:
-        CheckpointError: it is damaged, of a kind that LLaMA does not use, or a library is missing.
+        CheckpointError: it is damaged, or of a kind that LLaMA does not use.
     """
     proto = _parse(content, origin)
     ids = {name: getattr(proto.trainer_spec, f"{name}_id") for name in ("bos", "eos", "unk")}
@@ -66,11 +66,13 @@ def read(content: bytes, origin: str, family: str) -> SourceTokenizer:
 
 
 def _parse(content: bytes, origin: str) -> Any:
-    library, messages = _libraries(origin)
-    proto = messages.ModelProto()
+    # The extra `tokenizers` brings these.
+    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()
     try:
         proto.ParseFromString(content)
-        library.SentencePieceProcessor(model_proto=content)
+        SentencePieceProcessor(model_proto=content)
     # protobuf and sentencepiece raise errors of their own.
     except Exception as error:
         refuse(origin, f"a damaged SentencePiece model ({error})")
@@ -87,19 +89,18 @@ def _parse(content: bytes, origin: str) -> Any:
     return proto
 
 
-def model_of_pieces(
-    pieces: Iterable[tuple[str, float, int]], ids: Mapping[str, int], prefix: bool, origin: str
-) -> bytes:
+def model_of_pieces(pieces: Iterable[tuple[str, float, int]], ids: Mapping[str, int], prefix: bool) -> bytes:
     """Make a SentencePiece model of pairs again, of its pieces with their scores and types.
 
     Args:
         pieces: in the order of their ids.
         ids: of "bos", "eos", "unk" and "pad", as far as they are known; else those of LLaMA.
         prefix: whether a space is put before a text.
-        origin: the file, for messages.
     """
-    _, messages = _libraries(origin)
-    proto = messages.ModelProto()
+    # The extra `tokenizers` brings it.
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()
     for piece, score, kind in pieces:
         proto.pieces.add(piece=piece, score=score, type=kind)
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
@@ -162,26 +163,15 @@ def _merges_of(pieces: list[str]) -> list[tuple[str, str]]:
     ]
 
 
-def _libraries(origin: str) -> tuple[Any, Any]:
-    try:
-        import sentencepiece
-        from sentencepiece import sentencepiece_model_pb2
-    except ImportError as error:
-        raise CheckpointError(
-            f"{origin}: SentencePiece models need the libraries sentencepiece and protobuf ({error}). Install them "
-            "with: pip install 'llamoe[tokenizers]'"
-        ) from error
-    return sentencepiece, sentencepiece_model_pb2
-
-
 def _compare(tokenizer: Tokenizer, proto: Any, origin: str) -> None:
     """Compare with SentencePiece itself on fixed texts and on texts made of the model's own pieces.
 
     Raises:
         CheckpointError: the ids of a text differ.
     """
-    library, _ = _libraries(origin)
-    reference = library.SentencePieceProcessor(model_proto=proto.SerializeToString())
+    from sentencepiece import SentencePieceProcessor
+
+    reference = SentencePieceProcessor(model_proto=proto.SerializeToString())
     normal = [piece.piece for piece in proto.pieces if piece.type == NORMAL]
     stride = max(1, len(normal) // 2000)
     own = [

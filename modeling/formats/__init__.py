@@ -13,10 +13,9 @@ from .format import (
     Sizes,
     format_of,
     has_gpu_kernel,
+    knows_gpu_kernel,
     may_have_gpu_kernel,
-    why_no_kernel,
 )
 from .int4 import Int4
-from .int4_layout import BLOCK, torchs_block
 from .int8 import Int8
 from .plain import Plain

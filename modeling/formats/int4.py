@@ -25,17 +25,13 @@ from .format import MAKERS, Format, Parts, Sizes, chunk_of
 from .int4_layout import (
     BLOCK,
     ROWS_MULTIPLE,
-    from_blocks_of_32,
-    in_blocks_of_32,
+    is_torchs_layout,
     pack,
     pieces,
-    torchs_block,
     unpack,
 )
 from .scales import asymmetric
 
-# Weights whose bytes are reordered at a time for torch's kernel.
-_REORDERED_WEIGHTS = 1 << 22
 # Share of a matrix that padding may add.
 _MOST_PADDING = 1 / 8
 
@@ -129,30 +125,14 @@ class Int4(Format):
             y_NO = cpp_product(x_NI, Matrix(4, self.group_size, *parts, in_bytes=self.in_bytes))
             if y_NO is not None:
                 return y_NO
-        if packed.is_cpu and x_NI.shape[0] <= INT4_TORCH_MAX_ROWS.get(torchs_block() or 0, 0):
-            return self._multiply_by_torch(x_NI.contiguous(), packed, scales)
+        if packed.is_cpu and x_NI.shape[0] <= INT4_TORCH_MAX_ROWS and is_torchs_layout():
+            kernel = torch.ops.aten._weight_int4pack_mm_for_cpu
+            return kernel(x_NI.contiguous(), packed, self.group_size, scales)
         x = x_NI.to(dtype_of_blocks(x_NI))
         y_NO = x.new_empty(len(x), len(packed))
         for some, weight_PO in self._blocks(parts, x.dtype):
             torch.mm(x, weight_PO, out=y_NO[:, some])
         return y_NO.to(x_NI.dtype)
-
-    def _multiply_by_torch(
-        self, x_NP: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor
-    ) -> torch.Tensor:
-        kernel = torch.ops.aten._weight_int4pack_mm_for_cpu
-        if torchs_block() == BLOCK:
-            return kernel(x_NP, packed, self.group_size, scales)
-        found = []
-        for some in pieces(packed, _REORDERED_WEIGHTS):
-            if (some.stop - some.start) % BLOCK == 0:
-                codes, scales_of_codes = in_blocks_of_32(packed[some], scales[:, some])
-                found.append(from_blocks_of_32(kernel(x_NP, codes, self.group_size, scales_of_codes)))
-            else:
-                rest_PO = x_NP.new_empty(x_NP.shape[1], some.stop - some.start, dtype=torch.float32)
-                unpack(packed[some], scales[:, some], rest_PO)
-                found.append(torch.mm(x_NP.float(), rest_PO).to(x_NP.dtype))
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def _blocks(
         self, parts: Parts, dtype: torch.dtype, is_whole: bool = False

@@ -122,7 +122,7 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
             "save_pretrained, and load that."
         )
     taken: dict[str, Any] = {name: layers[name] for name in chosen}
-    if getattr(load_config.hf_quantizer, "layout", None):
+    if current_loading().layout is not None:
         raise ValueError(
             f"{next(iter(taken))} is packed by another program, and experts on disk or in RAM are read from llamoe's "
             "own formats: write a folder by `llamoe quantize FOLDER TARGET --to int4`, and load that."

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers import register_quantization_config, register_quantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
@@ -20,24 +20,16 @@ from ...configuration.checks import listed
 from ...configuration.errors import ConfigurationError
 from ...configuration.hub import is_ours, is_saving_stock
 from ...configuration.quantization import METHOD, QuantizationConfig
-from ..checkpoints import current_loading, fuse_in_place
+from ..checkpoints import current_loading
 from ..formats import Format, format_of
 from ..formats.packed import Layout
 from ..layers import Linear
 from ..moe import Experts
-from .packed import (
-    QuantizedExperts,
-    QuantizedLinear,
-    QuantizeWeight,
-    check_scales,
-    holds_packed,
-    packed_modules,
-)
-from .published import Matrices, check_int4, find_packed, follow_files, reading_rules
+from .packed import QuantizedExperts, QuantizedLinear, packed_modules
+from .packed_quantizer import PackedQuantizer
+from .published import Matrices, check_int4, find_packed, follow_files
 
 logger = logging.get_logger("llamoe")
-
-_OF_MODULES = ("experts", "linears", "modules_to_not_convert")
 
 
 def format_for(config: QuantizationConfig) -> Format:
@@ -71,7 +63,7 @@ def take_activations(stored: Any, options: dict[str, Any]) -> str | None:
                 f"quantization_config asks for {field}={getattr(asked, field)!r}, but this folder is stored with "
                 f"{field}={getattr(holds, field)!r}: quantize the 16-bit checkpoint."
             )
-    if all(getattr(holds, name) == getattr(asked, name) for name in _OF_MODULES):
+    if all(getattr(holds, n) == getattr(asked, n) for n in ("experts", "linears", "modules_to_not_convert")):
         del options["quantization_config"]
     return asked.activations if "activations" in asked.given else None
 
@@ -83,12 +75,10 @@ def _as_config(config: Any) -> QuantizationConfig | None:
     return config if isinstance(config, QuantizationConfig) else None
 
 
-class LlamoeQuantizer(HfQuantizer):
+class LlamoeQuantizer(PackedQuantizer):
     """Loads, saves and dequantizes models in llamoe's formats; loads other programs' that are read into int4."""
 
     quantization_config: QuantizationConfig
-    layout: Layout | None = None
-    """How another program has packed the folder that is loaded; None for our own."""
 
     @property
     def checks_shapes(self) -> bool:
@@ -176,55 +166,23 @@ class LlamoeQuantizer(HfQuantizer):
             if is_asked and id(module) in inside and should_convert_module(name, kept):
                 yield name, module
 
-    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        """Return True if loading quantizes this weight."""
-        return not self.pre_quantized and holds_packed(model, param_name)
-
-    def get_quantize_ops(self) -> QuantizeWeight:
-        """Return the operation that quantizes a weight."""
-        return QuantizeWeight()
-
-    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
-        """Return the loader's rules; those for the layout of another program are first, and alone for their names."""
-        rules = super().update_weight_conversions(weight_conversions, model)
-        if self.layout is None:
-            # A stack that is quantized next takes no memory beside its experts.
-            return rules if self.pre_quantized else fuse_in_place(rules)
-        first = reading_rules(self.layout)
-        names = {name for rule in first for name in rule.source_patterns}
-        return [*first, *(rule for rule in rules if names.isdisjoint(rule.source_patterns))]
-
-    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        self.layout = None
-        check_scales(model)
-        for _, module in packed_modules(model):
-            for codes in module.parameters(recurse=False):
-                # Mapped from a file: torch's kernels cannot read them there, and other products round otherwise.
-                if codes.is_cpu and codes.data_ptr() % module.format.alignment:
-                    codes.data = codes.data.clone()
-
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:
         """Return the dequantized weights when saving in transformers' layout."""
         if not is_saving_stock():
             return None, {}
         weights = dict(model.state_dict())
-        for path, module in _packed_modules(model, 'save_pretrained(layout="stock")'):
+        for path, module in packed_modules(model):
             for name in module.sizes:
                 for part in module.part_shapes(name):
                     del weights[f"{path}.{part}"]
                 weights[f"{path}.{name}"] = module.dequantized_weight(name, torch.bfloat16)
         return weights, {}
 
-    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
-        # A save leaves the dtype's name in the config.
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.bfloat16
-        for name, module in _packed_modules(model, "dequantize"):
-            model.set_submodule(name, module.dequantized(dtype))
+    def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
         # Layers multiply in one dtype; adapters have their own.
-        for module in _without_adapters(model):
-            for parameter in module.parameters(recurse=False):
-                if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(dtype)
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point() and "lora_" not in name:
+                parameter.data = parameter.data.to(dtype)
         return model
 
     def is_serializable(self) -> bool:
@@ -240,23 +198,6 @@ class LlamoeQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """Products are operators in a graph."""
         return True
-
-
-def _packed_modules(model: PreTrainedModel, asked: str) -> list[tuple[str, Any]]:
-    packed = packed_modules(model)
-    for name, module in packed:
-        if any(parameter.is_meta for parameter in module.parameters()):
-            raise ValueError(
-                f"{asked}: {name} is offloaded, and has no numbers in memory: load the model without device_map."
-            )
-    return packed
-
-
-def _without_adapters(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and its submodules, without those that peft added."""
-    yield module
-    for child in [module.base_layer] if hasattr(module, "base_layer") else module.children():
-        yield from _without_adapters(child)
 
 
 def register_quantizers() -> None:

@@ -35,6 +35,7 @@ OPTIONS = dict(
 def small_weights(monkeypatch):
     """Compiled kernels take small matrices, too."""
     monkeypatch.setattr(cpu, "_MIN_WEIGHTS", 0)
+    monkeypatch.setattr(cpu, "_MIN_INPUTS", 0)
 
 
 @pytest.fixture(scope="module")

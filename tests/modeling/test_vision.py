@@ -187,7 +187,10 @@ class TestRotary2D:
     def test_against_complex_numbers(self):
         grid, head_dim, theta = 3, 12, 50.0
         cos, sin = rotary_2d_cos_sin(grid, head_dim, theta)
-        assert cos.shape == sin.shape == (1, grid * grid + 1, head_dim // 2)
+        assert cos.shape == sin.shape == (1, grid * grid + 1, 1, head_dim)
+        # Both channels of a pair have one angle, and the first the negative sine.
+        assert torch.equal(cos[..., 0::2], cos[..., 1::2]) and torch.equal(sin[..., 0::2], -sin[..., 1::2])
+        cos, sin = cos[:, :, 0, 1::2], sin[:, :, 0, 1::2]
         frequencies = [theta ** (-4 * j / head_dim) for j in range(head_dim // 4)]
         for row in range(grid):
             for column in range(grid):
@@ -199,8 +202,8 @@ class TestRotary2D:
 
     def test_the_class_token_is_not_turned(self):
         cos, sin = rotary_2d_cos_sin(4, 20, 10000.0)
-        assert torch.equal(cos[0, -1], torch.ones(10))
-        assert torch.equal(sin[0, -1], torch.zeros(10))
+        assert torch.equal(cos[0, -1], torch.ones(1, 20))
+        assert torch.equal(sin[0, -1], torch.zeros(1, 20))
         assert (sin[0, :-1].abs().amax(dim=-1) > 0.1).all()
 
 

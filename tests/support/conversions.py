@@ -30,7 +30,7 @@ from support.meta_releases import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MetaCase:
     """A synthetic model of Meta's, with what the tests must know of it.
 

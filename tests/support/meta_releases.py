@@ -309,12 +309,13 @@ def llama_extras(params: dict, version: int) -> dict[str, torch.Tensor]:
         names = [f"layers.{i}.attention.inner_attention.rope.freqs" for i in range(params["n_layers"])]
     else:
         names = ["rope.freqs"]
-    return {name: frequencies.clone() for name in names}
+    return {name: frequencies.clone() for name in [*names, "freqs_cis"]}
 
 
 def llama4_extras(params: dict) -> dict:
     """Entries of Llama 4 release files that are not weights: statistics, frequencies and opaque states."""
-    extras = {"rope.freqs": torch.rand(params["dim"] // params["n_heads"] // 2)}
+    frequencies = torch.rand(params["dim"] // params["n_heads"] // 2)
+    extras = {"rope.freqs": frequencies, "freqs_cis": frequencies.clone()}
     for layer in range(params["n_layers"]):
         own = f"layers.{layer}."
         extras[f"{own}attention.wqkv._extra_state"] = io.BytesIO(b"fp8 scales")
@@ -348,9 +349,7 @@ def write_folder(folder: Path, ranks: list[dict], params: dict, tokenizer: bytes
 
 def read_ranks(folder: Path) -> list[dict]:
     """The content of a folder's files, in the order of Meta's loaders, read by plain torch."""
-    safe = [io.BytesIO, __import__("_codecs").encode]
-    with torch.serialization.safe_globals(safe):
-        return [torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pth"))]
+    return [torch.load(path, weights_only=False) for path in sorted(folder.glob("*.pth"))]
 
 
 def unfuse(rank: dict, params: dict, files: int) -> dict[str, torch.Tensor]:

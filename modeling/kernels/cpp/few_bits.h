@@ -87,12 +87,19 @@ void quantize(const float* x, int64_t rows, int64_t inputs, int64_t bits, ByteRo
     }
 }
 
+// The group of a part. Dividing takes as long as multiplying a part, unless the compiler knows that a group is one part.
+template <bool kOnePart>
+inline int64_t group_of(int64_t part, int64_t group) {
+  return kOnePart ? part : part * kPart / group;
+}
+
 // Prefetches the scales that 64 outputs need four parts later. Scales of two groups lie far apart, so that no processor
 // prefetches them by itself. After the last group come the scales of the next 64 outputs.
+template <bool kOnePart>
 __attribute__((always_inline)) inline void ask_for_scales(const uint32_t* scales, int64_t stride, int64_t part, int64_t inputs, int64_t group) {
-  const int64_t next = part + 4;
-  const uint32_t* its = next * kPart < inputs ? scales + next * kPart / group * stride
-                                              : scales + kBlock + (next * kPart - inputs) / group * stride;
+  const int64_t next = part + 4, parts = inputs / kPart;
+  const uint32_t* its = next < parts ? scales + group_of<kOnePart>(next, group) * stride
+                                     : scales + kBlock + group_of<kOnePart>(next - parts, group) * stride;
   // In a mapped file 256 bytes of scales may begin within a cache line, and then lie in five lines.
   for (int i = 0; i < 5; i++) __builtin_prefetch((const char*)its + std::min(64 * i, 255));
 }
@@ -155,7 +162,7 @@ void int4_block(const ByteRows& x, int64_t rows, const uint8_t* codes, const uin
   BlockScales of_block;
   for (int64_t p = 0; p < inputs / kPart; p++) {
     if (p * kPart % group == 0) of_block.read(scales + p * kPart / group * scale_stride);
-    ask_for_scales(scales, scale_stride, p, inputs, group);
+    ask_for_scales<false>(scales, scale_stride, p, inputs, group);
     Bytes split[kPart / 4][kVectors];
     for (int q = 0; q < kPart / 4; q++) {
       const uint8_t* four = codes + (p * kPart + 4 * q) * (kBlock / 2);

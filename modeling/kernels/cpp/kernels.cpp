@@ -136,9 +136,9 @@ void multiply_some(const Rows& x, const Matrix& matrix, int64_t start, int64_t c
     const uint32_t* scales = (const uint32_t*)matrix.scales + start;
     const int64_t inputs = matrix.inputs, group = matrix.group;
     if (matrix.in_bytes && x.count == 1) {
-      int4_rows<1>(x.bytes, codes, scales, matrix.stride, inputs, group, y);
+      (group == kPart ? int4_rows<1, true> : int4_rows<1, false>)(x.bytes, codes, scales, matrix.stride, inputs, group, y);
     } else if (matrix.in_bytes && x.count == 2 && kLanes == 16) {
-      int4_rows<2>(x.bytes, codes, scales, matrix.stride, inputs, group, y);
+      (group == kPart ? int4_rows<2, true> : int4_rows<2, false>)(x.bytes, codes, scales, matrix.stride, inputs, group, y);
     } else if (matrix.in_bytes) {
       int4_block(x.bytes, x.count, codes, scales, matrix.stride, inputs, group, y);
     } else {

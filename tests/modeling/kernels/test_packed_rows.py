@@ -1,7 +1,7 @@
 """The Triton kernels as far as a machine without a GPU can tell: that they compile for each, and how.
 
-Their numbers are proven by `interpreted_packed` and `interpreted_kernels`, the check before their first use by
-`interpreted_check`; `test_under_the_interpreter` starts these.
+Their numbers and the check before their first use are proven by `interpreted_kernels`, which
+`test_under_the_interpreter` starts.
 """
 
 import ast

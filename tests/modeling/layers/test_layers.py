@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import llamoe
 from llamoe.modeling.layers.feed_forward import FeedForward, activation
 from llamoe.modeling.layers.normalization import L2Norm, RMSNorm
-from llamoe.modeling.layers.rotary import RotaryEmbedding, rotate
+from llamoe.modeling.layers.rotary import RotaryEmbedding, of_channels, rotate
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -26,7 +26,7 @@ def angles(positions, frequencies):
 
 
 def rotated(x_BHTD, cos, sin, interleave):
-    return rotate(x_BHTD.transpose(1, 2), cos, sin, interleave).transpose(1, 2)
+    return rotate(x_BHTD.transpose(1, 2), *of_channels(cos, sin, interleave), interleave).transpose(1, 2)
 
 
 def frequencies_of(name):
@@ -179,7 +179,7 @@ class TestRotary:
         assert model.layers[0].self_attn.q_proj.weight.dtype in HALVES
         assert rotary.inv_freq.dtype == rotary.original_inv_freq.dtype == torch.float32
         for mine, expected in zip(rotary(torch.zeros(1), positions), before, strict=True):
-            assert mine.dtype == torch.float32 and mine.shape == (1, 3, 10)
+            assert mine.dtype == torch.float32 and mine.shape == (1, 3, 1, 20)
             assert torch.equal(mine, expected)
 
     def test_frequencies_are_no_part_of_a_checkpoint(self):

@@ -11,7 +11,7 @@ from support.models import make_asymmetric, stock_text_config
 from torch import nn
 
 import llamoe
-from llamoe.modeling.formats import why_no_kernel
+from llamoe.modeling.formats import knows_gpu_kernel
 from llamoe.modeling.kernels import packed_rows
 from llamoe.modeling.moe import experts as moe_experts
 from llamoe.modeling.moe import products
@@ -33,9 +33,8 @@ def hopper(monkeypatch):
 def has_kernels(monkeypatch, num_rows=4, dtype=BF16, device=CUDA, needs_gradient=False, sizes="odd"):
     """Whether experts of these numbers that lie on a device have kernels that a check finds right."""
     monkeypatch.setattr(Experts, "device", device)
-    monkeypatch.setattr(
-        moe_experts, "has_gpu_kernel", lambda form, *_: not why_no_kernel(form, dtype, device)
-    )
+    fits = lambda form, *_: knows_gpu_kernel(form, dtype) and not packed_rows.why_no_gpu_kernel(device)  # noqa: E731
+    monkeypatch.setattr(moe_experts, "has_gpu_kernel", fits)
     return make_experts(sizes, dtype).has_kernels(num_rows, needs_gradient)
 
 

@@ -142,7 +142,7 @@ def _with_json(tensor, old: str, new: str) -> torch.Tensor:
         ("weight.absmax", None, r"w3\.weight\.absmax is missing"),
         ("weight.absmax", lambda tensor: tensor[:-1].clone(), r"absmax has shape \[\d+\]"),
         ("weight.nested_absmax", lambda tensor: tensor.view(torch.int32), r"nested_absmax .*dtype torch\.int32"),
-        ("weight", lambda tensor: tensor[:-1].clone(), r"w3.weight has shape \[\d+\]"),
+        ("weight", lambda tensor: tensor[:-1].clone(), r"w3.weight: weight has shape \[\d+\]"),
         ("weight.quant_map", lambda tensor: tensor + 1, "nf4 table has other numbers"),
         (
             "weight.quant_state.bitsandbytes__nf4",

@@ -139,16 +139,14 @@ def test_disks_hold_no_packed_weights(is_packed, placed, tmp_path):
         AutoModelForCausalLM.from_pretrained(path, offload_folder=tmp_path, **placed, **fields)
 
 
-def test_offloaded_weights_compute_but_are_not_unpacked(weights, tmp_path):
+def test_offloaded_weights_compute_but_are_not_unpacked(weights):
     accelerate = pytest.importorskip("accelerate")
     model = packed("mixtral", weights)
     expected = logits(model)
     accelerate.cpu_offload(model, execution_device="cpu")
     assert torch.equal(logits(model), expected)
-    for unpack in (model.dequantize, lambda: model.save_pretrained(tmp_path / "model", layout="stock")):
-        with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj is offloaded"):
-            unpack()
-    assert not (tmp_path / "model" / "config.json").exists()
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj is offloaded"):
+        model.dequantize()
 
 
 # Checkpoints
