@@ -1,6 +1,8 @@
 """Opens a GGUF file: its tensors under stock Hugging Face keys, its configuration and its tokenizer."""
 
+import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -8,12 +10,13 @@ import torch
 from ...configuration import LlamoeTextConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
+from ...modeling.quantization import names_in_16_bit
 from ..checkpoint import Checkpoint, check_model
 from ..consolidated import naming
-from ..hf import fuse_experts
 from ..io import Drop, LazyTensor, Operation, Row, Table, permute_pairs, read_through, sources_of, stack
 from .blocks import Blocks, Matrix
-from .metadata import read_config, read_file
+from .configuration import read_config
+from .header import Tensor, read_header
 from .tokenizer import read_tokenizer
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16}
@@ -50,6 +53,8 @@ class _Experts(Operation):
         return [stack([Matrix([tensor.row(i) for tensor in tensors], is_input_first) for i in rows])]
 
 
+# The first files of Mixtral have a tensor for each expert.
+_SINGLE = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.weight")
 _BLK, _LAYER = "blk.{i}.", "model.layers.{i}."
 _ROTATED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 
@@ -67,8 +72,6 @@ def _table(config: LlamoeBaseConfig) -> Table:
         **{f"ffn_{part}": f"{mlp}{part}_proj" for part in ("gate", "up", "down")},
         **{f"ffn_{part}_shexp": f"{mlp}shared_expert.{part}_proj" for part in ("gate", "up", "down")},
         "ffn_gate_inp": mlp + ("router" if is_llama4 else "gate"),
-        # The first files of Mixtral have a tensor for each expert.
-        **{f"ffn_{part}.{{e}}": f"{experts}{{e}}.{part}_proj" for part in ("gate", "up", "down")},
     }
     return (
         Row("token_embd.weight", "model.embed_tokens.weight"),
@@ -116,7 +119,7 @@ def open_gguf(path: Path, *, companions: bool = True) -> Checkpoint:
                 f"{path}: has {len(files)} GGUF files; name the one to read, or the first part of it."
             )
         path = files[0]
-    params, stored, files = read_file(path)
+    params, stored, files = read_header(path)
     with naming(params):
         config = read_config(params, stored)
     counts = Counter()
@@ -124,16 +127,46 @@ def open_gguf(path: Path, *, companions: bool = True) -> Checkpoint:
         counts[tensor.kind.name] += tensor.numbers
     config.dtype = _DTYPES.get(max(counts, key=counts.__getitem__), torch.bfloat16)
     table = _table(config)
-    tensors: dict[str, LazyTensor] = {name: tensor.read_as(config.dtype) for name, tensor in stored.items()}
-    tensors, dropped = read_through(table, [tensors], config)
-    tensors = check_model(
-        config, fuse_experts(tensors), str(path), lambda name: sources_of(table, name) or [name]
-    )
+    tensors, dropped = read_through(table, [_with_stacks(stored, config.dtype)], config)
+    tensors = check_model(config, tensors, str(path), lambda name: sources_of(table, name) or [name])
     notes = [
         f"types of blocks, by numbers: {', '.join(f'{kind} {count:,}' for kind, count in counts.most_common())}"
     ]
     written = read_tokenizer(params, config, notes) if companions else {}
-    # By names that show their part of the model, too.
     targets = {name: target for target in tensors for name in sources_of(table, target)}
-    in_files = {f"{targets.get(name, '')} {name}": tensor for name, tensor in stored.items()}
-    return Checkpoint(path, "gguf", config, tensors, dropped, written, files, notes, stored=in_files)
+    of_files = {name: targets.get(_SINGLE.sub(r"\1_exps.weight", name), "") for name in stored}
+    packed = {of_files[name].rpartition(".")[0] for name, tensor in stored.items() if not tensor.is_plain}
+    linears = [*dict.fromkeys(target.rpartition(".")[0] for target in tensors if "_proj" in target)]
+    return Checkpoint(
+        path,
+        "gguf",
+        config,
+        tensors,
+        dropped,
+        written,
+        files,
+        notes,
+        # By names that show their part of the model, too.
+        stored={f"{of_files[name]} {name}": tensor for name, tensor in stored.items()},
+        in_16_bit=names_in_16_bit(linears, packed.intersection(linears)) if packed else (),
+    )
+
+
+def _with_stacks(stored: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, LazyTensor]:
+    """View the numbers of all tensors, and those of single experts as stacks."""
+    tensors: dict[str, LazyTensor] = {}
+    experts: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in stored.items():
+        if match := _SINGLE.fullmatch(name):
+            experts.setdefault(f"{match[1]}_exps.weight", {})[int(match[2])] = tensor
+        else:
+            tensors[name] = tensor.read_as(dtype)
+    for name, group in experts.items():
+        ordered = [tensor for _, tensor in sorted(group.items())]
+        if len({(tensor.kind, tensor.shape) for tensor in ordered}) > 1 or max(group) >= len(group):
+            raise CheckpointError(
+                f"{ordered[0].origin}: another expert's tensor is missing, or of another type or shape."
+            )
+        whole = stack(ordered)
+        tensors[name] = whole.cast(dtype) if ordered[0].is_plain else Blocks(whole, ordered[0].kind, dtype)
+    return tensors

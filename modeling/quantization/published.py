@@ -138,13 +138,22 @@ def follow_files(
         config.group_size = next(
             (size for size in (128, 64) if not any(num_in % size for _, num_in in sizes)), 32
         )
-    # By what follows the layer's number, where that means no packed module of another layer.
-    ends_taken = {_in_layer(name) for name in taken}
-    kept = [name for name in candidates if name not in taken]
-    ends = [
-        name[name.find("layers.") :] if _in_layer(name) in ends_taken else _in_layer(name) for name in kept
-    ]
-    config.modules_to_not_convert = [*dict.fromkeys(ends)] or None
+    config.modules_to_not_convert = names_in_16_bit(candidates, taken) or None
+
+
+def names_in_16_bit(modules: Iterable[str], packed: Iterable[str]) -> list[str]:
+    """Return ends of the names of the modules that are not packed, which end no name of a packed one.
+
+    An end is what follows the layer's number, unless that means a packed module of another layer.
+    """
+    packed = {*packed}
+    ends_packed = {_in_layer(name) for name in packed}
+    ends = (
+        name[name.find("layers.") :] if _in_layer(name) in ends_packed else _in_layer(name)
+        for name in modules
+        if name not in packed
+    )
+    return [*dict.fromkeys(ends)]
 
 
 def check_int4(config: QuantizationConfig, candidates: Mapping[str, nn.Module], matrices: Matrices) -> None:

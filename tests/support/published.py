@@ -143,7 +143,7 @@ def _config(family, changes):
     fields = _SHARED | _MIXTURE | changes
     if family == "mixtral":
         return transformers.MixtralConfig(**fields, num_experts_per_tok=2)
-    fields |= dict(intermediate_size_mlp=320, interleave_moe_layer_step=2, attention_chunk_size=16)
+    fields = dict(intermediate_size_mlp=320, interleave_moe_layer_step=2, attention_chunk_size=16) | fields
     return transformers.Llama4TextConfig(**fields) if family == "llama4" else stock_multimodal_config(fields)
 
 

@@ -1,4 +1,4 @@
-"""The header of a GGUF file or of its parts, and the configuration that it means.
+"""The configuration that the keys of a GGUF file mean.
 
 A key of the architecture that is not known here may change what the model computes, so it is refused. What llama.cpp
 takes for granted of Llama 4 is taken here, too: chunks of 8192 tokens, every fourth layer without rotation.
@@ -7,9 +7,7 @@ Source: `conversion/` and `src/models/llama.cpp`, `llama4.cpp` of ggml-org/llama
 """
 
 import math
-import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +16,9 @@ import torch
 from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig
 from ...configuration.errors import CheckpointError
 from ..consolidated import Params
-from ..io import FileTensor, LazyTensor
-from .blocks import Blocks, library
+from .header import Tensor
 
 ARCHITECTURES = ("llama", "llama4")
-_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 # Keys of an architecture that are read here, or that say nothing about numbers.
 _KNOWN = frozenset(
     "block_count context_length embedding_length feed_forward_length attention.head_count attention.head_count_kv "
@@ -33,92 +28,6 @@ _KNOWN = frozenset(
     "rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.attn_factor rope.scaling.yarn_attn_factor "
     "rope.scaling.finetuned tensor_data_layout".split()
 )
-
-
-class Tensor(FileTensor):
-    """A tensor as it is stored: numbers of a plain type, or the bytes of blocks.
-
-    Attributes:
-        kind: its type, a member of gguf's `GGMLQuantizationType`.
-    """
-
-    def __init__(self, path: Path, header: Any):
-        sizes = tuple(int(size) for size in reversed(header.shape))
-        plain = _PLAIN.get(header.tensor_type.name)
-        if plain is None:
-            sizes = (*sizes[:-1], header.n_bytes // math.prod(sizes[:-1]))
-        super().__init__(path, header.name, int(header.data_offset), plain or torch.uint8, sizes)
-        self.kind, self.numbers = header.tensor_type, int(header.n_elements)
-
-    @property
-    def dtype_name(self) -> str:
-        """The type, such as "Q4_K"."""
-        return self.kind.name
-
-    def read_as(self, dtype: torch.dtype) -> LazyTensor:
-        """View the numbers that it means."""
-        return self.cast(dtype) if self.kind.name in _PLAIN else Blocks(self, self.kind, dtype)
-
-
-def read_file(path: Path) -> tuple[Params, dict[str, Tensor], list[Path]]:
-    """Read the header of a file, and of the other parts of a split one.
-
-    Returns:
-        the keys; the tensors by name; and the files.
-
-    Raises:
-        CheckpointError: a file is no GGUF file or damaged, a part is missing, or a type of blocks is not known.
-    """
-    header, tensors = _read_part(path)
-    count = header.get("split.count", 1)
-    files = [path]
-    if count > 1:
-        if (match := _PART.fullmatch(path.name)) is None:
-            raise CheckpointError(
-                f"{path}: split.count is {count}, but its name does not end in -00001-of-{count:05}.gguf."
-            )
-        files = [
-            path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, count + 1)
-        ]
-        if missing := [file for file in files if not file.is_file()]:
-            raise CheckpointError(
-                f"{path}: split.count is {count}, and {missing[0].name} is missing beside it."
-            )
-        parts = [_read_part(file) for file in files]
-        # The first part has the keys of all.
-        header, tensors = parts[0][0], {name: each for _, part in parts for name, each in part.items()}
-        if len(tensors) != (wanted := header.get("split.tensors.count", len(tensors))):
-            raise CheckpointError(
-                f"{path}: split.tensors.count is {wanted}, and its files have {len(tensors)}."
-            )
-    gguf = library(path)
-    for kind in {tensor.kind for tensor in tensors.values()}:
-        try:
-            gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
-        except NotImplementedError as error:
-            raise CheckpointError(
-                f"{path}: has tensors of type {kind.name}, which gguf does not unpack."
-            ) from error
-    return Params(header, str(path)), tensors, files
-
-
-def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    gguf = library(path)
-    try:
-        reader = gguf.GGUFReader(path)
-        header = {name: _value(field) for name, field in reader.fields.items()}
-        if reader.endianess != gguf.GGUFEndian.LITTLE:
-            raise ValueError("its numbers are big-endian")
-        return header, {each.name: Tensor(path, each) for each in reader.tensors}
-    # The package raises whatever numpy does.
-    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError, MemoryError) as error:
-        raise CheckpointError(f"{path}: is no GGUF file, or cut short or damaged ({error}).") from error
-
-
-def _value(field: Any) -> Any:
-    value = field.contents()
-    # Numbers of 32 bits as they were written: 1e-05, not 9.999999747378752e-06.
-    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def read_config(
