@@ -54,14 +54,23 @@ def read_tokenizer(params: Params, config: LlamoeBaseConfig, notes: list[str]) -
     ids = {role: keys[f"{name}_token_id"] for role, name in names.items() if f"{name}_token_id" in keys}
     template = params.entries.get("tokenizer.chat_template")
     kinds = keys.get("token_type") or [_NORMAL] * len(tokens)
-    if model == "llama":
-        pieces = zip(tokens, keys.get("scores") or [0.0] * len(tokens), kinds, strict=True)
-        content = model_of_pieces(pieces, ids, keys.get("add_space_prefix", True))
-        files = hf_files_from_meta(
-            content, config, instruct=bool(template), family="llama-2", origin=params.origin
-        )
-    else:
-        files = _byte_pairs(keys, kinds, ids, config)
+    try:
+        if model == "llama":
+            pieces = zip(tokens, keys.get("scores") or [0.0] * len(tokens), kinds, strict=True)
+            content = model_of_pieces(pieces, ids, keys.get("add_space_prefix", True))
+            files = hf_files_from_meta(
+                content, config, instruct=bool(template), family="llama-2", origin=params.origin
+            )
+        else:
+            files = _byte_pairs(keys, kinds, ids, config)
+    except CheckpointError:
+        raise
+    # tokenizers and protobuf raise errors of their own.
+    except Exception as error:
+        words = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{params.origin}: {prefix}tokens and what belongs to them are damaged ({words})."
+        ) from error
     if template is not None:
         files["chat_template.jinja"] = template.encode()
     ends = [tokens.index(token) for token in _STOPS if template is not None and token in tokens]
