@@ -12,7 +12,7 @@ import torch
 
 from ...configuration import QuantizationConfig
 from ...configuration.base import LlamoeBaseConfig
-from ...modeling.formats import Format, Int4
+from ...modeling.formats import Format, Int4, Int8
 from ...modeling.formats.packed import Layout, Unpacked, int4_parts, weight_of
 from ...modeling.moe import PLACES, Experts
 from ...modeling.quantization import LlamoeQuantizer, own_config
@@ -48,6 +48,10 @@ class PublishedMatrix(LazyTensor):
 
     def packed_as(self, form: Format) -> list[torch.Tensor] | None:
         """Return the parts of a format that has the same codes; None for a format that has not."""
+        if isinstance(form, Int8) and getattr(self._layout, "is_by_output", False):
+            unpacked = [self._unpack(each) for each in self._matrices]
+            codes, scales = (torch.cat([each[part] for each in unpacked]) for part in range(2))
+            return [codes, scales[:, 0].bfloat16()]
         if not (self._layout.is_int4 and isinstance(form, Int4)):
             return None
         return int4_parts([*map(self._unpack, self._matrices)], self._layout, form)
@@ -96,11 +100,22 @@ def unpack_published(
         if not isinstance(module, Experts):
             unpacked[weight] = PublishedMatrix(layout, [*opened.values()], module.weight.shape, dtype)
             continue
+        num_out, num_in = module.sizes_of(name)
+        if name in layout.stacks:
+            [(codes, scales)] = [(kinds[name], kinds[f"{name}_scale"]) for kinds in opened.values()]
+            matrices = [
+                {"weight": codes.row(number).transpose(), "weight_scale": scales.row(number)}
+                for number in range(module.num_experts)
+            ]
+            sizes = num_out, num_in
+            unpacked[weight] = stack(
+                [PublishedMatrix(layout, [kinds], sizes, dtype, is_input_first=True) for kinds in matrices]
+            )
+            continue
         experts: dict[int, dict[int, dict[str, LazyTensor]]] = {}
         for layer, kinds in opened.items():
             number, part = layer.split(".")[-2:]
             experts.setdefault(int(number), {})[PLACES[part][1]] = kinds
-        num_out, num_in = module.sizes_of(name)
         unpacked[weight] = stack(
             [
                 PublishedMatrix(
@@ -115,6 +130,11 @@ def unpack_published(
         )
     packed = {layer for layers in by_weight.values() for layer in layers}
     # Biases of 0, and scales of activations.
-    unused = [name for name in found if name.rpartition(".")[0] in packed and name not in names]
+    unused = [
+        name
+        for name in found
+        if name not in names
+        and (name.rpartition(".")[0] in packed or name.endswith((".k_scale", ".v_scale")))
+    ]
     plain = {name: tensor for name, tensor in found.items() if name not in unused}
     return plain | unpacked, unused, quantizer.quantization_config

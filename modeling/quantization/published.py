@@ -27,7 +27,9 @@ from ..moe import Experts
 logger = logging.get_logger("llamoe")
 
 # What may stand beside a packed layer: biases of 0, and schemes for activations.
-_PASSED_OVER = ("bias", "input_scale", "output_scale")
+_PASSED_OVER = ("bias", "input_scale", "output_scale", "input_zero_point", "activation_scale")
+# Scales of a cache, beside the layers of attention.
+_OF_CACHE = ("k_scale", "v_scale")
 _REMEDY = "Download or copy the checkpoint again."
 
 
@@ -94,7 +96,8 @@ def find_packed(
     content = cache(load_state_dict)
     for stored in headers:
         layer, _, kind = stored.name.rpartition(".")
-        if layer not in packed or kind not in _PASSED_OVER or name_in_model(stored.name) in state:
+        is_beside = kind in _OF_CACHE or (layer in packed and kind in _PASSED_OVER)
+        if not is_beside or name_in_model(stored.name) in state:
             continue
         if kind == "bias" and content(stored.origin)[stored.name][...].any():
             raise CheckpointError(f"{stored} is not 0, but this model's layer has no bias.")
@@ -106,13 +109,21 @@ def _check_matrices(model: nn.Module, weight: str, layers: Mapping[str, Any], la
     """Check that each matrix of a weight has its tensors in the shapes of the model."""
     path, _, name = weight.rpartition(".")
     module = model.get_submodule(path)
-    sizes = shape_of_one(module, name) if isinstance(module, Experts) else tuple(module.weight.shape)
+    if name in layout.stacks:
+        experts: Any = module
+        num_out, num_in = experts.sizes_of(name)
+        count = experts.num_experts
+        shapes = {name: (count, num_in, num_out), f"{name}_scale": (count, num_out)}
+    else:
+        sizes = shape_of_one(module, name) if isinstance(module, Experts) else tuple(module.weight.shape)
+        shapes = layout.shapes(sizes)
     for layer, kinds in layers.items():
-        for kind, shape in layout.shapes(sizes).items():
+        for kind, shape in shapes.items():
             if (stored := kinds.get(kind)) is None:
                 beside = next(iter(kinds.values()))
                 raise CheckpointError(f"{beside}: {layer}.{kind} is missing beside it. {_REMEDY}")
-            if stored.shape != shape:
+            # A scale may have axes of one element or not.
+            if [size for size in stored.shape if size != 1] != [size for size in shape if size != 1]:
                 raise CheckpointError(
                     f"{stored} has shape {[*stored.shape]}, where config.json means {[*shape]}: its sizes, or "
                     "quantization_config's groups, are not those of the weights."

@@ -52,6 +52,15 @@ def reading_rules(layout: Layout, layers: Iterable[str] = ("",)) -> list[WeightC
         )
         for stack in PARTS_OF_STACKS[True]
     ]
+    rules += [
+        WeightConverter(
+            [f".experts.{stack}_scale", f".experts.{stack}"],
+            f".experts.{stack}",
+            [_ReadWhole(layout)],
+            force_cpu=True,
+        )
+        for stack in getattr(layout, "stacks", ())
+    ]
     return rules + [
         WeightConverter(
             [f"{layer}.{kind}" for kind in layout.kinds],
@@ -134,3 +143,23 @@ class _ReadStack(_Reads):
             for whole, part in zip(wholes.values(), parts, strict=True):
                 whole[number] = part
         return {f"{path}.{part}": whole for part, whole in wholes.items()}
+
+
+class _ReadWhole(_Reads):
+    """Make a plain stack of one that is stored as such, with a scale for each output of an expert."""
+
+    @torch.no_grad()
+    def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        """The stack by its name in the model."""
+        path, _, stack = full_layer_name.rpartition(".")
+        experts = model.get_submodule(path)
+        tensors = {name.rpartition(".")[2]: tensors[0] for name, tensors in input_dict.items()}
+        if (scales := tensors.get(f"{stack}_scale")) is None:
+            return {full_layer_name: tensors[stack]}
+        whole = torch.empty(experts.stack_shape(stack), dtype=experts.dtype)
+        for matrix, codes, scale in zip(whole, tensors[stack], scales, strict=True):
+            layer = {"weight": codes.T, "weight_scale": scale}
+            matrix.copy_(self.layout.weight_of(layer, experts.sizes_of(stack)).T)
+        return {full_layer_name: whole}

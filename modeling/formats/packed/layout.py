@@ -52,6 +52,8 @@ class Layout(ABC):
     """The `quant_method` in config.json."""
     kinds: ClassVar[tuple[str, ...]]
     """The last parts of all names that a matrix's tensors may have; the first is that of the codes."""
+    stacks: ClassVar[tuple[str, ...]] = ()
+    """Names of stacks of experts that are stored `[E, I, O]` as the model has them, beside `<name>_scale`."""
     is_int4: ClassVar[bool] = True
     """Whether int4 holds the codes."""
 

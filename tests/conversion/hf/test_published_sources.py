@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.few_bits import CLOSE, distance, logits
-from support.published import FLOAT8, KINDS, OURS, publish, weight_of
+from support.published import EIGHT_BITS, KINDS, OURS, publish, weight_of
 
 from llamoe.conversion import convert, inspect, open_checkpoint, quantize, upcycle, verify
 from llamoe.conversion.io.lazy_tensor import blocks
@@ -33,10 +33,10 @@ def assert_same_folder(found, expected):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("kind", [*KINDS, *FLOAT8])
+@pytest.mark.parametrize("kind", [*KINDS, *EIGHT_BITS])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_converting_gives_in_16_bits_what_the_folder_means(family, kind, dtype, tmp_path):
-    published = publish(tmp_path / "published", family, kind, None if kind in FLOAT8 else 32)
+    published = publish(tmp_path / "published", family, kind, None if kind in EIGHT_BITS else 32)
     config = config_in(published.path) | {"dtype": dtype}
     (published.path / "config.json").write_text(json.dumps(config))
     report = convert(published.path, tmp_path / "plain", experts="split", shard_size="40KB")
@@ -44,7 +44,7 @@ def test_converting_gives_in_16_bits_what_the_folder_means(family, kind, dtype, 
     assert "quantization_config" not in config_in(tmp_path / "plain")
     plain = tensors_in(tmp_path / "plain")
     for name, drawn in published.numbers.items():
-        expected = weight_of(*drawn, None if kind in FLOAT8 else 32).to(getattr(torch, dtype))
+        expected = weight_of(*drawn, None if kind in EIGHT_BITS else 32).to(getattr(torch, dtype))
         assert torch.equal(plain[f"{name}.weight"], expected), name
     model = OURS[family].from_pretrained(tmp_path / "plain", dtype=torch.float32)
     # Measured: 0.006 in bfloat16.
@@ -85,13 +85,76 @@ def test_one_scale_an_output(kind, tmp_path):
     ("kind", "to"), [("awq", "int8"), ("float8", "int8"), ("float8", "int4"), ("float8 whole", "int4")]
 )
 def test_other_bits_are_of_what_the_folder_means_without_what_its_author_left_in_16_bits(kind, to, tmp_path):
-    size = None if kind in FLOAT8 else 32
+    size = None if kind in EIGHT_BITS else 32
     published = publish(tmp_path / "published", "llama4", kind, size, kept=["self_attn"])
     convert(published.path, tmp_path / "plain")
     keep = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
     quantize(published.path, tmp_path / "packed", to=to)
     quantize(tmp_path / "plain", tmp_path / "expected", to=to, keep=keep)
     assert_same_folder(tmp_path / "packed", tmp_path / "expected")
+
+
+def test_int8_has_the_codes_of_whole_numbers_with_a_scale_for_each_output(tmp_path):
+    published = publish(tmp_path / "published", "mixtral", "int8", None, kept=["self_attn"])
+    quantize(published.path, tmp_path / "packed", to="int8")
+    packed = tensors_in(tmp_path / "packed")
+    for layer in range(2):
+        for number in range(3):
+            name = f"model.layers.{layer}.block_sparse_moe.experts.{number}."
+            gate, up, down = (published.numbers[name + part] for part in ("w1", "w3", "w2"))
+            for stack, matrices in {"gate_up_proj": (gate, up), "down_proj": (down,)}.items():
+                codes, scales = (torch.cat([each[part] for each in matrices]) for part in (0, 2))
+                key = f"model.layers.{layer}.mlp.experts.{stack}"
+                assert torch.equal(packed[key][number].float(), codes)
+                assert torch.equal(packed[f"{key}_scale"][number], scales[:, 0].bfloat16())
+
+
+@pytest.mark.parametrize("family", ["llama4", "multimodal"])
+def test_stacks_in_8_bits_with_their_scales(family, tmp_path):
+    """As transformers' own class for Llama 4 in fbgemm's format stores them."""
+    from transformers.integrations.fbgemm_fp8 import FbgemmFp8Llama4TextExperts
+
+    kept = ["self_attn", "vision_model", "multi_modal_projector"]
+    published = publish(tmp_path / "published", family, "float8", None, kept=kept)
+    tensors = tensors_in(published.path)
+    config = published.stock.config.get_text_config()
+    expected = FbgemmFp8Llama4TextExperts(config).state_dict()
+    prefix = "language_model." if family == "multimodal" else ""
+    for path in (f"{prefix}model.layers.{layer}.feed_forward.experts" for layer in config.moe_layers):
+        layers = {
+            part: [
+                [tensors.pop(f"{path}.{n}.{part}.{kind}") for n in range(3)]
+                for kind in ("weight", "weight_scale")
+            ]
+            for part in ("gate_proj", "up_proj", "down_proj")
+        }
+        codes = [[each.view(torch.uint8).T for each in layers[part][0]] for part in layers]
+        scales = [layers[part][1] for part in layers]
+        fused = {
+            "gate_up_proj": torch.stack([torch.cat(pair, 1) for pair in zip(*codes[:2], strict=True)]),
+            "gate_up_proj_scale": torch.stack(
+                [torch.cat(pair).T for pair in zip(*scales[:2], strict=True)]
+            ).float(),
+            "down_proj": torch.stack(codes[2]),
+            "down_proj_scale": torch.stack(scales[2]).float(),
+        }
+        for name, tensor in fused.items():
+            tensor = tensor if "scale" in name else tensor.contiguous().view(torch.float8_e4m3fn)
+            assert (tensor.shape, tensor.dtype) == (expected[name].shape, expected[name].dtype)
+            tensors[f"{path}.{name}"] = tensor.contiguous()
+    save_file(tensors, published.path / "model.safetensors", {"format": "pt"})
+    content = config_in(published.path) | {"quantization_config": {"quant_method": "fbgemm_fp8"}}
+    (published.path / "config.json").write_text(json.dumps(content))
+    model = OURS[family].from_pretrained(published.path)
+    # Measured: 0.006.
+    assert distance(logits(model), logits(published.stock)) < CLOSE
+    assert convert(published.path, tmp_path / "plain").kind == "fbgemm_fp8"
+    again = OURS[family].from_pretrained(tmp_path / "plain", dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+    del tensors[next(name for name in tensors if name.endswith("experts.down_proj_scale"))]
+    save_file(tensors, published.path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.safetensors: .*down_proj_scale is missing"):
+        OURS[family].from_pretrained(published.path)
 
 
 def test_options_of_quantize(tmp_path):

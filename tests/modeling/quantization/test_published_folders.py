@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from support.few_bits import CLOSE, codes_and_scales, distance, logits, token_ids
-from support.published import FLOAT8, KINDS, OURS, STOCK, Published, publish, weight_of
+from support.published import EIGHT_BITS, KINDS, OURS, STOCK, Published, publish, weight_of
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from transformers.utils.logging import warning_once
@@ -312,7 +312,7 @@ def test_memory_is_of_4_bits_but_for_a_matrix(tmp_path, monkeypatch):
     assert max(most) == 256 * 128 < 3 * 2 * 96 * 128 and len(experts) == 2
 
 
-@pytest.mark.parametrize(("family", "kind"), [*itertools.product(FAMILIES, FLOAT8)])
+@pytest.mark.parametrize(("family", "kind"), [*itertools.product(FAMILIES, EIGHT_BITS)])
 def test_weights_in_float8_are_held_in_16_bits(family, kind, tmp_path, caplog):
     """The models are plain then. Up to 0.006 is measured."""
     published = publish(tmp_path / "published", family, kind, group_size=None, kept=["self_attn"])
