@@ -132,31 +132,6 @@ def test_generate_equals_eager(case, cache, implementation):
     assert generated(case, cache, implementation) == generated_by_eager(case, cache)
 
 
-# torch has no backward pass of flex attention on the CPU.
-@pytest.mark.parametrize(
-    ("case", "implementation", "rows"),
-    [
-        *((case, name, "padded") for case in WHOLE for name in ("sdpa", "flash_attention_2")),
-        *((case, "sdpa", rows) for case in HEADS for rows in ("plain", "packed")),
-    ],
-    indirect=["implementation"],
-    ids=named,
-)
-def test_gradients_equal_eager(case, implementation, rows):
-    truth, model = pair(case, implementation)
-    inputs = case.inputs() if rows == "padded" else case.inputs(padding=(0, 0, 0))
-    mask = inputs["attention_mask"].bool() if case.is_text else slice(None)
-    if rows != "padded":
-        del inputs["attention_mask"]
-    if rows == "packed":
-        inputs["position_ids"] = (torch.arange(mask.shape[1]) % 20)[None]
-    for each in (truth, model):
-        main_output(each.train()(**inputs))[mask].square().mean().backward()
-    for (name, given), expected in zip(model.named_parameters(), truth.parameters(), strict=True):
-        if expected.grad is not None:
-            assert max_abs(given.grad, expected.grad) <= 1e-4 * expected.grad.abs().max(), name
-
-
 def test_an_unknown_type_of_layer_is_refused(flash):
     """Under flash attention, which takes no mask, it would become full attention in silence."""
     model = make(DENSE, "flash_attention_2")

@@ -1,8 +1,9 @@
-"""Batches of every kind, whole and in pieces through every cache, by every implementation of attention.
+"""Batches of every kind, whole, in pieces through every cache and in training, by every implementation of attention.
 
 The judge is the decoder that `tests/fuzz` has in float64, one sequence at a time: no batch, padding, cache or mask.
 """
 
+import copy
 import itertools
 import random
 from functools import cache
@@ -12,6 +13,7 @@ import torch
 from fuzz.batch import KINDS, check, draw_batch, forward
 from fuzz.judge import Judge
 from fuzz.kinds.cached import PADDED, borders, join
+from fuzz.kinds.training import check_gradients, draw_labels
 from fuzz.reference import Decoder
 from fuzz.subject import rope_config
 from support.models import MODELS
@@ -113,3 +115,44 @@ def test_pieces_through_caches(family, cache, kind, implementation):
         _, read = forward(model, batch.columns(begin, end), past_key_values=past)
         fed, begin = join(fed, read), end
     check(fed, judge, f"{implementation}, {cache}")
+
+
+# What is asked of a loss: coefficients of the router losses, the number of labels of a larger batch.
+LOSSES = {
+    "mean": {},
+    "share": {"num_items_in_batch": 41},
+    "routers": {"aux": 0.7, "z": 0.3},
+    "share of routers": {"aux": 0.7, "z": 0.3, "num_items_in_batch": 41},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "loss", "implementation"),
+    # torch has no backward pass of flex attention on the CPU.
+    in_turn(
+        list(FAMILIES)[:4],
+        ["plain", "left", "right", "packed"],
+        LOSSES,
+        ["sdpa", "eager", "flash_attention_2"],
+    ),
+    indirect=["implementation"],
+)
+def test_losses_and_gradients(family, kind, loss, implementation):
+    """Of every weight; in turn under gradient checkpointing."""
+    model, judge, batch, rng = drawn(family, kind, implementation)
+    model, labels, asked = (
+        copy.deepcopy(model).train(),
+        draw_labels(rng, batch),
+        {"aux": 0.0, "z": 0.0, **LOSSES[loss]},
+    )
+    given = {name: value for name, value in asked.items() if name == "num_items_in_batch"}
+    if family in ("mixtral", "llama4_text"):
+        model.config.router_aux_loss_coef, model.config.router_z_loss_coef = asked["aux"], asked["z"]
+        given["output_router_logits"] = True
+    else:
+        asked |= {"aux": 0.0, "z": 0.0}
+    if "routers" in loss:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    output, fed = forward(model, batch, labels=labels, use_cache=False, **given)
+    output.loss.backward()
+    check_gradients(judge, model, fed, labels, output.loss, asked)
