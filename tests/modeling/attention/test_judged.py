@@ -94,7 +94,7 @@ def test_whole_batches(family, kind, implementation):
     ("family", "cache", "kind", "implementation"),
     [
         (family, cache, kind, implementation)
-        for family, cache, kind, implementation in in_turn(FAMILIES, CACHES, PADDED, IMPLEMENTATIONS, times=2)
+        for family, cache, kind, implementation in in_turn(FAMILIES, CACHES, PADDED, IMPLEMENTATIONS)
         if can_compute(family, kind, implementation)
         # Padding between cached tokens of chunks is mostly refused: see `test_positions.py`.
         and (
