@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-
 # Each of these is asked for every product: torch's public functions ask more, in Python.
 is_traced_by_jit: Callable[[], bool] = torch._C._is_tracing
 is_any_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
