@@ -34,12 +34,9 @@ from ..planning import (
     DEFAULT_TOKENS,
     PlacementPlan,
     Source,
-    lines_of_devices,
-    lines_of_experts,
     packed_bytes,
     plan_placement,
-    rows_of_speed,
-    rows_of_training,
+    rows_of,
     weight_bytes,
 )
 from .checkpoint import Checkpoint
@@ -126,11 +123,8 @@ class Inspection:
             rows.append(("cache", f"{self.context:,} tokens x {self.batch:,} rows in bfloat16"))
         sections.append(("memory", rows))
         if self.placement is not None:
-            table = lines_of_devices(self.placement, "holds (GB)") + lines_of_experts(self.placement)
-            rows = [("", line) for line in table]
-            rows += rows_of_speed(self.placement) + rows_of_training(self.placement)
-            rows += [("from_pretrained", _arguments(self.placement))]
-            sections.append(("plan", rows))
+            arguments = ("from_pretrained", _arguments(self.placement))
+            sections.append(("plan", [*rows_of(self.placement), arguments]))
         return sections
 
 

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from ....configuration.errors import ConfigurationError
 from ....configuration.quantization import GROUP_SIZES
-from ..format import Sizes
+from ..format import Format, Sizes
 from ..int4 import Int4
 from ..int4_layout import pack
 
@@ -62,6 +62,19 @@ class Layout(ABC):
     @abstractmethod
     def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
         """What the tensors of one matrix mean, by kind."""
+
+    def parts_of(
+        self, matrices: Sequence[Mapping[str, torch.Tensor]], sizes: Sizes, form: Format
+    ) -> list[torch.Tensor]:
+        """Make int4's parts of one matrix, or of an expert's gate and up, by their tensors by kind."""
+        assert isinstance(form, Int4), form.key
+        return int4_parts([self.unpack(tensors, sizes) for tensors in matrices], self, form)
+
+    def weight_of(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> torch.Tensor:
+        """Return the weight that a layer's tensors mean, `[O, I]`; they may be a plain one."""
+        return (
+            tensors["weight"] if set(tensors) == {"weight"} else weight_of(self.unpack(tensors, sizes), self)
+        )
 
     def num_groups(self, num_in: int) -> int:
         """G of a matrix with this many inputs."""
