@@ -308,7 +308,7 @@ def test_the_tower_of_a_folder_of_metas_serves_as_tower(parts, tmp_path):
     check_tower(tmp_path / "out", whole)
     LlamaForCausalLM(stock_dense_config(head_dim=12)).save_pretrained(tmp_path / "llama")
     convert(tmp_path / "llama", tmp_path / "text", to="meta")
-    with pytest.raises(ValueError, match="/text.* is LLaMA 1, 2, 3 or Mistral"):
+    with pytest.raises(ValueError, match="/text: is no vision tower, but LLaMA 1, 2, 3 or Mistral"):
         assemble(parts.decoder, tmp_path / "text", tmp_path / "other")
 
 
@@ -348,7 +348,7 @@ def test_parts_in_the_wrong_places_are_refused(parts, tmp_path):
     for first, second, named in [
         (tmp_path / "tower", parts.decoder, "/tower is"),
         (parts.tower, parts.decoder, "/tower is"),
-        (parts.decoder, parts.decoder, "/decoder.* is not a tower"),
+        (parts.decoder, parts.decoder, "/decoder: is no vision tower, but LLaMA"),
         (parts.decoder, tmp_path / "nothing", "nothing: no such file"),
         (tmp_path / "nothing", parts.tower, "nothing: no such file"),
         (tmp_path / "bare", parts.tower, r"tokenizer\.json: there is none, nor a tokenizer\.model"),

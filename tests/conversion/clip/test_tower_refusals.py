@@ -22,7 +22,8 @@ from transformers import (
 )
 
 from llamoe.configuration.errors import CheckpointError
-from llamoe.conversion.convert_vision import convert_vision, open_tower
+from llamoe.conversion.convert_vision import convert_vision
+from llamoe.conversion.open import open_tower
 
 BLOCK = "visual.transformer.resblocks.1"
 

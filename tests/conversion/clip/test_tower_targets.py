@@ -35,7 +35,8 @@ from transformers import (
 )
 
 from llamoe.configuration import preset
-from llamoe.conversion.convert_vision import convert_vision, open_tower
+from llamoe.conversion.convert_vision import convert_vision
+from llamoe.conversion.open import open_tower
 
 # Each class, with each activation in turn.
 TOWERS = [
