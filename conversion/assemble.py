@@ -138,14 +138,6 @@ def _with_adapter(tower: Checkpoint, hidden_size: int) -> Checkpoint:
     config = copy.deepcopy(tower.config)
     assert isinstance(config, LlamoeVisionConfig)
     if not config.use_adapter:
-        if config.grid_size % 2:
-            sizes = [
-                side * config.patch_size for side in (config.grid_size - 1, config.grid_size + 1) if side
-            ]
-            raise ValueError(
-                f"assemble: the tower's grid of {config.grid_size} by {config.grid_size} patches is odd, so that two "
-                f"by two patches do not merge; give image_size = {' or '.join(map(str, sizes))}."
-            )
         config.projector_input_dim = config.projector_output_dim = hidden_size
         config.pixel_shuffle_ratio = 0.5
     config.vision_output_dim = config.projector_output_dim
