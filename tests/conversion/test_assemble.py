@@ -146,9 +146,8 @@ def test_texts_give_the_decoders_logits_for_its_whole_vocabulary(parts, tmp_path
     assert error < TOLERANCE
 
 
-@pytest.mark.parametrize("act", [torch.nn.GELU, "quick"], ids=["gelu", "quick_gelu"])
-def test_the_adapter_reads_what_open_clips_tower_gives(parts, tmp_path, act, record_parity):
-    visual = save_tower(tmp_path / "tower", act=act).eval()
+def test_the_adapter_reads_what_open_clips_tower_gives(parts, tmp_path, record_parity):
+    visual = save_tower(tmp_path / "tower", act="quick").eval()
     report = assemble(parts.decoder, tmp_path / "tower", tmp_path / "out")
     assert any("visual_projection" in key for key in report.dropped)
 

@@ -282,9 +282,6 @@ def test_chat_refuses_what_it_cannot_say(loaded):
             loaded.apply_chat_template(dialog, tokenize=False, **more)
 
 
-# The way back
-
-
 # Wrong files
 
 

@@ -122,19 +122,6 @@ def test_a_checkpoint_is_the_same_as_itself(family, saved):
     assert [title for title, _ in result.sections()] == ["verdict", "tensors"]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "multimodal"])
-def test_formats_of_the_same_weights_are_the_same(family, saved, tmp_path):
-    split = tmp_path / "split"
-    save_hf(open_hf(saved(family)), split, WriteOptions(shard_size="200KB"), experts="split")
-    result = verify(saved(family), split)
-    assert result.verdict == "equal"
-    shutil.copytree(saved(family), tmp_path / "bin")
-    tensors = load_file(tmp_path / "bin" / "model.safetensors")
-    torch.save(tensors, tmp_path / "bin" / "pytorch_model.bin")
-    (tmp_path / "bin" / "model.safetensors").unlink()
-    assert verify(tmp_path / "bin", split).same_function
-
-
 @pytest.mark.parametrize("family", ["dense", "multimodal"])
 def test_a_folder_of_meta_is_the_same_as_that_of_hugging_face(family, tmp_path):
     name, make = CLASSES[family]
