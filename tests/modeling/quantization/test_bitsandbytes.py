@@ -1,7 +1,6 @@
 """Experts that bitsandbytes quantizes: each matrix is its linear layer, in memory, in files and in products."""
 
 import logging
-from types import SimpleNamespace
 
 import peft
 import pytest
@@ -219,12 +218,6 @@ def test_sizes_for_device_maps_are_those_in_memory():
         assert held / (5 * 3 * 52 * 72) == pytest.approx(0.5625, rel=0.01)
     auto = load(folder_of("llama4"), "llama4", "nf4", device_map="auto")
     assert torch.equal(logits(auto), logits(model))
-
-
-def test_processes_cannot_share_packed_experts():
-    model = load(folder_of("llama4"), "llama4", "nf4")
-    with pytest.raises(ValueError, match=r"^tp_size = 2: .*experts is quantized"):
-        type(model).maybe_distribute_model(model, SimpleNamespace(tp_size=2), mesh=object())
 
 
 def test_other_models_are_as_transformers_has_them(tmp_path):
