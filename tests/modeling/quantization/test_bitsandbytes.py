@@ -157,6 +157,19 @@ def test_names_to_skip_leave_experts_alone(skip, tmp_path, caplog):
     assert record.getMessage().endswith(", since the checkpoint holds them so.")
 
 
+@pytest.mark.parametrize("method", FEW)
+def test_experts_alone_are_packed(method, tmp_path):
+    linears = {"llm_int8_skip_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"]}
+    model = load(folder_of("mixtral"), "mixtral", method, quantize=linears)
+    assert not any(isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt) for module in model.modules())
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path, "mixtral")
+    assert packed_modules(again) and torch.equal(logits(again), expected)
+    unpacked = again.dequantize(dtype=torch.bfloat16)
+    assert not packed_modules(unpacked) and distance(logits(unpacked), expected) < CLOSE
+
+
 def test_parts_of_a_folder_are_read(tmp_path):
     load(folder_of("llama4"), "llama4", "fp4").save_pretrained(tmp_path)
     assert packed_modules(llamoe.LlamoeTextModel.from_pretrained(tmp_path))
