@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from support.few_bits import CLOSE, codes_and_scales, distance, logits
-from support.published import FLOAT8, KINDS, OURS, STOCK, Published, publish, weight_of
+from support.published import EIGHT_BITS, KINDS, OURS, STOCK, Published, publish, weight_of
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from transformers.utils.logging import warning_once
 
@@ -244,7 +244,7 @@ def test_other_schemes_are_refused(tmp_path):
 
 def test_experts_on_disk_are_read_from_int4_alone(tmp_path):
     published = publish(tmp_path / "published", "mixtral", "awq")
-    with pytest.raises(ValueError, match="save it by save_pretrained"):
+    with pytest.raises(ValueError, match="llamoe quantize"):
         load(published, "mixtral", device_map={"experts": "disk"})
     load(published, "mixtral").save_pretrained(tmp_path / "saved")
     model = OURS["mixtral"].from_pretrained(tmp_path / "saved", device_map={"experts": "disk"})
@@ -259,7 +259,7 @@ def test_no_weight_is_made_in_16_or_32_bits_on_its_way(tmp_path, monkeypatch):
     assert any(isinstance(module, QuantizedExperts) for module in load(published, "mixtral").modules())
 
 
-@pytest.mark.parametrize(("family", "kind"), [*itertools.product(FAMILIES, FLOAT8)])
+@pytest.mark.parametrize(("family", "kind"), [*itertools.product(FAMILIES, EIGHT_BITS)])
 def test_weights_in_float8_are_held_in_16_bits(family, kind, tmp_path, caplog):
     """The models are plain then. Up to 0.006 is measured."""
     published = publish(tmp_path / "published", family, kind, group_size=None, kept=["self_attn"])
