@@ -78,19 +78,32 @@ class Judge:
         return exact
 
     def check_values(
-        self, given, expected, blurred: Callable, what: str, error: type[Exception] = Wrong
+        self,
+        given: torch.Tensor,
+        expected: torch.Tensor,
+        blurred: Callable[[Blur], torch.Tensor],
+        what: str,
+        error: type[Exception] = Wrong,
+        size: float | None = None,
     ) -> None:
-        """Compare tensors; `blurred` computes the expected tensor with the random roundings that it is given."""
+        """Compare tensors.
+
+        Args:
+            given, expected: the tensors.
+            blurred: computes the expected tensor with the random roundings that it is given.
+            what, error: as in `check`.
+            size: what `PASSES` is a part of; by default the largest expected number, and at least 1.
+        """
         if given.shape != expected.shape:
             raise error(f"{what}: shape {list(given.shape)} instead of {list(expected.shape)}")
         given = given.detach().double()
         if not given.isfinite().all():
             raise error(f"{what}: {int((~given.isfinite()).sum())} of {given.numel()} numbers are not finite")
-        difference, size = largest(given - expected), max(1.0, largest(expected))
+        difference, size = largest(given - expected), size or max(1.0, largest(expected))
         if difference <= PASSES[self.dtype] * size:
             return
         allowed = max(largest(blurred(self.blur()) - expected) for _ in range(RUNS))
-        if difference > MARGIN * allowed:
+        if not difference <= MARGIN * allowed:
             raise error(
                 f"{what}: off by {difference:.2e} of {size:.2g}, where roundings change {allowed:.2e} ({self.dtype})"
             )

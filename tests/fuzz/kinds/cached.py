@@ -80,23 +80,17 @@ def extend(rng: random.Random, batch: Batch, vocabulary: int) -> Batch:
         return batch
     rows, length = batch.shape
     ones = torch.ones(rows, count, dtype=torch.long)
-    changes: dict[str, Any] = {
-        "ids": torch.cat([batch.ids, torch.randint(0, vocabulary, (rows, count))], 1),
-        "real": torch.cat([batch.real, ones.bool()], 1),
-        "segments": torch.cat([batch.segments, 0 * ones], 1),
-    }
-    last = batch.positions.masked_fill(~batch.real, -1).max(1, keepdim=True).values
     if batch.position_ids is None:
         # Counted from the first real token, later padding included. A row of padding alone begins at its new token.
         first = torch.cat([batch.real, ones[:, :1].bool()], 1).int().argmax(1, keepdim=True)
         more = torch.arange(length, length + count) - first
     else:
+        last = batch.positions.masked_fill(~batch.real, -1).max(1, keepdim=True).values
         more = last + torch.arange(1, count + 1)
-        changes["position_ids"] = torch.cat([batch.position_ids, more], 1)
-    changes["positions"] = torch.cat([batch.positions, more], 1)
-    if batch.attention_mask is not None:
-        changes["attention_mask"] = torch.cat([batch.attention_mask, ones.to(batch.attention_mask.dtype)], 1)
-    return replace(batch, **changes)
+    added = {"ids": torch.randint(0, vocabulary, (rows, count)), "real": ones, "segments": 0 * ones}
+    added |= {"positions": more, "position_ids": more, "attention_mask": ones}
+    known = {name: getattr(batch, name) for name in added if getattr(batch, name) is not None}
+    return replace(batch, **{name: torch.cat([x, added[name].to(x.dtype)], 1) for name, x in known.items()})
 
 
 def change(rng, whole: Batch, fed: Fed, cache: Any, kind: str, subject: Subject) -> tuple[Batch, Fed]:

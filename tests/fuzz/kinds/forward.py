@@ -18,9 +18,8 @@ def four_axes(rng: random.Random, batch: Batch, subject: Subject) -> torch.Tenso
     if subject.notes["attention"] == "sdpa" and chance(rng, 0.4):
         return batch.visible[:, None]
     lowest = torch.finfo(subject.judge.dtype).min
-    return torch.zeros(batch.visible.shape, dtype=subject.judge.dtype).masked_fill(~batch.visible, lowest)[
-        :, None
-    ]
+    mask = torch.zeros(batch.visible.shape, dtype=subject.judge.dtype)
+    return mask.masked_fill(~batch.visible, lowest)[:, None]
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import random
 from functools import cache
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 
 from ..batch import KINDS, Batch, Fed, draw_batch, forward
 from ..draw import chance
-from ..judge import PASSES, Judge, Wrong, largest
+from ..judge import RUNS, Judge, Wrong, largest
 from ..reference import Result
 from ..subject import draw_subject
 
@@ -91,31 +92,24 @@ def check_gradients(
         for (_, _, choices, run), result in zip(fed.references(judge.decoder), results, strict=True):
             judge.check_choices(result, choices, run, "training")
 
+    # The same few random roundings for all parameters, since each takes a backward pass.
     @cache
-    def noise() -> list:
-        return [exact_gradients(judge, fed, labels, options, judge.blur())[:2] for _ in range(3)]
+    def rounded(number: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return exact_gradients(judge, fed, labels, options, judge.blur())[:2]
 
-    difference = abs(loss.item() - exact.item())
-    if not difference <= PASSES[judge.dtype] * max(1.0, exact.item()):
-        allowed = max(abs(one[0].item() - exact.item()) for one in noise())
-        if not difference <= 10 * allowed:
-            raise Wrong(f"loss {loss.item():.6g} instead of {exact.item():.6g}, {fed.batch.kind}")
+    numbers = cycle(range(RUNS))
+    judge.check_values(loss, exact, lambda _: rounded(next(numbers))[0], f"loss, {fed.batch.kind}")
     floor = max(map(largest, expected.values())) / 100
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             raise Wrong(f"{name} has no gradient")
-        given = parameter.grad.double()
-        if not given.isfinite().all():
-            raise Wrong(f"the gradient of {name} is not finite, {fed.batch.kind}")
-        difference = largest(given - expected[name])
-        if difference <= LOOSER * PASSES[judge.dtype] * max(largest(expected[name]), floor):
-            continue
-        allowed = max(largest(one[1][name] - expected[name]) for one in noise())
-        if difference > 10 * allowed:
-            raise Wrong(
-                f"the gradient of {name} is off by {difference:.2e} of {largest(expected[name]):.2g}, where roundings "
-                f"change {allowed:.2e} ({judge.dtype}, {fed.batch.kind})"
-            )
+        judge.check_values(
+            parameter.grad,
+            expected[name],
+            lambda _, name=name: rounded(next(numbers))[1][name],
+            f"the gradient of {name}, {fed.batch.kind}",
+            size=LOOSER * max(largest(expected[name]), floor),
+        )
 
 
 def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
