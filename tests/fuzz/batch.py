@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -184,13 +185,9 @@ class Fed:
         """
         batch = self.batch
         for row, columns in batch.sequences():
-            ids, positions = batch.ids[row, columns], batch.positions[row, columns]
             visible = None if batch.visible is None else batch.visible[row][columns][:, columns]
-            reach = int(self.reach[row, columns[0]])
-
-            def run(choices, blur=None, given=(ids, positions, reach, visible), columns=columns):
-                return decoder(decoder.embed(given[0]), *given[1:], choices, blur, columns)
-
+            x, positions = decoder.embed(batch.ids[row, columns]), batch.positions[row, columns]
+            run = partial(decoder, x, positions, int(self.reach[row, columns[0]]), visible, places=columns)
             yield row, columns, [chosen[row, columns] for chosen in self.choices], run
 
 

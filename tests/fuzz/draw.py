@@ -99,8 +99,6 @@ def draw_dense(rng: random.Random, by_length: bool, for_stock: bool, model_type:
             fields |= {"attention_bias": False, "mlp_bias": False}
     if model_type == "ministral":
         fields["layer_types"] = draw_layer_types(rng, fields["num_hidden_layers"])
-    if not for_stock and chance(rng, 0.15):
-        fields["rope_interleave"] = True
     return fields
 
 
@@ -144,8 +142,6 @@ def draw_mixtral(rng: random.Random, by_length: bool, for_stock: bool) -> dict[s
             fields["layer_types"] = draw_layer_types(rng, fields["num_hidden_layers"])
         if chance(rng, 0.4):
             fields |= draw_rule(rng)
-        if chance(rng, 0.15):
-            fields["rope_interleave"] = True
     return fields
 
 
@@ -182,8 +178,6 @@ def draw_text(rng: random.Random, by_length: bool, for_stock: bool) -> dict[str,
         if chance(rng, 0.1):
             fields["no_rope_layer_interval"] = rng.choice([None, 0])
         if chance(rng, 0.15):
-            fields["rope_interleave"] = False
-        if chance(rng, 0.15):
             fields["mlp_bias"] = True
         if chance(rng, 0.3):
             fields |= draw_rule(rng)
@@ -193,5 +187,9 @@ def draw_text(rng: random.Random, by_length: bool, for_stock: bool) -> dict[str,
 def draw_fields(rng: random.Random, family: str, by_length: bool, for_stock: bool) -> dict[str, Any]:
     """Fields of a family's stock configuration."""
     if family in DENSE:
-        return draw_dense(rng, by_length, for_stock, family)
-    return (draw_mixtral if family == "mixtral" else draw_text)(rng, by_length, for_stock)
+        fields = draw_dense(rng, by_length, for_stock, family)
+    else:
+        fields = (draw_mixtral if family == "mixtral" else draw_text)(rng, by_length, for_stock)
+    if not for_stock and chance(rng, 0.15):
+        fields["rope_interleave"] = family != "llama4_text"
+    return fields

@@ -32,14 +32,12 @@ def rows_of(fed: Fed, index: torch.Tensor, length: int | None = None) -> Fed:
 
 def draw_cache(rng: random.Random, subject: Subject, length: int) -> tuple[str, Any]:
     kind = rng.choice(["made", "dynamic", "dynamic", "with config", "with config", "static", "static"])
-    match kind:
-        case "made":
-            return kind, None
-        case "dynamic":
-            return kind, DynamicCache()
-        case "with config":
-            return kind, DynamicCache(config=subject.model.config)
-    return kind, StaticCache(config=subject.model.config, max_cache_len=length + rng.choice([0, 0, 1, 13]))
+    if kind == "made":
+        return kind, None
+    if kind == "static":
+        length += rng.choice([0, 0, 1, 13])
+        return kind, StaticCache(config=subject.model.config, max_cache_len=length)
+    return kind, DynamicCache(config=subject.model.config if kind == "with config" else None)
 
 
 def borders(rng: random.Random, length: int) -> list[int]:
@@ -97,8 +95,8 @@ def change(rng, whole: Batch, fed: Fed, cache: Any, kind: str, subject: Subject)
     """Crop a cache or reorder its rows, and do the same with the known rows."""
     rows, length = fed.batch.shape
     ways = ["reorder"] if kind == "static" else ["reorder", "repeat", "select"]
-    if kind == "dynamic" or not subject.forgets:
-        ways += [] if kind == "static" else ["crop"]
+    if kind == "dynamic" or (kind != "static" and not subject.forgets):
+        ways.append("crop")
     way = rng.choice(ways)
     index = torch.arange(rows)
     match way:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ..batch import KINDS, Batch, Fed, draw_batch, forward
 from ..draw import chance
 from ..judge import RUNS, Judge, Wrong, largest
-from ..reference import Result
+from ..reference import Decoder, Result
 from ..subject import draw_subject
 
 # Factor on the tolerance, since gradients are sums over all tokens, of either sign.
@@ -29,12 +29,12 @@ def draw_labels(rng: random.Random, batch: Batch) -> torch.Tensor:
 
 
 def exact_loss(
-    judge: Judge, fed: Fed, labels: torch.Tensor, options: dict[str, Any], blur: Any = None
+    decoder: Decoder, fed: Fed, labels: torch.Tensor, options: dict[str, Any], blur: Any = None
 ) -> tuple[torch.Tensor, list[Result]]:
     """The reference's loss, with its autograd graph."""
     rows = torch.zeros(*fed.batch.shape, fed.logits.shape[-1], dtype=torch.float64)
     results, chosen = [], []
-    for row, columns, choices, run in fed.references(judge.decoder):
+    for row, columns, choices, run in fed.references(decoder):
         result = run(choices, blur)
         rows = rows.index_put((torch.tensor(row), columns), result.logits)
         results.append(result)
@@ -48,14 +48,10 @@ def exact_loss(
     loss, share = total / items, count / items if "num_items_in_batch" in options else 1.0
     if options["aux"]:
         picks = [torch.cat(layer) for layer in zip(*chosen, strict=True)]
-        used = [
-            F.one_hot(experts, logits.shape[1]).sum(1).double().mean(0)
-            for logits, experts in zip(routers, picks, strict=True)
-        ]
-        shares = [logits.softmax(-1).mean(0) for logits in routers]
-        used_LE, shares_LE = torch.stack(used), torch.stack(shares)
+        shares_LE = torch.stack([logits.softmax(-1).mean(0) for logits in routers])
+        used_LE = torch.stack([F.one_hot(pick, shares_LE.shape[1]).sum(1).double().mean(0) for pick in picks])
         # Stock's Mixtral takes the tokens of all layers together.
-        if judge.decoder.config["model_type"] == "mixtral":
+        if decoder.config["model_type"] == "mixtral":
             used_LE, shares_LE = used_LE.mean(0), shares_LE.mean(0)
         term = used_LE.shape[-1] * (used_LE * shares_LE).sum(-1).mean()
         loss = loss + share * options["aux"] * term
@@ -67,16 +63,13 @@ def exact_loss(
 
 def exact_gradients(judge: Judge, fed: Fed, labels: torch.Tensor, options: dict, blur: Any = None):
     """The reference's loss and the gradient of each weight."""
-    weights = judge.decoder.weights
-    leaves = {name: value.clone().requires_grad_() for name, value in weights.items()}
-    if judge.decoder.config["tie_word_embeddings"]:
+    exact = judge.decoder
+    leaves = {name: value.clone().requires_grad_() for name, value in exact.weights.items()}
+    if exact.config["tie_word_embeddings"]:
         leaves.pop("lm_head.weight", None)
-    judge.decoder.weights = leaves
-    try:
-        loss, results = exact_loss(judge, fed, labels, options, blur)
-        loss.backward()
-    finally:
-        judge.decoder.weights = weights
+    decoder = Decoder(leaves, exact.config, exact.stock_config)
+    loss, results = exact_loss(decoder, fed, labels, options, blur)
+    loss.backward()
     gradients = {
         name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()
     }
