@@ -102,7 +102,8 @@ class Inspection:
         if self.files:
             rows = []
             if self.quantization:
-                rows.append(("format", in_words(QuantizationConfig(**self.quantization))))
+                by_others = "" if self.kind == "hf" else f"{self.kind}, read as "
+                rows.append(("format", by_others + in_words(QuantizationConfig(**self.quantization))))
             rows += [("files", f"{len(self.files):,}, {in_units(self.bytes)}")]
             rows += [
                 (name, f"{count:,} tensors, {in_units(size)}") for name, (count, size) in self.dtypes.items()
@@ -227,7 +228,7 @@ def _open(given: str | os.PathLike | Checkpoint) -> Checkpoint:
         is_bare = path.is_dir() and not any(_WEIGHTS.search(inner.name) for inner in path.iterdir())
         if file.suffix == ".json" and file.is_file() and (is_bare or path.is_file()):
             check_whole(file.parent)
-            config, quantization = read_config(file)
+            config, quantization, _ = read_config(file)
             return Checkpoint(path, "configuration", config, {}, quantization=quantization)
         return open_checkpoint(path, companions=False)
 

@@ -123,8 +123,8 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
     taken: dict[str, Any] = {name: layers[name] for name in chosen}
     if current_loading().layout is not None:
         raise ValueError(
-            f"{next(iter(taken))} is not stored as it is in memory: load the folder without device_map for experts, "
-            "save it by save_pretrained, and load that."
+            f"{next(iter(taken))} is packed by another program, and experts on disk or in RAM are read from llamoe's "
+            "own formats: write a folder by `llamoe quantize FOLDER TARGET --to int4`, and load that."
         )
     # The files are needed as long as the model is, wherever the process may go.
     stored = find_pieces(

@@ -3,7 +3,8 @@
 `QuantizationConfig` and this quantizer are registered with transformers under the method `llamoe`.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +23,17 @@ from ...configuration.hub import is_ours, is_saving_stock
 from ...configuration.quantization import METHOD, QuantizationConfig
 from ..checkpoints import current_loading
 from ..formats import Format, format_of
+from ..formats.packed import Layout
 from ..layers import Linear
 from ..moe import Experts
 from .packed import QuantizedExperts, QuantizedLinear, packed_modules
 from .packed_quantizer import PackedQuantizer
-from .published import find_packed, follow_files
+from .published import Matrices, check_int4, find_packed, follow_files
 
 logger = logging.get_logger("llamoe")
+
+# What classes with a head, and multimodal ones, have before the names of layers.
+_PREFIX = re.compile(r"^(language_model\\?\.)?(model\\?\.)?(?=layers\\?\.)")
 
 
 def format_for(config: QuantizationConfig) -> Format:
@@ -121,17 +126,15 @@ class LlamoeQuantizer(PackedQuantizer):
             config.activations = activations
         candidates = dict(self._candidates(model))
         if layout := current_loading().layout:
-            self.layout = layout
-            rules = get_model_conversion_mapping(model, hf_quantizer=self)
-            matrices = find_packed(model, kwargs.get("checkpoint_files") or (), layout, rules)
+            matrices = self.read_published(model, kwargs.get("checkpoint_files") or (), layout)
             if not layout.is_int4:
                 # The model is plain then: transformers takes its config and quantizer away.
                 config.dequantize = True  # pyright: ignore[reportAttributeAccessIssue]
                 return
-            follow_files(config, layout, candidates, matrices)
+            check_int4(config, candidates, matrices)
         form = format_for(config)
         for name, module in candidates.items():
-            if not should_convert_module(name, config.modules_to_not_convert):
+            if _is_kept(name, config.modules_to_not_convert or ()):
                 continue
             with torch.device("meta"):
                 packed = (QuantizedExperts if isinstance(module, Experts) else QuantizedLinear)(module, form)
@@ -143,6 +146,14 @@ class LlamoeQuantizer(PackedQuantizer):
                         "packed already, quantization_config in its config.json is not that of its weights."
                     )
             model.set_submodule(name, packed)
+
+    def read_published(self, model: PreTrainedModel, files: Iterable[str], layout: Layout) -> Matrices:
+        """Find what another program has packed of an empty model's weights, and let the config follow it."""
+        self.layout = layout
+        rules = get_model_conversion_mapping(model, hf_quantizer=self)
+        matrices = find_packed(model, files, layout, rules)
+        follow_files(self.quantization_config, layout, dict(self._candidates(model)), matrices)
+        return matrices
 
     def _candidates(self, model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
         """The modules that are packed if no name in `modules_to_not_convert` means them."""
@@ -191,6 +202,14 @@ class LlamoeQuantizer(PackedQuantizer):
     def is_compileable(self) -> bool:
         """Products are operators in a graph."""
         return True
+
+
+def _is_kept(name: str, kept: Iterable[str]) -> bool:
+    """Return True if one of these names means the module, whatever class gave the decoder's layers their prefix."""
+    # A folder's names are those of the class that was saved, and parts of it are read by other classes.
+    names = [name, _PREFIX.sub("", name)]
+    patterns = [*kept, *(_PREFIX.sub("", pattern) for pattern in kept)]
+    return not all(should_convert_module(name, patterns) for name in names)
 
 
 def register_quantizers() -> None:

@@ -69,7 +69,7 @@ def save(model: torch.nn.Module, **kwargs) -> Path:
     return Path(_folders[-1].name)
 
 
-FIELDS = ("experts", "linears", "group_size", "activations")
+FIELDS = ("experts", "linears", "group_size", "activations", "modules_to_not_convert")
 
 
 @cache

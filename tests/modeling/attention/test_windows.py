@@ -7,7 +7,6 @@ import torch
 import transformers
 from support.models import DENSE, max_abs, run, stock_model
 from support.tables import in_turn
-from transformers import DynamicCache, StaticCache
 
 import llamoe
 
@@ -18,14 +17,7 @@ FAMILIES = ["Mistral", "Ministral"]
 WINDOWS = [1, 2, 5, 18, 64]
 # Sums in another order, of logits with a deviation of about one.
 TOLERANCE = 1e-5
-# What is given at a time: a prompt in pieces, and single tokens between them.
-PIECES = (9, 1, 1, 7, 1, 1, 17)
 IMPLEMENTATIONS = ["sdpa", "flex_attention", "flash_attention_2"]
-CACHES = {
-    "window": lambda model: DynamicCache(config=model.config),
-    "whole": lambda model: DynamicCache(),
-    "static": lambda model: StaticCache(config=model.config, max_cache_len=60),
-}
 
 
 @functools.cache
@@ -79,28 +71,6 @@ def test_logits_equal_stocks(family, window, implementation, record_parity):
     assert max(plain, padded) < TOLERANCE
     assert max_abs(packed, torch.cat(apart, 1)) < TOLERANCE
     record_parity(f"{family}, W = {window}, {implementation}", "transformers", "float32", max(plain, padded))
-
-
-@pytest.mark.parametrize(
-    ("window", "implementation", "kept"),
-    in_turn(
-        WINDOWS, IMPLEMENTATIONS, [(cache, is_padded) for cache in CACHES for is_padded in (False, True)]
-    ),
-    indirect=["implementation"],
-)
-def test_pieces_with_a_cache_equal_one_pass(window, kept, implementation):
-    cache, is_padded = kept
-    stock, ours = stock_pair("Ministral", window)
-    set_attention("eager", stock)
-    set_attention(implementation, ours)
-    ids, mask = row(), padding_mask() if is_padded else torch.ones(3, LENGTH, dtype=torch.long)
-    expected = run(stock, input_ids=ids, attention_mask=mask)
-    kept, outputs, done = CACHES[cache](ours), [], 0
-    for length in PIECES:
-        options = {"attention_mask": mask[:, : done + length]} if is_padded else {}
-        outputs.append(run(ours, input_ids=ids[:, done : done + length], past_key_values=kept, **options))
-        done += length
-    assert max_abs(torch.cat(outputs, 1)[mask > 0], expected[mask > 0]) < TOLERANCE
 
 
 def test_padding_within_a_row_counts_as_in_stock():

@@ -76,33 +76,19 @@ def test_other_libraries_experts_are_refused():
 # Which product
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "needs_gradient", "kernels_fit", "expected"),
-    [
-        (1, False, True, "kernels"),
-        (64, False, True, "kernels"),
-        (65, False, True, "operators"),
-        (1, True, True, "operators"),
-        (1, False, False, "operators"),
-    ],
-)
-def test_rows_and_gradients_decide_on_a_gpu(num_rows, needs_gradient, kernels_fit, expected, monkeypatch):
-    """On a card that takes the kernels for up to 64 rows; experts on disk are counted by the host."""
-    monkeypatch.setattr(moe_experts, "may_have_gpu_kernel", lambda device: True)
-    monkeypatch.setattr(moe_experts, "few_rows_limit", lambda device: 64)
-    monkeypatch.setattr(moe_experts, "has_gpu_kernel", lambda *_: kernels_fit)
-    monkeypatch.setattr(Experts, "device", CUDA)
-    experts = make_experts()
-    assert experts.way(num_rows, needs_gradient) == expected
-    experts.is_offloaded = True
-    monkeypatch.setattr(Experts, "storage", "on 'disk'")
-    assert experts.way(num_rows, needs_gradient) == ("operators" if needs_gradient else "host")
-
-
-def test_the_host_counts_on_a_cpu():
+def test_the_host_counts_on_a_cpu_and_offloaded_experts_everywhere(monkeypatch):
+    """Which rows a GPU's kernels take is in `test_plain_experts_on_gpus.py`."""
     experts = make_experts()
     assert experts.way(7, needs_gradient=False) == "host"
     assert experts.way(7, needs_gradient=True) == experts.way(7, False, is_traced=True) == "operators"
+    monkeypatch.setattr(Experts, "device", CUDA)
+    monkeypatch.setattr(moe_experts, "may_have_gpu_kernel", lambda device: True)
+    monkeypatch.setattr(moe_experts, "few_rows_limit", lambda device: 64)
+    monkeypatch.setattr(moe_experts, "has_gpu_kernel", lambda *_: True)
+    assert experts.way(7, needs_gradient=False) == "kernels"
+    experts.is_offloaded = True
+    monkeypatch.setattr(Experts, "storage", "on 'disk'")
+    assert experts.way(7, needs_gradient=False) == "host" and experts.way(7, True) == "operators"
 
 
 STRIDES = {

@@ -107,26 +107,13 @@ def test_an_expert_that_does_not_fit_is_named(change, named, tmp_path, nothing_l
         llamoe.LlamoeMixtralForCausalLM.from_pretrained(tmp_path, experts_memory="1MB")
 
 
-def _with_json(tensor, old: str, new: str) -> torch.Tensor:
-    """A text in bytes with a part of the same length in another's place."""
-    return torch.tensor(list(bytes(tensor.tolist()).replace(old.encode(), new.encode())), dtype=torch.uint8)
-
-
 @pytest.mark.parametrize(
     ("kind", "change", "named"),
     [
         ("weight.absmax", None, r"w3\.weight\.absmax is missing"),
-        ("weight.absmax", lambda tensor: tensor[:-1].clone(), r"absmax has shape \[\d+\]"),
-        ("weight.nested_absmax", lambda tensor: tensor.view(torch.int32), r"nested_absmax .*dtype torch\.int32"),
         ("weight", lambda tensor: tensor[:-1].clone(), r"w3.weight: weight has shape \[\d+\]"),
-        ("weight.quant_map", lambda tensor: tensor + 1, "nf4 table has other numbers"),
-        (
-            "weight.quant_state.bitsandbytes__nf4",
-            lambda tensor: _with_json(tensor, '"blocksize": 64', '"blocksize": 32'),
-            "'nf4', 32, .* not .*'nf4', 64",
-        ),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_expert_of_bitsandbytes_is_named(kind, change, named, folders, tmp_path, nothing_left):
     for file in folders["mixtral in nf4"].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
