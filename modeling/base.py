@@ -328,7 +328,7 @@ class LlamoePreTrainedModel(
                 f"{cls.__name__} cannot load a {family} mixture quantized with {method!r}: experts that are plain, or "
                 "packed in a format of docs/packed_downloads.md, are read here. Load the model that it was made of, if "
                 "memory is short with quantization_config=llamoe.QuantizationConfig('int4') or BitsAndBytesConfig "
-                "(quanto and torchao leave routed experts in 16 bit). Servers such as vLLM may take the folder as it is."
+                "(quanto and torchao leave routed experts in 16 bit). Servers such as vLLM may take it as it is."
             )
 
     def _log_backends(self) -> None:

@@ -185,16 +185,6 @@ def test_inspecting_says_what_is_packed(tmp_path):
     assert set(inspect(published.path).needs) == {"bfloat16", "int8", "int4"}
 
 
-def test_experts_on_disk_of_what_quantize_writes(tmp_path):
-    """The command that a refusal names does what it says."""
-    published = publish(tmp_path / "published", "mixtral", "awq")
-    with pytest.raises(ValueError, match="llamoe quantize FOLDER TARGET --to int4"):
-        OURS["mixtral"].from_pretrained(published.path, device_map={"experts": "disk"})
-    quantize(published.path, tmp_path / "packed", to="int4")
-    model = OURS["mixtral"].from_pretrained(tmp_path / "packed", device_map={"experts": "disk"})
-    assert torch.equal(logits(model), logits(OURS["mixtral"].from_pretrained(published.path)))
-
-
 def test_a_block_is_a_matrix_or_an_expert(tmp_path):
     tensors = open_checkpoint(publish(tmp_path, "mixtral", "asymmetric").path).tensors
     experts = tensors["model.layers.1.mlp.experts.gate_up_proj"]

@@ -286,13 +286,51 @@ def test_other_schemes_are_refused(family, kind, fields, says, tmp_path):
     assert says in str(caught.value)
 
 
-def test_experts_on_disk_are_read_from_int4_alone(tmp_path):
-    published = publish(tmp_path / "published", "mixtral", "awq")
-    with pytest.raises(ValueError, match="llamoe quantize"):
+@pytest.mark.parametrize("kind", [*KINDS, "float8", "fp8"])
+@pytest.mark.parametrize("family", ["mixtral", "llama4"])
+def test_experts_on_disk_compute_and_train_as_in_memory(family, kind, tmp_path):
+    """They are read from the published files themselves."""
+    from peft import get_peft_model
+
+    published = publish(tmp_path / "published", family, kind, None if kind in EIGHT_BITS else 32)
+    options = {} if kind in EIGHT_BITS else {"quantization_config": FLOAT}
+    whole = OURS[family].from_pretrained(published.path, **options)
+    model = OURS[family].from_pretrained(published.path, device_map={"experts": "disk"}, **options)
+    counts = model.experts_statistics()
+    assert len(counts) == (2 if family == "mixtral" else 1)
+    assert torch.equal(logits(model), logits(whole))
+    assert all(layer["misses"] and layer["bytes_read"] for layer in model.experts_statistics().values())
+    ids = token_ids()
+    assert torch.equal(*(each.generate(ids, max_new_tokens=4, do_sample=False) for each in (model, whole)))
+    losses = []
+    for each in (model, whole):
+        torch.manual_seed(7)
+        adapted = get_peft_model(each, llamoe.lora_config(each, r=3))
+        loss = adapted(ids, labels=ids).loss
+        loss.backward()
+        gradients = [p.grad for p in adapted.parameters() if p.requires_grad]
+        losses.append((loss.detach(), *gradients))
+    assert all(torch.equal(*pair) for pair in zip(*losses, strict=True))
+    with pytest.raises(ValueError, match="Copy the folder"):
+        OURS[family].from_pretrained(published.path, device_map={"experts": "disk"}).save_pretrained(
+            tmp_path / "saved"
+        )
+
+
+def test_experts_on_disk_that_their_author_left_in_16_bits_are_read_beside_packed_ones(tmp_path):
+    published = publish(tmp_path, "mixtral", "gptq", kept=["layers.1.block"])
+    model = load(published, "mixtral", device_map={"experts": "disk"})
+    assert torch.equal(logits(model), logits(load(published, "mixtral")))
+    assert len(model.experts_statistics()) == 2
+
+
+def test_an_expert_on_disk_that_is_missing_is_named(tmp_path):
+    published = publish(tmp_path, "mixtral", "awq")
+    edit(published, lambda t: [t.pop(f"{EXPERT}.{kind}") for kind in ("qweight", "qzeros", "scales")])
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: 5 matrices of .*gate_up_proj.* 3 experts"
+    ):
         load(published, "mixtral", device_map={"experts": "disk"})
-    load(published, "mixtral").save_pretrained(tmp_path / "saved")
-    model = OURS["mixtral"].from_pretrained(tmp_path / "saved", device_map={"experts": "disk"})
-    assert torch.equal(logits(model), logits(OURS["mixtral"].from_pretrained(tmp_path / "saved")))
 
 
 def test_memory_is_of_4_bits_but_for_a_matrix(tmp_path, monkeypatch):
