@@ -41,12 +41,6 @@ Sizes = tuple[int, int]
 """O and I."""
 
 
-def chunk_of(device: torch.device) -> int:
-    """Weights that are quantized at a time: what a processor's cache holds, or, where launches cost, a whole matrix."""
-    # Half a gigabyte in float32, for the largest heads in vocabularies.
-    return 1 << 17 if device.type == "cpu" else 1 << 27
-
-
 class Format(ABC):
     """One way to store a matrix, and the products of rows with it from either side."""
 

@@ -28,8 +28,8 @@ SHORTCUTS_ARE_ON = os.environ.get("LLAMOE_CPU_SHORTCUTS", "1") != "0"
 """Whether shortcuts may be used at all."""
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-# Smaller weights gain less than the extra calls cost, and of few inputs, as LoRA's second factor has, torch's product is
-# up to ten times as fast: the kernel reads each output's weights by themselves.
+# Smaller weights gain less than the extra calls cost, and of few inputs, as LoRA's second factor has, torch's product
+# is up to ten times as fast: the kernel reads each output's weights by themselves.
 _MIN_WEIGHTS, _MIN_INPUTS = 1 << 15, 128
 
 

@@ -94,9 +94,7 @@ class RotaryEmbedding(nn.Module):
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
 
-def of_channels(
-    cos: torch.Tensor, sin: torch.Tensor, interleave: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def of_channels(cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Give both channels of each pair their factors: cosines, and sines, negative for the first channel.
 
     Args:
@@ -149,8 +147,8 @@ def rotary_2d_cos_sin(
         device: device of the result.
 
     Returns:
-        cos and sin, each `[1, T, 1, D]` float32, as `rotate` takes them for interleaved pairs, for T = grid_size**2 + 1:
-        patches row by row, then the class token, with cos 1 and sin 0.
+        cos and sin, each `[1, T, 1, D]` float32, as `rotate` takes them for interleaved pairs, for T = grid_size**2
+        + 1: patches row by row, then the class token, with cos 1 and sin 0.
     """
     exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device) / (head_dim // 2)
     frequencies = 1.0 / (theta**exponents)

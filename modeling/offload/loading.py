@@ -19,10 +19,9 @@ from ...configuration.sizes import bytes_of
 from ..checkpoints import current_loading, device_of, names_in_model
 from ..moe import STACKS, Experts
 from .budget import bytes_of_expert, default_size
-from .experts import OffloadedExperts
+from .experts import OffloadedExperts, offloaded_in
 from .pieces import find_packed_pieces, find_pieces
 from .store import Store
-from .training import offloaded_in
 
 ALL = "experts"
 """In a device map: the routed experts of all layers."""

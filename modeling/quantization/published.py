@@ -138,6 +138,12 @@ def _check_matrices(model: nn.Module, weight: str, layers: Mapping[str, Any], la
                     f"{stored} has shape {[*stored.shape]}, where config.json means {[*shape]}: its sizes, or "
                     "quantization_config's groups, are not those of the weights."
                 )
+            # Codes of other sizes would be cut at other bits, and whole numbers are no scales.
+            codes = r"I32" if layout.is_int4 else r"I8|F8_\w+"
+            if not re.fullmatch(r"B?F\d+" if "scale" in kind else codes, stored.dtype):
+                raise CheckpointError(
+                    f"{stored} has dtype {stored.dtype}, which this layout does not. {_REMEDY}"
+                )
 
 
 def follow_files(

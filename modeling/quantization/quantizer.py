@@ -3,6 +3,7 @@
 `QuantizationConfig` and this quantizer are registered with transformers under the method `llamoe`.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,9 @@ from .packed_quantizer import PackedQuantizer
 from .published import Matrices, check_int4, find_packed, follow_files
 
 logger = logging.get_logger("llamoe")
+
+# What classes with a head, and multimodal ones, have before the names of layers.
+_PREFIX = re.compile(r"^(language_model\\?\.)?(model\\?\.)?(?=layers\\?\.)")
 
 
 def format_for(config: QuantizationConfig) -> Format:
@@ -131,7 +135,7 @@ class LlamoeQuantizer(PackedQuantizer):
             check_int4(config, candidates, matrices)
         form = format_for(config)
         for name, module in candidates.items():
-            if not should_convert_module(name, config.modules_to_not_convert):
+            if _is_kept(name, config.modules_to_not_convert or ()):
                 continue
             with torch.device("meta"):
                 packed = (QuantizedExperts if isinstance(module, Experts) else QuantizedLinear)(module, form)
@@ -199,6 +203,14 @@ class LlamoeQuantizer(PackedQuantizer):
     def is_compileable(self) -> bool:
         """Products are operators in a graph."""
         return True
+
+
+def _is_kept(name: str, kept: Iterable[str]) -> bool:
+    """Return True if one of these names means the module, whatever class gave the decoder's layers their prefix."""
+    # A folder's names are those of the class that was saved, and parts of it are read by other classes.
+    names = [name, _PREFIX.sub("", name)]
+    patterns = [*kept, *(_PREFIX.sub("", pattern) for pattern in kept)]
+    return not all(should_convert_module(name, patterns) for name in names)
 
 
 def register_quantizers() -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 import llamoe
 
+from .few_bits import SIZES
 from .models import stock_multimodal_config
 
 # What stands in the config.json of a folder, beside the size of groups.
@@ -140,27 +141,15 @@ def _by_compressed_tensors(kind, codes, zero, scale, group_size):
     return PackedQuantizationCompressor.compress(tensors, scheme)
 
 
-# Outputs are multiples of 16, inputs of 32; gate and up of an expert together fill blocks of 64 outputs, but each alone
-# does not. Sizes differ from each other.
-_SHARED = dict(
-    vocab_size=101,
-    hidden_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=256,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+# Gate and up of an expert together fill blocks of 64 outputs, but each alone does not.
+_SIZES = SIZES | {"head_dim": 32}
 _MIXTURE = dict(intermediate_size=96, num_local_experts=3)
 
 
 def _config(family, changes):
     if family == "llama":
-        return transformers.LlamaConfig(**_SHARED | {"intermediate_size": 320} | changes)
-    fields = _SHARED | _MIXTURE | changes
+        return transformers.LlamaConfig(**_SIZES | {"intermediate_size": 320} | changes)
+    fields = _SIZES | _MIXTURE | changes
     if family == "mixtral":
         return transformers.MixtralConfig(**fields, num_experts_per_tok=2)
     fields = dict(intermediate_size_mlp=320, interleave_moe_layer_step=2, attention_chunk_size=16) | fields
@@ -210,7 +199,7 @@ def publish(path, family, kind, group_size=32, kept=(), packs=(), spelling="stoc
     for name, weight in stock.state_dict().items():
         weight.copy_((torch.randn_like(weight) * 0.1 + ("norm" in name)).bfloat16())
         _choose_by_tokens(name, weight)
-        for layer, matrix in _matrices(family, spelling, name, weight):
+        for layer, matrix in named_matrices(family, name, weight, spelling):
             is_packed = layer.endswith(packs) if packs and not _is_linear(name) else _is_linear(name)
             if not is_packed or any(each in layer for each in kept):
                 plain[f"{layer}.weight" if layer != name else name] = matrix.bfloat16().contiguous()
@@ -240,18 +229,15 @@ def _is_linear(name):
     return "_proj." in name or ".experts." in name
 
 
-def _matrices(family, spelling, name, weight):
+def named_matrices(family, name, weight, spelling="stock"):
     """The names that a stock parameter has in a published folder, without `weight`, and its matrices `[out, in]`."""
-    if spelling == "stock" and family == "mixtral":
+    is_stock = family == "mixtral" and spelling == "stock"
+    if is_stock:
         name = name.replace(".mlp.", ".block_sparse_moe.")
     if ".experts." not in name:
         yield name.removesuffix(".weight"), weight
         return
-    names = (
-        ("w1", "w3", "w2")
-        if family == "mixtral" and spelling == "stock"
-        else ("gate_proj", "up_proj", "down_proj")
-    )
+    names = ("w1", "w3", "w2") if is_stock else ("gate_proj", "up_proj", "down_proj")
     path, _, stack = name.rpartition(".")
     for number, matrix in enumerate(weight if family == "mixtral" else weight.mT):
         halves = matrix.chunk(2) if stack == "gate_up_proj" else [matrix]

@@ -195,34 +195,45 @@ void unpack_codes(const uint8_t* codes, const uint32_t* scales, int64_t inputs, 
   }
 }
 
-// R rows, from row r, times one output of 8 bits, whose codes are read from beginning to end.
-template <int R>
-void int8_output(const ByteRows& x, int64_t r, const int8_t* codes, int64_t inputs, float* y, int64_t y_stride) {
-  constexpr int kSums = 4 / R;
-  Floats sum[R][kSums] = {};
-  const auto add = [&](int64_t k, Bytes weights, int j) {
+// R rows, from row r, times C outputs of 8 bits. The codes of one output are read from beginning to end; several outputs
+// share what is read of the rows.
+template <int R, int C>
+void int8_outputs(const ByteRows& x, int64_t r, const int8_t* codes, int64_t inputs, float* y, int64_t y_stride) {
+  constexpr int kSums = C == 1 ? 4 / R : 1;
+  Floats sum[R][C][kSums] = {};
+  const auto add = [&](int64_t k, const Bytes (&weights)[C], int j) {
     for (int i = 0; i < R; i++) {
       const int64_t quad = (r + i) * x.quads + k / 4;
-      const Ints products = add_bytes(load<Ints>(&x.starts[quad]), weights, load<Bytes>(&x.bytes[(r + i) * x.padded + k]));
-      sum[i][j] += to_floats(products) * load<Floats>(&x.quad_scales[quad]);
+      const Ints start = load<Ints>(&x.starts[quad]);
+      const Bytes bytes = load<Bytes>(&x.bytes[(r + i) * x.padded + k]);
+      const Floats scale = load<Floats>(&x.quad_scales[quad]);
+      for (int c = 0; c < C; c++) sum[i][c][j] += to_floats(add_bytes(start, weights[c], bytes)) * scale;
     }
   };
   int64_t k = 0;
+  Bytes weights[C];
   for (; k + kSums * kStep <= inputs; k += kSums * kStep)
     for (int j = 0; j < kSums; j++) {
-      if (j * kStep % 64 == 0) __builtin_prefetch(codes + k + j * kStep + kAhead);
-      add(k + j * kStep, load<Bytes>(codes + k + j * kStep), j);
+      for (int c = 0; c < C; c++) {
+        const int8_t* some = codes + c * inputs + k + j * kStep;
+        if (j * kStep % 64 == 0) __builtin_prefetch(some + (C == 1 ? kAhead : C * inputs));
+        weights[c] = load<Bytes>(some);
+      }
+      add(k + j * kStep, weights, j);
     }
   for (; k < inputs; k += kStep) {
-    Bytes weights = {};
-    std::memcpy(&weights, codes + k, std::min<int64_t>(inputs - k, kStep));
+    for (int c = 0; c < C; c++) {
+      weights[c] = Bytes{};
+      std::memcpy(&weights[c], codes + c * inputs + k, std::min<int64_t>(inputs - k, kStep));
+    }
     add(k, weights, 0);
   }
-  for (int i = 0; i < R; i++) {
-    Floats all = sum[i][0];
-    for (int j = 1; j < kSums; j++) all += sum[i][j];
-    y[i * y_stride] = sum_of(all);
-  }
+  for (int i = 0; i < R; i++)
+    for (int c = 0; c < C; c++) {
+      Floats all = sum[i][c][0];
+      for (int j = 1; j < kSums; j++) all += sum[i][c][j];
+      y[i * y_stride + c] = sum_of(all);
+    }
 }
 
 // Many rows times 64 outputs of 8 bits, whose codes are sorted as those of 4 bits lie.

@@ -160,25 +160,6 @@ def test_weights_beyond_two_to_the_31_elements_on_a_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [9, 40])
-@torch.no_grad()
-def test_a_cuda_graph_serves_other_ids(num_rows):
-    """Captured once, replayed for rows of other experts, for one expert only, and for none."""
-    x, gate_up, down, ids = draw(num_rows, 6, **SCOUT)
-    by_kernels(x, gate_up, down, ids)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = by_kernels(x, gate_up, down, ids)
-    for new_ids in (torch.randint(6, (num_rows,)), torch.full((num_rows,), 2), torch.full((num_rows,), 6)):
-        ids.copy_(new_ids)
-        x.normal_()
-        captured.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(captured, by_kernels(x, gate_up, down, ids))
-
-
-@pytest.mark.gpu
 @torch.no_grad()
 def test_compiled_into_one_graph_on_a_gpu():
     """With `reduce-overhead`, which records a CUDA graph, for several inputs and without a recompilation."""

@@ -154,38 +154,40 @@ def test_nothing_is_merged_into_packed_weights(weights, chosen, is_safe):
     assert distance(logits(model), before) < CLOSE
 
 
-@pytest.mark.parametrize("method", ["ADALORA", "HRA", "IA3", "LOHA", "OFT", "VERA"])
-def test_other_methods_are_refused(method):
-    fields = {"ADALORA": {"total_step": 10}, "IA3": {"feedforward_modules": ["down_proj"]}}.get(method, {})
-    model = packed("dense", "int8")
-    config = PEFT_TYPE_TO_CONFIG_MAPPING[method](target_modules=["q_proj", "down_proj"], **fields)
-    with pytest.raises(ValueError, match=rf"^{method} .*model\.layers\.0\.self_attn\.q_proj, .* int8"):
-        get_peft_model(model, config)
-    assert not layers(model)
-
-
-@pytest.mark.parametrize(
-    ("fields", "target"),
-    [
-        (dict(init_lora_weights="pissa"), "self_attn.o_proj"),
-        (dict(init_lora_weights="loftq"), "feed_forward.experts"),
-        (dict(init_lora_weights="orthogonal", r=4), "self_attn.o_proj"),
-        (dict(use_dora=True), "feed_forward.experts"),
-        (dict(use_dora=True), "self_attn.o_proj"),
-    ],
-)
-def test_what_begins_with_the_weights_is_refused(target, fields):
-    model = packed("text", "int8")
-    is_linear = target.endswith("o_proj")
-    config = LoraConfig(
-        target_modules=["o_proj"] if is_linear else [],
-        target_parameters=None if is_linear else ["experts.down_proj"],
-    )
+def lora(target, **fields):
+    """A config of one linear layer or stack; its own check would ask for packages that some fields need."""
+    linear, stack = ([target], None) if "." not in target else ([], [target])
+    config = LoraConfig(target_modules=linear, target_parameters=stack)
     for field, value in fields.items():
-        # A config asks for packages that some initialisations need.
         setattr(config, field, value)
-    asked, value = next(iter(fields.items()))
-    with pytest.raises(ValueError, match=rf"{asked}={value!r}(\) for (a packed layer|down_proj)|\.$)"):
+    return config
+
+
+METHODS = {"ADALORA": {"total_step": 10}, "HRA": {}, "IA3": {"feedforward_modules": ["down_proj"]}, "OFT": {}}
+REFUSED = [
+    *(
+        (
+            PEFT_TYPE_TO_CONFIG_MAPPING[method](target_modules=["q_proj", "down_proj"], **fields),
+            rf"^{method} .*model\.layers\.0\.self_attn\.q_proj, .* int8",
+        )
+        for method, fields in METHODS.items()
+    ),
+    (lora("o_proj", init_lora_weights="pissa"), r"='pissa'\) for a packed layer"),
+    (lora("experts.down_proj", init_lora_weights="loftq"), r"='loftq'\) for down_proj"),
+    (lora("o_proj", use_dora=True), r"use_dora=True.*\.$"),
+    (lora("experts.down_proj", use_dora=True), r"use_dora=True.*\.$"),
+    (
+        LoraConfig(target_modules=["q_proj"], target_parameters=["v_proj.weight"]),
+        r"target_parameters names .*v_proj\.weight: .*target_modules",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "says"), REFUSED, ids=lambda each: str(each)[:60])
+def test_what_needs_the_numbers_of_packed_weights_is_refused(config, says):
+    """Other methods than LoRA, what begins with the weights, and weights wrapped as parameters."""
+    model = packed("text", "int8")
+    with pytest.raises(ValueError, match=says):
         get_peft_model(model, config)
 
 
@@ -197,12 +199,6 @@ def test_what_begins_without_the_weights_is_not(begin):
     config = llamoe.lora_config(model, experts=begin != "eva", init_lora_weights=begin)
     adapted = get_peft_model(model, config)
     assert torch.equal(logits(adapted), before) == (begin is not False)
-
-
-def test_packed_weights_are_not_wrapped_as_parameters():
-    config = LoraConfig(target_modules=["q_proj"], target_parameters=["v_proj.weight"])
-    with pytest.raises(ValueError, match=r"target_parameters names .*v_proj\.weight: .*target_modules"):
-        get_peft_model(packed("text", "int4"), config)
 
 
 def test_what_is_not_packed_still_merges():

@@ -50,7 +50,7 @@ def shifted(tensor, offset):
 def test_addresses_that_kernels_do_not_expect(form, sizes, kernels, monkeypatch):
     """torch's product for int8 reads whole vectors, and ends the process where one is not aligned."""
     if kernels == "torch's":
-        monkeypatch.setattr(cpp_kernels, "library", lambda: None)
+        monkeypatch.setattr(cpp_kernels, "_library", None)
     codes, scales = form.quantize(torch.randn(sizes))
     expected = form.matrix((codes, scales), sizes, torch.float32).T
     for num_rows in (1, 2, 5, 23, 90):
@@ -74,7 +74,7 @@ def test_codes_of_a_mapped_file_at_odd_addresses(weights, kernels, monkeypatch):
     (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
     model = AutoModelForCausalLM.from_pretrained(path)
     if kernels == "torch's":
-        monkeypatch.setattr(cpp_kernels, "library", lambda: None)
+        monkeypatch.setattr(cpp_kernels, "_library", None)
     for ids in (token_ids(), token_ids(1, 5)):
         assert torch.equal(logits(model, ids), logits(packed("mixtral", weights), ids))
 
