@@ -133,7 +133,7 @@ def find_packed_pieces(
             pieces[stack] = [
                 [
                     Piece(
-                        tensor.origin,
+                        os.path.abspath(tensor.origin),
                         tensor.content.begin,
                         tensor.shape,
                         DTYPES[tensor.dtype],

@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -273,8 +274,9 @@ def test_experts_on_disk_compute_and_train_as_in_memory(family, kind, tmp_path):
         )
 
 
-def test_experts_on_disk_that_their_author_left_in_16_bits_are_read_beside_packed_ones(tmp_path):
-    published = publish(tmp_path, "mixtral", "gptq", kept=["layers.1.block"])
+def test_experts_on_disk_that_their_author_left_in_16_bits_are_read_beside_packed_ones(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    published = publish(Path("published"), "mixtral", "gptq", kept=["layers.1.block"])
     model = load(published, "mixtral", device_map={"experts": "disk"})
     assert torch.equal(logits(model), logits(load(published, "mixtral")))
     assert len(model.experts_statistics()) == 2
