@@ -129,7 +129,8 @@ def _check_matrices(model: nn.Module, weight: str, layers: Mapping[str, Any], la
                     "quantization_config's groups, are not those of the weights."
                 )
             # Codes of other sizes would be cut at other bits, and whole numbers are no scales.
-            if not re.fullmatch(r"B?F\d+" if "scale" in kind else r"I32|I8|F8_\w+", stored.dtype):
+            codes = r"I32" if layout.is_int4 else r"I8|F8_\w+"
+            if not re.fullmatch(r"B?F\d+" if "scale" in kind else codes, stored.dtype):
                 raise CheckpointError(
                     f"{stored} has dtype {stored.dtype}, which this layout does not. {_REMEDY}"
                 )
