@@ -102,6 +102,8 @@ MIXED = {
         (changed("symmetric", format="nvfp4-pack-quantized"), "nvfp4"),
         (changed("symmetric", config_groups={}), "config_groups"), (changed("symmetric", config_groups=MIXED), "a'"),
         (changed("symmetric", input_activations={"num_bits": 8}), "input_activations"),
+        (changed("symmetric", transform_config={"config_groups": {"R1": {}}}), "transform_config is ['R1']"),
+        (changed("int8", symmetric=False), "'symmetric': False"), (changed("fp8", weight_block_size=[128]), "[128]"),
     ],
 )  # fmt: skip
 def test_what_is_not_read_is_refused_by_its_name(config, says):
