@@ -2,7 +2,7 @@
 
 llama.cpp's converter, which makes the files, is part of its sources and not of llama-cpp-python:
 `LLAMA_CPP_CONVERTER` in the environment is the path of convert_hf_to_gguf.py, with the folders gguf-py and conversion
-beside it. q4_0 is what llama.cpp's quantizer makes by default: its head is q6_K, norms and routers stay in float32.
+beside it. The head stays in bfloat16 in all types, as in our models; norms and routers stay in float32.
 """
 
 import ctypes
@@ -44,20 +44,21 @@ def make_files(model: Path) -> dict[str, Path]:
     converter = find_converter()
     files = {kind: model.with_name(f"{model.name}-{kind}.gguf") for kind in TYPES}
     script = Path(__file__).with_name("gguf_converter.py")
-    for kind in ("bf16", "q8_0"):
-        words = [script, converter, model, "--outfile", files[kind], "--outtype", kind]
-        done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise LeftOut(
-                f"llama.cpp's converter failed: {(done.stderr.strip().splitlines() or ['it ended'])[-1]}"
-            )
+    words = [script, converter, model, "--outfile", files["bf16"], "--outtype", "bf16"]
+    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LeftOut(
+            f"llama.cpp's converter failed: {(done.stderr.strip().splitlines() or ['it ended'])[-1]}"
+        )
     import llama_cpp
 
     options = llama_cpp.llama_model_quantize_default_params()
-    options.nthread, options.ftype = 1, llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
-    names = str(files["bf16"]).encode(), str(files["q4_0"]).encode()
-    if status := llama_cpp.llama_model_quantize(*names, ctypes.byref(options)):
-        raise LeftOut(f"llama.cpp's quantizer failed with status {status}")
+    options.nthread, options.quantize_output_tensor = 1, False
+    for kind in ("q8_0", "q4_0"):
+        options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}")
+        names = str(files["bf16"]).encode(), str(files[kind]).encode()
+        if status := llama_cpp.llama_model_quantize(*names, ctypes.byref(options)):
+            raise LeftOut(f"llama.cpp's quantizer failed with status {status}")
     return files
 
 

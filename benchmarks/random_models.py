@@ -14,7 +14,7 @@ import llamoe
 from llamoe.modeling.formats import Format
 from llamoe.modeling.layers import RotaryEmbedding
 from llamoe.modeling.quantization import LlamoeQuantizer, QuantizedExperts, QuantizedLinear
-from llamoe.modeling.quantization.bnb_quantizers import BitsAndBytes4BitQuantizer
+from llamoe.modeling.quantization.bnb import BitsAndBytes4BitQuantizer
 from llamoe.modeling.registration import model_class
 
 from .weights import Setting

@@ -34,7 +34,8 @@ class QuantizationConfig(QuantizationConfigMixin):
             quantizing knows it, not a stored folder.
         activations: what llamoe's kernels for CPUs do to rows: "int8" (the default) quantizes them to 8 bits, with a
             scale for each 32 inputs, which is up to twice as fast; "float" leaves them as they are, as training does.
-        modules_to_not_convert: names of more modules that stay in 16 bit, or the ends of their names, or None.
+        modules_to_not_convert: names of more modules that stay in 16 bit, with or without what stands before `layers`,
+            or the ends of their names, or None.
         format_version: version of the layout in files.
     """
 

@@ -22,8 +22,6 @@ def bytes_of(name: str, value: Any, least: int = 0) -> int:
     if isinstance(value, str):
         number_of_unit = r"\s*([0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*(?:([KMGT])(I?))?B?\s*"
         match = re.fullmatch(number_of_unit, value.upper())
-            r"\s*([0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*(?:([KMGT])(I?))?B?\s*", value.upper()
-        )
         number = None
         if match is not None and not value.strip().endswith("b"):
             power = " KMGT".index(match[2] or " ")

@@ -7,10 +7,9 @@ works on all formats. This file also holds the checks of tensors against the mod
 import copy
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,7 +29,8 @@ class Checkpoint:
 
     Attributes:
         path: file or folder that it was opened from.
-        kind: "meta-llama", "meta-llama4", "mistral", "hf", "open_clip" or "clip".
+        kind: "meta-llama", "meta-llama4", "mistral", "hf", "open_clip" or "clip"; of weights that others have packed
+            "compressed-tensors", "gptq" or "awq".
         config: a configuration of llamoe.
         tensors: key of stock's modules to tensor, with stacked experts.
         dropped: source key to the reason why the tensor is not in `tensors`.
@@ -39,6 +39,7 @@ class Checkpoint:
         notes: what a user should know about how the source was read.
         quantization: of a folder of packed weights, how they are stored; `tensors` are what they mean.
         stored: of such a folder, key to tensor as the files have them.
+        in_16_bit: of weights that others have packed, the modules that stay in 16 bits, or the ends of their names.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)
     quantization: QuantizationConfig | None = None
     stored: dict[str, LazyTensor] = field(default_factory=dict)
+    in_16_bit: Sequence[str] = ()
 
 
 @dataclass
@@ -114,10 +116,13 @@ def _shorten(names: list[str]) -> str:
 def carry_out(plan: Plan, checkpoint: Checkpoint, target: Path, to: str, options: WriteOptions) -> Report:
     """Write a plan unless this is a dry run, and report on it.
 
-    The plan's identity gets the source, so that a changed source cannot resume a conversion.
+    The plan's identity gets names, sizes, times and inodes of the source's files, so that a changed source cannot
+    resume a conversion.
     """
     begun = time.monotonic()
-    plan.identity = {"source": identify(checkpoint), "to": to, **plan.identity}
+    # Without the device, which may have another number after a restart.
+    files = [[str(path.absolute()), *stamp_of(path.stat())[:3]] for path in checkpoint.sources]
+    plan.identity = {"source": files, "to": to, **plan.identity}
     if not options.dry_run:
         write(plan, target, options.resume, options.progress)
     return Report(
@@ -133,12 +138,6 @@ def carry_out(plan: Plan, checkpoint: Checkpoint, target: Path, to: str, options
         seconds=time.monotonic() - begun,
         dry_run=options.dry_run,
     )
-
-
-def identify(checkpoint: Checkpoint) -> list[list[Any]]:
-    """List name, size, time and inode of the source's weight files; a changed source cannot resume a conversion."""
-    # Without the device, which may have another number after a restart.
-    return [[str(path.absolute()), *stamp_of(path.stat())[:3]] for path in checkpoint.sources]
 
 
 def main_dtype(tensors: Mapping[str, LazyTensor]) -> torch.dtype:

@@ -9,6 +9,7 @@ from ..configuration.errors import CheckpointError
 from ..modeling.checkpoints import find_weights
 from .checkpoint import Checkpoint, check_source
 from .clip import open_tower, tower_kind
+from .gguf import is_gguf, open_gguf
 from .hf import in_words, open_hf
 from .io import check_apart, check_target
 from .meta import open_meta
@@ -23,7 +24,8 @@ def open_checkpoint(
     Args:
         path: a folder in Meta's format (params.json, consolidated.00.pth), Mistral AI's (params.json, one
             consolidated.safetensors or .pth) or Hugging Face's (config.json), or a vision tower of open_clip or CLIP,
-            which may be a single file. Of a folder in both Mistral AI's and Hugging Face's format the latter is read.
+            which may be a single file, or a GGUF file. Of a folder in both Mistral AI's and Hugging Face's format
+            the latter is read.
         companions: whether to read the tokenizer and related files; converting Meta's takes seconds.
         instruct: for Meta's and Mistral AI's folders, whether the model was tuned for conversations; None goes by the
             folder's name.
@@ -33,6 +35,8 @@ def open_checkpoint(
     """
     path = Path(path)
     check_source(path)
+    if is_gguf(path):
+        return open_gguf(path, companions=companions)
     if path.is_file():
         return open_tower(path)
     if is_mistral(path):
@@ -48,7 +52,8 @@ def open_checkpoint(
         return open_hf(path, companions=companions)
     raise CheckpointError(
         f"{path}: unrecognised checkpoint format; expected one of: params.json with consolidated.00.pth (Meta) or "
-        "consolidated.safetensors (Mistral AI), config.json (Hugging Face), open_clip_model.safetensors."
+        "consolidated.safetensors (Mistral AI), config.json (Hugging Face), open_clip_model.safetensors, "
+        "a file of GGUF (llama.cpp)."
     )
 
 
@@ -69,12 +74,18 @@ def open_source(
     check_apart(Path(source), Path(target))
     check_target(Path(target), resume)
     checkpoint = open_checkpoint(source, instruct=instruct)
-    if checkpoint.quantization is not None and not may_be_packed:
-        raise CheckpointError(
-            f"{source}: is quantized already ({in_words(checkpoint.quantization)}). Give the weights that it was made "
-            "of, or what `llamoe convert` makes of it in 16 bit."
-        )
+    if not may_be_packed:
+        check_unpacked(checkpoint)
     return checkpoint
+
+
+def check_unpacked(checkpoint: Checkpoint) -> None:
+    """Refuse quantized weights with a `CheckpointError`."""
+    if checkpoint.quantization is not None:
+        raise CheckpointError(
+            f"{checkpoint.path}: is quantized already ({in_words(checkpoint.quantization)}). Give the weights that it "
+            "was made of, or what `llamoe convert` makes of it in 16 bit."
+        )
 
 
 def family_of(config: LlamoeBaseConfig) -> str:

@@ -324,16 +324,11 @@ class LlamoePreTrainedModel(
         method = getattr(method, "value", method)
         if not str(method).startswith(_QUANTIZERS_FOR_MIXTURES):
             family = "Mixtral" if text_config.stock_type() == "mixtral" else "Llama 4"
-            where = (
-                "experts of this family that are plain, or packed by bitsandbytes or llamoe, are read here"
-            )
-            if method == "fbgemm_fp8" and family == "Llama 4":
-                where = "transformers reads such experts into its own Llama 4 classes alone"
             raise ValueError(
-                f"{cls.__name__} cannot load a {family} mixture quantized with {method!r}: {where}. Load the model "
-                "that it was made of, if memory is short with quantization_config=llamoe.QuantizationConfig('int4') or "
-                "BitsAndBytesConfig (quanto and torchao leave routed experts in 16 bit). Servers such as vLLM may "
-                "take the folder as it is."
+                f"{cls.__name__} cannot load a {family} mixture quantized with {method!r}: experts that are plain, or "
+                "packed in a format of docs/packed_downloads.md, are read here. Load the model that it was made of, if "
+                "memory is short with quantization_config=llamoe.QuantizationConfig('int4') or BitsAndBytesConfig "
+                "(quanto and torchao leave routed experts in 16 bit). Servers as vLLM may take the folder as it is."
             )
 
     def _log_backends(self) -> None:

@@ -38,7 +38,7 @@ class Head:
 
 @dataclass
 class LlamoeSequenceClassifierOutputWithPast(SequenceClassifierOutputWithPast):
-    """Output of a mixture's head for sequences.
+    """Output of a head for sequences.
 
     Attributes:
         aux_loss: scalar, the load-balancing loss before its coefficient, with `output_router_logits`.
@@ -71,7 +71,7 @@ class SequenceClassifier(RouterLossMixin, Head, GenericForSequenceClassification
         use_cache: bool | None = None,
         output_router_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> SequenceClassifierOutputWithPast:
+    ) -> LlamoeSequenceClassifierOutputWithPast:
         """Score each sequence.
 
         Args:
@@ -90,9 +90,9 @@ class SequenceClassifier(RouterLossMixin, Head, GenericForSequenceClassification
                 checkpointing.
         """
         balance = self._has_experts and self._option("output_router_logits", output_router_logits)
-        z_loss_coef = getattr(self.config, "router_z_loss_coef", 0.0) if labels is not None else 0.0
         if self._has_experts:
-            kwargs["output_router_logits"] = bool(self._is_observed() or balance or z_loss_coef)
+            has_z_loss = labels is not None and self.config.router_z_loss_coef
+            kwargs["output_router_logits"] = bool(self._is_observed() or balance or has_z_loss)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -121,18 +121,14 @@ class SequenceClassifier(RouterLossMixin, Head, GenericForSequenceClassification
         if router_logits := outputs.get("router_logits"):
             token_mask = mask_of_new_tokens(attention_mask, hidden_states.shape[1])
             loss, aux_loss = self._with_router_losses(loss, router_logits, token_mask, balance)
-        output = SequenceClassifierOutputWithPast(
+        return LlamoeSequenceClassifierOutputWithPast(
             loss=loss,
             logits=logits,
             **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-        )
-        if not self._has_experts:
-            return output
-        router_logits = router_logits if balance else None
-        return LlamoeSequenceClassifierOutputWithPast(
-            **output, aux_loss=aux_loss, router_logits=router_logits
+            aux_loss=aux_loss,
+            router_logits=router_logits if balance else None,
         )
 
 

@@ -37,7 +37,7 @@ from .attention import (
     mask_of_new_tokens,
 )
 from .base import LlamoePreTrainedModel
-from .generation import ChunkedGeneration, Generation
+from .generation import Generation
 from .input_checks import check_classes, check_labels, check_mask, embed
 from .layers import FeedForward, Linear, RMSNorm, RotaryEmbedding
 from .loss import loss_without_logits, must_skip_logits
@@ -310,10 +310,9 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
         )
         balance = self._has_experts and self._option("output_router_logits", output_router_logits)
         count = self._has_experts and self._option("output_expert_load", output_expert_load)
-        z_loss_coef = getattr(self.config, "router_z_loss_coef", 0.0) if labels is not None else 0.0
         if self._has_experts:
-            is_wanted = self._is_observed() or balance or count or z_loss_coef
-            kwargs["output_router_logits"] = bool(is_wanted)
+            has_z_loss = labels is not None and self.config.router_z_loss_coef
+            kwargs["output_router_logits"] = bool(self._is_observed() or balance or count or has_z_loss)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -395,7 +394,7 @@ class LlamoeMixtralForCausalLM(CausalLM, Generation, GenerationMixin):
     _has_experts = True
 
 
-class LlamoeForCausalLM(CausalLM, ChunkedGeneration, GenerationMixin):
+class LlamoeForCausalLM(CausalLM, Generation, GenerationMixin):
     """Llama 4's decoder with its language model head.
 
     Reads folders of transformers' `Llama4ForCausalLM`, and multimodal folders (as Scout and Maverick are published)

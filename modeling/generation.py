@@ -17,11 +17,21 @@ class Generation(GenerationMixin):
     config: Any
 
     def generate(self, inputs=None, *args, **kwargs):
-        """Generate tokens; arguments as in `GenerationMixin.generate`."""
+        """Generate tokens; arguments as in `GenerationMixin.generate`.
+
+        Raises:
+            ValueError: prompts padded on the right that do not fit into a chunk together with the new tokens.
+        """
         check_kernels(self)  # pyright: ignore[reportArgumentType]
         if "past_key_values" in kwargs:
             # The argument's name before transformers 5.24, which would warn of this line.
             kwargs[CACHE] = kwargs.pop("past_key_values")
+        if "pixel_values" in kwargs and kwargs["pixel_values"] is None:
+            # A prompt without pictures; newer releases would encode None.
+            del kwargs["pixel_values"]
+        # `transformers serve` passes a processor here, but the search for stop strings calls methods of a tokenizer.
+        if isinstance(kwargs.get("tokenizer"), ProcessorMixin):
+            kwargs["tokenizer"] = kwargs["tokenizer"].tokenizer
         return super().generate(inputs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     # transformers reads the names of arguments off this method.
@@ -32,36 +42,6 @@ class Generation(GenerationMixin):
         if CACHE in inputs:
             inputs[CACHE_OF_A_PASS] = inputs.pop(CACHE)
         return inputs
-
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        # Refuses layers without a size, which transformers could not make a cache for.
-        rules_of(self.config.get_text_config(decoder=True))
-        if generation_config.cache_implementation == "quantized":
-            # This cache keeps every token and refuses other layers. Our masks apply windows and chunks.
-            text_config = copy.copy(self.config.get_text_config(decoder=True))
-            text_config.layer_types = ["full_attention"] * text_config.num_hidden_layers
-            options = generation_config.cache_config or {}
-            generation_config.cache_config = {"config": text_config, **options}
-        prepare = super()._prepare_cache_for_generation  # pyright: ignore[reportAttributeAccessIssue]
-        return prepare(generation_config, model_kwargs, *args, **kwargs)
-
-
-class ChunkedGeneration(Generation):
-    """`generate` for decoders with chunked layers."""
-
-    def generate(self, inputs=None, *args, **kwargs):
-        """Generate tokens; arguments as in `GenerationMixin.generate`.
-
-        Raises:
-            ValueError: prompts padded on the right that do not fit into a chunk together with the new tokens.
-        """
-        if "pixel_values" in kwargs and kwargs["pixel_values"] is None:
-            # A prompt without pictures; newer releases would encode None.
-            del kwargs["pixel_values"]
-        # `transformers serve` passes a processor here, but the search for stop strings calls methods of a tokenizer.
-        if isinstance(kwargs.get("tokenizer"), ProcessorMixin):
-            kwargs["tokenizer"] = kwargs["tokenizer"].tokenizer
-        return super().generate(inputs, *args, **kwargs)
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, mode, batch_size, max_cache_length
@@ -79,9 +59,14 @@ class ChunkedGeneration(Generation):
                     f"(attention_chunk_size = {chunk_size}). Pad prompts on the left: "
                     'tokenizer.padding_side = "left"; where the token belongs to the text, give an attention_mask.'
                 )
-        return super()._prepare_cache_for_generation(
-            generation_config, model_kwargs, mode, batch_size, max_cache_length
-        )
+        if generation_config.cache_implementation == "quantized":
+            # This cache keeps every token and refuses other layers. Our masks apply windows and chunks.
+            text_config = copy.copy(self.config.get_text_config(decoder=True))
+            text_config.layer_types = ["full_attention"] * text_config.num_hidden_layers
+            options = generation_config.cache_config or {}
+            generation_config.cache_config = {"config": text_config, **options}
+        prepare = super()._prepare_cache_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        return prepare(generation_config, model_kwargs, mode, batch_size, max_cache_length)
 
     def init_continuous_batching(self, *args, **kwargs):
         """Make a manager for continuous batching, also for `generate_batch`; arguments as in transformers.
@@ -95,22 +80,6 @@ class ChunkedGeneration(Generation):
                 f"Continuous batching knows no chunk borders (attention_chunk_size = {chunk_size}): use generate()."
             )
         return super().init_continuous_batching(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class MultimodalGeneration(ChunkedGeneration):
-    """`generate` with images, which transformers encodes before the first step."""
-
-    def prepare_inputs_for_generation(
-        self, input_ids, *args, inputs_embeds=None, is_first_iteration=False, **kwargs
-    ):
-        """Return the inputs of one step of `generate`; later steps with a cache get no images."""
-        inputs = super().prepare_inputs_for_generation(
-            input_ids, *args, inputs_embeds=inputs_embeds, is_first_iteration=is_first_iteration, **kwargs
-        )
-        if not is_first_iteration and kwargs.get("use_cache", True):
-            for name in ("pixel_values", "mm_encoder_outputs"):
-                inputs.pop(name, None)
-        return inputs
 
 
 def _chunk_size(config: PreTrainedConfig) -> int | None:

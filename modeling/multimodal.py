@@ -23,7 +23,7 @@ from ..configuration import LlamoeConfig
 from ._compat import PAGED_CACHE, takes_cache
 from .base import LlamoePreTrainedModel
 from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
-from .generation import MultimodalGeneration
+from .generation import Generation
 from .input_checks import embed
 from .kernels import is_tracing
 from .layers import Linear
@@ -258,7 +258,7 @@ class LlamoeModel(MultimodalModel):
         return view
 
 
-class LlamoeForConditionalGeneration(MultimodalModel, MultimodalGeneration, GenerationMixin):
+class LlamoeForConditionalGeneration(MultimodalModel, Generation, GenerationMixin):
     """Llama 4 with its language model head: images and text in, text out.
 
     Reads folders of transformers' `Llama4ForConditionalGeneration`.

@@ -80,7 +80,7 @@ class VisionAttention(nn.Module):
 
         Args:
             hidden_states: `[N, T, D]`.
-            cos_sin: each `[1, T, K / 2]` float32, or None for no rotation.
+            cos_sin: each `[1, T, 1, K]` float32, or None for no rotation.
             with_weights: run `eager`, the only implementation with weights, whatever the config says.
 
         Returns:

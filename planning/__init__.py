@@ -1,16 +1,16 @@
 """Bytes of a model by its parts, places on devices and nodes, and how fast it would run there, before a weight is read.
 
 Reading order: source (what is planned), units (the parts that are placed whole, and their bytes), bandwidths (of
-this machine, or assumed), filling (devices are filled in order), speed (seconds of a token), table (a plan as text),
-training (what a step with adapters takes), shares (what each of several processes holds), nodes (a model on several
-machines), one_machine (on one; the entrance).
+this machine, or assumed), filling (devices are filled in order, and experts offloaded), speed (seconds of a token),
+table (a plan as text), training (what a step with adapters takes), shares (what each of several processes holds),
+nodes (a model on several machines), one_machine (on one; the entrance).
 """
 
 from .bandwidths import Bandwidths, measure_bandwidths
 from .nodes import NodesPlan
 from .one_machine import PlacementPlan, plan_placement
 from .source import Source
-from .table import lines_of_devices, lines_of_experts, rows_of_speed, rows_of_training
+from .table import rows_of
 from .training import DEFAULT_TOKENS, TrainingPlan
 from .units import packed_bytes, weight_bytes
 
@@ -21,12 +21,9 @@ __all__ = [
     "PlacementPlan",
     "Source",
     "TrainingPlan",
-    "lines_of_devices",
-    "lines_of_experts",
     "measure_bandwidths",
     "packed_bytes",
     "plan_placement",
-    "rows_of_speed",
-    "rows_of_training",
+    "rows_of",
     "weight_bytes",
 ]

@@ -3,12 +3,10 @@
 import math
 import mmap
 import os
-import threading
 import time
 import timeit
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -16,8 +14,9 @@ import torch
 from ..configuration.sizes import bytes_of
 from ..modeling.offload.memory import open_direct, pages
 
-_PIECE = 8 << 20
-_READERS = 8
+_PIECE, _READERS = 8 << 20, 8
+# Of the largest file, what is read of it.
+_MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Bandwidths:
             object.__setattr__(self, field.name, float(bytes_of(f"Bandwidths.{field.name}", whole, least=1)))
 
 
-def measure_bandwidths(folder: str | os.PathLike | None = None, most_bytes: int = 1 << 30) -> Bandwidths:
+def measure_bandwidths(folder: str | os.PathLike | None = None) -> Bandwidths:
     """Measure how fast the CPU reads its memory and, where a folder is given, how fast its drive is read.
 
     It takes about two seconds. The drive is read past the system's page cache where that can be. All else keeps the
@@ -56,51 +55,40 @@ def measure_bandwidths(folder: str | os.PathLike | None = None, most_bytes: int 
 
     Args:
         folder: with large files, such as a checkpoint's.
-        most_bytes: of the largest file that are read.
 
     Raises:
         ValueError: the folder has no file of 1 MB or more.
     """
-    drive = {} if folder is None else {"drive": _drive(Path(folder), most_bytes)}
-    return Bandwidths(**drive, ram=_ram())
-
-
-def _ram() -> float:
-    """Measure bytes per second that a matrix-vector product reads, as generating a token does."""
-    # Larger than any cache.
+    drive = {} if folder is None else {"drive": _drive(Path(folder))}
+    # As generating a token reads it, with a matrix that is larger than any cache.
     matrix, vector = torch.ones(16384, 8192), torch.ones(8192)
-    return matrix.nbytes / min(timeit.repeat(lambda: torch.mv(matrix, vector), number=1, repeat=5))
+    seconds = min(timeit.repeat(lambda: torch.mv(matrix, vector), number=1, repeat=5))
+    return Bandwidths(**drive, ram=matrix.nbytes / seconds)
 
 
-def _drive(folder: Path, most_bytes: int) -> float:
-    if not folder.is_dir():
-        raise ValueError(
-            f"{folder}: is not a folder; give one with large files, by which its drive can be measured."
-        )
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    largest = max(files, key=lambda path: path.stat().st_size, default=None)
-    size = 0 if largest is None else min(largest.stat().st_size, most_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if largest is None or size < 1e6:
+def _drive(folder: Path) -> float:
+    """Measure bytes per second of the folder's largest file, read by threads in large pieces."""
+    sizes = {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    largest = max(sizes, key=sizes.__getitem__, default=folder)
+    size = min(sizes.get(largest, 0), _MOST_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE
+    if size < 1e6:
         raise ValueError(f"{folder}: has no file of 1 MB or more, by which its drive could be measured.")
     file = open_direct(str(largest))
     if file is None:
         file = os.open(largest, os.O_RDONLY)
+
+    def read(first: int) -> int:
+        # One memory for all pieces of a thread: new pages for each would take as long as the drive.
+        memory = pages(_PIECE)
+        begins = range(first, size, _READERS * _PIECE)
+        return sum(os.preadv(file, [memory[: size - begin]], begin) for begin in begins)
+
     try:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-
-        memory = threading.local()
-
-        def read(bounds: tuple[int, int]) -> int:
-            # As memory for offloaded experts: a new page for each read would take as long as the drive.
-            if not hasattr(memory, "piece"):
-                memory.piece = pages(_PIECE)
-            return os.preadv(file, [memory.piece[: bounds[1] - bounds[0]]], bounds[0])
-
-        edges = [*range(0, size, _PIECE), size]
         with ThreadPoolExecutor(_READERS) as pool:
-            begin = time.perf_counter()
-            count = sum(pool.map(read, pairwise(edges)))
-            return count / (time.perf_counter() - begin)
+            begun = time.perf_counter()
+            count = sum(pool.map(read, range(0, _READERS * _PIECE, _PIECE)))
+            return count / (time.perf_counter() - begun)
     finally:
         os.close(file)

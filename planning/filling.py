@@ -1,106 +1,189 @@
-"""Fills devices one after the other with the units of a model, as accelerate does."""
+"""Fills devices one after the other with the units of a model, as accelerate does, and chooses what is offloaded."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from accelerate.utils.modeling import clean_device_map
 
-from ..modeling.checkpoints import owner_of
-from .units import Unit
+from .units import Sizes, Unit
 
 
-class Filled:
-    """A placement of the units on devices.
+@dataclass(frozen=True)
+class Placement:
+    """Units on devices.
 
     Attributes:
-        device_map: names of units, or of what holds several, to devices.
-        places: device of each unit.
-        weights: device to bytes of weights, without experts that are offloaded.
-        cache: device to bytes of keys and values.
+        units: in the order in which they run.
+        devices: of each unit.
+        main: the first device, which computes what is offloaded.
+        apart: names of units whose experts are offloaded.
+        place: where these are: "cpu" or "disk"; "" until it is chosen.
+        memory: bytes of the cache of recently used experts; None if no expert is offloaded.
     """
 
-    def __init__(self, units: Sequence[Unit], places: list[Any], main: Any, apart: frozenset[str]):
-        self.places = places
-        grouped = clean_device_map({unit.name: at for unit, at in zip(units, places, strict=True)})
-        self.device_map = {name: grouped[name] for name in (owner_of(unit.name, grouped) for unit in units)}
-        weights, cache = Counter(), Counter()
-        for unit, place in zip(units, places, strict=True):
-            weights[place] += _bytes(unit, apart)
-            # An offloaded layer runs on the first device, where its cache stays.
+    units: Sequence[Unit]
+    devices: Sequence[Any]
+    main: Any
+    apart: frozenset[str] = frozenset()
+    place: str = ""
+    memory: int | None = None
+
+    def rows(self) -> Iterator[tuple[Unit, Any, str | None]]:
+        """Yield units, the device of each, and where its experts are if they are offloaded, else None."""
+        for unit, device in zip(self.units, self.devices, strict=True):
+            yield unit, device, self.place if unit.name in self.apart else None
+
+    def experts(self) -> dict[Any, int]:
+        """Return the bytes of routed experts on each device that has some."""
+        total: Counter[Any] = Counter()
+        for unit, device, place in self.rows():
+            total[device if place is None else place] += unit.experts
+        return {device: size for device, size in total.items() if size}
+
+    def weights(self) -> dict[Any, int]:
+        """Return the bytes of weights on each device, experts among them."""
+        total: Counter[Any] = Counter(self.experts())
+        for unit, device, _ in self.rows():
+            total[device] += unit.weights
+        return dict(total)
+
+    def cache(self) -> dict[Any, int]:
+        """Return the bytes of keys and values on each device; those of an offloaded layer stay on the first."""
+        total: Counter[Any] = Counter()
+        for unit, device, _ in self.rows():
             if unit.cache:
-                cache[main if place in ("cpu", "disk") else place] += unit.cache
-        self.weights, self.cache = dict(weights), dict(cache)
+                total[self.main if device in ("cpu", "disk") else device] += unit.cache
+        return dict(total)
 
     def used(self, device: Any) -> int:
-        """Return the bytes of weights and cache on a device."""
-        return self.weights.get(device, 0) + self.cache.get(device, 0)
+        """Return the bytes of weights and cache on a device, without offloaded experts that have no place yet."""
+        return self.weights().get(device, 0) + self.cache().get(device, 0)
+
+    def device_map(self) -> dict[str, Any]:
+        """Return the argument `device_map` of `from_pretrained`."""
+        devices = clean_device_map({unit.name: device for unit, device, _ in self.rows()})
+        mixtures = [unit for unit in self.units if unit.experts]
+        apart = [unit.experts_name for unit in mixtures if unit.name in self.apart]
+        if apart and len(apart) == len(mixtures):
+            apart = ["experts"]
+        return devices | dict.fromkeys(apart, self.place)
 
 
-def fill(
-    units: Sequence[Unit],
-    room: Mapping[Any, int],
-    apart: frozenset[str] = frozenset(),
-    reserve: int = 0,
-    is_whole: bool = False,
-) -> Filled | None:
-    """Fill devices in order; what no device holds goes to the disk.
+def choose(sizes: Sizes, room: dict[Any, int], disk: bool) -> Placement | None:
+    """Choose the first placement that fits: all on the devices, experts offloaded, layers offloaded; else None.
+
+    Args:
+        sizes: of the model's parts.
+        room: device to bytes; accelerators (0, 1, ...) before "cpu".
+        disk: whether anything may stay on disk.
+    """
+    units, main = sizes.units, next(iter(room))
+    devices = {device: size for device, size in room.items() if device == main or device != "cpu"}
+    if filled := _fill_whole(units, devices):
+        return filled
+    mixtures = [unit for unit in units if unit.experts and sizes.may_leave]
+    # With accelerators, offload the experts of as few layers as possible. Without, offload the experts of all layers: a
+    # cache of recently used experts has at least as many hits as fixed layers of the same size.
+    for kept in range(len(mixtures) - 1, -1, -1) if main != "cpu" else [0] if disk and mixtures else []:
+        leaving = mixtures[kept:]
+        filled = _fill_whole(units, devices, frozenset(unit.name for unit in leaving), sizes.least)
+        if filled is None:
+            continue
+        size = sum(unit.experts for unit in leaving)
+        if main == "cpu":
+            return replace(filled, place="disk", memory=min(size, room["cpu"] - filled.used("cpu")))
+        if size <= room["cpu"]:
+            holders = {device for _, device, place in filled.rows() if place is not None}
+            left = min(room[device] - filled.used(device) for device in holders)
+            return replace(filled, place="cpu", memory=min(size, left))
+        if disk and room["cpu"] >= sizes.least:
+            return replace(filled, place="disk", memory=min(size, room["cpu"]))
+        break
+    return _offload_layers(sizes, room, disk)
+
+
+def _offload_layers(sizes: Sizes, room: dict[Any, int], disk: bool) -> Placement | None:
+    """Choose a placement with layers in RAM or on disk; None if none fits."""
+    units, main = sizes.units, next(iter(room))
+    apart = frozenset(unit.name for unit in units if unit.experts and sizes.may_leave)
+    for place in [""] if not apart else ["disk"] if main == "cpu" else ["cpu", "disk"]:
+        limits = dict(room)
+        if main != "cpu":
+            limits["cpu"] -= {"": 0, "cpu": sizes.experts, "disk": sizes.least}[place]
+        if limits["cpu"] < 0 or (place == "disk" and not disk):
+            continue
+        filled = _fill(units, limits, apart, sizes.least)
+        # Experts on disk cost less than layers there.
+        if filled is None or ("disk" in filled.devices and (place == "cpu" or not disk or sizes.is_packed)):
+            continue
+        if not place:
+            return filled
+        left = room["cpu"] - filled.used("cpu")
+        memory = sizes.least if place == "cpu" else min(sizes.experts, left)
+        return replace(filled, place=place, memory=memory)
+    return None
+
+
+def _fill_whole(
+    units: Sequence[Unit], room: Mapping[Any, int], apart: frozenset[str] = frozenset(), reserve: int = 0
+) -> Placement | None:
+    """Fill devices, of which each keeps `reserve` bytes free; None if a unit does not fit on any."""
+    room = {device: size - reserve for device, size in room.items()}
+    devices = _devices(units, room, apart, leaves_room=False)
+    return None if "disk" in devices else Placement(units, devices, next(iter(room)), apart)
+
+
+def _fill(
+    units: Sequence[Unit], room: Mapping[Any, int], apart: frozenset[str], reserve: int
+) -> Placement | None:
+    """Fill devices, then RAM and the disk.
 
     Args:
         units: in the order in which they run.
-        room: device to bytes; accelerators (0, 1, ...) before "cpu".
+        room: device to bytes.
         apart: names of units whose experts are offloaded.
         reserve: bytes of each accelerator that stay free; without accelerators, of RAM.
-        is_whole: whether every unit must stay on these devices. Then no bytes are kept free to copy others.
 
     Returns:
-        None where the cache alone is more than the first device's room, or `is_whole` cannot be.
+        None where the cache alone is more than the first device's room.
     """
     main = next(iter(room))
     room = {
         device: size - (reserve if device != "cpu" or main == "cpu" else 0) for device, size in room.items()
     }
-    if is_whole:
-        for leaves_room in (True, False):
-            places = _places(units, room, apart, leaves_room)
-            if "disk" not in places:
-                return Filled(units, places, main, apart)
-        return None
     # Bytes on the first device for the caches of offloaded layers.
     borrowed = 0
     while room[main] > borrowed:
-        places = _places(units, {**room, main: room[main] - borrowed}, apart, leaves_room=True)
+        devices = _devices(units, {**room, main: room[main] - borrowed}, apart, leaves_room=True)
         offloaded = {"cpu", "disk"} - {main}
-        needed = sum(unit.cache for unit, place in zip(units, places, strict=True) if place in offloaded)
+        needed = sum(unit.cache for unit, device in zip(units, devices, strict=True) if device in offloaded)
         if needed <= borrowed:
-            return Filled(units, places, main, apart)
+            return Placement(units, devices, main, apart)
         borrowed = needed
     return None
 
 
-def _places(
+def _devices(
     units: Sequence[Unit], room: Mapping[Any, int], apart: frozenset[str], leaves_room: bool
 ) -> list[Any]:
-    """Return the device of each unit.
+    """Return the device of each unit; what no device holds goes to the disk.
 
     With `leaves_room` the first device and RAM keep bytes free to copy the largest offloaded unit.
     """
-    sizes = [_bytes(unit, apart) + unit.cache for unit in units]
+    sizes = [unit.weights + unit.cache + unit.experts * (unit.name not in apart) for unit in units]
     largest_after = [*accumulate(reversed(sizes[1:]), max, initial=0)][::-1]
     devices = iter([*room, "disk"])
     device, used = next(devices), 0
     copies_to = {device, "cpu"} if leaves_room else set()
-    places: dict[str, Any] = {}
+    placed: dict[str, Any] = {}
     for unit, size, largest in zip(units, sizes, largest_after, strict=True):
         if unit.tied_to:
             continue
         while device != "disk" and used + size + (largest if device in copies_to else 0) > room[device]:
             device, used = next(devices), 0
         used += size
-        places[unit.name] = device
-    return [places[unit.tied_to or unit.name] for unit in units]
-
-
-def _bytes(unit: Unit, apart: frozenset[str]) -> int:
-    return unit.weights + (0 if unit.name in apart else unit.experts)
+        placed[unit.name] = device
+    return [placed[unit.tied_to or unit.name] for unit in units]

@@ -7,12 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from ..configuration import from_stock, preset
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.json_files import read_json
-from ..configuration.stock import CONFIG_CLASSES
 from ..modeling.checkpoints import DTYPES, find_weights, read_header
 from ..modeling.registration import empty_model
 
@@ -54,40 +51,25 @@ def read_source(model: Any) -> Source:
     if isinstance(model, Source):
         return model
     if not isinstance(model, (str, os.PathLike)):
-        if not isinstance(model, (PreTrainedConfig, Mapping)):
-            raise ValueError(
-                f"{type(model).__name__}: give a configuration, the name of a preset, a config.json, or a folder."
-            )
-        return _with_files(model if type(model) in CONFIG_CLASSES else from_stock(model), None)
-    if not str(model):
-        raise ValueError("'': give the name of a preset, a config.json, or a folder.")
+        return _source(from_stock(model))
     path = Path(model)
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        if file.name == "config.json":
-            raise ValueError(f"no such file: {file}")
-        if "/" in str(model):
-            raise ValueError(f"no such folder or file: {model}")
-        return Source(preset(str(model)))
-    content = read_json(file)
-    try:
-        config = from_stock(content)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
-    return _with_files(config, find_weights(path) if path.is_dir() else None)
-
-
-def _with_files(config: Any, weights: Any) -> Source:
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None and not isinstance(quantization, dict):
-        quantization = quantization.to_dict()
+    if not path.exists() and str(model) == path.name:
+        return Source(preset(path.name))
+    if not path.is_dir():
+        return _source(from_stock(read_json(path)))
+    config, weights = from_stock(read_json(path / "config.json")), find_weights(path)
     if weights is None:
-        return Source(config, quantization)
+        return _source(config)
     stored = {
         key: (str(DTYPES.get(header.dtype, header.dtype)).removeprefix("torch."), header.nbytes)
         for file in weights.files
         for key, header in read_header(file).items()
     }
-    return Source(
-        config, quantization, stored, all(str(file).endswith(".safetensors") for file in weights.files)
-    )
+    return _source(config, stored, all(str(file).endswith(".safetensors") for file in weights.files))
+
+
+def _source(config: Any, *files: Any) -> Source:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None and not isinstance(quantization, dict):
+        quantization = quantization.to_dict()
+    return Source(config, quantization, *files)

@@ -8,24 +8,22 @@ keeps, which is float32 on a processor without bfloat16 products. Tests count th
 Shapes: H hidden, I inner size, K experts of a token, E experts, r rank, A and G channels of queries and of keys.
 """
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..configuration.base import LlamoeBaseConfig
 from ..modeling.adapters import lora_config
 from ..modeling.attention import window_block
 from ..modeling.kernels import needs_float32
 from ..modeling.loss import PIECE_LOGITS
-from .speed import distinct_experts
+from ..modeling.registration import empty_model
 from .units import Sizes
 
 # Bytes of a number of adapters and norms, and of an activation.
 _FLOAT, _HALF = 4, 2
-# Tensors of a logit's size that are held at once: by pieces in float32; plain also the logits and their gradient.
-_LOSS_BYTES, _PLAIN_LOSS_BYTES = 4 * _FLOAT, 2 * _HALF + 2 * _FLOAT
+# Four float32 tensors of a logit's size are held at once.
+_LOSS_BYTES = 4 * _FLOAT
 DEFAULT_TOKENS = 1024
 """Tokens of a row in training, where none are named."""
 
@@ -40,10 +38,10 @@ class TrainingPlan:
         tokens, batch: of a row, and rows of a step.
         trained: numbers that are trained.
         adapters, gradients: of these numbers, in float32.
-        optimizer: AdamW's averages, in float32; `optimizer_in_8_bits` with bitsandbytes' `AdamW8bit`.
+        optimizer: AdamW's averages, in float32; bitsandbytes' `AdamW8bit` takes a quarter.
         activations: kept for the backward pass with gradient checkpointing: each layer's input, and one layer's own.
         activations_without_checkpointing: all layers' own.
-        loss: with `skip_logits`; `loss_with_logits` without.
+        loss: with `skip_logits`.
         unpacked: one matrix of packed weights in 16 bits, while it is multiplied.
         expert_bytes: bytes of routed experts that are read from the drive or from RAM in a step.
     """
@@ -56,11 +54,9 @@ class TrainingPlan:
     adapters: int
     gradients: int
     optimizer: int
-    optimizer_in_8_bits: int
     activations: int
     activations_without_checkpointing: int
     loss: int
-    loss_with_logits: int
     unpacked: int
     expert_bytes: int = 0
 
@@ -94,10 +90,8 @@ def training_sizes(
         )
     from peft import inject_adapter_in_model
 
-    with torch.device("meta"):
-        adapted = type(model)(copy.deepcopy(model.config))
-    config_of_adapter = lora_config(model, experts=experts, r=rank)
-    inject_adapter_in_model(config_of_adapter, adapted, low_cpu_mem_usage=True)
+    adapted = empty_model(model.config)
+    inject_adapter_in_model(lora_config(adapted, experts=experts, r=rank), adapted, low_cpu_mem_usage=True)
     trained = sum(tensor.numel() for name, tensor in adapted.named_parameters() if "lora_" in name)
     config, count = model.config.get_text_config(), tokens * batch
     layers = [
@@ -108,7 +102,7 @@ def training_sizes(
     # The last norm keeps its input in float32, and the head's is kept beside.
     last = count * config.hidden_size * (_FLOAT + _HALF)
     logits = count * config.vocab_size
-    is_packed = sizes.is_packed or sizes.form.startswith(("int", "bitsandbytes"))
+    is_packed = sizes.form not in ("float32", "bfloat16", "float16")
     return TrainingPlan(
         rank=rank,
         experts=experts and any(unit.experts for unit in sizes.units),
@@ -118,33 +112,12 @@ def training_sizes(
         adapters=_FLOAT * trained,
         gradients=_FLOAT * trained,
         optimizer=2 * _FLOAT * trained,
-        optimizer_in_8_bits=2 * trained,
         # Gradients of a layer are as large as half of what it keeps.
         activations=len(layers) * border + last + max(layers) * 3 // 2,
         activations_without_checkpointing=sum(layers) + last + max(layers) // 2,
         loss=_LOSS_BYTES * min(logits, PIECE_LOGITS) + len(layers) * border + last,
-        loss_with_logits=_PLAIN_LOSS_BYTES * logits + len(layers) * border + last,
         unpacked=_HALF * _largest_matrix(config) if is_packed else 0,
     )
-
-
-def expert_bytes_of_step(
-    config: LlamoeBaseConfig, tokens: int, batch: int, offloaded: int, hit_share: float
-) -> int:
-    """Return the bytes of routed experts that a step reads from the drive or from RAM.
-
-    Args:
-        config: of the model.
-        tokens, batch: of a row, and rows.
-        offloaded: bytes of routed experts that are not where they are computed.
-        hit_share: share of these that are held there.
-    """
-    text = config.get_text_config()
-    if not offloaded:
-        return 0
-    # A layer's experts are read forwards and, in the other order, backwards. What was used last is there each time.
-    distinct = distinct_experts(text.num_local_experts, text.num_experts_per_tok, tokens * batch)
-    return round(2 * offloaded * distinct / text.num_local_experts * (1 - hit_share))
 
 
 def _kept_by_layer(
@@ -153,14 +126,9 @@ def _kept_by_layer(
     """Return the bytes that autograd keeps of a layer of this index for tokens of this shape, `[B, T]`."""
     batch, tokens = shape
     count = batch * tokens
-    plan, hidden, inner = (
-        config.layer_plan(index),
-        config.hidden_size,
-        config.layer_plan(index).intermediate_size,
-    )
-    queries, keys = (
-        heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)
-    )
+    plan, hidden = config.layer_plan(index), config.hidden_size
+    inner = plan.intermediate_size
+    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     norms = 2 * _FLOAT * hidden
     attends_in_float32 = on_cpu and needs_float32(torch.empty(0, dtype=torch.bfloat16))
     window = config.sliding_window if plan.attention_type == "sliding_attention" else None

@@ -23,7 +23,8 @@ from ..modeling.quantization import LlamoeQuantizer, QuantizedExperts, Quantized
 from ..modeling.registration import empty_model
 from .source import Source
 
-BITS = (32, 16, 8, 4)
+# Dtype or format by the bits of a weight.
+_FORMS = {32: "float32", 16: "bfloat16", 8: "int8", 4: "int4"}
 # How bitsandbytes stores a linear layer, or a matrix of an expert, by the bits of a weight.
 _FORMATS = {8: Bnb8Bit(torch.bfloat16), 4: Bnb4Bit(torch.bfloat16)}
 
@@ -67,7 +68,6 @@ class Sizes:
         layers: names of those that are layers of the decoder.
         parts: part of the model to its parameters and bytes.
         form: dtype or format of the weights, as text.
-        element_size: bytes of a number in the cache.
         chosen: experts that a token is given in each mixture; 0 without mixtures.
         may_leave: whether routed experts can be offloaded, which takes safetensors files, plain or in llamoe's formats.
         is_packed: whether weights are in llamoe's formats, whose layers cannot stay on disk.
@@ -77,25 +77,19 @@ class Sizes:
     layers: tuple[str, ...]
     parts: dict[str, tuple[int, int]] = field(repr=False)
     form: str
-    element_size: int
     chosen: int
     may_leave: bool = True
     is_packed: bool = False
 
     @property
-    def weights(self) -> int:
-        """Bytes of everything but routed experts."""
-        return sum(unit.weights for unit in self.units)
+    def element_size(self) -> int:
+        """Bytes of a number in the cache."""
+        return 4 if self.form == "float32" else 2
 
     @property
     def experts(self) -> int:
         """Bytes of all routed experts."""
         return sum(unit.experts for unit in self.units)
-
-    @property
-    def cache(self) -> int:
-        """Bytes of keys and values."""
-        return sum(unit.cache for unit in self.units)
 
     @property
     def least(self) -> int:
@@ -121,45 +115,40 @@ def sizes_of(source: Source, bits: int | None, quantization: QuantizationConfig 
         ValueError: other bits, or any for weights that are quantized already; both arguments; a format that cannot
             store one of the weights.
     """
-    if bits is not None and (isinstance(bits, bool) or bits not in BITS):
+    if bits is not None and (isinstance(bits, bool) or bits not in _FORMS):
         raise ValueError(f"bits={bits!r}: choose 32, 16, 8 or 4.")
     if bits is not None and quantization is not None:
         raise ValueError(f"bits={bits} and quantization={quantization.weights!r}: give one of them.")
-    for name, given in (("bits", bits), ("quantization", quantization and quantization.weights)):
-        if source.quantization and given is not None:
-            raise ValueError(f"{name}={given}: this model is quantized already: leave {name} out.")
+    if source.quantization and (bits or quantization):
+        raise ValueError("This model is quantized already: leave bits and quantization out.")
     if source.quantization and source.stored is None:
         raise ValueError(
             "This configuration is of quantized weights, whose sizes only their files say: give the folder with "
             "the weights."
         )
     model, text = source.model, source.config.get_text_config()
-    units, tied = _units(model), _tied(model)
     if quantization is not None:
         form, sizes = f"{METHOD} {quantization.weights}", packed_bytes(source.config, quantization)
     elif source.stored is not None and bits is None:
         form, sizes = _form_of(source), {key: size for key, (_, size) in source.stored.items()}
     else:
-        form = {32: "float32", 16: "bfloat16", 8: "int8", 4: "int4"}[bits or 16]
-        sizes = weight_bytes(model, bits or 16)
-    held = _held(sizes, units)
+        form, sizes = _FORMS[bits or 16], weight_bytes(model, bits or 16)
+    tied, held = _tied(model), _held(sizes, _units(model))
     # A tied head has no weights of its own, whether or not files have them.
     held |= {unit: [] for unit in tied}
     is_tower = isinstance(source.config, LlamoeVisionConfig)
-    layers = [] if is_tower else model.get_decoder().layers
     names = {module: name for name, module in model.named_modules()}
     experts = {name: module for module, name in names.items() if name.endswith(".experts")}
     numbers = ((name, tensor.numel(), 0) for name, tensor in model.named_parameters())
     stored = ((name, 0, size) for tensors in held.values() for name, size in tensors)
     return Sizes(
         units=tuple(
-            _unit(unit, held[unit], experts, tied.get(unit, ""), is_tower or unit in tied.values())
-            for unit in units
+            _unit(unit, tensors, experts, tied.get(unit, ""), is_tower or unit in tied.values())
+            for unit, tensors in held.items()
         ),
-        layers=tuple(names[layer] for layer in layers),
+        layers=() if is_tower else tuple(names[layer] for layer in model.get_decoder().layers),
         parts=sum_by_part([*numbers, *stored], is_tower),
         form=form,
-        element_size=4 if form == "float32" else 2,
         chosen=text.num_experts_per_tok if getattr(text, "moe_layers", None) else 0,
         may_leave=source.are_safetensors and (not source.quantization or source.method == METHOD),
         is_packed=METHOD in (source.method, form.split()[0]),
@@ -266,10 +255,9 @@ def _held(sizes: Mapping[str, int], units: list[str]) -> dict[str, list[tuple[st
     by_stem = {_stem(unit): unit for unit in units}
     held: dict[str, list[tuple[str, int]]] = {unit: [] for unit in units}
     for key, size in sizes.items():
-        unit = by_stem.get(owner_of(_stem(key), by_stem))
-        if unit is not None:
+        stem = owner_of(_stem(key), by_stem)
+        if unit := by_stem.get(stem):
             # Under the model's own name of the unit, so that its part is that of its parameters.
-            stem = _stem(unit)
             held[unit].append((unit + _stem(key)[len(stem) :].replace(".block_sparse_moe.", ".mlp."), size))
     return held
 

@@ -40,15 +40,8 @@ _SCALE = "scales the contrastive loss only"
 OPEN_CLIP_DROPS = [
     *(
         Drop(pattern, _TEXT)
-        for pattern in (
-            "text.*",
-            "transformer.resblocks.*",
-            "token_embedding.*",
-            "positional_embedding",
-            "ln_final.*",
-            "text_projection*",
-            "attn_mask",
-        )
+        for pattern in "text.* transformer.resblocks.* token_embedding.* positional_embedding ln_final.* "
+        "text_projection* attn_mask".split()
     ),
     Drop("logit_scale", _SCALE),
     Drop("logit_bias", _SCALE),

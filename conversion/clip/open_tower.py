@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import CLIPConfig, CLIPVisionConfig, MetaClip2Config, MetaClip2VisionConfig
+from transformers import CONFIG_MAPPING
 
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
@@ -20,18 +20,12 @@ from ...configuration.vision import LlamoeVisionConfig
 from ..checkpoint import Checkpoint, check_model, check_source, take_part
 from ..hf import open_hf, open_shards, read_companions
 from ..io import LazyTensor, Table, open_weights, read_json, read_through, sources_of
-from . import image_processors
-from .image_processors import PROCESSOR
 from .name_tables import CLIP, OPEN_CLIP
 from .open_clip_config import OPEN_CLIP_CONFIG, architecture, read_model_cfg, side_of
+from .pictures import PROCESSOR, from_open_clip
 
 OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
-_CLIP_CONFIGS = {
-    "clip": CLIPConfig,
-    "clip_vision_model": CLIPVisionConfig,
-    "metaclip_2": MetaClip2Config,
-    "metaclip_2_vision_model": MetaClip2VisionConfig,
-}
+_CLIP_TYPES = ("clip", "clip_vision_model", "metaclip_2", "metaclip_2_vision_model")
 _OUR_TYPES = ("llamoe_vision", "llama4_vision_model", "llamoe", "llama4")
 _WITHOUT_PREFIX = ("embeddings.", "encoder.", "pre_layrnorm.", "post_layernorm.")
 # Checkpoints of these classes, or of no class that is named, have no projection.
@@ -50,9 +44,11 @@ def tower_kind(path: str | Path) -> str | None:
             return "open_clip"
         config = path / "config.json"
         model_type = str(read_json(config).get("model_type")) if config.is_file() else None
-        return "clip" if model_type in _CLIP_CONFIGS else "hf" if model_type in _OUR_TYPES else None
+        return "clip" if model_type in _CLIP_TYPES else "hf" if model_type in _OUR_TYPES else None
     if path.is_file() and path.suffix != ".json":
-        is_open_clip = any(name.removeprefix("module.").startswith("visual.") for name in open_weights(path))
+        is_open_clip = any(
+            name.removeprefix("module.").startswith("visual.") for name in open_weights(path)[0]
+        )
         return "open_clip" if is_open_clip else None
     return None
 
@@ -88,7 +84,7 @@ def _open_open_clip(path: Path, model: str | None) -> Checkpoint:
     if path.is_dir():
         file = next(path / name for name in OPEN_CLIP_FILES if (path / name).is_file())
     # Distributed training adds this prefix.
-    tensors = _renamed(open_weights(file), lambda name: name.removeprefix("module."))
+    tensors = _renamed(open_weights(file)[0], lambda name: name.removeprefix("module."))
     # The configuration belongs to the file only where both have the names that open_clip gives them.
     described, settings = file.with_name(OPEN_CLIP_CONFIG), {}
     if file.name in OPEN_CLIP_FILES and described.is_file():
@@ -109,7 +105,7 @@ def _open_open_clip(path: Path, model: str | None) -> Checkpoint:
     preprocess = settings.get("preprocess_cfg") or {}
     if not preprocess:
         notes.append("pixels: open_clip's default preparation, as nothing states another")
-    processor = image_processors.from_open_clip(preprocess, fields["image_size"], where)
+    processor = from_open_clip(preprocess, fields["image_size"], where)
     checkpoint = _checkpoint(path, "open_clip", OPEN_CLIP, fields, tensors, processor, where)
     return replace(checkpoint, sources=[file], notes=notes)
 
@@ -132,19 +128,14 @@ def _open_clip(path: Path) -> Checkpoint:
         tensors, lambda name: f"vision_model.{name}" if name.startswith(_WITHOUT_PREFIX) else name
     )
     try:
-        stock: Any = _CLIP_CONFIGS[content["model_type"]].from_dict(content)
+        stock: Any = CONFIG_MAPPING[content["model_type"]].from_dict(content)
     # transformers' classes raise various errors.
     except Exception as error:
         raise CheckpointError(f"{file}: cannot be read as {content['model_type']} ({error}).") from error
     stock = getattr(stock, "vision_config", stock)
     has_projection = content.get("architectures") not in _BARE or "visual_projection.weight" in tensors
     names = (
-        "hidden_size",
-        "num_hidden_layers",
-        "intermediate_size",
-        "num_channels",
-        "num_attention_heads",
-        "hidden_act",
+        "hidden_size num_hidden_layers intermediate_size num_channels num_attention_heads hidden_act".split()
     )
     fields = {name: getattr(stock, name) for name in names} | {
         "image_size": side_of(stock.image_size, "image_size", file),

@@ -12,14 +12,7 @@ from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
 from ..checkpoint import check_model, tie_heads
 from ..hf import fuse_experts
-from ..io import (
-    LazyTensor,
-    Table,
-    open_pickle,
-    open_safetensors,
-    read_through,
-    sources_of,
-)
+from ..io import LazyTensor, Table, open_weights, read_through, sources_of
 from .params import Params
 
 Files = Sequence[Mapping[str, LazyTensor]]
@@ -55,7 +48,7 @@ def open_files(paths: Sequence[Path]) -> tuple[list[dict[str, LazyTensor]], dict
     files: list[dict[str, LazyTensor]] = []
     dropped: dict[str, str] = {}
     for path in paths:
-        tensors, others = (open_safetensors(path), {}) if path.suffix == ".safetensors" else open_pickle(path)
+        tensors, others = open_weights(path)
         files.append(tensors)
         for name, kind in others.items():
             state = name.endswith("._extra_state")

@@ -77,11 +77,6 @@ def fuse_experts(
         gates, ups, downs = in_order
         check_alike([*gates, *ups])
         check_alike(downs)
-        if gates[0].ndim != 2 or (downs[0].ndim, downs[0].dtype) != (2, gates[0].dtype):
-            raise CheckpointError(
-                f"{downs[0].origin} is {downs[0].described}, but {gates[0].origin} is {gates[0].described}; expected: "
-                "matrices of one dtype."
-            )
         make = stack_rows if experts.endswith(_OF_MIXTRAL) else _stack_columns
         for stacked, tensor in zip(_parts(experts), make(*in_order), strict=True):
             name = f"{experts}.{stacked}"

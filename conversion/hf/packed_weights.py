@@ -65,8 +65,12 @@ class PackedWeight:
             packed[name] = parts[0] if self.num_experts is None else stack(parts)
         return packed
 
-    def parts_of(self, tensor: LazyTensor, matrix: torch.Tensor) -> list[torch.Tensor]:
-        """Quantize a matrix that was read from `tensor`."""
+    def parts_of(self, tensor: LazyTensor) -> list[torch.Tensor]:
+        """Read a matrix and quantize it; codes of this format are taken over."""
+        packed_as = getattr(tensor, "packed_as", None)
+        if packed_as is not None and (parts := packed_as(self.form)) is not None:
+            return parts
+        matrix = tensor.read()
         # Here and not in the writer alone: a number that is none may not show in the codes.
         check_finite(self.name, tensor, matrix)
         # As transformers' loader casts weights before they are quantized.
@@ -95,16 +99,12 @@ class _Part(LazyTensor):
 
     def __init__(self, weight: PackedWeight, matrix: LazyTensor, index: int, kept: dict[int, torch.Tensor]):
         shape, dtype = weight.form.parts(weight.sizes)[index]
-        super().__init__(shape, dtype, matrix.origin)
+        super().__init__(shape, dtype, matrix.origin, shape[0])
         self._weight, self._matrix, self._index, self._kept = weight, matrix, index, kept
-
-    @property
-    def block_rows(self):
-        return self.shape[0]
 
     def _read(self, start, stop):
         if self._index not in self._kept:
-            codes, *others = self._weight.parts_of(self._matrix, self._matrix.read())
+            codes, *others = self._weight.parts_of(self._matrix)
             self._kept.update(enumerate(others, start=1))
             if self._index == 0:
                 return codes[start:stop]

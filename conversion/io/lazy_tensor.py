@@ -22,12 +22,14 @@ class LazyTensor(ABC):
         shape: a tuple.
         dtype: dtype that `read` returns.
         origin: file and tensor that it comes from, for messages.
+        block_rows: rows of the first axis in a block; by default one of a stack, else all.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, origin: str):
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, origin: str, block_rows: int | None = None):
         self.shape = tuple(shape)
         self.dtype = dtype
         self.origin = origin
+        self.block_rows = block_rows or (1 if self.ndim > 2 else self._rows())
 
     @property
     def dtype_name(self) -> str:
@@ -54,11 +56,6 @@ class LazyTensor(ABC):
         """Bytes of all elements."""
         return self.numel * self.dtype.itemsize
 
-    @property
-    def block_rows(self) -> int:
-        """Number of rows of the first axis in a block."""
-        return self._usual_block_rows()
-
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Read rows `start` to `stop` of the first axis; a tensor without axes is read whole.
 
@@ -79,7 +76,7 @@ class LazyTensor(ABC):
         """View as another dtype; tensors that are not floating are unchanged."""
         if dtype == self.dtype or not self.dtype.is_floating_point:
             return self
-        return _Cast(self, dtype=dtype)
+        return _Cast(self, dtype)
 
     def cut(self, dim: int, start: int, stop: int) -> "LazyTensor":
         """View indices `start` to `stop` of an axis."""
@@ -97,21 +94,16 @@ class LazyTensor(ABC):
 
     def transpose(self) -> "LazyTensor":
         """View with the last two axes swapped."""
-        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
-        return self.map(lambda tensor: tensor.transpose(-1, -2), shape)
+        return _Transposed(self) if self.ndim > 2 else self.map(torch.t, self.shape[::-1])
 
     def map(
         self, function: Callable[[torch.Tensor], torch.Tensor], shape: Sequence[int] | None = None
     ) -> "LazyTensor":
-        """View the result of a function, of the same dtype, and of the same shape unless another is given.
+        """View the result of a function of the whole tensor, which it must not change; of the same dtype.
 
-        The function gets one row `[1, ...]` at a time of a tensor of three or more axes, else the whole tensor, and
-        must not change it.
+        The shape is the same unless another is given.
         """
-        shape = self.shape if shape is None else shape
-        if self.ndim > 2:
-            return _MapRows(self, function, shape)
-        return Computed(function, [self], shape, self.dtype, self.origin)
+        return Computed(function, [self], self.shape if shape is None else shape, self.dtype, self.origin)
 
     def row(self, index: int) -> "LazyTensor":
         """View one index of the first axis, as a tensor without that axis."""
@@ -119,9 +111,6 @@ class LazyTensor(ABC):
 
     def _rows(self) -> int:
         return self.shape[0] if self.shape else 1
-
-    def _usual_block_rows(self) -> int:
-        return 1 if self.ndim > 2 else self._rows()
 
     def _piece_shape(self, start: int, stop: int) -> tuple[int, ...]:
         return (stop - start, *self.shape[1:]) if self.shape else ()
@@ -170,7 +159,7 @@ class _Join(LazyTensor):
             assert part.shape[dim + 1 :] == first.shape[dim + 1 :], (first, part)
             assert part.dtype == first.dtype, (first, part)
         shape = (*first.shape[:dim], sum(part.shape[dim] for part in parts), *first.shape[dim + 1 :])
-        super().__init__(shape, first.dtype, first.origin)
+        super().__init__(shape, first.dtype, first.origin, first.block_rows if dim else None)
         self.parts, self.dim = list(parts), dim
 
     def cut(self, dim, start, stop):
@@ -183,10 +172,6 @@ class _Join(LazyTensor):
                     return part.cut(self.dim, start - begin, stop - begin)
                 begin = end
         return super().cut(dim, start, stop)
-
-    @property
-    def block_rows(self):
-        return self.parts[0].block_rows if self.dim else self._usual_block_rows()
 
     def _wanted(self, start, stop) -> list[tuple[LazyTensor, int, int]]:
         """List the parts that hold rows `start` to `stop`, with the range of rows in each."""
@@ -214,29 +199,13 @@ class _Join(LazyTensor):
         return result
 
 
-class _Derived(LazyTensor):
-    """Another look at one tensor; by default of the same shape, dtype and blocks."""
-
-    def __init__(
-        self, tensor: LazyTensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
-    ):
-        super().__init__(tensor.shape if shape is None else shape, dtype or tensor.dtype, tensor.origin)
-        self.tensor = tensor
-
-    @property
-    def block_rows(self):
-        return self.tensor.block_rows
-
-
-class _Cut(_Derived):
+class _Cut(LazyTensor):
     def __init__(self, tensor: LazyTensor, dim: int, start: int, stop: int):
         assert 0 <= start <= stop <= tensor.shape[dim], (tensor, dim, start, stop)
-        super().__init__(tensor, (*tensor.shape[:dim], stop - start, *tensor.shape[dim + 1 :]))
-        self.dim, self.start = dim, start
-
-    @property
-    def block_rows(self):
-        return self.tensor.block_rows if self.dim else min(self.tensor.block_rows, self._rows())
+        shape = (*tensor.shape[:dim], stop - start, *tensor.shape[dim + 1 :])
+        block_rows = tensor.block_rows if dim else min(tensor.block_rows, stop - start)
+        super().__init__(shape, tensor.dtype, tensor.origin, block_rows)
+        self.tensor, self.dim, self.start = tensor, dim, start
 
     def _read(self, start, stop):
         if self.dim == 0:
@@ -244,25 +213,22 @@ class _Cut(_Derived):
         return self.tensor.read(start, stop).narrow(self.dim, self.start, self.shape[self.dim])
 
 
-class _View(_Derived):
+class _View(LazyTensor):
     """Any reshape: rows of the result are a run of elements, and the rows that cover the run are read."""
 
     def __init__(self, tensor: LazyTensor, shape: Sequence[int]):
         assert prod(shape) == tensor.numel, (tensor, shape)
-        super().__init__(tensor, shape)
         # Elements of a row of the result, and of a row of the tensor.
-        self.width, self.inner = prod(self.shape[1:]), prod(tensor.shape[1:])
+        self.tensor, self.width, self.inner = tensor, prod(shape[1:]), prod(tensor.shape[1:])
+        block_rows, elements = None, tensor.block_rows * self.inner
+        # A stack that is written as a matrix keeps its blocks.
+        if len(shape) < 3 <= tensor.ndim and self.width and elements % self.width == 0:
+            block_rows = elements // self.width
+        super().__init__(shape, tensor.dtype, tensor.origin, block_rows)
 
     def view(self, *shape):
-        """View under another shape; the tensor itself if that is its own."""
+        """View under another shape; the tensor itself if that is its own, since it may have codes beside numbers."""
         return self.tensor if shape == self.tensor.shape else super().view(*shape)
-
-    @property
-    def block_rows(self):
-        elements = self.tensor.block_rows * self.inner
-        if self.ndim < 3 <= self.tensor.ndim and self.width and elements % self.width == 0:
-            return max(elements // self.width, 1)
-        return self._usual_block_rows()
 
     def _read(self, start, stop):
         begin, end = start * self.width, stop * self.width
@@ -274,7 +240,11 @@ class _View(_Derived):
         return rows[begin - first * self.inner : end - first * self.inner].reshape(shape)
 
 
-class _Cast(_Derived):
+class _Cast(LazyTensor):
+    def __init__(self, tensor: LazyTensor, dtype: torch.dtype):
+        super().__init__(tensor.shape, dtype, tensor.origin, tensor.block_rows)
+        self.tensor = tensor
+
     def _read(self, start, stop):
         return self.tensor.read(start, stop).to(self.dtype)
 
@@ -283,23 +253,16 @@ class _Cast(_Derived):
         return self.tensor.cut(dim, start, stop).cast(self.dtype)
 
 
-class _MapRows(_Derived):
-    """A function of each row of a tensor of three or more axes."""
+class _Transposed(LazyTensor):
+    """A stack of transposed matrices."""
 
-    def __init__(self, tensor: LazyTensor, function: Callable, shape: Sequence[int]):
-        super().__init__(tensor, shape)
-        self.function = function
-        assert self.shape[:1] == tensor.shape[:1], (tensor, shape)
-
-    @property
-    def block_rows(self):
-        return self._usual_block_rows()
+    def __init__(self, tensor: LazyTensor):
+        *stacked, rows, columns = tensor.shape
+        super().__init__((*stacked, columns, rows), tensor.dtype, tensor.origin)
+        self.tensor = tensor
 
     def _read(self, start, stop):
-        rows = [self.function(self.tensor.read(row, row + 1)) for row in range(start, stop)]
-        if not rows:
-            return torch.empty(self._piece_shape(0, 0), dtype=self.dtype)
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        return self.tensor.read(start, stop).transpose(-1, -2)
 
 
 class Computed(LazyTensor):

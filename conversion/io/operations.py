@@ -52,9 +52,6 @@ KEEP = Operation()
 
 class _Transposed(Operation):
     def convert(self, tensors, sizes):
-        for tensor in tensors:
-            if tensor.ndim != 2:
-                raise CheckpointError(f"{tensor.origin} has shape {list(tensor.shape)}; expected: two axes.")
         return self.revert(tensors, sizes)
 
     def revert(self, tensors, sizes):

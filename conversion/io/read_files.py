@@ -117,16 +117,16 @@ def _in_file(path: Path, name: str, header: TensorHeader) -> LazyTensor:
     return FileTensor(path, name, header.begin, DTYPES[header.dtype], header.shape, header.strides)
 
 
-def open_weights(path: str | os.PathLike) -> dict[str, LazyTensor]:
-    """Open a weight file of either format, whatever its name; see `open_safetensors` and `open_pickle`."""
+def open_weights(path: str | os.PathLike) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """Open a weight file of either format, by its content; see `open_safetensors` and `open_pickle`."""
     path = Path(path)
     with reading(path):
         check_regular(path)
         with open(path, "rb") as file:
             begin = file.read(9)
     if path.suffix == ".safetensors" or begin[8:] == b"{":
-        return open_safetensors(path)
-    return open_pickle(path)[0]
+        return open_safetensors(path), {}
+    return open_pickle(path)
 
 
 def read_bytes(path: Path) -> bytes:

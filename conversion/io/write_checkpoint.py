@@ -2,27 +2,94 @@
 
 A file is created in full size under a temporary name, filled, flushed to the disk and renamed. The file that makes a
 folder a checkpoint (the index of several shards, Meta's params.json) is written last. Until then the file `UNFINISHED`
-states what is made from which source. With it a later run continues after the last complete file.
+states what is made from which source. With it a later run continues after the last complete file. Nothing finished,
+and nothing that is being written, is overwritten.
 """
 
 import json
 import os
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import read_json, to_json
-from ...modeling.checkpoints import UNFINISHED, sync
+from ...modeling.checkpoints import LOCK, UNFINISHED, sync
 from .lazy_tensor import LazyTensor, blocks
 from .plan import Plan, Progress
 from .preallocated_files import SafetensorsOutput, TorchOutput
-from .target_folder import TEMPORARY, check_target, is_empty, one_run
 
+_TEMPORARY = ".{}.partial"
 # Elements that are checked for infinities and nan at a time.
 _CHECKED_AT_ONCE = 1 << 24
+
+
+def check_apart(source: Path, target: Path) -> None:
+    """Refuse, with a `ValueError`, a target that is the source or inside it, by whatever path."""
+    if source.is_dir() and source.resolve() in (target.resolve(), *target.resolve().parents):
+        raise ValueError(f"{target}: lies in the source, which is never changed. Choose another target.")
+
+
+def check_target(target: Path, resume: bool) -> None:
+    """Refuse a target that cannot be written to.
+
+    Raises:
+        ValueError: it is a file, not empty, or nothing that could be resumed.
+    """
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise ValueError(f"{target}: is a file, where a folder will be written. Choose another target.")
+    if _is_empty(target):
+        return
+    is_unfinished = (target / UNFINISHED).exists()
+    if not resume:
+        if is_unfinished:
+            raise ValueError(f"{target}: is unfinished; go on with resume=True (--resume), or remove it.")
+        raise ValueError(f"{target}: exists already; choose another target, or remove it.")
+    if not is_unfinished:
+        raise ValueError(f"{target}: there is nothing to resume: no conversion left it unfinished.")
+
+
+def _is_empty(target: Path) -> bool:
+    """Return whether a folder holds nothing, or only the remains of a run that was killed at its first file."""
+    return {path.name for path in target.iterdir()} <= {LOCK, _TEMPORARY.format(UNFINISHED)}
+
+
+@contextmanager
+def _one_run(target: Path) -> Iterator[None]:
+    """Create a folder if needed and keep all other runs out of it; a created folder that stays empty is removed.
+
+    The lock is that of a file in the folder, which the system releases however the process ends.
+
+    Raises:
+        ValueError: another run is writing there.
+        OSError: the folder or the lock cannot be created.
+    """
+    is_new = not target.exists()
+    target.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(target / LOCK)
+    try:
+        with lock.acquire(timeout=0):
+            try:
+                yield
+            finally:
+                # Before the release, so that no run takes a lock that is about to vanish. Windows removes no open file.
+                with suppress(OSError):
+                    (target / LOCK).unlink()
+    except Timeout:
+        raise ValueError(
+            f"{target}: is being written by another run. Wait until that ends; if it hangs, end it, then go on with "
+            "resume=True (--resume)."
+        ) from None
+    finally:
+        if is_new:
+            # It holds what was written, or another run's files.
+            with suppress(OSError):
+                target.rmdir()
 
 
 def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | None = None) -> None:
@@ -35,7 +102,7 @@ def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | N
             are removed.
         OSError: the disk is full or fails. Whole files stay for `resume`.
     """
-    with one_run(target):
+    with _one_run(target):
         # Only now can no other run write there any more.
         check_target(target, resume)
         _Run(plan, target, progress).write()
@@ -56,7 +123,7 @@ class _Run:
 
     def write(self) -> None:
         """Write what is missing, and leave whole files only."""
-        is_begun = not is_empty(self.target)
+        is_begun = not _is_empty(self.target)
         if is_begun:
             _check_same(self.plan, self.target)
         try:
@@ -123,7 +190,7 @@ class _Run:
     def _partial(self, name: str) -> Path:
         """Return the temporary path of a file until it is complete."""
         path = self.target / name
-        return path.parent / TEMPORARY.format(path.name)
+        return path.parent / _TEMPORARY.format(path.name)
 
 
 def _check_same(plan: Plan, target: Path) -> None:

@@ -27,16 +27,7 @@ from ..consolidated import (
     read_tensors,
     weight_files,
 )
-from ..io import (
-    DEFAULTS,
-    Plan,
-    WriteOptions,
-    are_equal,
-    read_bytes,
-    read_json,
-    same_place,
-    write_through,
-)
+from ..io import DEFAULTS, Plan, WriteOptions, are_equal, read_bytes, read_json, same_place, write_through
 from ..tokenizers import hf_files_from_meta, looks_like_table, meta_tokenizer_file
 from .name_tables import llama4_table, llama_table
 from .params import (

@@ -79,10 +79,10 @@ class _Experts(Operation):
         return [[self._laid_out(part) for part in split(half, axis, files)] for half in halves]
 
     def _stacked(self, tensor: LazyTensor, experts: int) -> LazyTensor:
-        if not self.flat and tensor.ndim == 3:
+        if not self.flat:
             return tensor
-        if not self.flat or tensor.ndim != 2 or tensor.shape[0] % experts:
-            expected = f"a matrix of {experts} experts' rows" if self.flat else "three axes"
+        if tensor.ndim != 2 or tensor.shape[0] % experts:
+            expected = f"a matrix of {experts} experts' rows"
             raise CheckpointError(f"{tensor.origin} has shape {list(tensor.shape)}; expected: {expected}.")
         return tensor.view(experts, tensor.shape[0] // experts, tensor.shape[1])
 

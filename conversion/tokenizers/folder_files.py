@@ -1,4 +1,4 @@
-"""Meta's or Mistral AI's tokenizer to the files of a Hugging Face folder (tokenizer, chat, generation), and back.
+"""Meta's or Mistral AI's tokenizer of any kind: read, compared with the model, and made the files of a folder.
 
 Functions map file names to bytes and write nothing to disk. The original file stays in the folder, so that
 the way back gives the same bytes.
@@ -7,18 +7,95 @@ The files name transformers' general tokenizer class, which uses tokenizer.json 
 steps when it loads and gives other ids.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from ...configuration import LlamoeConfig
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
-from . import chat_templates
-from .check_tokenizer import check_tokenizer
+from . import chat_templates, sentencepiece_models, tekken, tiktoken_tables
 from .processors import processor_files
 from .source_tokenizer import SourceTokenizer
 from .tiktoken_tables import SPECIAL_TOKENS
-from .tokenizer_json import token_ids
+
+# The context of LLaMA 1, by which alone it differs from Llama 2. LLaMA 1 has no chat models.
+_LLAMA_1_CONTEXT = 2048
+
+
+def check_tokenizer(
+    content: bytes, config: Any = None, *, family: str | None = None, origin: str = "tokenizer.model"
+) -> SourceTokenizer:
+    """Read a tokenizer.model of either kind or a tekken.json, and refuse one that is damaged or another model's.
+
+    Args:
+        content: of the file.
+        config: a configuration of llamoe to compare with, or None.
+        family: "llama-1" to "llama-4" or "mistral". None infers it from the kind of file and the number of tokens, and
+            tells LLaMA 1 from Llama 2 by `max_position_embeddings`.
+        origin: the file, for messages.
+
+    Raises:
+        CheckpointError: it is damaged, or its number of tokens is not `config.vocab_size`.
+    """
+    text = getattr(config, "text_config", config)
+    kind = kind_of(content, origin)
+    if kind == "tiktoken":
+        ranks = tiktoken_tables.read(content, origin)
+        return tiktoken_tables.of_family(ranks, _family_of_table(len(ranks), text, family, origin), content)
+    if kind == "tekken":
+        tokenizer, file = tekken.read(content, origin), "tekken.json"
+        specials = len(tokenizer.special_ids)
+        sizes = f"has {specials} special tokens and {tokenizer.size - specials} others"
+    else:
+        if family is None:
+            context = getattr(text, "max_position_embeddings", None)
+            family = "llama-1" if context is not None and context <= _LLAMA_1_CONTEXT else "llama-2"
+        tokenizer, file = sentencepiece_models.read(content, origin, family), "tokenizer.model"
+        sizes = f"a SentencePiece model of {tokenizer.size} pieces"
+    if text is not None and tokenizer.size != text.vocab_size:
+        wanted = " (Llama 4 has a tiktoken table of ranks)" if text.model_type == "llamoe_text" else ""
+        raise CheckpointError(
+            f"{origin}: {sizes}, and {_rows(text)}. Take the {file} of this model's release{wanted}."
+        )
+    return tokenizer
+
+
+def _rows(text: Any) -> str:
+    return f"{type(text).__name__}.vocab_size is {text.vocab_size}"
+
+
+def kind_of(content: bytes, origin: str) -> str:
+    """Return the kind of a tokenizer by its first bytes: "sentencepiece", "tiktoken" or "tekken"."""
+    if tiktoken_tables.looks_like_table(content):
+        return "tiktoken"
+    if content.startswith(b"{") and b'"token_bytes"' in content:
+        return "tekken"
+    # The first byte of a ModelProto: the tag of its first piece.
+    if content[:1] == b"\x0a":
+        return "sentencepiece"
+    what = "is empty" if not content else f"begins with {content[:20]!r}"
+    raise CheckpointError(
+        f"{origin}: {what}, which is neither a SentencePiece model (LLaMA 1 and 2, Mistral) nor a tiktoken table of "
+        "ranks (Llama 3 and 4) nor a tekken.json (Mistral). Take the file of this model's release."
+    )
+
+
+def _family_of_table(ranks: int, text: Any, family: str | None, origin: str) -> str:
+    if family not in (None, *SPECIAL_TOKENS):
+        raise CheckpointError(f"{origin}: a tiktoken table, and {family} has a SentencePiece model.")
+    if text is None:
+        # The releases have 128000 and 200000 ranks.
+        return family or ("llama-3" if ranks < 160_000 else "llama-4")
+    totals = {
+        name: ranks + len(special) for name, special in SPECIAL_TOKENS.items() if family in (None, name)
+    }
+    for name, total in totals.items():
+        if total == text.vocab_size:
+            return name
+    sizes = " or ".join(f"{total} ({name})" for name, total in totals.items())
+    raise CheckpointError(
+        f"{origin}: a tiktoken table of {ranks} ranks, with special tokens {sizes} tokens, and {_rows(text)}. Take the "
+        "tokenizer.model of this model's release."
+    )
 
 
 def hf_files_from_meta(
@@ -64,37 +141,6 @@ def hf_files_from_meta(
     if isinstance(config, LlamoeConfig):
         files.update(processor_files(config, files))
     return files
-
-
-def meta_tokenizer_file(companions: Mapping[str, bytes], config: Any) -> dict[str, bytes]:
-    """Return Meta's tokenizer.model, by name, for the tokenizer of a Hugging Face folder; empty where it has none.
-
-    It is the folder's own, byte by byte.
-
-    Raises:
-        CheckpointError: there is a tokenizer.json alone, or one with a token in the embedding that a tokenizer.model
-            does not have.
-    """
-    original = companions.get("tokenizer.model")
-    if original is None:
-        if "tokenizer.json" not in companions:
-            return {}
-        raise CheckpointError(
-            "tokenizer.json: no tokenizer.model is made of it. Add the original tokenizer.model of the model's release "
-            "to the source's folder."
-        )
-    tokenizer, rows = check_tokenizer(original), config.get_text_config().vocab_size
-    size = tokenizer.size
-    if tokenizer.kind == "tiktoken":
-        size += max(map(len, SPECIAL_TOKENS.values())) - len(tokenizer.special_ids)
-    if "tokenizer.json" in companions:
-        for token, index in token_ids(companions).items():
-            if size <= index < rows:
-                raise CheckpointError(
-                    f"tokenizer.json: gives {token!r} the id {index}, which is not in the tokenizer.model beside it."
-                )
-    check_tokenizer(original, config)
-    return {"tokenizer.model": original}
 
 
 def _template(tokenizer: SourceTokenizer, instruct: bool | None, *, images: bool) -> str | None:

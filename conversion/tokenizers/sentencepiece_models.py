@@ -8,6 +8,7 @@ SentencePiece (Kudo and Richardson, 2018, arXiv:1808.06226) ranks pieces by thei
 with SentencePiece itself before it is used.
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers
@@ -20,6 +21,7 @@ from .source_tokenizer import SourceTokenizer, begin_with, refuse
 SPACE = "\u2581"
 # Piece types of sentencepiece_model.proto.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+_BYTE = 6
 _BPE = 2
 _PROBES = (
     "", " ", "   ", " leading", "trailing ", "two  spaces", "a b", "\n", "\n\n x", "\t tab", "line\r\nline", "<s>",
@@ -32,7 +34,7 @@ def read(content: bytes, origin: str, family: str) -> SourceTokenizer:
     """Read a SentencePiece model.
 
     Raises:
-        CheckpointError: it is damaged, of a kind that LLaMA does not use, or a library is missing.
+        CheckpointError: it is damaged, or of a kind that LLaMA does not use.
     """
     proto = _parse(content, origin)
     ids = {name: getattr(proto.trainer_spec, f"{name}_id") for name in ("bos", "eos", "unk")}
@@ -64,11 +66,13 @@ def read(content: bytes, origin: str, family: str) -> SourceTokenizer:
 
 
 def _parse(content: bytes, origin: str) -> Any:
-    library, messages = _libraries(origin)
-    proto = messages.ModelProto()
+    # The extra `tokenizers` brings these.
+    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()
     try:
         proto.ParseFromString(content)
-        library.SentencePieceProcessor(model_proto=content)
+        SentencePieceProcessor(model_proto=content)
     # protobuf and sentencepiece raise errors of their own.
     except Exception as error:
         refuse(origin, f"a damaged SentencePiece model ({error})")
@@ -83,6 +87,31 @@ def _parse(content: bytes, origin: str) -> Any:
             f"{origin}: a SentencePiece model of model_type {kind}; {_BPE}, byte-pair encoding, was expected."
         )
     return proto
+
+
+def model_of_pieces(pieces: Iterable[tuple[str, float, int]], ids: Mapping[str, int], prefix: bool) -> bytes:
+    """Make a SentencePiece model of pairs again, of its pieces with their scores and types.
+
+    Args:
+        pieces: in the order of their ids.
+        ids: of "bos", "eos", "unk" and "pad", as far as they are known; else those of LLaMA.
+        prefix: whether a space is put before a text.
+    """
+    # The extra `tokenizers` brings it.
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()
+    for piece, score, kind in pieces:
+        proto.pieces.add(piece=piece, score=score, type=kind)
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    trainer.model_type, trainer.vocab_size = _BPE, len(proto.pieces)
+    trainer.byte_fallback = any(piece.type == _BYTE for piece in proto.pieces)
+    for name, index in ids.items():
+        setattr(trainer, f"{name}_id", index)
+        setattr(trainer, f"{name}_piece", proto.pieces[index].piece)
+    normalizer.name, normalizer.add_dummy_prefix = "identity", prefix
+    normalizer.remove_extra_whitespaces = False
+    return proto.SerializeToString()
 
 
 def to_json(proto: Any, origin: str) -> bytes:
@@ -134,26 +163,15 @@ def _merges_of(pieces: list[str]) -> list[tuple[str, str]]:
     ]
 
 
-def _libraries(origin: str) -> tuple[Any, Any]:
-    try:
-        import sentencepiece
-        from sentencepiece import sentencepiece_model_pb2
-    except ImportError as error:
-        raise CheckpointError(
-            f"{origin}: SentencePiece models need the libraries sentencepiece and protobuf ({error}). Install them "
-            "with: pip install 'llamoe[tokenizers]'"
-        ) from error
-    return sentencepiece, sentencepiece_model_pb2
-
-
 def _compare(tokenizer: Tokenizer, proto: Any, origin: str) -> None:
     """Compare with SentencePiece itself on fixed texts and on texts made of the model's own pieces.
 
     Raises:
         CheckpointError: the ids of a text differ.
     """
-    library, _ = _libraries(origin)
-    reference = library.SentencePieceProcessor(model_proto=proto.SerializeToString())
+    from sentencepiece import SentencePieceProcessor
+
+    reference = SentencePieceProcessor(model_proto=proto.SerializeToString())
     normal = [piece.piece for piece in proto.pieces if piece.type == NORMAL]
     stride = max(1, len(normal) // 2000)
     own = [

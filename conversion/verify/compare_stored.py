@@ -1,12 +1,13 @@
-"""Differences between two checkpoints as they are stored: elements of tensors, fields of configurations.
+"""What two checkpoints have in common, and how it differs as stored: elements of tensors, fields of configurations.
 
 Configurations are compared by their effect. Some fields only change how a function is stored (experts, heads, the
 pairing of rotated channels): with other weights it may be the same function. Other fields change the function of the
 same weights, and a few random tokens may not show it: a chunk is full only after thousands of tokens.
 """
 
+import copy
 import math
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ...configuration import (
 from ...configuration.base import LlamoeBaseConfig
 from ...configuration.fields import fields_without_effect
 from ...modeling.layers import RotaryEmbedding
+from ..checkpoint import Checkpoint, take_part
 from ..io import LazyTensor, blocks
 
 # Elements that are compared at a time.
@@ -37,6 +39,51 @@ _SIZES = {
         if meaning.effect == "structure" and meaning.part != "router"
     ),
 }
+
+
+# Fields of what follows a tower's encoder.
+_BEHIND = (
+    "use_adapter", "pixel_shuffle_ratio", "projector_input_dim", "projector_output_dim", "projector_final_act",
+    "projection_dim",
+)  # fmt: skip
+
+
+def shared_parts(first: Checkpoint, second: Checkpoint) -> tuple[list[Checkpoint], list[str]]:
+    """List the parts that can be compared with one another, and notes on what was left out.
+
+    For a multimodal model and a decoder that is the decoder. For a multimodal model and a tower it is the tower,
+    without adapter and projection unless both have the same.
+
+    Raises:
+        ValueError: one reads texts only and the other pictures only.
+    """
+    parts, notes = [first, second], []
+    for index, (mine, other) in enumerate(((first, second), (second, first))):
+        if isinstance(mine.config, LlamoeConfig) and not isinstance(other.config, LlamoeConfig):
+            name = "vision_config" if isinstance(other.config, LlamoeVisionConfig) else "text_config"
+            parts[index] = take_part(mine, name, "not compared")
+            notes.append(f"{mine.path} is multimodal and {other.path} is not: its {name} is compared")
+    are_towers = [isinstance(part.config, LlamoeVisionConfig) for part in parts]
+    if are_towers[0] != are_towers[1]:
+        raise ValueError(
+            f"{first.path} and {second.path}: a vision tower and a decoder have nothing to compare"
+        )
+    configs: list[Any] = [part.config for part in parts]
+    if notes and are_towers[0] and any(len({getattr(c, name) for c in configs}) > 1 for name in _BEHIND):
+        parts = list(map(_encoder, parts))
+        notes.append("the towers differ in adapter or projection, and are compared without")
+    return parts, notes
+
+
+def _encoder(tower: Checkpoint) -> Checkpoint:
+    """Take a tower without adapter and projection, and with the output for its class token."""
+    config: Any = copy.deepcopy(tower.config)
+    config.use_adapter, config.projection_dim = False, None
+    config.vision_feature_select_strategy = "full"
+    config.vision_output_dim = config.projector_input_dim = config.projector_output_dim = config.hidden_size
+    behind = ("vision_adapter.", "visual_projection.")
+    tensors = {key: tensor for key, tensor in tower.tensors.items() if not key.startswith(behind)}
+    return replace(tower, config=config, tensors=tensors)
 
 
 def compare_tensors(a: LazyTensor, b: LazyTensor) -> tuple[float, bool]:
@@ -80,6 +127,14 @@ def compare_configs(
         the weights are; each field with both values.
     """
     structure, function = {}, {}
+    if isinstance(a, LlamoeConfig) and isinstance(b, LlamoeConfig):
+        for part in a.sub_configs:
+            inner = compare_configs(getattr(a, part), getattr(b, part))
+            for found, fields in zip((structure, function), inner, strict=True):
+                found.update({f"{part}.{name}": both for name, both in fields.items()})
+        if a.image_token_index != b.image_token_index:
+            function["image_token_index"] = (a.image_token_index, b.image_token_index)
+        return structure, function
     first, second = _structure(a), _structure(b)
     for name, value in first.items():
         # The rule of a router, for one, is compared only where both families have one.
@@ -93,15 +148,8 @@ def compare_configs(
     return structure, function
 
 
-def _of_parts(config: LlamoeConfig, facts_of: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-    parts = {part: facts_of(getattr(config, part)) for part in config.sub_configs}
-    return {f"{part}.{name}": value for part, facts in parts.items() for name, value in facts.items()}
-
-
 def _structure(config: LlamoeBaseConfig) -> dict[str, Any]:
     """Every field that may change the function and is not compared by its effect."""
-    if isinstance(config, LlamoeConfig):
-        return _of_parts(config, _structure)
     unused = fields_without_effect(config)
     names = {name for name, meaning in config.meanings.items() if meaning.effect == "structure"}
     if not isinstance(config, LlamoeVisionConfig):
@@ -112,35 +160,30 @@ def _structure(config: LlamoeBaseConfig) -> dict[str, Any]:
 
 def _function(config: LlamoeBaseConfig) -> dict[str, tuple[Any, Any]]:
     """List each field that the function depends on, as it is shown and as it is compared."""
-    if isinstance(config, LlamoeConfig):
-        inner = _of_parts(config, _function)
-        return {**inner, "image_token_index": (config.image_token_index, config.image_token_index)}
     if isinstance(config, LlamoeVisionConfig):
         return _function_of_tower(config)
     plans = [config.layer_plan(layer_idx) for layer_idx in range(config.num_hidden_layers)]
     longest = config.max_position_embeddings
-    chunk = getattr(config, "attention_chunk_size", None) or longest
-    window = getattr(config, "sliding_window", None) or longest
+
+    def limits(kind: str, name: str) -> list[int | None]:
+        limit = getattr(config, name, None) or longest
+        return [limit if plan.attention_type == kind and limit < longest else None for plan in plans]
+
     floor = getattr(config, "floor_scale", longest + 1)
     tuning = (floor, config.attn_scale) if floor <= longest else None
     by_layer = {
         "layers that rotate": [plan.use_rope for plan in plans],
         "use_qk_norm": [plan.use_qk_norm for plan in plans],
-        "attention_chunk_size": [
-            chunk if plan.attention_type == "chunked_attention" and chunk < longest else None
-            for plan in plans
-        ],
-        "sliding_window": [
-            window if plan.attention_type == "sliding_attention" and window < longest else None
-            for plan in plans
-        ],
+        "attention_chunk_size": limits("chunked_attention", "attention_chunk_size"),
+        "sliding_window": limits("sliding_attention", "sliding_window"),
         "attn_temperature_tuning": [tuning if plan.use_temperature_tuning else None for plan in plans],
     }
     facts: dict[str, tuple[Any, Any]] = {
         name: (getattr(config, name),) * 2 for name in ("hidden_act", "rms_norm_eps")
     }
     for name, values in by_layer.items():
-        facts[name] = (_by_layer(values), values)
+        # One value if all layers have the same.
+        facts[name] = (values[0] if all(value == values[0] for value in values) else values, values)
     if any(by_layer["layers that rotate"]):
         facts["rope_parameters"] = (config.rope_parameters, _rotary(config))
     return facts
@@ -167,8 +210,3 @@ def _rotary(config: LlamoeBaseConfig) -> tuple:
     if rotary.rope_type in ("dynamic", "longrope"):
         by_length = (sorted(config.rope_parameters.items(), key=str), config.max_position_embeddings)
     return rotary.inv_freq.tolist(), rotary.attention_scaling, by_length
-
-
-def _by_layer(values: list[Any]) -> Any:
-    """Return the values of all layers, or one value if all are equal."""
-    return values[0] if all(value == values[0] for value in values) else values

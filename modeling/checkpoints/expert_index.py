@@ -31,7 +31,7 @@ WEIGHT = "weight"
 
 _BELOW_EXPERTS = re.compile(r"(.*(feed_forward|mlp)\.experts)\.(.+)")
 # What follows an expert's packed weight, or stands in the place of "weight".
-_BESIDE = re.compile(r"(.*\.experts\..*\.)(?:weight\.(.+)|(SCB|weight_format))")
+_BESIDE = re.compile(r"(.*\.experts\..*\.)(weight\..+|SCB|weight_format)")
 
 
 class ExpertName(NamedTuple):
@@ -49,7 +49,7 @@ def expert_of(name: str) -> ExpertName | None:
     matrix = match and matrix_named(match[3])
     if match is None or matrix is None or matrix.part.startswith("w") != (match[2] == "mlp"):
         return None
-    return ExpertName(match[1], matrix, beside[2] or beside[3] if beside else WEIGHT)
+    return ExpertName(match[1], matrix, beside[2] if beside else WEIGHT)
 
 
 @dataclass
@@ -148,13 +148,13 @@ def check_experts(layer: str, experts: Experts, found: Mapping[str, StoredStack]
     """
     for stack, stored in found.items():
         whole = next(iter(stored.whole.values()), None)
-        if stored.first is None or (experts.is_packed_one_by_one and not stored.single):
+        if stored.first is None or (experts.format.is_unfused_in_files and not stored.single):
             raise CheckpointError(
                 f"{layer}.{stack} is missing, fused or not. Download or copy the checkpoint again."
             )
         if stored.single and whole:
             raise CheckpointError(f"{stored.first} is there a second time: {whole} has it, too.")
-        if stored.single and experts.is_packed and not experts.is_packed_one_by_one:
+        if stored.single and experts.is_packed and not experts.format.is_unfused_in_files:
             raise CheckpointError(
                 f"{stored.first} is one expert by itself, where config.json says that experts are packed in stacks."
             )

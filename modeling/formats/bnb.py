@@ -1,8 +1,9 @@
 """bitsandbytes' formats: what `Linear4bit` and `Linear8bitLt` hold, for the experts' matrices.
 
 bitsandbytes' own functions quantize and unpack them; a product unpacks one expert's matrix first, on every device.
-Files have each matrix as a linear layer's tensors, by their kind: "weight", "absmax", "SCB" … An expert's gate and up
-are in one stack, but un-fused they are two linear layers: their blocks and nested statistics are two (`Separate`).
+Files have each matrix as a linear layer's tensors, by what follows the layer's name: "weight", "weight.absmax", "SCB" …
+An expert's gate and up are in one stack, but two linear layers in files: their blocks and nested statistics are two
+(`Separate`).
 
 bitsandbytes is imported when a matrix is quantized, unpacked or read.
 
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ...configuration.errors import CheckpointError
 from .format import MAKERS, Format, Parts, Sizes, format_of
 
 # Weights of a block, as linear layers have them, and blocks that share a scale of their scales.
@@ -24,6 +26,7 @@ BLOCKSIZE, NESTED_BLOCKSIZE = 64, 256
 _NUMBERS_AT_ONCE = 1 << 16
 # Addresses from which CUDA kernels load several codes at once.
 _ALIGNMENT = 16
+_REMEDY = "The checkpoint is damaged, or is not that of this config.json: quantize the original one again."
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Bnb4Bit(Format):
     compute_dtype: torch.dtype
     quant_type: str = "nf4"
     is_nested: bool = False
-    kinds = ("weight", "absmax", "nested_absmax")
+    kinds = ("weight", "weight.absmax", "weight.nested_absmax")
 
     @property
     def suffixes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -108,9 +111,10 @@ class Bnb4Bit(Format):
         )
 
     def from_file(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
-        """Read the parts of a matrix from a file's tensors, by kind; `ValueError` or `KeyError` if they mean another.
+        """Return the parts of a matrix from its tensors in a file; those of `kinds` may be on the meta device.
 
-        Tensors of `kinds` may be on the meta device.
+        Raises:
+            ValueError: they mean other weights than this format. (`KeyError` or `AssertionError`: one is missing.)
         """
         from bitsandbytes.functional import QuantState
 
@@ -121,16 +125,16 @@ class Bnb4Bit(Format):
         wanted = [self.quant_type, BLOCKSIZE, torch.Size(sizes), NESTED_BLOCKSIZE if self.is_nested else None]
         if given != wanted:
             names = "type, block size, shape and block size of nested scales"
-            raise ValueError(f"its {names} are {given}, not {wanted}")
+            raise ValueError(f"{names} are {given}, not {wanted}")
         # Codes are stored in bytes of any dtype.
         parts = [tensors["weight"].contiguous().view(torch.uint8).flatten(), state.absmax]
-        tables = [(state.code, self.quant_type)]
+        tables = {self.quant_type: state.code}
         if self.is_nested:
             parts += [state.state2.absmax, state.offset]
-            tables.append((state.state2.code, "dynamic"))
-        for table, name in tables:
+            tables["dynamic"] = state.state2.code
+        for name, table in tables.items():
             if not torch.allclose(table, code_of(name, table.device), rtol=0, atol=1e-6):
-                raise ValueError(f"its {name} table has other numbers than bitsandbytes' codes have")
+                raise ValueError(f"the {name} table has other numbers than bitsandbytes' codes have")
         return parts
 
     def for_file(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -174,7 +178,7 @@ class Bnb8Bit(Format):
 
     def from_file(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
         if (layout := tensors.get("weight_format")) is not None and layout.any():
-            raise ValueError("its weight_format is not 0, but a layout of old GPUs")
+            raise ValueError("weight_format is not 0, but a layout of old GPUs")
         return [tensors["weight"], tensors["SCB"]]
 
     def for_file(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -191,8 +195,9 @@ class Separate(Format):
         count: of the matrices, which have equal sizes.
     """
 
-    form: Format
+    form: Bnb4Bit | Bnb8Bit
     count: int
+    is_unfused_in_files = True
 
     @property
     def suffixes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -221,6 +226,30 @@ class Separate(Format):
         ones = [self.form.matrix(one, self.sizes_of_one(sizes), dtype) for one in zip(*parts, strict=True)]
         return ones[0] if len(ones) == 1 else torch.cat(ones)
 
+    def from_file(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
+        """Return the parts of one of the matrices from its tensors in a checkpoint.
+
+        Args:
+            tensors: by what follows the name of the linear layer.
+            sizes: of this matrix.
+
+        Raises:
+            CheckpointError: a tensor is missing, has another shape or dtype, or means other weights.
+        """
+        try:
+            parts = self.form.from_file(tensors, sizes)
+        except KeyError as error:
+            raise CheckpointError(f"{error} is missing. {_REMEDY}") from error
+        except (AssertionError, ValueError) as error:
+            raise CheckpointError(f"{' '.join(str(error).split())}. {_REMEDY}") from error
+        parts = [part.float() if part.is_floating_point() else part for part in parts]
+        for kind, part, (shape, dtype) in zip(self.form.kinds, parts, self.form.parts(sizes), strict=False):
+            found = f"shape {[*part.shape]} and dtype {part.dtype}"
+            wanted = f"shape {[*shape]} and dtype {dtype}"
+            if found != wanted:
+                raise CheckpointError(f"{kind} has {found}, not {wanted}. {_REMEDY}")
+        return parts
+
 
 @lru_cache
 def code_of(name: str, device: torch.device) -> torch.Tensor:
@@ -232,4 +261,4 @@ def code_of(name: str, device: torch.device) -> torch.Tensor:
 
 MAKERS["bitsandbytes-4bit"] = lambda dtype, kind, *nested: Bnb4Bit(getattr(torch, dtype), kind, bool(nested))
 MAKERS["bitsandbytes-8bit"] = lambda dtype: Bnb8Bit(getattr(torch, dtype))
-MAKERS["separate"] = lambda count, *form: Separate(format_of(":".join(form)), int(count))
+MAKERS["separate"] = lambda count, *form: Separate(format_of(":".join(form)), int(count))  # pyright: ignore

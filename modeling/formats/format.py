@@ -41,12 +41,6 @@ Sizes = tuple[int, int]
 """O and I."""
 
 
-def chunk_of(device: torch.device) -> int:
-    """Weights that are quantized at a time: what a processor's cache holds, or, where launches cost, a whole matrix."""
-    # Half a gigabyte in float32, for the largest heads in vocabularies.
-    return 1 << 17 if device.type == "cpu" else 1 << 27
-
-
 class Format(ABC):
     """One way to store a matrix, and the products of rows with it from either side."""
 
@@ -56,6 +50,8 @@ class Format(ABC):
     """Dtype of the products."""
     is_packed: ClassVar[bool] = True
     """Whether the first part holds codes, which only this format's products read, and not numbers."""
+    is_unfused_in_files: ClassVar[bool] = False
+    """Whether files have an expert's gate, up and down each by itself, as linear layers."""
     alignment: ClassVar[int] = 1
     """Bytes of which the address of the first part must be a multiple for a kernel."""
 
@@ -122,15 +118,14 @@ def may_have_gpu_kernel(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def why_no_kernel(form: Format, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Explain why no Triton kernel multiplies rows of a dtype by matrices of a format; None if one can."""
-    if type(form).for_gpu_kernel is Format.for_gpu_kernel:
-        return f"{form.key} has no Triton kernel."
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"The kernels take rows of bfloat16, float16 or float32, not {dtype}."
-    if not form.is_packed and dtype != form.compute_dtype:
-        return f"The kernels take rows in the dtype of plain weights, {form.compute_dtype}, not {dtype}."
-    return _why_no_gpu_kernel(device)
+def knows_gpu_kernel(form: Format, dtype: torch.dtype) -> bool:
+    """Return True if there are Triton kernels for rows of this dtype and matrices of this format."""
+    return (
+        type(form).for_gpu_kernel is not Format.for_gpu_kernel
+        and dtype in (torch.bfloat16, torch.float16, torch.float32)
+        # The kernels do not cast plain weights.
+        and (form.is_packed or dtype == form.compute_dtype)
+    )
 
 
 # A compiler runs this function while it traces, and takes its result as a constant.
@@ -158,7 +153,7 @@ def has_gpu_kernel(
         may_check: whether kernels may be launched and waited for; otherwise only earlier checks count.
     """
     dtype = dtype or form.compute_dtype
-    if why_no_kernel(form, dtype, parts[0].device):
+    if not knows_gpu_kernel(form, dtype) or _why_no_gpu_kernel(parts[0].device):
         return False
 
     def unpacked(codes: torch.Tensor, expert: int) -> torch.Tensor:

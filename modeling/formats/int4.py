@@ -4,44 +4,36 @@ Shapes: O outputs, I inputs, P inputs with padding, N rows.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
 from ..kernels import (
     BLOCK_WEIGHTS,
-    FEW_BITS_FLOAT_MAX_ROWS,
     INT4_TORCH_MAX_ROWS,
     GpuMatrix,
     Matrix,
     cpp_product,
     cpp_unpack,
     dtype_of_blocks,
-    rows_in_bytes,
 )
-from .format import MAKERS, Format, Parts, Sizes, chunk_of
+from .format import MAKERS, Parts, Sizes
 from .int4_layout import (
-    BLOCK,
     ROWS_MULTIPLE,
-    from_blocks_of_32,
-    in_blocks_of_32,
+    is_torchs_layout,
     pack,
     pieces,
-    torchs_block,
     unpack,
 )
-from .scales import asymmetric
+from .scales import FewBits, asymmetric, rows_of
 
-# Weights whose bytes are reordered at a time for torch's kernel.
-_REORDERED_WEIGHTS = 1 << 22
 # Share of a matrix that padding may add.
 _MOST_PADDING = 1 / 8
 
 
 @dataclass(frozen=True)
-class Int4(Format):
+class Int4(FewBits):
     """A scale and an offset for each output and group of inputs; products by a kernel on a CPU with AVX-512 or AVX2.
 
     Parts: the codes in the kernel's layout, and `[P / group_size, O, 2]` bfloat16, scale and offset. A last group that
@@ -49,28 +41,13 @@ class Int4(Format):
 
     Attributes:
         group_size: inputs that share a scale.
-        search: whether scales minimise the squared error.
-        in_bytes: whether the kernels of a CPU quantize rows to 8 bits.
     """
 
     group_size: int
-    search: bool = True
-    in_bytes: bool = False
-    suffixes = ("", "_scale")
-    compute_dtype = torch.bfloat16
-
-    @cached_property
-    def kernel_max_rows(self) -> int:
-        """Up to this many rows the compiled kernels are faster than unpacking once."""
-        return rows_in_bytes() if self.in_bytes else FEW_BITS_FLOAT_MAX_ROWS
 
     @property
     def key(self) -> str:
         return f"int4:{self.group_size}{self.in_bytes * ':bytes'}"
-
-    @property
-    def exact(self) -> Format:
-        return replace(self, in_bytes=False)
 
     def refusal(self, sizes: Sizes) -> str | None:
         num_out, num_in = sizes
@@ -92,20 +69,15 @@ class Int4(Format):
         return [((num_out, padded // 2), torch.uint8), (scales, torch.bfloat16)]
 
     def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        codes, scales = (
-            torch.empty(shape, dtype=dtype, device=weight_OI.device)
-            for shape, dtype in self.parts(weight_OI.shape)
-        )
+        codes, scales = self.empty_parts(weight_OI)
         padding = self._padded(weight_OI.shape[1]) - weight_OI.shape[1]
-        step = max(chunk_of(weight_OI.device) // weight_OI.shape[1] // BLOCK, 1) * BLOCK
-        for start in range(0, len(weight_OI), step):
-            rows = weight_OI[start : start + step].contiguous().float()
+        for some, rows in rows_of(weight_OI):
             if padding:
                 # The last weight again, so that the range does not change.
                 rows = F.pad(rows[None], (0, padding), mode="replicate")[0]
             found = asymmetric(rows.view(-1, self.group_size), self.search)
-            codes[start : start + step] = pack(found[0].view(rows.shape))
-            scales[:, start : start + step] = torch.cat(found[1:], 1).view(len(rows), -1, 2).transpose(0, 1)
+            codes[some] = pack(found[0].view(rows.shape))
+            scales[:, some] = torch.cat(found[1:], 1).view(len(rows), -1, 2).transpose(0, 1)
         return [codes, scales]
 
     def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
@@ -129,30 +101,14 @@ class Int4(Format):
             y_NO = cpp_product(x_NI, Matrix(4, self.group_size, *parts, in_bytes=self.in_bytes))
             if y_NO is not None:
                 return y_NO
-        if packed.is_cpu and x_NI.shape[0] <= INT4_TORCH_MAX_ROWS.get(torchs_block() or 0, 0):
-            return self._multiply_by_torch(x_NI.contiguous(), packed, scales)
+        if packed.is_cpu and x_NI.shape[0] <= INT4_TORCH_MAX_ROWS and is_torchs_layout():
+            kernel = torch.ops.aten._weight_int4pack_mm_for_cpu
+            return kernel(x_NI.contiguous(), packed, self.group_size, scales)
         x = x_NI.to(dtype_of_blocks(x_NI))
         y_NO = x.new_empty(len(x), len(packed))
         for some, weight_PO in self._blocks(parts, x.dtype):
             torch.mm(x, weight_PO, out=y_NO[:, some])
         return y_NO.to(x_NI.dtype)
-
-    def _multiply_by_torch(
-        self, x_NP: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor
-    ) -> torch.Tensor:
-        kernel = torch.ops.aten._weight_int4pack_mm_for_cpu
-        if torchs_block() == BLOCK:
-            return kernel(x_NP, packed, self.group_size, scales)
-        found = []
-        for some in pieces(packed, _REORDERED_WEIGHTS):
-            if (some.stop - some.start) % BLOCK == 0:
-                codes, scales_of_codes = in_blocks_of_32(packed[some], scales[:, some])
-                found.append(from_blocks_of_32(kernel(x_NP, codes, self.group_size, scales_of_codes)))
-            else:
-                rest_PO = x_NP.new_empty(x_NP.shape[1], some.stop - some.start, dtype=torch.float32)
-                unpack(packed[some], scales[:, some], rest_PO)
-                found.append(torch.mm(x_NP.float(), rest_PO).to(x_NP.dtype))
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def _blocks(
         self, parts: Parts, dtype: torch.dtype, is_whole: bool = False

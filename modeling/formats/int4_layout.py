@@ -4,8 +4,6 @@ Outputs are in blocks of 64. For each input a block has 32 bytes, of which byte 
 and output 32 + j in its high ones. In a last block of 16, 32 or 48 outputs byte j holds outputs 2j and 2j + 1. (ATen,
 native/cpu/int4mm_kernel.cpp, `weight_to_int4pack_kernel`. With other instruction sets torch packs differently.)
 
-With AVX2 blocks are half as large. Bytes are the same then, in another order.
-
 Shapes: O outputs, I inputs, G groups of inputs.
 """
 
@@ -68,8 +66,10 @@ def unpack(packed: torch.Tensor, scales: torch.Tensor, out_IO: torch.Tensor) -> 
         bytes_ = packed.view(num_in, -1)
         low, high = out_IO.unflatten(1, (-1, 2)).unbind(2)
     else:
-        # The bytes of an input and block are as large as two complex numbers, and copied as such.
-        pairs = _in_pairs(packed).view(-1, num_in, 2).transpose(0, 1).contiguous()
+        # The bytes of an input and block are as large as two complex numbers, and copied as such where they may be.
+        is_odd = packed.data_ptr() % 16 or packed.storage_offset() % 16
+        numbers = (packed.clone() if is_odd else packed).view(-1).view(torch.complex128)
+        pairs = numbers.view(-1, num_in, 2).transpose(0, 1).contiguous()
         bytes_ = pairs.view(torch.uint8).view(num_in, -1, BLOCK // 2)
         low, high = out_IO.unflatten(1, (-1, 2, BLOCK // 2)).unbind(2)
     # Bytes are subtracted from, and cast where they are signed, faster than numbers of more bits.
@@ -81,35 +81,9 @@ def unpack(packed: torch.Tensor, scales: torch.Tensor, out_IO: torch.Tensor) -> 
     torch.addcmul(offset_GO[:, None], codes_GgO, scale_GO[:, None], out=codes_GgO)
 
 
-def _in_pairs(packed: torch.Tensor) -> torch.Tensor:
-    """View 16 bytes as one complex number; copy if they do not begin at a multiple of 16."""
-    is_odd = packed.data_ptr() % 16 or packed.storage_offset() % 16
-    return (packed.clone() if is_odd else packed).view(-1).view(torch.complex128)
-
-
-def in_blocks_of_32(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of whole blocks as torch packs them for AVX2: half as many outputs a block, in another order."""
-    # Half a block of an input is as large as one complex number, and copied as such.
-    halves = _in_pairs(packed).view(-1, packed.shape[1] * 2, 2)
-    scales_of_halves = scales.unflatten(1, (-1, 2, 2, BLOCK // 4)).transpose(2, 3).flatten(1, 4)
-    return halves.transpose(1, 2).contiguous().view(torch.uint8).view(packed.shape), scales_of_halves
-
-
-def from_blocks_of_32(values: torch.Tensor) -> torch.Tensor:
-    """`[N, O]`, with the outputs of `in_blocks_of_32` in their own order."""
-    return values.unflatten(1, (-1, 2, 2, BLOCK // 4)).transpose(2, 3).flatten(1)
-
-
 @lru_cache
-def torchs_block() -> int | None:
-    """Outputs of a block as torch's 4-bit kernel reads them on this machine: 64, 32, or None for another layout."""
+def is_torchs_layout() -> bool:
+    """Return whether torch's 4-bit kernel reads this layout on this machine."""
     codes = torch.arange(BLOCK * BLOCK, dtype=torch.int32, device="cpu").view(BLOCK, BLOCK) * 7 // 5 % 16
     theirs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 2).view(BLOCK, -1)
-    ours = pack(codes.to(torch.uint8))
-    if torch.equal(theirs, ours):
-        return BLOCK
-    order = from_blocks_of_32(torch.arange(BLOCK)[None])[0]
-    halves = in_blocks_of_32(ours, torch.empty(1, BLOCK, 2))[0]
-    theirs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes[order.argsort()].contiguous(), 2)
-    has_kernel = torch.backends.cpu.get_cpu_capability() == "AVX2"
-    return BLOCK // 2 if has_kernel and torch.equal(theirs.view(BLOCK, -1), halves) else None
+    return torch.equal(theirs, pack(codes.to(torch.uint8)))

@@ -3,13 +3,11 @@
 Shapes: O outputs, I inputs, N rows.
 """
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 import torch
 
 from ..kernels import (
-    FEW_BITS_FLOAT_MAX_ROWS,
     INT8_TORCH_MAX_ROWS,
     GpuMatrix,
     Matrix,
@@ -17,43 +15,25 @@ from ..kernels import (
     cpp_product,
     dtype_of_blocks,
     needs_float32,
-    rows_in_bytes,
 )
-from .format import MAKERS, Format, Parts, Sizes, chunk_of
+from .format import MAKERS, Parts, Sizes
 from .int4_layout import ROWS_MULTIPLE
-from .scales import symmetric
+from .scales import FewBits, rows_of, symmetric
 
 
 @dataclass(frozen=True)
-class Int8(Format):
+class Int8(FewBits):
     """A scale for each output; products by a kernel on a CPU.
 
     Parts: codes `[O, I]` int8, and scales `[O]` bfloat16.
-
-    Attributes:
-        search: whether scales minimise the squared error.
-        in_bytes: whether the kernels of a CPU quantize rows to 8 bits.
     """
 
-    search: bool = True
-    in_bytes: bool = False
-    suffixes = ("", "_scale")
-    compute_dtype = torch.bfloat16
     # Rows and codes begin at multiples of it: torch's kernel does not check that, and ends the process elsewhere.
     alignment = 32
-
-    @cached_property
-    def kernel_max_rows(self) -> int:
-        """Up to this many rows the compiled kernels are faster than unpacking once."""
-        return rows_in_bytes() if self.in_bytes else FEW_BITS_FLOAT_MAX_ROWS
 
     @property
     def key(self) -> str:
         return f"int8{self.in_bytes * ':bytes'}"
-
-    @property
-    def exact(self) -> Format:
-        return replace(self, in_bytes=False)
 
     def refusal(self, sizes: Sizes) -> str | None:
         if sizes[1] % ROWS_MULTIPLE:
@@ -64,15 +44,10 @@ class Int8(Format):
         return [(tuple(sizes), torch.int8), ((sizes[0],), torch.bfloat16)]
 
     def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        codes, scales = (
-            torch.empty(shape, dtype=dtype, device=weight_OI.device)
-            for shape, dtype in self.parts(weight_OI.shape)
-        )
-        step = max(chunk_of(weight_OI.device) // weight_OI.shape[1], 1)
-        for start in range(0, len(weight_OI), step):
-            rows = weight_OI[start : start + step].contiguous().float()
-            codes[start : start + step], found = symmetric(rows, self.search)
-            scales[start : start + step] = found[:, 0]
+        codes, scales = self.empty_parts(weight_OI)
+        for some, rows in rows_of(weight_OI):
+            codes[some], found = symmetric(rows, self.search)
+            scales[some] = found[:, 0]
         return [codes, scales]
 
     def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:

@@ -1,17 +1,64 @@
-"""Scales and codes of weights: the range of the largest ones, or what minimises the squared error.
+"""What int4 and int8 share: scales and codes of weights, from their range or with the least squared error.
 
 A weight w becomes `code * scale + offset`. For given codes the best scale and offset follow from a linear regression of
 the weights on their codes, whose error is known without forming it. `search` tries several ranges, each a part of the
 full one: a narrower range cuts off the largest weights, and resolves the others better.
 
-Shapes: N groups, G weights of a group.
+Shapes: N groups, G weights of a group, O outputs, I inputs.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
 import torch
+
+from ..kernels import FEW_BITS_FLOAT_MAX_ROWS, rows_in_bytes
+from .format import Format
+from .int4_layout import BLOCK
 
 # Parts of the full range that are tried, for 4 and for 8 bits. With 4 bits some 0.9 is mostly best.
 _RANGES_OF_4_BITS = (1.0, 0.93, 0.86, 0.79)
 _RANGES_OF_8_BITS = (1.0, 0.97, 0.94)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewBits(Format):
+    """Codes of 4 or 8 bits and scales in bfloat16.
+
+    Attributes:
+        search: whether scales minimise the squared error.
+        in_bytes: whether the kernels of a CPU quantize rows to 8 bits.
+    """
+
+    search: bool = True
+    in_bytes: bool = False
+    suffixes = ("", "_scale")
+    compute_dtype = torch.bfloat16
+
+    @cached_property
+    def kernel_max_rows(self) -> int:
+        """Up to this many rows the compiled kernels are faster than unpacking once."""
+        return rows_in_bytes() if self.in_bytes else FEW_BITS_FLOAT_MAX_ROWS
+
+    @property
+    def exact(self) -> Format:
+        return replace(self, in_bytes=False)
+
+    def empty_parts(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
+        """Make the parts of a weight, to be filled."""
+        parts = self.parts((weight_OI.shape[0], weight_OI.shape[1]))
+        return [torch.empty(shape, dtype=dtype, device=weight_OI.device) for shape, dtype in parts]
+
+
+def rows_of(weight_OI: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield outputs that are quantized at a time, in whole blocks, and their weights in float32."""
+    # What a processor's cache holds, or, where launches cost, half a gigabyte: the largest heads in vocabularies.
+    numbers = 1 << 17 if weight_OI.is_cpu else 1 << 27
+    step = max(numbers // weight_OI.shape[1] // BLOCK, 1) * BLOCK
+    for start in range(0, len(weight_OI), step):
+        some = slice(start, start + step)
+        yield some, weight_OI[some].contiguous().float()
 
 
 def asymmetric(weights_NG: torch.Tensor, search: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

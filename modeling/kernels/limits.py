@@ -26,8 +26,8 @@ FEW_BITS_FLOAT_MAX_ROWS = 16
 FEW_BITS_AMX_MAX_ROWS = 128
 """Our kernels of 4 and 8 bits whose rows become bytes, where torch multiplies bfloat16 by AMX; elsewhere they serve any
 number of rows."""
-INT4_TORCH_MAX_ROWS = {64: 48, 32: 48}
-"""Torch's kernel of 4 bits, by the outputs of the blocks that it reads."""
+INT4_TORCH_MAX_ROWS = 48
+"""Torch's kernel of 4 bits, with AVX-512."""
 INT8_TORCH_MAX_ROWS = 12
 """Torch's kernel of 8 bits."""
 

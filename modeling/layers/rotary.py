@@ -74,19 +74,19 @@ class RotaryEmbedding(nn.Module):
         self.max_seq_len_cached = self.original_max_seq_len
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the angles' cosines and sines.
+        """Compute the angles' cosines and sines, as `rotate` takes them.
 
         Args:
             x: any tensor on the device of the result.
             position_ids: `[B or 1, T]` integers.
 
         Returns:
-            cos and sin, each `[B or 1, T, R]` float32, times the scaling type's attention factor.
+            cos and sin, each `[B or 1, T, 1, D]` float32, times the scaling type's attention factor.
         """
         if self.inv_freq.is_meta and not x.is_meta:
             # Made on the meta device; a loader fills only what checkpoints contain.
             self._reset(x.device)
-        return self._cos_sin(x, position_ids)
+        return of_channels(*self._cos_sin(x, position_ids), self.config.rope_interleave)
 
     @dynamic_rope_update
     def _cos_sin(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,23 +94,42 @@ class RotaryEmbedding(nn.Module):
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
 
+def of_channels(cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give both channels of each pair their factors: cosines, and sines, negative for the first channel.
+
+    Args:
+        cos: `[B or 1, T, R]`.
+        sin: likewise.
+        interleave: pair channels (2j, 2j+1); else (j, j + D/2).
+
+    Returns:
+        cos and sin, each `[B or 1, T, 1, D]`, for all heads.
+    """
+    pairs = (cos, cos), (-sin, sin)
+    if interleave:
+        cos, sin = (torch.stack(both, -1).flatten(-2) for both in pairs)
+    else:
+        cos, sin = (torch.cat(both, -1) for both in pairs)
+    return cos[:, :, None], sin[:, :, None]
+
+
 def rotate(x_BTHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> torch.Tensor:
     """Rotate each pair of channels by its position's angle.
 
     Args:
         x_BTHD: `[B, T, H, D]`, queries or keys in the order of the projections.
-        cos: `[B or 1, T, R]` float32.
+        cos: `[B or 1, T, 1, D]` float32, from `of_channels`.
         sin: likewise.
         interleave: pair channels (2j, 2j+1); else (j, j + D/2).
 
     Returns:
         `[B, T, H, D]` in the dtype of the input; computed in float32, or float64 for float64 input.
     """
-    cos, sin = cos[:, :, None], sin[:, :, None]
-    a, b = (x_BTHD[..., 0::2], x_BTHD[..., 1::2]) if interleave else x_BTHD.chunk(2, dim=-1)
-    rotated = a * cos - b * sin, b * cos + a * sin
-    joined = torch.stack(rotated, dim=-1).flatten(-2) if interleave else torch.cat(rotated, dim=-1)
-    return joined.to(x_BTHD.dtype)
+    if interleave:
+        others = x_BTHD.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        others = x_BTHD.roll(x_BTHD.shape[-1] // 2, -1)
+    return (x_BTHD * cos + others * sin).to(x_BTHD.dtype)
 
 
 def rotary_2d_cos_sin(
@@ -128,8 +147,8 @@ def rotary_2d_cos_sin(
         device: device of the result.
 
     Returns:
-        cos and sin, each `[1, T, R]` float32, for T = grid_size**2 + 1: patches row by row, then the class token,
-        with cos 1 and sin 0.
+        cos and sin, each `[1, T, 1, D]` float32, as `rotate` takes them for interleaved pairs, for T = grid_size**2
+        + 1: patches row by row, then the class token, with cos 1 and sin 0.
     """
     exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device) / (head_dim // 2)
     frequencies = 1.0 / (theta**exponents)
@@ -137,4 +156,4 @@ def rotary_2d_cos_sin(
     x, y = patches % grid_size + 1, patches // grid_size + 1
     angles = torch.cat([x[:, None] * frequencies, y[:, None] * frequencies], dim=-1)
     angles = torch.cat([angles, angles.new_zeros(1, head_dim // 2)])
-    return angles.cos()[None], angles.sin()[None]
+    return of_channels(angles.cos()[None], angles.sin()[None], interleave=True)

@@ -105,8 +105,6 @@ class Experts(nn.Module):
     down_proj: nn.Parameter
     # LoRA factors for calls without a `lora` argument: expert parallelism forwards rows only.
     lora: ExpertsLora = NO_LORA
-    # Whether files have packed experts one by one, as linear layers.
-    is_packed_one_by_one = False
     # Whether the stacks are on disk or in RAM, and are loaded one matrix at a time.
     is_offloaded = False
     # Format of each stack, if it is not the plain format of its tensor.
@@ -191,10 +189,6 @@ class Experts(nn.Module):
         """O and I of a stack's matrices."""
         _, first, second = self.stack_shape(name)
         return (second, first) if self.is_transposed else (first, second)
-
-    def unpacked_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the stacks of numbers, by their names."""
-        return {name: self.stack_shape(name) for name in STACKS}
 
     def forward(
         self,

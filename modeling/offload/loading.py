@@ -19,10 +19,9 @@ from ...configuration.sizes import bytes_of
 from ..checkpoints import current_loading, device_of, names_in_model
 from ..moe import Experts
 from .budget import bytes_of_expert, default_size
-from .experts import OffloadedExperts
+from .experts import OffloadedExperts, offloaded_in
 from .pieces import find_pieces
 from .store import Store
-from .training import offloaded_in
 
 ALL = "experts"
 """In a device map: the routed experts of all layers."""
@@ -122,10 +121,10 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
             "save_pretrained, and load that."
         )
     taken: dict[str, Any] = {name: layers[name] for name in chosen}
-    if getattr(load_config.hf_quantizer, "layout", None):
+    if current_loading().layout is not None:
         raise ValueError(
-            f"{next(iter(taken))} is not stored as it is in memory: load the folder without device_map for experts, "
-            "save it by save_pretrained, and load that."
+            f"{next(iter(taken))} is packed by another program, and experts on disk or in RAM are read from llamoe's "
+            "own formats: write a folder by `llamoe quantize FOLDER TARGET --to int4`, and load that."
         )
     # The files are needed as long as the model is, wherever the process may go.
     stored = find_pieces(

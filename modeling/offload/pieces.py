@@ -26,6 +26,7 @@ from ..checkpoints import (
     suffixes_in_files,
 )
 from ..moe import Experts
+from ..quantization import parts_in_files
 
 
 class Piece(NamedTuple):
@@ -138,7 +139,7 @@ def _pieces(
                 expert, tensor, tensor.shape, tensor.content.begin, 0, slice(place * rows, (place + 1) * rows)
             )
             continue
-        for part, tensor in enumerate(experts.matrix_in_files(stack, kinds)):
+        for part, tensor in enumerate(parts_in_files(experts.formats[stack], experts.sizes_of(stack), kinds)):
             memory = memories[part][0]
             if isinstance(tensor, torch.Tensor):
                 numbers[expert].setdefault(part, torch.empty(memory.shape))[place] = tensor

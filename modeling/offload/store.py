@@ -12,7 +12,7 @@ Locks are those without Python code between taking and knowing it, where an inte
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 
@@ -32,6 +32,7 @@ _LOOK_AHEAD = 8
 # Up to so many rows of an expert are computed in RAM, from where one read of its matrix takes less time than its way
 # over the link to an accelerator. More rows would cost the host products. No accelerator was timed.
 _MAX_ROWS_IN_RAM = 4
+_NO_COUNTS = {"hits": 0, "misses": 0, "bytes_read": 0}
 
 
 class _Slots:
@@ -82,7 +83,7 @@ class Store:
         self.place, self.device = place, device
         self.is_remote = device.type != "cpu"
         self.layers, self.stored = layers, stored
-        self._counts = {layer: _no_counts() for layer in layers}
+        self._counts = {layer: Counter(_NO_COUNTS) for layer in layers}
         self._counting, self._lock = threading.Lock(), threading.RLock()
         self.reader = Reader()
         # When nothing refers to the model any more: no thread and no file outlives it.
@@ -111,13 +112,12 @@ class Store:
         with self._counting:
             counts = {layer: dict(counts) for layer, counts in self._counts.items()}
             if reset:
-                self._counts = {layer: _no_counts() for layer in self.layers}
+                self._counts = {layer: Counter(_NO_COUNTS) for layer in self.layers}
         return counts
 
     def _count(self, layer: str, **more: int) -> None:
         with self._counting:
-            for name, count in more.items():
-                self._counts[layer][name] += count
+            self._counts[layer].update(more)
 
     def walk(
         self,
@@ -160,11 +160,8 @@ class Store:
                         self.prefetch(layer, stack, [expert], is_counted=True)
                 self.prefetch(layer, later, [expert] if expert in ahead[1:] else [])
                 # Copy synchronously: the slot may get another matrix at the next iteration.
-                if (
-                    self.is_remote
-                    and self.place == "disk"
-                    and not (may_compute and self._is_computed(num_rows))
-                ):
+                stays = may_compute and num_rows <= _MAX_ROWS_IN_RAM
+                if self.is_remote and self.place == "disk" and not stays:
                     parts = [part.to(self.device) for part in parts]
                 yield parts
 
@@ -181,15 +178,11 @@ class Store:
         """Return the parts of the matrices in RAM whose rows are computed there."""
         computed = {}
         for expert, num_rows in hit.items():
-            if (layer, expert) not in slots.cache and self._is_computed(num_rows):
+            if (layer, expert) not in slots.cache and num_rows <= _MAX_ROWS_IN_RAM:
                 computed[expert] = [part[expert] for part in self._in_ram[layer, slots.stack]]
                 if slots.stack == STACKS[0]:
                     self._count(layer, misses=1)
         return computed
-
-    def _is_computed(self, num_rows: int) -> bool:
-        """Return whether rows are computed in RAM beside their matrix, rather than the matrix copied."""
-        return num_rows <= _MAX_ROWS_IN_RAM
 
     def _bring(self, slots: _Slots, keys: Sequence[Key]) -> Iterator[Parts]:
         """Yield the parts of matrices, each pinned until the next iteration; the following ones load meanwhile."""
@@ -295,7 +288,3 @@ class Store:
         return self.reader.start(
             pieces, f"expert {expert} of {layer}", lambda count: self._count(layer, bytes_read=count)
         )
-
-
-def _no_counts() -> dict[str, int]:
-    return {"hits": 0, "misses": 0, "bytes_read": 0}

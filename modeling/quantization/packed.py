@@ -1,4 +1,4 @@
-"""Linear layers and routed experts with packed weights, and the operation by which they are quantized while loading.
+"""Linear layers and routed experts with packed weights.
 
 The mark `is_packed` tells them from others; `moe` and `parallel` stand before this folder and ask for no class.
 """
@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import ConversionOps
 
-from ...configuration.errors import CheckpointError
 from ..formats import Format, Sizes
 from ..layers import Linear
 from ..moe import STACKS, Experts, OutputFirstExperts, multiply_one
@@ -127,10 +125,6 @@ class QuantizedLinear(Packed, nn.Linear):
             y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    def unpacked_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of the weight that the parts mean, by its name."""
-        return {**self.sizes}
-
     @torch.no_grad()
     def quantize(self, weight: torch.Tensor, name: str = "weight") -> dict[str, torch.Tensor]:
         """Quantize a weight `[out_features, in_features]` to its parts, by name."""
@@ -208,65 +202,13 @@ class QuantizedExperts(Packed, Experts):
         return experts.train(self.training)
 
 
-class QuantizeWeight(ConversionOps):
-    """The operation by which transformers' loader quantizes a weight that it has read, before it reads the next.
-
-    Args:
-        others: the operation for weights of other modules, if there are any.
-    """
-
-    def __init__(self, others: ConversionOps | None = None):
-        self._others = others
-
-    @torch.no_grad()
-    def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
-    ) -> Any:
-        """Return the parts of one weight by their names in the model.
-
-        Raises:
-            CheckpointError: it has another shape than the model's.
-        """
-        if self._others is not None and not holds_packed(model, full_layer_name):
-            return self._others.convert(input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
-        path, _, name = full_layer_name.rpartition(".")
-        [weight] = input_dict.values()
-        weight, module = weight[0] if isinstance(weight, list) else weight, model.get_submodule(path)
-        # transformers checks no shape of what is quantized.
-        if tuple(weight.shape) != tuple(module.unpacked_shapes()[name]):
-            raise CheckpointError(
-                f"{full_layer_name} has shape {[*weight.shape]}, but the model that config.json describes has "
-                f"{[*module.unpacked_shapes()[name]]}."
-            )
-        parts = module.quantize(weight, name)
-        return {f"{path}.{part}": tensor for part, tensor in parts.items()}
-
-
 def holds_packed(model: nn.Module, name: str) -> bool:
     """Return True if a module of ours stores the weight of this name packed."""
     path, _, own_name = name.rpartition(".")
-    module: Any = model.get_submodule(path)
-    return isinstance(module, Packed) and own_name in module.unpacked_shapes()
+    module = model.get_submodule(path)
+    return isinstance(module, Packed) and own_name in module.sizes
 
 
 def packed_modules(model: nn.Module) -> list[tuple[str, Any]]:
     """Return the modules with packed weights, by path."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, Packed)]
-
-
-def check_scales(model: nn.Module) -> None:
-    """Check the scales of all packed weights of a loaded model.
-
-    Raises:
-        CheckpointError: some are NaN or infinite, so that whatever they multiply would be.
-    """
-    for path, module in packed_modules(model):
-        for name, scales in module._buffers.items():
-            if scales is None or scales.is_meta or not scales.is_floating_point():
-                continue
-            # The largest and smallest number take no memory of their own, and are NaN if one is.
-            if not torch.stack(scales.aminmax()).isfinite().all():
-                raise CheckpointError(
-                    f"{path}.{name}: {int((~scales.isfinite()).sum())} of {scales.numel()} scales are NaN or infinite. "
-                    "The checkpoint is damaged, or its weights overflowed: quantize the original one."
-                )

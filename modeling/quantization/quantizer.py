@@ -3,7 +3,8 @@
 `QuantizationConfig` and this quantizer are registered with transformers under the method `llamoe`.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers import register_quantization_config, register_quantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
@@ -20,24 +21,19 @@ from ...configuration.checks import listed
 from ...configuration.errors import ConfigurationError
 from ...configuration.hub import is_ours, is_saving_stock
 from ...configuration.quantization import METHOD, QuantizationConfig
-from ..checkpoints import current_loading, fuse_in_place
+from ..checkpoints import current_loading
 from ..formats import Format, format_of
 from ..formats.packed import Layout
 from ..layers import Linear
 from ..moe import Experts
-from .packed import (
-    QuantizedExperts,
-    QuantizedLinear,
-    QuantizeWeight,
-    check_scales,
-    holds_packed,
-    packed_modules,
-)
-from .published import find_packed, follow_files, reading_rules
+from .packed import QuantizedExperts, QuantizedLinear, packed_modules
+from .packed_quantizer import PackedQuantizer
+from .published import Matrices, check_int4, find_packed, follow_files
 
 logger = logging.get_logger("llamoe")
 
-_OF_MODULES = ("experts", "linears", "modules_to_not_convert")
+# What classes with a head, and multimodal ones, have before the names of layers.
+_PREFIX = re.compile(r"^(language_model\\?\.)?(model\\?\.)?(?=layers\\?\.)")
 
 
 def format_for(config: QuantizationConfig) -> Format:
@@ -71,7 +67,7 @@ def take_activations(stored: Any, options: dict[str, Any]) -> str | None:
                 f"quantization_config asks for {field}={getattr(asked, field)!r}, but this folder is stored with "
                 f"{field}={getattr(holds, field)!r}: quantize the 16-bit checkpoint."
             )
-    if all(getattr(holds, name) == getattr(asked, name) for name in _OF_MODULES):
+    if all(getattr(holds, n) == getattr(asked, n) for n in ("experts", "linears", "modules_to_not_convert")):
         del options["quantization_config"]
     return asked.activations if "activations" in asked.given else None
 
@@ -83,12 +79,10 @@ def _as_config(config: Any) -> QuantizationConfig | None:
     return config if isinstance(config, QuantizationConfig) else None
 
 
-class LlamoeQuantizer(HfQuantizer):
+class LlamoeQuantizer(PackedQuantizer):
     """Loads, saves and dequantizes models in llamoe's formats; loads other programs' that are read into int4."""
 
     quantization_config: QuantizationConfig
-    layout: Layout | None = None
-    """How another program has packed the folder that is loaded; None for our own."""
 
     @property
     def checks_shapes(self) -> bool:
@@ -132,17 +126,15 @@ class LlamoeQuantizer(HfQuantizer):
             config.activations = activations
         candidates = dict(self._candidates(model))
         if layout := current_loading().layout:
-            self.layout = layout
-            rules = get_model_conversion_mapping(model, hf_quantizer=self)
-            matrices = find_packed(model, kwargs.get("checkpoint_files") or (), layout, rules)
+            matrices = self.read_published(model, kwargs.get("checkpoint_files") or (), layout)
             if not layout.is_int4:
                 # The model is plain then: transformers takes its config and quantizer away.
                 config.dequantize = True  # pyright: ignore[reportAttributeAccessIssue]
                 return
-            follow_files(config, layout, candidates, matrices)
+            check_int4(config, candidates, matrices)
         form = format_for(config)
         for name, module in candidates.items():
-            if not should_convert_module(name, config.modules_to_not_convert):
+            if _is_kept(name, config.modules_to_not_convert or ()):
                 continue
             with torch.device("meta"):
                 packed = (QuantizedExperts if isinstance(module, Experts) else QuantizedLinear)(module, form)
@@ -154,6 +146,14 @@ class LlamoeQuantizer(HfQuantizer):
                         "packed already, quantization_config in its config.json is not that of its weights."
                     )
             model.set_submodule(name, packed)
+
+    def read_published(self, model: PreTrainedModel, files: Iterable[str], layout: Layout) -> Matrices:
+        """Find what another program has packed of an empty model's weights, and let the config follow it."""
+        self.layout = layout
+        rules = get_model_conversion_mapping(model, hf_quantizer=self)
+        matrices = find_packed(model, files, layout, rules)
+        follow_files(self.quantization_config, layout, dict(self._candidates(model)), matrices)
+        return matrices
 
     def _candidates(self, model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
         """The modules that are packed if no name in `modules_to_not_convert` means them."""
@@ -170,55 +170,23 @@ class LlamoeQuantizer(HfQuantizer):
             if is_asked and id(module) in inside and should_convert_module(name, kept):
                 yield name, module
 
-    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        """Return True if loading quantizes this weight."""
-        return not self.pre_quantized and holds_packed(model, param_name)
-
-    def get_quantize_ops(self) -> QuantizeWeight:
-        """Return the operation that quantizes a weight."""
-        return QuantizeWeight()
-
-    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
-        """Return the loader's rules; those for the layout of another program are first, and alone for their names."""
-        rules = super().update_weight_conversions(weight_conversions, model)
-        if self.layout is None:
-            # A stack that is quantized next takes no memory beside its experts.
-            return rules if self.pre_quantized else fuse_in_place(rules)
-        first = reading_rules(self.layout)
-        names = {name for rule in first for name in rule.source_patterns}
-        return [*first, *(rule for rule in rules if names.isdisjoint(rule.source_patterns))]
-
-    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        self.layout = None
-        check_scales(model)
-        for _, module in packed_modules(model):
-            for codes in module.parameters(recurse=False):
-                # Mapped from a file: torch's kernels cannot read them there, and other products round otherwise.
-                if codes.is_cpu and codes.data_ptr() % module.format.alignment:
-                    codes.data = codes.data.clone()
-
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:
         """Return the dequantized weights when saving in transformers' layout."""
         if not is_saving_stock():
             return None, {}
         weights = dict(model.state_dict())
-        for path, module in _packed_modules(model, 'save_pretrained(layout="stock")'):
+        for path, module in packed_modules(model):
             for name in module.sizes:
                 for part in module.part_shapes(name):
                     del weights[f"{path}.{part}"]
                 weights[f"{path}.{name}"] = module.dequantized_weight(name, torch.bfloat16)
         return weights, {}
 
-    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
-        # A save leaves the dtype's name in the config.
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.bfloat16
-        for name, module in _packed_modules(model, "dequantize"):
-            model.set_submodule(name, module.dequantized(dtype))
+    def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
         # Layers multiply in one dtype; adapters have their own.
-        for module in _without_adapters(model):
-            for parameter in module.parameters(recurse=False):
-                if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(dtype)
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point() and "lora_" not in name:
+                parameter.data = parameter.data.to(dtype)
         return model
 
     def is_serializable(self) -> bool:
@@ -236,21 +204,12 @@ class LlamoeQuantizer(HfQuantizer):
         return True
 
 
-def _packed_modules(model: PreTrainedModel, asked: str) -> list[tuple[str, Any]]:
-    packed = packed_modules(model)
-    for name, module in packed:
-        if any(parameter.is_meta for parameter in module.parameters()):
-            raise ValueError(
-                f"{asked}: {name} is offloaded, and has no numbers in memory: load the model without device_map."
-            )
-    return packed
-
-
-def _without_adapters(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and its submodules, without those that peft added."""
-    yield module
-    for child in [module.base_layer] if hasattr(module, "base_layer") else module.children():
-        yield from _without_adapters(child)
+def _is_kept(name: str, kept: Iterable[str]) -> bool:
+    """Return True if one of these names means the module, whatever class gave the decoder's layers their prefix."""
+    # A folder's names are those of the class that was saved, and parts of it are read by other classes.
+    names = [name, _PREFIX.sub("", name)]
+    patterns = [*kept, *(_PREFIX.sub("", pattern) for pattern in kept)]
+    return not all(should_convert_module(name, patterns) for name in names)
 
 
 def register_quantizers() -> None:

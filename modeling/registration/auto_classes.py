@@ -18,7 +18,6 @@ from ...configuration.stock import CONFIG_CLASSES
 from .._private_api import choose_processor, name_causal_model, publish, register_model
 from ..adapters import register_with_peft
 from ..checkpoints import SPLIT_LLAMA4
-from ..offload import let_accelerate_train
 from ..processing import LlamoeProcessor, config_beside
 from ..quantization import register_bitsandbytes, register_quantizers
 
@@ -45,7 +44,6 @@ def register(classes: Mapping[str, Any]) -> None:
     AutoProcessor.register(LlamoeConfig, LlamoeProcessor)
     choose_processor(Llama4Processor, _processor_of)
     register_with_peft()
-    let_accelerate_train()
     register_quantizers()
     register_bitsandbytes()
     publish(MODELS.values())

@@ -1,14 +1,16 @@
 """Batches as users make them: padded, packed, fed in pieces. Each token's output must equal the reference's."""
 
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from support.routing import recorded_choices
 
 from .draw import chance
-from .judge import LOG, Judge, Wrong
-from .reference import Result
+from .judge import Judge, Wrong
+from .reference import Decoder, Result
 
 MASK_DTYPES = [torch.int64, torch.int64, torch.bool, torch.int32, torch.float32]
 
@@ -23,7 +25,6 @@ class Batch:
         positions: positions of the real tokens.
         segments: number of the sequence that a token of a packed row belongs to.
         attention_mask, position_ids: inputs of the model; None leaves them out.
-        embeds: `[B, T, H]` float64, where embeddings are given instead of ids.
         visible: `[B, T, T]`, what each token attends to, where a 4-D mask states it.
     """
 
@@ -33,7 +34,6 @@ class Batch:
     segments: torch.Tensor
     attention_mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
-    embeds: torch.Tensor | None = None
     visible: torch.Tensor | None = None
     kind: str = "plain"
 
@@ -41,16 +41,16 @@ class Batch:
     def shape(self) -> tuple[int, int]:
         return self.ids.shape[0], self.ids.shape[1]
 
+    def pick(self, of: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """The same function of all tensors."""
+        names = ("ids", "real", "positions", "segments", "attention_mask", "position_ids")
+        given = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: of(value) for name, value in given.items() if value is not None})
+
     def columns(self, begin: int, end: int) -> "Batch":
         """Some columns; the attention mask keeps all columns up to `end`, as models expect."""
-        cut = lambda x: None if x is None else x[:, begin:end]  # noqa: E731
         mask = None if self.attention_mask is None else self.attention_mask[:, :end]
-        return replace(
-            self,
-            **{name: cut(getattr(self, name)) for name in ("ids", "real", "positions", "segments", "embeds")},
-            position_ids=cut(self.position_ids),
-            attention_mask=mask,
-        )
+        return replace(self.pick(lambda x: x[:, begin:end]), attention_mask=mask)
 
     def inputs(self) -> dict[str, Any]:
         """The model's keyword arguments."""
@@ -78,26 +78,13 @@ class Batch:
 KINDS = ["plain", "ones", "left", "right", "sides", "holes", "packed", "offset", "mask4d", "all-masked"]
 
 
-def draw_batch(
-    rng: random.Random,
-    generator: torch.Generator,
-    vocabulary: int,
-    kinds: list[str] | None = None,
-    longest: int = 44,
-    pad_token_id: int | None = None,
-) -> Batch:
-    """Draw rows.
-
-    Args:
-        kinds: some of `KINDS`.
-        longest: most tokens in a row.
-        pad_token_id: id of the padding; None for random ids.
-    """
-    kind = rng.choice(kinds or KINDS)
+def draw_batch(rng: random.Random, fields: dict[str, Any], kinds: list[str], longest: int) -> Batch:
+    """Draw rows of at most `longest` tokens for a model of these fields; `kinds` are some of `KINDS`."""
+    kind = rng.choice(kinds)
     rows, length = rng.choice([1, 2, 3, 4]), rng.choice([1, 2, 3, 7, 16, 17, 23, longest])
     if kind in ("left", "right", "sides", "holes", "all-masked"):
         rows, length = max(rows, 2), max(length, 3)
-    ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
+    ids = torch.randint(0, fields["vocab_size"], (rows, length))
     index = torch.arange(length).expand(rows, -1)
     batch = Batch(
         ids, torch.ones_like(ids, dtype=torch.bool), index.clone(), torch.zeros_like(ids), kind=kind
@@ -106,7 +93,7 @@ def draw_batch(
         case "ones":
             batch.attention_mask = _mask(rng, batch.real)
         case "left" | "right" | "sides" | "holes" | "all-masked":
-            _pad(rng, batch, kind, pad_token_id)
+            _pad(rng, batch, kind, fields["pad_token_id"])
         case "packed":
             _pack(rng, batch)
         case "offset":
@@ -115,7 +102,7 @@ def draw_batch(
             batch.position_ids = batch.positions.clone()
         case "mask4d":
             # Each token attends to itself and to some of the tokens before it.
-            share = torch.rand(rows, length, length, generator=generator) < rng.choice([0.3, 0.7])
+            share = torch.rand(rows, length, length) < rng.choice([0.3, 0.7])
             batch.visible = (share | torch.eye(length, dtype=torch.bool)).tril()
     if kind in ("plain", "ones") and chance(rng, 0.3):
         batch.position_ids = index[: rng.choice([1, rows])].clone()
@@ -194,11 +181,23 @@ class Fed:
     # [B, T]
     reach: torch.Tensor
 
-    @staticmethod
-    def of(batch: Batch, logits: torch.Tensor, calls: list[torch.Tensor], reach: int) -> "Fed":
-        shape = batch.shape
-        choices = [call.view(*shape, -1) for call in calls]
-        return Fed(batch, logits, choices, torch.full(shape, reach))
+    def references(
+        self, decoder: Decoder
+    ) -> Iterator[tuple[int, torch.Tensor, list[torch.Tensor], Callable[..., Result]]]:
+        """Yield row, columns and chosen experts of each sequence, and what runs the reference on it.
+
+        That takes experts, as chosen, and a blur.
+        """
+        batch = self.batch
+        for row, columns in batch.sequences():
+            ids, positions = batch.ids[row, columns], batch.positions[row, columns]
+            visible = None if batch.visible is None else batch.visible[row][columns][:, columns]
+            reach = int(self.reach[row, columns[0]])
+
+            def run(choices, blur=None, given=(ids, positions, reach, visible), columns=columns):
+                return decoder(decoder.embed(given[0]), *given[1:], choices, blur, columns)
+
+            yield row, columns, [chosen[row, columns] for chosen in self.choices], run
 
 
 def check(
@@ -209,7 +208,7 @@ def check(
     Returns:
         row, columns and reference of every sequence.
     """
-    batch, decoder = fed.batch, judge.decoder
+    batch = fed.batch
     if not fed.logits.isfinite().all():
         bad = (~fed.logits.isfinite()).any(-1)
         hidden = "hidden tokens only" if not (bad & batch.real).any() else "real tokens"
@@ -217,28 +216,15 @@ def check(
             f"{what}, {batch.kind}: {int(bad.sum())} of {bad.numel()} tokens are not finite, {hidden}"
         )
     results = []
-    for row, columns in batch.sequences():
-        visible = None if batch.visible is None else batch.visible[row][columns][:, columns]
-        x = decoder.embed(batch.ids[row, columns]) if batch.embeds is None else batch.embeds[row, columns]
-        positions, reach = batch.positions[row, columns], int(fed.reach[row, columns[0]])
-
-        def run(
-            choices=None, blur=None, x=x, positions=positions, reach=reach, visible=visible, columns=columns
-        ):
-            options = {} if blur is None else {"blur": blur}
-            return decoder(x, positions, reach, visible, choices, places=columns, **options)
-
-        choices = [chosen[row, columns] for chosen in fed.choices] if fed.choices is not None else None
+    for row, columns, choices, run in fed.references(judge.decoder):
         where = f"{what}, {batch.kind}, row {row}"
-        results.append(
-            (row, columns, judge.check(fed.logits[row, columns], run, choices, where, error=error))
-        )
+        results.append((row, columns, judge.check(fed.logits[row, columns], run, choices, where, error)))
     return results
 
 
 def forward(model: Any, batch: Batch, **options: Any) -> tuple[Any, Fed]:
     """Run a model on all rows at once; return its output, and the input of `check`."""
-    inputs = {**batch.inputs(), **options}
-    with LOG.recording() as calls:
-        output = model(**inputs)
-    return output, Fed.of(batch, output.logits, calls, batch.reach())
+    with recorded_choices(model) as calls:
+        output = model(**{**batch.inputs(), **options})
+    choices = [call.view(*batch.shape, -1) for call in calls]
+    return output, Fed(batch, output.logits, choices, torch.full(batch.shape, batch.reach()))

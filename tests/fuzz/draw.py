@@ -1,17 +1,9 @@
-"""Random configurations of every kind, and weights without symmetry, drawn from a seed."""
+"""Random configurations of every kind, drawn from a seed."""
 
 import random
 from typing import Any
 
-import torch
-from torch import nn
-
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+from .reference import DENSE
 
 
 def chance(rng: random.Random, share: float) -> bool:
@@ -90,9 +82,7 @@ def _common(rng: random.Random, heads: dict[str, int], by_length: bool) -> dict[
     return fields
 
 
-def draw_dense(
-    rng: random.Random, by_length: bool = False, for_stock: bool = False, model_type: str = "llama"
-) -> dict[str, Any]:
+def draw_dense(rng: random.Random, by_length: bool, for_stock: bool, model_type: str) -> dict[str, Any]:
     """Fields of a dense decoder's stock configuration; `for_stock` keeps to values that stock accepts.
 
     `model_type` is "llama", "mistral" (a window in all layers) or "ministral" (in some).
@@ -135,7 +125,7 @@ def draw_rule(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def draw_mixtral(rng: random.Random, by_length: bool = False, for_stock: bool = False) -> dict[str, Any]:
+def draw_mixtral(rng: random.Random, by_length: bool, for_stock: bool) -> dict[str, Any]:
     """Fields of transformers' `MixtralConfig` as a dictionary; `for_stock` keeps to values that stock accepts."""
     fields = {"model_type": "mixtral", **_common(rng, draw_heads(rng), by_length)}
     del fields["attention_bias"]
@@ -158,7 +148,7 @@ def draw_mixtral(rng: random.Random, by_length: bool = False, for_stock: bool = 
     return fields
 
 
-def draw_text(rng: random.Random, by_length: bool = False, for_stock: bool = False) -> dict[str, Any]:
+def draw_text(rng: random.Random, by_length: bool, for_stock: bool) -> dict[str, Any]:
     """Fields of transformers' `Llama4TextConfig` as a dictionary; `for_stock` keeps to values that stock accepts."""
     never_rotates = chance(rng, 0.05)
     heads = draw_heads(rng, 1 if never_rotates and not for_stock else 2)
@@ -202,26 +192,8 @@ def draw_text(rng: random.Random, by_length: bool = False, for_stock: bool = Fal
     return fields
 
 
-def draw_weights(model: nn.Module, seed: int, scale: float = 1.0) -> nn.Module:
-    """Draw weights that any wrong split, order or transpose changes.
-
-    Columns grow in scale from left to right; norms are not ones, and biases are not zeros.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim < 2:
-                value = 0.1 * noise + (0.0 if name.endswith("bias") else 1.0)
-            else:
-                fan_in = parameter.shape[-2] if ".experts." in name else parameter.shape[-1]
-                is_embedding = "embed_tokens" in name and not _is_tied(model)
-                fan_in = 1 if is_embedding else fan_in
-                value = scale * noise * fan_in**-0.5 * torch.linspace(0.7, 1.3, parameter.shape[-1])
-            parameter.copy_(value)
-    return model.eval()
-
-
-def _is_tied(model: nn.Module) -> bool:
-    config = getattr(model, "config", None)
-    return bool(config is not None and config.get_text_config().tie_word_embeddings)
+def draw_fields(rng: random.Random, family: str, by_length: bool, for_stock: bool) -> dict[str, Any]:
+    """Fields of a family's stock configuration."""
+    if family in DENSE:
+        return draw_dense(rng, by_length, for_stock, family)
+    return (draw_mixtral if family == "mixtral" else draw_text)(rng, by_length, for_stock)

@@ -4,13 +4,9 @@ In a short dtype, a router may send a token to another expert than in float64 wh
 model's choices are recorded. The reference follows them, and rounding must explain each choice.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Callable
 
 import torch
-
-from llamoe.modeling.moe.layer import Router
 
 from .reference import Blur, Decoder, Result
 
@@ -21,10 +17,6 @@ class Wrong(AssertionError):
 
 class JudgeIsWrong(AssertionError):
     """Stock and the reference disagree where both should be right: a fault of the fuzzer itself."""
-
-
-class Refused(Exception):
-    """A documented refusal of something unsupported: no fault, and no comparison."""
 
 
 class TooClose(Exception):
@@ -46,35 +38,6 @@ MARGIN = 10
 RUNS = 3
 
 
-class RouterLog:
-    """Records the experts that mixtures choose, in order of the calls."""
-
-    def __init__(self):
-        self.calls: list[torch.Tensor] = []
-        self.is_on = False
-        plain = Router.forward
-
-        @wraps(plain)
-        def record(*args, **kwargs):
-            result = plain(*args, **kwargs)
-            if self.is_on and not torch.compiler.is_compiling():
-                self.calls.append(result[2].detach().clone())
-            return result
-
-        Router.forward = record
-
-    @contextmanager
-    def recording(self) -> Iterator[list[torch.Tensor]]:
-        self.calls, self.is_on = [], True
-        try:
-            yield self.calls
-        finally:
-            self.is_on = False
-
-
-LOG = RouterLog()
-
-
 def largest(x: torch.Tensor) -> float:
     return x.abs().max().item() if x.numel() else 0.0
 
@@ -93,42 +56,26 @@ class Judge:
         self,
         given: torch.Tensor,
         run: Callable[..., Result],
-        choices: list[torch.Tensor] | None,
+        choices: list[torch.Tensor],
         what: str,
-        read: Callable[[Result], torch.Tensor] = lambda result: result.logits,
         error: type[Exception] = Wrong,
     ) -> Result:
-        """Compare one sequence's outputs.
+        """Compare one sequence's logits.
 
         Args:
-            given: the model's output.
+            given: the model's logits.
             run: the reference; takes `choices` and `blur`.
-            choices: experts that the model chose, for each mixture layer; None if unknown.
+            choices: experts that the model chose, for each mixture layer.
             what: name for the message.
-            read: selects the reference's result to compare.
             error: error to raise.
 
         Returns:
             the reference's result.
         """
-        exact = run(choices=choices)
-        if choices is not None:
-            self.check_choices(exact, choices, run, what)
-        else:
-            self.check_no_tie(exact)
-        expected = read(exact)
-        self.check_values(
-            given,
-            expected,
-            lambda blur: read(run(choices=choices or self.best(exact), blur=blur)),
-            what,
-            error,
-        )
+        exact = run(choices)
+        self.check_choices(exact, choices, run, what)
+        self.check_values(given, exact.logits, lambda blur: run(choices, blur).logits, what, error)
         return exact
-
-    def best(self, exact: Result) -> list[torch.Tensor]:
-        k = self.decoder.config.get("num_experts_per_tok")
-        return [logits.topk(k).indices for logits in exact.router_logits]
 
     def check_values(
         self, given, expected, blurred: Callable, what: str, error: type[Exception] = Wrong
@@ -148,9 +95,9 @@ class Judge:
                 f"{what}: off by {difference:.2e} of {size:.2g}, where roundings change {allowed:.2e} ({self.dtype})"
             )
 
-    def check_choices(self, exact: Result, choices: Iterable[torch.Tensor], run: Callable, what: str) -> None:
+    def check_choices(self, exact: Result, choices: list[torch.Tensor], run: Callable, what: str) -> None:
         """Raise if a token went to an expert that rounding cannot explain."""
-        noise = None
+        runs: list[Result] = []
         for layer, (logits, chosen) in enumerate(zip(exact.router_logits, choices, strict=True)):
             logits = logits.detach()
             mask = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, chosen, True)
@@ -163,22 +110,12 @@ class Judge:
             gap = (highest - lowest).max().item() if len(logits) else 0.0
             if gap <= 0:
                 continue
-            if noise is None:
-                noise = [
-                    max(
-                        largest(one[i] - exact.router_logits[i])
-                        for one in self._blurred_routers(run, choices)
-                    )
-                    for i in range(len(exact.router_logits))
-                ]
-            allowed = max(MARGIN * noise[layer], PASSES[self.dtype])
-            if gap > allowed:
+            runs = runs or [run(choices, self.blur()) for _ in range(RUNS)]
+            noise = max(largest(blurred.router_logits[layer] - logits) for blurred in runs)
+            if gap > max(MARGIN * noise, PASSES[self.dtype]):
                 raise Wrong(
                     f"{what}: mixture {layer} chose an expert whose logit is {gap:.2e} below the best's"
                 )
-
-    def _blurred_routers(self, run: Callable, choices) -> list[list[torch.Tensor]]:
-        return [run(choices=choices, blur=self.blur()).router_logits for _ in range(RUNS)]
 
     def check_no_tie(self, exact: Result) -> None:
         """Raise `TooClose` where float64 cannot predict the choice of experts."""
@@ -188,12 +125,3 @@ class Judge:
                 best = logits.topk(k + 1).values
                 if (best[:, k - 1] - best[:, k]).min().item() < 20 * PASSES[self.dtype]:
                     raise TooClose
-
-    def check_no_tie_of(self, fed) -> None:
-        """Raise `TooClose` where another run of the same batch may choose other experts."""
-        for row, columns in fed.batch.sequences():
-            x = self.decoder.embed(fed.batch.ids[row, columns])
-            visible = None if fed.batch.visible is None else fed.batch.visible[row][columns][:, columns]
-            positions = fed.batch.positions[row, columns]
-            reach = int(fed.reach[row, columns[0]])
-            self.check_no_tie(self.decoder(x, positions, reach, visible, places=columns))

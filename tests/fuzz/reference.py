@@ -39,7 +39,6 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "relu": F.relu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 
@@ -65,10 +64,6 @@ class Blur:
     def __call__(self, x: torch.Tensor, epsilon: float | None = None) -> torch.Tensor:
         noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype) - 0.5
         return x * (1 + (self.epsilon if epsilon is None else epsilon) * noise)
-
-
-def no_blur(x: torch.Tensor, epsilon: float | None = None) -> torch.Tensor:
-    return x
 
 
 def layer_kinds(config: Mapping[str, Any], idx: int) -> tuple[bool, str | None, bool]:
@@ -164,7 +159,7 @@ class Decoder:
         reach: int | None = None,
         visible: torch.Tensor | None = None,
         choices: list[torch.Tensor] | None = None,
-        blur: Callable = no_blur,
+        blur: Callable | None = None,
         places: torch.Tensor | None = None,
     ) -> Result:
         """Run a sequence.
@@ -175,10 +170,11 @@ class Decoder:
             reach: as in `frequencies`.
             visible: `[n, n]` bool, instead of causal, chunked and windowed attention.
             choices: for each mixture layer the experts `[n, k]` of the tokens; None for the best.
-            blur: applied wherever a model rounds.
+            blur: applied wherever a model rounds; None: nothing is rounded.
             places: `[n]`, where the tokens are in their row, which windows count; None: side by side.
         """
         config, result = self.config, Result(x)
+        blur = blur or (lambda x, epsilon=None: x)
         causal = torch.ones(len(x), len(x), dtype=torch.bool).tril()
         for idx in range(config["num_hidden_layers"]):
             rotates, local, is_moe = layer_kinds(config, idx)

@@ -1,24 +1,64 @@
 """Run the cases of many seeds, in several processes or in this one."""
 
+import gc
+import importlib
 import multiprocessing
-import os
+import random
+import re
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 import transformers
 
-from . import differential
-from .differential import Outcome
+from .judge import JudgeIsWrong, TooClose, Wrong
 
+# Weight of each kind of case in the draw, by the name of its file.
+KINDS = {"forward": 22, "cached": 18, "training": 14, "generation": 8}
+# Errors that state what is not supported and why. Any other error that stock does not raise is a fault.
+REFUSALS = [
+    r"the KV cache has forgotten tokens that may still be needed",
+    r"position_ids of a row with padding behind cached tokens",
+    r"transformers' llama demands a multiple of num_attention_heads",
+]
 FAULTS = ("failed", "judge")
+
+
+def kind_of(seed: int) -> str:
+    return random.Random(f"kind {seed}").choices(list(KINDS), list(KINDS.values()))[0]
+
+
+def run_case(seed: int) -> tuple[str, str]:
+    """Run the case of a seed.
+
+    Returns:
+        "passed", "refused", "too close", "failed" or "judge" (the fuzzer's own fault), and of a fault a text.
+    """
+    torch.manual_seed(seed)
+    notes, kind = {}, kind_of(seed)
+    try:
+        importlib.import_module(f"fuzz.kinds.{kind}").case(random.Random(seed), seed, notes)
+        return "passed", ""
+    except TooClose:
+        return "too close", ""
+    except (JudgeIsWrong, Wrong) as error:
+        verdict, text = "judge" if isinstance(error, JudgeIsWrong) else "failed", str(error)
+    except Exception as error:
+        if isinstance(error, ValueError) and any(re.search(refusal, str(error)) for refusal in REFUSALS):
+            return "refused", ""
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        verdict, text = "failed", f"{type(error).__name__}: {error} [{frame.filename}:{frame.lineno}]"
+    finally:
+        if seed % 50 == 0:
+            gc.collect()
+    return verdict, f"{verdict}: {kind}: {text} {notes}\n    make fuzz SEED={seed}"
 
 
 def run_seeds(
     seeds: range,
     workers: int = 0,
-    seconds: float = float("inf"),
     kinds: set[str] | None = None,
     say: Callable[[str], None] = print,
 ) -> Counter:
@@ -27,39 +67,22 @@ def run_seeds(
     Args:
         seeds: the seeds.
         workers: number of processes; 0 runs all cases in this one.
-        seconds: no case counts that ends after so much time.
         kinds: run the seeds of these kinds alone.
         say: called with a line for each fault, and a last line that counts.
     """
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     begun, counts = time.monotonic(), Counter()
-    chosen = [seed for seed in seeds if kinds is None or differential.kind_of(seed) in kinds]
-    if workers == 0:
-        _count(map(_run, chosen), counts, begun + seconds, say)
-    else:
-        # Forked from a process that has imported everything and computed nothing yet.
-        with multiprocessing.get_context("fork").Pool(workers) as pool:
-            _count(pool.imap_unordered(_run, chosen), counts, begun + seconds, say)
+    chosen = [seed for seed in seeds if kinds is None or kind_of(seed) in kinds]
+    # Forked from a process that has imported everything and computed nothing yet.
+    pool = multiprocessing.get_context("fork").Pool(workers) if workers else None
+    for verdict, text in pool.imap_unordered(run_case, chosen) if pool else map(run_case, chosen):
+        counts[verdict] += 1
+        if verdict in FAULTS:
+            say(text)
+    if pool:
+        pool.terminate()
     words = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
     say(f"{counts.total()} cases from seed {seeds[0]} on: {words}; {time.monotonic() - begun:.0f} s")
     return counts
-
-
-def _run(seed: int) -> tuple[int, Outcome]:
-    return seed, differential.run(seed)
-
-
-def _count(
-    outcomes: Iterable[tuple[int, Outcome]], counts: Counter, end: float, say: Callable[[str], None]
-) -> None:
-    for seed, outcome in outcomes:
-        counts[outcome.verdict] += 1
-        if outcome.verdict in FAULTS:
-            say(
-                f"{outcome.verdict}: {outcome.kind}: {outcome.text} {outcome.notes}\n    make fuzz SEED={seed}"
-            )
-        if time.monotonic() > end:
-            break

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from support.models import make_asymmetric
 from transformers import Llama4TextConfig
 
 import llamoe
 
-from .draw import DTYPES, chance, draw_dense, draw_mixtral, draw_text, draw_weights
+from .draw import chance, draw_fields
 from .judge import Judge
 from .reference import DENSE, Decoder, layer_kinds
 
@@ -25,23 +25,10 @@ CLASSES = {
     "mixtral": (*OURS_MIXTRAL, "MixtralConfig", "MixtralForCausalLM"),
     "llama4_text": (*OURS_TEXT, "Llama4TextConfig", "Llama4ForCausalLM"),
 }
-FAMILIES = [
-    "llama",
-    "mistral",
-    "ministral",
-    "mixtral",
-    "mixtral",
-    "llama4_text",
-    "llama4_text",
-    "llama4_text",
-]
+FAMILIES = ["llama", "mistral", "ministral", *["mixtral"] * 2, *["llama4_text"] * 3]
+DTYPES = ["float32"] * 5 + ["float64", "bfloat16", "bfloat16", "float16"]
 ATTENTION = ["sdpa", "sdpa", "sdpa", "eager"]
 EXPERTS = [None, None, None, "llamoe", "eager", "batched_mm"]
-
-
-def exact_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A model's weights as float64, under a causal language model's names."""
-    return {name: value.detach().double() for name, value in model.state_dict().items()}
 
 
 def rope_config(fields: dict[str, Any]) -> Llama4TextConfig | None:
@@ -64,13 +51,8 @@ class Subject:
     fields: dict[str, Any]
     model: Any
     judge: Judge
-    dtype: torch.dtype
     stock_can: bool
     notes: dict[str, Any]
-
-    @property
-    def config(self) -> Any:
-        return self.model.config
 
     @property
     def is_dense(self) -> bool:
@@ -89,79 +71,51 @@ class Subject:
 
     def stock(self) -> Any:
         """Stock's model with the same weights and dtype."""
-        return self.stock_of(self.model)
-
-    def stock_of(self, model: Any) -> Any:
-        """Stock's model with copies of our weights."""
         _, _, config_name, model_name = CLASSES[self.fields["model_type"]]
         fields = {name: value for name, value in self.fields.items() if name != "model_type"}
         config = getattr(transformers, config_name)(**fields)
-        config._attn_implementation = self.config._attn_implementation
+        config._attn_implementation = self.model.config._attn_implementation
         if self.fields["model_type"] == "mixtral":
             # torch's grouped product does not take all sizes.
             config._experts_implementation = "eager"
-        with torch.device("meta"):
-            stock = getattr(transformers, model_name)._from_config(config, dtype=self.dtype)
-        stock = stock.to_empty(device="cpu")
-        stock.load_state_dict(model.state_dict())
-        if self.fields["tie_word_embeddings"]:
-            stock.tie_weights()
-        # `to_empty` leaves buffers that are not in checkpoints undefined.
-        stock.model.rotary_emb = type(stock.model.rotary_emb)(config=config)
-        return stock.train(model.training)
-
-    def is_stock_right(self, batch: Any) -> bool:
-        """Whether stock's class computes this batch correctly."""
-        if not self.stock_can or batch.kind.partition(",")[0] not in ("plain", "ones"):
-            return False
-        return True
-
-
-def draw_fields(rng: random.Random, family: str, by_length: bool, for_stock: bool) -> dict[str, Any]:
-    """Fields of a family's stock configuration."""
-    if family in DENSE:
-        return draw_dense(rng, by_length, for_stock, family)
-    return (draw_mixtral if family == "mixtral" else draw_text)(rng, by_length, for_stock)
+        stock = getattr(transformers, model_name)._from_config(config, dtype=self.judge.dtype)
+        stock.load_state_dict(self.model.state_dict())
+        return stock.train(self.model.training)
 
 
 def draw_subject(
     rng: random.Random,
     seed: int,
-    family: str | None = None,
     by_length: bool = False,
-    dtypes: list[str] | None = None,
-    for_stock: bool | None = None,
-    attention: list[str] = ATTENTION,
+    dtypes: list[str] = DTYPES,
     experts: list[str | None] = EXPERTS,
     **overrides: Any,
 ) -> Subject:
     """Draw a model.
 
     Args:
-        family: a key of `CLASSES`.
         by_length: also draw rotary embeddings that depend on the length of the pass.
-        dtypes: some of `DTYPES`.
-        for_stock: keep to what stock accepts.
-        attention, experts: implementations to choose from.
+        dtypes, experts: names of dtypes and implementations to choose from.
         **overrides: fields.
     """
-    family = family or rng.choice(FAMILIES)
-    for_stock = chance(rng, 0.6) if for_stock is None else for_stock
+    family, for_stock = rng.choice(FAMILIES), chance(rng, 0.6)
     fields = draw_fields(rng, family, by_length, for_stock) | overrides
-    dtype = DTYPES[rng.choice(dtypes or ["float32"] * 5 + ["float64", "bfloat16", "bfloat16", "float16"])]
+    dtype = getattr(torch, rng.choice(dtypes))
     config_class, model_class, *_ = CLASSES[family]
-    given = dict(fields)
-    if not for_stock:
-        given.pop("model_type")
+    given = {name: value for name, value in fields.items() if for_stock or name != "model_type"}
     config = config_class(**given)
-    config._attn_implementation = rng.choice(attention)
+    config._attn_implementation = rng.choice(ATTENTION)
     implementation = rng.choice(experts)
     if family not in DENSE:
         config._experts_implementation = implementation
-    model = draw_weights(model_class._from_config(config), seed).to(dtype)
+    model = make_asymmetric(model_class._from_config(config), seed)
+    if fields["tie_word_embeddings"]:
+        model.get_input_embeddings().weight.data.mul_(fields["hidden_size"] ** -0.5)
+    model.to(dtype)
     if implementation is not None and family not in DENSE:
         model.set_experts_implementation(implementation)
     model.set_attn_implementation(config._attn_implementation)
-    judge = Judge(Decoder(exact_weights(model), fields, rope_config(fields)), dtype, seed)
+    weights = {name: value.detach().double() for name, value in model.state_dict().items()}
+    judge = Judge(Decoder(weights, fields, rope_config(fields)), dtype, seed)
     notes = {"family": family, "attention": config._attn_implementation, "experts": implementation}
-    return Subject(fields, model, judge, dtype, for_stock, notes)
+    return Subject(fields, model, judge, for_stock, notes)

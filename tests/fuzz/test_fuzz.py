@@ -3,17 +3,9 @@
 import pytest
 from fuzz.runner import FAULTS, run_seeds
 
-pytestmark = pytest.mark.slow
 
-# Several processes share the groups. A group begins no case after its time.
-GROUPS, CASES, SECONDS = 2, 24, 15
-
-
-@pytest.mark.parametrize("group", range(GROUPS))
-def test_cases_that_are_the_same_every_time(group, capsys):
+@pytest.mark.slow
+def test_cases_that_are_the_same_every_time():
     lines = []
-    counts = run_seeds(range(group * CASES, (group + 1) * CASES), seconds=SECONDS, say=lines.append)
-    with capsys.disabled():
-        print(f"\n{lines[-1]}")
-    assert counts.total() > 0
+    counts = run_seeds(range(60), say=lines.append)
     assert not any(counts[fault] for fault in FAULTS), "\n".join(lines)

@@ -4,11 +4,12 @@ import contextlib
 import io
 import json
 import os
+import subprocess
+import sys
 from importlib.metadata import metadata, version
 
 import pytest
 import torch
-from support import programs
 
 from llamoe.modeling.kernels import cpp_instructions, rows_of_torch, why_no_cpp_kernels
 from llamoe_command.cli import main
@@ -24,8 +25,9 @@ has_kernels = pytest.mark.skipif(
 
 
 def doctor_in_a_process(*words, **environment):
-    words = words or ("-m", "llamoe", "doctor", "--json")
-    done = programs.run(words, env={**os.environ, **environment})
+    # A process that begins with nothing imported: what llamoe is told by variables it reads when it is imported.
+    command = [sys.executable, *(words or ("-m", "llamoe", "doctor", "--json"))]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -153,17 +153,6 @@ def test_a_traced_model_is_right_for_other_inputs(case, attention):
             assert difference.max() < TOLERANCE
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("implementation", ["llamoe", "eager"])
-def test_fx_models_take_other_tokens(implementation):
-    case = CASES["LlamoeForCausalLM"]
-    model = case.make_small(intermediate_size=51)
-    model.set_experts_implementation(implementation)
-    example, other = (case.inputs(padding=(0, 0, 0))["input_ids"].roll(by, 1) for by in (0, 20))
-    program = make_fx(lambda ids: model(input_ids=ids, use_cache=False).logits)(example)
-    assert max_abs(program(other), run(model, input_ids=other)) < TOLERANCE
-
-
 @pytest.fixture
 def exportable_caches():
     register_dynamic_cache_export_support()

@@ -161,23 +161,6 @@ def test_evaluation_gives_logits_and_nothing_beside_them(case, tmp_path):
     assert max_abs(torch.from_numpy(seen[0].predictions), run(model, **batch)) < 1e-5
 
 
-@pytest.mark.parametrize("case", [DENSE, MIXTRAL, MULTIMODAL], **ids)
-def test_accumulated_pieces_equal_one_batch(case, tmp_path):
-    """The pieces have different numbers of labels: `num_items_in_batch` weighs them."""
-    results = []
-    for size, steps in ((8, 1), (2, 4)):
-        model = case.make_small()
-        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "optim": "sgd"}
-        losses = losses_of(trainer_of(model, tmp_path, rows(case), max_grad_norm=0.0, **options))
-        results.append((losses, dict(model.named_parameters())))
-    (whole_losses, whole), (losses, pieces) = results
-    assert losses == pytest.approx(whole_losses, rel=1e-5) and len(losses) == 1
-    fresh = dict(case.make_small().named_parameters())
-    for name, parameter in whole.items():
-        update = (parameter - fresh[name]).abs().max()
-        assert update > 0 and max_abs(pieces[name], parameter) < 1e-3 * update + 1e-7, name
-
-
 @pytest.mark.parametrize(
     ("case", "name"),
     [(MIXTRAL, MIXTRAL.name), (MULTIMODAL, MULTIMODAL.name), (TEXT, "LlamoeForSequenceClassification")],

@@ -69,22 +69,6 @@ def test_gradients_of_each_row(case, attention):
         check_rows(model, inputs, output_router_logits=True)
 
 
-@for_models("is_head")
-def test_rows_equal_stocks(case):
-    """Where stock can: without padding, or under eager attention."""
-    ours = case.make_small()
-    stock = case.stock_of(ours)
-    inputs = {name: value for name, value in rows_of(case).items() if name != "attention_mask"}
-    inputs["labels"] = inputs["input_ids"]
-    results = []
-    for model in (ours, stock):
-        parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        by_row = grad(lambda parameters, inputs, m=model: call(m, parameters, inputs).loss)
-        results.append(vmap(by_row, in_dims=(None, 0))(parameters, inputs))
-    for name, expected in results[1].items():
-        assert max_abs(results[0][name], expected) <= 1e-4 * expected.abs().max(), name
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @for_models("is_head")

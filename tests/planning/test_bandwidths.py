@@ -26,14 +26,14 @@ def test_memory_and_drive_are_measured(tmp_path, monkeypatch):
     assert 1e8 < found.ram < 1e13
     # The read ends with the last whole page, and a limit is kept.
     assert found.drive == 8 * (size // mmap.PAGESIZE * mmap.PAGESIZE)
-    assert measure_bandwidths(tmp_path, most_bytes=5 << 20).drive == 8 * (5 << 20)
+    monkeypatch.setattr(bandwidths, "_MOST_BYTES", 5 << 20)
+    assert measure_bandwidths(tmp_path).drive == 8 * (5 << 20)
 
 
-def test_an_empty_folder_has_no_drive_to_measure(tmp_path):
-    with pytest.raises(ValueError, match="has no file of 1 MB or more"):
-        measure_bandwidths(tmp_path)
-    for wrong in (tmp_path / "missing", __file__):
-        with pytest.raises(ValueError, match="is not a folder; give one with large files"):
+def test_without_a_large_file_no_drive_is_measured(tmp_path):
+    (tmp_path / "small").write_bytes(b"x" * 10**6)
+    for wrong in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(ValueError, match="has no file of 1 MB or more"):
             measure_bandwidths(wrong)
 
 

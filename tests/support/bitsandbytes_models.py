@@ -13,6 +13,7 @@ from transformers import BitsAndBytesConfig
 import llamoe
 
 from .models import draw, mixtral_config, text_config
+from .published import named_matrices
 
 bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
 
@@ -87,18 +88,9 @@ def bitsandbytes_layer(weight, method):
 
 def matrices(state, family):
     """The linear layers of single experts, under the names that folders give them."""
-    words = ("gate_proj", "up_proj", "down_proj") if family == "llama4" else ("w1", "w3", "w2")
-    found = {}
-    for name, stack in state.items():
-        path, _, own_name = name.rpartition(".")
-        if own_name not in ("gate_up_proj", "down_proj") or not path.endswith(".experts"):
-            continue
-        path = path.replace(".mlp.", ".block_sparse_moe.")
-        for number, matrix in enumerate(stack.mT if family == "llama4" else stack):
-            parts = matrix.chunk(2) if own_name == "gate_up_proj" else [matrix]
-            for word, part in zip(words[:2] if len(parts) > 1 else words[2:], parts, strict=True):
-                found[f"{path}.{number}.{word}"] = part.contiguous()
-    return found
+    stacks = {name: tensor for name, tensor in state.items() if ".experts." in name}
+    pairs = [pair for item in stacks.items() for pair in named_matrices(family, *item)]
+    return {layer: matrix.contiguous() for layer, matrix in pairs}
 
 
 def same(given, expected):
@@ -109,18 +101,14 @@ def same(given, expected):
 
 def published(folder, source, family, method):
     """A folder that bitsandbytes' layers were saved into, as transformers 4 does: one for each expert, and routers."""
-    state = load(source, family).state_dict()
-    layers = matrices(state, family)
-    is_plain = ("embed_tokens.weight", "norm.weight", "lm_head.weight")
     saved = {}
-    for name, tensor in state.items():
-        name = name.replace(".mlp.", ".block_sparse_moe.") if family == "mixtral" else name
-        if name.endswith(is_plain) or tensor.ndim < 2:
-            saved[name] = tensor
-        elif ".experts." not in name:
-            layers[name.removesuffix(".weight")] = tensor
-    for name, weight in layers.items():
-        saved |= bitsandbytes_layer(weight, method).state_dict(prefix=f"{name}.")
+    for name, tensor in load(source, family).state_dict().items():
+        is_plain = tensor.ndim < 2 or name.endswith(("embed_tokens.weight", "lm_head.weight"))
+        for layer, matrix in named_matrices(family, name, tensor):
+            if is_plain:
+                saved[name] = tensor
+            else:
+                saved |= bitsandbytes_layer(matrix.contiguous(), method).state_dict(prefix=f"{layer}.")
     folder.mkdir()
     content = json.loads((source / "config.json").read_text())
     content["quantization_config"] = BitsAndBytesConfig(**METHODS[method]).to_dict()

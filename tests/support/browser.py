@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from .served import free_port
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 # The sandbox wants a user other than root. The others keep Chromium from asking its maker's servers.
@@ -26,21 +27,13 @@ PATIENCE = 60_000
 
 def require_browser():
     """Skip the tests of a module where they cannot run."""
-    if find_spec("gradio") is None:
-        pytest.skip("the page is not installed: pip install 'llamoe[page]'", allow_module_level=True)
-    if find_spec("playwright") is None:
-        pytest.skip(
-            "playwright, which drives the browser, is missing: pip install playwright",
-            allow_module_level=True,
-        )
-    if CHROMIUM is None:
-        pytest.skip("Chromium is missing: apt-get install chromium", allow_module_level=True)
-
-
-def _free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    for is_there, needed in (
+        (find_spec("gradio"), "the page: pip install 'llamoe[page]'"),
+        (find_spec("playwright"), "playwright, which drives the browser: pip install playwright"),
+        (CHROMIUM, "Chromium: apt-get install chromium"),
+    ):
+        if not is_there:
+            pytest.skip(f"needs {needed}", allow_module_level=True)
 
 
 class PageServer:
@@ -58,31 +51,17 @@ class PageServer:
         env = os.environ | {"HTTP_PROXY": "http://127.0.0.1:1", "HTTPS_PROXY": "http://127.0.0.1:1"}
         for name in ("DISPLAY", "WAYLAND_DISPLAY", "NO_PROXY", "no_proxy"):
             env.pop(name, None)
-        command = [
-            sys.executable,
-            "-m",
-            "llamoe",
-            "chat",
-            str(folder),
-            "--port",
-            str(_free_port()),
-            *map(str, words),
-        ]
+        command = [sys.executable, "-m", "llamoe", "chat", folder, "--port", free_port(), *words]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
-        try:
-            self.address = self._wait_for_address()
-        except BaseException:
-            self.process.kill()
-            raise
-
-    def _wait_for_address(self):
+            self.process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, env=env)
         for _ in range(1200):
             if found := re.search(r"answers at (http://\S+)", self.log.read_text()):
-                return found[1]
+                self.address = found[1]
+                return
             if self.process.poll() is not None:
                 break
             time.sleep(0.1)
+        self.process.kill()
         raise AssertionError(self.log.read_text())
 
     def seconds_of_work(self):
@@ -151,10 +130,8 @@ class ChatWindow:
 
     def answers(self):
         """Texts of all answers."""
-        return [
-            found.inner_text().strip()
-            for found in self.page.locator("#conversation .bot .message-content").all()
-        ]
+        texts = self.page.locator("#conversation .bot .message-content").all_inner_texts()
+        return [text.strip() for text in texts]
 
     def wait_for_answer(self, count=1):
         """The text of an answer that is complete."""

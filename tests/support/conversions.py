@@ -1,36 +1,16 @@
 """What the tests of the converters share: Meta's models as cases, folders as sums, what a finished folder has."""
 
 import hashlib
+import json
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
-from support.meta_reference import llama4_logits, llama_logits
-from support.meta_releases import (
-    LLAMA_1,
-    LLAMA_2,
-    LLAMA_3,
-    MAVERICK,
-    PATCH_OFFSET,
-    SCOUT,
-    SPECIAL_TOKENS,
-    fuse,
-    in_one_storage,
-    join,
-    llama4_extras,
-    llama_extras,
-    make_weights,
-    read_ranks,
-    small_sentencepiece_model,
-    split,
-    tiktoken_model,
-    unfuse,
-    write_folder,
-)
+from support import meta_releases as releases
+from support.meta_reference import decoder_logits
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MetaCase:
     """A synthetic model of Meta's, with what the tests must know of it.
 
@@ -61,21 +41,21 @@ class MetaCase:
     @property
     def special_tokens(self) -> int:
         """How many rows of the embedding belong to the special tokens after those of a tiktoken file."""
-        return SPECIAL_TOKENS.get(" ".join(self.name.split()[:2]), 0)
+        return releases.SPECIAL_TOKENS.get(" ".join(self.name.split()[:2]), 0)
 
     @property
     def patch_id(self) -> int:
-        return self.vocabulary - self.special_tokens + PATCH_OFFSET
+        return self.vocabulary - self.special_tokens + releases.PATCH_OFFSET
 
     def weights(self, dtype=torch.float32, seed: int = 0) -> dict[str, torch.Tensor]:
         """Whole weights by unfused names."""
-        return make_weights(self.params, self.vocabulary, dtype, seed)
+        return releases.make_weights(self.params, self.vocabulary, dtype, seed)
 
     def tokenizer(self) -> bytes:
         """A tokenizer.model of as many tokens as the embedding has rows."""
         if self.special_tokens:
-            return tiktoken_model(self.vocabulary - self.special_tokens)
-        return _sentencepiece_model(self.vocabulary)
+            return releases.tiktoken_model(self.vocabulary - self.special_tokens)
+        return releases.small_sentencepiece_model(self.vocabulary)
 
     def write(
         self, folder: Path, weights: dict, files: int, *, release=True, extras=True, one_storage=False
@@ -87,21 +67,27 @@ class MetaCase:
             extras: with the entries that are not weights.
             one_storage: each file's tensors as slices of one storage.
         """
-        ranks = split(weights, files, self.embedding_axis)
+        ranks = releases.split(weights, files, self.embedding_axis)
         if self.is_llama4 and release:
-            ranks = [fuse(rank, self.params) for rank in ranks]
+            ranks = [releases.fuse(rank, self.params) for rank in ranks]
         if one_storage:
-            ranks = [in_one_storage(rank) for rank in ranks]
+            ranks = [releases.in_one_storage(rank) for rank in ranks]
         if extras:
-            version = 2 if "n_kv_heads" in self.params else 1
-            more = llama4_extras(self.params) if self.is_llama4 else llama_extras(self.params, version)
+            more = releases.make_extras(self.params)
             ranks = [rank | more for rank in ranks]
-        return write_folder(folder, ranks, self.params, self.tokenizer())
+        folder.mkdir(parents=True)
+        for rank, entries in enumerate(ranks):
+            torch.save(entries, folder / f"consolidated.{rank:02d}.pth")
+        (folder / "params.json").write_text(json.dumps(self.params))
+        (folder / "tokenizer.model").write_bytes(self.tokenizer())
+        return folder
 
     def read(self, folder: Path) -> dict[str, torch.Tensor]:
         """Whole weights by unfused names from a folder of Meta's, read by plain torch."""
-        ranks = read_ranks(folder)
-        return join([unfuse(rank, self.params, len(ranks)) for rank in ranks], self.embedding_axis)
+        ranks = releases.read_ranks(folder)
+        return releases.join(
+            [releases.unfuse(rank, self.params, len(ranks)) for rank in ranks], self.embedding_axis
+        )
 
     def inputs(self, length: int = 50) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Two rows of ids without a token twice in a row and, where the model sees, three tiles for them."""
@@ -123,22 +109,15 @@ class MetaCase:
         """What Meta's maths gives in float64; `params` replace entries of params.json."""
         weights = {name: value.double() for name, value in weights.items()}
         params = {**self.params, **params}
-        if self.is_llama4:
-            tiles = tiles if tiles is None else tiles.double()
-            return llama4_logits(weights, params, ids, tiles, self.patch_id)
-        return llama_logits(weights, params, ids)
+        tiles = None if tiles is None else tiles.double()
+        return decoder_logits(weights, params, ids, tiles, self.patch_id)
 
 
-@cache
-def _sentencepiece_model(vocabulary: int) -> bytes:
-    return small_sentencepiece_model(vocabulary)
-
-
-META_LLAMA_1 = MetaCase("LLaMA 1", LLAMA_1, 306, (1, 2, 3, 6))
-META_LLAMA_2 = MetaCase("Llama 2", LLAMA_2, 310, (1, 2))
-META_LLAMA_3 = MetaCase("Llama 3", LLAMA_3, 520, (1, 2))
-META_SCOUT = MetaCase("Llama 4 Scout", SCOUT, 2312, (1, 2))
-META_MAVERICK = MetaCase("Llama 4 Maverick", MAVERICK, 2313, (1, 3))
+META_LLAMA_1 = MetaCase("LLaMA 1", releases.LLAMA_1, 306, (1, 2, 3, 6))
+META_LLAMA_2 = MetaCase("Llama 2", releases.LLAMA_2, 310, (1, 2))
+META_LLAMA_3 = MetaCase("Llama 3", releases.LLAMA_3, 520, (1, 2))
+META_SCOUT = MetaCase("Llama 4 Scout", releases.SCOUT, 2312, (1, 2))
+META_MAVERICK = MetaCase("Llama 4 Maverick", releases.MAVERICK, 2313, (1, 3))
 
 
 def sums(folder: Path) -> dict[str, str]:

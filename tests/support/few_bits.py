@@ -1,5 +1,6 @@
 """Small quantized models: of each family one that all formats take, saved and loaded once."""
 
+import copy
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -11,11 +12,11 @@ import llamoe
 from llamoe.modeling.moe import Router
 from llamoe.modeling.quantization import QuantizedExperts, QuantizedLinear
 
-from .models import copied, draw
+from .models import draw
 
 # Outputs are multiples of 16, those of feed-forwards also of 64, as faster kernels want them; inputs are multiples of
 # 32. Sizes differ from each other, and those of experts from those of layers.
-_SHARED = dict(
+SIZES = dict(
     vocab_size=101,
     hidden_size=128,
     num_hidden_layers=2,
@@ -58,7 +59,7 @@ _folders: list[tempfile.TemporaryDirectory] = []
 def make(family: str, **changes) -> torch.nn.Module:
     """A model in float32."""
     model_class, config_class, fields = _FAMILIES[family]
-    return draw(model_class, config_class(**{**_SHARED, **fields, **changes}))
+    return draw(model_class, config_class(**{**SIZES, **fields, **changes}))
 
 
 def save(model: torch.nn.Module, **kwargs) -> Path:
@@ -68,7 +69,7 @@ def save(model: torch.nn.Module, **kwargs) -> Path:
     return Path(_folders[-1].name)
 
 
-FIELDS = ("experts", "linears", "group_size", "activations")
+FIELDS = ("experts", "linears", "group_size", "activations", "modules_to_not_convert")
 
 
 @cache
@@ -91,7 +92,7 @@ def _loaded(family: str, weights: str) -> torch.nn.Module:
 
 def packed(family: str, weights: str) -> torch.nn.Module:
     """A quantized copy of a family's model."""
-    return copied(_loaded(family, weights))
+    return copy.deepcopy(_loaded(family, weights))
 
 
 def codes_and_scales(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Meta's maths for LLaMA 1, Llama 2 and Llama 4, written out on dictionaries of whole, unfused tensors.
+"""Meta's and Mistral AI's maths written out on dictionaries of whole, unfused tensors.
 
 An oracle for the converters: it shares nothing with the package nor with transformers. Weights have the names of
 Meta's own modules (`layers.0.attention.wq.weight`), sizes come from a dictionary with the keys of `params.json`.
@@ -6,7 +6,8 @@ No cache, one pass over whole sequences, everything in the dtype of the weights 
 answer).
 
 Sources: meta-llama/llama (`llama/model.py`), meta-llama/llama-models (`models/llama4/model.py`, `moe.py`,
-`vision/encoder.py`, `vision/embedding.py`).
+`vision/encoder.py`, `vision/embedding.py`), mistralai/mistral-inference (`transformer.py`, `transformer_layers.py`,
+`rope.py`, `moe.py`, `cache.py`).
 """
 
 import math
@@ -15,62 +16,51 @@ import torch
 from torch.nn.functional import gelu, layer_norm, silu, softmax
 
 
-def llama_logits(weights: dict[str, torch.Tensor], params: dict, ids: torch.Tensor) -> torch.Tensor:
-    """Logits `[batch, tokens, vocabulary]` of LLaMA 1, 2 or 3 for ids `[batch, tokens]`."""
-    x = weights["tok_embeddings.weight"][ids]
-    turns = rotations(params, torch.arange(ids.shape[1]), theta=10000.0, factors=(8.0, 4.0))
-    is_hidden = causal_mask(ids.shape[1])
-    eps = params.get("norm_eps", 1e-5)
-    for layer in range(params["n_layers"]):
-        own = part(weights, f"layers.{layer}.")
-        normed = rms_norm(x, eps) * own["attention_norm.weight"]
-        x = x + attention(part(own, "attention."), params, normed, is_hidden, turns)
-        x = x + swiglu(part(own, "feed_forward."), rms_norm(x, eps) * own["ffn_norm.weight"])
-    return (rms_norm(x, eps) * weights["norm.weight"]) @ weights["output.weight"].T
-
-
-def llama4_logits(
+def decoder_logits(
     weights: dict[str, torch.Tensor],
     params: dict,
     ids: torch.Tensor,
     tiles: torch.Tensor | None = None,
     patch_id: int | None = None,
+    windows: tuple[int | None, ...] | None = None,
 ) -> torch.Tensor:
-    """Logits `[batch, tokens, vocabulary]` of Llama 4; tiles `[tiles, 3, height, width]` fill the `patch_id` tokens."""
+    """Compute logits `[batch, tokens, vocabulary]` for ids `[batch, tokens]`.
+
+    Args:
+        weights: of the model; a layer is a mixture if it has a router.
+        params: content of params.json; Llama 4's has "moe_args".
+        ids: tokens.
+        tiles: `[tiles, 3, height, width]`, whose features fill the `patch_id` tokens.
+        patch_id: the token.
+        windows: how many tokens a token of each layer sees, itself and those before it; None: all.
+    """
     x = weights["tok_embeddings.weight"][ids]
     if tiles is not None:
         features = encode_tiles(weights, params["vision_args"], tiles) @ weights["vision_projection.weight"].T
         x[ids == patch_id] = features.flatten(0, 1)
     positions = torch.arange(ids.shape[1])
-    turns = rotations(params, positions, theta=500000.0, factors=(16.0, 1.0))
-    causal = causal_mask(ids.shape[1])
-    chunked = causal
-    if chunk := params.get("attention_chunk_size"):
-        chunked = causal | (positions[:, None] // chunk != positions[None, :] // chunk)
-    mixture = params.get("moe_args")
+    turns = rotations(params, positions)
+    back = positions[:, None] - positions
+    chunk, nope_interval = params.get("attention_chunk_size"), params.get("nope_layer_interval")
     eps = params.get("norm_eps", 1e-5)
     for layer in range(params["n_layers"]):
         own = part(weights, f"layers.{layer}.")
-        interval = params.get("nope_layer_interval")
-        is_nope = bool(interval) and (layer + 1) % interval == 0
+        is_nope = bool(nope_interval) and (layer + 1) % nope_interval == 0
+        is_hidden = back < 0
+        if windows and windows[layer]:
+            is_hidden = is_hidden | (back >= windows[layer])
+        if chunk and not is_nope:
+            is_hidden = is_hidden | (positions[:, None] // chunk != positions // chunk)
         normed = rms_norm(x, eps) * own["attention_norm.weight"]
-        if is_nope:
-            x = x + attention(
-                part(own, "attention."),
-                params,
-                normed,
-                causal,
-                None,
-                temperatures(params, positions, x.dtype),
-            )
-        else:
-            x = x + attention(part(own, "attention."), params, normed, chunked, turns)
-        normed = rms_norm(x, eps) * own["ffn_norm.weight"]
-        inner = part(own, "feed_forward.")
-        if mixture and (layer + 1) % mixture.get("interleave_moe_layer_step", 1) == 0:
-            x = x + mixture_of_experts(inner, mixture.get("top_k", 1), normed)
-        else:
-            x = x + swiglu(inner, normed)
+        x = x + attention(
+            part(own, "attention."),
+            params,
+            normed,
+            is_hidden,
+            None if is_nope else turns,
+            temperatures(params, positions, x.dtype) if is_nope else None,
+        )
+        x = x + feed_forward(part(own, "feed_forward."), params, rms_norm(x, eps) * own["ffn_norm.weight"])
     return (rms_norm(x, eps) * weights["norm.weight"]) @ weights["output.weight"].T
 
 
@@ -84,30 +74,16 @@ def rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
 
 
-def swiglu(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """The gated feed-forward: w1 is the gate, w3 what it gates, w2 the way back."""
-    return (silu(x @ weights["w1.weight"].T) * (x @ weights["w3.weight"].T)) @ weights["w2.weight"].T
-
-
-def causal_mask(length: int) -> torch.Tensor:
-    """`[length, length]`, True where a query (row) must not see a key (column)."""
-    return torch.ones(length, length, dtype=torch.bool).triu(1)
-
-
-def rotations(
-    params: dict, positions: torch.Tensor, theta: float, factors: tuple[float, float]
-) -> torch.Tensor:
-    """Complex factors `[positions, head_dim / 2]` of the rotary embedding.
-
-    `factors` are the scaling and the high-frequency factor where `use_scaled_rope` is on and params.json names none:
-    8 and 4 in Llama 3, 16 and 1 in Llama 4.
-    """
-    head_dim = params["dim"] // params["n_heads"]
+def rotations(params: dict, positions: torch.Tensor) -> torch.Tensor:
+    """Complex factors `[positions, head_dim / 2]` of the rotary embedding."""
+    head_dim = params.get("head_dim") or params["dim"] // params["n_heads"]
+    # What params.json leaves out: the base, and the scaling and the high-frequency factor of `use_scaled_rope`.
+    theta, factor, high = (500000.0, 16.0, 1.0) if "moe_args" in params else (10000.0, 8.0, 4.0)
     theta = params.get("rope_theta") or theta
     frequencies = [theta ** (-2 * j / head_dim) for j in range(head_dim // 2)]
     if params.get("use_scaled_rope"):
-        factor = params.get("rope_scaling_factor") or factors[0]
-        high = params.get("rope_high_freq_factor") or factors[1]
+        factor = params.get("rope_scaling_factor") or factor
+        high = params.get("rope_high_freq_factor") or high
         frequencies = [scaled_frequency(f, factor, high) for f in frequencies]
     angles = positions[:, None] * torch.tensor(frequencies, dtype=torch.float64)
     return torch.polar(torch.ones_like(angles), angles)
@@ -144,16 +120,15 @@ def attention(
     x: torch.Tensor,
     is_hidden: torch.Tensor,
     turns: torch.Tensor | None,
-    temperature: torch.Tensor | None = None,
+    temperature: torch.Tensor | None,
 ) -> torch.Tensor:
     """Grouped-query attention: rotary embedding, then the norm of q and k, then the temperature."""
     heads = params["n_heads"]
-    kv_heads = params.get("n_kv_heads") or heads
-    head_dim = params["dim"] // heads
-    q, k, v = (x @ weights[f"{name}.weight"].T for name in ("wq", "wk", "wv"))
-    q = q.unflatten(-1, (heads, head_dim))
-    k = k.unflatten(-1, (kv_heads, head_dim))
-    v = v.unflatten(-1, (kv_heads, head_dim))
+    counts = heads, *[params.get("n_kv_heads") or heads] * 2
+    q, k, v = (
+        linear(weights, name, x).unflatten(-1, (count, -1))
+        for name, count in zip(("wq", "wk", "wv"), counts, strict=True)
+    )
     if turns is not None:
         q, k = rotate(q, turns), rotate(k, turns)
         if params.get("use_qk_norm"):
@@ -161,15 +136,41 @@ def attention(
             q, k = rms_norm(q, eps), rms_norm(k, eps)
     if temperature is not None:
         q = q * temperature[:, None, None]
+    return linear(weights, "wo", attended(q, k, v, is_hidden))
+
+
+def attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_hidden: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Values `[batch, tokens, heads * head_dim]` of queries and keys `[batch, tokens, heads, head_dim]`.
+
+    `is_hidden` `[tokens, tokens]` is True where a query (row) must not see a key (column).
+    """
     outputs = []
-    for head in range(heads):
-        group = head // (heads // kv_heads)
-        scores = q[:, :, head] @ k[:, :, group].mT / math.sqrt(head_dim)
-        outputs.append(softmax(scores.masked_fill(is_hidden, -math.inf), -1) @ v[:, :, group])
-    return torch.cat(outputs, -1) @ weights["wo.weight"].T
+    for head in range(q.shape[2]):
+        group = head // (q.shape[2] // k.shape[2])
+        scores = q[:, :, head] @ k[:, :, group].mT / math.sqrt(q.shape[-1])
+        if is_hidden is not None:
+            scores = scores.masked_fill(is_hidden, -math.inf)
+        outputs.append(softmax(scores, -1) @ v[:, :, group])
+    return torch.cat(outputs, -1)
 
 
-def mixture_of_experts(weights: dict[str, torch.Tensor], top_k: int, x: torch.Tensor) -> torch.Tensor:
+def feed_forward(weights: dict[str, torch.Tensor], params: dict, x: torch.Tensor) -> torch.Tensor:
+    """One of the three kinds of feed-forwards, by the names of its weights."""
+    if "router_DE" in weights:
+        return mixture_of_llama4(weights, params["moe_args"].get("top_k", 1), x)
+    if "gate.weight" in weights:
+        return mixture_of_mixtral(weights, params["num_experts_per_tok"], x)
+    return swiglu(weights, x)
+
+
+def swiglu(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """The gated feed-forward: w1 is the gate, w3 what it gates, w2 the way back."""
+    return linear(weights, "w2", silu(linear(weights, "w1", x)) * linear(weights, "w3", x))
+
+
+def mixture_of_llama4(weights: dict[str, torch.Tensor], top_k: int, x: torch.Tensor) -> torch.Tensor:
     """The shared expert on `x`, plus every chosen expert on `x` times the sigmoid of its router logit."""
     result = swiglu(part(weights, "shared_expert."), x)
     logits = x @ weights["router_DE"]
@@ -183,6 +184,15 @@ def mixture_of_experts(weights: dict[str, torch.Tensor], top_k: int, x: torch.Te
     return result
 
 
+def mixture_of_mixtral(weights: dict[str, torch.Tensor], top_k: int, x: torch.Tensor) -> torch.Tensor:
+    """The experts' results, weighted: the best are chosen first, the softmax is taken over their logits alone."""
+    logits = linear(weights, "gate", x)
+    kept, chosen = logits.topk(top_k)
+    scores = torch.zeros_like(logits).scatter(-1, chosen, softmax(kept, -1))
+    results = [swiglu(part(weights, f"experts.{expert}."), x) for expert in range(logits.shape[-1])]
+    return (torch.stack(results, -1) * scores[..., None, :]).sum(-1)
+
+
 def encode_tiles(weights: dict[str, torch.Tensor], args: dict, tiles: torch.Tensor) -> torch.Tensor:
     """Tokens `[tiles, tokens, output_dim]` of the vision encoder and its adapter, before the projection."""
     encoder = part(weights, "vision_embeddings.vision_encoder.")
@@ -190,27 +200,31 @@ def encode_tiles(weights: dict[str, torch.Tensor], args: dict, tiles: torch.Tens
     count, channels, height, width = tiles.shape
     rows, columns = height // patch_height, width // patch_width
     patches = tiles.reshape(count, channels, rows, patch_height, columns, patch_width)
-    patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(
-        count, rows * columns, -1
-    )  # (channel, y, x) in a patch
-    x = patches @ encoder["conv1._linear.weight"].T
+    # A patch has channels first, then y and x.
+    patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(count, rows * columns, -1)
+    x = linear(encoder, "conv1._linear", patches)
     x = torch.cat([x, encoder["class_embedding"].expand(count, 1, -1)], 1)
     x = norm_with_bias(encoder, "ln_pre", x + encoder["positional_embedding_vlm"])
-    turns = patch_rotations(rows, columns, args["dim"] // args["n_heads"])
+    heads = args["n_heads"]
+    turns = patch_rotations(rows, columns, args["dim"] // heads)
     for layer in range(args["n_layers"]):
         own = part(encoder, f"transformer.resblocks.{layer}.")
-        x = x + patch_attention(own, args["n_heads"], norm_with_bias(own, "ln_1", x), turns)
+        normed = norm_with_bias(own, "ln_1", x)
+        q, k, v = (
+            linear(own, f"attn.{name}", normed).unflatten(-1, (heads, -1)) for name in ("wq", "wk", "wv")
+        )
+        x = x + linear(own, "attn.wo", attended(rotate(q, turns), rotate(k, turns), v))
         inner = gelu(linear(own, "mlp.c_fc", norm_with_bias(own, "ln_2", x)))
         x = x + linear(own, "mlp.c_proj", inner)
     x = norm_with_bias(encoder, "ln_post", x)[:, :-1]
     x = pixel_shuffle(x.unflatten(1, (rows, columns)), round(1 / args["pixel_shuffle_ratio"])).flatten(1, 2)
     adapter = part(weights, "vision_embeddings.vision_adapter.mlp.")
-    return gelu(gelu(x @ adapter["c_fc.weight"].T) @ adapter["c_proj.weight"].T)
+    return gelu(linear(adapter, "c_proj", gelu(linear(adapter, "c_fc", x))))
 
 
 def linear(weights: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
-    """`x` times the transposed weight, plus the bias."""
-    return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+    """`x` times the transposed weight, plus the bias if there is one."""
+    return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0)
 
 
 def norm_with_bias(weights: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
@@ -229,19 +243,6 @@ def patch_rotations(rows: int, columns: int, head_dim: int) -> torch.Tensor:
     angles.append([0.0] * (head_dim // 2))  # the class token, which is the last
     angles = torch.tensor(angles, dtype=torch.float64)
     return torch.polar(torch.ones_like(angles), angles)
-
-
-def patch_attention(
-    weights: dict[str, torch.Tensor], heads: int, x: torch.Tensor, turns: torch.Tensor
-) -> torch.Tensor:
-    """Attention of every patch to every patch of its tile, with 2-D rotary embedding and biases."""
-    q, k, v = (linear(weights, f"attn.{name}", x).unflatten(-1, (heads, -1)) for name in ("wq", "wk", "wv"))
-    q, k = rotate(q, turns), rotate(k, turns)
-    outputs = []
-    for head in range(heads):
-        scores = q[:, :, head] @ k[:, :, head].mT / math.sqrt(q.shape[-1])
-        outputs.append(softmax(scores, -1) @ v[:, :, head])
-    return linear(weights, "attn.wo", torch.cat(outputs, -1))
 
 
 def pixel_shuffle(x: torch.Tensor, factor: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ weights have the unfused names that `meta_reference` computes with; a Llama 4 re
 """
 
 import io
-import json
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -23,18 +23,7 @@ LLAMA_2 = dict(
     multiple_of=28,
     ffn_dim_multiplier=1.3,
 )
-LLAMA_3 = dict(
-    dim=60,
-    n_heads=6,
-    n_kv_heads=2,
-    n_layers=2,
-    norm_eps=1e-5,
-    vocab_size=-1,
-    multiple_of=28,
-    ffn_dim_multiplier=1.3,
-    rope_theta=500000.0,
-    use_scaled_rope=True,
-)
+LLAMA_3 = {**LLAMA_2, "n_layers": 2, "rope_theta": 500000.0, "use_scaled_rope": True}
 VISION = dict(
     image_size=dict(height=24, width=24),
     patch_size=dict(height=6, width=6),
@@ -83,52 +72,10 @@ MAVERICK = {
 SPECIAL_TOKENS = {"Llama 3": 256, "Llama 4": 2048}
 PATCH_OFFSET = 92  # of <|patch|> among them
 
-# How the files of a model-parallel rank hold a whole tensor: the axis that is cut, None for a copy in each.
-TEXT_AXES = {
-    "output.weight": 0,
-    "norm.weight": None,
-    "attention.wq.weight": 0,
-    "attention.wk.weight": 0,
-    "attention.wv.weight": 0,
-    "attention.wo.weight": 1,
-    "attention_norm.weight": None,
-    "ffn_norm.weight": None,
-    "feed_forward.w1.weight": 0,
-    "feed_forward.w2.weight": 1,
-    "feed_forward.w3.weight": 0,
-    "feed_forward.router_DE": None,
-    "feed_forward.shared_expert.w1.weight": 0,
-    "feed_forward.shared_expert.w2.weight": 1,
-    "feed_forward.shared_expert.w3.weight": 0,
-    "feed_forward.experts.w1": 2,
-    "feed_forward.experts.w2": 1,
-    "feed_forward.experts.w3": 2,
-}
-VISION_AXES = {
-    "conv1._linear.weight": 0,
-    "class_embedding": None,
-    "positional_embedding_vlm": None,
-    "ln_pre.weight": None,
-    "ln_pre.bias": None,
-    "ln_post.weight": None,
-    "ln_post.bias": None,
-    "attn.wq.weight": 0,
-    "attn.wq.bias": 0,
-    "attn.wk.weight": 0,
-    "attn.wk.bias": 0,
-    "attn.wv.weight": 0,
-    "attn.wv.bias": 0,
-    "attn.wo.weight": 1,
-    "attn.wo.bias": None,
-    "mlp.c_fc.weight": 0,
-    "mlp.c_fc.bias": 0,
-    "mlp.c_proj.weight": 1,
-    "mlp.c_proj.bias": None,
-    "ln_1.weight": None,
-    "ln_1.bias": None,
-    "ln_2.weight": None,
-    "ln_2.bias": None,
-}
+# How the files of a model-parallel rank hold a whole matrix `[out, in]`, by the last word of its name: cut along its
+# outputs, as their biases are, or along its inputs. All else is a copy in each.
+BY_OUTPUTS = ("output", "wq", "wk", "wv", "w1", "w3", "_linear", "c_fc", "vision_projection")
+BY_INPUTS = ("wo", "w2", "c_proj")
 # One release name where Meta's modules have another one, with the same tensor.
 RELEASE_NAMES = {
     "feed_forward.shared_expert.w1.weight": "feed_forward.w_in_shared_FD.weight",
@@ -253,14 +200,16 @@ def _vision_weights(params: dict, draw: _Draw) -> dict[str, torch.Tensor]:
 
 
 def _axis(name: str, embedding_axis: int) -> int | None:
+    """The axis along which a tensor is cut, None for a copy in each file."""
     if name == "tok_embeddings.weight":
         return embedding_axis
-    if name.startswith("vision_embeddings.vision_encoder."):
-        ending = name.removeprefix("vision_embeddings.vision_encoder.")
-        return VISION_AXES[ending.split(".", 3)[3] if ending.startswith("transformer.") else ending]
-    if name.startswith("vision_"):
-        return {"c_fc": 0, "c_proj": 1, "vision_projection": 0}[name.split(".")[-2]]
-    return TEXT_AXES[name.split(".", 2)[2] if name.startswith("layers.") else name]
+    if ".experts." in name:
+        # Stacked, and `[in, out]`.
+        return 1 if name.endswith("w2") else 2
+    *_, word, kind = name.split(".")
+    if word in BY_INPUTS:
+        return 1 if kind == "weight" else None
+    return 0 if word in BY_OUTPUTS else None
 
 
 def split(weights: dict[str, torch.Tensor], files: int, embedding_axis: int) -> list[dict[str, torch.Tensor]]:
@@ -288,10 +237,8 @@ def fuse(rank: dict[str, torch.Tensor], params: dict) -> dict[str, torch.Tensor]
         fused[f"{own}attention.wqkv.weight"] = torch.cat([query, key, value])
         if is_mixture(params, layer):
             fused[f"{own}feed_forward.norm.weight"] = fused.pop(f"{own}ffn_norm.weight")
-            for name in ("w1", "w2", "w3"):
-                fused[f"{own}feed_forward.experts.{name}"] = fused[
-                    f"{own}feed_forward.experts.{name}"
-                ].flatten(0, 1)
+            for name in (f"{own}feed_forward.experts.{part}" for part in ("w1", "w2", "w3")):
+                fused[name] = fused[name].flatten(0, 1)
         else:
             fused[f"{own}feed_forward.mlp.layer_norm_weight"] = fused.pop(f"{own}ffn_norm.weight")
             gate, up = (fused.pop(f"{own}feed_forward.{name}.weight") for name in ("w1", "w3"))
@@ -302,19 +249,15 @@ def fuse(rank: dict[str, torch.Tensor], params: dict) -> dict[str, torch.Tensor]
     return fused
 
 
-def llama_extras(params: dict, version: int) -> dict[str, torch.Tensor]:
-    """Entries of LLaMA 1 or 2 files that are not weights."""
+def make_extras(params: dict) -> dict:
+    """Entries of release files that are not weights: frequencies, and Llama 4's statistics and opaque states."""
     frequencies = torch.rand(params["dim"] // params["n_heads"] // 2)
-    if version == 1:
-        names = [f"layers.{i}.attention.inner_attention.rope.freqs" for i in range(params["n_layers"])]
-    else:
-        names = ["rope.freqs"]
-    return {name: frequencies.clone() for name in names}
-
-
-def llama4_extras(params: dict) -> dict:
-    """Entries of Llama 4 release files that are not weights: statistics, frequencies and opaque states."""
-    extras = {"rope.freqs": torch.rand(params["dim"] // params["n_heads"] // 2)}
+    names = ["rope.freqs", "freqs_cis"]
+    if "n_kv_heads" not in params:
+        names[:1] = [f"layers.{i}.attention.inner_attention.rope.freqs" for i in range(params["n_layers"])]
+    extras = {name: frequencies.clone() for name in names}
+    if "moe_args" not in params:
+        return extras
     for layer in range(params["n_layers"]):
         own = f"layers.{layer}."
         extras[f"{own}attention.wqkv._extra_state"] = io.BytesIO(b"fp8 scales")
@@ -335,22 +278,9 @@ def in_one_storage(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: part.view(value.shape) for (name, value), part in zip(tensors.items(), slices, strict=True)}
 
 
-def write_folder(folder: Path, ranks: list[dict], params: dict, tokenizer: bytes | None = None) -> Path:
-    """A folder as Meta distributes it."""
-    folder.mkdir(parents=True)
-    for rank, entries in enumerate(ranks):
-        torch.save(entries, folder / f"consolidated.{rank:02d}.pth")
-    (folder / "params.json").write_text(json.dumps(params))
-    if tokenizer is not None:
-        (folder / "tokenizer.model").write_bytes(tokenizer)
-    return folder
-
-
 def read_ranks(folder: Path) -> list[dict]:
     """The content of a folder's files, in the order of Meta's loaders, read by plain torch."""
-    safe = [io.BytesIO, __import__("_codecs").encode]
-    with torch.serialization.safe_globals(safe):
-        return [torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pth"))]
+    return [torch.load(path, weights_only=False) for path in sorted(folder.glob("*.pth"))]
 
 
 def unfuse(rank: dict, params: dict, files: int) -> dict[str, torch.Tensor]:
@@ -363,12 +293,7 @@ def unfuse(rank: dict, params: dict, files: int) -> dict[str, torch.Tensor]:
         own, ending = ".".join(name.split(".")[:2]) + ".", name.split(".", 2)[-1]
         if not name.startswith("layers."):
             own, ending = "", name
-        if (
-            not isinstance(value, torch.Tensor)
-            or "freqs" in name
-            or "stats_3E" in name
-            or "activation" in name
-        ):
+        if "_extra_state" in name or any(word in name for word in ("freqs", "stats_3E", "activation")):
             continue
         if ending == "attention.wqkv.weight":
             sizes = [len(value) - 2 * key_rows, key_rows, key_rows]
@@ -399,6 +324,7 @@ def join(ranks: list[dict[str, torch.Tensor]], embedding_axis: int) -> dict[str,
     return weights
 
 
+@cache
 def small_sentencepiece_model(vocabulary: int) -> bytes:
     """A small SentencePiece model of LLaMA's kind: BPE, byte fallback, unk/bos/eos 0/1/2, no padding."""
     words = "the quick brown fox jumps over lazy dog weights in and out llama".split()

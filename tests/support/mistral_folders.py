@@ -1,9 +1,7 @@
-"""Folders in Mistral AI's format and mistral-inference's maths, written out; both share nothing with the package.
+"""Folders in Mistral AI's format, which share nothing with the package.
 
-Sources: mistralai/mistral-inference (`transformer.py`, `transformer_layers.py`, `rope.py`, `moe.py`, `cache.py`), and
-transformers' former script convert_mixtral_weights_to_hf.py for the layout of the first release.
-
-Shapes: T tokens, H dim, D head_dim, I hidden_dim, E experts, V vocabulary.
+Sources: mistralai/mistral-inference, and transformers' former script convert_mixtral_weights_to_hf.py for the layout of
+the first release.
 """
 
 import json
@@ -12,7 +10,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch.nn.functional import silu
+from support.meta_reference import decoder_logits
+from support.meta_releases import split
 
 # Sizes never coincide: 6 heads on 2 key/value heads is a ratio of 3, and 6 * 8 is not 24.
 PARAMS = dict(
@@ -27,8 +26,6 @@ HF_NAMES = {
     "n_kv_heads": "num_key_value_heads",
     "norm_eps": "rms_norm_eps",
 }
-# Projections that sliced files hold by columns, as LLaMA's.
-BY_COLUMNS = ("tok_embeddings.weight", "wo.weight", "w2.weight")
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ class MistralCase:
         elif self.layout == "pth":
             torch.save(weights, folder / "consolidated.00.pth")
         elif self.layout == "slices":
-            for rank, part in enumerate(sliced(weights, 2)):
+            for rank, part in enumerate(split(weights, 2, embedding_axis=1)):
                 torch.save(part, folder / f"consolidated.{rank:02d}.pth")
         else:
             if "layers.0.feed_forward.gate.weight" in weights:
@@ -124,59 +121,8 @@ class MistralCase:
     def logits(self, weights: dict, theta: float | None = None, windows: tuple | None = None) -> torch.Tensor:
         """Logits `[2, T, V]` of `ids` by mistral-inference's maths in float64."""
         weights = {name: tensor.double() for name, tensor in weights.items()}
-        theta, windows = theta or self.theta, windows or self.windows
-        return torch.stack([self._logits(weights, row, theta, windows) for row in self.ids()])
-
-    def _logits(self, weights: dict, ids: torch.Tensor, theta: float, windows: tuple) -> torch.Tensor:
-        x, size = weights["tok_embeddings.weight"][ids], self.sizes
-        head = size["head_dim"]
-        frequencies = theta ** -(torch.arange(0, head, 2).double() / head)
-        angles = torch.outer(torch.arange(len(ids)).double(), frequencies)
-        turns = torch.polar(torch.ones_like(angles), angles)
-        for layer in range(size["n_layers"]):
-            own = {
-                name.removeprefix(f"layers.{layer}.").removesuffix(".weight"): tensor
-                for name, tensor in weights.items()
-                if name.startswith(f"layers.{layer}.")
-            }
-            x = x + self._attention(own, self._norm(x) * own["attention_norm"], turns, windows[layer])
-            x = x + self._feed_forward(own, self._norm(x) * own["ffn_norm"])
-        return (self._norm(x) * weights["norm.weight"]) @ weights["output.weight"].T
-
-    def _norm(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + self.sizes["norm_eps"]).rsqrt()
-
-    def _attention(self, own: dict, x: torch.Tensor, turns: torch.Tensor, window: int | None) -> torch.Tensor:
-        size, count = self.sizes, len(x)
-
-        def rotated(x):
-            pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
-            return torch.view_as_real(pairs * turns[:, None]).flatten(-2)
-
-        queries = rotated((x @ own["attention.wq"].T).view(count, size["n_heads"], size["head_dim"]))
-        keys = rotated((x @ own["attention.wk"].T).view(count, size["n_kv_heads"], size["head_dim"]))
-        values = (x @ own["attention.wv"].T).view(count, size["n_kv_heads"], size["head_dim"])
-        repeats = size["n_heads"] // size["n_kv_heads"]
-        keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
-        scores = torch.einsum("thd,shd->hts", queries, keys) * size["head_dim"] ** -0.5
-        back = torch.arange(count)[:, None] - torch.arange(count)
-        seen = (back >= 0) & (back < (window or count))
-        attended = torch.einsum("hts,shd->thd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
-        return attended.flatten(1) @ own["attention.wo"].T
-
-    def _feed_forward(self, own: dict, x: torch.Tensor) -> torch.Tensor:
-        def swiglu(place, x):
-            return (silu(x @ own[f"{place}.w1"].T) * (x @ own[f"{place}.w3"].T)) @ own[f"{place}.w2"].T
-
-        if not self.experts:
-            return swiglu("feed_forward", x)
-        # The best are chosen first; the softmax is taken over their logits alone.
-        kept, chosen = (x @ own["feed_forward.gate"].T).topk(MOE["num_experts_per_tok"])
-        scores, result = kept.softmax(1), torch.zeros_like(x)
-        for expert in range(self.experts):
-            token, nth = torch.where(chosen == expert)
-            result[token] += scores[token, nth, None] * swiglu(f"feed_forward.experts.{expert}", x[token])
-        return result
+        params = self.sizes | MOE | {"rope_theta": theta or self.theta}
+        return decoder_logits(weights, params, self.ids(), windows=windows or self.windows)
 
 
 def first_release(weights: dict, experts: int) -> dict:
@@ -200,17 +146,6 @@ def dealt_out(weights: dict, count: int) -> list[dict]:
     """Whole tensors over files, in turn; the final norm is in two."""
     files = [dict(list(weights.items())[rank::count]) for rank in range(count)]
     files[-1]["norm.weight"] = weights["norm.weight"].clone()
-    return files
-
-
-def sliced(weights: dict, count: int) -> list[dict]:
-    """A slice of every matrix in each file, and a copy of every norm."""
-    files = [{} for _ in range(count)]
-    for name, tensor in weights.items():
-        axis = 1 if name.endswith(BY_COLUMNS) else 0
-        parts = [tensor] * count if tensor.ndim == 1 else tensor.chunk(count, axis)
-        for file, part in zip(files, parts, strict=True):
-            file[name] = part.clone()
     return files
 
 

@@ -1,10 +1,6 @@
 """Small things that several test files use: tiny stock configs, weights without symmetry, measures."""
 
 import copy
-import dataclasses
-import io
-import pickle
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,46 +27,33 @@ from . import mended_stock  # noqa: F401
 
 # Sizes never coincide: 6 heads on 2 key/value heads is a ratio of 3; 6 * 20 is not 72; odd vocabulary; five layers
 # hold a whole period of position-free layers, dense and mixture layers, and one layer more.
-DENSE = dict(
+_SIZES = dict(
     vocab_size=101,
     hidden_size=72,
-    intermediate_size=92,
-    num_hidden_layers=3,
     num_attention_heads=6,
     num_key_value_heads=2,
     head_dim=20,
     max_position_embeddings=256,
     pad_token_id=0,
 )
+DENSE = dict(_SIZES, intermediate_size=92, num_hidden_layers=3)
 TEXT = dict(
-    vocab_size=101,
-    hidden_size=72,
+    _SIZES,
     intermediate_size=52,
     intermediate_size_mlp=92,
     num_hidden_layers=5,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=20,
     num_local_experts=5,
     interleave_moe_layer_step=2,
     attention_chunk_size=16,
     floor_scale=8,
-    max_position_embeddings=256,
-    pad_token_id=0,
 )
 MIXTRAL = dict(
-    vocab_size=101,
-    hidden_size=72,
+    _SIZES,
     intermediate_size=52,
     num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=20,
     num_local_experts=5,
     num_experts_per_tok=2,
     sliding_window=16,
-    max_position_embeddings=256,
-    pad_token_id=0,
 )
 # Fields of a text config for tests whose time is ruled by the number of weights: a dense layer, and a mixture with
 # full attention and without positions.
@@ -309,75 +292,34 @@ LENGTH = 53
 PADDING = (5, 0, 17)
 
 
-def ours_of(stock_class: type, config_class: type, fields: dict):
-    """A config of ours for a stock one, and what of `fields` only ours has."""
-    stock_fields = {field.name for field in dataclasses.fields(stock_class)}
-    foreign = {field.name for field in dataclasses.fields(config_class)} - stock_fields
-    own = {name: value for name, value in fields.items() if name in foreign}
-    stock = stock_class(**{name: value for name, value in fields.items() if name not in own})
-    return config_class.from_dict(stock.to_dict(), **own) if own else llamoe.from_stock(stock)
-
-
 def dense_config(**text):
-    return ours_of(LlamaConfig, llamoe.LlamoeDenseConfig, {**DENSE, **text})
+    return llamoe.LlamoeDenseConfig(**{**DENSE, **text})
 
 
 def mixtral_config(**text):
-    return ours_of(MixtralConfig, llamoe.LlamoeMixtralConfig, {**MIXTRAL, **text})
+    return llamoe.LlamoeMixtralConfig(**{**MIXTRAL, **text})
 
 
 def text_config(**text):
-    return ours_of(Llama4TextConfig, llamoe.LlamoeTextConfig, {**TEXT, "num_experts_per_tok": 2, **text})
+    return llamoe.LlamoeTextConfig(**{**TEXT, "num_experts_per_tok": 2, **text})
 
 
 def vision_config(**fields):
-    return ours_of(Llama4VisionConfig, llamoe.LlamoeVisionConfig, {**VISION, **fields})
+    return llamoe.LlamoeVisionConfig(**{**VISION, **fields})
 
 
 def multimodal_config(vision=None, **text):
-    config = llamoe.from_stock(stock_multimodal_config())
-    config.text_config = ours_of(Llama4TextConfig, llamoe.LlamoeTextConfig, {**TEXT, **text})
-    config.vision_config = ours_of(
-        Llama4VisionConfig, llamoe.LlamoeVisionConfig, {**VISION, **(vision or {})}
+    return llamoe.LlamoeConfig(
+        text_config={**TEXT, **text},
+        vision_config={**VISION, **(vision or {})},
+        image_token_index=IMAGE_TOKEN,
+        boi_token_index=97,
+        eoi_token_index=98,
     )
-    return config
 
 
-# What `Case.make` copies.
+# Models that `Case.make` copies.
 _BUILT = {}
-
-
-class Copies(pickle.Pickler):
-    """Gives copies of a model: what `deepcopy` gives, in a quarter of its time, as the objects are walked in C."""
-
-    def __init__(self, model: nn.Module):
-        self.file, self.tensors, self.places = io.BytesIO(), [], {}
-        super().__init__(self.file, protocol=5)
-        self.dump(model)
-
-    def persistent_id(self, value):
-        if not isinstance(value, torch.Tensor):
-            return None
-        if id(value) not in self.places:
-            self.places[id(value)] = len(self.tensors)
-            self.tensors.append(value)
-        return self.places[id(value)]
-
-    def __call__(self) -> nn.Module:
-        memo = {}
-        unpickler = pickle.Unpickler(io.BytesIO(self.file.getvalue()))
-        unpickler.persistent_load = lambda place: copy.deepcopy(self.tensors[place], memo)
-        return unpickler.load()
-
-
-def copied(model: nn.Module) -> nn.Module:
-    """A copy of a model from which several are made, and whose modules stay as they are."""
-    if model not in _COPIED:
-        _COPIED[model] = Copies(model)
-    return _COPIED[model]()
-
-
-_COPIED = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -403,13 +345,13 @@ class Case:
         return getattr(llamoe, self.name)
 
     def make(self, seed=0, **text):
-        """A model of its own, copied from one that is built once: building takes ten times as long."""
+        """A model of its own, copied from one that is built once, since drawing its weights takes longer."""
         key = self, seed, repr(text)
         if key not in _BUILT:
             # The same numbers follow for the test that builds it and for those that copy it.
             with torch.random.fork_rng(devices=[]):
-                _BUILT[key] = Copies(draw(self.model_class, self.make_config(**text), seed))
-        return _BUILT[key]()
+                _BUILT[key] = draw(self.model_class, self.make_config(**text), seed)
+        return copy.deepcopy(_BUILT[key])
 
     def make_small(self, seed=0, **text):
         """Two layers, of which a mixture has one of each kind: chunked and dense, position-free and routed."""

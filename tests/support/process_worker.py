@@ -132,6 +132,15 @@ def compare_outputs(model, name):
     }
 
 
+def share(what):
+    """The bytes of this process's part of a model, and what it computes; `what` is "text tp_size=2 pp_size=2"."""
+    name, *sizes = what.split()
+    sizes = {size: int(count) for size, _, count in (each.partition("=") for each in sizes)}
+    model = load(name, distributed_config=DistributedConfig(**sizes))
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return compare_outputs(model, name) | {"bytes": sum(part.nbytes for part in parts)}
+
+
 def router_losses(name):
     """Options with which a model learns by its router's losses as well."""
     if name == "dense" or name == "tied":
@@ -478,7 +487,8 @@ def main():
     for key in sys.argv[2:] or CHECKS:
         torch.manual_seed(0)
         try:
-            figures = CHECKS[key]()
+            is_share = key.startswith("share ")
+            figures = share(key.removeprefix("share ")) if is_share else CHECKS[key]()
         except Exception:
             figures = {"error": traceback.format_exc()}
             print(key, figures["error"], flush=True)

@@ -13,6 +13,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,6 +77,24 @@ def run(arguments, cwd=None, env=None, timeout=300) -> subprocess.CompletedProce
         return subprocess.CompletedProcess(
             arguments, process.exitcode, output.read_text(), errors.read_text()
         )
+
+
+def together(arguments, folder, count, timeout):
+    """Run a program to its end in processes that torch.distributed can join; what each prints is left in a folder."""
+    outputs = [Path(folder, f"output-{rank}.txt") for rank in range(count)]
+    processes, end = [], time.monotonic() + timeout
+    try:
+        for rank, output in enumerate(outputs):
+            own = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=count, LOCAL_WORLD_SIZE=count)
+            env = os.environ | {name: str(value) for name, value in own.items()}
+            processes.append(start(arguments, output, output, folder, env))
+        for process in processes:
+            process.join(max(1, end - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0] * count, "\n".join(output.read_text()[-3000:] for output in outputs)
 
 
 def in_place_of_subprocess(monkeypatch, module):

@@ -25,40 +25,35 @@ WINDOW = dict(sliding_window=16)
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 TEXT = dict(num_experts_per_tok=1, attention_chunk_size=BLOCK, num_hidden_layers=4)
 ROPE = dict(rope_type="linear", rope_theta=10000.0, factor=4)
-# Name to our class and the fields of its text.
-SERVED = {
-    "dense": ("LlamoeDenseForCausalLM", {}),
-    "dense, biases": ("LlamoeDenseForCausalLM", dict(attention_bias=True, mlp_bias=True)),
-    "dense, tied, swish": ("LlamoeDenseForCausalLM", dict(tie_word_embeddings=True, hidden_act="swish")),
-    "dense, window": ("LlamoeDenseForCausalLM", WINDOW),
-    "dense, some windows": ("LlamoeDenseForCausalLM", {**WINDOW, "layer_types": MIXED}),
+CLASSES = {
+    "dense": "LlamoeDenseForCausalLM",
+    "mixtral": "LlamoeMixtralForCausalLM",
+    "text": "LlamoeForCausalLM",
+    "multimodal": "LlamoeForConditionalGeneration",
+}
+FIELDS = {
+    "dense": {},
+    "dense, biases": dict(attention_bias=True, mlp_bias=True),
+    "dense, tied, swish": dict(tie_word_embeddings=True, hidden_act="swish"),
+    "dense, window": WINDOW,
+    "dense, some windows": {**WINDOW, "layer_types": MIXED},
     **{
-        f"dense, {name}": (
-            "LlamoeDenseForCausalLM",
-            dict(rope_parameters={"rope_type": name, "rope_theta": 10000.0, **ROPES[name]}),
-        )
+        f"dense, {name}": dict(rope_parameters={"rope_type": name, "rope_theta": 10000.0, **ROPES[name]})
         for name in ("llama3", "yarn", "yarn-mscale")
     },
-    "dense, linear by an integer": ("LlamoeDenseForCausalLM", dict(rope_parameters=ROPE)),
-    "mixtral": ("LlamoeMixtralForCausalLM", {}),
-    "mixtral, no window": ("LlamoeMixtralForCausalLM", dict(sliding_window=None)),
-    "text": ("LlamoeForCausalLM", TEXT),
-    "text, every layer a mixture, no chunks, no tuning": (
-        "LlamoeForCausalLM",
-        {
-            **TEXT,
-            "interleave_moe_layer_step": 1,
-            "attention_chunk_size": None,
-            "attn_temperature_tuning": False,
-        },
+    "dense, linear by an integer": dict(rope_parameters=ROPE),
+    "mixtral": {},
+    "mixtral, no window": dict(sliding_window=None),
+    "text": TEXT,
+    "text, every layer a mixture, no chunks, no tuning": dict(
+        TEXT, interleave_moe_layer_step=1, attention_chunk_size=None, attn_temperature_tuning=False
     ),
-    "text, no mixtures": (
-        "LlamoeForCausalLM",
-        {**TEXT, "moe_layers": [], "num_local_experts": 0, "num_experts_per_tok": 0},
-    ),
-    "multimodal": ("LlamoeForConditionalGeneration", TEXT),
-    "multimodal, tied": ("LlamoeForConditionalGeneration", {**TEXT, "tie_word_embeddings": True}),
+    "text, no mixtures": dict(TEXT, moe_layers=[], num_local_experts=0, num_experts_per_tok=0),
+    "multimodal": TEXT,
+    "multimodal, tied": dict(TEXT, tie_word_embeddings=True),
 }
+# Name to our class and the fields of its text.
+SERVED = {name: (CLASSES[name.partition(",")[0]], fields) for name, fields in FIELDS.items()}
 
 
 def logits_of(entries, count: int) -> torch.Tensor:
@@ -85,12 +80,10 @@ def compare(name: str) -> tuple[str, float]:
             # The processor's words are fewer than the model's tokens.
             ids = [token % 11 + 1 for token in prompt["prompt_token_ids"]]
             marker = processor.image_token_id
-            prompt = {"prompt_token_ids": ids[:3] + [marker] + ids[3:], "multi_modal_data": {}}
-            prompt["multi_modal_data"]["image"] = drawn("RGB")
-            text = f"what {processor.image_token}"
-            pictures["pixel_values"] = processor(images=drawn("RGB"), text=text, return_tensors="pt")[
-                "pixel_values"
-            ]
+            image = drawn("RGB")
+            prompt = {"prompt_token_ids": ids[:3] + [marker] + ids[3:], "multi_modal_data": {"image": image}}
+            inputs = processor(images=image, text=f"what {processor.image_token}", return_tensors="pt")
+            pictures["pixel_values"] = inputs["pixel_values"]
             ours.config.image_token_index = processor.tokenizer.convert_tokens_to_ids("<|patch|>")
             assert ours.config.image_token_index != IMAGE_TOKEN
         ours.save_pretrained(folder)

@@ -87,12 +87,19 @@ void quantize(const float* x, int64_t rows, int64_t inputs, int64_t bits, ByteRo
     }
 }
 
+// The group of a part. Dividing takes as long as multiplying a part, unless the compiler knows that a group is one part.
+template <bool kOnePart>
+inline int64_t group_of(int64_t part, int64_t group) {
+  return kOnePart ? part : part * kPart / group;
+}
+
 // Prefetches the scales that 64 outputs need four parts later. Scales of two groups lie far apart, so that no processor
 // prefetches them by itself. After the last group come the scales of the next 64 outputs.
+template <bool kOnePart>
 __attribute__((always_inline)) inline void ask_for_scales(const uint32_t* scales, int64_t stride, int64_t part, int64_t inputs, int64_t group) {
-  const int64_t next = part + 4;
-  const uint32_t* its = next * kPart < inputs ? scales + next * kPart / group * stride
-                                              : scales + kBlock + (next * kPart - inputs) / group * stride;
+  const int64_t next = part + 4, parts = inputs / kPart;
+  const uint32_t* its = next < parts ? scales + group_of<kOnePart>(next, group) * stride
+                                     : scales + kBlock + group_of<kOnePart>(next - parts, group) * stride;
   // In a mapped file 256 bytes of scales may begin within a cache line, and then lie in five lines.
   for (int i = 0; i < 5; i++) __builtin_prefetch((const char*)its + std::min(64 * i, 255));
 }
@@ -155,7 +162,7 @@ void int4_block(const ByteRows& x, int64_t rows, const uint8_t* codes, const uin
   BlockScales of_block;
   for (int64_t p = 0; p < inputs / kPart; p++) {
     if (p * kPart % group == 0) of_block.read(scales + p * kPart / group * scale_stride);
-    ask_for_scales(scales, scale_stride, p, inputs, group);
+    ask_for_scales<false>(scales, scale_stride, p, inputs, group);
     Bytes split[kPart / 4][kVectors];
     for (int q = 0; q < kPart / 4; q++) {
       const uint8_t* four = codes + (p * kPart + 4 * q) * (kBlock / 2);
@@ -188,34 +195,45 @@ void unpack_codes(const uint8_t* codes, const uint32_t* scales, int64_t inputs, 
   }
 }
 
-// R rows, from row r, times one output of 8 bits, whose codes are read from beginning to end.
-template <int R>
-void int8_output(const ByteRows& x, int64_t r, const int8_t* codes, int64_t inputs, float* y, int64_t y_stride) {
-  constexpr int kSums = 4 / R;
-  Floats sum[R][kSums] = {};
-  const auto add = [&](int64_t k, Bytes weights, int j) {
+// R rows, from row r, times C outputs of 8 bits. The codes of one output are read from beginning to end; several outputs
+// share what is read of the rows.
+template <int R, int C>
+void int8_outputs(const ByteRows& x, int64_t r, const int8_t* codes, int64_t inputs, float* y, int64_t y_stride) {
+  constexpr int kSums = C == 1 ? 4 / R : 1;
+  Floats sum[R][C][kSums] = {};
+  const auto add = [&](int64_t k, const Bytes (&weights)[C], int j) {
     for (int i = 0; i < R; i++) {
       const int64_t quad = (r + i) * x.quads + k / 4;
-      const Ints products = add_bytes(load<Ints>(&x.starts[quad]), weights, load<Bytes>(&x.bytes[(r + i) * x.padded + k]));
-      sum[i][j] += to_floats(products) * load<Floats>(&x.quad_scales[quad]);
+      const Ints start = load<Ints>(&x.starts[quad]);
+      const Bytes bytes = load<Bytes>(&x.bytes[(r + i) * x.padded + k]);
+      const Floats scale = load<Floats>(&x.quad_scales[quad]);
+      for (int c = 0; c < C; c++) sum[i][c][j] += to_floats(add_bytes(start, weights[c], bytes)) * scale;
     }
   };
   int64_t k = 0;
+  Bytes weights[C];
   for (; k + kSums * kStep <= inputs; k += kSums * kStep)
     for (int j = 0; j < kSums; j++) {
-      if (j * kStep % 64 == 0) __builtin_prefetch(codes + k + j * kStep + kAhead);
-      add(k + j * kStep, load<Bytes>(codes + k + j * kStep), j);
+      for (int c = 0; c < C; c++) {
+        const int8_t* some = codes + c * inputs + k + j * kStep;
+        if (j * kStep % 64 == 0) __builtin_prefetch(some + (C == 1 ? kAhead : C * inputs));
+        weights[c] = load<Bytes>(some);
+      }
+      add(k + j * kStep, weights, j);
     }
   for (; k < inputs; k += kStep) {
-    Bytes weights = {};
-    std::memcpy(&weights, codes + k, std::min<int64_t>(inputs - k, kStep));
+    for (int c = 0; c < C; c++) {
+      weights[c] = Bytes{};
+      std::memcpy(&weights[c], codes + c * inputs + k, std::min<int64_t>(inputs - k, kStep));
+    }
     add(k, weights, 0);
   }
-  for (int i = 0; i < R; i++) {
-    Floats all = sum[i][0];
-    for (int j = 1; j < kSums; j++) all += sum[i][j];
-    y[i * y_stride] = sum_of(all);
-  }
+  for (int i = 0; i < R; i++)
+    for (int c = 0; c < C; c++) {
+      Floats all = sum[i][c][0];
+      for (int j = 1; j < kSums; j++) all += sum[i][c][j];
+      y[i * y_stride + c] = sum_of(all);
+    }
 }
 
 // Many rows times 64 outputs of 8 bits, whose codes are sorted as those of 4 bits lie.

@@ -20,7 +20,7 @@ inline Words words_of(const uint32_t* scales, int v) {
 }
 
 // R rows times 64 outputs, `[R, 64]`.
-template <int R>
+template <int R, bool kOnePart>
 void int4_rows(const ByteRows& x, const uint8_t* codes, const uint32_t* scales, int64_t scale_stride, int64_t inputs,
                int64_t group, float* y) {
   Floats total[R][kVectors] = {};
@@ -39,8 +39,8 @@ void int4_rows(const ByteRows& x, const uint8_t* codes, const uint32_t* scales, 
         for (int v = 0; v < kVectors; v++) sum[r][v] = add_codes(sum[r][v], split[v], row);
       }
     }
-    const uint32_t* its = scales + p * kPart / group * scale_stride;
-    ask_for_scales(scales, scale_stride, p, inputs, group);
+    const uint32_t* its = scales + group_of<kOnePart>(p, group) * scale_stride;
+    ask_for_scales<kOnePart>(scales, scale_stride, p, inputs, group);
     for (int v = 0; v < kVectors; v++) {
       const Words both = words_of(its, v);
       const Floats scale = (Floats)(both << 16), of_8 = (Floats)(both & 0xffff0000);

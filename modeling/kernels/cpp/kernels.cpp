@@ -47,9 +47,12 @@ namespace {
 // Outputs that are computed together, where each is a row of codes or numbers; and at most, where each is a column: sums
 // stay in a near cache.
 constexpr int64_t kOutputs = 64, kColumns = 2048;
-// Inputs of columns that several passes share; outputs that are rows, of which more than four rows read a piece at a time,
-// as many as registers hold the sums of.
+// Inputs of columns that several passes share; outputs that are rows and share what is read of the inputs, as many as
+// registers hold the sums of.
 constexpr int64_t kInputs = 32, kTile = kLanes == 8 ? 3 : 4;
+// Inputs of all rows, in float32 and in bytes with their scales, that a first cache keeps. Up to there one output after
+// the other is computed, which reads the weights in one stream.
+constexpr int64_t kNearFloats = 5120, kNearBytes = 7168;
 // Rows from which codes of 8 bits are sorted first.
 constexpr int64_t kManyRows = 12;
 
@@ -111,7 +114,7 @@ void multiply_numbers(const Rows& x, const Matrix& matrix, int64_t start, int64_
     return;
   }
   int64_t c = 0;
-  for (; x.count > 4 && c + kTile <= count; c += kTile) {
+  for (; x.count * inputs > kNearFloats && c + kTile <= count; c += kTile) {
     const Number* weights = (const Number*)matrix.codes + (start + c) * inputs;
 #define CALL(R) dot_tile<T, R, kTile>(x.floats + r * inputs, inputs, weights, inputs, y + r * count + c, count)
     FOR_ROWS(x.count, r, CALL)
@@ -136,9 +139,9 @@ void multiply_some(const Rows& x, const Matrix& matrix, int64_t start, int64_t c
     const uint32_t* scales = (const uint32_t*)matrix.scales + start;
     const int64_t inputs = matrix.inputs, group = matrix.group;
     if (matrix.in_bytes && x.count == 1) {
-      int4_rows<1>(x.bytes, codes, scales, matrix.stride, inputs, group, y);
+      (group == kPart ? int4_rows<1, true> : int4_rows<1, false>)(x.bytes, codes, scales, matrix.stride, inputs, group, y);
     } else if (matrix.in_bytes && x.count == 2 && kLanes == 16) {
-      int4_rows<2>(x.bytes, codes, scales, matrix.stride, inputs, group, y);
+      (group == kPart ? int4_rows<2, true> : int4_rows<2, false>)(x.bytes, codes, scales, matrix.stride, inputs, group, y);
     } else if (matrix.in_bytes) {
       int4_block(x.bytes, x.count, codes, scales, matrix.stride, inputs, group, y);
     } else {
@@ -151,9 +154,16 @@ void multiply_some(const Rows& x, const Matrix& matrix, int64_t start, int64_t c
   if (matrix.in_bytes && x.count >= kManyRows && count == kBlock) {
     int8_block(x.bytes, x.count, (const int8_t*)matrix.codes + start * matrix.inputs, matrix.inputs, y);
   } else if (matrix.in_bytes) {
-    for (int64_t c = 0; c < count; c++) {
+    int64_t c = 0;
+    for (; x.count * matrix.inputs > kNearBytes && c + kTile <= count; c += kTile) {
       const int8_t* codes = (const int8_t*)matrix.codes + (start + c) * matrix.inputs;
-#define CALL(R) int8_output<R>(x.bytes, r, codes, matrix.inputs, y + r * count + c, count)
+#define CALL(R) int8_outputs<R, kTile>(x.bytes, r, codes, matrix.inputs, y + r * count + c, count)
+      FOR_ROWS(x.count, r, CALL)
+#undef CALL
+    }
+    for (; c < count; c++) {
+      const int8_t* codes = (const int8_t*)matrix.codes + (start + c) * matrix.inputs;
+#define CALL(R) int8_outputs<R, 1>(x.bytes, r, codes, matrix.inputs, y + r * count + c, count)
       FOR_ROWS(x.count, r, CALL)
 #undef CALL
     }

@@ -24,8 +24,8 @@ void dot_rows(const float* x, int64_t stride, const typename T::Number* weights,
     sums[r] = sum_of(kSums == 4 ? (sum[r][0] + sum[r][1]) + (sum[r][kSums - 2] + sum[r][kSums - 1]) : sum[r][0] + sum[r][1]);
 }
 
-// R rows times C outputs: for more rows than one pass over the weights serves, each vector of which is widened once for
-// R rows, and of the rows once for C outputs.
+// R rows times C outputs: for more rows than a near cache keeps. Each vector of the weights is widened once for R rows, and
+// each of the rows is read once for C outputs.
 template <class T, int R, int C>
 void dot_tile(const float* x, int64_t stride, const typename T::Number* weights, int64_t inputs, float* sums,
               int64_t sums_stride) {

@@ -27,7 +27,7 @@ from transformers import (
     CLIPImageProcessorPil,
 )
 
-from llamoe.conversion.clip.resize import resize_positions
+from llamoe.conversion.clip.pictures import resize_positions
 from llamoe.conversion.convert_vision import convert_vision
 
 

@@ -4,8 +4,9 @@ import re
 
 import pytest
 import torch
+from support.conversions import META_LLAMA_1, META_LLAMA_3, META_SCOUT
 from support.lazy_tensors import InMemory
-from support.meta_folders import BY_NAME, cut, make_folder, whole_model, write_folder
+from support.meta_releases import read_ranks
 from support.mistral_folders import DENSE
 
 import llamoe
@@ -25,25 +26,23 @@ def add(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "change", "words"),
+    ("case", "count", "change", "words"),
     [
-        ("llama-2-gqa", 4, remove("consolidated.01.pth"), "Each number"),
-        ("llama-2-gqa", 4, remove("consolidated.00.pth"), "Each number"),
-        *((name, 4, remove("consolidated.03.pth"), " missing") for name in ("llama-1", "llama-3", "llama-4")),
-        ("llama-2-gqa", 4, add("consolidated.1.pth"), "Each number"),
-        ("llama-2-gqa", 4, add("consolidated.pth"), "Each number"),
-        ("llama-2-gqa", 1, remove("consolidated.00.pth"), "no consolidated weights"),
-        (None, 1, add("consolidated.00.pth"), "with one ending"),
-        (None, 1, remove("params.json"), "holds no params.json"),
-        (None, 1, remove("consolidated.safetensors"), "no consolidated weights"),
+        (META_LLAMA_1, 3, remove("consolidated.01.pth"), "Each number"),
+        *(
+            (case, 2, remove("consolidated.01.pth"), " missing")
+            for case in (META_LLAMA_1, META_LLAMA_3, META_SCOUT)
+        ),
+        (META_LLAMA_1, 3, add("consolidated.1.pth"), "Each number"),
+        (META_LLAMA_1, 3, add("consolidated.pth"), "Each number"),
+        (META_LLAMA_1, 1, remove("consolidated.00.pth"), "no consolidated weights"),
+        (DENSE, None, add("consolidated.00.pth"), "with one ending"),
+        (DENSE, None, remove("params.json"), "holds no params.json"),
+        (DENSE, None, remove("consolidated.safetensors"), "no consolidated weights"),
     ],
 )
-def test_wrong_files_of_weights_are_named(name, count, change, words, tmp_path):
-    folder = tmp_path / "source"
-    if name:
-        make_folder(folder, BY_NAME[name], count)
-    else:
-        DENSE.write(folder)
+def test_wrong_files_of_weights_are_named(case, count, change, words, tmp_path):
+    folder = case.write(tmp_path / "source", case.weights(), *([count] if count else []))
     change(folder)
     with pytest.raises(CheckpointError, match=re.escape(words)) as caught:
         convert(folder, tmp_path / "hf")
@@ -51,22 +50,13 @@ def test_wrong_files_of_weights_are_named(name, count, change, words, tmp_path):
     assert not (tmp_path / "hf").exists()
 
 
-def test_more_files_than_key_value_heads_cannot_be_read(tmp_path):
-    case = BY_NAME["llama-2-gqa"]
-    full = whole_model(case)
-    files = cut(case, full, 6)
-    write_folder(tmp_path, case.params, files)
-    with pytest.raises(CheckpointError, match=r"n_kv_heads = 4 cannot be divided by the 6 files"):
-        open_meta(tmp_path)
-
-
 def test_copies_that_differ_between_files_are_found_when_they_are_written(tmp_path):
-    case = BY_NAME["llama-4"]
-    files = cut(case, whole_model(case), 2)
-    files[1]["norm.weight"] += 1
-    write_folder(tmp_path / "meta", case.params, files)
+    folder = META_SCOUT.write(tmp_path / "meta", META_SCOUT.weights(), 2)
+    file = read_ranks(folder)[1]
+    file["norm.weight"] += 1
+    torch.save(file, folder / "consolidated.01.pth")
     with pytest.raises(CheckpointError, match=r"consolidated\.01\.pth: norm\.weight: differs"):
-        convert(tmp_path / "meta", tmp_path / "hf")
+        convert(folder, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
 

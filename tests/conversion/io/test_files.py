@@ -53,7 +53,7 @@ def test_safetensors_file_gives_every_tensor(tmp_path):
     save_file(
         {name: tensor.contiguous().clone() for name, tensor in TENSORS.items()}, tmp_path / "x.safetensors"
     )
-    given = open_weights(tmp_path / "x.safetensors")
+    given = open_weights(tmp_path / "x.safetensors")[0]
     assert given.keys() == TENSORS.keys()
     for name, expected in TENSORS.items():
         assert same(given[name].read(), expected), name
@@ -63,8 +63,8 @@ def test_safetensors_file_gives_every_tensor(tmp_path):
 def test_format_is_told_by_content(tmp_path):
     save_file({"x": BASE}, tmp_path / "x.bin")
     torch.save({"x": BASE}, tmp_path / "y.bin")
-    assert torch.equal(open_weights(tmp_path / "x.bin")["x"].read(), BASE)
-    assert torch.equal(open_weights(tmp_path / "y.bin")["x"].read(), BASE)
+    assert torch.equal(open_weights(tmp_path / "x.bin")[0]["x"].read(), BASE)
+    assert torch.equal(open_weights(tmp_path / "y.bin")[0]["x"].read(), BASE)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ VIEWS = {
     "joined columns": (join([cube, cube.cut(2, 0, 3)], 2), torch.cat([CUBE, CUBE[..., :3]], 2)),
     "stacked": (stack([matrix, matrix.map(torch.neg)]), torch.stack([MATRIX, -MATRIX])),
     "a row": (cube.row(3), CUBE[3]),
-    "mapped by rows": (cube.map(lambda x: x[..., :1] * 2, (5, 6, 1)), CUBE[..., :1] * 2),
+    "mapped": (matrix.map(lambda x: x[:, :1] * 2, (6, 1)), MATRIX[:, :1] * 2),
     "computed": (
         Computed(torch.matmul, [matrix, matrix.transpose()], (6, 6), torch.float32, "product"),
         MATRIX @ MATRIX.t(),
@@ -57,10 +57,8 @@ def test_view_gives_what_torch_gives(name):
     assert torch.equal(torch.cat([given.read(*span) for span in blocks(given)]), expected)
 
 
-def test_a_part_of_a_join_and_a_view_back_are_the_tensors_themselves():
-    assert stack([matrix, matrix.map(torch.neg)]).row(0) is matrix
+def test_a_part_of_a_join_is_the_tensor_itself():
     assert join([matrix, matrix.transpose().transpose()], 0).cut(0, 0, 6) is matrix
-    assert matrix.view(2, 3, 10).view(6, 10) is matrix
 
 
 def test_tensor_without_axes_is_one_block():

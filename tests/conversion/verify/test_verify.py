@@ -27,8 +27,7 @@ from llamoe.conversion.io import WriteOptions
 from llamoe.conversion.meta.folder import save_meta
 from llamoe.conversion.open import open_checkpoint
 from llamoe.conversion.verify import run_streamed
-from llamoe.conversion.verify.command import verify
-from llamoe.conversion.verify.report import Verification
+from llamoe.conversion.verify.command import Verification, verify
 
 CLASSES = {
     "dense": ("LlamoeDenseForCausalLM", dense_config),

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, StaticCache
 
-from ..batch import Batch, Fed, check, draw_batch
+from ..batch import Batch, Fed, check, draw_batch, forward
 from ..draw import chance
-from ..judge import LOG
 from ..subject import Subject, draw_subject
 
 PADDED = ["plain", "ones", "left", "right", "sides", "holes", "offset", "all-masked"]
@@ -27,10 +26,8 @@ def join(fed: Fed | None, new: Fed) -> Fed:
 
 def rows_of(fed: Fed, index: torch.Tensor, length: int | None = None) -> Fed:
     """Some rows, reordered or repeated, with their first tokens."""
-    pick = lambda x: None if x is None else x[index][:, :length]  # noqa: E731
-    names = ("ids", "real", "positions", "segments", "attention_mask", "position_ids")
-    batch = replace(fed.batch, **{name: pick(getattr(fed.batch, name)) for name in names})
-    return Fed(batch, pick(fed.logits), [pick(chosen) for chosen in fed.choices], pick(fed.reach))
+    pick = lambda x: x[index][:, :length]  # noqa: E731
+    return Fed(fed.batch.pick(pick), pick(fed.logits), list(map(pick, fed.choices)), pick(fed.reach))
 
 
 def draw_cache(rng: random.Random, subject: Subject, length: int) -> tuple[str, Any]:
@@ -41,8 +38,8 @@ def draw_cache(rng: random.Random, subject: Subject, length: int) -> tuple[str, 
         case "dynamic":
             return kind, DynamicCache()
         case "with config":
-            return kind, DynamicCache(config=subject.config)
-    return kind, StaticCache(config=subject.config, max_cache_len=length + rng.choice([0, 0, 1, 13]))
+            return kind, DynamicCache(config=subject.model.config)
+    return kind, StaticCache(config=subject.model.config, max_cache_len=length + rng.choice([0, 0, 1, 13]))
 
 
 def borders(rng: random.Random, length: int) -> list[int]:
@@ -55,33 +52,28 @@ def borders(rng: random.Random, length: int) -> list[int]:
 
 @torch.no_grad()
 def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
-    generator = torch.Generator().manual_seed(seed)
     subject = draw_subject(rng, seed)
-    fields = subject.fields
-    whole = draw_batch(
-        rng, generator, fields["vocab_size"], PADDED, rng.choice([30, 50]), fields["pad_token_id"]
-    )
+    whole = draw_batch(rng, subject.fields, PADDED, rng.choice([30, 50]))
     if whole.position_ids is not None and whole.position_ids.shape[0] == 1:
         whole.position_ids = whole.position_ids.expand(whole.shape[0], -1)
-    whole, fed = extend(rng, generator, whole, fields["vocab_size"]), None
+    whole, fed = extend(rng, whole, subject.fields["vocab_size"]), None
     kind, cache = draw_cache(rng, subject, whole.shape[1])
     notes |= {**subject.notes, "batch": whole.kind, "cache": kind}
     begin = 0
     for end in borders(rng, whole.shape[1]):
         piece = whole.columns(begin, end)
         options = {"past_key_values": cache} if cache is not None else {"use_cache": True}
-        with LOG.recording() as calls:
-            output = subject.model(**piece.inputs(), **options)
+        output, read = forward(subject.model, piece, **options)
         cache = output.past_key_values if cache is None else cache
-        fed, begin = join(fed, Fed.of(piece, output.logits, calls, whole.reach())), end
-        if chance(rng, 0.12) and end < whole.shape[1]:
+        fed, begin = join(fed, read), end
+        if chance(rng, 0.25) and end < whole.shape[1]:
             whole, fed = change(rng, whole, fed, cache, kind, subject)
             notes["changed"] = True
             begin = fed.batch.shape[1]
     check(fed, subject.judge, f"logits through {kind} cache")
 
 
-def extend(rng: random.Random, generator: torch.Generator, batch: Batch, vocabulary: int) -> Batch:
+def extend(rng: random.Random, batch: Batch, vocabulary: int) -> Batch:
     """Append tokens to all rows, as decoding does, even after right padding."""
     count = rng.choice([0, 1, 3])
     if not count:
@@ -89,7 +81,7 @@ def extend(rng: random.Random, generator: torch.Generator, batch: Batch, vocabul
     rows, length = batch.shape
     ones = torch.ones(rows, count, dtype=torch.long)
     changes: dict[str, Any] = {
-        "ids": torch.cat([batch.ids, torch.randint(0, vocabulary, (rows, count), generator=generator)], 1),
+        "ids": torch.cat([batch.ids, torch.randint(0, vocabulary, (rows, count))], 1),
         "real": torch.cat([batch.real, ones.bool()], 1),
         "segments": torch.cat([batch.segments, 0 * ones], 1),
     }
@@ -129,6 +121,4 @@ def change(rng, whole: Batch, fed: Fed, cache: Any, kind: str, subject: Subject)
         case "select":
             index = torch.tensor([rng.randrange(rows) for _ in range(rng.randint(1, rows))])
             cache.batch_select_indices(index)
-    names = ("ids", "real", "positions", "segments", "attention_mask", "position_ids")
-    picked = {name: getattr(whole, name)[index] for name in names if getattr(whole, name) is not None}
-    return replace(whole, **picked), rows_of(fed, index)
+    return whole.pick(lambda x: x[index]), rows_of(fed, index)

@@ -1,6 +1,7 @@
 """Losses and the gradients of every parameter, including router losses and checkpointing."""
 
 import random
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,39 +31,35 @@ def exact_loss(
     judge: Judge, fed: Fed, labels: torch.Tensor, options: dict[str, Any], blur: Any = None
 ) -> tuple[torch.Tensor, list[Result]]:
     """The reference's loss, with its autograd graph."""
-    batch, decoder = fed.batch, judge.decoder
-    results, rows = [], torch.zeros(*batch.shape, fed.logits.shape[-1], dtype=torch.float64)
-    routers: list[list[torch.Tensor]] = [[] for _ in fed.choices]
-    chosen: list[list[torch.Tensor]] = [[] for _ in fed.choices]
-    for row, columns in batch.sequences():
-        x = decoder.embed(batch.ids[row, columns]) if batch.embeds is None else batch.embeds[row, columns]
-        visible = None if batch.visible is None else batch.visible[row][columns][:, columns]
-        choices = [layer[row, columns] for layer in fed.choices]
-        more = {"places": columns} | ({} if blur is None else {"blur": blur})
-        result = decoder(x, batch.positions[row, columns], int(fed.reach[0, 0]), visible, choices, **more)
+    rows = torch.zeros(*fed.batch.shape, fed.logits.shape[-1], dtype=torch.float64)
+    results, chosen = [], []
+    for row, columns, choices, run in fed.references(judge.decoder):
+        result = run(choices, blur)
         rows = rows.index_put((torch.tensor(row), columns), result.logits)
-        for layer, logits in enumerate(result.router_logits):
-            routers[layer].append(logits)
-            chosen[layer].append(choices[layer])
         results.append(result)
+        chosen.append(choices)
+    # Of each mixture, the tokens of all sequences.
+    routers = [torch.cat(layer) for layer in zip(*(result.router_logits for result in results), strict=True)]
     targets = labels[:, 1:].reshape(-1)
     total = F.cross_entropy(rows[:, :-1].flatten(0, 1), targets, ignore_index=-100, reduction="sum")
     count = (targets != -100).sum()
     items = options.get("num_items_in_batch", count)
     loss, share = total / items, count / items if "num_items_in_batch" in options else 1.0
     if options["aux"]:
-        used, shares = [], []
-        for logits, picks in zip(map(torch.cat, routers), map(torch.cat, chosen), strict=True):
-            used.append(F.one_hot(picks, logits.shape[1]).sum(1).double().mean(0))
-            shares.append(logits.softmax(-1).mean(0))
+        picks = [torch.cat(layer) for layer in zip(*chosen, strict=True)]
+        used = [
+            F.one_hot(experts, logits.shape[1]).sum(1).double().mean(0)
+            for logits, experts in zip(routers, picks, strict=True)
+        ]
+        shares = [logits.softmax(-1).mean(0) for logits in routers]
         used_LE, shares_LE = torch.stack(used), torch.stack(shares)
         # Stock's Mixtral takes the tokens of all layers together.
-        if decoder.config["model_type"] == "mixtral":
+        if judge.decoder.config["model_type"] == "mixtral":
             used_LE, shares_LE = used_LE.mean(0), shares_LE.mean(0)
         term = used_LE.shape[-1] * (used_LE * shares_LE).sum(-1).mean()
         loss = loss + share * options["aux"] * term
     if options["z"]:
-        terms = [torch.cat(layer).logsumexp(-1).square().mean() for layer in routers]
+        terms = [logits.logsumexp(-1).square().mean() for logits in routers]
         loss = loss + share * options["z"] * torch.stack(terms).mean()
     return loss, results
 
@@ -79,10 +76,10 @@ def exact_gradients(judge: Judge, fed: Fed, labels: torch.Tensor, options: dict,
         loss.backward()
     finally:
         judge.decoder.weights = weights
-    zeros = {
+    gradients = {
         name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()
     }
-    return loss.detach(), zeros, results
+    return loss.detach(), gradients, results
 
 
 def check_gradients(
@@ -90,26 +87,13 @@ def check_gradients(
 ) -> None:
     """Compare the loss, and the gradients that its backward pass has left in the parameters."""
     exact, expected, results = exact_gradients(judge, fed, labels, options)
-    sequences = zip(fed.batch.sequences(), results, strict=True)
-    for (row, columns), result in sequences:
-        choices = [layer[row, columns] for layer in fed.choices]
+    with torch.no_grad():
+        for (_, _, choices, run), result in zip(fed.references(judge.decoder), results, strict=True):
+            judge.check_choices(result, choices, run, "training")
 
-        def run(choices=None, blur=None, row=row, columns=columns):
-            x = judge.decoder.embed(fed.batch.ids[row, columns])
-            visible = None if fed.batch.visible is None else fed.batch.visible[row][columns][:, columns]
-            more = {"places": columns} | ({} if blur is None else {"blur": blur})
-            with torch.no_grad():
-                return judge.decoder(
-                    x, fed.batch.positions[row, columns], int(fed.reach[0, 0]), visible, choices, **more
-                )
-
-        judge.check_choices(result, choices, run, "training")
-    blurred = []
-
+    @cache
     def noise() -> list:
-        if not blurred:
-            blurred.extend(exact_gradients(judge, fed, labels, options, judge.blur())[:2] for _ in range(3))
-        return blurred
+        return [exact_gradients(judge, fed, labels, options, judge.blur())[:2] for _ in range(3)]
 
     difference = abs(loss.item() - exact.item())
     if not difference <= PASSES[judge.dtype] * max(1.0, exact.item()):
@@ -135,11 +119,9 @@ def check_gradients(
 
 
 def case(rng: random.Random, seed: int, notes: dict[str, Any]) -> None:
-    generator = torch.Generator().manual_seed(seed)
     subject = draw_subject(rng, seed, dtypes=["float32"] * 6 + ["float64", "bfloat16"])
-    fields, model = subject.fields, subject.model.train()
-    kinds = [kind for kind in KINDS if kind != "mask4d"]
-    batch = draw_batch(rng, generator, fields["vocab_size"], kinds, 33, fields["pad_token_id"])
+    model = subject.model.train()
+    batch = draw_batch(rng, subject.fields, [kind for kind in KINDS if kind != "mask4d"], 33)
     labels = draw_labels(rng, batch)
     notes |= {**subject.notes, "batch": batch.kind}
     options: dict[str, Any] = {"aux": 0.0, "z": 0.0}

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from support.models import (
     SHALLOW,
     SHALLOW_MODELS,
-    copied,
     draw,
     main_output,
     make_asymmetric,
@@ -77,7 +76,7 @@ def inputs_of(case):
 def adapted(model, seed=3, **options):
     """A copy of a model with an adapter all of whose factors are random: fresh ones change nothing."""
     options = {"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM", **options}
-    model = get_peft_model(copied(model), LoraConfig(**options))
+    model = get_peft_model(copy.deepcopy(model), LoraConfig(**options))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -91,7 +90,7 @@ def adapted(model, seed=3, **options):
 
 def load(model, folder, how):
     """Load an adapter onto a copy of a model, in one of the two ways."""
-    model = copied(model)
+    model = copy.deepcopy(model)
     if how == "PeftModel":
         return PeftModel.from_pretrained(model, folder)
     info = model.load_adapter(folder)
@@ -422,7 +421,7 @@ METHODS = {
 @pytest.mark.parametrize("method", list(METHODS))
 def test_other_methods_of_stock_give_the_same_logits(method, tmp_path):
     ours, stock = pair(MULTIMODAL)
-    trained = get_peft_model(copied(stock), getattr(peft, method)(**METHODS[method]))
+    trained = get_peft_model(copy.deepcopy(stock), getattr(peft, method)(**METHODS[method]))
     with torch.no_grad():
         for parameter in trained.parameters():
             if parameter.requires_grad:

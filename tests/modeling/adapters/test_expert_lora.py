@@ -8,7 +8,7 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import layer
-from support.models import MULTIMODAL, SHALLOW_MODELS, Copies, make_asymmetric, max_abs, run
+from support.models import MULTIMODAL, SHALLOW_MODELS, make_asymmetric, max_abs, run
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.distributed import DistributedConfig
@@ -34,8 +34,8 @@ def adapted(implementation="llamoe", rank=3, model=None, **options):
         return adapt(implementation, rank, model, **options)
     key = implementation, rank, repr(options)
     if key not in ADAPTED:
-        ADAPTED[key] = Copies(adapt(implementation, rank, TEXT.make(), **options))
-    return ADAPTED[key]()
+        ADAPTED[key] = adapt(implementation, rank, TEXT.make(), **options)
+    return copy.deepcopy(ADAPTED[key])
 
 
 ADAPTED = {}

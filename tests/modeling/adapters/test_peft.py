@@ -14,7 +14,7 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import constants
 from support import programs
-from support.models import MULTIMODAL, SHALLOW_MODELS, copied, draw, for_models, generate, max_abs, run
+from support.models import MULTIMODAL, SHALLOW_MODELS, draw, for_models, generate, max_abs, run
 from support.tables import in_turn
 
 import llamoe
@@ -141,7 +141,7 @@ def test_default_targets_are_those_of_stock(case, config_class):
     if case in COMPARED:
         if case.has_images and config_class == "LNTuningConfig":
             return  # which peft has no defaults of for llama4
-        assert given == adapted_names(get_peft_model(copied(stock_of(case)), make()))
+        assert given == adapted_names(get_peft_model(copy.deepcopy(stock_of(case)), make()))
 
 
 # all-linear
@@ -162,7 +162,7 @@ def test_all_linear_leaves_the_tower_alone_unless_asked(case):
 
     def targeted(**options):
         config = LoraConfig(target_modules="all-linear", **options)
-        wrapped = get_peft_model(copied(model), config).base_model
+        wrapped = get_peft_model(copy.deepcopy(model), config).base_model
         found = {
             name.removeprefix("base_model.model.").removeprefix("model.") for name in adapted_names(wrapped)
         }
@@ -301,11 +301,11 @@ def test_save_load_merge_and_unmerge(case, way, tmp_path):
     base, inputs = case.make(), case.inputs()
     before = run(base, **inputs)
     config = expert_config() if case.has_experts else LoraConfig(target_modules=["q_proj", "down_proj"])
-    model = randomize(get_peft_model(copied(base), config)).eval()
+    model = randomize(get_peft_model(copy.deepcopy(base), config)).eval()
     expected = run(model, **inputs)
     model.save_pretrained(tmp_path)
     if way == "PeftModel":
-        loaded = PeftModel.from_pretrained(copied(base), tmp_path)
+        loaded = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
     else:
         loaded = copy.deepcopy(base)
         loaded.load_adapter(tmp_path)
@@ -314,7 +314,7 @@ def test_save_load_merge_and_unmerge(case, way, tmp_path):
         loaded.save_pretrained(tmp_path / "again")
         assert {file.name for file in (tmp_path / "again").iterdir()} >= {"adapter_config.json"}
         assert not (tmp_path / "again/model.safetensors").exists()
-        again = PeftModel.from_pretrained(copied(base), tmp_path / "again")
+        again = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "again")
         assert torch.equal(run(again, **inputs), expected)
         return
     loaded.merge_adapter()
@@ -326,7 +326,7 @@ def test_save_load_merge_and_unmerge(case, way, tmp_path):
         if ".lora_" not in name:
             assert max_abs(parameter, weights[name.replace(".base_layer", "")]) < 1e-6, name
     assert max_abs(run(loaded.unload(), **inputs), before) < 1e-5
-    merged = PeftModel.from_pretrained(copied(base), tmp_path).merge_and_unload()
+    merged = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     assert max_abs(run(case.model_class.from_pretrained(tmp_path / "merged"), **inputs), expected) < 1e-5
 

@@ -3,6 +3,8 @@
 The truth is `eager`, which takes masks.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from accelerate.utils import send_to_device
@@ -129,23 +131,9 @@ def test_dropout_reaches_every_block(models):
     mask = masks_of(models[1], 3, 63)["chunked_attention"]
     query = torch.randn(3, 6, 63, 20, generator=torch.Generator().manual_seed(0))
     key, value, module = query[:, :2], torch.ones(3, 2, 63, 20), models[1].model.layers[0].self_attn
+    attend = partial(attend_in_form, ALL_ATTENTION_FUNCTIONS["sdpa"], module, query, key, value, mask, None)
     torch.manual_seed(0)
-    outputs = torch.stack(
-        [
-            attend_in_form(
-                ALL_ATTENTION_FUNCTIONS["sdpa"],
-                module,
-                query,
-                key,
-                value,
-                mask,
-                None,
-                scaling=0.2,
-                dropout=0.25,
-            )[0]
-            for _ in range(100)
-        ]
-    )
+    outputs = torch.stack([attend(scaling=0.2, dropout=0.25)[0] for _ in range(100)])
     assert abs(outputs.mean() - 1) < 0.015 and (outputs.var(0).mean((0, 2, 3)) > 0.003).all()
 
 

@@ -7,7 +7,6 @@ import torch
 import transformers
 from support.models import DENSE, max_abs, run, stock_model
 from support.tables import in_turn
-from transformers import DynamicCache, StaticCache
 
 import llamoe
 
@@ -18,14 +17,7 @@ FAMILIES = ["Mistral", "Ministral"]
 WINDOWS = [1, 2, 5, 18, 64]
 # Sums in another order, of logits with a deviation of about one.
 TOLERANCE = 1e-5
-# What is given at a time: a prompt in pieces, and single tokens between them.
-PIECES = (9, 1, 1, 7, 1, 1, 17)
 IMPLEMENTATIONS = ["sdpa", "flex_attention", "flash_attention_2"]
-CACHES = {
-    "window": lambda model: DynamicCache(config=model.config),
-    "whole": lambda model: DynamicCache(),
-    "static": lambda model: StaticCache(config=model.config, max_cache_len=60),
-}
 
 
 @functools.cache
@@ -81,45 +73,6 @@ def test_logits_equal_stocks(family, window, implementation, record_parity):
     record_parity(f"{family}, W = {window}, {implementation}", "transformers", "float32", max(plain, padded))
 
 
-@pytest.mark.parametrize(
-    ("window", "implementation", "kept"),
-    in_turn(
-        WINDOWS, IMPLEMENTATIONS, [(cache, is_padded) for cache in CACHES for is_padded in (False, True)]
-    ),
-    indirect=["implementation"],
-)
-def test_pieces_with_a_cache_equal_one_pass(window, kept, implementation):
-    cache, is_padded = kept
-    stock, ours = stock_pair("Ministral", window)
-    set_attention("eager", stock)
-    set_attention(implementation, ours)
-    ids, mask = row(), padding_mask() if is_padded else torch.ones(3, LENGTH, dtype=torch.long)
-    expected = run(stock, input_ids=ids, attention_mask=mask)
-    kept, outputs, done = CACHES[cache](ours), [], 0
-    for length in PIECES:
-        options = {"attention_mask": mask[:, : done + length]} if is_padded else {}
-        outputs.append(run(ours, input_ids=ids[:, done : done + length], past_key_values=kept, **options))
-        done += length
-    assert max_abs(torch.cat(outputs, 1)[mask > 0], expected[mask > 0]) < TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("Mistral", {"num_beams": 3}),
-        ("Mistral", {"cache_implementation": "static", "disable_compile": True}),
-        ("Ministral", {}),
-    ],
-)
-def test_the_same_tokens_are_generated(family, options):
-    models = stock_pair(family, 5)
-    set_attention("sdpa", *models)
-    inputs = {"input_ids": row(), "attention_mask": padding_mask()}
-    options = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None, **options}
-    given, expected = (model.generate(**inputs, **options) for model in models)
-    assert torch.equal(given, expected) and given.shape == (3, LENGTH + 14)
-
-
 def test_padding_within_a_row_counts_as_in_stock():
     stock, ours = stock_pair("Mistral", 18)
     set_attention("sdpa", stock, ours)
@@ -150,23 +103,3 @@ def test_a_file_of_mistrals_may_leave_out_its_defaults():
     assert without.layer_types is None and without.attention_types() == ["full_attention"] * 32
     config = llamoe.LlamoeDenseConfig.from_dict({"model_type": "mistral", "sliding_window": None})
     assert config.layer_types is None and config.attention_types() == ["full_attention"] * 32
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"sliding_window": 2**70}, "sliding_window"),
-        ({"sliding_window": 2.5}, "sliding_window"),
-        ({"sliding_window": 4, "layer_types": ["sliding_attention"]}, "layer_types.*num_hidden_layers"),
-        ({"layer_types": ["chunked_attention"] * 2}, "layer_types"),
-    ],
-)
-def test_impossible_windows(fields, says):
-    with pytest.raises(ValueError, match=says):
-        llamoe.LlamoeDenseConfig(num_hidden_layers=2, **fields)
-
-
-def test_what_mistral_cannot_express_is_not_written_as_one():
-    config = llamoe.LlamoeDenseConfig(sliding_window=4, attention_bias=True)
-    with pytest.raises(ValueError, match="attention_bias"):
-        llamoe.to_stock(config)

@@ -22,7 +22,6 @@ from torch import nn
 from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 import llamoe
-from llamoe.configuration.errors import CheckpointError
 from llamoe.modeling.checkpoints import in_units, part_of
 from llamoe.planning import Source, weight_bytes
 
@@ -159,16 +158,16 @@ def test_saved_and_loaded_again(method, folder, tmp_path):
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method.startswith("bitsandbytes")])
-def test_folders_whose_patches_are_quantized_are_refused(method, folder, tmp_path, monkeypatch):
-    """Their numbers are codes; as weights they would load and mean nothing."""
+def test_folders_whose_patches_are_quantized_compute_nothing(method, folder, tmp_path, monkeypatch):
+    """Their numbers are codes, which mean nothing as weights."""
     with monkeypatch.context() as patch:
         patch.setattr(llamoe.LlamoeVisionModel, "_keep_in_fp32_modules", None)
         model = load(folder, method)
         assert is_quantized(linear_layers(model)[PATCHES])
         model.save_pretrained(tmp_path)
-    # In 4 bits the shape is another, and transformers says so.
-    with pytest.raises((CheckpointError, RuntimeError), match=r"quantized numbers|ignore_mismatched_sizes"):
-        llamoe.LlamoeForConditionalGeneration.from_pretrained(tmp_path)
+    # In 4 bits the shape is another, in 8 bits torch has no product of such weights.
+    with pytest.raises(RuntimeError, match=r"ignore_mismatched_sizes|same dtype"):
+        llamoe.LlamoeForConditionalGeneration.from_pretrained(tmp_path)(**inputs())
 
 
 # What is said

@@ -457,7 +457,7 @@ def test_names_of_experts():
     assert expert_of(f"{LAYER}.10.up_proj.weight") == (LAYER, (10, "up_proj"), "weight")
     assert expert_of(f"{LAYER}.down_projs.7.weight") == (LAYER, (7, "down_proj"), "weight")
     assert str(expert_of(f"{LAYER}.down_projs.7.weight").matrix) == "7.down_proj.weight"
-    assert expert_of(f"{LAYER}.1.up_proj.weight.absmax") == (LAYER, (1, "up_proj"), "absmax")
+    assert expert_of(f"{LAYER}.1.up_proj.weight.absmax") == (LAYER, (1, "up_proj"), "weight.absmax")
     for other in (f"{LAYER}.gate_up_proj", f"{LAYER}.01.up_proj.weight"):
         assert expert_of(other) is None
     assert expert_of("model.layers.1.feed_forward.shared_expert.up_proj.weight") is None

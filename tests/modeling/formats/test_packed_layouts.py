@@ -124,7 +124,7 @@ MIXED = {
         (changed("awq", bits=8), "bits is 8"), (changed("awq", version="GEMV"), "GEMV"),
         (changed("symmetric", num_bits=8), "'int', 8"), (changed("symmetric", type="float"), "'float', 4"),
         (changed("symmetric", strategy="tensor"), "'tensor'"), (changed("symmetric", group_size=48), "48"),
-        (changed("float8", strategy="block"), "'block'"), (changed("float8", num_bits=4), "4, 'channel'"),
+        (changed("float8", strategy="block"), "'block'"), (changed("float8", num_bits=4), "'num_bits': 4"),
         (changed("symmetric", format="nvfp4-pack-quantized"), "nvfp4"),
         (changed("symmetric", config_groups={}), "config_groups"), (changed("symmetric", config_groups=MIXED), "a'"),
         (changed("symmetric", input_activations={"num_bits": 8}), "input_activations"),

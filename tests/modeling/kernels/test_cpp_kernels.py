@@ -61,30 +61,6 @@ def test_gradients_of_rows_unpack_by_the_kernel(monkeypatch):
         assert error(found, x.float() @ weight) < 2 * ROUNDED_ONCE
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=str)
-def test_threads_change_nothing(form):
-    torch.manual_seed(3)
-    matrix, _ = packed(form, 320, 256)
-    x = torch.randn(5, 256).bfloat16()
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = kernels.cpp_product(x, matrix)
-        torch.set_num_threads(2)
-        assert torch.equal(kernels.cpp_product(x, matrix), one)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_what_is_no_number_stays_so():
-    matrix, _ = packed(Int4(32), 64, 64)
-    x = torch.zeros(2, 64).bfloat16()
-    x[1, 5] = float("nan")
-    found = kernels.cpp_product(x, matrix)
-    assert (found[0] == 0).all()
-    assert found[1].isnan().all()
-
-
 @pytest.fixture
 def first_use(monkeypatch):
     """What is known of the kernels before they are first needed."""

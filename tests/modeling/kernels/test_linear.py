@@ -25,6 +25,7 @@ def taken(monkeypatch):
     """The shapes of the rows that the compiled kernel multiplies, by matrices of all sizes."""
     calls, multiply = [], cpp_kernels._multiply
     monkeypatch.setattr(cpu, "_MIN_WEIGHTS", 1)
+    monkeypatch.setattr(cpu, "_MIN_INPUTS", 1)
 
     def count(found, x, matrix):
         calls.append(tuple(x.shape))

@@ -60,9 +60,11 @@ def multiply(library, x, form, parts, in_bytes):
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize("in_bytes", [True, False], ids=["bytes", "float"])
 @pytest.mark.parametrize("num_rows", [*range(1, 10), 12, 13, 17])
-def test_few_bits(form, in_bytes, num_rows, library):
+@pytest.mark.parametrize("is_wide", [False, True], ids=["near", "wide"])
+def test_few_bits(form, in_bytes, num_rows, is_wide, library):
+    """Also rows that no first cache keeps."""
     torch.manual_seed(num_rows)
-    sizes = (128, 192) if isinstance(form, Int4) else (139, 208)
+    sizes = (128, 7424 if is_wide else 192) if isinstance(form, Int4) else (139, 7309 if is_wide else 208)
     parts = form.quantize(torch.randn(sizes) + 0.1 * torch.randn(sizes[0], 1))
     x = (torch.randn(num_rows, sizes[1]) * torch.rand(num_rows, 1).exp()).bfloat16()
     rows = as_bytes(x) if in_bytes else x.float()
@@ -116,7 +118,7 @@ def test_rows_of_all_sizes(form, size, library):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("is_input_first", [True, False])
-@pytest.mark.parametrize("sizes", [(1, 1), (5, 3), (67, 130), (20, 333), (300, 37)])
+@pytest.mark.parametrize("sizes", [(1, 1), (5, 3), (67, 130), (20, 333), (300, 37), (13, 5237)])
 @pytest.mark.parametrize("offset", [0, 1, 9])
 def test_plain_numbers(dtype, is_input_first, sizes, offset, library):
     torch.manual_seed(offset)
@@ -130,7 +132,9 @@ def test_plain_numbers(dtype, is_input_first, sizes, offset, library):
         x = torch.randn(num_rows, num_in).to(dtype)
         expected = x.double() @ weight_OI.double().T
         found = cpp_kernels._multiply(library, x, matrix)
-        assert error(found, expected) < (2e-6 if dtype == torch.float32 else ROUNDED_ONCE)
+        # Roundings of sums add up as a random walk does.
+        one_sum = 2**-24 * (32 + num_in**0.5)
+        assert error(found, expected) < (one_sum if dtype == torch.float32 else ROUNDED_ONCE)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)

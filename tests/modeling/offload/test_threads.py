@@ -67,26 +67,22 @@ def logits_and_model(text_folder):
     return make
 
 
-@pytest.mark.parametrize(("kind", "slots"), [("text", 1), ("mixtral", 2)])
-def test_threads_answer_as_one(kind, slots, text_folder, mixtral_folder):
-    resident, model = load_both({"text": text_folder, "mixtral": mixtral_folder}[kind], slots)
+@pytest.mark.parametrize(
+    ("kind", "slots", "beside"),
+    [("text", 1, None), ("mixtral", 2, None), ("text", 2, "disk"), ("text", 1, "cpu")],
+)
+def test_threads_answer_as_one(kind, slots, beside, folders, monkeypatch):
+    """Also where experts are on disk or in RAM beside an accelerator."""
+    if beside is not None:
+        # The CPU stands in for one, which has none of the CPU's kernels.
+        without_kernels(monkeypatch)
+    resident, model = load_both(folders[kind], slots)
+    if beside is not None:
+        put_in_store(model, beside, slots * expert_bytes(resident), is_remote=True)
     asked = prompts(6)
     expected = [answer(resident, prompt) for prompt in asked]
     found = at_once(lambda prompt: answer(model, prompt), asked)
-    for one, other in zip(expected, found, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize(("place", "slots"), [("disk", 2), ("cpu", 1)])
-def test_threads_beside_an_accelerator_answer_as_one(place, slots, text_folder, monkeypatch):
-    # The CPU stands in for one, which has none of the CPU's kernels.
-    without_kernels(monkeypatch)
-    resident, model = load_both(text_folder, slots)
-    put_in_store(model, place, slots * expert_bytes(resident), is_remote=True)
-    asked = prompts(6)
-    expected = [answer(resident, prompt) for prompt in asked]
-    for one, other in zip(expected, at_once(lambda prompt: answer(model, prompt), asked), strict=True):
-        assert torch.equal(one, other)
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
 
 
 def test_threads_differentiate_at_once(text_folder, ids):

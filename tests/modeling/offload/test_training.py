@@ -3,12 +3,10 @@
 import re
 from contextlib import closing
 from pathlib import Path
-from unittest import mock
 
 import peft
 import pytest
 import torch
-from accelerate import Accelerator
 from support import programs
 from support.killed_training import trainer_of
 from support.offload import (
@@ -178,15 +176,6 @@ def test_preparing_for_few_bits_reads_no_experts(folders):
     assert named["lm_head.weight"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("module", ["experts", "feed_forward", "layers.1"])
-def test_training_experts_themselves_is_refused(module, folders, ids):
-    _, model = load_both(folders["text"], 2)
-    config = llamoe.lora_config(model, experts=False, modules_to_save=[module])
-    adapted = peft.get_peft_model(model, config).train()
-    with pytest.raises(ValueError, match=r"1\.feed_forward\.experts\.\w+ shall be trained, but is on 'disk'"):
-        adapted(input_ids=ids, labels=ids).loss.backward()
-
-
 def test_merging_is_refused(folders):
     _, model = load_both(folders["mixtral"], 2)
     adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=2))
@@ -195,16 +184,6 @@ def test_merging_is_refused(folders):
             ValueError, match="is on 'disk': weights that are packed or offloaded cannot be changed"
         ):
             merge()
-
-
-@pytest.mark.parametrize("kind", ["FSDP", "MULTI_GPU"])
-def test_sharing_is_refused_before_the_first_step(kind, folders):
-    _, model = load_both(folders["text"], 2)
-    adapted = peft.get_peft_model(model, llamoe.lora_config(model, r=2))
-    accelerator = Accelerator(cpu=True)
-    with mock.patch.object(Accelerator, "distributed_type", kind):
-        with pytest.raises(ValueError, match=f"experts is on 'disk', and accelerate .* {kind}"):
-            accelerator.prepare(adapted, torch.optim.SGD(adapted.parameters(), lr=0.1))
 
 
 def test_the_next_expert_is_read_while_the_last_multiplies(folders, ids, monkeypatch):

@@ -58,22 +58,7 @@ def write_checkpoints(folder):
 
 
 def run_together(folder, *checks, count=2):
-    processes = []
-    try:
-        for rank in range(count):
-            own = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=count, LOCAL_WORLD_SIZE=count)
-            output, own = folder / f"output-{rank}.txt", {name: str(value) for name, value in own.items()}
-            script = [SUPPORT / "process_worker.py", folder, *checks]
-            processes.append(programs.start(script, output, output, folder, os.environ | own))
-        end = time.monotonic() + PATIENCE
-        for process in processes:
-            process.join(max(1, end - time.monotonic()))
-        codes = [process.exitcode for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    tails = [(folder / f"output-{rank}.txt").read_text()[-3000:] for rank in range(count)]
-    assert codes == [0] * count, "\n".join(tails)
+    programs.together([SUPPORT / "process_worker.py", folder, *checks], folder, count, PATIENCE)
 
 
 @pytest.fixture(scope="module")

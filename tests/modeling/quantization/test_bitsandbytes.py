@@ -31,7 +31,7 @@ from transformers.integrations.accelerate import compute_module_sizes
 
 import llamoe
 from llamoe.modeling.moe import Experts, Router
-from llamoe.modeling.quantization import QuantizedExperts, packed_experts
+from llamoe.modeling.quantization import QuantizedExperts, packed_modules
 
 for_families = pytest.mark.parametrize("family", FAMILIES)
 for_pairs = pytest.mark.parametrize(("method", "family"), in_turn(METHODS, FAMILIES))
@@ -55,7 +55,7 @@ def test_each_matrix_is_that_of_a_linear_layer(family, method, tmp_path):
         for key, tensor in expected.items():
             assert same(saved.pop(key), tensor), key
     assert not [name for name in saved if ".experts." in name]
-    experts = next(iter(packed_experts(model).values()))
+    experts = packed_modules(model)[0][1]
     assert isinstance(experts, QuantizedExperts) and not experts.gate_up_proj.requires_grad
     # Nothing else is quantized than before.
     kind = bnb.nn.Linear8bitLt if "8 bit" in method else bnb.nn.Linear4bit
@@ -79,7 +79,7 @@ def test_saved_and_loaded_again(family, method, tmp_path):
         assert len(list((tmp_path / name).glob("*.safetensors"))) > 3
         again = FAMILIES[family][0].from_pretrained(tmp_path / name)
         assert torch.equal(logits(again), expected)
-        assert packed_experts(again).keys() == packed_experts(model).keys()
+        assert dict(packed_modules(again)).keys() == dict(packed_modules(model)).keys()
     assert again.generate(IDS[:, :5], max_new_tokens=3, do_sample=False).shape == (2, 8)
     unpacked = again.dequantize(dtype=torch.bfloat16)
     assert type(next(m for m in unpacked.modules() if isinstance(m, Experts))) is not QuantizedExperts
@@ -143,7 +143,7 @@ def test_names_to_skip_leave_experts_alone(skip, tmp_path, caplog):
         model = load(
             folder_of("llama4"), "llama4", "nf4", quantize={"llm_int8_skip_modules": ["lm_head", skip]}
         )
-    assert not packed_experts(model) and not caplog.records
+    assert not packed_modules(model) and not caplog.records
     plain = load(folder_of("llama4"), "llama4")
     assert torch.equal(
         model.model.layers[1].feed_forward.experts.down_proj,
@@ -160,9 +160,9 @@ def test_names_to_skip_leave_experts_alone(skip, tmp_path, caplog):
 
 def test_parts_of_a_folder_are_read(tmp_path):
     load(folder_of("llama4"), "llama4", "fp4").save_pretrained(tmp_path)
-    assert packed_experts(llamoe.LlamoeTextModel.from_pretrained(tmp_path))
+    assert packed_modules(llamoe.LlamoeTextModel.from_pretrained(tmp_path))
     classifier = llamoe.LlamoeForSequenceClassification.from_pretrained(tmp_path)
-    assert packed_experts(classifier) and type(classifier.score) is nn.Linear
+    assert packed_modules(classifier) and type(classifier.score) is nn.Linear
 
 
 def test_what_bitsandbytes_does_to_layers_on_a_cpu_is_kept_away(tmp_path):
@@ -212,7 +212,7 @@ def test_gradients_are_those_of_unpacked_weights(family, method):
 def test_sizes_for_device_maps_are_those_in_memory():
     model = load(folder_of("llama4"), "llama4", "nf4")
     sizes, _ = compute_module_sizes(model, model.hf_quantizer)
-    for path, experts in packed_experts(model).items():
+    for path, experts in packed_modules(model):
         held = sum(tensor.nbytes for tensor in experts.state_dict().values())
         assert sizes[path] == held
         # Half a byte and a sixteenth for the scale; the last blocks of 5 x 3 matrices are not full.

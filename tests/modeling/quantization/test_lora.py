@@ -77,11 +77,10 @@ def test_adapters_do_beside_packed_weights_what_they_do_beside_dequantized_ones(
 
 @pytest.mark.slow
 def test_from_four_bits_over_training_to_a_merged_model_of_sixteen(tmp_path, monkeypatch):
-    family, weights = "text", "int4"
     route_by_position(monkeypatch)
-    base = prepare_model_for_kbit_training(load(folder(family), weights))
+    path, ids = folder("text"), token_ids(4, 9)
+    base = prepare_model_for_kbit_training(load(path, "int4"))
     model = get_peft_model(base, llamoe.lora_config(base, r=3))
-    ids = token_ids(4, 9)
     options = TrainingArguments(
         tmp_path / "run", max_steps=4, per_device_train_batch_size=4, learning_rate=0.01, logging_steps=1,
         lr_scheduler_type="constant", save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True,
@@ -90,28 +89,21 @@ def test_from_four_bits_over_training_to_a_merged_model_of_sixteen(tmp_path, mon
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] - 0.5
-    model.eval()
+    trained = logits(model.eval())
     trainer.save_model(tmp_path / "adapter")
-
     # `prepare_model_for_kbit_training` casts what is not packed to float32, so the base is read in the same way again.
-    trained = logits(model)
-    again = prepare_model_for_kbit_training(load(folder(family), weights))
+    again = prepare_model_for_kbit_training(load(path, "int4"))
     again = PeftModel.from_pretrained(again, tmp_path / "adapter").eval()
     assert torch.equal(logits(again), trained)
-
-    # Into the weights that were packed …
-    plain = AutoModelForCausalLM.from_pretrained(folder(family))
-    into_plain = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
-    expected = logits(into_plain)
-    merged = into_plain.merge_and_unload()
-    assert distance(logits(merged), expected) < CLOSE
-    # … and into what the packed ones mean.
+    # Into what the packed weights mean, and into the weights that were packed.
     again.get_base_model().dequantize()
-    expected = logits(again)
-    assert distance(expected, trained) < CLOSE
-    merged = again.merge_and_unload()
-    assert {p.dtype for p in merged.parameters()} == {torch.bfloat16}
-    assert distance(logits(merged), expected) < CLOSE
+    assert distance(logits(again), trained) < CLOSE
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), tmp_path / "adapter").eval()
+    for adapted in (again, plain):
+        expected = logits(adapted)
+        merged = adapted.merge_and_unload()
+        assert {p.dtype for p in merged.parameters()} == {torch.bfloat16}
+        assert distance(logits(merged), expected) < CLOSE
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -120,21 +112,19 @@ def test_peft_prepares_a_packed_model_for_training(weights):
     codes = {name: tensor.clone() for name, tensor in model.state_dict().items() if "proj" in name}
     # The name was imported before llamoe, as in many programs.
     prepared = prepare_model_for_kbit_training(model)
-    assert not hasattr(prepared, "is_loaded_in_4bit")
-    assert prepared.is_gradient_checkpointing
+    assert not hasattr(prepared, "is_loaded_in_4bit") and prepared.is_gradient_checkpointing
     assert prepared.model.norm.weight.dtype == torch.float32
-    for name, tensor in prepared.state_dict().items():
-        if name in codes:
-            assert tensor.dtype == codes[name].dtype and torch.equal(tensor, codes[name]), name
-
-    adapted = get_peft_model(prepared, llamoe.lora_config(prepared, r=3))
-    found = []
-    for is_on in (True, False):
-        (adapted.gradient_checkpointing_enable if is_on else adapted.gradient_checkpointing_disable)()
-        found.append(backward(adapted.train())[1])
-    assert found[0].keys() == found[1].keys()
-    for name, gradient in found[0].items():
-        assert torch.equal(gradient, found[1][name]), name
+    state = prepared.state_dict()
+    assert all(
+        state[name].dtype == old.dtype and torch.equal(state[name], old) for name, old in codes.items()
+    )
+    adapted = get_peft_model(prepared, llamoe.lora_config(prepared, r=3)).train()
+    adapted.gradient_checkpointing_enable()
+    _, expected = backward(adapted)
+    adapted.gradient_checkpointing_disable()
+    _, found = backward(adapted)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
 
 
 def layers(model):
@@ -164,42 +154,40 @@ def test_nothing_is_merged_into_packed_weights(weights, chosen, is_safe):
     assert distance(logits(model), before) < CLOSE
 
 
-@pytest.mark.parametrize(
-    "method", ["ADALORA", "DELORA", "DEFT", "HIRA", "HRA", "IA3", "LOHA", "LOKR", "OFT", "SHIRA", "VERA"]
-)
-def test_other_methods_are_refused(method):
-    fields = {"ADALORA": {"total_step": 10}, "IA3": {"feedforward_modules": ["down_proj"]}}.get(method, {})
-    model = packed("dense", "int8")
-    config = PEFT_TYPE_TO_CONFIG_MAPPING[method](target_modules=["q_proj", "down_proj"], **fields)
-    with pytest.raises(ValueError, match=rf"^{method} .*model\.layers\.0\.self_attn\.q_proj, .* int8"):
-        get_peft_model(model, config)
-    assert not layers(model)
-
-
-@pytest.mark.parametrize(
-    ("fields", "target"),
-    [
-        (dict(init_lora_weights="pissa"), "self_attn.o_proj"),
-        (dict(init_lora_weights="pissa_niter_4"), "feed_forward.experts"),
-        (dict(init_lora_weights="olora"), "self_attn.o_proj"),
-        (dict(init_lora_weights="loftq"), "feed_forward.experts"),
-        (dict(init_lora_weights="orthogonal", r=4), "self_attn.o_proj"),
-        (dict(use_dora=True), "feed_forward.experts"),
-        (dict(use_dora=True), "self_attn.o_proj"),
-    ],
-)
-def test_what_begins_with_the_weights_is_refused(target, fields):
-    model = packed("text", "int8")
-    is_linear = target.endswith("o_proj")
-    config = LoraConfig(
-        target_modules=["o_proj"] if is_linear else [],
-        target_parameters=None if is_linear else ["experts.down_proj"],
-    )
+def lora(target, **fields):
+    """A config of one linear layer or stack; its own check would ask for packages that some fields need."""
+    linear, stack = ([target], None) if "." not in target else ([], [target])
+    config = LoraConfig(target_modules=linear, target_parameters=stack)
     for field, value in fields.items():
-        # A config asks for packages that some initialisations need.
         setattr(config, field, value)
-    asked, value = next(iter(fields.items()))
-    with pytest.raises(ValueError, match=rf"{asked}={value!r}(\) for (a packed layer|down_proj)|\.$)"):
+    return config
+
+
+METHODS = {"ADALORA": {"total_step": 10}, "HRA": {}, "IA3": {"feedforward_modules": ["down_proj"]}, "OFT": {}}
+REFUSED = [
+    *(
+        (
+            PEFT_TYPE_TO_CONFIG_MAPPING[method](target_modules=["q_proj", "down_proj"], **fields),
+            rf"^{method} .*model\.layers\.0\.self_attn\.q_proj, .* int8",
+        )
+        for method, fields in METHODS.items()
+    ),
+    (lora("o_proj", init_lora_weights="pissa"), r"='pissa'\) for a packed layer"),
+    (lora("experts.down_proj", init_lora_weights="loftq"), r"='loftq'\) for down_proj"),
+    (lora("o_proj", use_dora=True), r"use_dora=True.*\.$"),
+    (lora("experts.down_proj", use_dora=True), r"use_dora=True.*\.$"),
+    (
+        LoraConfig(target_modules=["q_proj"], target_parameters=["v_proj.weight"]),
+        r"target_parameters names .*v_proj\.weight: .*target_modules",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "says"), REFUSED, ids=lambda each: str(each)[:60])
+def test_what_needs_the_numbers_of_packed_weights_is_refused(config, says):
+    """Other methods than LoRA, what begins with the weights, and weights wrapped as parameters."""
+    model = packed("text", "int8")
+    with pytest.raises(ValueError, match=says):
         get_peft_model(model, config)
 
 
@@ -211,22 +199,6 @@ def test_what_begins_without_the_weights_is_not(begin):
     config = llamoe.lora_config(model, experts=begin != "eva", init_lora_weights=begin)
     adapted = get_peft_model(model, config)
     assert torch.equal(logits(adapted), before) == (begin is not False)
-
-
-@pytest.mark.parametrize(
-    ("fields", "error"),
-    [
-        (dict(modules_to_save=["k_proj"]), "floating point"),
-        (dict(modules_to_save=["experts"]), "floating point"),
-        (
-            dict(target_parameters=["v_proj.weight"]),
-            r"target_parameters names .*v_proj\.weight: .*target_modules",
-        ),
-    ],
-)
-def test_packed_modules_are_not_copied_nor_wrapped_by_their_parameters(fields, error):
-    with pytest.raises((ValueError, RuntimeError), match=error):
-        get_peft_model(packed("text", "int4"), LoraConfig(target_modules=["q_proj"], **fields))
 
 
 def test_what_is_not_packed_still_merges():

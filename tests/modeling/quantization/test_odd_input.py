@@ -50,7 +50,7 @@ def shifted(tensor, offset):
 def test_addresses_that_kernels_do_not_expect(form, sizes, kernels, monkeypatch):
     """torch's product for int8 reads whole vectors, and ends the process where one is not aligned."""
     if kernels == "torch's":
-        monkeypatch.setattr(cpp_kernels, "library", lambda: None)
+        monkeypatch.setattr(cpp_kernels, "_library", None)
     codes, scales = form.quantize(torch.randn(sizes))
     expected = form.matrix((codes, scales), sizes, torch.float32).T
     for num_rows in (1, 2, 5, 23, 90):
@@ -74,7 +74,7 @@ def test_codes_of_a_mapped_file_at_odd_addresses(weights, kernels, monkeypatch):
     (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
     model = AutoModelForCausalLM.from_pretrained(path)
     if kernels == "torch's":
-        monkeypatch.setattr(cpp_kernels, "library", lambda: None)
+        monkeypatch.setattr(cpp_kernels, "_library", None)
     for ids in (token_ids(), token_ids(1, 5)):
         assert torch.equal(logits(model, ids), logits(packed("mixtral", weights), ids))
 
@@ -87,7 +87,7 @@ def test_a_processor_without_the_kernels(monkeypatch):
     asked = token_ids(), token_ids()[:1, :1]
     expected = {weights: [logits(packed("text", weights), ids) for ids in asked] for weights in WEIGHTS}
     monkeypatch.setattr(cpp_kernels, "_library", None)
-    monkeypatch.setattr(int4, "torchs_block", lambda: None)
+    monkeypatch.setattr(int4, "is_torchs_layout", lambda: False)
     monkeypatch.setattr(float32_blocks, "rows_of_torch", lambda dtype: 3)
     for weights in WEIGHTS:
         model = AutoModelForCausalLM.from_pretrained(paths[weights])
@@ -96,34 +96,6 @@ def test_a_processor_without_the_kernels(monkeypatch):
             # The median, for tokens that rounding sends to another expert.
             assert error.median() < CLOSE
         assert model.train()(asked[0], labels=asked[0]).loss.isfinite()
-
-
-AVX2 = """
-import torch
-from llamoe.modeling.kernels import rows_of_torch
-from llamoe.modeling.formats import Int4, torchs_block
-
-torch.manual_seed(0)
-assert (torch.backends.cpu.get_cpu_capability(), torchs_block(), rows_of_torch(torch.bfloat16)) == ("AVX2", 32, 3)
-# The last block of 48 outputs is not a whole one; 49 rows are more than torch's kernel takes.
-for sizes in (240, 96), (192, 96):
-    parts = Int4(32).quantize(torch.randn(*sizes))
-    for rows in 1, 5, 49:
-        x = torch.randn(rows, 96).bfloat16()
-        expected = x.double() @ Int4(32).matrix(parts, sizes, torch.float32).double().T
-        error = (Int4(32).multiply(x, parts, sizes) - expected).norm() / expected.norm()
-        # The result's rounding to bfloat16.
-        assert error < 2**-8, (sizes, rows, error)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["0", "1"])
-def test_four_bits_with_avx2(kernels):
-    """A processor's kernels are chosen when torch starts."""
-    avx2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "LLAMOE_CPP_KERNELS": kernels}
-    done = programs.run(["-c", AVX2], env=os.environ | avx2)
-    assert done.returncode == 0, done.stderr
 
 
 NEVER_IMPORTED = """

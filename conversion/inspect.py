@@ -6,40 +6,42 @@ import contextlib
 import os
 import re
 import time
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...configuration import (
+from ..configuration import (
     PRESETS,
+    LlamoeConfig,
+    LlamoeMixtralConfig,
+    LlamoeTextConfig,
     LlamoeVisionConfig,
     QuantizationConfig,
     cache_bytes,
     count_parameters,
     preset,
 )
-from ...configuration.base import LlamoeBaseConfig
-from ...configuration.errors import CheckpointError
-from ...configuration.json_files import reading
-from ...configuration.memory import default_context
-from ...configuration.sizes import count_of
-from ...modeling.checkpoints import check_whole, in_units, sum_by_part
-from ...planning import (
+from ..configuration.base import LlamoeBaseConfig
+from ..configuration.errors import CheckpointError
+from ..configuration.json_files import reading
+from ..configuration.memory import default_context
+from ..configuration.sizes import count_of
+from ..modeling.checkpoints import check_whole, in_units, sum_by_part
+from ..planning import (
     DEFAULT_TOKENS,
     PlacementPlan,
     Source,
-    lines_of_devices,
-    lines_of_experts,
     packed_bytes,
     plan_placement,
-    rows_of_speed,
-    rows_of_training,
+    rows_of,
     weight_bytes,
 )
-from ..checkpoint import Checkpoint
-from ..hf import in_words, read_config
-from ..open import family_of, open_checkpoint
-from .describe import dtypes_of, sizes_of
+from .checkpoint import Checkpoint
+from .hf import in_words, read_config
+from .io import LazyTensor
+from .open import family_of, open_checkpoint
 
 # Names of weight files, and of the indexes of several.
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pth|pt)(\.index\.json)?$")
@@ -99,7 +101,8 @@ class Inspection:
         if self.files:
             rows = []
             if self.quantization:
-                rows.append(("format", in_words(QuantizationConfig(**self.quantization))))
+                by_others = "" if self.kind == "hf" else f"{self.kind}, read as "
+                rows.append(("format", by_others + in_words(QuantizationConfig(**self.quantization))))
             rows += [("files", f"{len(self.files):,}, {in_units(self.bytes)}")]
             rows += [
                 (name, f"{count:,} tensors, {in_units(size)}") for name, (count, size) in self.dtypes.items()
@@ -120,11 +123,8 @@ class Inspection:
             rows.append(("cache", f"{self.context:,} tokens x {self.batch:,} rows in bfloat16"))
         sections.append(("memory", rows))
         if self.placement is not None:
-            table = lines_of_devices(self.placement, "holds (GB)") + lines_of_experts(self.placement)
-            rows = [("", line) for line in table]
-            rows += rows_of_speed(self.placement) + rows_of_training(self.placement)
-            rows += [("from_pretrained", _arguments(self.placement))]
-            sections.append(("plan", rows))
+            arguments = ("from_pretrained", _arguments(self.placement))
+            sections.append(("plan", [*rows_of(self.placement), arguments]))
         return sections
 
 
@@ -190,10 +190,10 @@ def inspect(
         path=str(found.path),
         kind=found.kind,
         family=family_of(config),
-        sizes=sizes_of(config),
+        sizes=_sizes_of(config),
         parameters={"total": counted.total, "active": counted.active},
         stored=sum(tensor.numel for tensor in tensors.values()) if tensors else None,
-        dtypes=dtypes_of(in_files.values()),
+        dtypes=_dtypes_of(in_files.values()),
         quantization=found.quantization and found.quantization.to_dict(),
         files=files,
         bytes=sum(files.values()),
@@ -223,7 +223,7 @@ def _open(given: str | os.PathLike | Checkpoint) -> Checkpoint:
         is_bare = path.is_dir() and not any(_WEIGHTS.search(inner.name) for inner in path.iterdir())
         if file.suffix == ".json" and file.is_file() and (is_bare or path.is_file()):
             check_whole(file.parent)
-            config, quantization = read_config(file)
+            config, quantization, _ = read_config(file)
             return Checkpoint(path, "configuration", config, {}, quantization=quantization)
         return open_checkpoint(path, companions=False)
 
@@ -275,3 +275,53 @@ def _arguments(plan: PlacementPlan) -> str:
 
 def _text(value: Any) -> str:
     return f"{value:,}" if type(value) is int else str(value)
+
+
+def _sizes_of(config: LlamoeBaseConfig) -> dict[str, Any]:
+    """List the fields that determine the model's size, and which tokens a layer attends to."""
+    if isinstance(config, LlamoeConfig):
+        tower = {f"vision {name}": value for name, value in _sizes_of(config.vision_config).items()}
+        return {**_sizes_of(config.text_config), **tower}
+    if isinstance(config, LlamoeVisionConfig):
+        names = ["hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size"]
+        names += ["image_size", "patch_size", "tokens_per_tile", "hidden_act", "projection_dim"]
+        names += ["projector_output_dim"] if config.use_adapter else []
+        return {name: value for name in names if (value := getattr(config, name)) is not None}
+    names = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
+    names += ["intermediate_size"]
+    sizes: dict[str, Any] = {}
+    if isinstance(config, LlamoeMixtralConfig):
+        names += ["num_local_experts", "num_experts_per_tok"]
+    if isinstance(config, LlamoeTextConfig):
+        names += ["intermediate_size_mlp"]
+        if config.moe_layers:
+            names += ["num_local_experts", "num_experts_per_tok"]
+            sizes["layers with experts"] = len(config.moe_layers)
+            sizes["interleave_moe_layer_step"] = config.interleave_moe_layer_step
+        sizes["layers without rotation"] = config.no_rope_layers.count(0)
+        sizes["no_rope_layer_interval"] = config.no_rope_layer_interval
+        sizes["attention_chunk_size"] = config.attention_chunk_size
+    elif config.layer_types or config.sliding_window:
+        sizes["sliding_window"] = config.sliding_window
+        sizes["layers with a window"] = config.attention_types().count("sliding_attention")
+    names += ["vocab_size"]
+    head = {name: getattr(config, name) for name in names}
+    tail = {name: getattr(config, name) for name in ("max_position_embeddings", "tie_word_embeddings")}
+    return {**head, **sizes, **tail, "rope": _rope(config.rope_parameters)}
+
+
+def _rope(parameters: dict | None) -> str:
+    parameters = {key: value for key, value in (parameters or {}).items() if value is not None}
+    kind = parameters.pop("rope_type", "default")
+    return ", ".join(
+        [kind, *(f"{name} {value:g}" for name, value in parameters.items() if isinstance(value, float))]
+    )
+
+
+def _dtypes_of(tensors: Iterable[LazyTensor]) -> dict[str, tuple[int, int]]:
+    """Dtype to the number of its tensors and their bytes."""
+    found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for tensor in tensors:
+        count, size = found[tensor.dtype_name]
+        found[tensor.dtype_name] = (count + 1, size + tensor.nbytes)
+    return dict(found)

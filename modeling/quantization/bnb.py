@@ -1,0 +1,240 @@
+"""transformers' quantizers of bitsandbytes, which here quantize llamoe's routed experts too.
+
+They replace transformers' own, and add to them: linear layers, other models and everything that is not said here are
+transformers'. A name in `llm_int8_skip_modules` that means the experts, or the layer of a single expert as files name
+it, leaves the experts of that mixture in 16 bit. Files have each expert as linear layers: `experts.N.gate_proj`,
+`up_proj` and `down_proj`, or Mixtral's `w1`, `w3` and `w2`.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import numpy
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from ...configuration.errors import CheckpointError
+from .._private_api import replace_quantizer
+from ..checkpoints import DTYPES, WEIGHT, AtomicSaveMixin, Stored, expert_of, headers_of
+from ..formats import Bnb4Bit, Bnb8Bit, Parts, Separate, Sizes
+from ..layers import Linear
+from ..moe import PARTS_OF_STACKS, STACKS, Experts, Router
+from .packed import QuantizedExperts, packed_modules
+from .packed_quantizer import PackedQuantizer
+
+_BESIDE_WEIGHT = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
+
+
+class BnbLayout:
+    """How folders have layers of one of bitsandbytes' formats (`reading.Layout`)."""
+
+    kinds: ClassVar[tuple[str, ...]] = (
+        "weight",
+        *(f"weight.{kind}" for kind in _BESIDE_WEIGHT + _STATES),
+        "SCB",
+        "weight_format",
+    )
+
+    def __init__(self, form: Bnb4Bit | Bnb8Bit):
+        self.form = Separate(form, 1)
+
+    def parts_of(self, matrices: Sequence[Mapping[str, torch.Tensor]], sizes: Sizes, form: Any) -> Parts:
+        """Return the parts of an expert's gate and up, or of its down."""
+        ones = [self.form.from_file(tensors, sizes) for tensors in matrices]
+        return [torch.stack(part) for part in zip(*ones, strict=True)]
+
+    def weight_of(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> torch.Tensor:
+        """Return the weight of a layer, which may be plain."""
+        if set(tensors) == {"weight"} and tensors["weight"].is_floating_point():
+            return tensors["weight"]
+        parts = [part[None] for part in self.form.from_file(tensors, sizes)]
+        return self.form.matrix(parts, sizes, self.form.compute_dtype)
+
+
+class QuantizesExperts(PackedQuantizer):
+    """A mixin for both quantizers; name it before transformers' class."""
+
+    quantization_config: Any
+    modules_to_not_convert: list[str]
+    # transformers 4 took routers for linear layers.
+    layers_in_files = (".feed_forward.router", ".mlp.gate")
+
+    def _format(self, dtype: torch.dtype) -> Bnb4Bit | Bnb8Bit:
+        config = self.quantization_config
+        if config.load_in_8bit:
+            return Bnb8Bit(dtype)
+        return Bnb4Bit(
+            config.bnb_4bit_compute_dtype,
+            quant_type=config.bnb_4bit_quant_type,
+            is_nested=config.bnb_4bit_use_double_quant,
+        )
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, device_map: Any = None, checkpoint_files: Any = None, **kwargs: Any
+    ) -> None:
+        super()._process_model_before_weight_loading(
+            model, device_map=device_map, checkpoint_files=checkpoint_files, **kwargs
+        )
+        if not isinstance(model, AtomicSaveMixin):
+            return
+        # Some folders hold the experts of some layers in 16 bit beside quantized ones.
+        stored = _packed_in(checkpoint_files) if self.pre_quantized and checkpoint_files else None
+        for name, module in list(model.named_modules()):
+            if not isinstance(module, Experts) or module.is_packed:
+                continue
+            takes = self._takes(name, module) if stored is None else name.rpartition("layers.")[2] in stored
+            if takes:
+                form = self._format(module.dtype)
+                with torch.device("meta"):
+                    packed = QuantizedExperts(module, Separate(form, 1), gate_up_form=Separate(form, 2))
+                model.set_submodule(name, packed)
+                self.layout = BnbLayout(form) if self.pre_quantized else None
+
+    def _takes(self, path: str, experts: Experts) -> bool:
+        """Return True unless `llm_int8_skip_modules` names these experts or a part of them."""
+        if self.quantization_config.load_in_8bit and self.quantization_config.llm_int8_has_fp16_weight:
+            # Then linear layers keep their weights, too, and round them in each pass.
+            return False
+        parts = itertools.chain(*PARTS_OF_STACKS[experts.is_transposed].values())
+        layers = (f"{path}.{n}.{part}" for n, part in itertools.product(range(experts.num_experts), parts))
+        return all(should_convert_module(name, self.modules_to_not_convert) for name in (path, *layers))
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        model = super()._process_model_after_weight_loading(model, **kwargs)
+        if isinstance(model, AtomicSaveMixin):
+            _keep_codes_in_order(model)
+        return model
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:
+        """Return the weights with packed experts un-fused, as in files; None without such experts."""
+        packed = dict(packed_modules(model))
+        # Of a model with an adapter in it, the adapter alone is saved.
+        if not packed or getattr(model, "_hf_peft_config_loaded", False):
+            return super().get_state_dict_and_metadata(model)
+        storage = getattr(self.quantization_config, "bnb_4bit_quant_storage", torch.uint8)
+        weights: dict[str, Any] = {}
+        for name, tensor in model.state_dict().items():
+            path = name.rpartition(".")[0]
+            if path not in packed:
+                weights[name] = tensor
+            elif f"{path}.{STACKS[0]}" == name:
+                weights.update(_unfused(path, packed[path], storage, model.dtype))
+        return weights, {}
+
+
+class BitsAndBytes4BitQuantizer(QuantizesExperts, Bnb4BitHfQuantizer):
+    """`load_in_4bit=True`."""
+
+
+class BitsAndBytes8BitQuantizer(QuantizesExperts, Bnb8BitHfQuantizer):
+    """`load_in_8bit=True`."""
+
+
+def _packed_in(files: Iterable[str]) -> set[str]:
+    """List the experts that are packed in these files, by layer number and path: "3.mlp.experts"."""
+    return {
+        expert.experts.rpartition("layers.")[2]
+        for stored in headers_of(files)
+        if (expert := expert_of(stored.name.replace(".block_sparse_moe.", ".mlp.")))
+        and (expert.kind != WEIGHT or stored.dtype in ("U8", "I8"))
+    }
+
+
+def parts_in_files(
+    form: Separate, sizes: Sizes, headers: Mapping[str, Stored]
+) -> list[Stored | torch.Tensor]:
+    """For each part of one matrix return the header of its tensor, or its number, which stands in a text.
+
+    Args:
+        form: of the stack that has the matrix.
+        sizes: of an expert's part of the stack.
+        headers: of the matrix's tensors, by what follows its name.
+    """
+    tensors = {}
+    for kind, stored in headers.items():
+        dtype = DTYPES[stored.dtype]
+        if kind in form.form.kinds:
+            tensors[kind] = torch.empty(stored.shape, dtype=dtype, device="meta")
+        else:
+            content = numpy.fromfile(stored.origin, "u1", stored.content.nbytes, offset=stored.content.begin)
+            tensors[kind] = torch.from_numpy(content).view(dtype).view(stored.shape)
+    try:
+        parts = form.from_file(tensors, form.sizes_of_one(sizes))
+    except CheckpointError as error:
+        raise CheckpointError(f"{headers[WEIGHT]}: {error}") from error
+    return [headers[form.form.kinds[n]] if part.is_meta else part for n, part in enumerate(parts)]
+
+
+def _unfused(
+    path: str, experts: QuantizedExperts, storage: torch.dtype, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of all linear layers that experts are in files, with their names; in the same memory.
+
+    Args:
+        path: of the experts.
+        experts: in one of bitsandbytes' formats.
+        storage: dtype in which files hold the bytes of 4-bit codes.
+        dtype: of unpacked weights, which files record.
+    """
+    for number, stack in itertools.product(range(experts.num_experts), STACKS):
+        form: Any = experts.formats[stack]
+        for place, name in enumerate(PARTS_OF_STACKS[experts.is_transposed][stack]):
+            # In storages of their own: tensors that share one are saved into one file.
+            parts = [torch.from_dlpack(part[number, place]) for part in experts.parts(stack)]
+            if parts[0].dtype == torch.uint8:
+                parts[0] = parts[0].view(storage)
+            tensors = form.form.for_file(parts, form.sizes_of_one(experts.sizes[stack]), dtype)
+            yield from ((f"{path}.{number}.{name}.{kind}", tensor) for kind, tensor in tensors.items())
+
+
+def _keep_codes_in_order(model: nn.Module) -> None:
+    """Have layers of 4 bits leave their weights as they are.
+
+    On a CPU with bfloat16 instructions, bitsandbytes changes a weight in its first pass without gradients: it orders
+    the codes for a kernel and rounds the scales. If the model is saved then, the scales of weights without double
+    quantization come out in another order, and stay so; backward passes end in an error; and layers whose outputs are
+    no multiple of 32 do not run. Passes take longer without that kernel.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+@contextmanager
+def naming_plain_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which a model's configuration names all layers that bitsandbytes has not quantized.
+
+    Other programs do not know which layers of ours are left out. Without a list they leave out heads alone, with one
+    nothing else, so that it would quantize the new head of a classifier: llamoe's own folders have none.
+    """
+    if not isinstance(getattr(model, "hf_quantizer", None), QuantizesExperts):
+        yield
+        return
+    config: Any = model.config.quantization_config
+    kept = config.llm_int8_skip_modules
+    plain = {
+        # transformers 4 takes routers for linear layers, and has this name for Mixtral's mixture.
+        name.replace(".mlp.gate", ".block_sparse_moe.gate")
+        for name, module in model.named_modules()
+        if type(module) in (nn.Linear, Linear)
+        or isinstance(module, Router)
+        or (isinstance(module, Experts) and not module.is_packed)
+    }
+    config.llm_int8_skip_modules = sorted(plain.union(kept or ()))
+    try:
+        yield
+    finally:
+        config.llm_int8_skip_modules = kept
+
+
+def register_bitsandbytes() -> None:
+    """Put these quantizers in the place of transformers'; called once, at the import."""
+    replace_quantizer("bitsandbytes_4bit", BitsAndBytes4BitQuantizer)
+    replace_quantizer("bitsandbytes_8bit", BitsAndBytes8BitQuantizer)

@@ -1,0 +1,125 @@
+"""What every quantizer of packed modules does in transformers' loader: quantize, read packed folders, check, unpack."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import HfQuantizer
+
+from ...configuration.errors import CheckpointError
+from ..checkpoints import fuse_in_place
+from .packed import holds_packed, packed_modules
+from .reading import Layout, reading_rules
+
+
+class QuantizeWeight(ConversionOps):
+    """The operation by which transformers' loader quantizes a weight that it has read, before it reads the next.
+
+    Args:
+        others: makes the operation for weights of modules that are not ours.
+    """
+
+    def __init__(self, others: Callable[[], ConversionOps]):
+        self._others = others
+
+    @torch.no_grad()
+    def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Return the parts of one weight by their names in the model.
+
+        Raises:
+            CheckpointError: it has another shape than the model's.
+        """
+        path, _, name = full_layer_name.rpartition(".")
+        module = model.get_submodule(path)
+        if not holds_packed(model, full_layer_name):
+            return self._others().convert(input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
+        [weight] = input_dict.values()
+        weight = weight[0] if isinstance(weight, list) else weight
+        # transformers checks no shape of what is quantized.
+        wanted = module.stack_shape(name) if module.stacked else module.sizes[name]
+        if tuple(weight.shape) != wanted:
+            raise CheckpointError(
+                f"{full_layer_name} has shape {[*weight.shape]}, but the model that config.json describes has "
+                f"{[*wanted]}."
+            )
+        return {f"{path}.{part}": tensor for part, tensor in module.quantize(weight, name).items()}
+
+
+class PackedQuantizer(HfQuantizer):
+    """A quantizer of packed modules; name it before transformers' class for others."""
+
+    layout: Layout | None = None
+    """How the folder that is loaded has packed matrices as linear layers; None for our own, which has stacks."""
+    layers_in_files: tuple[str, ...] = ("",)
+    """Ends of the names of linear layers that are read by `layout`."""
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Return True if loading quantizes this weight."""
+        if holds_packed(model, param_name):
+            return not self.pre_quantized
+        return super().param_needs_quantization(model, param_name, **kwargs)
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
+        """Bytes of an element: transformers takes what is to be quantized for numbers, not for codes."""
+        if holds_packed(model, param_name):
+            return param.element_size()
+        return super().param_element_size(model, param_name, param)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """Return the operation that quantizes a weight: ours for packed modules, else transformers'."""
+        return QuantizeWeight(super().get_quantize_ops)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+        """Return the loader's rules; those for a layout are first, and alone for their names."""
+        rules = super().update_weight_conversions(weight_conversions, model)
+        if self.layout is not None:
+            first = reading_rules(self.layout, self.layers_in_files)
+            names = {name for rule in first for name in rule.source_patterns}
+            return [*first, *(rule for rule in rules if names.isdisjoint(rule.source_patterns))]
+        if not self.pre_quantized and packed_modules(model):
+            # A stack that is quantized next takes no memory beside its experts.
+            return fuse_in_place(rules)
+        return rules
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        model = super()._process_model_after_weight_loading(model, **kwargs)
+        self.layout = None
+        for path, module in packed_modules(model):
+            _check_scales(path, module)
+            for codes in module.parameters(recurse=False):
+                # Mapped from a file: torch's kernels cannot read them there, and other products round otherwise.
+                if codes.is_cpu and codes.data_ptr() % module.format.alignment:
+                    codes.data = codes.data.clone()
+        return model
+
+    def dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
+        """Replace packed modules by plain ones, and others as transformers does.
+
+        Raises:
+            ValueError: a module is offloaded, and has no numbers in memory.
+        """
+        dtype = dtype or model.config.dtype or model.dtype
+        # A save leaves the dtype's name in the config.
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        for name, module in packed_modules(model):
+            if any(parameter.is_meta for parameter in module.parameters()):
+                raise ValueError(f"dequantize: {name} is offloaded: load the model without device_map.")
+            model.set_submodule(name, module.dequantized(dtype))
+        return super().dequantize(model, dtype)
+
+
+def _check_scales(path: str, module: torch.nn.Module) -> None:
+    """Raise a `CheckpointError` if scales are NaN or infinite, so that whatever they multiply would be."""
+    for name, scales in module.named_buffers(recurse=False):
+        if scales.is_meta or not scales.is_floating_point():
+            continue
+        # The largest and smallest number take no memory of their own, and are NaN if one is.
+        if not torch.stack(scales.aminmax()).isfinite().all():
+            raise CheckpointError(
+                f"{path}.{name}: {int((~scales.isfinite()).sum())} of {scales.numel()} scales are NaN or infinite. "
+                "The checkpoint is damaged, or its weights overflowed: quantize the original one."
+            )

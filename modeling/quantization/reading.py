@@ -1,0 +1,165 @@
+"""Rules of transformers' loader for folders in which packed matrices are linear layers, those of each expert too.
+
+The loader collects the tensors of a layer, or of all experts' layers of a stack. An operation makes the parts of the
+packed module of them, or, where the module is plain, the weight that they mean. The folder's `Layout` says how.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from ...configuration.errors import CheckpointError
+from ..checkpoints import shape_of_one
+from ..formats import Format, Parts, Sizes
+from ..moe import PARTS_OF_STACKS, PLACES
+from .packed import Packed
+
+Tensors = Mapping[str, torch.Tensor]
+"""The tensors of a linear layer, by what follows its name."""
+
+
+class Layout(Protocol):
+    """How a folder stores the matrices of linear layers."""
+
+    kinds: ClassVar[tuple[str, ...]]
+    """What may follow a layer's name in the names of its tensors."""
+
+    def parts_of(self, matrices: Sequence[Tensors], sizes: Sizes, form: Format) -> Parts:
+        """Return the parts of one packed matrix, of which layers of these sizes are on top of each other."""
+        ...
+
+    def weight_of(self, tensors: Tensors, sizes: Sizes) -> torch.Tensor:
+        """Return the weight that a layer's tensors mean, `[O, I]`; they may be plain."""
+        ...
+
+
+def reading_rules(layout: Layout, layers: Iterable[str] = ("",)) -> list[WeightConverter]:
+    """Return the rules for stacks of experts, and for linear layers whose names end so."""
+    # On the CPU, where files are mapped: the loader would copy all of them to a GPU before it makes the first weight.
+    rules = [
+        WeightConverter(
+            [
+                f".experts.*.{part}.{kind}"
+                for part in PLACES
+                if PLACES[part][0] == stack
+                for kind in layout.kinds
+            ],
+            f".experts.{stack}",
+            [_ReadStack(layout)],
+            force_cpu=True,
+        )
+        for stack in PARTS_OF_STACKS[True]
+    ]
+    rules += [
+        WeightConverter(
+            [f".experts.{stack}_scale", f".experts.{stack}"],
+            f".experts.{stack}",
+            [_ReadWhole(layout)],
+            force_cpu=True,
+        )
+        for stack in getattr(layout, "stacks", ())
+    ]
+    return rules + [
+        WeightConverter(
+            [f"{layer}.{kind}" for kind in layout.kinds],
+            f"{layer}.weight",
+            [_ReadLinear(layout)],
+            force_cpu=True,
+        )
+        for layer in layers
+    ]
+
+
+class _Reads(ConversionOps):
+    # What transformers casts, it would cast before: it looks for this attribute, which its own operations have.
+    hf_quantizer = True
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+
+
+class _ReadLinear(_Reads):
+    """Make the parts of a linear layer's weight, or the weight if the layer is not packed here."""
+
+    @torch.no_grad()
+    def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        input_dict: dict[str, Any],
+        target_patterns: Sequence[str] = (),
+        full_layer_name: str = "",
+        model: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, torch.Tensor]:
+        """The tensors by their names in the model."""
+        path, _, name = full_layer_name.rpartition(".")
+        module, layer = model.get_submodule(path), target_patterns[0].removesuffix("weight")
+        tensors = {pattern.removeprefix(layer): found[0] for pattern, found in input_dict.items()}
+        if not isinstance(module, Packed):
+            weight = self.layout.weight_of(tensors, tuple(module.weight.shape))
+            return {full_layer_name: weight.to(module.weight.dtype)}
+        parts = self.layout.parts_of([tensors], module.sizes[name], module.format)
+        return dict(zip((f"{path}.{part}" for part in module.part_shapes(name)), parts, strict=True))
+
+
+class _ReadStack(_Reads):
+    """Make the parts of a stack, or the stack if it is not packed here, one expert after the other."""
+
+    @torch.no_grad()
+    def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        """The tensors by their names in the model.
+
+        Raises:
+            CheckpointError: an expert lacks a tensor that others have.
+        """
+        path, _, stack = full_layer_name.rpartition(".")
+        experts = model.get_submodule(path)
+        matrices: list[dict[str, list[torch.Tensor]]] = [{} for _ in PARTS_OF_STACKS[True][stack]]
+        for pattern, tensors in input_dict.items():
+            part, _, kind = pattern.removeprefix(".experts.*.").partition(".")
+            matrices[PLACES[part][1]][kind] = tensors
+        counts = {pattern: len(tensors) for pattern, tensors in input_dict.items()}
+        if {*counts.values()} != {experts.num_experts} or not all(matrices):
+            raise CheckpointError(
+                f"the checkpoint has so many tensors of each kind: {counts}, where num_local_experts in config.json is "
+                f"{experts.num_experts}. Quantize the original checkpoint again."
+            )
+        sizes = shape_of_one(experts, stack)
+        by_expert = (
+            [{kind: tensors[number] for kind, tensors in kinds.items()} for kinds in matrices]
+            for number in range(experts.num_experts)
+        )
+        if not isinstance(experts, Packed):
+            whole = torch.empty(experts.stack_shape(stack), dtype=experts.dtype)
+            for matrix, layers in zip(whole.mT if experts.is_transposed else whole, by_expert, strict=True):
+                matrix.copy_(torch.cat([self.layout.weight_of(tensors, sizes) for tensors in layers]))
+            return {full_layer_name: whole}
+        wholes = experts.empty_parts(stack, torch.device("cpu"))
+        for number, layers in enumerate(by_expert):
+            parts = self.layout.parts_of(layers, sizes, experts.formats[stack])
+            for whole, part in zip(wholes.values(), parts, strict=True):
+                whole[number] = part
+        return {f"{path}.{part}": whole for part, whole in wholes.items()}
+
+
+class _ReadWhole(_Reads):
+    """Make a plain stack of one that is stored as such, with a scale for each output of an expert."""
+
+    @torch.no_grad()
+    def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        """The stack by its name in the model."""
+        path, _, stack = full_layer_name.rpartition(".")
+        experts = model.get_submodule(path)
+        tensors = {name.rpartition(".")[2]: tensors[0] for name, tensors in input_dict.items()}
+        if (scales := tensors.get(f"{stack}_scale")) is None:
+            return {full_layer_name: tensors[stack]}
+        whole = torch.empty(experts.stack_shape(stack), dtype=experts.dtype)
+        for matrix, codes, scale in zip(whole, tensors[stack], scales, strict=True):
+            layer = {"weight": codes.T, "weight_scale": scale}
+            matrix.copy_(self.layout.weight_of(layer, experts.sizes_of(stack)).T)
+        return {full_layer_name: whole}
