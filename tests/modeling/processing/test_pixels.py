@@ -38,7 +38,8 @@ def photo():
 
 def of_mode(mode):
     return {
-        "I;16": lambda: Image.fromarray(GREY.astype(np.uint16) * 257),
+        # Pillow cuts every number above 255 to white; the upper byte is the shade.
+        "I;16": lambda: Image.fromarray(GREY.astype(np.uint16) * 256 + GREY[::-1]),
         "I;16B": lambda: Image.fromarray((GREY.astype(np.int32) * 257).astype(">u2")),
         "I": lambda: Image.fromarray(GREY.astype(np.int32) * 257),
         "I of 8 bits": lambda: drawn("L").convert("I"),
