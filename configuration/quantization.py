@@ -96,10 +96,8 @@ class QuantizationConfig(QuantizationConfigMixin):
                 is_group if self.weights == "int4" else size is None,
                 f"{', '.join(map(str, GROUP_SIZES))} for int4, which has a kernel for these; None for int8",
             ),
-            **{
-                name: (isinstance(getattr(self, name), bool), "True or False")
-                for name in ("linears", "search")
-            },
+            "linears": (isinstance(self.linears, bool), "True or False"),
+            "search": (isinstance(self.search, bool), "True or False"),
             "experts": (
                 isinstance(self.experts, bool) and (self.experts or self.linears),
                 "True, or False where linears are quantized",
