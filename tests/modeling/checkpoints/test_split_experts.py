@@ -19,7 +19,7 @@ from support.models import (
     text_config,
 )
 from support.tables import in_turn
-from transformers import AutoModelForCausalLM, Llama4ForCausalLM
+from transformers import Llama4ForCausalLM
 
 import llamoe
 from llamoe.configuration.errors import CheckpointError
@@ -188,15 +188,6 @@ def test_dtypes(stored, given, tmp_path):
     again = load_whole(llamoe.LlamoeForCausalLM, tmp_path, dtype=given)
     wanted = getattr(torch, stored if given == "auto" else given)
     assert_same_weights(again.state_dict(), model.to(wanted).state_dict())
-
-
-def test_adoption_reads_them_for_stock_types(text, tmp_path):
-    _, model, state = text
-    write(tmp_path / "stock", model, state, layout="stock")
-    with llamoe.adopt("llama4"):
-        again = load_whole(AutoModelForCausalLM, tmp_path / "stock")
-    assert type(again) is llamoe.LlamoeForCausalLM
-    assert_same_weights(again.state_dict(), model.state_dict())
 
 
 # Saving
