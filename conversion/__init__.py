@@ -1,13 +1,13 @@
-"""Weights in and out: formats of Meta, Mistral AI, open_clip and Hugging Face, and checkpoints made from others.
+"""Weights in and out: formats of Meta, Mistral AI, open_clip, Hugging Face and llama.cpp, and what is made of them.
 
 `open_checkpoint` reads every format as lazy tensors under stock Hugging Face keys. Every command writes views of these
 tensors, block by block.
 
 Reading order: io (a folder: lazy tensors, reading and writing files), tokenizers (a folder), checkpoint (a
-configuration and lazy tensors, read from any format); hf, clip,
-consolidated, meta, mistral (a folder for each format), open (recognises the format); then a file or folder for each
-command: convert, convert_vision, upcycle, merge_kv_heads, assemble, quantize, verify, inspect. A file or folder imports
-only what stands before it. The command is in `llamoe_command`.
+configuration and lazy tensors, read from any format); hf, clip, consolidated, meta, mistral, gguf (a folder for each
+format), open (recognises the format); then a file or folder for each command: convert, convert_vision, upcycle,
+merge_kv_heads, assemble, quantize, verify, inspect. A file or folder imports only what stands before it. The command is
+in `llamoe_command`.
 """
 
 from .assemble import assemble

@@ -7,7 +7,7 @@ works on all formats. This file also holds the checks of tensors against the mod
 import copy
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -29,7 +29,8 @@ class Checkpoint:
 
     Attributes:
         path: file or folder that it was opened from.
-        kind: "meta-llama", "meta-llama4", "mistral", "hf", "open_clip" or "clip".
+        kind: "meta-llama", "meta-llama4", "mistral", "hf", "open_clip" or "clip"; of weights that others have packed
+            "compressed-tensors", "gptq" or "awq".
         config: a configuration of llamoe.
         tensors: key of stock's modules to tensor, with stacked experts.
         dropped: source key to the reason why the tensor is not in `tensors`.
@@ -38,6 +39,7 @@ class Checkpoint:
         notes: what a user should know about how the source was read.
         quantization: of a folder of packed weights, how they are stored; `tensors` are what they mean.
         stored: of such a folder, key to tensor as the files have them.
+        in_16_bit: of weights that others have packed, the modules that stay in 16 bits, or the ends of their names.
     """
 
     path: Path
@@ -50,6 +52,7 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)
     quantization: QuantizationConfig | None = None
     stored: dict[str, LazyTensor] = field(default_factory=dict)
+    in_16_bit: Sequence[str] = ()
 
 
 @dataclass

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from ..configuration import LlamoeVisionConfig, QuantizationConfig
-from ..configuration.errors import ConfigurationError
+from ..configuration import QuantizationConfig
 from ..configuration.quantization import WEIGHTS
 from .checkpoint import Checkpoint, Report
 from .hf import save_hf
 from .io import Progress, WriteOptions
-from .open import family_of, open_source
+from .open import check_unpacked, open_source
 
 
 def quantize(
@@ -37,15 +36,18 @@ def quantize(
     by bit, and `from_pretrained` loads it as it is. Weights of float32 and float16 are rounded to bfloat16 first. One
     matrix is in memory at a time, of a stack that of one expert.
 
+    Of weights that others have packed in 4 bits int4 takes the codes over. What their author left in 16 bit stays so.
+
     Args:
-        source: a model of any format that `open_checkpoint` reads, in 16 or 32 bit.
+        source: a model of any format that `open_checkpoint` reads, but not what `quantize` wrote.
         target: the folder to write.
         to: "int4" (a scale and a zero point for each group of inputs) or "int8" (a scale for each output).
-        group_size: for int4: inputs that share a scale: 32, 64, 128 or 256; None takes 32.
+        group_size: for int4: inputs that share a scale: 32, 64, 128 or 256; None takes the source's, if others have
+            packed it in 4 bits, and else 32.
         experts: whether routed experts are quantized.
         linears: whether linear layers of the decoder are quantized.
         search: whether scales are searched that minimise the squared error, which takes longer.
-        keep: names of more modules that stay in 16 bit, or the ends of their names.
+        keep: names of more modules that stay in 16 bit, or the ends of their names (`modules_to_not_convert`).
         instruct: as in `convert`.
         shard_size, resume, dry_run, progress: as in `WriteOptions`.
 
@@ -62,18 +64,20 @@ def quantize(
     options = WriteOptions("llamoe", None, shard_size, resume, dry_run, progress)
     names = list(keep or ()) or None
     quantization = QuantizationConfig(to, group_size, experts, linears, search, names)
-    checkpoint = open_source(source, target, resume, instruct=instruct)
-    config = checkpoint.config
-    if isinstance(config, LlamoeVisionConfig):
-        raise ValueError(f"quantize: {source} is {family_of(config)}, which stays in 16 bit; give a decoder.")
-    if not linears and not getattr(config.get_text_config(), "moe_layers", None):
-        raise ValueError(f"quantize: {source} is {family_of(config)} and has no routed experts to quantize.")
+    checkpoint = open_source(source, target, resume, instruct=instruct, may_be_packed=True)
+    if checkpoint.kind == "hf":
+        check_unpacked(checkpoint)
+    if checkpoint.quantization is not None and to == "int4":
+        stored = checkpoint.quantization.group_size
+        if group_size not in (None, stored):
+            raise ValueError(
+                f"group_size = {group_size}: {source} has groups of {stored}, whose codes are taken over. Leave it out."
+            )
+        quantization.group_size = stored
+    quantization.modules_to_not_convert = [*dict.fromkeys([*(names or ()), *checkpoint.in_16_bit])] or None
     _check_names(names or [], checkpoint)
     identity = {"quantization": quantization.to_dict()}
-    try:
-        return save_hf(checkpoint, target, options, identity=identity, quantization=quantization)
-    except ConfigurationError as error:
-        raise ConfigurationError(str(error).replace("modules_to_not_convert", "keep (--keep)")) from error
+    return save_hf(checkpoint, target, options, identity=identity, quantization=quantization)
 
 
 def _check_names(names: Sequence[str], checkpoint: Checkpoint) -> None:

@@ -4,7 +4,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,15 @@ from ...configuration.hub import as_json, our_files
 from ...configuration.quantization import METHOD
 from ...configuration.sizes import bytes_of
 from ...modeling.checkpoints import check_shards, find_weights, sum_by_part, wrapper_prefix
+from ...modeling.formats.packed import Layout
+from ...modeling.quantization import layout_of, own_config
 from ...modeling.registration import model_class
 from ..checkpoint import Checkpoint, Report, carry_out, check_model, main_dtype, tie_heads
 from ..io import DEFAULTS, LazyTensor, Plan, WriteOptions, open_weights, read_bytes, read_json, split_shards
 from ..tokenizers import check_companions, processor_of_layout
 from .expert_layout import fuse_experts, split_experts
 from .packed_weights import in_words, pack_tensors, packed_weights, unpack_tensors
+from .published import unpack_published
 
 # Files besides config.json and the weights that belong to a checkpoint.
 _COMPANIONS = re.compile(
@@ -38,14 +41,14 @@ _COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_embedding\.freqs_ci)")
 def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint:
     """Open a Hugging Face folder of LLaMA, Mistral, Mixtral, Llama 4 or llamoe; see `open_checkpoint`.
 
-    Of weights that llamoe has packed, what they mean is given, in bfloat16.
+    Of packed weights, what they mean is given: llamoe's in bfloat16, others' in the dtype of config.json.
 
     Raises:
         CheckpointError: a file is missing or damaged, the architecture is unknown, weights are quantized by others,
             tensors are missing, unknown, or contradict config.json's shapes, or the tokenizer is another model's.
     """
     folder = Path(folder)
-    config, quantization = read_config(folder / "config.json")
+    config, quantization, layout = read_config(folder / "config.json")
     tensors, others, sources = open_shards(folder)
     prefix = wrapper_prefix(tensors)
     tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -54,7 +57,15 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
     dropped |= tie_heads(config, tensors)
     kept = {name: tensor for name, tensor in tensors.items() if name not in dropped}
     notes, stored = [f"all names of weights begin with {prefix!r}, which is left out"] if prefix else [], {}
-    if quantization is not None:
+    in_16_bit: Sequence[str] = ()
+    if layout is not None:
+        stored = {name.replace(".block_sparse_moe.", ".mlp."): tensor for name, tensor in kept.items()}
+        kept, unused, followed = unpack_published(kept, config, layout, sources)
+        dropped |= dict.fromkeys(unused, "is 0, or of activations, which are not quantized")
+        quantization = followed if layout.is_int4 else None
+        in_16_bit = followed.modules_to_not_convert or ()
+        notes.append(f"the weights are packed by {layout.method}, and read as what they mean")
+    elif quantization is not None:
         stored = kept
         kept = unpack_tensors(stored, config, quantization, folder)
         notes.append(
@@ -64,7 +75,17 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
     found = read_companions(folder)
     notes += check_companions(found, config, str(folder)) if companions else []
     return Checkpoint(
-        folder, "hf", config, kept, dropped, found, sources, notes, quantization=quantization, stored=stored
+        folder,
+        layout.method if layout else "hf",
+        config,
+        kept,
+        dropped,
+        found,
+        sources,
+        notes,
+        quantization=quantization,
+        stored=stored,
+        in_16_bit=in_16_bit,
     )
 
 
@@ -163,23 +184,33 @@ def save_hf(
     return report
 
 
-def read_config(path: Path) -> tuple[LlamoeBaseConfig, QuantizationConfig | None]:
-    """Read the configuration in a config.json of stock or llamoe, and how weights are packed; None for plain ones.
+def read_config(path: Path) -> tuple[LlamoeBaseConfig, QuantizationConfig | None, Layout | None]:
+    """Read the configuration in a config.json of stock or llamoe, and how weights are packed.
+
+    Returns:
+        the configuration; int4 or int8 as which the packed weights load, None for others; and their layout, if others
+        have packed them.
 
     Raises:
-        CheckpointError: it cannot be read, or others have quantized the weights.
+        CheckpointError: it cannot be read, or has weights in a format that is not read.
     """
     data = read_json(path)
     packed = data.pop("quantization_config", None)
-    if packed and (not isinstance(packed, dict) or packed.get("quant_method") != METHOD):
-        raise CheckpointError(
-            f"{path}: only weights that llamoe has packed can be unpacked, and these are of {str(packed)[:99]}. Give "
-            "the model that they were made of, in 16 or 32 bit."
-        )
+    if isinstance(text := data.get("text_config"), dict):
+        packed = text.pop("quantization_config", None) or packed
     try:
-        return from_stock(data), QuantizationConfig(**packed) if packed else None
+        if not packed:
+            return from_stock(data), None, None
+        if isinstance(packed, dict) and packed.get("quant_method") == METHOD:
+            return from_stock(data), QuantizationConfig(**packed), None
+        if not isinstance(packed, dict) or (layout := layout_of(packed)) is None:
+            raise CheckpointError(
+                f"quantization_config is {str(packed)[:99]}, which is not read. Give the model that these weights were "
+                "made of, in 16 or 32 bit."
+            )
+        return from_stock(data), own_config(layout) if layout.is_int4 else None, layout
     except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{path}: {str(error).removeprefix('config.json: ')}") from error
 
 
 def _config_files(config: LlamoeBaseConfig, layout: str | None) -> tuple[dict[str, bytes], str]:

@@ -65,8 +65,12 @@ class PackedWeight:
             packed[name] = parts[0] if self.num_experts is None else stack(parts)
         return packed
 
-    def parts_of(self, tensor: LazyTensor, matrix: torch.Tensor) -> list[torch.Tensor]:
-        """Quantize a matrix that was read from `tensor`."""
+    def parts_of(self, tensor: LazyTensor) -> list[torch.Tensor]:
+        """Read a matrix and quantize it; codes of this format are taken over."""
+        packed_as = getattr(tensor, "packed_as", None)
+        if packed_as is not None and (parts := packed_as(self.form)) is not None:
+            return parts
+        matrix = tensor.read()
         # Here and not in the writer alone: a number that is none may not show in the codes.
         check_finite(self.name, tensor, matrix)
         # As transformers' loader casts weights before they are quantized.
@@ -100,7 +104,7 @@ class _Part(LazyTensor):
 
     def _read(self, start, stop):
         if self._index not in self._kept:
-            codes, *others = self._weight.parts_of(self._matrix, self._matrix.read())
+            codes, *others = self._weight.parts_of(self._matrix)
             self._kept.update(enumerate(others, start=1))
             if self._index == 0:
                 return codes[start:stop]
@@ -135,6 +139,10 @@ def packed_weights(
             found.append(
                 PackedWeight(f"{path}.weight", module.format, (module.out_features, module.in_features))
             )
+    if not found:
+        raise ValueError(
+            f"{type(config).__name__}: the model has no weights of a decoder that are to be quantized."
+        )
     return {weight.name: weight for weight in found}
 
 

@@ -9,6 +9,6 @@ from .lazy_tensor import Computed, LazyTensor, blocks, check_alike, dtype_name, 
 from .name_table import Drop, Row, Table, read_through, sources_of, write_through
 from .operations import KEEP, TRANSPOSED, FusedRows, Operation, are_equal, one_of, permute_pairs, split
 from .plan import Plan, Progress, split_shards
-from .read_files import check_sums, open_weights, read_bytes, same_place
+from .read_files import FileTensor, check_sums, open_weights, read_bytes, same_place
 from .write_checkpoint import check_apart, check_finite, check_target, write
 from .write_options import DEFAULTS, WriteOptions

@@ -8,6 +8,7 @@ SentencePiece (Kudo and Richardson, 2018, arXiv:1808.06226) ranks pieces by thei
 with SentencePiece itself before it is used.
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers
@@ -20,6 +21,7 @@ from .source_tokenizer import SourceTokenizer, begin_with, refuse
 SPACE = "\u2581"
 # Piece types of sentencepiece_model.proto.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+_BYTE = 6
 _BPE = 2
 _PROBES = (
     "", " ", "   ", " leading", "trailing ", "two  spaces", "a b", "\n", "\n\n x", "\t tab", "line\r\nline", "<s>",
@@ -85,6 +87,31 @@ def _parse(content: bytes, origin: str) -> Any:
             f"{origin}: a SentencePiece model of model_type {kind}; {_BPE}, byte-pair encoding, was expected."
         )
     return proto
+
+
+def model_of_pieces(pieces: Iterable[tuple[str, float, int]], ids: Mapping[str, int], prefix: bool) -> bytes:
+    """Make a SentencePiece model of pairs again, of its pieces with their scores and types.
+
+    Args:
+        pieces: in the order of their ids.
+        ids: of "bos", "eos", "unk" and "pad", as far as they are known; else those of LLaMA.
+        prefix: whether a space is put before a text.
+    """
+    # The extra `tokenizers` brings it.
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()
+    for piece, score, kind in pieces:
+        proto.pieces.add(piece=piece, score=score, type=kind)
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    trainer.model_type, trainer.vocab_size = _BPE, len(proto.pieces)
+    trainer.byte_fallback = any(piece.type == _BYTE for piece in proto.pieces)
+    for name, index in ids.items():
+        setattr(trainer, f"{name}_id", index)
+        setattr(trainer, f"{name}_piece", proto.pieces[index].piece)
+    normalizer.name, normalizer.add_dummy_prefix = "identity", prefix
+    normalizer.remove_extra_whitespaces = False
+    return proto.SerializeToString()
 
 
 def to_json(proto: Any, origin: str) -> bytes:

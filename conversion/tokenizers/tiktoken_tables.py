@@ -18,12 +18,17 @@ _BYTES = {bytes([byte]) for byte in range(256)}
 _SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _OTHERS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-# Meta's patterns that split a text into words, by family; Llama 4's is that of OpenAI's o200k.
-_PATTERNS = {
+# Patterns that split a text into words, by family: Meta's, of which Llama 4's is that of OpenAI's o200k, and that of
+# Mistral AI's published tekken.json.
+WORD_PATTERNS = {
     "llama-3": rf"{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_OTHERS}",
     "llama-4": (
         rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}?"
         rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_OTHERS}"
+    ),
+    "tekken": (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+        rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_OTHERS}"
     ),
 }
 
@@ -89,7 +94,7 @@ def of_family(ranks: Mapping[bytes, int], family: str, content: bytes) -> Source
         size,
         special,
         roles,
-        lambda: build_json(ranks, _PATTERNS[family], special, roles["bos_token"]),
+        lambda: build_json(ranks, WORD_PATTERNS[family], special, roles["bos_token"]),
         _STOPS[family],
     )
 

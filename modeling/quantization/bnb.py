@@ -9,7 +9,7 @@ it, leaves the experts of that mixture in 16 bit. Files have each expert as line
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -35,7 +35,12 @@ _STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
 class BnbLayout:
     """How folders have layers of one of bitsandbytes' formats (`reading.Layout`)."""
 
-    kinds = ("weight", *(f"weight.{kind}" for kind in _BESIDE_WEIGHT + _STATES), "SCB", "weight_format")
+    kinds: ClassVar[tuple[str, ...]] = (
+        "weight",
+        *(f"weight.{kind}" for kind in _BESIDE_WEIGHT + _STATES),
+        "SCB",
+        "weight_format",
+    )
 
     def __init__(self, form: Bnb4Bit | Bnb8Bit):
         self.form = Separate(form, 1)
@@ -106,6 +111,11 @@ class QuantizesExperts(PackedQuantizer):
         if isinstance(model, AtomicSaveMixin):
             _keep_codes_in_order(model)
         return model
+
+    def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
+        # transformers' function ends in an UnboundLocalError if experts alone were packed.
+        has_layers = any(type(module).__module__.startswith("bitsandbytes") for module in model.modules())
+        return super()._dequantize(model, dtype) if has_layers else model  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:
         """Return the weights with packed experts un-fused, as in files; None without such experts."""

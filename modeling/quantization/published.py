@@ -7,7 +7,7 @@ Layers that int4 does not hold, such as heads and routers, get the weight that t
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -22,12 +22,14 @@ from ...configuration.quantization import QuantizationConfig
 from ..checkpoints import Stored, headers_of, shape_of_one
 from ..formats import Int4
 from ..formats.packed import LAYOUTS, Layout
-from ..moe import Experts
+from ..moe import PLACES, Experts
 
 logger = logging.get_logger("llamoe")
 
 # What may stand beside a packed layer: biases of 0, and schemes for activations.
-_PASSED_OVER = ("bias", "input_scale", "output_scale")
+_PASSED_OVER = ("bias", "input_scale", "output_scale", "input_zero_point", "activation_scale")
+# Scales of a cache, beside the layers of attention.
+_OF_CACHE = ("k_scale", "v_scale")
 _REMEDY = "Download or copy the checkpoint again."
 
 
@@ -49,8 +51,18 @@ def own_config(layout: Layout) -> QuantizationConfig:
     return QuantizationConfig("int4", layout.group_size or 128)
 
 
+Kinds = TypeVar("Kinds")
 Matrices = dict[str, dict[str, dict[str, Stored]]]
 """By a weight's name in the model, and by the names of its linear layers in files, the tensors by kind."""
+
+
+def by_expert(layers: Mapping[str, Kinds]) -> list[list[Kinds]]:
+    """List the tensors of a stack's linear layers for each expert, gate before up."""
+    experts: dict[int, dict[int, Kinds]] = {}
+    for layer, kinds in layers.items():
+        number, part = layer.split(".")[-2:]
+        experts.setdefault(int(number), {})[PLACES[part][1]] = kinds
+    return [[kinds for _, kinds in sorted(experts[number].items())] for number in sorted(experts)]
 
 
 def find_packed(
@@ -94,7 +106,8 @@ def find_packed(
     content = cache(load_state_dict)
     for stored in headers:
         layer, _, kind = stored.name.rpartition(".")
-        if layer not in packed or kind not in _PASSED_OVER or name_in_model(stored.name) in state:
+        is_beside = kind in _OF_CACHE or (layer in packed and kind in _PASSED_OVER)
+        if not is_beside or name_in_model(stored.name) in state:
             continue
         if kind == "bias" and content(stored.origin)[stored.name][...].any():
             raise CheckpointError(f"{stored} is not 0, but this model's layer has no bias.")
@@ -106,19 +119,28 @@ def _check_matrices(model: nn.Module, weight: str, layers: Mapping[str, Any], la
     """Check that each matrix of a weight has its tensors in the shapes of the model."""
     path, _, name = weight.rpartition(".")
     module = model.get_submodule(path)
-    sizes = shape_of_one(module, name) if isinstance(module, Experts) else tuple(module.weight.shape)
+    if name in layout.stacks:
+        experts: Any = module
+        num_out, num_in = experts.sizes_of(name)
+        count = experts.num_experts
+        shapes = {name: (count, num_in, num_out), f"{name}_scale": (count, num_out)}
+    else:
+        sizes = shape_of_one(module, name) if isinstance(module, Experts) else tuple(module.weight.shape)
+        shapes = layout.shapes(sizes)
     for layer, kinds in layers.items():
-        for kind, shape in layout.shapes(sizes).items():
+        for kind, shape in shapes.items():
             if (stored := kinds.get(kind)) is None:
                 beside = next(iter(kinds.values()))
                 raise CheckpointError(f"{beside}: {layer}.{kind} is missing beside it. {_REMEDY}")
-            if stored.shape != shape:
+            # A scale may have axes of one element or not.
+            if [size for size in stored.shape if size != 1] != [size for size in shape if size != 1]:
                 raise CheckpointError(
                     f"{stored} has shape {[*stored.shape]}, where config.json means {[*shape]}: its sizes, or "
                     "quantization_config's groups, are not those of the weights."
                 )
             # Codes of other sizes would be cut at other bits, and whole numbers are no scales.
-            if not re.fullmatch(r"B?F\d+" if "scale" in kind else r"I32|F8_\w+", stored.dtype):
+            codes = r"I32" if layout.is_int4 else r"I8|F8_\w+"
+            if not re.fullmatch(r"B?F\d+" if "scale" in kind else codes, stored.dtype):
                 raise CheckpointError(
                     f"{stored} has dtype {stored.dtype}, which this layout does not. {_REMEDY}"
                 )
@@ -134,37 +156,56 @@ def follow_files(
         layout: of the packed matrices.
         candidates: the modules that int4 would take, by name.
         matrices: by `find_packed`.
+    """
+    paths = {weight.rpartition(".")[0] for weight in matrices}
+    taken = {name: module for name, module in candidates.items() if name in paths}
+    if layout.group_size is None:
+        # One scale an output fits any group: the largest without padding.
+        sizes = _sizes_in_int4(candidates, matrices).values()
+        config.group_size = next(
+            (size for size in (128, 64) if not any(num_in % size for _, num_in in sizes)), 32
+        )
+    config.modules_to_not_convert = names_in_16_bit(candidates, taken) or None
+
+
+def names_in_16_bit(modules: Iterable[str], packed: Iterable[str]) -> list[str]:
+    """Return ends of the names of the modules that are not packed, which end no name of a packed one.
+
+    An end is what follows the layer's number, unless that means a packed module of another layer.
+    """
+    packed = {*packed}
+    ends_packed = {_in_layer(name) for name in packed}
+    ends = (
+        name[name.find("layers.") :] if _in_layer(name) in ends_packed else _in_layer(name)
+        for name in modules
+        if name not in packed
+    )
+    return [*dict.fromkeys(ends)]
+
+
+def check_int4(config: QuantizationConfig, candidates: Mapping[str, nn.Module], matrices: Matrices) -> None:
+    """Check that int4 holds what files have packed, and warn of what stays in 16 bits; arguments as before.
 
     Raises:
         CheckpointError: a packed matrix that int4 cannot hold.
     """
-    paths = {weight: weight.rpartition(".")[0] for weight in matrices}
-    taken = {name: module for name, module in candidates.items() if name in paths.values()}
-    if others := sorted({*paths.values()} - set(taken)):
+    if others := sorted({weight.rpartition(".")[0] for weight in matrices} - set(candidates)):
         logger.warning("Packed in the folder, and held in 16 bits here: %s.", listed(others, 5))
-    sizes: dict[str, Any] = {}
-    for weight, path in paths.items():
-        if (module := taken.get(path)) is not None:
-            is_stack = isinstance(module, Experts)
-            sizes[weight] = (
-                module.sizes_of(weight.rpartition(".")[2]) if is_stack else tuple(module.weight.shape)
-            )
-    if layout.group_size is None:
-        # One scale an output fits any group: the largest without padding.
-        whole = (size for size in (128, 64) if not any(num_in % size for _, num_in in sizes.values()))
-        config.group_size = next(whole, 32)
     form = Int4(config.group_size or 0)
-    for weight, each in sizes.items():
+    for weight, each in _sizes_in_int4(candidates, matrices).items():
         if why := form.refusal(each):
             stored = next(iter(next(iter(matrices[weight].values())).values()))
             raise CheckpointError(f"{stored} cannot be held as {form.key}: {why}.")
-    # By what follows the layer's number, where that means no packed module of another layer.
-    ends_taken = {_in_layer(name) for name in taken}
-    kept = [name for name in candidates if name not in taken]
-    ends = [
-        name[name.find("layers.") :] if _in_layer(name) in ends_taken else _in_layer(name) for name in kept
-    ]
-    config.modules_to_not_convert = [*dict.fromkeys(ends)] or None
+
+
+def _sizes_in_int4(candidates: Mapping[str, nn.Module], matrices: Matrices) -> dict[str, tuple[int, int]]:
+    """O and I of the packed weights whose modules int4 takes, by the weight's name."""
+    return {
+        weight: module.sizes_of(name) if isinstance(module, Experts) else tuple(module.weight.shape)
+        for weight in matrices
+        for path, _, name in [weight.rpartition(".")]
+        if (module := candidates.get(path)) is not None
+    }
 
 
 def _in_layer(name: str) -> str:

@@ -23,11 +23,12 @@ from ...configuration.hub import is_ours, is_saving_stock
 from ...configuration.quantization import METHOD, QuantizationConfig
 from ..checkpoints import current_loading
 from ..formats import Format, format_of
+from ..formats.packed import Layout
 from ..layers import Linear
 from ..moe import Experts
 from .packed import QuantizedExperts, QuantizedLinear, packed_modules
 from .packed_quantizer import PackedQuantizer
-from .published import find_packed, follow_files
+from .published import Matrices, check_int4, find_packed, follow_files
 
 logger = logging.get_logger("llamoe")
 
@@ -125,14 +126,13 @@ class LlamoeQuantizer(PackedQuantizer):
             config.activations = activations
         candidates = dict(self._candidates(model))
         if layout := current_loading().layout:
-            self.layout = layout
-            rules = get_model_conversion_mapping(model, hf_quantizer=self)
-            matrices = find_packed(model, kwargs.get("checkpoint_files") or (), layout, rules)
+            matrices = self.read_published(model, kwargs.get("checkpoint_files") or (), layout)
+            current_loading().matrices = matrices
             if not layout.is_int4:
                 # The model is plain then: transformers takes its config and quantizer away.
                 config.dequantize = True  # pyright: ignore[reportAttributeAccessIssue]
                 return
-            follow_files(config, layout, candidates, matrices)
+            check_int4(config, candidates, matrices)
         form = format_for(config)
         for name, module in candidates.items():
             if _is_kept(name, config.modules_to_not_convert or ()):
@@ -147,6 +147,14 @@ class LlamoeQuantizer(PackedQuantizer):
                         "packed already, quantization_config in its config.json is not that of its weights."
                     )
             model.set_submodule(name, packed)
+
+    def read_published(self, model: PreTrainedModel, files: Iterable[str], layout: Layout) -> Matrices:
+        """Find what another program has packed of an empty model's weights, and let the config follow it."""
+        self.layout = layout
+        rules = get_model_conversion_mapping(model, hf_quantizer=self)
+        matrices = find_packed(model, files, layout, rules)
+        follow_files(self.quantization_config, layout, dict(self._candidates(model)), matrices)
+        return matrices
 
     def _candidates(self, model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
         """The modules that are packed if no name in `modules_to_not_convert` means them."""

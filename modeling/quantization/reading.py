@@ -5,7 +5,7 @@ packed module of them, or, where the module is plain, the weight that they mean.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
@@ -23,10 +23,8 @@ Tensors = Mapping[str, torch.Tensor]
 class Layout(Protocol):
     """How a folder stores the matrices of linear layers."""
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """What may follow a layer's name in the names of its tensors."""
-        ...
+    kinds: ClassVar[tuple[str, ...]]
+    """What may follow a layer's name in the names of its tensors."""
 
     def parts_of(self, matrices: Sequence[Tensors], sizes: Sizes, form: Format) -> Parts:
         """Return the parts of one packed matrix, of which layers of these sizes are on top of each other."""
@@ -53,6 +51,15 @@ def reading_rules(layout: Layout, layers: Iterable[str] = ("",)) -> list[WeightC
             force_cpu=True,
         )
         for stack in PARTS_OF_STACKS[True]
+    ]
+    rules += [
+        WeightConverter(
+            [f".experts.{stack}_scale", f".experts.{stack}"],
+            f".experts.{stack}",
+            [_ReadWhole(layout)],
+            force_cpu=True,
+        )
+        for stack in getattr(layout, "stacks", ())
     ]
     return rules + [
         WeightConverter(
@@ -136,3 +143,23 @@ class _ReadStack(_Reads):
             for whole, part in zip(wholes.values(), parts, strict=True):
                 whole[number] = part
         return {f"{path}.{part}": whole for part, whole in wholes.items()}
+
+
+class _ReadWhole(_Reads):
+    """Make a plain stack of one that is stored as such, with a scale for each output of an expert."""
+
+    @torch.no_grad()
+    def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        """The stack by its name in the model."""
+        path, _, stack = full_layer_name.rpartition(".")
+        experts = model.get_submodule(path)
+        tensors = {name.rpartition(".")[2]: tensors[0] for name, tensors in input_dict.items()}
+        if (scales := tensors.get(f"{stack}_scale")) is None:
+            return {full_layer_name: tensors[stack]}
+        whole = torch.empty(experts.stack_shape(stack), dtype=experts.dtype)
+        for matrix, codes, scale in zip(whole, tensors[stack], scales, strict=True):
+            layer = {"weight": codes.T, "weight_scale": scale}
+            matrix.copy_(self.layout.weight_of(layer, experts.sizes_of(stack)).T)
+        return {full_layer_name: whole}

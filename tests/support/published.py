@@ -26,18 +26,29 @@ CONFIGS = {
     "awq": {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True},
 }
 KINDS = tuple(CONFIGS)
-# 8 bits, as numbers of float8: their zeros are 0.
-FLOAT8 = {"float8": "channel", "float8 whole": "tensor"}
+# 8 bits, as numbers of float8 or whole ones, with a scale for each output, for the matrix, or for a block. Zeros are 0.
+EIGHT_BITS = {
+    "float8": "channel",
+    "float8 whole": "tensor",
+    "float8 block": "block",
+    "int8": "channel",
+    "fp8": "block",
+}
+BLOCK = (48, 80)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def config_of(kind, group_size):
     """The `quantization_config` of a folder; `group_size` None is one scale an output."""
-    if kind in FLOAT8:
-        scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": FLOAT8[kind]}
-        activations = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    if kind == "fp8":
+        return {"quant_method": "fp8", "weight_block_size": BLOCK, "activation_scheme": "dynamic"}
+    if kind in EIGHT_BITS:
+        number = "int" if kind == "int8" else "float"
+        scheme = {"num_bits": 8, "type": number, "symmetric": True, "strategy": EIGHT_BITS[kind]}
+        scheme["block_structure"] = BLOCK if EIGHT_BITS[kind] == "block" else None
+        activations = {"num_bits": 8, "type": number, "strategy": "token", "dynamic": True}
         group = {"targets": ["Linear"], "weights": scheme, "input_activations": activations}
-        fields = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+        fields = {"quant_method": "compressed-tensors", "format": f"{number}-quantized"}
         return {**fields, "config_groups": {"group_0": group}}
     if CONFIGS[kind]["quant_method"] != "compressed-tensors":
         return {**CONFIGS[kind], "group_size": group_size or -1}
@@ -54,10 +65,14 @@ def config_of(kind, group_size):
 def numbers(kind, num_out, num_in, group_size):
     """Codes, zeros and scales of a matrix; no two outputs or groups are alike, and every code occurs."""
     groups = -(-num_in // group_size) if group_size else 1
-    if kind in FLOAT8:
+    if kind in EIGHT_BITS:
         codes = (100 * torch.randn(num_out, num_in)).to(torch.float8_e4m3fn).float()
-        scale = (0.2 + torch.rand(num_out if kind == "float8" else 1, 1)).bfloat16() / num_in**0.5 / 100
-        return codes, torch.zeros(num_out, 1), scale.expand(num_out, 1)
+        codes = codes.round().clamp(-128, 127) if kind == "int8" else codes
+        block = {"channel": (1, num_in), "tensor": (num_out, num_in), "block": BLOCK}[EIGHT_BITS[kind]]
+        shape = [-(-size // each) for size, each in zip((num_out, num_in), block, strict=True)]
+        scale = (0.2 + torch.rand(shape)).bfloat16() / num_in**0.5 / 100
+        scale = scale.repeat_interleave(block[0], 0)[:num_out]
+        return codes, torch.zeros_like(scale), scale
     codes = torch.randint(0, 16, (num_out, num_in))
     # The first version of GPTQ's format cannot say 0.
     zero = torch.randint(1, 16, (num_out, groups))
@@ -68,15 +83,20 @@ def numbers(kind, num_out, num_in, group_size):
 
 def weight_of(codes, zero, scale, group_size):
     """What the numbers mean, in float32."""
-    groups = torch.arange(codes.shape[1]) // (group_size or codes.shape[1])
+    groups = torch.arange(codes.shape[1]) // (
+        group_size or (BLOCK[1] if scale.shape[1] > 1 else codes.shape[1])
+    )
     return (codes - zero[:, groups]) * scale.float()[:, groups]
 
 
 def pack(kind, codes, zero, scale, group_size):
     """The tensors of a linear layer, by the last part of their names."""
-    if kind in FLOAT8:
-        scales = scale.contiguous() if kind == "float8" else scale[0]
-        return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale": scales}
+    if kind in EIGHT_BITS:
+        step = {"channel": 1, "tensor": len(scale), "block": BLOCK[0]}[EIGHT_BITS[kind]]
+        # compressed-tensors writes one scale as [1].
+        scales = scale[0] if EIGHT_BITS[kind] == "tensor" else scale[::step].contiguous()
+        codes = codes.to(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
+        return {"weight": codes, "weight_scale_inv" if kind == "fp8" else "weight_scale": scales}
     if kind in ("symmetric", "asymmetric"):
         return _by_compressed_tensors(kind, codes, zero, scale, group_size)
     if kind == "awq":
@@ -132,7 +152,7 @@ def _config(family, changes):
     fields = _SIZES | _MIXTURE | changes
     if family == "mixtral":
         return transformers.MixtralConfig(**fields, num_experts_per_tok=2)
-    fields |= dict(intermediate_size_mlp=320, interleave_moe_layer_step=2, attention_chunk_size=16)
+    fields = dict(intermediate_size_mlp=320, interleave_moe_layer_step=2, attention_chunk_size=16) | fields
     return transformers.Llama4TextConfig(**fields) if family == "llama4" else stock_multimodal_config(fields)
 
 

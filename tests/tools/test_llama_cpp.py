@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,10 @@ import pytest
 import torch
 from support.models import DENSE, MIXTRAL, TEXT, VISION, draw, scaled_rope
 from support.paths import EXAMPLES
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import llamoe
+import llamoe.conversion
 from llamoe.modeling.registration import model_class
 
 ROOT = Path(__file__).parents[2]
@@ -209,3 +211,48 @@ def test_chunks_and_temperature_of_long_contexts_are_the_same(tmp_path, record_p
         error = differences(ours(as_read(model, **fields), ids), logits)
         assert error[:8191].max() < TOLERANCE
         assert error[8192:].max() > 10 * TOLERANCE
+
+
+# Rows of 256 numbers, so that blocks of the types K fit; the quantizer takes others where they do not.
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 24}
+QUANTIZED = {
+    "dense": dense(**WIDE, tie_word_embeddings=True),
+    "mixtral": mixtral(**WIDE),
+    "text": text(**WIDE, intermediate_size_mlp=768),
+    "multimodal": multimodal(**WIDE, intermediate_size_mlp=768),
+}
+
+
+@pytest.mark.parametrize("kind", ["Q4_K_M", "Q4_0", "Q8_0"])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_files_of_its_quantizer_become_folders_that_compute_the_same(name, kind, tmp_path, record_parity):
+    """llama.cpp rounds rows to 8 bits on their way through packed matrices, which is what differs."""
+    import llama_cpp
+
+    config = QUANTIZED[name]
+    torch.manual_seed(len(name))
+    save(draw(model_class(config), config), tmp_path / "model")
+    whole, done = convert(tmp_path / "model")
+    assert done.returncode == 0, done.stderr
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    file = tmp_path / "packed.gguf"
+    assert llama_cpp.llama_model_quantize(bytes(whole), bytes(file), options) == 0
+    ids = draw_ids()
+    logits, told = run_llama_cpp(file, ids)
+    assert logits is not None, told
+    for target, command in {
+        "plain": llamoe.conversion.convert,
+        "packed": partial(llamoe.conversion.quantize, to="int4"),
+    }.items():
+        report = command(file, tmp_path / target)
+        assert report.kind == "gguf"
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / target, dtype=torch.bfloat16)
+        # Of the median token: one that goes to another expert has other logits.
+        error = ((ours(model, ids).float() - logits).norm(dim=-1) / logits.norm(dim=-1)).median()
+        record_parity(type(model).__name__, "llama.cpp", target, error.item(), f"{kind}, {name}")
+        # Codes that are not of 4 bits in groups of 32 are quantized anew.
+        assert error < (0.05 if target == "plain" or kind == "Q4_0" else 0.3)
+    made, theirs = (AutoTokenizer.from_pretrained(tmp_path / folder) for folder in ("plain", "model"))
+    words = {"text": "a red circle on the left", "add_special_tokens": False}
+    assert made(**words).input_ids == theirs(**words).input_ids

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..format import Sizes
-from .float8 import Float8
+from .eight_bits import EightBits
 from .layout import Layout, Unpacked, checked_size, groups_out_of_order, nibbles, unread
 
 
@@ -26,6 +26,7 @@ class CompressedTensors(Layout):
     """
 
     is_symmetric: bool = True
+    method = "compressed-tensors"
     kinds = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
     @classmethod
@@ -40,11 +41,16 @@ class CompressedTensors(Layout):
         if not schemes or any(scheme != schemes[0] for scheme in schemes):
             raise unread("config_groups", sorted(config.get("config_groups") or ()), "one kind of weights")
         scheme = schemes[0] or {}
+        # Rows are rotated on their way, or layers would compute with others' bases.
+        if transforms := (config.get("transform_config") or {}).get("config_groups"):
+            raise unread("transform_config", sorted(transforms), "a model without transforms")
         formats = {group.get("format") or config.get("format") for group in groups}
-        if formats == {"float-quantized"}:
-            return Float8.from_scheme(scheme, groups[0].get("input_activations"))
+        if formats <= {"float-quantized", "int-quantized"}:
+            return EightBits.from_scheme(scheme, groups[0].get("input_activations"))
         if formats != {"pack-quantized"}:
-            raise unread("format", config.get("format"), "'pack-quantized' or 'float-quantized'")
+            raise unread(
+                "format", config.get("format"), "'pack-quantized', 'float-quantized' or 'int-quantized'"
+            )
         for name in ("input_activations", "output_activations"):
             if any(group.get(name) for group in groups):
                 raise unread(f"config_groups: {name}", schemes[0], "a model that quantizes weights alone")

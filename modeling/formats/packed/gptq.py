@@ -28,6 +28,7 @@ class Gptq(Layout):
     """
 
     has_true_zeros: bool = False
+    method = "gptq"
     kinds = ("qweight", "qzeros", "scales", "g_idx")
 
     @classmethod

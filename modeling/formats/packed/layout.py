@@ -20,6 +20,8 @@ from ..int4_layout import pack
 
 logger = logging.get_logger("llamoe")
 
+_WEIGHTS_AT_ONCE = 1 << 22
+
 
 class Unpacked(NamedTuple):
     """A matrix whose values are (code − zero) × scale.
@@ -46,8 +48,12 @@ class Layout(ABC):
     """
 
     group_size: int | None
+    method: ClassVar[str]
+    """The `quant_method` in config.json."""
     kinds: ClassVar[tuple[str, ...]]
     """The last parts of all names that a matrix's tensors may have; the first is that of the codes."""
+    stacks: ClassVar[tuple[str, ...]] = ()
+    """Names of stacks of experts that are stored `[E, I, O]` as the model has them, beside `<name>_scale`."""
     is_int4: ClassVar[bool] = True
     """Whether int4 holds the codes."""
 
@@ -95,13 +101,18 @@ def groups_out_of_order(groups: torch.Tensor | None, size: int | None) -> torch.
     return None if torch.equal(groups, in_order.to(groups.dtype)) else groups.long()
 
 
-def weight_of(unpacked: Unpacked, layout: Layout) -> torch.Tensor:
-    """The matrix in float32, `[O, I]`."""
+def weight_of(unpacked: Unpacked, layout: Layout, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The matrix, `[O, I]`, computed in float32."""
     codes, scale, zero, groups = unpacked
+    num_out, num_in = codes.shape
     if groups is None:
-        size = layout.group_size or codes.shape[1]
-        groups = torch.arange(codes.shape[1], device=codes.device) // size
-    return (codes.float() - zero.float()[:, groups]) * scale.float()[:, groups]
+        groups = torch.arange(num_in, device=codes.device) // (layout.group_size or num_in)
+    weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    # A few outputs at a time: numbers in float32 take eight times the memory of codes.
+    for some in torch.arange(num_out).split(max(_WEIGHTS_AT_ONCE // num_in, 1)):
+        rows = slice(int(some[0]), int(some[-1]) + 1)
+        weight[rows] = (codes[rows].float() - zero[rows].float()[:, groups]) * scale[rows].float()[:, groups]
+    return weight
 
 
 def int4_parts(matrices: Sequence[Unpacked], layout: Layout, form: Int4) -> list[torch.Tensor]:
@@ -122,12 +133,16 @@ def int4_parts(matrices: Sequence[Unpacked], layout: Layout, form: Int4) -> list
         )
         return form.quantize(torch.cat([weight_of(each, layout) for each in matrices]))
     codes, scale, zero = (torch.cat(each) for each in list(zip(*matrices, strict=True))[:3])
+    return int4_of(codes, scale.float(), scale.float() * (8 - zero.float()), form)
+
+
+def int4_of(codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, form: Int4) -> list[torch.Tensor]:
+    """The parts of int4 with these codes `[O, I]`, and scales and values of code 8, `[O, G]` or `[O, 1]`."""
     (_, half), _ = form.parts((codes.shape[0], codes.shape[1]))[0]
     num_groups = 2 * half // form.group_size
     # Inputs of the padding are 0.
     codes = F.pad(codes, (0, 2 * half - codes.shape[1]), value=8)
-    scale = scale.float().expand(-1, num_groups)
-    offset = scale * (8 - zero.float())
+    scale, offset = (each.expand(-1, num_groups) for each in (scale, offset))
     return [pack(codes.contiguous()), torch.stack((scale.T, offset.T), -1).to(torch.bfloat16)]
 
 

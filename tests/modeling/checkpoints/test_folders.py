@@ -311,17 +311,14 @@ def test_text_part_goes_its_own_way(multimodal, tmp_path):
 
 # Quantized folders
 
-QUANTIZED = {
-    "fbgemm_fp8": {"activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
-    "fp8": {"weight_block_size": [128, 128]},
-}
+QUANTIZED = {"eetq": {"weights": "int8"}, "higgs": {"bits": 4}}
 
 
 @pytest.mark.parametrize(
     ("by", "method", "pair"),
     [
-        ("folder", "fbgemm_fp8", "text"), ("folder", "fp8", "multimodal"), ("auto", "fp8", "multimodal"),
-        ("auto", "fbgemm_fp8", "text"), ("config", "fbgemm_fp8", "multimodal"), ("config", "fp8", "text"),
+        ("folder", "eetq", "text"), ("folder", "higgs", "multimodal"), ("auto", "higgs", "multimodal"),
+        ("auto", "eetq", "text"), ("config", "eetq", "multimodal"), ("config", "higgs", "text"),
         ("argument", "fbgemm_fp8", "text"), ("argument", "fp8", "multimodal"),
     ],
 )  # fmt: skip
@@ -330,7 +327,7 @@ def test_quantized_mixture_is_refused_by_name(pair, method, by, tmp_path, monkey
     save_stock(pair, tmp_path)
     if by == "auto":
         model_class.from_pretrained(tmp_path).save_pretrained(tmp_path)
-    content = {"quant_method": method, **QUANTIZED[method]}
+    content = {"quant_method": method, **QUANTIZED.get(method, {})}
     monkeypatch.setattr(
         LlamoePreTrainedModel, "_load_pretrained_model", lambda *_, **__: pytest.fail("weights read")
     )
@@ -362,7 +359,7 @@ def test_quantization_inside_the_text_part_is_refused(tmp_path):
     """Where the text part is what is loaded; transformers reads nobody else's."""
     save_stock("multimodal", tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
-    content["text_config"]["quantization_config"] = {"quant_method": "fp8"}
+    content["text_config"]["quantization_config"] = {"quant_method": "eetq"}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="'fp8'"):
+    with pytest.raises(ValueError, match="'eetq'"):
         llamoe.LlamoeForCausalLM.from_pretrained(tmp_path)

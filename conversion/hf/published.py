@@ -1,0 +1,130 @@
+"""Weights that other programs have packed as lazy tensors: what they mean, and int4's parts with the same codes.
+
+What the bits mean is said in `modeling.formats.packed`; which tensors belong to which weight, and which layers their
+author left in 16 bits, is found as `from_pretrained` finds it (`modeling.quantization`).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...configuration import QuantizationConfig
+from ...configuration.base import LlamoeBaseConfig
+from ...modeling.formats import Format, Int4, Int8
+from ...modeling.formats.packed import Layout, Unpacked, int4_parts, weight_of
+from ...modeling.moe import Experts
+from ...modeling.quantization import LlamoeQuantizer, by_expert, own_config
+from ...modeling.registration import empty_model
+from ..io import LazyTensor, stack
+
+
+class PublishedMatrix(LazyTensor):
+    """What the packed tensors of a linear layer mean, or of an expert's matrices that stand one above the other."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        matrices: list[dict[str, LazyTensor]],
+        sizes: tuple[int, int],
+        dtype: torch.dtype,
+        is_input_first: bool = False,
+    ):
+        """Make the view.
+
+        Args:
+            layout: of the tensors.
+            matrices: the tensors of each, by kind.
+            sizes: outputs and inputs of each.
+            dtype: in which the matrix is read.
+            is_input_first: whether it is read as `[in, out]`.
+        """
+        shape = (len(matrices) * sizes[0], sizes[1])
+        origin = next(iter(matrices[0].values())).origin
+        super().__init__(shape[::-1] if is_input_first else shape, dtype, origin)
+        self._layout, self._matrices, self._sizes = layout, matrices, sizes
+        self._is_input_first = is_input_first
+
+    def packed_as(self, form: Format) -> list[torch.Tensor] | None:
+        """Return the parts of a format that has the same codes; None for a format that has not."""
+        if isinstance(form, Int8) and getattr(self._layout, "is_by_output", False):
+            unpacked = [self._unpack(each) for each in self._matrices]
+            codes, scales = (torch.cat([each[part] for each in unpacked]) for part in range(2))
+            return [codes, scales[:, 0].bfloat16()]
+        if not (self._layout.is_int4 and isinstance(form, Int4)):
+            return None
+        return int4_parts([*map(self._unpack, self._matrices)], self._layout, form)
+
+    def _unpack(self, tensors: Mapping[str, LazyTensor]) -> Unpacked:
+        return self._layout.unpack({kind: each.read() for kind, each in tensors.items()}, self._sizes)
+
+    def _read(self, start, stop):
+        weights = [weight_of(self._unpack(each), self._layout, self.dtype) for each in self._matrices]
+        matrix = weights[0] if len(weights) == 1 else torch.cat(weights)
+        return (matrix.T if self._is_input_first else matrix)[start:stop]
+
+
+def unpack_published(
+    tensors: Mapping[str, LazyTensor], config: LlamoeBaseConfig, layout: Layout, files: list[Path]
+) -> tuple[dict[str, LazyTensor], list[str], QuantizationConfig]:
+    """View what the tensors of a folder mean that another program has packed.
+
+    Args:
+        tensors: of the files.
+        config: of the model.
+        layout: of the packed matrices.
+        files: of the checkpoint.
+
+    Returns:
+        packed weights by their names in the model, with stacked experts, and plain tensors by their names in the
+        files; names of tensors without effect; and the config of int4 that leaves the same modules in 16 bits.
+
+    Raises:
+        CheckpointError: a packed tensor is missing, or has not the shape that config.json means.
+    """
+    model: Any = empty_model(config)
+    names = set(model.state_dict())
+    quantizer = LlamoeQuantizer(own_config(layout), pre_quantized=True)
+    by_weight = quantizer.read_published(model, map(str, files), layout)
+    dtype = config.dtype if config.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+    found = dict(tensors)
+    unpacked: dict[str, LazyTensor] = {}
+    for weight, layers in by_weight.items():
+        opened = {
+            layer: {kind: found.pop(stored.name) for kind, stored in kinds.items()}
+            for layer, kinds in layers.items()
+        }
+        path, _, name = weight.rpartition(".")
+        module = model.get_submodule(path)
+        if not isinstance(module, Experts):
+            unpacked[weight] = PublishedMatrix(layout, [*opened.values()], module.weight.shape, dtype)
+            continue
+        num_out, num_in = module.sizes_of(name)
+        if name in layout.stacks:
+            [(codes, scales)] = [(kinds[name], kinds[f"{name}_scale"]) for kinds in opened.values()]
+            matrices = [
+                {"weight": codes.row(number).transpose(), "weight_scale": scales.row(number)}
+                for number in range(module.num_experts)
+            ]
+            sizes = num_out, num_in
+            unpacked[weight] = stack(
+                [PublishedMatrix(layout, [kinds], sizes, dtype, is_input_first=True) for kinds in matrices]
+            )
+            continue
+        unpacked[weight] = stack(
+            [
+                PublishedMatrix(layout, kinds, (num_out // len(kinds), num_in), dtype, module.is_transposed)
+                for kinds in by_expert(opened)
+            ]
+        )
+    packed = {layer for layers in by_weight.values() for layer in layers}
+    # Biases of 0, and scales of activations.
+    unused = [
+        name
+        for name in found
+        if name not in names
+        and (name.rpartition(".")[0] in packed or name.endswith((".k_scale", ".v_scale")))
+    ]
+    plain = {name: tensor for name, tensor in found.items() if name not in unused}
+    return plain | unpacked, unused, quantizer.quantization_config

@@ -1,0 +1,130 @@
+"""Weights of 8 bits: numbers of E4M3 or whole ones, times scales. They are read as plain weights.
+
+`weight` `[O, I]` is float8 or int8. A scale is of the whole matrix, of an output, or of a block of outputs and inputs.
+compressed-tensors (`float-quantized`, `int-quantized`) and fbgemm name it `weight_scale`, transformers' `fp8`
+`weight_scale_inv`, though it is multiplied, too. fbgemm stores experts as Llama 4 has them, in stacks.
+
+Shapes: O outputs, I inputs, E experts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from transformers.utils import logging
+
+from ..format import Sizes
+from .layout import Layout, Unpacked, unread
+
+logger = logging.get_logger("llamoe")
+
+_BLOCKS = {"tensor": (0, 0), "channel": (1, 0)}
+
+
+@dataclass(frozen=True)
+class EightBits(Layout):
+    """Weights of 8 bits as compressed-tensors stores them.
+
+    Attributes:
+        block: outputs and inputs that share a scale; 0 for all of them.
+        dtype: what safetensors' name of the numbers' dtype begins with.
+    """
+
+    block: tuple[int, int] = (1, 0)
+    dtype: str = "F8"
+    method = "compressed-tensors"
+    kinds = ("weight", "weight_scale")
+    is_int4: ClassVar[bool] = False
+
+    @classmethod
+    def from_scheme(cls, weights: Mapping[str, Any], activations: Mapping[str, Any] | None) -> "EightBits":
+        """The layout of weights by their scheme in `config_groups`.
+
+        Raises:
+            ConfigurationError: other weights.
+        """
+        strategy, kind = weights.get("strategy"), weights.get("type")
+        block = weights.get("block_structure") if strategy == "block" else _BLOCKS.get(str(strategy))
+        is_known = (
+            kind in ("float", "int") and weights.get("num_bits") == 8 and weights.get("symmetric", True)
+        )
+        if not is_known or not _is_block(block):
+            found = {name: weights.get(name) for name in ("type", "num_bits", "symmetric", "strategy")}
+            raise unread(
+                "config_groups: weights", found, "symmetric 8 bits by 'channel', 'tensor' or 'block'"
+            )
+        if activations:
+            is_dynamic = "dynamic" if activations.get("dynamic") else "static"
+            _warn(f"{activations.get('num_bits')} bits, {is_dynamic}")
+        return cls(None, tuple(block), "F8" if kind == "float" else "I8")
+
+    @property
+    def is_by_output(self) -> bool:
+        """Whether int8 holds codes and scales."""
+        return self.dtype == "I8" and self.block == (1, 0)
+
+    def holds(self, kind: str, dtype: str) -> bool:
+        return kind == self.kinds[1] or kind == "weight" and dtype.startswith(self.dtype)
+
+    def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        scales = tuple(-(-size // each) if each else 1 for size, each in zip(sizes, self.block, strict=True))
+        return {"weight": sizes, self.kinds[1]: scales}
+
+    def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
+        scale = tensors[self.kinds[1]].float().reshape(self.shapes(sizes)[self.kinds[1]])
+        scale = scale.repeat_interleave(self.block[0] or sizes[0], 0)[: sizes[0]]
+        groups = torch.arange(sizes[1]) // self.block[1] if self.block[1] else None
+        return Unpacked(tensors["weight"], scale, torch.zeros_like(scale), groups)
+
+
+class FineGrainedFp8(EightBits):
+    """Weights of 8 bits in transformers' format `fp8`."""
+
+    method = "fp8"
+    kinds = ("weight", "weight_scale_inv")
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Layout:
+        """The layout that a `quantization_config` means.
+
+        Raises:
+            ConfigurationError: blocks that are none.
+        """
+        block = config.get("weight_block_size", (128, 128)) or _BLOCKS["tensor"]
+        if not _is_block(block):
+            raise unread("weight_block_size", block, "a number of outputs and one of inputs")
+        if config.get("expert_dtype", "fp8") != "fp8":
+            raise unread("expert_dtype", config["expert_dtype"], "'fp8'")
+        _warn(f"8 bits, {config.get('activation_scheme', 'dynamic')}")
+        return cls(None, tuple(block))
+
+
+class FbgemmFp8(EightBits):
+    """Weights of 8 bits in the format `fbgemm_fp8`, experts as stacks `[E, I, O]` with a scale for each output."""
+
+    method = "fbgemm_fp8"
+    stacks = ("gate_up_proj", "down_proj")
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Layout:
+        """The layout that a `quantization_config` means."""
+        _warn("8 bits, dynamic")
+        return cls(None)
+
+    def holds(self, kind: str, dtype: str) -> bool:
+        is_stack = kind in self.stacks and dtype.startswith(self.dtype)
+        return is_stack or kind.removesuffix("_scale") in self.stacks or super().holds(kind, dtype)
+
+
+def _is_block(block: Any) -> bool:
+    is_pair = isinstance(block, list | tuple) and len(block) == 2
+    return is_pair and all(type(size) is int and size >= 0 for size in block)
+
+
+def _warn(scheme: str) -> None:
+    logger.warning(
+        "The folder's weights in 8 bits are held in 16, and its scheme for activations (%s) is not applied: logits "
+        "differ from those of programs that do.",
+        scheme,
+    )
