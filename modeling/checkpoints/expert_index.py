@@ -186,8 +186,8 @@ def _check_single(stack: str, experts: Experts, stored: StoredStack) -> None:
         wrong = min(found ^ wanted)
         problem = "is missing" if wrong in wanted else "is one too many"
         raise CheckpointError(
-            f"{first.origin}: {wrong} {problem} beside {first.name}, though num_local_experts in config.json is {count}. "
-            "Download or copy the checkpoint again."
+            f"{first.origin}: {wrong} {problem} beside {first.name}, though num_local_experts in config.json is "
+            f"{count}. Download or copy the checkpoint again."
         )
     for kinds in stored.single.values():
         tensor = kinds[WEIGHT]
