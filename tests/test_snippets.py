@@ -24,8 +24,10 @@ from safetensors.torch import load_file
 from support import programs
 from support.conversions import META_LLAMA_2
 from support.documents import NOT_RUN, PAGES, ROOT, blocks
+from support.gguf_files import write_gguf
 from support.mistral_folders import MistralCase
 from support.models import draw
+from support.published import publish
 from support.served import Server, free_port
 from support.tokenizer_files import sentencepiece_model, some_lines
 from support.towers import open_clip_config, open_clip_tower, randomize, visual_state, write_open_clip
@@ -105,6 +107,8 @@ STAND_INS = {
     "llama-2-7b-hf": write_llama,
     "mistral-7b-v0.3": write_mistral,
     "mixtral-8x7b": write_mixtral,
+    "mixtral-8x7b-awq": lambda folder: publish(folder, "mixtral", "awq"),
+    "mixtral.Q4_0.gguf": lambda file: write_gguf(file, "mixtral", "Q4_0"),
     "scout": lambda folder: shutil.copytree(ROOT / "examples/llamoe-tiny", folder),
     "metaclip-l14": write_metaclip,
 }

@@ -14,8 +14,8 @@ from ...configuration import QuantizationConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...modeling.formats import Format, Int4, Int8
 from ...modeling.formats.packed import Layout, Unpacked, int4_parts, weight_of
-from ...modeling.moe import PLACES, Experts
-from ...modeling.quantization import LlamoeQuantizer, own_config
+from ...modeling.moe import Experts
+from ...modeling.quantization import LlamoeQuantizer, by_expert, own_config
 from ...modeling.registration import empty_model
 from ..io import LazyTensor, stack
 
@@ -112,20 +112,10 @@ def unpack_published(
                 [PublishedMatrix(layout, [kinds], sizes, dtype, is_input_first=True) for kinds in matrices]
             )
             continue
-        experts: dict[int, dict[int, dict[str, LazyTensor]]] = {}
-        for layer, kinds in opened.items():
-            number, part = layer.split(".")[-2:]
-            experts.setdefault(int(number), {})[PLACES[part][1]] = kinds
         unpacked[weight] = stack(
             [
-                PublishedMatrix(
-                    layout,
-                    [kinds for _, kinds in sorted(experts[number].items())],
-                    (num_out // len(experts[number]), num_in),
-                    dtype,
-                    module.is_transposed,
-                )
-                for number in sorted(experts)
+                PublishedMatrix(layout, kinds, (num_out // len(kinds), num_in), dtype, module.is_transposed)
+                for kinds in by_expert(opened)
             ]
         )
     packed = {layer for layers in by_weight.values() for layer in layers}

@@ -28,6 +28,8 @@ class _Loading:
     activations: str | None = None
     # How another program has packed the weights (`formats.packed.Layout`).
     layout: Any = None
+    # And which tensors those are (`quantization.Matrices`).
+    matrices: Any = None
 
 
 _current: ContextVar[_Loading | None] = ContextVar("llamoe_loading", default=None)

@@ -17,10 +17,10 @@ from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enable
 
 from ...configuration.sizes import bytes_of
 from ..checkpoints import current_loading, device_of, names_in_model
-from ..moe import Experts
+from ..moe import STACKS, Experts
 from .budget import bytes_of_expert, default_size
 from .experts import OffloadedExperts, offloaded_in
-from .pieces import find_pieces
+from .pieces import find_packed_pieces, find_pieces
 from .store import Store
 
 ALL = "experts"
@@ -121,15 +121,19 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
             "save_pretrained, and load that."
         )
     taken: dict[str, Any] = {name: layers[name] for name in chosen}
-    if current_loading().layout is not None:
+    layout, matrices = current_loading().layout, current_loading().matrices or {}
+    if layout is not None and getattr(layout, "stacks", ()):
         raise ValueError(
-            f"{next(iter(taken))} is packed by another program, and experts on disk or in RAM are read from llamoe's "
-            "own formats: write a folder by `llamoe quantize FOLDER TARGET --to int4`, and load that."
+            f"{next(iter(taken))} is packed as a whole stack by another program, and is not read from disk or RAM: "
+            "write a folder by `llamoe quantize FOLDER TARGET --to int4`, and load that."
         )
     # The files are needed as long as the model is, wherever the process may go.
-    stored = find_pieces(
-        taken, map(os.path.abspath, files), names_in_model(model, load_config.weight_mapping)
-    )
+    files = [os.path.abspath(file) for file in files]
+    packed = {name: experts for name, experts in taken.items() if f"{name}.{STACKS[0]}" in matrices}
+    plain = {name: experts for name, experts in taken.items() if name not in packed}
+    stored = find_packed_pieces(packed, files, matrices, layout)
+    if plain:
+        stored |= find_pieces(plain, files, names_in_model(model, load_config.weight_mapping))
     ignored = set(model._keys_to_ignore_on_load_unexpected or ())
     for name, place in chosen.items():
         model.set_submodule(name, OffloadedExperts(taken[name], name, place, stored[name]))

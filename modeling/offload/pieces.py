@@ -3,7 +3,8 @@
 A stack is one tensor, of which an expert is a slice; or each expert's gate, up and down are tensors of their own,
 `[out, in]`. A packed stack has several parts, each with an axis for experts in front; bitsandbytes' have another axis
 for gate and up, which files have by themselves. Either way, a matrix is one or more pieces of contiguous bytes, and
-nothing but a transposition or a cast lies between a file and memory.
+nothing but a transposition or a cast lies between a file and memory; what other programs have packed is read whole,
+and packed as int4 is (`Unpack`).
 """
 
 import math
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...configuration.errors import CheckpointError
 from ...configuration.json_files import FileStamp, stamp_of
 from ..checkpoints import (
     DTYPES,
@@ -25,8 +27,9 @@ from ..checkpoints import (
     shape_of_one,
     suffixes_in_files,
 )
-from ..moe import Experts
-from ..quantization import parts_in_files
+from ..formats import Parts
+from ..moe import PARTS_OF_STACKS, STACKS, Experts
+from ..quantization import Matrices, by_expert, parts_in_files
 
 
 class Piece(NamedTuple):
@@ -61,16 +64,92 @@ class StoredLayer(NamedTuple):
     """Where the experts of one layer are.
 
     Attributes:
-        pieces: of each stack, for each expert, its pieces.
+        pieces: of each stack, for each expert, its pieces; where `unpack` is given, the tensors that it takes.
         numbers: of each stack, for each expert, by the number of a part what no piece has of it.
         whole: each part of the stacks that is one tensor, in the model's dtype, to its file and its name there.
         files: all files of the checkpoint, and what they were before their headers were read.
+        unpack: by stack, what makes the parts of a matrix of an expert's tensors that another program has packed.
     """
 
     pieces: dict[str, list[list[Piece]]]
     numbers: dict[str, list[dict[int, torch.Tensor]]]
     whole: dict[str, tuple[str, str]]
     files: dict[str, FileStamp]
+    unpack: Mapping[str, "Unpack"] = {}
+
+
+class Unpack(NamedTuple):
+    """Makes the parts of one expert's matrix of the tensors that another program has packed.
+
+    Attributes:
+        experts: with the format of the parts.
+        stack: name.
+        layout: of the tensors.
+        kinds: of each linear layer, gate before up, the kinds of its tensors, in their order.
+    """
+
+    experts: Any
+    stack: str
+    layout: Any
+    kinds: list[list[str]]
+
+    def __call__(self, tensors: Iterable[torch.Tensor]) -> Parts:
+        """Make the parts as they lie in memory."""
+        tensors, sizes = iter(tensors), shape_of_one(self.experts, self.stack)
+        matrices = [{kind: next(tensors) for kind in kinds} for kinds in self.kinds]
+        if self.experts.is_packed:
+            return self.layout.parts_of(matrices, sizes, self.experts.formats[self.stack])
+        matrix = torch.cat([self.layout.weight_of(each, sizes) for each in matrices])
+        return [matrix.T if self.experts.is_transposed else matrix]
+
+
+def find_packed_pieces(
+    layers: Mapping[str, Experts], files: Iterable[str], matrices: Matrices, layout: Any
+) -> dict[str, StoredLayer]:
+    """Find the experts of these layers where another program has packed their matrices as linear layers.
+
+    Args:
+        layers: names in the model, and empty experts as they are in memory.
+        files: all safetensors files of the checkpoint.
+        matrices: the tensors that are packed.
+        layout: of them.
+
+    Raises:
+        CheckpointError: an expert is missing.
+    """
+    stamps = {str(file): stamp_of(os.stat(file)) for file in files}
+    result = {}
+    for layer, experts in layers.items():
+        pieces, unpack = {}, {}
+        for stack in STACKS:
+            linears = matrices.get(f"{layer}.{stack}", {})
+            found = by_expert(linears)
+            wanted = len(PARTS_OF_STACKS[experts.is_transposed][stack])
+            if [*map(len, found)] != [wanted] * experts.num_experts:
+                raise CheckpointError(
+                    f"{next(iter(files))}: {len(linears)} matrices of {layer}.{stack} are packed, where config.json "
+                    f"means {experts.num_experts} experts. Download or copy the checkpoint again."
+                )
+            pieces[stack] = [
+                [
+                    Piece(
+                        os.path.abspath(tensor.origin),
+                        tensor.content.begin,
+                        tensor.shape,
+                        DTYPES[tensor.dtype],
+                        0,
+                        None,
+                        False,
+                    )
+                    for kinds in linears_of_one
+                    for tensor in kinds.values()
+                ]
+                for linears_of_one in found
+            ]
+            unpack[stack] = Unpack(experts, stack, layout, [[*kinds] for kinds in found[0]])
+        numbers = {stack: [{} for _ in range(experts.num_experts)] for stack in STACKS}
+        result[layer] = StoredLayer(pieces, numbers, {}, stamps, unpack)
+    return result
 
 
 def find_pieces(

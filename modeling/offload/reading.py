@@ -6,13 +6,14 @@ time of change: what is read is never half of one version and half of another.
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import torch
 
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import stamp_of
+from ..formats import Parts
 from .memory import BLOCK, LEAST_BYTES_OF_DIRECT, open_direct, pages
 from .pieces import Piece, StoredLayer
 
@@ -138,6 +139,40 @@ class Reader:
                 raise closed(what) from error
             raise
         return Reading(jobs, what)
+
+    def start_unpacking(
+        self,
+        pieces: Sequence[Piece],
+        unpack: Callable[[list[torch.Tensor]], Parts],
+        targets: Parts,
+        what: str,
+        count: Callable[[int], None],
+    ) -> "Reading":
+        """Begin to read tensors and to put what a function makes of them into targets; otherwise as `start`."""
+        try:
+            return Reading([self._pool.submit(self._unpack, pieces, unpack, targets, what, count)], what)
+        except BaseException as error:
+            if self.is_closed:
+                raise closed(what) from error
+            raise
+
+    @torch.no_grad()
+    def _unpack(
+        self,
+        pieces: Sequence[Piece],
+        unpack: Callable[[list[torch.Tensor]], Parts],
+        targets: Parts,
+        what: str,
+        count: Callable[[int], None],
+    ) -> None:
+        tensors = []
+        for piece in pieces:
+            tensors.append(torch.empty(piece.shape, dtype=piece.dtype))
+            self._read(
+                self.files[piece.path], what, count, piece.begin, piece.nbytes, tensors[-1], piece.dtype
+            )
+        for target, part in zip(targets, unpack(tensors), strict=True):
+            target.copy_(part)
 
     def _read(
         self,

@@ -276,6 +276,15 @@ class Store:
     ) -> Reading:
         """Begin to read a matrix: to its parts, or to the whole blocks of a slot that hold them."""
         pieces, stored = [], self.stored[layer]
+        what = f"expert {expert} of {layer}"
+
+        def count(nbytes: int) -> None:
+            self._count(layer, bytes_read=nbytes)
+
+        if stored.unpack:
+            return self.reader.start_unpacking(
+                stored.pieces[stack][expert], stored.unpack[stack], parts, what, count
+            )
         for part, numbers in stored.numbers[stack][expert].items():
             parts[part].copy_(numbers)
         for piece in stored.pieces[stack][expert]:
@@ -285,6 +294,4 @@ class Store:
             elif piece.rows is not None:
                 target = (target.T if self.layers[layer].is_transposed else target)[piece.rows]
             pieces.append((piece, target, blocks.get(piece.part)))
-        return self.reader.start(
-            pieces, f"expert {expert} of {layer}", lambda count: self._count(layer, bytes_read=count)
-        )
+        return self.reader.start(pieces, what, count)

@@ -7,7 +7,7 @@ Layers that int4 does not hold, such as heads and routers, get the weight that t
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -22,7 +22,7 @@ from ...configuration.quantization import QuantizationConfig
 from ..checkpoints import Stored, headers_of, shape_of_one
 from ..formats import Int4
 from ..formats.packed import LAYOUTS, Layout
-from ..moe import Experts
+from ..moe import PLACES, Experts
 
 logger = logging.get_logger("llamoe")
 
@@ -51,8 +51,18 @@ def own_config(layout: Layout) -> QuantizationConfig:
     return QuantizationConfig("int4", layout.group_size or 128)
 
 
+Kinds = TypeVar("Kinds")
 Matrices = dict[str, dict[str, dict[str, Stored]]]
 """By a weight's name in the model, and by the names of its linear layers in files, the tensors by kind."""
+
+
+def by_expert(layers: Mapping[str, Kinds]) -> list[list[Kinds]]:
+    """List the tensors of a stack's linear layers for each expert, gate before up."""
+    experts: dict[int, dict[int, Kinds]] = {}
+    for layer, kinds in layers.items():
+        number, part = layer.split(".")[-2:]
+        experts.setdefault(int(number), {})[PLACES[part][1]] = kinds
+    return [[kinds for _, kinds in sorted(experts[number].items())] for number in sorted(experts)]
 
 
 def find_packed(
@@ -129,7 +139,8 @@ def _check_matrices(model: nn.Module, weight: str, layers: Mapping[str, Any], la
                     "quantization_config's groups, are not those of the weights."
                 )
             # Codes of other sizes would be cut at other bits, and whole numbers are no scales.
-            if not re.fullmatch(r"B?F\d+" if "scale" in kind else r"I32|I8|F8_\w+", stored.dtype):
+            codes = r"I32" if layout.is_int4 else r"I8|F8_\w+"
+            if not re.fullmatch(r"B?F\d+" if "scale" in kind else codes, stored.dtype):
                 raise CheckpointError(
                     f"{stored} has dtype {stored.dtype}, which this layout does not. {_REMEDY}"
                 )

@@ -127,6 +127,7 @@ class LlamoeQuantizer(PackedQuantizer):
         candidates = dict(self._candidates(model))
         if layout := current_loading().layout:
             matrices = self.read_published(model, kwargs.get("checkpoint_files") or (), layout)
+            current_loading().matrices = matrices
             if not layout.is_int4:
                 # The model is plain then: transformers takes its config and quantizer away.
                 config.dequantize = True  # pyright: ignore[reportAttributeAccessIssue]

@@ -494,37 +494,6 @@ def check_blocks(blocks, calls, top_k):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("family", "kind", "side", "attention"),
-    [
-        ("dense", "gqa", "left", "sdpa"),
-        ("dense", "gqa", "right", "eager"),
-        ("llama4", "moe-every", "left", "sdpa"),
-        ("llama4", "moe-every", "left", "eager"),
-        ("llama4", "moe-every", "right", "sdpa"),
-        ("llama4", "no-chunks", "left", "sdpa"),
-        ("llama4", "no-tuning", "left", "sdpa"),
-        ("llama4", "no-tuning", "right", "eager"),
-    ],
-)
-def test_padding(family, kind, side, attention, pairs):
-    stock, ours, _ = pairs(family, kind, attention)
-    mask = torch.ones(3, LENGTH, dtype=torch.long)
-    mask[1, :5], mask[2, :21] = 0, 0  # 21 is more than a chunk
-    mask = mask if side == "left" else mask.flip(-1)
-    given = ours(ids(rows=3), attention_mask=mask).logits
-    if kind in ("moe-every", "no-chunks") and side == "left":
-        # Stock's temperature counts the padding, so the truth is each row alone.
-        expected = torch.zeros_like(given)
-        for i, row in enumerate(ids(rows=3)):
-            expected[i, mask[i].bool()] = stock(row[mask[i].bool()][None]).logits[0]
-    else:
-        # Stock numbers padding too; a common offset of all positions of a row changes no score.
-        expected = stock(ids(rows=3), attention_mask=mask).logits
-    assert max_abs(given[mask.bool()], expected[mask.bool()]) <= 1e-4
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
     ("name", "attention"),
     [("text-only", "sdpa"), ("several-tiles", "eager"), ("rows-without-an-image", "sdpa")],
 )

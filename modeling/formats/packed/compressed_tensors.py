@@ -41,6 +41,9 @@ class CompressedTensors(Layout):
         if not schemes or any(scheme != schemes[0] for scheme in schemes):
             raise unread("config_groups", sorted(config.get("config_groups") or ()), "one kind of weights")
         scheme = schemes[0] or {}
+        # Rows are rotated on their way, or layers would compute with others' bases.
+        if transforms := (config.get("transform_config") or {}).get("config_groups"):
+            raise unread("transform_config", sorted(transforms), "a model without transforms")
         formats = {group.get("format") or config.get("format") for group in groups}
         if formats <= {"float-quantized", "int-quantized"}:
             return EightBits.from_scheme(scheme, groups[0].get("input_activations"))

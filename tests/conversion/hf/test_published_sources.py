@@ -185,16 +185,6 @@ def test_inspecting_says_what_is_packed(tmp_path):
     assert set(inspect(published.path).needs) == {"bfloat16", "int8", "int4"}
 
 
-def test_experts_on_disk_of_what_quantize_writes(tmp_path):
-    """The command that a refusal names does what it says."""
-    published = publish(tmp_path / "published", "mixtral", "awq")
-    with pytest.raises(ValueError, match="llamoe quantize FOLDER TARGET --to int4"):
-        OURS["mixtral"].from_pretrained(published.path, device_map={"experts": "disk"})
-    quantize(published.path, tmp_path / "packed", to="int4")
-    model = OURS["mixtral"].from_pretrained(tmp_path / "packed", device_map={"experts": "disk"})
-    assert torch.equal(logits(model), logits(OURS["mixtral"].from_pretrained(published.path)))
-
-
 def test_a_block_is_a_matrix_or_an_expert(tmp_path):
     tensors = open_checkpoint(publish(tmp_path, "mixtral", "asymmetric").path).tensors
     experts = tensors["model.layers.1.mlp.experts.gate_up_proj"]
@@ -211,7 +201,14 @@ LAYER = "model.layers.0.self_attn.k_proj"
         (lambda t: t.pop(f"{LAYER}.qzeros"), {}, rf"model\.safetensors: .*{LAYER}.qzeros is missing"),
         (lambda t: t[f"{LAYER}.bias"].add_(1), {}, rf"{LAYER}.bias is not 0"),
         (lambda t: t[f"{LAYER}.scales"].fill_(torch.inf), {}, rf"{LAYER}.*NaN or infinity"),
+        (lambda t: t.pop("model.layers.1.block_sparse_moe.experts.1.w1.scales"), {}, r"w1.scales is missing"),
+        (
+            lambda t: t.update({f"{LAYER}.qweight": t[f"{LAYER}.qweight"][1:]}),
+            {},
+            rf"{LAYER}.qweight has shape",
+        ),
         (lambda t: None, {"bits": 3}, r"config\.json: quantization_config\.bits is 3"),
+        (lambda t: None, {"dynamic": {"+:.*w1": {"bits": 8}}}, r"quantization_config\.dynamic"),
         (
             lambda t: None,
             {"quant_method": "hqq"},
@@ -228,3 +225,16 @@ def test_what_is_missing_or_not_read_leaves_nothing(write, change, fields, says,
     with pytest.raises(ValueError, match=says) as caught:
         write(published.path, tmp_path / "target")
     assert "\n" not in str(caught.value) and not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "awq", "float8", "fp8"])
+def test_a_file_cut_short_is_named(kind, tmp_path):
+    file = (
+        publish(tmp_path / "published", "llama4", kind, None if kind in EIGHT_BITS else 32).path
+        / "model.safetensors"
+    )
+    file.write_bytes(file.read_bytes()[:-100])
+    for read in (inspect, partial(convert, target=tmp_path / "target"), OURS["llama4"].from_pretrained):
+        with pytest.raises(ValueError, match=r"model\.safetensors: ") as caught:
+            read(tmp_path / "published")
+        assert "\n" not in str(caught.value) and not (tmp_path / "target").exists()

@@ -3,10 +3,11 @@
 import itertools
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
-from support.few_bits import CLOSE, codes_and_scales, distance, logits
+from support.few_bits import CLOSE, codes_and_scales, distance, logits, token_ids
 from support.published import EIGHT_BITS, KINDS, OURS, STOCK, Published, publish, weight_of
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from transformers.utils.logging import warning_once
@@ -242,13 +243,52 @@ def test_other_schemes_are_refused(tmp_path):
         load(publish(tmp_path, "mixtral", "gptq", bits=3), "mixtral")
 
 
-def test_experts_on_disk_are_read_from_int4_alone(tmp_path):
-    published = publish(tmp_path / "published", "mixtral", "awq")
-    with pytest.raises(ValueError, match="llamoe quantize"):
+@pytest.mark.parametrize("kind", [*KINDS, "float8", "fp8"])
+@pytest.mark.parametrize("family", ["mixtral", "llama4"])
+def test_experts_on_disk_compute_and_train_as_in_memory(family, kind, tmp_path):
+    """They are read from the published files themselves."""
+    from peft import get_peft_model
+
+    published = publish(tmp_path / "published", family, kind, None if kind in EIGHT_BITS else 32)
+    options = {} if kind in EIGHT_BITS else {"quantization_config": FLOAT}
+    whole = OURS[family].from_pretrained(published.path, **options)
+    model = OURS[family].from_pretrained(published.path, device_map={"experts": "disk"}, **options)
+    counts = model.experts_statistics()
+    assert len(counts) == (2 if family == "mixtral" else 1)
+    assert torch.equal(logits(model), logits(whole))
+    assert all(layer["misses"] and layer["bytes_read"] for layer in model.experts_statistics().values())
+    ids = token_ids()
+    assert torch.equal(*(each.generate(ids, max_new_tokens=4, do_sample=False) for each in (model, whole)))
+    losses = []
+    for each in (model, whole):
+        torch.manual_seed(7)
+        adapted = get_peft_model(each, llamoe.lora_config(each, r=3))
+        loss = adapted(ids, labels=ids).loss
+        loss.backward()
+        gradients = [p.grad for p in adapted.parameters() if p.requires_grad]
+        losses.append((loss.detach(), *gradients))
+    assert all(torch.equal(*pair) for pair in zip(*losses, strict=True))
+    with pytest.raises(ValueError, match="Copy the folder"):
+        OURS[family].from_pretrained(published.path, device_map={"experts": "disk"}).save_pretrained(
+            tmp_path / "saved"
+        )
+
+
+def test_experts_on_disk_that_their_author_left_in_16_bits_are_read_beside_packed_ones(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    published = publish(Path("published"), "mixtral", "gptq", kept=["layers.1.block"])
+    model = load(published, "mixtral", device_map={"experts": "disk"})
+    assert torch.equal(logits(model), logits(load(published, "mixtral")))
+    assert len(model.experts_statistics()) == 2
+
+
+def test_an_expert_on_disk_that_is_missing_is_named(tmp_path):
+    published = publish(tmp_path, "mixtral", "awq")
+    edit(published, lambda t: [t.pop(f"{EXPERT}.{kind}") for kind in ("qweight", "qzeros", "scales")])
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: 5 matrices of .*gate_up_proj.* 3 experts"
+    ):
         load(published, "mixtral", device_map={"experts": "disk"})
-    load(published, "mixtral").save_pretrained(tmp_path / "saved")
-    model = OURS["mixtral"].from_pretrained(tmp_path / "saved", device_map={"experts": "disk"})
-    assert torch.equal(logits(model), logits(OURS["mixtral"].from_pretrained(tmp_path / "saved")))
 
 
 def test_no_weight_is_made_in_16_or_32_bits_on_its_way(tmp_path, monkeypatch):
