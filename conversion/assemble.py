@@ -27,10 +27,10 @@ from ..configuration import (
 )
 from ..configuration.sizes import count_of
 from .checkpoint import Checkpoint, Report, expected_shapes, take_part
-from .clip import CLIP_MEAN, CLIP_STD, PROCESSOR, normalization, open_tower, read_processor, resize
+from .clip import CLIP_MEAN, CLIP_STD, PROCESSOR, normalization, read_processor, resize
 from .hf import save_hf
 from .io import LazyTensor, Progress, WriteOptions, check_apart
-from .open import family_of, open_checkpoint, open_source
+from .open import family_of, open_source, open_tower
 from .tokenizers import Vocabulary, extend_vocabulary, processor_files
 from .upcycle import as_text_model, fresh, zeros
 
@@ -83,7 +83,7 @@ def assemble(
     count_of("max_tiles", max_tiles)
     check_apart(Path(vision), Path(target))
     decoder = _open_decoder(text, target, resume)
-    tower = _open_tower(vision, model)
+    tower = open_tower(vision, model=model)
     if image_size is not None:
         tower = resize(tower, image_size)
     tower = _with_adapter(tower, decoder.config.hidden_size)
@@ -130,18 +130,6 @@ def _open_decoder(text: str | Path, target: str | Path, resume: bool) -> Checkpo
     return checkpoint
 
 
-def _open_tower(vision: str | Path, model: str | None) -> Checkpoint:
-    """Open a tower; of Meta's multimodal models the tower alone, as `open_tower` does for Hugging Face's."""
-    if not (Path(vision) / "params.json").is_file():
-        return open_tower(vision, model=model)
-    whole = open_checkpoint(vision)
-    if not isinstance(whole.config, LlamoeConfig):
-        raise ValueError(
-            f"assemble: {vision} is {family_of(whole.config)}; a vision tower was expected there."
-        )
-    return replace(take_part(whole, "vision_config", "not part of the tower"), companions={})
-
-
 def _with_adapter(tower: Checkpoint, hidden_size: int) -> Checkpoint:
     """Add an adapter to a tower's configuration, and drop the projection, which a decoder does not use.
 
@@ -150,14 +138,6 @@ def _with_adapter(tower: Checkpoint, hidden_size: int) -> Checkpoint:
     config = copy.deepcopy(tower.config)
     assert isinstance(config, LlamoeVisionConfig)
     if not config.use_adapter:
-        if config.grid_size % 2:
-            sizes = [
-                side * config.patch_size for side in (config.grid_size - 1, config.grid_size + 1) if side
-            ]
-            raise ValueError(
-                f"assemble: the tower's grid of {config.grid_size} by {config.grid_size} patches is odd, so that two "
-                f"by two patches do not merge; give image_size = {' or '.join(map(str, sizes))}."
-            )
         config.projector_input_dim = config.projector_output_dim = hidden_size
         config.pixel_shuffle_ratio = 0.5
     config.vision_output_dim = config.projector_output_dim

@@ -58,7 +58,7 @@ def convert(
             `rope_type` it replaces the source's scaling, without one it changes only the entries that it names.
             `{"rope_type": "default"}` takes a scaling away. The base `rope_theta` stays unless it is given.
         layout, dtype, shard_size, resume, dry_run, progress: as in `WriteOptions`;
-            only "hf" has `shard_size` and `layout`.
+            "meta" has neither `shard_size` nor `layout`.
 
     Raises:
         ValueError: bad options, a target in use, a damaged or unknown source, or weights that are not finite; no file
@@ -68,12 +68,6 @@ def convert(
     if to not in ("hf", "meta"):
         raise ValueError(f"to = {to!r}: valid are 'hf' and 'meta'.")
     options = WriteOptions(layout, dtype, shard_size, resume, dry_run, progress)
-    unused = {"shards": (shards, None)}
-    if to == "meta":
-        unused = {"experts": (experts, "fused"), "shard_size": (shard_size, "5GB"), "layout": (layout, None)}
-    for name, (value, default) in unused.items():
-        if value != default:
-            raise ValueError(f"{name} = {value!r}: has no meaning for to = {to!r}.")
     checkpoint = open_source(source, target, resume, instruct=instruct, may_be_packed=True)
     if checkpoint.kind in ("open_clip", "clip"):
         raise ValueError(f"{source}: is a vision tower; convert it with `llamoe vision` (convert_vision).")

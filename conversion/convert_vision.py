@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from .checkpoint import Report
-from .clip import open_tower, resize
+from .clip import resize
 from .hf import save_hf
 from .io import Progress, WriteOptions, check_apart, check_target
+from .open import open_tower
 
 
 def convert_vision(

@@ -15,8 +15,6 @@ from typing import Any
 from ..configuration import (
     PRESETS,
     LlamoeConfig,
-    LlamoeMixtralConfig,
-    LlamoeTextConfig,
     LlamoeVisionConfig,
     QuantizationConfig,
     cache_bytes,
@@ -44,6 +42,15 @@ from .hf import in_words, read_config
 from .io import LazyTensor
 from .open import family_of, open_checkpoint
 
+# Fields that are shown where a configuration has them.
+_SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "intermediate_size_mlp", "num_local_experts", "num_experts_per_tok", "interleave_moe_layer_step", "vocab_size",
+    "max_position_embeddings", "tie_word_embeddings", "sliding_window", "attention_chunk_size",
+    "no_rope_layer_interval", "hidden_act", "image_size", "patch_size", "tokens_per_tile", "projection_dim",
+    "projector_output_dim",
+)  # fmt: skip
+_OF_EXPERTS = ("num_local_experts", "num_experts_per_tok", "interleave_moe_layer_step")
 # Names of weight files, and of the indexes of several.
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pth|pt)(\.index\.json)?$")
 
@@ -287,32 +294,24 @@ def _sizes_of(config: LlamoeBaseConfig) -> dict[str, Any]:
     if isinstance(config, LlamoeConfig):
         tower = {f"vision {name}": value for name, value in _sizes_of(config.vision_config).items()}
         return {**_sizes_of(config.text_config), **tower}
+    sizes = {name: value for name in _SIZES if (value := getattr(config, name, None)) is not None}
     if isinstance(config, LlamoeVisionConfig):
-        names = ["hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size"]
-        names += ["image_size", "patch_size", "tokens_per_tile", "hidden_act", "projection_dim"]
-        names += ["projector_output_dim"] if config.use_adapter else []
-        return {name: value for name in names if (value := getattr(config, name)) is not None}
-    names = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
-    names += ["intermediate_size"]
-    sizes: dict[str, Any] = {}
-    if isinstance(config, LlamoeMixtralConfig):
-        names += ["num_local_experts", "num_experts_per_tok"]
-    if isinstance(config, LlamoeTextConfig):
-        names += ["intermediate_size_mlp"]
-        if config.moe_layers:
-            names += ["num_local_experts", "num_experts_per_tok"]
-            sizes["layers with experts"] = len(config.moe_layers)
-            sizes["interleave_moe_layer_step"] = config.interleave_moe_layer_step
-        sizes["layers without rotation"] = config.no_rope_layers.count(0)
-        sizes["no_rope_layer_interval"] = config.no_rope_layer_interval
-        sizes["attention_chunk_size"] = config.attention_chunk_size
-    elif config.layer_types or config.sliding_window:
-        sizes["sliding_window"] = config.sliding_window
-        sizes["layers with a window"] = config.attention_types().count("sliding_attention")
-    names += ["vocab_size"]
-    head = {name: getattr(config, name) for name in names}
-    tail = {name: getattr(config, name) for name in ("max_position_embeddings", "tie_word_embeddings")}
-    return {**head, **sizes, **tail, "rope": _rope(config.rope_parameters)}
+        if not config.use_adapter:
+            del sizes["projector_output_dim"]
+        return sizes
+    plans = [config.layer_plan(layer_idx) for layer_idx in range(config.num_hidden_layers)]
+    if not any(plan.is_moe for plan in plans):
+        sizes = {name: value for name, value in sizes.items() if name not in _OF_EXPERTS}
+    counts = {
+        "layers with experts": sum(plan.is_moe for plan in plans),
+        "layers without rotation": sum(not plan.use_rope for plan in plans),
+        "layers with a window": sum(plan.attention_type == "sliding_attention" for plan in plans),
+    }
+    return {
+        **sizes,
+        **{name: count for name, count in counts.items() if count},
+        "rope": _rope(config.rope_parameters),
+    }
 
 
 def _rope(parameters: dict | None) -> str:

@@ -1,14 +1,21 @@
 """Opens a checkpoint of any format; the format is recognised by its files."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
-from ..configuration import LlamoeConfig, LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig
+from ..configuration import (
+    LlamoeConfig,
+    LlamoeDenseConfig,
+    LlamoeMixtralConfig,
+    LlamoeTextConfig,
+    LlamoeVisionConfig,
+)
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.errors import CheckpointError
 from ..modeling.checkpoints import find_weights
-from .checkpoint import Checkpoint, check_source
-from .clip import open_tower, tower_kind
+from .checkpoint import Checkpoint, check_source, take_part
+from .clip import open_clip, open_open_clip, tower_companions, tower_kind
 from .gguf import is_gguf, open_gguf
 from .hf import in_words, open_hf
 from .io import check_apart, check_target
@@ -17,7 +24,11 @@ from .mistral import is_mistral, open_mistral
 
 
 def open_checkpoint(
-    path: str | os.PathLike, *, companions: bool = True, instruct: bool | None = None
+    path: str | os.PathLike,
+    *,
+    companions: bool = True,
+    instruct: bool | None = None,
+    model: str | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any format that llamoe supports.
 
@@ -29,25 +40,30 @@ def open_checkpoint(
         companions: whether to read the tokenizer and related files; converting Meta's takes seconds.
         instruct: for Meta's and Mistral AI's folders, whether the model was tuned for conversations; None goes by the
             folder's name.
+        model: for open_clip, the architecture's name, as in `convert_vision`.
 
     Raises:
         CheckpointError: the path does not exist, has another format, is damaged, or is an unfinished target.
+        ValueError: a model is given for a checkpoint that describes itself, or is missing.
     """
     path = Path(path)
     check_source(path)
     if is_gguf(path):
         return open_gguf(path, companions=companions)
-    if path.is_file():
-        return open_tower(path)
+    # Before config.json: timm's folders have one of their own.
+    kind = tower_kind(path)
+    if kind == "open_clip":
+        return open_open_clip(path, model)
+    if model is not None:
+        raise ValueError(f"model = {model!r}: {path} is not an open_clip checkpoint, and describes itself.")
     if is_mistral(path):
         # Mistral AI's repositories have Hugging Face's files, too.
         if not (path / "config.json").is_file() or find_weights(path) is None:
             return open_mistral(path, companions=companions, instruct=instruct)
     elif (path / "params.json").is_file() or any(path.glob("consolidated*.pth")):
         return open_meta(path, companions=companions, instruct=instruct)
-    # Before config.json: timm's folders have one of their own.
-    if tower_kind(path) in ("open_clip", "clip"):
-        return open_tower(path)
+    if kind == "clip":
+        return open_clip(path)
     if (path / "config.json").is_file():
         return open_hf(path, companions=companions)
     raise CheckpointError(
@@ -55,6 +71,25 @@ def open_checkpoint(
         "consolidated.safetensors (Mistral AI), config.json (Hugging Face), open_clip_model.safetensors, "
         "a file of GGUF (llama.cpp)."
     )
+
+
+def open_tower(path: str | os.PathLike, *, model: str | None = None) -> Checkpoint:
+    """Open a vision tower of any format, or that of a multimodal model; for the arguments see `convert_vision`.
+
+    Its companions hold preprocessor_config.json where the source states how pictures are prepared, or is of open_clip,
+    which has defaults for it.
+
+    Raises:
+        CheckpointError: beside the reasons of `open_checkpoint`, there is no tower.
+    """
+    tower = open_checkpoint(path, companions=False, model=model)
+    if isinstance(tower.config, LlamoeConfig):
+        tower = take_part(tower, "vision_config", "not part of the tower")
+        tower.config.architectures = ["LlamoeVisionModel"]
+    if not isinstance(tower.config, LlamoeVisionConfig):
+        raise CheckpointError(f"{path}: is no vision tower, but {family_of(tower.config)}.")
+    own = tower.companions if tower.kind in ("open_clip", "clip") else tower_companions(Path(path))
+    return replace(tower, companions=own)
 
 
 def open_source(

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from ..configuration import LlamoeVisionConfig, QuantizationConfig
-from ..configuration.errors import ConfigurationError
+from ..configuration import QuantizationConfig
 from ..configuration.quantization import WEIGHTS
 from .checkpoint import Checkpoint, Report
 from .hf import save_hf
 from .io import Progress, WriteOptions
-from .open import check_unpacked, family_of, open_source
+from .open import check_unpacked, open_source
 
 
 def quantize(
@@ -48,7 +47,7 @@ def quantize(
         experts: whether routed experts are quantized.
         linears: whether linear layers of the decoder are quantized.
         search: whether scales are searched that minimise the squared error, which takes longer.
-        keep: names of more modules that stay in 16 bit, or the ends of their names.
+        keep: names of more modules that stay in 16 bit, or the ends of their names (`modules_to_not_convert`).
         instruct: as in `convert`.
         shard_size, resume, dry_run, progress: as in `WriteOptions`.
 
@@ -76,17 +75,9 @@ def quantize(
             )
         quantization.group_size = stored
     quantization.modules_to_not_convert = [*dict.fromkeys([*(names or ()), *checkpoint.in_16_bit])] or None
-    config = checkpoint.config
-    if isinstance(config, LlamoeVisionConfig):
-        raise ValueError(f"quantize: {source} is {family_of(config)}, which stays in 16 bit; give a decoder.")
-    if not linears and not getattr(config.get_text_config(), "moe_layers", None):
-        raise ValueError(f"quantize: {source} is {family_of(config)} and has no routed experts to quantize.")
     _check_names(names or [], checkpoint)
     identity = {"quantization": quantization.to_dict()}
-    try:
-        return save_hf(checkpoint, target, options, identity=identity, quantization=quantization)
-    except ConfigurationError as error:
-        raise ConfigurationError(str(error).replace("modules_to_not_convert", "keep (--keep)")) from error
+    return save_hf(checkpoint, target, options, identity=identity, quantization=quantization)
 
 
 def _check_names(names: Sequence[str], checkpoint: Checkpoint) -> None:

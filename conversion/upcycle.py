@@ -118,8 +118,6 @@ def upcycle(
             "have no window; choose the family mixtral."
         )
     top_k = top_k or (1 if family == "llama4" else 2)
-    if top_k > experts:
-        raise ValueError(f"upcycle: top_k = {top_k} is more than experts = {experts}; choose 1 to {experts}.")
     layers = dense.config.num_hidden_layers
     if interleave > layers:
         raise ValueError(f"upcycle: interleave = {interleave}, but {source} has {layers} layers.")
@@ -214,15 +212,10 @@ def as_text_model(dense: Checkpoint, mixture: Mixture | None = None) -> Checkpoi
 
 def as_mixtral(dense: Checkpoint, mixture: Mixture) -> Checkpoint:
     """Make a dense LLaMA, with or without a window, a decoder of Mixtral's family with the same function."""
-    config = dense.config
     if mixture.interleave != 1:
         raise ValueError(
             f"upcycle: interleave = {mixture.interleave}, but every layer of Mixtral's family is a mixture; "
             "choose 1, or the family llama4."
-        )
-    if biases := [name for name in ("attention_bias", "mlp_bias") if getattr(config, name)]:
-        raise ValueError(
-            f"upcycle: {dense.path} has {' and '.join(biases)}, and layers of Mixtral's family have no biases."
         )
     kept = _fields_of(dense, LlamoeMixtralConfig)
     kept.update(

@@ -10,8 +10,6 @@ import typer
 from .app import app, load
 from .options import Quiet
 
-_PLANNED = {"device_map", "experts_memory", "dtype"}
-
 
 @app.command()
 def chat(
@@ -72,49 +70,15 @@ def chat(
     for path in [folder, *pictures, *([adapter] if adapter else [])]:
         if not path.exists():
             raise ValueError(f"{path}: no such file or folder.")
-    if adapter is not None and not (adapter / "adapter_config.json").is_file():
-        raise ValueError(
-            f"--adapter {adapter}: give the folder of an adapter; there is no adapter_config.json in it."
-        )
-    if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{folder} is an adapter, not a model: give the folder of its model, and --adapter {folder}."
-        )
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{folder} is not a model folder: it has no config.json. `llamoe convert` makes one of other formats."
-        )
     placement: dict[str, Any] = {"device_map": device_map, "experts_memory": experts_memory, "dtype": dtype}
     if plan is not None:
         if device_map != "auto" or experts_memory is not None:
             raise ValueError("--plan places the model: leave --device-map and --experts-memory out.")
-        placement |= _read_plan(plan)
+        found = json.loads(plan.read_bytes())
+        if not isinstance(found, dict) or not found.keys() <= placement.keys():
+            raise ValueError(f"--plan {plan}: give what `llamoe inspect FOLDER --plan --save FILE` wrote.")
+        placement |= found
     if missing := [name for name in ("gradio", "matplotlib") if find_spec(name) is None]:
         raise ValueError(f"the page needs {' and '.join(missing)}: pip install 'llamoe[page]'")
-    load("llamoe_command.page.serve", quiet).serve(
-        folder,
-        host,
-        port,
-        placement,
-        adapter=adapter,
-        pictures=pictures,
-        open_browser=open_browser,
-    )
-
-
-def _read_plan(path: Path) -> dict[str, Any]:
-    """Read the arguments of `from_pretrained` from a file.
-
-    Raises:
-        ValueError: it holds something else.
-    """
-    advice = "Give what `llamoe inspect FOLDER --plan --save FILE` wrote."
-    try:
-        found = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"--plan {path}: {error.strerror}. {advice}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--plan {path}: is not a JSON file. {advice}") from error
-    if not isinstance(found, dict) or "device_map" not in found or not found.keys() <= _PLANNED:
-        raise ValueError(f"--plan {path}: is not a plan of where a model goes. {advice}")
-    return found
+    page = load("llamoe_command.page.serve", quiet)
+    page.serve(folder, host, port, placement, adapter=adapter, pictures=pictures, open_browser=open_browser)

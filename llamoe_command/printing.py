@@ -17,7 +17,6 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
 
 
 class Bar:
@@ -102,20 +101,8 @@ def print_sections(
     if as_json:
         print(json.dumps(content, indent=2, default=str))
         return
-    console = Console()
     for title, rows in sections:
-        # Programs that read a pipe get whole lines, not lines wrapped to a window's width.
-        if not console.is_terminal:
-            print(title, end="\n" if title else "")
-            width = max((len(label) for label, _ in rows), default=0)
-            for label, text in rows:
-                print(f"  {label:<{width}}  {text}" if label else f"  {text}")
-            continue
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column(overflow="fold")
+        print(title, end="\n" if title else "")
+        width = max((len(label) for label, _ in rows), default=0)
         for label, text in rows:
-            table.add_row(f"  {escape(label)}", escape(text))
-        if title:
-            console.print(f"[bold]{escape(title)}[/bold]")
-        console.print(table)
+            print(f"  {label:<{width}}  {text}" if label else f"  {text}")

@@ -105,11 +105,8 @@ def inspect(
     if save and not save.absolute().parent.is_dir():
         raise ValueError(f"--save {save}: there is no such folder.")
     # A name without a folder may be that of a preset.
-    if os.sep in path and not os.path.lexists(path):
-        raise ValueError(
-            f"{path}: no such file or folder. Published sizes have names without one: mixtral-8x7b, llama-4-scout."
-        )
-    conversion = load_conversion(is_silent=as_json or quiet)
+    sources = [Path(path)] if os.sep in path else []
+    conversion = load_conversion(*sources, is_silent=as_json or quiet)
     machine = {"gpus": gpus, "gpu_memory": gpu_memory, "ram": ram, "bits": bits}
     machine |= {"quantization": quantization, "prefill": prefill, "headroom": headroom}
     machine |= {"train": train, "rank": rank, "adapt_experts": adapt_experts}

@@ -21,12 +21,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-
-def is_forward_ad() -> bool:
-    """Whether forward-mode differentiation (jvp) is active."""
-    return forward_ad._current_level >= 0
-
-
 # Each of these is asked for every product: torch's public functions ask more, in Python.
 is_traced_by_jit: Callable[[], bool] = torch._C._is_tracing
 is_any_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -51,7 +45,8 @@ def torch_modes_active() -> bool:
 
     Each would see, or need, other operators than those that a shortcut calls.
     """
-    return is_under_functorch() or is_forward_ad() or has_modes() or bool(_has_any_global_hook())
+    is_forward_ad = forward_ad._current_level >= 0
+    return is_under_functorch() or is_forward_ad or has_modes() or bool(_has_any_global_hook())
 
 
 def is_exporting() -> bool:

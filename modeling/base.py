@@ -108,27 +108,6 @@ class LlamoePreTrainedModel(
     def _can_set_attn_implementation(cls) -> bool:
         return True
 
-    def set_attn_implementation(self, attn_implementation: str | dict, *args, **kwargs) -> None:
-        """Switch the attention implementation, as `PreTrainedModel.set_attn_implementation` does.
-
-        Args:
-            attn_implementation: "eager", "sdpa", "flex_attention" (on a CPU computed by sdpa), "flash_attention_2",
-                "flash_attention_3" or another name in transformers' attention interface; or a dict of them by part:
-                `text_config`, `vision_config` and "" (the model itself).
-
-        Raises:
-            ValueError: an unknown implementation or part.
-            ImportError: flash attention without its package.
-        """
-        if isinstance(attn_implementation, dict):
-            parts = ["", *getattr(self.config, "sub_configs", {})]
-            if unknown := sorted(set(attn_implementation) - set(parts)):
-                raise ValueError(
-                    f"set_attn_implementation({attn_implementation}): {type(self).__name__} has no part "
-                    f"{', '.join(map(repr, unknown))}; valid keys are {', '.join(map(repr, parts))}."
-                )
-        super().set_attn_implementation(attn_implementation, *args, **kwargs)
-
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         return cls._has_experts
@@ -139,17 +118,12 @@ class LlamoePreTrainedModel(
         Raises:
             ValueError: transformers' registry has none of that name, or packed experts do not know it.
         """
-        if requested_experts is not None:
-            name = super().get_correct_experts_implementation(requested_experts)
-            for module in self.modules():
-                if isinstance(module, QuantizedExperts):
-                    module.check_implementation(name)
-            return name
-        name = os.environ.get("LLAMOE_EXPERTS") or IMPLEMENTATION
-        try:
-            return super().get_correct_experts_implementation(name)
-        except ValueError as error:
-            raise ValueError(f"The environment variable LLAMOE_EXPERTS is {name!r}. {error}") from None
+        name = requested_experts or os.environ.get("LLAMOE_EXPERTS") or IMPLEMENTATION
+        name = super().get_correct_experts_implementation(name)
+        for module in self.modules():
+            if isinstance(module, QuantizedExperts):
+                module.check_implementation(name)
+        return name
 
     def _grouped_mm_can_dispatch(self) -> bool:
         # transformers asks every part of a multimodal model, also the tower, which has no experts.
@@ -323,12 +297,11 @@ class LlamoePreTrainedModel(
         # Or a member of transformers' `QuantizationMethod`.
         method = getattr(method, "value", method)
         if not str(method).startswith(_QUANTIZERS_FOR_MIXTURES):
-            family = "Mixtral" if text_config.stock_type() == "mixtral" else "Llama 4"
             raise ValueError(
-                f"{cls.__name__} cannot load a {family} mixture quantized with {method!r}: experts that are plain, or "
-                "packed in a format of docs/packed_downloads.md, are read here. Load the model that it was made of, if "
-                "memory is short with quantization_config=llamoe.QuantizationConfig('int4') or BitsAndBytesConfig "
-                "(quanto and torchao leave routed experts in 16 bit). Servers such as vLLM may take it as it is."
+                f"{cls.__name__} cannot load a mixture whose experts are quantized with {method!r}: those that are "
+                "plain, or packed in a format of docs/packed_downloads.md, are read here. Load the model that it was "
+                "made of, if memory is short with quantization_config=llamoe.QuantizationConfig('int4') or "
+                "BitsAndBytesConfig. Servers such as vLLM may take the folder as it is."
             )
 
     def _log_backends(self) -> None:
@@ -357,8 +330,6 @@ class LlamoePreTrainedModel(
             raise ValueError(
                 "save_pretrained(''): this is not a path; give a folder, or \".\" for the current one."
             )
-        if os.path.isfile(save_directory):
-            raise ValueError(f"save_pretrained({str(save_directory)!r}): this is a file; give a folder.")
         self.check_saving()
         if layout not in ("llamoe", "stock"):
             raise ValueError(f"save_pretrained(layout={layout!r}): valid layouts are 'llamoe' and 'stock'.")
@@ -371,15 +342,11 @@ class LlamoePreTrainedModel(
                 )
             # Raises before anything is written.
             to_stock(self.config)
+        # Stock's Mixtral has each expert by itself; all our other keys are stock's.
+        unfuses = is_stock and self._has_experts and self.config.stock_type() == "mixtral"
         naming = naming_plain_layers(self) if is_stock else nullcontext()
         with naming, written_by(to_stock if is_stock else None):
-            super().save_pretrained(
-                save_directory, *args, unfuses=is_stock and self._is_unfused_in_stock(), **kwargs
-            )
-
-    def _is_unfused_in_stock(self) -> bool:
-        """Whether stock's files have each expert by itself, as Mixtral's do; all our other keys are stock's."""
-        return self._has_experts and self.config.stock_type() == "mixtral"
+            super().save_pretrained(save_directory, *args, unfuses=unfuses, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):

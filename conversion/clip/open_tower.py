@@ -1,4 +1,4 @@
-"""Opens vision towers: open_clip's MetaCLIP, transformers' CLIP and MetaCLIP 2, Llama 4's and ours.
+"""Opens vision towers of others: open_clip's MetaCLIP, and transformers' CLIP and MetaCLIP 2.
 
 The weights do not show their activation: most MetaCLIP releases were trained with QuickGELU, some with GELU, and
 open_clip lists the same weights under architectures with either. It is taken from a description of the weights
@@ -15,10 +15,9 @@ from transformers import CONFIG_MAPPING
 
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import to_json
-from ...configuration.multimodal import LlamoeConfig
 from ...configuration.vision import LlamoeVisionConfig
-from ..checkpoint import Checkpoint, check_model, check_source, take_part
-from ..hf import open_hf, open_shards, read_companions
+from ..checkpoint import Checkpoint, check_model
+from ..hf import open_shards, read_companions
 from ..io import LazyTensor, Table, open_weights, read_json, read_through, sources_of
 from .name_tables import CLIP, OPEN_CLIP
 from .open_clip_config import OPEN_CLIP_CONFIG, architecture, read_model_cfg, side_of
@@ -26,60 +25,32 @@ from .pictures import PROCESSOR, from_open_clip
 
 OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 _CLIP_TYPES = ("clip", "clip_vision_model", "metaclip_2", "metaclip_2_vision_model")
-_OUR_TYPES = ("llamoe_vision", "llama4_vision_model", "llamoe", "llama4")
 _WITHOUT_PREFIX = ("embeddings.", "encoder.", "pre_layrnorm.", "post_layernorm.")
 # Checkpoints of these classes, or of no class that is named, have no projection.
 _BARE = (None, [], ["CLIPVisionModel"], ["MetaClip2VisionModel"])
 _LICENCES = ("LICENSE", "NOTICE", "USE_POLICY")
 
 
-def tower_kind(path: str | Path) -> str | None:
-    """Return the kind of vision tower in a folder or weight file; None if there is none.
-
-    It is "open_clip", "clip" (of transformers), or "hf" (ours or Llama 4's, alone or in a multimodal model).
-    """
-    path = Path(path)
+def tower_kind(path: Path) -> str | None:
+    """Return whose vision tower is in a folder or weight file: "open_clip", "clip" (of transformers), or None."""
     if path.is_dir():
         if any((path / name).is_file() for name in OPEN_CLIP_FILES):
             return "open_clip"
         config = path / "config.json"
         model_type = str(read_json(config).get("model_type")) if config.is_file() else None
-        return "clip" if model_type in _CLIP_TYPES else "hf" if model_type in _OUR_TYPES else None
-    if path.is_file() and path.suffix != ".json":
-        is_open_clip = any(
-            name.removeprefix("module.").startswith("visual.") for name in open_weights(path)[0]
-        )
-        return "open_clip" if is_open_clip else None
-    return None
+        return "clip" if model_type in _CLIP_TYPES else None
+    names = [] if path.suffix == ".json" else open_weights(path)[0]
+    return "open_clip" if any(name.removeprefix("module.").startswith("visual.") for name in names) else None
 
 
-def open_tower(path: str | Path, *, model: str | None = None) -> Checkpoint:
-    """Open a vision tower under the keys of `LlamoeVisionModel`; for the arguments see `convert_vision`.
-
-    Its companions hold preprocessor_config.json where the source states how pictures are prepared, or is of open_clip,
-    which has defaults for it.
+def open_open_clip(path: Path, model: str | None) -> Checkpoint:
+    """Open a file or folder of open_clip; `model` is the architecture's name, as in `convert_vision`.
 
     Raises:
-        CheckpointError: a file is missing or damaged, a tensor is missing, unknown or of another shape, or the
-            tower has parts that ours cannot express.
-        ValueError: the model is unknown, or given for a tower that describes itself.
+        CheckpointError: a file is damaged, a tensor is missing, unknown or of another shape, or the tower has parts
+            that ours cannot express.
+        ValueError: the model is unknown, given for a tower that describes itself, or missing.
     """
-    path = Path(path)
-    check_source(path)
-    kind = tower_kind(path)
-    if kind == "open_clip":
-        return _open_open_clip(path, model)
-    if model is not None:
-        raise ValueError(f"model = {model!r}: {path} is not an open_clip checkpoint, and describes itself.")
-    if kind is None:
-        raise CheckpointError(
-            f"{path}: is not a tower: expected a file or folder of open_clip, or a folder of CLIP, MetaCLIP 2, Llama 4 "
-            "or llamoe."
-        )
-    return _open_clip(path) if kind == "clip" else _open_ours(path)
-
-
-def _open_open_clip(path: Path, model: str | None) -> Checkpoint:
     file = path
     if path.is_dir():
         file = next(path / name for name in OPEN_CLIP_FILES if (path / name).is_file())
@@ -119,7 +90,12 @@ def _renamed(tensors: Mapping[str, LazyTensor], rename: Callable[[str], str]) ->
     return result
 
 
-def _open_clip(path: Path) -> Checkpoint:
+def open_clip(path: Path) -> Checkpoint:
+    """Open a folder of transformers' CLIP or MetaCLIP 2.
+
+    Raises:
+        CheckpointError: as `open_open_clip`.
+    """
     file = path / "config.json"
     content = read_json(file)
     tensors, _, files = open_shards(path)
@@ -172,20 +148,16 @@ def _checkpoint(
     return Checkpoint(path, kind, config, ours, dropped, _companions(path, processor))
 
 
+def tower_companions(path: Path) -> dict[str, bytes]:
+    """Collect the licence files of a folder and the settings of its image processor."""
+    return _companions(path, _read_processor(path))
+
+
 def _companions(path: Path, processor: Mapping[str, Any] | None) -> dict[str, bytes]:
     """Collect the licence files of a folder and the settings of its image processor."""
     found = read_companions(path) if path.is_dir() else {}
     kept = {name: content for name, content in found.items() if name.startswith(_LICENCES)}
     return kept if processor is None else {**kept, PROCESSOR: to_json(processor)}
-
-
-def _open_ours(path: Path) -> Checkpoint:
-    """Open a tower's folder, or the tower of a multimodal model."""
-    tower = open_hf(path)
-    if isinstance(tower.config, LlamoeConfig):
-        tower = take_part(tower, "vision_config", "not part of the tower")
-        tower.config.architectures = ["LlamoeVisionModel"]
-    return replace(tower, companions=_companions(path, _read_processor(path)))
 
 
 def _read_processor(folder: Path) -> dict[str, Any] | None:

@@ -139,6 +139,10 @@ def packed_weights(
             found.append(
                 PackedWeight(f"{path}.weight", module.format, (module.out_features, module.in_features))
             )
+    if not found:
+        raise ValueError(
+            f"{type(config).__name__}: the model has no weights of a decoder that are to be quantized."
+        )
     return {weight.name: weight for weight in found}
 
 

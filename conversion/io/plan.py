@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from huggingface_hub import split_state_dict_into_shards_factory
+
 from ...configuration.json_files import to_json
 from .lazy_tensor import LazyTensor
 
@@ -62,23 +64,13 @@ def split_shards(
     A file does not exceed `shard_size` bytes; a larger tensor gets a file of its own. Returned are the files, and the
     index if there are several.
     """
-    shards: list[dict[str, LazyTensor]] = [{}]
-    filled = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and filled + tensor.nbytes > shard_size:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = tensor
-        filled += tensor.nbytes
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}, {}
-    count = len(shards)
-    files = {f"model-{i:05d}-of-{count:05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
-    index = {
-        "metadata": {
-            "total_parameters": sum(tensor.numel for tensor in tensors.values()),
-            "total_size": sum(tensor.nbytes for tensor in tensors.values()),
-        },
-        "weight_map": {key: name for name, shard in files.items() for key in sorted(shard)},
-    }
-    return files, {"model.safetensors.index.json": to_json(index)}
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_size,
+    )
+    files = {name: {key: tensors[key] for key in keys} for name, keys in split.filename_to_tensors.items()}
+    parameters = {"total_parameters": sum(tensor.numel for tensor in tensors.values())}
+    index = {"metadata": parameters | split.metadata, "weight_map": split.tensor_to_filename}
+    return files, {"model.safetensors.index.json": to_json(index)} if split.is_sharded else {}

@@ -25,14 +25,6 @@ from llamoe import CheckpointError
 
 from .expert_record import ExpertRecord, make_record
 
-# Processors read their settings from the first of these files that there is.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-
-
-MAX_QUESTIONS = 32
-"""Questions that are answered or wait at once; more are refused."""
-
 # Longest time in seconds between two yields, at which a reader can close the stream.
 _PATIENCE = 0.2
 # Shortest time in seconds between two texts: to show one takes a page longer than a small model's token.
@@ -78,9 +70,7 @@ class Outcome:
 
 
 class ChatModel:
-    """A model with its tokenizer or processor.
-
-    It answers one question at a time, since it records the experts on the model itself.
+    """A model with its tokenizer or processor, which answers one question at a time.
 
     Attributes:
         name: of its folder.
@@ -101,45 +91,28 @@ class ChatModel:
         """Load a folder, and an adapter for it; stock folders get llamoe's models.
 
         Raises:
-            CheckpointError: the folder lacks a processor, a tokenizer or weights.
+            CheckpointError: the folder lacks weights.
             OSError, ValueError: as `from_pretrained`.
         """
         self.name = folder.resolve().name
         with llamoe.adopt():
             config = AutoConfig.from_pretrained(folder)
             self.sees_pictures = getattr(config, "vision_config", None) is not None
-            if self.sees_pictures and not any((folder / name).is_file() for name in _PROCESSOR_FILES):
-                raise CheckpointError(
-                    f"{folder} has a model that sees pictures, but no processor: neither "
-                    f"{' nor '.join(_PROCESSOR_FILES)} is there. Copy it from where the model came from, or let "
-                    "`llamoe convert` write the folder."
-                )
-            if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-                raise CheckpointError(
-                    f"{folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there. Copy it from "
-                    "where the model came from."
-                )
             reader, loader = (
                 (AutoProcessor, AutoModelForImageTextToText)
                 if self.sees_pictures
                 else (AutoTokenizer, AutoModelForCausalLM)
             )
-            try:
-                self.processor: Any = reader.from_pretrained(folder)
-            except (OSError, ValueError) as error:
-                raise CheckpointError(
-                    f"{folder}: its tokenizer or processor cannot be read ({error})"
-                ) from error
+            self.processor: Any = reader.from_pretrained(folder)
             # Llama 4's processor always has one. A base model has none: it continues a text.
             self.knows_conversations = bool(self.processor.chat_template)
-            self.model: Any
             where: dict[str, Any] = {"device_map": device_map}
             if experts_memory is not None:
-                # Everything else is on the device that there is.
-                where = {
-                    "device_map": None if device_map == "auto" else device_map,
-                    "experts_memory": experts_memory,
-                }
+                where["experts_memory"] = experts_memory
+                if device_map == "auto":
+                    # Everything else is on the device that there is.
+                    del where["device_map"]
+            self.model: Any
             self.model, loading = loader.from_pretrained(
                 folder, dtype=dtype, output_loading_info=True, **where
             )
@@ -153,8 +126,8 @@ class ChatModel:
             self.model.load_adapter(str(adapter))
         self.tokenizer: Any = self.processor.tokenizer if self.sees_pictures else self.processor
         self.has_experts = bool(getattr(self.model.config.get_text_config(), "moe_layers", None))
-        self._room = threading.BoundedSemaphore(MAX_QUESTIONS)
-        self._is_free = threading.Lock()
+        # Experts are recorded on the model itself.
+        self._answers = threading.Lock()
 
     @property
     def max_tokens(self) -> int:
@@ -183,25 +156,8 @@ class ChatModel:
             the text so far, some times a second, and at the end, with the whole text, how it came about.
 
         Raises:
-            ValueError: the conversation fills all positions that the model knows, or too many wait already.
+            ValueError: the conversation fills all positions that the model knows.
         """
-        if not self._room.acquire(blocking=False):
-            raise ValueError(f"{MAX_QUESTIONS} questions are waiting already. Ask again in a moment.")
-        try:
-            # The iterator can be closed at a `yield` alone.
-            while not self._is_free.acquire(timeout=_PATIENCE):
-                yield "", None
-            yield from self._stream(messages, max_new_tokens, temperature, is_adapted)
-        finally:
-            self._room.release()
-
-    def _stream(
-        self,
-        messages: list[dict[str, Any]],
-        max_new_tokens: int,
-        temperature: float,
-        is_adapted: bool,
-    ) -> Iterator[tuple[str, Outcome | None]]:
         streamer = TextIteratorStreamer(
             self.tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=_PATIENCE
         )
@@ -215,34 +171,31 @@ class ChatModel:
 
         def work() -> None:
             try:
-                if self.adapter:
-                    self.model.enable_adapters() if is_adapted else self.model.disable_adapters()
-                self.model.experts_statistics(reset=True)
-                record = self._generate(
-                    self._inputs(messages),
-                    max_new_tokens,
-                    do_sample=temperature > 0,
-                    temperature=temperature if temperature > 0 else None,
-                    streamer=streamer,
-                    stopping_criteria=StoppingCriteriaList([is_stopped]),
-                )
-                layers = self.model.experts_statistics().values()
-                hits, misses = (sum(layer[name] for layer in layers) for name in ("hits", "misses"))
-                outcome.append(Outcome(record, times, hits, misses))
+                # The reader of an earlier answer may have left before its end.
+                with self._answers:
+                    if stopped.is_set():
+                        return
+                    if self.adapter:
+                        self.model.enable_adapters() if is_adapted else self.model.disable_adapters()
+                    self.model.experts_statistics(reset=True)
+                    record = self._generate(
+                        self._inputs(messages),
+                        max_new_tokens,
+                        do_sample=temperature > 0,
+                        temperature=temperature if temperature > 0 else None,
+                        streamer=streamer,
+                        stopping_criteria=StoppingCriteriaList([is_stopped]),
+                    )
+                    layers = self.model.experts_statistics().values()
+                    hits, misses = (sum(layer[name] for layer in layers) for name in ("hits", "misses"))
+                    outcome.append(Outcome(record, times, hits, misses))
             # Whatever it is, the reader of the stream raises it.
             except BaseException as error:
                 outcome.append(error)
                 streamer.on_finalized_text("", stream_end=True)
-            finally:
-                # Here, since the reader may leave before the end.
-                self._is_free.release()
 
         worker = threading.Thread(target=work, name="answer", daemon=True)
-        try:
-            worker.start()
-        except RuntimeError:
-            self._is_free.release()
-            raise
+        worker.start()
         text, shown = "", 0.0
         try:
             while True:

@@ -98,8 +98,8 @@ def _chat(chat: ChatModel, outcome: gr.State, pictures: Sequence[Path]) -> None:
         additional_inputs=_settings(chat),
         additional_inputs_accordion=gr.Accordion("Settings", open=False, render=False),
         additional_outputs=[outcome],
-        # The model itself lets questions wait for each other.
-        concurrency_limit=None,
+        # Others' questions wait.
+        concurrency_limit=1,
         api_name="chat",
     )
 

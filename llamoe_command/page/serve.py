@@ -14,7 +14,7 @@ import gradio as gr
 
 import llamoe
 
-from .chat_model import MAX_QUESTIONS, ChatModel
+from .chat_model import ChatModel
 from .layout import make_page
 
 MAX_FILE_SIZE = "20mb"
@@ -69,8 +69,6 @@ def serve(
         share=False,
         quiet=True,
         show_error=True,
-        # A question that waits keeps a thread; some are left for the rest of the page.
-        max_threads=2 * MAX_QUESTIONS,
         prevent_thread_lock=True,
     )
     print(f"{chat.name} answers at {address.rstrip('/')} (end with Ctrl-C)", flush=True)

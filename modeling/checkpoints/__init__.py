@@ -15,8 +15,8 @@ from .checkpoint_files import (
     wrapper_prefix,
 )
 from .checks import check_complete, check_files, check_made, check_tensors
-from .conversions import SPLIT_LLAMA4, FuseExperts, fuse_in_place, is_of_experts, transposed_for_shards
-from .device_map import device_of, devices_here, owner_of, settle_places
+from .conversions import SPLIT_LLAMA4, fuse_in_place, transposed_for_shards
+from .device_map import device_of, owner_of, settle_places
 from .expert_index import (
     WEIGHT,
     StoredStack,

@@ -9,16 +9,7 @@ its own name is never read: such maps are rewritten.
 from collections.abc import Container, Mapping
 from typing import Any
 
-import torch
 from torch import nn
-
-
-def devices_here() -> list[str]:
-    """Names of the devices that torch can use on this machine, the CPU first."""
-    if not torch.accelerator.is_available():
-        return ["cpu"]
-    kind = torch.accelerator.current_accelerator().type
-    return ["cpu", *(f"{kind}:{index}" for index in range(torch.accelerator.device_count()))]
 
 
 def owner_of(name: str, names: Container[str]) -> str:

@@ -33,9 +33,8 @@ def slots_of(count: int, size: int, device: torch.device, is_pinned: bool) -> to
     if is_pinned:
         return pinned(count * row).view(count, row)
     if device.type != "cpu":
-        memory = torch.empty(count * row + unit, dtype=torch.uint8, device=device)
-        first = -memory.data_ptr() % unit
-        return memory[first : first + count * row].view(count, row)
+        # Its allocator aligns memory to more than a kernel needs, and no file is read to it.
+        return torch.empty(count, row, dtype=torch.uint8, device=device)
     return torch.frombuffer(pages(count * row), dtype=torch.uint8, count=count * row).view(count, row)
 
 

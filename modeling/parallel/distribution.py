@@ -20,21 +20,6 @@ def parallel_sizes(distributed_config: Any) -> tuple[int, int]:
     return tp_size, size_of(distributed_config, "ep")
 
 
-def has_part(module: nn.Module, rule: str) -> bool:
-    """Whether a rule of a plan names a module or parameter inside of `module`; `*` stands for a layer's number."""
-    if not rule:
-        return True
-    name, _, rest = rule.partition(".")
-    if not rest and name in dict(module.named_parameters(recurse=False)):
-        return True
-    # A number never stands as such in a plan.
-    return any(
-        has_part(child, rest)
-        for own, child in module.named_children()
-        if ("*" if own.isdecimal() else own) == name
-    )
-
-
 def refuse_shares_of_packed(model: nn.Module, distributed_config: Any) -> None:
     """Refuse to share quantized layers between processes.
 
@@ -58,17 +43,6 @@ def refuse_shares_of_packed(model: nn.Module, distributed_config: Any) -> None:
 
 class Distributed(PreTrainedModel):
     """Tensor, expert, pipeline and FSDP2 parallelism; a base class to name before `PreTrainedModel`."""
-
-    def init_parallel_plans(self) -> None:
-        """Join the plans of configuration, heads and parts, without rules for parts that this model lacks."""
-        super().init_parallel_plans()
-        plans = [plan for plan in (self._tp_plan, self._ep_plan, self._fsdp_plan) if plan]
-        # Each rule is followed into the model, mostly to its first layer. Listing all names of a deep model would take
-        # as long as reading the headers of its files.
-        for rule in set().union(*plans):
-            if not has_part(self, rule):
-                for plan in plans:
-                    plan.pop(rule, None)
 
     @classmethod
     def maybe_distribute_model(cls, model, distributed_config, mesh):

@@ -112,6 +112,11 @@ class QuantizesExperts(PackedQuantizer):
             _keep_codes_in_order(model)
         return model
 
+    def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
+        # transformers' function ends in an UnboundLocalError if experts alone were packed.
+        has_layers = any(type(module).__module__.startswith("bitsandbytes") for module in model.modules())
+        return super()._dequantize(model, dtype) if has_layers else model  # pyright: ignore[reportAttributeAccessIssue]
+
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:
         """Return the weights with packed experts un-fused, as in files; None without such experts."""
         packed = dict(packed_modules(model))

@@ -146,9 +146,8 @@ def test_texts_give_the_decoders_logits_for_its_whole_vocabulary(parts, tmp_path
     assert error < TOLERANCE
 
 
-@pytest.mark.parametrize("act", [torch.nn.GELU, "quick"], ids=["gelu", "quick_gelu"])
-def test_the_adapter_reads_what_open_clips_tower_gives(parts, tmp_path, act, record_parity):
-    visual = save_tower(tmp_path / "tower", act=act).eval()
+def test_the_adapter_reads_what_open_clips_tower_gives(parts, tmp_path, record_parity):
+    visual = save_tower(tmp_path / "tower", act="quick").eval()
     report = assemble(parts.decoder, tmp_path / "tower", tmp_path / "out")
     assert any("visual_projection" in key for key in report.dropped)
 
@@ -261,7 +260,7 @@ def test_what_is_fresh_follows_from_the_seed(parts, tmp_path):
 
 def test_an_odd_grid_asks_for_another_size_of_pictures(parts, tmp_path):
     save_tower(tmp_path / "tower", image=126)  # 9 by 9 patches
-    with pytest.raises(ValueError, match=r"image_size = 112 or 140"):
+    with pytest.raises(ValueError, match=r"image_size = 126.* grid of 9 by 9 .*a multiple of 28"):
         assemble(parts.decoder, tmp_path / "tower", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assemble(parts.decoder, tmp_path / "tower", tmp_path / "out", image_size=56)
@@ -308,7 +307,7 @@ def test_the_tower_of_a_folder_of_metas_serves_as_tower(parts, tmp_path):
     check_tower(tmp_path / "out", whole)
     LlamaForCausalLM(stock_dense_config(head_dim=12)).save_pretrained(tmp_path / "llama")
     convert(tmp_path / "llama", tmp_path / "text", to="meta")
-    with pytest.raises(ValueError, match="/text.* is LLaMA 1, 2, 3 or Mistral"):
+    with pytest.raises(ValueError, match="/text: is no vision tower, but LLaMA 1, 2, 3 or Mistral"):
         assemble(parts.decoder, tmp_path / "text", tmp_path / "other")
 
 
@@ -347,10 +346,8 @@ def test_parts_in_the_wrong_places_are_refused(parts, tmp_path):
     shutil.copytree(parts.decoder, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     for first, second, named in [
         (tmp_path / "tower", parts.decoder, "/tower is"),
-        (parts.tower, parts.decoder, "/tower is"),
-        (parts.decoder, parts.decoder, "/decoder.* is not a tower"),
+        (parts.decoder, parts.decoder, "/decoder: is no vision tower, but LLaMA"),
         (parts.decoder, tmp_path / "nothing", "nothing: no such file"),
-        (tmp_path / "nothing", parts.tower, "nothing: no such file"),
         (tmp_path / "bare", parts.tower, r"tokenizer\.json: there is none, nor a tokenizer\.model"),
     ]:
         with pytest.raises(ValueError, match=named):

@@ -17,14 +17,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, help="the first seed (default: drawn); alone: that one case")
     parser.add_argument("--cases", type=int)
-    parser.add_argument("--workers", default="auto", help="processes (default: one a core, up to eight)")
+    workers = min(os.cpu_count() or 1, 8)
+    parser.add_argument("--workers", type=int, default=workers, help="processes (default: up to eight)")
     parser.add_argument("--kinds", help="run the seeds of these kinds alone, by commas")
     options = parser.parse_args()
-    count = min(os.cpu_count() or 1, 8) if options.workers == "auto" else int(options.workers)
     first = random.SystemRandom().randrange(10**6, 10**9) if options.seed is None else options.seed
     cases = options.cases or (1 if options.seed is not None else 1000)
     kinds = None if options.kinds is None else set(options.kinds.split(","))
-    counts = run_seeds(range(first, first + cases), count if cases > 1 else 0, kinds)
+    counts = run_seeds(range(first, first + cases), options.workers if cases > 1 else 0, kinds)
     return int(any(counts[fault] for fault in FAULTS))
 
 

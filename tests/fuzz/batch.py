@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,12 +55,8 @@ class Batch:
 
     def inputs(self) -> dict[str, Any]:
         """The model's keyword arguments."""
-        given = {
-            "input_ids": self.ids,
-            "attention_mask": self.attention_mask,
-            "position_ids": self.position_ids,
-        }
-        return {name: value for name, value in given.items() if value is not None}
+        given = {"attention_mask": self.attention_mask, "position_ids": self.position_ids}
+        return {"input_ids": self.ids} | {name: value for name, value in given.items() if value is not None}
 
     def sequences(self) -> list[tuple[int, torch.Tensor]]:
         """Row and columns of each sequence."""
@@ -135,18 +132,16 @@ def _pad(rng: random.Random, batch: Batch, kind: str, pad_token_id: int | None) 
     batch.positions = (index - left[:, None]).clamp(min=0)
     way = rng.choice(["derived", "derived", "generate", "below zero", "counted", "index", "garbage"])
     match way:
-        # As `generate` computes them.
-        case "generate":
-            positions = (batch.real.long().cumsum(-1) - 1).masked_fill(~batch.real, rng.choice([0, 1]))
+        # As `generate` computes them, or arbitrary ones for padding, which nothing depends on.
+        case "generate" | "garbage":
+            padding = rng.choice([0, 1] if way == "generate" else [-7, 77, 3])
+            positions = (batch.real.long().cumsum(-1) - 1).masked_fill(~batch.real, padding)
         case "below zero":
             positions = index - left[:, None]
         case "counted":
             positions = batch.real.long().cumsum(-1)
         case "index":
             positions = index.expand(rows, -1).clone()
-        # Arbitrary positions for padding, which nothing depends on.
-        case "garbage":
-            positions = (batch.real.long().cumsum(-1) - 1).masked_fill(~batch.real, rng.choice([-7, 77, 3]))
         case _:
             return
     batch.kind += f", positions {way}"
@@ -190,13 +185,9 @@ class Fed:
         """
         batch = self.batch
         for row, columns in batch.sequences():
-            ids, positions = batch.ids[row, columns], batch.positions[row, columns]
             visible = None if batch.visible is None else batch.visible[row][columns][:, columns]
-            reach = int(self.reach[row, columns[0]])
-
-            def run(choices, blur=None, given=(ids, positions, reach, visible), columns=columns):
-                return decoder(decoder.embed(given[0]), *given[1:], choices, blur, columns)
-
+            x, positions = decoder.embed(batch.ids[row, columns]), batch.positions[row, columns]
+            run = partial(decoder, x, positions, int(self.reach[row, columns[0]]), visible, places=columns)
             yield row, columns, [chosen[row, columns] for chosen in self.choices], run
 
 
@@ -211,10 +202,7 @@ def check(
     batch = fed.batch
     if not fed.logits.isfinite().all():
         bad = (~fed.logits.isfinite()).any(-1)
-        hidden = "hidden tokens only" if not (bad & batch.real).any() else "real tokens"
-        raise error(
-            f"{what}, {batch.kind}: {int(bad.sum())} of {bad.numel()} tokens are not finite, {hidden}"
-        )
+        raise error(f"{what}, {batch.kind}: not finite, padding {bad[~batch.real]}, tokens {bad[batch.real]}")
     results = []
     for row, columns, choices, run in fed.references(judge.decoder):
         where = f"{what}, {batch.kind}, row {row}"

@@ -65,7 +65,7 @@ def draw_rope(rng: random.Random, head_dim: int, by_length: bool) -> dict[str, A
 
 
 def _common(rng: random.Random, heads: dict[str, int], by_length: bool) -> dict[str, Any]:
-    fields = {
+    return {
         **heads,
         "vocab_size": rng.choice([11, 37, 53, 101]),
         "hidden_size": rng.choice([6, 9, 16, 24, 33, 40, 72]),
@@ -79,7 +79,6 @@ def _common(rng: random.Random, heads: dict[str, int], by_length: bool) -> dict[
         "eos_token_id": 2,
         **draw_rope(rng, heads["head_dim"], by_length),
     }
-    return fields
 
 
 def draw_dense(rng: random.Random, by_length: bool, for_stock: bool, model_type: str) -> dict[str, Any]:
@@ -100,8 +99,6 @@ def draw_dense(rng: random.Random, by_length: bool, for_stock: bool, model_type:
             fields |= {"attention_bias": False, "mlp_bias": False}
     if model_type == "ministral":
         fields["layer_types"] = draw_layer_types(rng, fields["num_hidden_layers"])
-    if not for_stock and chance(rng, 0.15):
-        fields["rope_interleave"] = True
     return fields
 
 
@@ -111,6 +108,15 @@ def draw_window(rng: random.Random) -> int:
 
 def draw_layer_types(rng: random.Random, count: int, local: str = "sliding_attention") -> list[str]:
     return [rng.choice(["full_attention", local]) for _ in range(count)]
+
+
+def draw_experts(rng: random.Random) -> dict[str, Any]:
+    count = rng.choice([1, 2, 3, 4, 5, 7, 8, 16])
+    return {
+        "intermediate_size": rng.choice([1, 5, 8, 16, 24, 52]),
+        "num_local_experts": count,
+        "num_experts_per_tok": rng.choice([1, 1, min(2, count), rng.randint(1, count), count]),
+    }
 
 
 def draw_rule(rng: random.Random) -> dict[str, Any]:
@@ -129,22 +135,13 @@ def draw_mixtral(rng: random.Random, by_length: bool, for_stock: bool) -> dict[s
     """Fields of transformers' `MixtralConfig` as a dictionary; `for_stock` keeps to values that stock accepts."""
     fields = {"model_type": "mixtral", **_common(rng, draw_heads(rng), by_length)}
     del fields["attention_bias"]
-    experts = rng.choice([1, 2, 3, 4, 5, 7, 8, 16])
-    fields |= dict(
-        intermediate_size=rng.choice([1, 5, 8, 16, 24, 52]),
-        num_local_experts=experts,
-        num_experts_per_tok=rng.choice(
-            [1, min(2, experts), min(2, experts), rng.randint(1, experts), experts]
-        ),
-        sliding_window=draw_window(rng) if chance(rng, 0.5) else None,
-    )
+    fields |= draw_experts(rng)
+    fields["sliding_window"] = draw_window(rng) if chance(rng, 0.5) else None
     if not for_stock:
         if fields["sliding_window"] is not None and chance(rng, 0.3):
             fields["layer_types"] = draw_layer_types(rng, fields["num_hidden_layers"])
         if chance(rng, 0.4):
             fields |= draw_rule(rng)
-        if chance(rng, 0.15):
-            fields["rope_interleave"] = True
     return fields
 
 
@@ -156,12 +153,9 @@ def draw_text(rng: random.Random, by_length: bool, for_stock: bool) -> dict[str,
     if never_rotates:
         fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
     count = fields["num_hidden_layers"]
-    experts = rng.choice([1, 1, 2, 3, 4, 5, 7, 8, 16])
+    fields |= draw_experts(rng)
     fields |= dict(
-        intermediate_size=rng.choice([1, 5, 8, 16, 24, 52]),
         intermediate_size_mlp=rng.choice([3, 16, 30, 92]),
-        num_local_experts=experts,
-        num_experts_per_tok=rng.choice([1, 1, min(2, experts), rng.randint(1, experts), experts]),
         interleave_moe_layer_step=rng.choice([1, 1, 2, 3]),
         no_rope_layer_interval=rng.choice([2, 2, 3, 4]),
         attention_chunk_size=rng.choice([1, 2, 3, 5, 8, 16, 16, 40, 8192]),
@@ -184,8 +178,6 @@ def draw_text(rng: random.Random, by_length: bool, for_stock: bool) -> dict[str,
         if chance(rng, 0.1):
             fields["no_rope_layer_interval"] = rng.choice([None, 0])
         if chance(rng, 0.15):
-            fields["rope_interleave"] = False
-        if chance(rng, 0.15):
             fields["mlp_bias"] = True
         if chance(rng, 0.3):
             fields |= draw_rule(rng)
@@ -195,5 +187,9 @@ def draw_text(rng: random.Random, by_length: bool, for_stock: bool) -> dict[str,
 def draw_fields(rng: random.Random, family: str, by_length: bool, for_stock: bool) -> dict[str, Any]:
     """Fields of a family's stock configuration."""
     if family in DENSE:
-        return draw_dense(rng, by_length, for_stock, family)
-    return (draw_mixtral if family == "mixtral" else draw_text)(rng, by_length, for_stock)
+        fields = draw_dense(rng, by_length, for_stock, family)
+    else:
+        fields = (draw_mixtral if family == "mixtral" else draw_text)(rng, by_length, for_stock)
+    if not for_stock and chance(rng, 0.15):
+        fields["rope_interleave"] = family != "llama4_text"
+    return fields

@@ -78,19 +78,32 @@ class Judge:
         return exact
 
     def check_values(
-        self, given, expected, blurred: Callable, what: str, error: type[Exception] = Wrong
+        self,
+        given: torch.Tensor,
+        expected: torch.Tensor,
+        blurred: Callable[[Blur], torch.Tensor],
+        what: str,
+        error: type[Exception] = Wrong,
+        size: float | None = None,
     ) -> None:
-        """Compare tensors; `blurred` computes the expected tensor with the random roundings that it is given."""
+        """Compare tensors.
+
+        Args:
+            given, expected: the tensors.
+            blurred: computes the expected tensor with the random roundings that it is given.
+            what, error: as in `check`.
+            size: what `PASSES` is a part of; by default the largest expected number, and at least 1.
+        """
         if given.shape != expected.shape:
             raise error(f"{what}: shape {list(given.shape)} instead of {list(expected.shape)}")
         given = given.detach().double()
         if not given.isfinite().all():
             raise error(f"{what}: {int((~given.isfinite()).sum())} of {given.numel()} numbers are not finite")
-        difference, size = largest(given - expected), max(1.0, largest(expected))
+        difference, size = largest(given - expected), size or max(1.0, largest(expected))
         if difference <= PASSES[self.dtype] * size:
             return
         allowed = max(largest(blurred(self.blur()) - expected) for _ in range(RUNS))
-        if difference > MARGIN * allowed:
+        if not difference <= MARGIN * allowed:
             raise error(
                 f"{what}: off by {difference:.2e} of {size:.2g}, where roundings change {allowed:.2e} ({self.dtype})"
             )
@@ -108,11 +121,11 @@ class Judge:
             lowest = logits.masked_fill(~mask, torch.inf).min(1).values
             highest = logits.masked_fill(mask, -torch.inf).max(1).values
             gap = (highest - lowest).max().item() if len(logits) else 0.0
-            if gap <= 0:
+            if gap <= PASSES[self.dtype]:
                 continue
             runs = runs or [run(choices, self.blur()) for _ in range(RUNS)]
             noise = max(largest(blurred.router_logits[layer] - logits) for blurred in runs)
-            if gap > max(MARGIN * noise, PASSES[self.dtype]):
+            if gap > MARGIN * noise:
                 raise Wrong(
                     f"{what}: mixture {layer} chose an expert whose logit is {gap:.2e} below the best's"
                 )

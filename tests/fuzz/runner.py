@@ -1,6 +1,5 @@
 """Run the cases of many seeds, in several processes or in this one."""
 
-import gc
 import importlib
 import multiprocessing
 import random
@@ -50,9 +49,6 @@ def run_case(seed: int) -> tuple[str, str]:
             return "refused", ""
         frame = traceback.extract_tb(error.__traceback__)[-1]
         verdict, text = "failed", f"{type(error).__name__}: {error} [{frame.filename}:{frame.lineno}]"
-    finally:
-        if seed % 50 == 0:
-            gc.collect()
     return verdict, f"{verdict}: {kind}: {text} {notes}\n    make fuzz SEED={seed}"
 
 
@@ -62,13 +58,9 @@ def run_seeds(
     kinds: set[str] | None = None,
     say: Callable[[str], None] = print,
 ) -> Counter:
-    """Run the cases of some seeds and count their verdicts.
+    """Count the verdicts of the cases of seeds, of some `kinds` alone, in `workers` processes or in this one.
 
-    Args:
-        seeds: the seeds.
-        workers: number of processes; 0 runs all cases in this one.
-        kinds: run the seeds of these kinds alone.
-        say: called with a line for each fault, and a last line that counts.
+    `say` is called with a line for each fault, and with a last line that counts.
     """
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()

@@ -12,8 +12,6 @@ from support.models import (
     ROPES,
     TOKENS_PER_TILE,
     VISION,
-    check_bfloat16_errors,
-    check_router_logits,
     choices,
     deviation_in_range,
     gradient_differences,
@@ -21,7 +19,6 @@ from support.models import (
     make_asymmetric,
     max_abs,
     mixtures,
-    record_calls,
     rms,
     scaled_rope,
     stock_dense_config,
@@ -102,6 +99,45 @@ PROMPTS = {
     "rows-without-an-image": [[30], [9, -1, 28], [45]],
 }
 BEGIN_IMAGE, END_IMAGE, BETWEEN_TILES = 97, 98, 96
+
+
+def check_bfloat16_errors(given, expected, reference, names: tuple[str, str], record_parity) -> None:
+    """Our bfloat16 logits may be at most twice as far from the float32 ones as stock's bfloat16 logits are.
+
+    With a mixture both must have sent each token to the same experts (`routing`): the largest and the root mean square
+    errors are ruled by the few tokens that float32 sends to others. The median over the tokens is free of those.
+    """
+    assert given.dtype == expected.dtype == torch.bfloat16
+    measures = {
+        "logits, largest": lambda error: error.abs().max().item(),
+        "logits, largest of the median token": lambda error: error.abs().amax(-1).median().item(),
+        "logits, root mean square": rms,
+    }
+    for note, measure in measures.items():
+        error, stock_error = (measure(logits.float() - reference) for logits in (given, expected))
+        record_parity(names[0], f"{names[1]} in float32", "bfloat16", error, note)
+        record_parity(names[1], "itself in float32", "bfloat16", stock_error, note)
+        assert 0 < error <= 2 * stock_error, note
+
+
+def record_calls(modules: dict) -> dict:
+    """First argument and result of each module's latest call."""
+    calls = {}
+    for key, module in modules.items():
+        module.register_forward_hook(
+            lambda _, inputs, output, key=key: calls.update({key: (inputs[0], output)})
+        )
+    return calls
+
+
+def check_router_logits(given, expected) -> None:
+    """Two passes in bfloat16 whose tokens went to the same experts: each mixture's logits `[T, E]` differ by rounding.
+
+    Errors of two implementations add up over the layers before, in another order on each processor; measured are up to
+    0.014 of the logits' root mean square, and 1.4 is what has nothing in common.
+    """
+    for logits, its_logits in zip(given, expected, strict=True):
+        assert rms(logits.float() - its_logits.float()) < 0.06 * rms(its_logits.float())
 
 
 @dataclass(frozen=True)
@@ -454,37 +490,6 @@ def check_blocks(blocks, calls, top_k):
         assert torch.equal(chosen.sort(-1).values, choices(its_logits, top_k))
         # Each of three products is rounded to bfloat16, by 2**-9 at most, in another order on each processor.
         assert rms(blocks[i](tokens).float() - its_output.float()) < 2**-8 * rms(its_output.float())
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("family", "kind", "side", "attention"),
-    [
-        ("dense", "gqa", "left", "sdpa"),
-        ("dense", "gqa", "right", "eager"),
-        ("llama4", "moe-every", "left", "sdpa"),
-        ("llama4", "moe-every", "left", "eager"),
-        ("llama4", "moe-every", "right", "sdpa"),
-        ("llama4", "no-chunks", "left", "sdpa"),
-        ("llama4", "no-tuning", "left", "sdpa"),
-        ("llama4", "no-tuning", "right", "eager"),
-    ],
-)
-def test_padding(family, kind, side, attention, pairs):
-    stock, ours, _ = pairs(family, kind, attention)
-    mask = torch.ones(3, LENGTH, dtype=torch.long)
-    mask[1, :5], mask[2, :21] = 0, 0  # 21 is more than a chunk
-    mask = mask if side == "left" else mask.flip(-1)
-    given = ours(ids(rows=3), attention_mask=mask).logits
-    if kind in ("moe-every", "no-chunks") and side == "left":
-        # Stock's temperature counts the padding, so the truth is each row alone.
-        expected = torch.zeros_like(given)
-        for i, row in enumerate(ids(rows=3)):
-            expected[i, mask[i].bool()] = stock(row[mask[i].bool()][None]).logits[0]
-    else:
-        # Stock numbers padding too; a common offset of all positions of a row changes no score.
-        expected = stock(ids(rows=3), attention_mask=mask).logits
-    assert max_abs(given[mask.bool()], expected[mask.bool()]) <= 1e-4
 
 
 @torch.no_grad()

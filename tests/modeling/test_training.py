@@ -180,24 +180,6 @@ def test_router_losses_do_not_grow_with_pieces(case, name, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("case", MIXTURES, **ids)
-def test_router_losses_count_by_the_share_of_labels(case):
-    model, batch = case.make_small(), collate(rows(case, count=4))
-    config = model.config.get_text_config()
-    counts = (batch["labels"][:, 1:] != -100).sum(1)
-    pieces = [{name: value[i : i + 1] for name, value in batch.items()} for i in range(4)]
-    plain = [model(**piece, num_items_in_batch=counts.sum()).loss for piece in pieces]
-    assert sum(plain).item() == pytest.approx(model(**batch).loss.item(), rel=1e-5)
-    config.router_aux_loss_coef = 0.7
-    auxiliary = [model(**piece, output_router_logits=True) for piece in pieces]
-    for piece, count, without, alone in zip(pieces, counts, plain, auxiliary, strict=True):
-        given = model(**piece, output_router_logits=True, num_items_in_batch=counts.sum()).loss
-        share = (count / counts.sum()).item()
-        assert given.item() == pytest.approx((without + 0.7 * share * alone.aux_loss).item(), rel=1e-5)
-        own = model(**piece, output_router_logits=True, num_items_in_batch=int(count)).loss
-        assert own.item() == pytest.approx(alone.loss.item(), rel=1e-5)
-
-
 # Hooks
 
 

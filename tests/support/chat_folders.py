@@ -7,7 +7,7 @@ import shutil
 
 import torch
 from peft import get_peft_model
-from support.models import draw
+from support.models import DENSE, draw
 from support.paths import EXAMPLES, TINY
 from transformers import (
     AutoModelForCausalLM,
@@ -26,10 +26,7 @@ QUESTION = "What is in the picture?"
 ABOUT_TWO = "a red circle on the left and a blue square on the right."
 ABOUT_THREE = "a green triangle on the left, a yellow star in the middle and a purple circle on the right."
 
-SIZES = dict(
-    hidden_size=72, intermediate_size=92, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
-    head_dim=20, max_position_embeddings=256, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-)  # fmt: skip
+ENDLESS = dict(bos_token_id=None, eos_token_id=None)
 
 
 def write_llama(folder, **sizes):
@@ -46,7 +43,7 @@ def write_mixtral(folder, **sizes):
 
 def _write(folder, model_class, config_class, sizes):
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    model = draw(model_class, config_class(vocab_size=len(tokenizer), **SIZES | sizes))
+    model = draw(model_class, config_class(**DENSE | ENDLESS | {"vocab_size": len(tokenizer)} | sizes))
     model.generation_config = GenerationConfig(pad_token_id=0)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -216,54 +216,15 @@ def rms(x: torch.Tensor) -> float:
     return x.float().square().mean().sqrt().item()
 
 
-def check_bfloat16_errors(given, expected, reference, names: tuple[str, str], record_parity) -> None:
-    """Our bfloat16 logits may be at most twice as far from the float32 ones as stock's bfloat16 logits are.
-
-    With a mixture both must have sent each token to the same experts (`routing`): the largest and the root mean square
-    errors are ruled by the few tokens that float32 sends to others. The median over the tokens is free of those.
-    """
-    assert given.dtype == expected.dtype == torch.bfloat16
-    measures = {
-        "logits, largest": lambda error: error.abs().max().item(),
-        "logits, largest of the median token": lambda error: error.abs().amax(-1).median().item(),
-        "logits, root mean square": rms,
-    }
-    for note, measure in measures.items():
-        error, stock_error = (measure(logits.float() - reference) for logits in (given, expected))
-        record_parity(names[0], f"{names[1]} in float32", "bfloat16", error, note)
-        record_parity(names[1], "itself in float32", "bfloat16", stock_error, note)
-        assert 0 < error <= 2 * stock_error, note
-
-
 def mixtures(model: nn.Module) -> dict[int, nn.Module]:
     """The mixture blocks of a text model with a head, stock's or ours, by layer."""
     blocks = {i: layer.feed_forward for i, layer in enumerate(model.model.layers)}
     return {i: block for i, block in blocks.items() if hasattr(block, "router")}
 
 
-def record_calls(modules: dict) -> dict:
-    """First argument and result of each module's latest call."""
-    calls = {}
-    for key, module in modules.items():
-        module.register_forward_hook(
-            lambda _, inputs, output, key=key: calls.update({key: (inputs[0], output)})
-        )
-    return calls
-
-
 def choices(router_logits: torch.Tensor, top_k: int) -> torch.Tensor:
     """The experts that each token is sent to, in ascending order."""
     return router_logits.topk(top_k, dim=-1).indices.sort(-1).values
-
-
-def check_router_logits(given, expected) -> None:
-    """Two passes in bfloat16 whose tokens went to the same experts: each mixture's logits `[T, E]` differ by rounding.
-
-    Errors of two implementations add up over the layers before, in another order on each processor; measured are up to
-    0.014 of the logits' root mean square, and 1.4 is what has nothing in common.
-    """
-    for logits, its_logits in zip(given, expected, strict=True):
-        assert rms(logits.float() - its_logits.float()) < 0.06 * rms(its_logits.float())
 
 
 def gradient_differences(ours: nn.Module, stock: nn.Module) -> dict[str, tuple[float, float]]:

@@ -22,7 +22,8 @@ from transformers import (
 )
 
 from llamoe.configuration.errors import CheckpointError
-from llamoe.conversion.convert_vision import convert_vision, open_tower
+from llamoe.conversion.convert_vision import convert_vision
+from llamoe.conversion.open import open_tower
 
 BLOCK = "visual.transformer.resblocks.1"
 
@@ -35,32 +36,15 @@ def remove(*names):
     return lambda state: [state.pop(name) for name in names]
 
 
-def spoil(name, value):
-    def change(state):
-        state[name] = state[name].clone()
-        state[name].view(-1)[7] = value
-
-    return change
-
-
-def remove_layer(state):
-    for name in [name for name in state if name.startswith(f"{BLOCK}.")]:
-        del state[name]
-
-
 CHANGES = {
     "LayerScale": (add(f"{BLOCK}.ls_1.gamma", WIDTH), r"unknown tensor .*resblocks.1.ls_1.gamma"),
     "no_ln_pre": (remove("visual.ln_pre.weight", "visual.ln_pre.bias"), r"ln_pre.weight, visual.ln_pre.bias missing"),
     "patches not square": (add("visual.conv1.weight", WIDTH, 3, PATCH, PATCH - 1), r"conv1.weight: .*\[104, 90\]"),
     "grid not square": (add("visual.positional_embedding", 57, WIDTH), r"positional_embedding: .*\[57, 104\]"),
     "missing projection": (remove("visual.proj"), r"visual.proj missing"),
-    "missing layer": (remove_layer, r"resblocks.1.ln_1.weight.* missing"),
-    "unknown beside the tower": (add("decoder.weight", 3), r"unknown tensor decoder.weight"),
     "fused weight too short": (add(f"{BLOCK}.attn.in_proj_weight", 3 * WIDTH - 1, WIDTH), r"in_proj_weight has 311"),
-    "transposed": (add(f"{BLOCK}.mlp.c_fc.weight", WIDTH, INNER), r"c_fc.weight: .*\[104, 512\]"),
     "quantized": (add(f"{BLOCK}.mlp.c_fc.weight", INNER, WIDTH, dtype=torch.int8), r"c_fc.weight: has dtype int8"),
     "twice": (add("module.visual.class_embedding", WIDTH), r"is the same tensor as .*module.visual.class_embedding"),
-    "NaN": (spoil(f"{BLOCK}.mlp.c_proj.weight", float("nan")), r"c_proj.weight .*NaN"),
 }  # fmt: skip
 
 
@@ -84,8 +68,6 @@ class TestOpenClip:
             ({"layers": 4}, "resblocks.3.*missing"),
             ({"layers": 2}, "has no model.layers.2"),
             ({"width": "wide"}, "open_clip_config.json: cannot be read"),
-            ({"mlp_ratio": 4.0}, "fc1.bias of shape"),
-            ({"image_size": 48}, "positional_embedding_vlm of shape"),
             ({"image_size": [42, 48]}, "image_size is .*must be square"),
             ({"act_kwargs": {"alpha": 2}}, "act_kwargs"),
         ],
@@ -118,8 +100,6 @@ class TestClip:
             (remove("visual_projection.weight"), {}, "visual_projection.weight missing"),
             (add("embeddings.class_embedding", WIDTH), {}, "is the same tensor as"),
             (add("vision_model.extra", 2), {}, "unknown tensor vision_model.extra"),
-            (None, {"hidden_size": 112}, r"of shape \[104\], but the configuration has \[112\]"),
-            (None, {"num_hidden_layers": 2}, "describes has no model.layers.2"),
             (None, {"image_size": [42, 48]}, "config.json: image_size is .*square"),
             (None, {"hidden_act": "swoosh"}, "hidden_act = 'swoosh': unknown activation"),
         ],

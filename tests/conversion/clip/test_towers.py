@@ -26,7 +26,8 @@ from transformers import AutoImageProcessor, AutoModel
 
 import llamoe
 from llamoe.conversion import open_checkpoint
-from llamoe.conversion.convert_vision import convert_vision, open_tower
+from llamoe.conversion.convert_vision import convert_vision
+from llamoe.conversion.open import open_tower
 
 ACTIVATIONS = [
     pytest.param(nn.GELU, "gelu", id="gelu"),

@@ -189,7 +189,6 @@ def test_dtype_is_that_of_every_part(tmp_path):
         ({"shard_size": 0}, "shard_size=0"),
         ({"experts": "stacked"}, "experts = 'stacked'"),
         ({"layout": "meta"}, "layout = 'meta'"),
-        ({"shards": 2}, "shards = 2"),
         ({"resume": True}, "nothing to resume"),
     ],
 )

@@ -151,11 +151,7 @@ DAMAGE = {
     "an unknown quantization": ("one", edit("config.json", quantization_config=HQQ), "hqq"),
     "layers beyond reason": ("one", edit("config.json", num_hidden_layers=2**40), "num_hidden_layers"),
     "a width beyond reason": ("one", edit("config.json", hidden_size=2**40), "hidden_size"),
-    "Meta: a lost file": ("meta", remove("consolidated.00.pth"), "Each number"),
-    "Meta: the last file lost": ("meta", remove("consolidated.01.pth"), "A file is missing"),
     "Meta: an empty file": ("meta", write("consolidated.01.pth", b""), "consolidated.01.pth"),
-    "Meta: no params.json": ("meta", remove("params.json"), "params.json"),
-    "Meta: another width": ("meta", edit("params.json", dim=64), "dim = 64"),
     "Meta: a width beyond reason": ("meta", edit("params.json", dim=10**30), "params.json"),
 }  # fmt: skip
 

@@ -79,7 +79,7 @@ def whole(folder):
 def check_unfinished(folder):
     """No loader takes the folder for a checkpoint."""
     assert not looks_finished(folder)
-    readers = [open_checkpoint, inspect, lambda path: verify(path, path), llamoe.conversion.clip.open_tower]
+    readers = [open_checkpoint, inspect, lambda path: verify(path, path)]
     if (folder / "config.json").exists():
         readers += [AutoModelForCausalLM.from_pretrained, llamoe.LlamoeForCausalLM.from_pretrained]
     for reader in readers:

@@ -119,17 +119,6 @@ def test_converted_folders_compute_what_metas_maths_does_and_convert_back_to_the
         assert expert_size(params) == expert_size(case.params)
 
 
-def test_scaled_rotary_has_metas_own_factors_where_params_json_names_none(tmp_path):
-    case = META_SCOUT
-    weights, (tokens, tiles) = case.weights(), case.inputs(120)
-    expected = case.logits(weights, tokens, tiles)
-    for factors in (dict(use_scaled_rope=False), dict(rope_scaling_factor=8.0, rope_high_freq_factor=4.0)):
-        assert max_abs(case.logits(weights, tokens, tiles, **factors), expected) > 20 * TOLERANCE
-    convert(case.write(tmp_path / "meta", weights, 2), tmp_path / "hf")
-    given = logits(llamoe.LlamoeForConditionalGeneration, tmp_path / "hf", tokens, tiles)
-    assert max_abs(given.double(), expected) < TOLERANCE
-
-
 def test_every_row_of_every_table_is_used_by_a_case(tmp_path):
     """And every tensor that is dropped says why."""
     names = {False: set(), True: set()}

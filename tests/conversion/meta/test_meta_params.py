@@ -15,15 +15,13 @@ from llamoe.conversion.consolidated.params import Params, add_kept
 from llamoe.conversion.convert import convert
 from llamoe.conversion.io import WriteOptions
 from llamoe.conversion.io.lazy_tensor import LazyTensor
-from llamoe.conversion.io.name_table import read_through, write_through
+from llamoe.conversion.io.name_table import write_through
 from llamoe.conversion.meta.folder import open_meta, save_meta
 from llamoe.conversion.meta.hidden_sizes import expert_size, feed_forward_size
-from llamoe.conversion.meta.name_tables import llama4_table, llama_table
+from llamoe.conversion.meta.name_tables import llama4_table
 from llamoe.conversion.meta.params import needs_own_scaling, note_defaults, read_config, write_params
 
 LLAMAS = [name for name in PRESETS if name.startswith("llama")]
-# One of each generation and arrangement; the sizes between them go through the same rows.
-TABLES = ["llama-33b", "llama-2-70b", "llama-3.1-8b", "llama-4-scout", "llama-4-maverick"]
 
 
 class Shape(LazyTensor):
@@ -34,31 +32,6 @@ class Shape(LazyTensor):
 
     def _read(self, start, stop):
         raise AssertionError(f"{self.origin} was read")
-
-
-def table_of(name, config):
-    if name.startswith("llama-4"):
-        return llama4_table(config, to_write=True)
-    return llama_table(0 if name.startswith("llama-3") else 1)
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_every_published_size_goes_through_its_table_both_ways(name):
-    config = llamoe.preset(name)
-    files = 4 if name == "llama-33b" else 8  # it has 52 heads
-    shapes = expected_shapes(config)
-    tensors = {key: Shape(key, shape) for key, shape in shapes.items()}
-    parts = write_through(table_of(name, config), tensors, files, config)
-    assert len(parts) == files
-    assert all(
-        {key: part.shape for key, part in file.items()} == {key: part.shape for key, part in parts[0].items()}
-        for file in parts
-    )
-    numbers = sum(tensor.numel for tensor in tensors.values())
-    assert sum(part.numel for file in parts for part in file.values()) >= numbers  # norms are in every file
-    again, dropped = read_through(table_of(name, config), parts, config)
-    assert {key: tensor.shape for key, tensor in again.items()} == shapes
-    assert not dropped
 
 
 @pytest.mark.parametrize(("name", "experts"), [("llama-4-scout", 16), ("llama-4-maverick", 128)])

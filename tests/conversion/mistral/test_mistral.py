@@ -37,6 +37,7 @@ def test_converted_folders_compute_what_mistral_inference_does(case, tmp_path, r
     weights, ids = case.weights(), case.ids()
     source = case.write(tmp_path / "mistral", weights)
     before = sums(source)
+    assert open_checkpoint(source).config.max_position_embeddings == case.params.get("max_seq_len", 32768)
     convert(source, tmp_path / "hf", shard_size="40KB")
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 1
 
@@ -59,23 +60,6 @@ def test_converted_folders_compute_what_mistral_inference_does(case, tmp_path, r
         assert difference < TOLERANCE
     assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")) is classes_of(case)[0]
     assert sums(source) == before
-
-
-@pytest.mark.parametrize(
-    ("case", "theta", "fields"),
-    [
-        (DENSE, 1e6, {"sliding_window": None}),
-        (WINDOW, 1e4, {"sliding_window": 5}),
-        (WINDOW_IN_SOME, 1e5, {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}),
-        (MIXTRAL, 1e6, {"num_local_experts": 3, "num_experts_per_tok": 2}),
-    ],
-    ids=lambda value: value.name.replace(" ", "-") if isinstance(value, MistralCase) else None,
-)
-def test_params_json_gives_the_fields_of_the_configuration(case, theta, fields, tmp_path):
-    config = open_checkpoint(case.write(tmp_path / "mistral")).config
-    assert {name: getattr(config, name) for name in fields} == fields
-    assert config.rope_parameters["rope_theta"] == theta
-    assert config.max_position_embeddings == case.params.get("max_seq_len", 32768)
 
 
 def test_a_base_that_params_json_does_not_name_is_told(tmp_path):

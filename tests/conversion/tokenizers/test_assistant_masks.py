@@ -1,7 +1,5 @@
 """Which tokens of a chat the model wrote itself, by the marks in the templates that are written into folders."""
 
-import re
-
 import pytest
 from support.tokenizer_files import sentencepiece_model, write_files
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -111,20 +109,6 @@ def test_calls_are_refused_where_they_are_not_written(template):
     for messages in (TOOLS[:2], TOOLS[:1] + TOOLS[2:3]):
         with pytest.raises(Exception, match="message 2 "):
             tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_marks_write_nothing(family):
-    """The text is the one of a template without them, to the byte."""
-    tokenizer = tokenizer_of(family)
-    plain, count = re.subn(r"\{%-? *(end)?generation *-?%\}", "", tokenizer.chat_template)
-    assert count == 2
-    for messages in (TURNS, TURNS[:2], TURNS[1:], *([] if family == "llama-2" else [TOOLS])):
-        for prompt in (True, False):
-            options = dict(tokenize=False, add_generation_prompt=prompt)
-            marked = tokenizer.apply_chat_template(messages, **options)
-            assert marked == tokenizer.apply_chat_template(messages, chat_template=plain, **options)
-    assert "A role, in short." in tokenizer.apply_chat_template(TURNS, tokenize=False)
 
 
 def test_llama_2_with_its_own_tokens(tmp_path):

@@ -115,19 +115,6 @@ def test_any_text_gives_the_ids_of_sentencepiece(model, reference):
         assert tokenizer.decode([1, *expected]) == reference.decode(expected), text
 
 
-def test_batches_are_padded_without_a_new_token(model, reference, tmp_path):
-    config = config_of()
-    loaded = AutoTokenizer.from_pretrained(
-        write_files(tmp_path / "folder", conversion.hf_files_from_meta(model, config), config, "stock")
-    )
-    batch = loaded(["hello", "hello world and more"], padding=True)
-    short, long = ([1, *reference.encode(text)] for text in ("hello", "hello world and more"))
-    gap = len(long) - len(short)
-    assert batch["input_ids"] == [[reference.unk_id()] * gap + short, long]
-    assert batch["attention_mask"] == [[0] * gap + [1] * len(short), [1] * len(long)]
-    assert loaded(["hello"], add_special_tokens=False)["input_ids"] == [reference.encode("hello")]
-
-
 VARIANTS = {
     "no_dummy_prefix": dict(add_dummy_prefix=False),
     "padding_piece": dict(pad_id=3),

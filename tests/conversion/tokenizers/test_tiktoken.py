@@ -282,15 +282,6 @@ def test_chat_refuses_what_it_cannot_say(loaded):
             loaded.apply_chat_template(dialog, tokenize=False, **more)
 
 
-# The way back
-
-
-def test_the_original_comes_back_byte_by_byte(family):
-    given = TABLE.replace(b"\n", b"\r\n") + b"\r\n"
-    files = conversion.hf_files_from_meta(given, config_of(family))
-    assert conversion.meta_tokenizer_file(files, config_of(family)) == {"tokenizer.model": given}
-
-
 # Wrong files
 
 

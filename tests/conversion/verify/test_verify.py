@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.lazy_tensors import InMemory
 from support.models import (
-    DENSE,
     dense_config,
     draw,
     mixtral_config,
@@ -26,6 +25,7 @@ from llamoe.conversion.hf import open_hf, save_hf
 from llamoe.conversion.io import WriteOptions
 from llamoe.conversion.meta.folder import save_meta
 from llamoe.conversion.open import open_checkpoint
+from llamoe.conversion.upcycle import upcycle
 from llamoe.conversion.verify import run_streamed
 from llamoe.conversion.verify.command import Verification, verify
 
@@ -122,19 +122,6 @@ def test_a_checkpoint_is_the_same_as_itself(family, saved):
     assert [title for title, _ in result.sections()] == ["verdict", "tensors"]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "multimodal"])
-def test_formats_of_the_same_weights_are_the_same(family, saved, tmp_path):
-    split = tmp_path / "split"
-    save_hf(open_hf(saved(family)), split, WriteOptions(shard_size="200KB"), experts="split")
-    result = verify(saved(family), split)
-    assert result.verdict == "equal"
-    shutil.copytree(saved(family), tmp_path / "bin")
-    tensors = load_file(tmp_path / "bin" / "model.safetensors")
-    torch.save(tensors, tmp_path / "bin" / "pytorch_model.bin")
-    (tmp_path / "bin" / "model.safetensors").unlink()
-    assert verify(tmp_path / "bin", split).same_function
-
-
 @pytest.mark.parametrize("family", ["dense", "multimodal"])
 def test_a_folder_of_meta_is_the_same_as_that_of_hugging_face(family, tmp_path):
     name, make = CLASSES[family]
@@ -152,38 +139,29 @@ def test_a_folder_of_meta_is_the_same_as_that_of_hugging_face(family, tmp_path):
         assert result.same_weights and result.verdict == "different" and result.outputs
 
 
-def test_the_activation_of_a_tower_decides(tmp_path):
-    fields = dict(use_rope=False, use_adapter=False, projection_dim=22, vision_output_dim=120)
-    config = llamoe.LlamoeVisionConfig(
-        hidden_size=120, num_hidden_layers=3, num_attention_heads=6, intermediate_size=200,
-        image_size=56, patch_size=14, hidden_act="quick_gelu", **fields,
-    )  # fmt: skip
-    draw(llamoe.LlamoeVisionModel, config).save_pretrained(tmp_path / "tower")
-    other = edited(tmp_path / "tower", tmp_path / "gelu", hidden_act="gelu")
-    result = verify(tmp_path / "tower", other)
-    assert result.same_weights and result.same_function is False
-    assert result.function == {"hidden_act": ("quick_gelu", "gelu")}
+LAYER = "model.layers.1"
 
 
 @pytest.mark.parametrize(
-    ("family", "layer", "first", "second"),
+    ("family", "first", "second"),
     [
-        ("dense", "layers.1", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        ("dense", "layers.2", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-        ("text", "layers.2", "input_layernorm.weight", "post_attention_layernorm.weight"),
-        ("text", "layers.3", *(f"feed_forward.shared_expert.{name}_proj.weight" for name in ("gate", "up"))),
+        ("dense", f"{LAYER}.self_attn.k_proj.weight", f"{LAYER}.self_attn.v_proj.weight"),
+        ("text", f"{LAYER}.input_layernorm.weight", f"{LAYER}.post_attention_layernorm.weight"),
         # The halves of one expert.
-        ("text", "layers.3", "feed_forward.experts.gate_up_proj", None),
-        ("multimodal", "vision_model.layers.1", "self_attn.q_proj.weight", "self_attn.k_proj.weight"),
+        ("text", "model.layers.3.feed_forward.experts.gate_up_proj", None),
+        (
+            "multimodal",
+            f"vision_model.{LAYER}.self_attn.q_proj.weight",
+            f"vision_model.{LAYER}.self_attn.k_proj.weight",
+        ),
     ],
 )
-def test_the_first_tensor_that_was_swapped_is_named(family, layer, first, second, saved, tmp_path):
-    place = layer.replace("layers", "model.layers")
-    names = [f"{place}.{name}" for name in (first, second) if name]
+def test_the_first_tensor_that_was_swapped_is_named(family, first, second, saved, tmp_path):
+    names = [name for name in (first, second) if name]
 
     def swap(tensors):
         if second is None:
-            tensors[names[0]][4] = torch.cat(tensors[names[0]][4].chunk(2, dim=-1)[::-1], dim=-1)
+            tensors[first][4] = torch.cat(tensors[first][4].chunk(2, dim=-1)[::-1], dim=-1)
         else:
             tensors[names[0]], tensors[names[1]] = tensors[names[1]], tensors[names[0]]
 
@@ -204,6 +182,7 @@ def test_the_first_tensor_that_was_swapped_is_named(family, layer, first, second
         ("text", "attn_temperature_tuning", False),
         ("text", "use_qk_norm", False),
         ("text", "no_rope_layers", [1, 0, 1, 1, 1]),
+        ("tower", "hidden_act", "quick_gelu"),
     ],
 )
 def test_fields_that_make_another_function_are_named_even_where_few_tokens_hide_them(
@@ -285,50 +264,16 @@ def test_fields_that_come_to_the_same_are_no_difference(saved, tmp_path):
     assert verify(whole, wider).same_function
 
 
-def test_the_same_function_of_other_weights_is_the_same_function(saved, tmp_path):
-    """Interleaved pairs instead of halves: rows of q and k in another order, as Meta stores them."""
-    model = build("dense")
-    config = dense_config(rope_parameters=model.config.rope_parameters)
-    config.rope_interleave = True
-    turned = llamoe.LlamoeDenseForCausalLM(config)
-    state = model.state_dict()
-    for name, value in state.items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            halves = value.unflatten(0, (-1, 2, config.head_dim // 2))
-            state[name] = halves.transpose(1, 2).flatten(0, 2)
-    turned.load_state_dict(state)
-    turned.save_pretrained(tmp_path / "turned")
-    result = verify(saved("dense"), tmp_path / "turned")
-    assert not result.same_weights and len(result.differences) == 2 * config.num_hidden_layers
-    assert result.same_function and result.structure == {"rope_interleave": (False, True)}
-    assert 0 < result.outputs["logits"] < 1e-5
-    assert "outputs agree on 64 tokens" in result.reasons[0]
-    assert verify(saved("dense"), tmp_path / "turned", logits=False).verdict == "different"
-
-
 def test_a_dense_model_and_the_mixture_that_computes_it_are_the_same_function(saved, tmp_path):
-    """Experts of zeros beside a shared expert with the dense feed-forward."""
-    dense = build("dense")
-    config = llamoe.LlamoeTextConfig(
-        **DENSE, num_local_experts=3, rms_norm_eps=dense.config.rms_norm_eps,
-        rope_parameters=dense.config.rope_parameters, rope_interleave=False, no_rope_layer_interval=0,
-        attention_chunk_size=None, use_qk_norm=False,
-    )  # fmt: skip
-    mixture = draw(llamoe.LlamoeForCausalLM, config)
-    state = {
-        name.replace(".mlp.", ".feed_forward.shared_expert."): value
-        for name, value in dense.state_dict().items()
-    }
-    for name, value in mixture.state_dict().items():
-        if ".experts." in name:
-            value = torch.zeros_like(value)
-        state.setdefault(name, value)
-    mixture.load_state_dict(state)
-    mixture.save_pretrained(tmp_path / "mixture")
+    """Experts of zeros beside the dense feed-forward, and rows of q and k in another order, as Meta stores them."""
+    upcycle(saved("dense"), tmp_path / "mixture", experts=3)
     result = verify(saved("dense"), tmp_path / "mixture")
-    assert result.same_function and not result.same_weights
-    assert result.outputs["logits"] <= ROUNDING and not result.function
-    assert {"only in a", "only in b"} <= {*result.differences.values()} and result.structure["model_type"]
+    assert result.verdict == "agree" and result.same_function and not result.same_weights
+    assert 0 < result.outputs["logits"] <= ROUNDING and not result.function
+    assert "outputs agree on 64 tokens" in result.reasons[0]
+    assert {"only in a", "only in b"} <= {*result.differences.values()}
+    assert result.structure["model_type"] and result.structure["rope_interleave"] == (False, True)
+    assert verify(saved("dense"), tmp_path / "mixture", logits=False).verdict == "different"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

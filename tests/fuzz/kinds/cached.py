@@ -32,14 +32,12 @@ def rows_of(fed: Fed, index: torch.Tensor, length: int | None = None) -> Fed:
 
 def draw_cache(rng: random.Random, subject: Subject, length: int) -> tuple[str, Any]:
     kind = rng.choice(["made", "dynamic", "dynamic", "with config", "with config", "static", "static"])
-    match kind:
-        case "made":
-            return kind, None
-        case "dynamic":
-            return kind, DynamicCache()
-        case "with config":
-            return kind, DynamicCache(config=subject.model.config)
-    return kind, StaticCache(config=subject.model.config, max_cache_len=length + rng.choice([0, 0, 1, 13]))
+    if kind == "made":
+        return kind, None
+    if kind == "static":
+        length += rng.choice([0, 0, 1, 13])
+        return kind, StaticCache(config=subject.model.config, max_cache_len=length)
+    return kind, DynamicCache(config=subject.model.config if kind == "with config" else None)
 
 
 def borders(rng: random.Random, length: int) -> list[int]:
@@ -80,31 +78,25 @@ def extend(rng: random.Random, batch: Batch, vocabulary: int) -> Batch:
         return batch
     rows, length = batch.shape
     ones = torch.ones(rows, count, dtype=torch.long)
-    changes: dict[str, Any] = {
-        "ids": torch.cat([batch.ids, torch.randint(0, vocabulary, (rows, count))], 1),
-        "real": torch.cat([batch.real, ones.bool()], 1),
-        "segments": torch.cat([batch.segments, 0 * ones], 1),
-    }
-    last = batch.positions.masked_fill(~batch.real, -1).max(1, keepdim=True).values
     if batch.position_ids is None:
         # Counted from the first real token, later padding included. A row of padding alone begins at its new token.
         first = torch.cat([batch.real, ones[:, :1].bool()], 1).int().argmax(1, keepdim=True)
         more = torch.arange(length, length + count) - first
     else:
+        last = batch.positions.masked_fill(~batch.real, -1).max(1, keepdim=True).values
         more = last + torch.arange(1, count + 1)
-        changes["position_ids"] = torch.cat([batch.position_ids, more], 1)
-    changes["positions"] = torch.cat([batch.positions, more], 1)
-    if batch.attention_mask is not None:
-        changes["attention_mask"] = torch.cat([batch.attention_mask, ones.to(batch.attention_mask.dtype)], 1)
-    return replace(batch, **changes)
+    added = {"ids": torch.randint(0, vocabulary, (rows, count)), "real": ones, "segments": 0 * ones}
+    added |= {"positions": more, "position_ids": more, "attention_mask": ones}
+    known = {name: getattr(batch, name) for name in added if getattr(batch, name) is not None}
+    return replace(batch, **{name: torch.cat([x, added[name].to(x.dtype)], 1) for name, x in known.items()})
 
 
 def change(rng, whole: Batch, fed: Fed, cache: Any, kind: str, subject: Subject) -> tuple[Batch, Fed]:
     """Crop a cache or reorder its rows, and do the same with the known rows."""
     rows, length = fed.batch.shape
     ways = ["reorder"] if kind == "static" else ["reorder", "repeat", "select"]
-    if kind == "dynamic" or not subject.forgets:
-        ways += [] if kind == "static" else ["crop"]
+    if kind == "dynamic" or (kind != "static" and not subject.forgets):
+        ways.append("crop")
     way = rng.choice(ways)
     index = torch.arange(rows)
     match way:

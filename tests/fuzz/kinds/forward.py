@@ -1,7 +1,7 @@
 """One pass over batches of every kind, with every option of `forward`."""
 
 import random
-from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -9,7 +9,6 @@ import torch
 from ..batch import KINDS, Batch, check, draw_batch, forward
 from ..draw import chance
 from ..judge import JudgeIsWrong, Wrong
-from ..reference import Blur
 from ..subject import Subject, draw_subject
 
 
@@ -18,9 +17,8 @@ def four_axes(rng: random.Random, batch: Batch, subject: Subject) -> torch.Tenso
     if subject.notes["attention"] == "sdpa" and chance(rng, 0.4):
         return batch.visible[:, None]
     lowest = torch.finfo(subject.judge.dtype).min
-    return torch.zeros(batch.visible.shape, dtype=subject.judge.dtype).masked_fill(~batch.visible, lowest)[
-        :, None
-    ]
+    mask = torch.zeros(batch.visible.shape, dtype=subject.judge.dtype)
+    return mask.masked_fill(~batch.visible, lowest)[:, None]
 
 
 @torch.no_grad()
@@ -66,22 +64,15 @@ def check_kept(subject: Subject, batch: Batch, options: dict, kept: Any, logits:
     subject.judge.check_values(given, expected.double(), lambda blur: blur(expected.double()), "kept logits")
 
 
-def blurred(x: torch.Tensor) -> Callable[[Blur], torch.Tensor]:
-    return lambda blur: blur(x, 64 * blur.epsilon)
-
-
 def check_recorded(output, batch, results, judge, wants_states, wants_routers) -> None:
     """Hidden states and router logits equal the reference's, in order."""
     if not wants_states and output.hidden_states is not None:
         raise Wrong("hidden states that nobody asked for")
-    for row, columns, result in results:
-        if wants_states:
-            if len(output.hidden_states) != len(result.hidden_states):
-                raise Wrong(f"{len(output.hidden_states)} hidden states, not {len(result.hidden_states)}")
-            for depth, expected in enumerate(result.hidden_states):
-                given = output.hidden_states[depth][row, columns]
-                judge.check_values(given, expected, blurred(expected), f"state {depth}")
-        if wants_routers:
-            for depth, expected in enumerate(result.router_logits):
-                given = output.router_logits[depth].view(*batch.shape, -1)[row, columns]
-                judge.check_values(given, expected, blurred(expected), f"router {depth}")
+    wanted = ["hidden_states"] * wants_states + ["router_logits"] * wants_routers
+    for (row, columns, result), name in product(results, wanted):
+        pairs = zip(getattr(output, name), getattr(result, name), strict=True)
+        for depth, (given, exact) in enumerate(pairs):
+            given = given.view(*batch.shape, -1)[row, columns]
+            judge.check_values(
+                given, exact, lambda blur, x=exact: blur(x, 64 * blur.epsilon), f"{name} {depth}"
+            )

@@ -240,21 +240,6 @@ def test_questions_wait_for_each_other(tiny):
         assert record.experts.shape[1] == record.num_prompt + len(record.answer)
 
 
-def test_too_many_questions_are_refused_until_some_are_answered(tmp_path, monkeypatch):
-    monkeypatch.setattr(chat_model, "MAX_QUESTIONS", 3)
-    endless = ChatModel(chat_folders.write_llama(tmp_path / "llama"))
-    question = [{"role": "user", "content": "Hello"}]
-    waiting = [endless.answer(question, 200, 0) for _ in range(3)]
-    for answer in waiting:
-        next(answer)
-    with pytest.raises(ValueError, match="3 questions"):
-        next(endless.answer(question, 200, 0))
-    for answer in waiting:
-        answer.close()
-    assert list(endless.answer(question, 4, 0))[-1][0]
-    wait_until_idle()
-
-
 def test_an_error_of_the_model_is_the_readers(endless, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("no memory left")
@@ -330,15 +315,3 @@ def test_a_base_model_continues_the_last_text(tmp_path):
     inputs = chat.tokenizer("a red circle", return_tensors="pt")
     row = chat.model.generate(**inputs, max_new_tokens=5, do_sample=False)
     assert text == chat.tokenizer.decode(row[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def test_a_folder_without_what_a_chat_needs_is_refused(tmp_path):
-    folder = chat_folders.copy_tiny(tmp_path / "blind", "processor_config.json")
-    with pytest.raises(llamoe.CheckpointError, match="sees pictures, but no processor"):
-        ChatModel(folder)
-    folder = chat_folders.copy_tiny(tmp_path / "mute", "tokenizer*")
-    with pytest.raises(llamoe.CheckpointError, match=r"has no tokenizer: none of tokenizer\.json"):
-        ChatModel(folder)
-    (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(llamoe.CheckpointError, match="tokenizer or processor cannot be read"):
-        ChatModel(folder)

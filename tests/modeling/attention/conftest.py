@@ -1,14 +1,73 @@
 """Implementations of attention that these tests run on a CPU."""
 
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 import torch
-from support.plain_flash import PlainFlash
 from transformers import PreTrainedModel
 from transformers import modeling_flash_attention_utils as flash_utils
 
 from llamoe.modeling.attention import implementation as implementation_module
+
+
+def attention(query, key, value, scale, causal, dropout_p=0.0, window_size=(-1, -1)):
+    """[Q, H, D], [K, H / groups, D]: plain attention; the last query stands at the last key.
+
+    A window has that many keys before a query's own place and behind it; -1: all.
+    """
+    assert dropout_p == 0
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    if causal:
+        visible = torch.ones(len(query), len(key), dtype=torch.bool).tril(len(key) - len(query))
+        if window_size[0] >= 0:
+            visible &= visible.new_ones(visible.shape).triu(len(key) - len(query) - window_size[0])
+        scores = scores.masked_fill(~visible, float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+
+
+@dataclass
+class PlainFlash:
+    """The interface of the package `flash_attn`, written out, and what was asked of it."""
+
+    calls: Counter
+
+    def flash_attn_func(self, q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)):
+        self.calls["whole"] += 1
+        how = softmax_scale, causal, dropout_p, window_size
+        rows = [attention(*row, *how) for row in zip(q, k, v, strict=True)]
+        return torch.stack(rows)
+
+    def flash_attn_varlen_func(
+        self,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+    ):
+        self.calls["varlen"] += 1
+        for tensor, ends, longest in ((q, cu_seqlens_q, max_seqlen_q), (k, cu_seqlens_k, max_seqlen_k)):
+            assert ends.dtype == torch.int32 and ends[0] == 0 and ends[-1] == len(tensor)
+            assert ends.diff().min() >= 0 and ends.diff().max() <= longest
+        # Only a single query may have no keys: that of a row whose tokens are all padding until now.
+        assert ((cu_seqlens_q.diff() <= cu_seqlens_k.diff()) | (cu_seqlens_k.diff() == 0)).all()
+        pieces = zip(
+            q.split(cu_seqlens_q.diff().tolist()),
+            k.split(cu_seqlens_k.diff().tolist()),
+            v.split(cu_seqlens_k.diff().tolist()),
+            strict=True,
+        )
+        how = softmax_scale, causal, dropout_p, window_size
+        return torch.cat([attention(*piece, *how) for piece in pieces])
 
 
 @pytest.fixture

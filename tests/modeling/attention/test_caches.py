@@ -227,21 +227,6 @@ def test_static_windows_have_room_for_a_chunk(heads):
     assert max_abs(torch.cat(parts, 1), model(input_ids=long).logits) < 2e-5
 
 
-@torch.no_grad()
-def test_chunks_of_one_token():
-    """A growing window of one token keeps every token in transformers' cache, and announces one."""
-    model = make_asymmetric(llamoe.LlamoeForCausalLM(text_config(attention_chunk_size=1)))
-    long = IDS.repeat(1, 3)
-    expected = model(input_ids=long, use_cache=False).logits
-    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=30)):
-        pieces = [
-            model(input_ids=piece, past_key_values=cache).logits for piece in long.split([7, 1, 20, 2], 1)
-        ]
-        assert max_abs(torch.cat(pieces, 1), expected) < 2e-5
-    given = dict(max_new_tokens=5, do_sample=False, eos_token_id=-1)
-    assert torch.equal(model.generate(IDS, **given), model.generate(IDS, use_cache=False, **given))
-
-
 @pytest.mark.skipif(CACHE != "cache", reason="transformers before 5.24 has one name for the cache")
 @for_models("is_text")
 def test_the_cache_has_two_names(case):

@@ -36,18 +36,6 @@ def test_a_map_that_forgets_a_weight_is_refused_by_accelerate(what, loader, text
         loader.from_pretrained(text_folder, device_map=BAD_MAPS[what])
 
 
-def test_disk_without_a_place_on_it(tmp_path):
-    model_class = llamoe.LlamoeForCausalLM
-    model = model_class(HEADS["LlamoeForCausalLM"].make_config())
-    model.config.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="offload_folder"):
-        model_class.from_pretrained(tmp_path, device_map={"model": "cpu", "lm_head": "disk"})
-    given = {"config": model.config, "state_dict": model.state_dict()}
-    with pytest.raises(ValueError, match="offload_folder"):
-        model_class.from_pretrained(None, device_map={"": "disk"}, **given)
-
-
 @for_models("is_head")
 def test_half_of_a_tied_pair_is_not_put_on_disk(case, tmp_path):
     prefix = "language_model." if case.has_images else ""

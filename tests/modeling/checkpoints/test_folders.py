@@ -363,19 +363,17 @@ def test_quantized_mixture_is_refused_by_name(pair, method, by, tmp_path, monkey
     else:
         edit_json(tmp_path / "config.json", quantization_config=content)
     auto = AutoModelForImageTextToText if pair == "multimodal" else AutoModelForCausalLM
-    with pytest.raises(ValueError, match=rf"{model_class.__name__} .*'{method}'") as caught:
+    with pytest.raises(ValueError, match=rf"{model_class.__name__} .*'{method}'.*QuantizationConfig"):
         (auto if by == "auto" else model_class).from_pretrained(tmp_path, **options)
-    told = str(caught.value)
-    assert "Llama 4 mixture" in told and "QuantizationConfig" in told
 
 
 @pytest.mark.parametrize("method", QUANTIZED)
-def test_a_quantized_mixtral_is_refused_without_a_word_of_llama_4(method, tmp_path):
-    config = mixtral_config(quantization_config={"quant_method": method, **QUANTIZED[method]})
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"LlamoeMixtralForCausalLM .*'{method}'") as caught:
+def test_a_quantized_mixtral_is_refused_by_name(method, tmp_path):
+    mixtral_config(quantization_config={"quant_method": method, **QUANTIZED[method]}).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(ValueError, match=f"LlamoeMixtralForCausalLM .*'{method}'"):
         llamoe.LlamoeMixtralForCausalLM.from_pretrained(tmp_path)
-    assert "Mixtral mixture" in str(caught.value) and "Llama 4" not in str(caught.value)
 
 
 def test_quantization_inside_the_text_part_is_refused(tmp_path):

@@ -148,53 +148,6 @@ def test_tower_and_text_apart(place, saved):
     )
 
 
-@pytest.mark.parametrize(
-    ("case", "cache"), in_turn(HEADS.values(), ["static", "none"]), ids=lambda it: getattr(it, "name", it)
-)
-def test_ways_to_generate_on_placed_models(case, cache, saved):
-    model, folder, inputs, _ = saved(case)
-    placed = case.model_class.from_pretrained(folder / "one", device_map=in_turns(model))
-    options = {"cache_implementation": "static"} if cache == "static" else {"use_cache": False}
-    assert torch.equal(generate(placed, inputs, **options), generate(model, inputs, **options))
-
-
-@for_models("is_head", models=SHALLOW_MODELS)
-def test_everything_that_is_returned_is_equal(case, saved):
-    model, folder, inputs, _ = saved(case)
-    placed = case.model_class.from_pretrained(folder / "one", device_map={"": "disk"})
-    options = {"output_hidden_states": True, "output_attentions": True}
-    if case.is_head:
-        options["labels"] = inputs["input_ids"]
-        if case.has_experts:
-            options.update(output_router_logits=True)
-    outputs = []
-    for each in (model, placed):
-        implementation = each.config._attn_implementation
-        each.set_attn_implementation("eager")
-        with torch.no_grad():
-            outputs.append(each(**inputs, **options))
-        each.set_attn_implementation(implementation)
-    expected, given = outputs
-    assert given.keys() == expected.keys()
-    for name, value in expected.items():
-        if isinstance(value, tuple | torch.Tensor):
-            pairs = (
-                zip(value, given[name], strict=True) if isinstance(value, tuple) else [(value, given[name])]
-            )
-            assert all(torch.equal(mine, its) for mine, its in pairs), name
-
-
-@for_models("is_head", models=SHALLOW_MODELS)
-def test_weights_on_disk_are_cast(case, saved):
-    model, folder, inputs, _ = saved(case)
-    plain, placed = (
-        case.model_class.from_pretrained(folder / "one", dtype=torch.bfloat16, **options)
-        for options in ({}, {"device_map": in_turns(model)})
-    )
-    assert num_offloaded(placed) and placed.dtype == torch.bfloat16
-    assert torch.equal(run(placed, **inputs), run(plain, **inputs))
-
-
 @for_pairs("layout", ["stock", "llamoe"])
 def test_a_placed_model_saves_whole(case, layout, saved, tmp_path):
     model, folder, inputs, expected = saved(case)
@@ -228,19 +181,6 @@ def test_stock_folders_and_their_parts(stock_class, make_config, names, tmp_path
         placed = case.model_class.from_pretrained(tmp_path, device_map=device_map)
         assert num_offloaded(placed), name
         assert_equal(case, placed, inputs, expected)
-
-
-@for_models("is_head", models=SHALLOW_MODELS)
-def test_files_that_are_no_safetensors_are_written_to_the_offload_folder(case, saved, tmp_path):
-    model, _, inputs, expected = saved(case)
-    model.config.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    device_map = in_turns(model)
-    placed = case.model_class.from_pretrained(
-        tmp_path, device_map=device_map, offload_folder=tmp_path / "offload"
-    )
-    assert num_offloaded(placed) == len(list((tmp_path / "offload").glob("*.safetensors")))
-    assert_equal(case, placed, inputs, expected)
 
 
 @pytest.mark.parametrize(
@@ -295,23 +235,6 @@ def test_offload_of_a_model_in_memory(case, how, saved, tmp_path):
     _, _, inputs, expected = saved(case)
     placed = OFFLOADS[how](case.make(), tmp_path)
     assert num_offloaded(placed)
-    assert_equal(case, placed, inputs, expected)
-
-
-@pytest.mark.parametrize("case", list(HEADS.values())[-2:], ids=lambda case: case.name)
-def test_load_checkpoint_and_dispatch(case, saved, tmp_path):
-    model, folder, inputs, expected = saved(case)
-    with accelerate.init_empty_weights():
-        empty = case.model_class(case.make_config())
-    placed = accelerate.load_checkpoint_and_dispatch(
-        empty,
-        folder / "one",
-        device_map="auto",
-        max_memory={"cpu": MOST * bytes_of(model) // 100},
-        no_split_module_classes=list(empty._no_split_modules),
-        offload_folder=tmp_path,
-    ).eval()
-    assert 0 < num_offloaded(placed) < len(list(placed.parameters()))
     assert_equal(case, placed, inputs, expected)
 
 

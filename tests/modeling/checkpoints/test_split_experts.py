@@ -1,7 +1,6 @@
 """Checkpoints with one linear layer an expert: every class, form and place loads them, as stacks, or says why not."""
 
 import json
-import re
 import sys
 
 import pytest
@@ -14,9 +13,7 @@ from support.models import (
     MODELS,
     MULTIMODAL,
     assert_same_weights,
-    generate,
     load_whole,
-    make_asymmetric,
     max_abs,
     run,
     text_config,
@@ -193,20 +190,6 @@ def test_dtypes(stored, given, tmp_path):
     assert_same_weights(again.state_dict(), model.to(wanted).state_dict())
 
 
-def test_weights_are_tied_and_experts_trained(tmp_path):
-    model = TEXT.make(tie_word_embeddings=True)
-    state = split({name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"})
-    write(tmp_path, model, state)
-    again = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path)
-    assert again.lm_head.weight is again.model.embed_tokens.weight
-    ids = TEXT.inputs()["input_ids"]
-    again(ids, labels=ids).loss.backward()
-    stacks = {name: p for name, p in again.named_parameters() if ".experts." in name}
-    assert len(stacks) == 4
-    for parameter in stacks.values():
-        assert parameter.is_contiguous() and parameter.requires_grad and parameter.grad.abs().max() > 0
-
-
 def test_adoption_reads_them_for_stock_types(text, tmp_path):
     _, model, state = text
     write(tmp_path / "stock", model, state, layout="stock")
@@ -267,11 +250,6 @@ def test_device_maps(text, tmp_path):
     assert torch.equal(run(placed, **inputs), expected)
 
 
-def test_experts_on_disk_need_a_folder(text):
-    with pytest.raises(ValueError, match="offload_folder"):
-        llamoe.LlamoeForCausalLM.from_pretrained(text[0], device_map={"": "disk"})
-
-
 def torchao():
     from torchao.quantization import Int8WeightOnlyConfig
 
@@ -310,25 +288,6 @@ def test_quantizers_see_the_same_model(name, tmp_path):
     logits = [run(m, **inputs) for m in loaded]
     assert torch.equal(*logits)
     assert 0 < max_abs(logits[0], run(model, **inputs)), "nothing was quantized"
-
-
-def test_adapters_and_generation(text, tmp_path):
-    peft = pytest.importorskip("peft")
-    folder, model, _ = text
-    loaded = llamoe.LlamoeForCausalLM.from_pretrained(folder)
-    targets = ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"]
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets)
-    adapted = make_asymmetric(peft.get_peft_model(loaded, config))
-    inputs = TEXT.inputs()
-    expected = run(adapted, **inputs)
-    adapted.save_pretrained(tmp_path / "adapter")
-    with torch.no_grad():  # the base is part of what the draw above has changed
-        base = {n.replace(".base_layer", ""): p for n, p in loaded.named_parameters() if "lora" not in n}
-    write(tmp_path / "base", model, split(dict(base)))
-    again = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "base")
-    again.load_adapter(tmp_path / "adapter")
-    assert max_abs(run(again, **inputs), expected) < 1e-5 * expected.std()
-    assert torch.equal(generate(again, inputs), generate(adapted, inputs))
 
 
 # Memory
@@ -431,17 +390,6 @@ def test_a_layer_without_its_down_projections_is_refused(text, tmp_path):
     write(tmp_path / "damaged", model, state)
     with pytest.raises(CheckpointError, match=rf"weights are missing: {LAYER}\.down_proj"):
         llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "damaged")
-
-
-def test_an_expert_in_two_shards_is_refused(text, tmp_path):
-    _, model, state = text
-    write(tmp_path / "twice", model, state, "sharded")
-    paths = sorted((tmp_path / "twice").glob("*.safetensors"))
-    name = next(name for name in safe_open(paths[0], "pt").keys() if ".experts." in name)
-    content = {key: safe_open(paths[1], "pt").get_tensor(key) for key in safe_open(paths[1], "pt").keys()}
-    save_file({**content, name: state[name] + 1}, paths[1])
-    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}.*"):
-        llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "twice")
 
 
 def test_any_size_is_drawn_anew_when_that_is_asked_for(text):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.published import KINDS, config_of, numbers, pack, scheme_of, weight_of
+from support.published import KINDS, config_of, numbers, pack, weight_of
 
 from llamoe.configuration.errors import ConfigurationError
 from llamoe.modeling.formats import Int4
@@ -45,32 +45,6 @@ def test_codes_are_taken_over_exactly(kind, group_size):
     parts = int4_parts([unpacked], layout, form)
     assert [(part.shape, part.dtype) for part in parts] == form.parts(SIZES)
     check_values(parts, form, codes, zero, scale, group_size)
-
-
-@pytest.mark.parametrize("group_size", [32, None])
-@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
-def test_values_are_those_of_compressed_tensors(kind, group_size):
-    codes, zero, scale = numbers(kind, *SIZES, group_size)
-    tensors = pack(kind, codes, zero, scale, group_size)
-    from compressed_tensors.compressors import PackedQuantizationCompressor
-
-    tensors["weight_scale"] = tensors["weight_scale"].float()
-    theirs = PackedQuantizationCompressor.decompress(tensors, scheme_of(kind, group_size))["weight"]
-    layout = layout_of(config_of(kind, group_size))
-    torch.testing.assert_close(weight_of_unpacked(layout.unpack(tensors, SIZES), layout), theirs)
-
-
-def test_inputs_that_do_not_fill_the_last_group_are_padded():
-    """Of the padding the codes are 8, whose weights are no more than the offset."""
-    codes, zero, scale = numbers("gptq", 16, 328, None)
-    layout, form = layout_of(config_of("gptq", None)), Int4(64)
-    unpacked = layout.unpack(pack("gptq", codes, zero, scale, None), (16, 328))
-    parts = int4_parts([unpacked], layout, form)
-    assert [(part.shape, part.dtype) for part in parts] == form.parts((16, 328))
-    check_values(parts, form, codes, zero, scale, None)
-    x = torch.randn(3, 328).bfloat16()
-    expected = x.float() @ form.matrix(parts, (16, 328), torch.float32).T
-    torch.testing.assert_close(form.multiply(x, parts, (16, 328)).float(), expected, rtol=0.02, atol=0.02)
 
 
 def test_a_zero_of_zero_borrows_from_its_neighbour_in_the_first_version_of_gptq():

@@ -62,7 +62,7 @@ def test_the_environment_can_choose(monkeypatch):
     chosen = make(copy.deepcopy(config), experts_implementation="eager")
     assert chosen.config._experts_implementation == "eager"
     monkeypatch.setenv("LLAMOE_EXPERTS", "quick")
-    with pytest.raises(ValueError, match=r"LLAMOE_EXPERTS is 'quick'.*not supported"):
+    with pytest.raises(ValueError, match="quick.*not supported"):
         make(copy.deepcopy(config))
 
 

@@ -222,7 +222,7 @@ def test_one_process_alone_has_shards_of_its_own(tmp_path):
 
 @pytest.mark.parametrize("kind", SHARDED)
 def test_an_adapter_on_shards_is_saved(measured, kind):
-    for figures in both(measured, f"adapters-{kind}"):
+    for figures in both(measured, f"saved_adapters-{kind}"):
         assert figures["weights"] == 0
         wanted = ["adapter_config.json", "adapter_model.safetensors", "generation_config.json"]
         assert figures["files"] == wanted

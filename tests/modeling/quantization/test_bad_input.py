@@ -90,6 +90,11 @@ def changed(**fields):
     return lambda content: content["quantization_config"].update(fields)
 
 
+def packed_as(weights):
+    """Let a plain folder's config say that its weights are packed."""
+    return lambda content: content.update(quantization_config=llamoe.QuantizationConfig(weights).to_dict())
+
+
 @pytest.mark.parametrize(
     ("weights", "change", "named"),
     [
@@ -101,19 +106,14 @@ def changed(**fields):
         ("int4", changed(linears=False), "config.json"),
         ("int8", changed(modules_to_not_convert=["o_proj"]), "o_proj.weight has dtype I8"),
         ("int8", lambda content: content.pop("quantization_config"), "has dtype I8, .*quantization_config"),
+        (None, packed_as("int4"), "config.json"),
+        (None, packed_as("int8"), "config.json"),
     ],
 )
-def test_packed_folders_with_another_config(weights, change, named):
+def test_weights_and_configs_that_do_not_belong_together(weights, change, named):
+    model = packed("mixtral", weights) if weights else make("mixtral").bfloat16()
     with pytest.raises(ValueError, match=named):
-        AutoModelForCausalLM.from_pretrained(spoilt(save(packed("mixtral", weights)), config=change))
-
-
-def test_plain_folders_with_the_config_of_packed_ones(weights):
-    def name(content):
-        content["quantization_config"] = llamoe.QuantizationConfig(weights).to_dict()
-
-    with pytest.raises(CheckpointError, match="config.json"):
-        AutoModelForCausalLM.from_pretrained(spoilt(save(make("mixtral").bfloat16()), config=name))
+        AutoModelForCausalLM.from_pretrained(spoilt(save(model), config=change))
 
 
 @pytest.mark.parametrize(
@@ -152,47 +152,40 @@ def test_packed_folders_are_told_what_to_do_to_rows(weights, recwarn):
     assert not [each for each in recwarn if "quantization_config" in str(each.message)]
 
 
-def at(key, function):
-    def change(tensors):
-        tensors[key] = function(tensors[key])
-
-    return change
-
-
 def put(value):
     return lambda tensor: tensor.view(-1).index_fill(0, torch.tensor([7]), value).view(tensor.shape)
 
 
 @pytest.mark.parametrize(
-    ("weights", "key", "part", "function", "wrong"),
+    ("weights", "part", "function", "wrong"),
     [
-        ("int4", LINEAR, "_scale", put(float("nan")), ": 1 of"),
-        ("int8", STACK, "_scale", put(float("-inf")), ": 1 of"),
-        ("int4", STACK, "_scale", lambda scale: scale[..., :-1], " has shape"),
-        ("int8", LINEAR, "_scale", lambda scale: scale.view(torch.int16), " has dtype I16"),
-        ("int8", STACK, "", lambda codes: codes.bfloat16(), " has dtype BF16"),
-        ("int4", LINEAR, "", lambda codes: codes.view(torch.int8), " has dtype"),
+        ("int4", f"{LINEAR}_scale", put(float("nan")), ": 1 of"),
+        ("int8", f"{STACK}_scale", put(float("-inf")), ": 1 of"),
+        ("int4", f"{STACK}_scale", lambda scale: scale[..., :-1], " has shape"),
+        ("int8", f"{LINEAR}_scale", lambda scale: scale.view(torch.int16), " has dtype I16"),
+        ("int8", STACK, lambda codes: codes.bfloat16(), " has dtype BF16"),
+        ("int4", LINEAR, lambda codes: codes.view(torch.int8), " has dtype"),
+        ("int8", STACK, lambda codes: codes[:, :-16], " has shape"),
+        ("int4", f"{STACK}_scale", None, ""),
+        ("int8", LINEAR, None, ""),
     ],
 )
-def test_damaged_parts(weights, key, part, function, wrong):
-    path = spoilt(save(packed("mixtral", weights)), tensors=at(key + part, function))
-    for ignores in (False, "shape" in wrong):
-        with pytest.raises(CheckpointError, match=f"{key}{part}{wrong}"):
-            AutoModelForCausalLM.from_pretrained(path, ignore_mismatched_sizes=ignores)
+def test_damaged_and_missing_parts(weights, part, function, wrong):
+    """Also for a class that begins with a head of its own, and where other sizes are to be ignored."""
 
+    def change(tensors):
+        tensor = tensors.pop(part)
+        if function is not None:
+            tensors[part] = function(tensor)
 
-@pytest.mark.parametrize(
-    ("loaded", "key"),
-    [
-        (llamoe.LlamoeMixtralForCausalLM, STACK + "_scale"),
-        (llamoe.LlamoeMixtralForTokenClassification, LINEAR),
-    ],
-)
-def test_missing_parts(weights, key, loaded):
-    """Also for a class that begins with a head of its own."""
-    path = spoilt(save(packed("mixtral", weights)), tensors=lambda tensors: tensors.pop(key))
-    with pytest.raises(CheckpointError, match=key):
-        loaded.from_pretrained(path)
+    path = spoilt(save(packed("mixtral", weights)), tensors=change)
+    for loaded, ignores in (
+        (llamoe.LlamoeMixtralForCausalLM, False),
+        (llamoe.LlamoeMixtralForCausalLM, True),
+        (llamoe.LlamoeMixtralForTokenClassification, True),
+    ):
+        with pytest.raises(CheckpointError, match=f"{part}{wrong}"):
+            loaded.from_pretrained(path, ignore_mismatched_sizes=ignores)
 
 
 def test_missing_weights_are_not_quantized(weights):

@@ -1,7 +1,6 @@
 """Experts that bitsandbytes quantizes: each matrix is its linear layer, in memory, in files and in products."""
 
 import logging
-from types import SimpleNamespace
 
 import peft
 import pytest
@@ -158,6 +157,19 @@ def test_names_to_skip_leave_experts_alone(skip, tmp_path, caplog):
     assert record.getMessage().endswith(", since the checkpoint holds them so.")
 
 
+@pytest.mark.parametrize("method", FEW)
+def test_experts_alone_are_packed(method, tmp_path):
+    linears = {"llm_int8_skip_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"]}
+    model = load(folder_of("mixtral"), "mixtral", method, quantize=linears)
+    assert not any(isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt) for module in model.modules())
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path, "mixtral")
+    assert packed_modules(again) and torch.equal(logits(again), expected)
+    unpacked = again.dequantize(dtype=torch.bfloat16)
+    assert not packed_modules(unpacked) and distance(logits(unpacked), expected) < CLOSE
+
+
 def test_parts_of_a_folder_are_read(tmp_path):
     load(folder_of("llama4"), "llama4", "fp4").save_pretrained(tmp_path)
     assert packed_modules(llamoe.LlamoeTextModel.from_pretrained(tmp_path))
@@ -219,12 +231,6 @@ def test_sizes_for_device_maps_are_those_in_memory():
         assert held / (5 * 3 * 52 * 72) == pytest.approx(0.5625, rel=0.01)
     auto = load(folder_of("llama4"), "llama4", "nf4", device_map="auto")
     assert torch.equal(logits(auto), logits(model))
-
-
-def test_processes_cannot_share_packed_experts():
-    model = load(folder_of("llama4"), "llama4", "nf4")
-    with pytest.raises(ValueError, match=r"^tp_size = 2: .*experts is quantized"):
-        type(model).maybe_distribute_model(model, SimpleNamespace(tp_size=2), mesh=object())
 
 
 def test_other_models_are_as_transformers_has_them(tmp_path):

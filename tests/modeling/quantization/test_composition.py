@@ -1,6 +1,7 @@
 """Quantized models together with everything else: each pair works, or is refused by name before a weight is read."""
 
 import copy
+import logging
 import re
 from functools import partial
 from types import SimpleNamespace
@@ -78,7 +79,7 @@ def test_export(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "family", "weights"), [("grouped_mm", "text", "int4"), ("batched_mm", "mixtral", "int8")]
 )
-def test_experts_implementations(family, weights, name, monkeypatch):
+def test_experts_implementations(family, weights, name):
     """Our own know packed stacks, others are refused."""
     model = packed(family, weights)
     expected = logits(model)
@@ -91,9 +92,6 @@ def test_experts_implementations(family, weights, name, monkeypatch):
     assert model.config._experts_implementation == "llamoe"
     with refused():
         load(folder(family), weights, experts_implementation=name)
-    with monkeypatch.context() as patched, refused():
-        patched.setenv("LLAMOE_EXPERTS", name)
-        load(folder(family), weights)
     model.config._experts_implementation = name
     with refused():
         logits(model)
@@ -157,11 +155,14 @@ def test_offloaded_weights_compute_but_are_not_unpacked(weights):
     ("family", "dtype", "weights"),
     [("dense", torch.float32, "int8"), ("text", torch.bfloat16, "int4"), ("mixtral", torch.float16, "int8")],
 )
-def test_checkpoints_of_each_dtype(family, weights, dtype, monkeypatch):
+def test_checkpoints_of_each_dtype(family, weights, dtype, monkeypatch, caplog):
     route_by_position(monkeypatch)
     plain = AutoModelForCausalLM.from_pretrained(folder(family, dtype), dtype=torch.float32)
-    model = load(folder(family, dtype), weights)
+    with caplog.at_level(logging.WARNING, logger="llamoe"):
+        model = load(folder(family, dtype), weights)
     assert model.dtype == torch.bfloat16
+    says = f"{weights} weights are multiplied in bfloat16: the model is cast from {str(dtype)[6:]}."
+    assert (says in caplog.text) == (dtype != torch.bfloat16)
     error = distance(logits(model), logits(plain))
     assert {"int4": 0.05, "int8": 0.005}[weights] < error < {"int4": 0.25, "int8": 0.03}[weights]
 

@@ -1,18 +1,16 @@
 """Odd inputs, addresses, processors and processes: quantized models compute the same, or say what is wrong."""
 
-import logging
 import os
 
 import pytest
 import torch
 from support import programs
-from support.few_bits import CLOSE, WEIGHTS, distance, folder, load, logits, packed, save, token_ids
+from support.few_bits import CLOSE, WEIGHTS, distance, logits, packed, save, token_ids
 from transformers import AutoModelForCausalLM
 
 from llamoe.modeling.formats import Int4, Int8, int4
 from llamoe.modeling.kernels import cpp_kernels, float32_blocks
 from llamoe.modeling.moe import multiply_one
-from llamoe.modeling.quantization import QuantizedLinear
 
 # Inputs
 
@@ -119,11 +117,3 @@ def test_programs_that_never_imported_llamoe(tmp_path):
     done = programs.run(["-c", NEVER_IMPORTED, tmp_path / "model"], env=environment)
     assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(tmp_path / "model/found.pt"), logits(model))
-
-
-def test_a_cast_is_told(caplog):
-    with caplog.at_level(logging.WARNING, logger="llamoe"):
-        model = load(folder("dense"), "int4", dtype=torch.float32)
-    assert "int4 weights are multiplied in bfloat16: the model is cast from float32." in caplog.text
-    assert model.dtype == torch.bfloat16
-    assert isinstance(model.model.layers[0].mlp.up_proj, QuantizedLinear)

@@ -1,7 +1,6 @@
 """After `llamoe.adopt` unchanged scripts get our classes for stock folders; `llamoe.release` undoes it."""
 
 import json
-import threading
 
 import pytest
 import torch
@@ -366,32 +365,6 @@ def test_adopted_model_saves_as_ours_or_as_stock(folders, tmp_path):
         stock = AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
         assert type(stock) is LlamaForCausalLM
         assert max_abs(stock(ids).logits, expected) < 2e-5 * expected.std()
-
-
-@pytest.mark.parametrize("began", ["adopted", "released"])
-def test_load_that_has_begun_keeps_its_class(began, folders, monkeypatch):
-    """The other thread changes everything between the choice of the class and the reading of the weights."""
-    model_class = llamoe.LlamoeDenseForCausalLM if began == "adopted" else LlamaForCausalLM
-    change = llamoe.release if began == "adopted" else llamoe.adopt
-    owner = LlamoePreTrainedModel if began == "adopted" else LlamaForCausalLM
-    load = owner._load_pretrained_model
-    changed = []
-
-    def change_and_load(*args, **kwargs):
-        thread = threading.Thread(target=change)
-        thread.start()
-        thread.join()
-        changed.append(adopted())
-        return load(*args, **kwargs)
-
-    monkeypatch.setattr(owner, "_load_pretrained_model", staticmethod(change_and_load))
-    if began == "adopted":
-        llamoe.adopt()
-    model = AutoModelForCausalLM.from_pretrained(folders / "lm")
-    monkeypatch.undo()
-    assert changed == [set() if began == "adopted" else set(STOCK_CONFIGS)]
-    assert type(model) is model_class
-    assert type(AutoModelForCausalLM.from_pretrained(folders / "lm")) is not model_class
 
 
 def test_composite_of_another_library_runs_on_our_language_model():

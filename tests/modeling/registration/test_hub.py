@@ -23,7 +23,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedTokenizerFast,
-    modeling_utils,
 )
 
 import llamoe
@@ -176,45 +175,6 @@ def test_subclass_of_a_user_is_exported_as_usual(tmp_path):
             }
     finally:
         del sys.modules["my_model"]
-
-
-def test_adapters_alone_get_no_module(tmp_path):
-    peft = pytest.importorskip("peft")
-    model = make("LlamoeDenseForCausalLM", dense_config)
-    config = peft.LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
-    model.add_adapter(config)
-    model.save_pretrained(tmp_path / "added")
-    model = make("LlamoeDenseForCausalLM", dense_config)
-    peft.get_peft_model(model, config).save_pretrained(tmp_path / "wrapped")
-    for folder in ("added", "wrapped"):
-        assert "adapter_model.safetensors" in files(tmp_path / folder)
-        assert not files(tmp_path / folder) & {MODULE, "config.json"}
-
-
-@pytest.mark.parametrize("layout", ["llamoe", "stock"])
-def test_what_is_pushed_is_the_finished_folder(layout, tmp_path, monkeypatch):
-    pushed = []
-
-    class Api:
-        def create_repo(self, repo_id, **_):
-            return self
-
-        repo_id = "me/model"
-
-    def upload(self, folder, *_, **__):
-        pushed.append((files(folder), read_config(folder)))
-
-    monkeypatch.setattr(modeling_utils, "hf_api", Api)
-    monkeypatch.setattr(modeling_utils.PreTrainedModel, "_upload_modified_files", upload)
-    monkeypatch.setattr(
-        modeling_utils, "create_and_tag_model_card", lambda *_, **__: type("Card", (), {"save": id})
-    )
-    make("LlamoeDenseForCausalLM", dense_config).save_pretrained(tmp_path, push_to_hub=True, layout=layout)
-    (names, config) = pushed[0]
-    assert ("model.safetensors" in names) and (MODULE in names) == ("auto_map" in config) == (
-        layout == "llamoe"
-    )
-    assert config["model_type"] == ("llamoe_dense" if layout == "llamoe" else "llama")
 
 
 # Loading
