@@ -29,8 +29,8 @@ class Checkpoint:
 
     Attributes:
         path: file or folder that it was opened from.
-        kind: "meta-llama", "meta-llama4", "mistral", "hf", "open_clip" or "clip"; of weights that others have packed
-            "compressed-tensors", "gptq" or "awq".
+        kind: "meta-llama", "meta-llama4", "mistral", "hf", "gguf", "open_clip" or "clip"; of weights that others
+            have packed the `quant_method`, such as "gptq".
         config: a configuration of llamoe.
         tensors: key of stock's modules to tensor, with stacked experts.
         dropped: source key to the reason why the tensor is not in `tensors`.
