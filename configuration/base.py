@@ -13,6 +13,7 @@ Annotations in these modules must not be strings, because `strict` skips those.
 """
 
 import copy
+import difflib
 import functools
 import inspect
 import json
@@ -28,7 +29,7 @@ from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDa
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.utils import CONFIG_NAME, logging
 
-from .checks import enumerate_words, fail, nearest
+from .checks import enumerate_words, fail
 from .errors import CheckpointError, ConfigurationError
 from .fields import Meaning
 from .hub import AUTO_CLASSES, entries_of_others, is_ours, write_config
@@ -58,17 +59,6 @@ ARCHITECTURES = {
 }
 
 _COMPOSITE_TYPES = ("llama4", "llamoe")
-
-# Outputs that are not predictions. `Trainer` gathers the others over a whole evaluation, and returns the logits alone
-# if nothing else is left.
-KEYS_TO_IGNORE_AT_INFERENCE = [
-    "cache",
-    "past_key_values",
-    "aux_loss",
-    "router_logits",
-    "expert_load",
-    "image_hidden_states",
-]
 
 # Names of the fields of all configurations: a field of the whole may stand in a part, and the reverse. transformers 4
 # wrote the first.
@@ -105,6 +95,16 @@ class LlamoeBaseConfig(PreTrainedConfig):
     stock_relatives: ClassVar[tuple[str, ...]] = ()
     feed_forward_name: ClassVar[str] = ""
     meanings: ClassVar[dict[str, Meaning]] = {}
+    # Outputs that are not predictions. `Trainer` gathers the others over a whole evaluation, and returns the logits
+    # alone if nothing else is left.
+    keys_to_ignore_at_inference = [
+        "cache",
+        "past_key_values",
+        "aux_loss",
+        "router_logits",
+        "expert_load",
+        "image_hidden_states",
+    ]
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -214,9 +214,10 @@ class LlamoeBaseConfig(PreTrainedConfig):
         """Warn once of each name that nearly spells a field; unknown ones are kept, as stock keeps them."""
         names = [*(field.name for field in fields(cls)), *cls.attribute_map, "num_labels"]
         for name in given:
-            if name not in _KNOWN_NAMES and (near := nearest(name, names, alike=0.85)):
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
+            if near and name not in _KNOWN_NAMES:
                 logger.warning_once(
-                    f"{cls.__name__} has no field {name!r}, which changes nothing. Did you mean {near!r}?"
+                    f"{cls.__name__} has no field {name!r}, which changes nothing. Did you mean {near[0]!r}?"
                 )
 
     @classmethod

@@ -4,7 +4,6 @@ Every error is a `ValueError` of one form, `Class.field = value: what is wrong; 
 person can act on it without reading this source, and a program can match it.
 """
 
-import difflib
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -38,9 +37,3 @@ def listed(names: Iterable[Any], limit: int = 5) -> str:
     names = [str(name) for name in names]
     more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
-
-
-def nearest(name: str, names: Iterable[str], alike: float) -> str | None:
-    """Return the one of `names` that `name` nearly spells; `alike` is the least likeness, of 1 for the same."""
-    close = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=alike)
-    return close[0] if close else None

@@ -11,7 +11,7 @@ arXiv:2310.06825).
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .base import KEYS_TO_IGNORE_AT_INFERENCE, LlamoeBaseConfig
+from .base import LlamoeBaseConfig
 from .checks import enumerate_words, fail
 from .fields import field
 from .parallel import DECODER_FSDP, DECODER_PP, DENSE_TP
@@ -47,7 +47,6 @@ class LayerPlan:
 class DecoderConfig(LlamoeBaseConfig):
     """The fields and checks that all decoders share; `LlamoeDenseConfig` says what the fields mean."""
 
-    keys_to_ignore_at_inference = KEYS_TO_IGNORE_AT_INFERENCE
     base_model_pp_plan = DECODER_PP
     base_model_fsdp_plan = DECODER_FSDP
     moe_layers: ClassVar[Any] = ()
@@ -107,13 +106,8 @@ class DecoderConfig(LlamoeBaseConfig):
         if self.head_dim is None:
             if hidden % heads:
                 problem = f"must be a multiple of num_attention_heads = {heads} when head_dim is not given"
-                fail(
-                    self,
-                    "hidden_size",
-                    hidden,
-                    problem,
-                    f"a multiple of {heads}, or any size with head_dim set",
-                )
+                valid = f"a multiple of {heads}, or any size with head_dim set"
+                fail(self, "hidden_size", hidden, problem, valid)
             self.head_dim = hidden // heads
         kinds = [key for key in self.rope_parameters or () if key in LAYER_TYPES]
         if kinds:

@@ -52,39 +52,17 @@ class Meaning(NamedTuple):
             fail(owner, name, value, "is beyond reason", f"at most {_MOST_OF_STRUCTURE} entries")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return
-        if self.least is not None and not self.least <= value:
-            fail(
-                owner,
-                name,
-                value,
-                "must be positive" if self.least else "must not be negative",
-                self._valid(),
-            )
-        if self.below is not None and not value < self.below:
-            fail(owner, name, value, "out of range", self._valid())
-        if not value <= self.most:
-            fail(owner, name, value, "is beyond reason", f"at most {self.most}")
-
-    def _valid(self) -> str:
-        most = "" if self.below is None else f" and below {self.below}"
-        return f"a finite number of at least {self.least}{most}"
+        is_above = self.least is None or self.least <= value
+        if not (is_above and value <= self.most and (self.below is None or value < self.below)):
+            least = "" if self.least is None else f"at least {self.least} and "
+            most = f"at most {self.most}" if self.below is None else f"below {self.below}"
+            fail(owner, name, value, "out of range", least + most)
 
 
-def field(
-    default: Any,
-    effect: Effect,
-    *,
-    part: str | None = None,
-    stock: Literal["read", "ignored", "model type"] = "read",
-    least: float | None = None,
-    below: float | None = None,
-    most: float | None = None,
-) -> Any:
+def field(default: Any, effect: Effect, **more: Any) -> Any:
     """Declare a field of a configuration; for the arguments see `Meaning`."""
-    if most is None:
-        most = _MOST_OF_STRUCTURE if effect == "structure" else _MOST
-    meaning = Meaning(effect, part, stock, least, below, most)
-    return dataclasses.field(default=default, metadata={"meaning": meaning})
+    more.setdefault("most", _MOST_OF_STRUCTURE if effect == "structure" else _MOST)
+    return dataclasses.field(default=default, metadata={"meaning": Meaning(effect, **more)})
 
 
 def fields_without_effect(config: Any) -> set[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from .base import KEYS_TO_IGNORE_AT_INFERENCE, LlamoeBaseConfig, as_dict, logger
+from .base import LlamoeBaseConfig, as_dict, logger
 from .checks import fail
 from .fields import field
 from .mixture import LlamoeTextConfig
@@ -36,7 +36,6 @@ class LlamoeConfig(LlamoeBaseConfig):
 
     model_type = "llamoe"
     stock_model_type: ClassVar[str] = "llama4"
-    keys_to_ignore_at_inference = KEYS_TO_IGNORE_AT_INFERENCE
     # transformers' default names a decoder's children.
     base_model_fsdp_plan: ClassVar[dict[str, str]] = {}
     attribute_map: ClassVar[dict[str, str]] = {

@@ -42,33 +42,26 @@ def count_parameters(config: LlamoeBaseConfig) -> ParameterCount:
 
 
 def _decoder(config: DecoderConfig) -> ParameterCount:
-    hidden = config.hidden_size
+    hidden, bias = config.hidden_size, config.attention_bias
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
-    attention = _linear(hidden, queries, config.attention_bias) + _linear(
-        queries, hidden, config.attention_bias
+    attention = (
+        _linear(hidden, queries, bias) + 2 * _linear(hidden, keys, bias) + _linear(queries, hidden, bias)
     )
-    attention += 2 * _linear(hidden, keys, config.attention_bias)
     shared = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2) + hidden
     total = active = shared + config.num_hidden_layers * (attention + 2 * hidden)
     for layer_idx in range(config.num_hidden_layers):
         plan = config.layer_plan(layer_idx)
+        inner, always = plan.intermediate_size, 0
         if plan.is_moe:
-            expert = 3 * hidden * plan.intermediate_size
+            expert = 3 * hidden * inner
             always = hidden * config.num_local_experts
-            if config.use_shared_expert:
-                always += _feed_forward(config, plan.intermediate_size)
-            total += always + expert * config.num_local_experts
-            active += always + expert * config.num_experts_per_tok
-        else:
-            total += _feed_forward(config, plan.intermediate_size)
-            active += _feed_forward(config, plan.intermediate_size)
+            total += expert * config.num_local_experts
+            active += expert * config.num_experts_per_tok
+        if not plan.is_moe or config.use_shared_expert:
+            always += 2 * _linear(hidden, inner, config.mlp_bias) + _linear(inner, hidden, config.mlp_bias)
+        total, active = total + always, active + always
     return ParameterCount(total, active)
-
-
-def _feed_forward(config: DecoderConfig, inner: int) -> int:
-    hidden, bias = config.hidden_size, config.mlp_bias
-    return 2 * _linear(hidden, inner, bias) + _linear(inner, hidden, bias)
 
 
 def _tower(config: LlamoeVisionConfig) -> ParameterCount:

@@ -15,10 +15,12 @@ from types import MappingProxyType
 from typing import Any
 
 from .base import READERS, LlamoeBaseConfig
-from .checks import enumerate_words, nearest
+from .checks import enumerate_words
 
 
-def _dense(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, **more: Any) -> dict[str, Any]:
+def _dense(
+    hidden: int, layers: int, heads: int, kv_heads: int, inner: int, *, theta: float = 1e4, **more: Any
+) -> dict[str, Any]:
     return {
         "model_type": "llamoe_dense",
         "hidden_size": hidden,
@@ -26,28 +28,9 @@ def _dense(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, **mo
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "intermediate_size": inner,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         **more,
     }
-
-
-def _llama_3(*shape: int, **more: Any) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": 500000.0}
-    tokens = {"vocab_size": 128256, "bos_token_id": 128000, "eos_token_id": 128001}
-    return _dense(
-        *shape,
-        **{"rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "rope_parameters": rope, **tokens, **more},
-    )
-
-
-def _mistral(*shape: int, theta: float = 1e6, **more: Any) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": theta}
-    common = {"rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "rope_parameters": rope}
-    return _dense(*shape, **{**common, **more})
-
-
-def _mixtral(*shape: int, **more: Any) -> dict[str, Any]:
-    mixture = {"model_type": "llamoe_mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
-    return _mistral(*shape, **mixture, **more)
 
 
 def _scaled_rope(factor: float, high_freq_factor: float) -> dict[str, Any]:
@@ -101,7 +84,17 @@ def _metaclip(patch: int, layers: int, width: int, heads: int, inner: int, joint
 
 
 _LLAMA_2 = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
-_LLAMA_31 = {"max_position_embeddings": 131072, "rope_parameters": _scaled_rope(8.0, 4.0)}
+_LLAMA_3 = {
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "theta": 5e5,
+}
+_LLAMA_31 = _LLAMA_3 | {"max_position_embeddings": 131072, "rope_parameters": _scaled_rope(8.0, 4.0)}
+_MISTRAL = {"rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "theta": 1e6}
+_MIXTRAL = _MISTRAL | {"model_type": "llamoe_mixtral"}
 _SCOUT = {"rope_parameters": _scaled_rope(16.0, 1.0)}
 _MAVERICK = {
     "num_local_experts": 128,
@@ -119,15 +112,17 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "llama-2-7b": _dense(4096, 32, 32, 32, 11008, **_LLAMA_2),
         "llama-2-13b": _dense(5120, 40, 40, 40, 13824, **_LLAMA_2),
         "llama-2-70b": _dense(8192, 80, 64, 8, 28672, **_LLAMA_2),
-        "llama-3-8b": _llama_3(4096, 32, 32, 8, 14336),
-        "llama-3-70b": _llama_3(8192, 80, 64, 8, 28672),
-        "llama-3.1-8b": _llama_3(4096, 32, 32, 8, 14336, **_LLAMA_31),
-        "llama-3.1-70b": _llama_3(8192, 80, 64, 8, 28672, **_LLAMA_31),
-        "mistral-7b-v0.1": _mistral(4096, 32, 32, 8, 14336, theta=1e4, sliding_window=4096),
-        "mistral-7b-v0.2": _mistral(4096, 32, 32, 8, 14336),
-        "mistral-7b-v0.3": _mistral(4096, 32, 32, 8, 14336, vocab_size=32768),
-        "mixtral-8x7b": _mixtral(4096, 32, 32, 8, 14336),
-        "mixtral-8x22b": _mixtral(6144, 56, 48, 8, 16384, max_position_embeddings=65536),
+        "llama-3-8b": _dense(4096, 32, 32, 8, 14336, **_LLAMA_3),
+        "llama-3-70b": _dense(8192, 80, 64, 8, 28672, **_LLAMA_3),
+        "llama-3.1-8b": _dense(4096, 32, 32, 8, 14336, **_LLAMA_31),
+        "llama-3.1-70b": _dense(8192, 80, 64, 8, 28672, **_LLAMA_31),
+        "mistral-7b-v0.1": _dense(
+            4096, 32, 32, 8, 14336, **_MISTRAL | {"theta": 1e4, "sliding_window": 4096}
+        ),
+        "mistral-7b-v0.2": _dense(4096, 32, 32, 8, 14336, **_MISTRAL),
+        "mistral-7b-v0.3": _dense(4096, 32, 32, 8, 14336, **_MISTRAL, vocab_size=32768),
+        "mixtral-8x7b": _dense(4096, 32, 32, 8, 14336, **_MIXTRAL),
+        "mixtral-8x22b": _dense(6144, 56, 48, 8, 16384, **_MIXTRAL | {"max_position_embeddings": 65536}),
         "llama-4-scout": _llama_4(_SCOUT),
         "llama-4-maverick": _llama_4(_MAVERICK),
         "metaclip-b32": _metaclip(32, 12, 768, 12, 3072, 512),
@@ -140,11 +135,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """Name to model type and fields; read-only at the top level, and `preset` copies them."""
 
 
-def nearest_preset(name: Any) -> str | None:
-    """Return the name of a preset that was nearly spelt."""
-    return nearest(str(name), PRESETS, alike=0.7)
-
-
 def preset(name: str, **overrides: Any) -> LlamoeBaseConfig:
     """Return a new configuration of a published model, one of `PRESETS`.
 
@@ -153,9 +143,7 @@ def preset(name: str, **overrides: Any) -> LlamoeBaseConfig:
         **overrides: Fields to change; a dictionary for `text_config` or `vision_config` changes fields inside it.
     """
     if name not in PRESETS:
-        near = nearest_preset(name)
-        hint = f"did you mean {near!r}? " if near else ""
-        raise ValueError(f"no preset is called {name!r}: {hint}valid: {', '.join(PRESETS)}")
+        raise ValueError(f"no preset is called {name!r}; valid: {', '.join(PRESETS)}")
     config_class = READERS[PRESETS[name]["model_type"]]
     result: Any = config_class.from_dict(dict(PRESETS[name]), return_unused_kwargs=True, **overrides)
     config, unknown = result

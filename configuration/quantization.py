@@ -16,10 +16,6 @@ GROUP_SIZES = (32, 64, 128, 256)
 """Sizes of a group that torch's 4-bit kernel knows."""
 
 
-class _Default(str):
-    """A default, which differs from the same text that was given."""
-
-
 class QuantizationConfig(QuantizationConfigMixin):
     """Routed experts and linear layers of the decoder in 4 or 8 bits, for `from_pretrained(quantization_config=…)`.
 
@@ -48,31 +44,28 @@ class QuantizationConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        weights: str = _Default(WEIGHTS[0]),
+        weights: str | None = None,
         group_size: int | None = None,
         experts: bool = True,
         linears: bool = True,
         search: bool = True,
         modules_to_not_convert: list[str] | None = None,
         format_version: int = FORMAT_VERSION,
-        activations: str = _Default(ACTIVATIONS[0]),
+        activations: str | None = None,
         **kwargs: Any,
     ):
         chosen = dict(weights=weights, group_size=group_size, activations=activations)
-        self.given = {n for n, value in chosen.items() if value is not None and type(value) is not _Default}
-        weights, activations = (
-            str(value) if type(value) is _Default else value for value in (weights, activations)
-        )
+        self.given = {name for name, value in chosen.items() if value is not None}
         # transformers' own methods are an enumeration, others are texts.
         self.quant_method: Any = METHOD
-        self.weights = weights
-        self.group_size = 32 if group_size is None and weights == "int4" else group_size
+        self.weights = WEIGHTS[0] if weights is None else weights
+        self.group_size = 32 if group_size is None and self.weights == "int4" else group_size
         self.experts = experts
         self.linears = linears
         self.search = search
         self.modules_to_not_convert = modules_to_not_convert
         self.format_version = format_version
-        self.activations = activations
+        self.activations = ACTIVATIONS[0] if activations is None else activations
         # `quant_method` is what transformers writes beside our fields.
         if kwargs.pop("quant_method", METHOD) != METHOD:
             raise ConfigurationError(f"QuantizationConfig is for quant_method={METHOD!r} alone.")
@@ -103,10 +96,8 @@ class QuantizationConfig(QuantizationConfigMixin):
                 is_group if self.weights == "int4" else size is None,
                 f"{', '.join(map(str, GROUP_SIZES))} for int4, which has a kernel for these; None for int8",
             ),
-            **{
-                name: (isinstance(getattr(self, name), bool), "True or False")
-                for name in ("linears", "search")
-            },
+            "linears": (isinstance(self.linears, bool), "True or False"),
+            "search": (isinstance(self.search, bool), "True or False"),
             "experts": (
                 isinstance(self.experts, bool) and (self.experts or self.linears),
                 "True, or False where linears are quantized",

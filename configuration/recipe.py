@@ -10,8 +10,6 @@ from .parameter_count import count_parameters
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-# LLaMA's 7 and 13 billion were trained with the first, 33 and 65 billion with the second.
-_RATES = ((20e9, 3e-4), (float("inf"), 1.5e-4))
 # By its name, and the former one.
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
@@ -38,7 +36,7 @@ def llama_recipe(
 
     size = count_parameters(config).total if config is not None else 0
     recipe: dict[str, Any] = {
-        "learning_rate": next(rate for below, rate in _RATES if size < below),
+        "learning_rate": 3e-4 if size < 20e9 else 1.5e-4,
         "adam_beta1": 0.9,
         "adam_beta2": 0.95,
         "weight_decay": 0.1,

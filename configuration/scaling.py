@@ -6,7 +6,6 @@ costs 6 FLOPs for each active parameter and token.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from .decoder import DecoderConfig
@@ -40,38 +39,36 @@ class ComputeOptimal:
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """Properties of a model that a fit needs besides its size: shares of all parameters and of all experts."""
+class _Fit:
+    """A fitted loss: a constant, and terms `factor / number**exponent` of the parameters and of the tokens."""
 
-    active: float = 1.0
-    used: float = 1.0
+    constant: float
+    of_parameters: tuple[tuple[float, float], ...]
+    of_tokens: tuple[float, float]
 
     def loss(self, parameters: float, tokens: float) -> float:
-        if self.used == 1.0:
-            # The exponents that the paper prints, 0.34 and 0.28, are rounded, and with them optima double.
-            return 1.69 + 406.4 / parameters**0.3392 + 410.7 / tokens**0.2849
-        return (
-            0.94
-            + 16612.5 / parameters**0.5962
-            + 5455.67 / tokens**0.3954
-            + 0.4598 * self.used**0.1666
-            + 17.26 / (self.used**0.1603 * parameters**0.1595)
-        )
+        terms = [factor / parameters**exponent for factor, exponent in self.of_parameters]
+        factor, exponent = self.of_tokens
+        return self.constant + sum(terms) + factor / tokens**exponent
 
-    def optimum(self, flops: float) -> ComputeOptimal:
-        """Return the parameters with the least loss. Along a budget it falls, then rises: a ternary search."""
-        product = flops / (FLOPS_PER_TOKEN * self.active)
+    def tokens_for(self, parameters: float) -> float:
+        """Return the tokens for which these parameters are the best use of a budget.
 
-        def loss(log_parameters: float) -> float:
-            parameters = math.exp(log_parameters)
-            return self.loss(parameters, product / parameters)
+        The budget is a product: there, both derivatives by the logarithm are equal.
+        """
+        slope = sum(exponent * factor / parameters**exponent for factor, exponent in self.of_parameters)
+        factor, exponent = self.of_tokens
+        return (exponent * factor / slope) ** (1 / exponent)
 
-        low, high = 0.0, math.log(product)
-        while high - low > 1e-9:
-            third = (high - low) / 3
-            low, high = (low + third, high) if loss(low + third) > loss(high - third) else (low, high - third)
-        parameters = math.exp(low)
-        return ComputeOptimal(flops, parameters, self.active * parameters, product / parameters, loss(low))
+
+# The exponents that the paper prints, 0.34 and 0.28, are rounded, and with them optima double.
+_DENSE = _Fit(1.69, ((406.4, 0.3392),), (410.7, 0.2849))
+
+
+def _mixture_fit(used: float) -> _Fit:
+    """Return the fit for a share of used experts."""
+    of_parameters = ((16612.5, 0.5962), (17.26 / used**0.1603, 0.1595))
+    return _Fit(0.94 + 0.4598 * used**0.1666, of_parameters, (5455.67, 0.3954))
 
 
 def compute_optimal(
@@ -105,34 +102,36 @@ def compute_optimal(
         )
     given = {"flops": flops, "tokens": tokens, "parameters": parameters}
     given = {name: value for name, value in given.items() if value is not None}
-    shape = _Shape()
+    fit, active = _DENSE, 1.0
     if text is not None:
         count = count_parameters(text)
         if not given:
             given = {"parameters": count.total}
         if isinstance(text, MixtureConfig) and text.moe_layers:
-            shape = _Shape(count.active / count.total, text.num_experts_per_tok / text.num_local_experts)
+            fit = _mixture_fit(text.num_experts_per_tok / text.num_local_experts)
+            active = count.active / count.total
     if len(given) != 1:
         names = " and ".join(given) or "none"
         raise ConfigurationError(f"compute_optimal: give one of flops, tokens and parameters, not {names}.")
     ((name, value),) = given.items()
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ConfigurationError(f"compute_optimal: {name} is a number above zero, not {value!r}.")
-    if name == "flops":
-        return _within_budgets(value, shape.optimum, f"flops = {value}")
-    # Both grow with the budget.
-    low, high = math.log(_SMALLEST), math.log(_LARGEST)
-    while high - low > 1e-9:
+
+    def optimum(parameters: float) -> ComputeOptimal:
+        tokens = fit.tokens_for(parameters)
+        cost = FLOPS_PER_TOKEN * active * parameters * tokens
+        return ComputeOptimal(cost, parameters, active * parameters, tokens, fit.loss(parameters, tokens))
+
+    # Tokens and budget grow with the parameters.
+    low, high = 0.0, math.log(_LARGEST)
+    for _ in range(100):
         middle = (low + high) / 2
-        is_less = getattr(shape.optimum(math.exp(middle)), name) < value
+        is_less = getattr(optimum(math.exp(middle)), name) < value
         low, high = (middle, high) if is_less else (low, middle)
-    return _within_budgets(math.exp(low), shape.optimum, f"{name} = {value}")
-
-
-def _within_budgets(flops: float, optimum: Callable[[float], ComputeOptimal], given: str) -> ComputeOptimal:
-    if not _SMALLEST * 1.001 < flops < _LARGEST / 1.001:
+    best = optimum(math.exp(low))
+    if not _SMALLEST <= best.flops <= _LARGEST:
         raise ConfigurationError(
-            f"compute_optimal: {given} is not a size of a training: its budget lies outside of {_SMALLEST:.0e} to "
-            f"{_LARGEST:.0e} FLOPs, of which the fits say nothing."
+            f"compute_optimal: {name} = {value} is not a size of a training: its budget lies outside of "
+            f"{_SMALLEST:.0e} to {_LARGEST:.0e} FLOPs, of which the fits say nothing."
         )
-    return optimum(flops)
+    return best

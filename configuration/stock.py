@@ -87,12 +87,12 @@ def to_stock(config: LlamoeBaseConfig) -> dict[str, Any]:
 def _adjust_dense(config: LlamoeDenseConfig, data: dict[str, Any]) -> None:
     stock_type, kinds = config.stock_type(), config.attention_types()
     if stock_type == "llama":
-        if config.hidden_size % config.num_attention_heads:
+        heads = config.num_attention_heads
+        if config.hidden_size % heads:
             problem = (
-                "transformers' llama demands a multiple of num_attention_heads even where head_dim is given"
+                f"transformers' llama demands a multiple of num_attention_heads = {heads} beside any head_dim"
             )
-            valid = f"a multiple of {config.num_attention_heads}"
-            fail(config, "hidden_size", config.hidden_size, problem, valid)
+            fail(config, "hidden_size", config.hidden_size, problem, f"a multiple of {heads}")
         return
     if stock_type == "ministral":
         data["layer_types"] = kinds

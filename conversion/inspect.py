@@ -25,7 +25,6 @@ from ..configuration.base import LlamoeBaseConfig
 from ..configuration.errors import CheckpointError
 from ..configuration.json_files import reading
 from ..configuration.memory import default_context
-from ..configuration.presets import nearest_preset
 from ..configuration.sizes import count_of
 from ..modeling.checkpoints import check_whole, in_units, sum_by_part
 from ..planning import (
@@ -226,11 +225,7 @@ def _open(given: str | os.PathLike | Checkpoint) -> Checkpoint:
         if not str(given) or not path.exists():
             if str(given) in PRESETS:
                 return Checkpoint(path, "preset", preset(str(given)), {})
-            near = nearest_preset(given)
-            hint = f" Did you mean the preset {near!r}?" if near else ""
-            raise CheckpointError(
-                f"{str(given)!r}: no such folder or file, and no preset of that name.{hint}"
-            )
+            raise CheckpointError(f"{str(given)!r}: no such folder or file, and no preset of that name.")
         file = path / "config.json" if path.is_dir() else path
         is_bare = path.is_dir() and not any(_WEIGHTS.search(inner.name) for inner in path.iterdir())
         if file.suffix == ".json" and file.is_file() and (is_bare or path.is_file()):

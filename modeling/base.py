@@ -6,7 +6,6 @@ methods answer these checks here.
 """
 
 import copy
-import logging
 import os
 from contextlib import nullcontext
 from typing import Any, ClassVar
@@ -35,8 +34,6 @@ from .quantization import (
     take_activations,
     warn_of_plain_experts,
 )
-
-logger = logging.getLogger("llamoe")
 
 # Quantization methods whose quantizers take the stacked experts one by one, or leave them unchanged. The others expect
 # another layout of experts, or replace stock's class by its name. transformers reports that hqq is not supported yet.
@@ -198,16 +195,13 @@ class LlamoePreTrainedModel(
             result = super().from_pretrained(name_or_path, *model_args, **kwargs)
             model = result[0] if isinstance(result, tuple) else result
             attach_stores(model)
-        model._log_backends()
         if getattr(model, "is_quantized", False):
             warn_of_plain_experts(model)
         return result
 
     @classmethod
     def _from_config(cls, config, **kwargs):
-        model = super()._from_config(cls.resolve_config(config), **kwargs)
-        model._log_backends()
-        return model
+        return super()._from_config(cls.resolve_config(config), **kwargs)
 
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
@@ -303,15 +297,6 @@ class LlamoePreTrainedModel(
                 "made of, if memory is short with quantization_config=llamoe.QuantizationConfig('int4') or "
                 "BitsAndBytesConfig. Servers such as vLLM may take the folder as it is."
             )
-
-    def _log_backends(self) -> None:
-        text_config = self.config.get_text_config()
-        message = f"{type(self).__name__}: attention {text_config._attn_implementation}"
-        modules = self.modules() if self._has_experts else ()
-        experts = next((module for module in modules if isinstance(module, Experts)), None)
-        if experts is not None:
-            message += f", experts {text_config._experts_implementation}"
-        logger.info(message)
 
     def save_pretrained(self, save_directory, *args, layout: str = "llamoe", **kwargs):
         """Save as `PreTrainedModel.save_pretrained` does, in our layout or in stock's.

@@ -1,7 +1,7 @@
 """Checkpoint folders in Hugging Face's format.
 
-Reading order: expert_layout (experts stacked or one by one), published (weights that others
-have packed), packed_weights (quantized weights), folder.
+Reading order: expert_layout (experts stacked or one by one), published and bitsandbytes (weights that others have
+packed), packed_weights (quantized weights), folder.
 """
 
 from .expert_layout import fuse_experts, split_experts, stack_rows

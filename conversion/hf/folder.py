@@ -19,11 +19,12 @@ from ...configuration.quantization import METHOD
 from ...configuration.sizes import bytes_of
 from ...modeling.checkpoints import check_shards, find_weights, sum_by_part, wrapper_prefix
 from ...modeling.formats.packed import Layout
-from ...modeling.quantization import layout_of, own_config
+from ...modeling.quantization import layout_of, names_in_16_bit, own_config
 from ...modeling.registration import model_class
 from ..checkpoint import Checkpoint, Report, carry_out, check_model, main_dtype, tie_heads
 from ..io import DEFAULTS, LazyTensor, Plan, WriteOptions, open_weights, read_bytes, read_json, split_shards
 from ..tokenizers import check_companions, processor_of_layout
+from .bitsandbytes import Bitsandbytes
 from .expert_layout import fuse_experts, split_experts
 from .packed_weights import in_words, pack_tensors, packed_weights, unpack_tensors
 from .published import unpack_published
@@ -58,7 +59,13 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
     kept = {name: tensor for name, tensor in tensors.items() if name not in dropped}
     notes, stored = [f"all names of weights begin with {prefix!r}, which is left out"] if prefix else [], {}
     in_16_bit: Sequence[str] = ()
-    if layout is not None:
+    packed: set[str] = set()
+    if isinstance(layout, Bitsandbytes):
+        stored = kept
+        dtype = config.dtype if config.dtype in (torch.float16, torch.float32) else torch.bfloat16
+        kept, packed = layout.unpack(kept, dtype)
+        notes.append("the weights are packed by bitsandbytes, and read as what they mean")
+    elif layout is not None:
         stored = {name.replace(".block_sparse_moe.", ".mlp."): tensor for name, tensor in kept.items()}
         kept, unused, followed = unpack_published(kept, config, layout, sources)
         dropped |= dict.fromkeys(unused, "is 0, or of activations, which are not quantized")
@@ -72,6 +79,13 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
             f"the weights are stored as {in_words(quantization)}; what they mean is taken, in bfloat16"
         )
     kept = check_model(config, fuse_experts(kept), str(folder))
+    if packed:
+        stacks = (
+            ".experts." in name and f"{name.partition('.experts.')[0]}.experts" or name for name in packed
+        )
+        linears = dict.fromkeys(name.rpartition(".")[0] for name in kept if "_proj" in name)
+        names = {name.replace(".block_sparse_moe.", ".mlp.") for name in stacks}
+        in_16_bit = names_in_16_bit(linears, names.intersection(linears))
     found = read_companions(folder)
     notes += check_companions(found, config, str(folder)) if companions else []
     return Checkpoint(
@@ -184,7 +198,9 @@ def save_hf(
     return report
 
 
-def read_config(path: Path) -> tuple[LlamoeBaseConfig, QuantizationConfig | None, Layout | None]:
+def read_config(
+    path: Path,
+) -> tuple[LlamoeBaseConfig, QuantizationConfig | None, Layout | Bitsandbytes | None]:
     """Read the configuration in a config.json of stock or llamoe, and how weights are packed.
 
     Returns:
@@ -203,6 +219,8 @@ def read_config(path: Path) -> tuple[LlamoeBaseConfig, QuantizationConfig | None
             return from_stock(data), None, None
         if isinstance(packed, dict) and packed.get("quant_method") == METHOD:
             return from_stock(data), QuantizationConfig(**packed), None
+        if isinstance(packed, dict) and packed.get("quant_method") == Bitsandbytes.method:
+            return from_stock(data), None, Bitsandbytes.from_config(packed)
         if not isinstance(packed, dict) or (layout := layout_of(packed)) is None:
             raise CheckpointError(
                 f"quantization_config is {str(packed)[:99]}, which is not read. Give the model that these weights were "

@@ -13,7 +13,7 @@ import torch
 from ...configuration import QuantizationConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...modeling.formats import Format, Int4, Int8
-from ...modeling.formats.packed import Layout, Unpacked, int4_parts, weight_of
+from ...modeling.formats.packed import Layout, Unpacked, weight_of
 from ...modeling.moe import Experts
 from ...modeling.quantization import LlamoeQuantizer, by_expert, own_config
 from ...modeling.registration import empty_model
@@ -54,7 +54,8 @@ class PublishedMatrix(LazyTensor):
             return [codes, scales[:, 0].bfloat16()]
         if not (self._layout.is_int4 and isinstance(form, Int4)):
             return None
-        return int4_parts([*map(self._unpack, self._matrices)], self._layout, form)
+        matrices = [{kind: each.read() for kind, each in tensors.items()} for tensors in self._matrices]
+        return [*self._layout.parts_of(matrices, self._sizes, form)]
 
     def _unpack(self, tensors: Mapping[str, LazyTensor]) -> Unpacked:
         return self._layout.unpack({kind: each.read() for kind, each in tensors.items()}, self._sizes)

@@ -66,10 +66,10 @@ def read(content: bytes, origin: str, family: str) -> SourceTokenizer:
 
 
 def _parse(content: bytes, origin: str) -> Any:
-    # The extra `tokenizers` brings these.
-    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+    # The extra `tokenizers` brings it.
+    from sentencepiece import SentencePieceProcessor
 
-    proto = sentencepiece_model_pb2.ModelProto()
+    proto = _empty_model()
     try:
         proto.ParseFromString(content)
         SentencePieceProcessor(model_proto=content)
@@ -89,6 +89,13 @@ def _parse(content: bytes, origin: str) -> Any:
     return proto
 
 
+def _empty_model() -> Any:
+    from sentencepiece import sentencepiece_model_pb2
+
+    # The class is made when the module is imported.
+    return sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def model_of_pieces(pieces: Iterable[tuple[str, float, int]], ids: Mapping[str, int], prefix: bool) -> bytes:
     """Make a SentencePiece model of pairs again, of its pieces with their scores and types.
 
@@ -97,10 +104,7 @@ def model_of_pieces(pieces: Iterable[tuple[str, float, int]], ids: Mapping[str, 
         ids: of "bos", "eos", "unk" and "pad", as far as they are known; else those of LLaMA.
         prefix: whether a space is put before a text.
     """
-    # The extra `tokenizers` brings it.
-    from sentencepiece import sentencepiece_model_pb2
-
-    proto = sentencepiece_model_pb2.ModelProto()
+    proto = _empty_model()
     for piece, score, kind in pieces:
         proto.pieces.add(piece=piece, score=score, type=kind)
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec

@@ -8,19 +8,16 @@ heads read colour, shape and place from each of a picture's 16 tokens, and which
 are discarded at the end. ANSWERING: the tower stays as it is, and the text model answers several questions about each
 picture. Both begin with what is easy.
 
-The state is saved now and then; the same command goes on from there after a stop of any kind. The folder gets the
-model, its processor, `training.log` and the loss as a picture, `loss.png`.
+The folder gets the model, its processor, `training.log` and the loss as a picture, `loss.png`.
 """
 
 import hashlib
-import os
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -43,7 +40,6 @@ OUT = Path("trained-tiny")
 # Of both stages.
 STEPS = 9000
 SEED = 0
-SAVE_EVERY = 100
 # Questions in each column of the examination at the end.
 EXAMINED = 960
 # Steps whose losses make a line of the log together.
@@ -178,84 +174,24 @@ def make_optimizers(modules: list[nn.Module], learning_rate: float, steps: int) 
     return optimizers, [get_cosine_schedule_with_warmup(each, warm_up, steps) for each in optimizers]
 
 
-@dataclass
-class Training:
-    """What a training has come to; `save` writes it to a file from which `load` goes on."""
-
-    model: LlamoeForConditionalGeneration
-    heads: nn.Linear
-    jobs: list[Job]
-    step: int = 0
-    losses: list[float] = field(default_factory=list)
-    """The loss of every step so far."""
-    seconds: float = 0.0
-    optimizers: list = field(default_factory=list)
-    schedules: list = field(default_factory=list)
-
-    def begin_stage(self, stage: Stage) -> None:
-        """Take new optimizers."""
-        length = sum(job.stage is stage for job in self.jobs)
-        self.optimizers, self.schedules = make_optimizers(
-            [self.model, self.heads], stage.learning_rate, length
-        )
-
-    def state(self) -> dict[str, Any]:
-        """Everything that changes from step to step."""
-        parts = (self.model, self.heads, *self.optimizers, *self.schedules)
-        return {
-            "parts": [part.state_dict() for part in parts],
-            "step": self.step,
-            "losses": self.losses,
-            "seconds": self.seconds,
-            "jobs": len(self.jobs),
-            "seed": self.jobs[0].seed,
-        }
-
-    def save(self, path: Path) -> None:
-        """Write the state; an older file stays until the new one is whole."""
-        part = path.with_suffix(".part")
-        with part.open("wb") as file:
-            torch.save(self.state(), file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-
-    def load(self, path: Path) -> None:
-        """Go on from a file of `save`.
-
-        Raises:
-            ValueError: the file belongs to a training of another length or seed.
-        """
-        state = torch.load(path, weights_only=True)
-        was, wanted = (state["jobs"], state["seed"]), (len(self.jobs), self.jobs[0].seed)
-        if was != wanted:
-            raise ValueError(
-                f"{path} is of a training with {was[0]} steps and seed {was[1]}, not {wanted[0]} and {wanted[1]}; "
-                "name another folder, or remove that one"
-            )
-        self.step, self.losses, self.seconds = state["step"], state["losses"], state["seconds"]
-        self.begin_stage(self.jobs[self.step - 1].stage)
-        parts = (self.model, self.heads, *self.optimizers, *self.schedules)
-        for part, values in zip(parts, state["parts"], strict=True):
-            part.load_state_dict(values)
-
-
-def train(training: Training, processor: LlamoeProcessor, after_step: Callable[[Training], None]) -> None:
-    """Train in place, from the step that the training has come to; a progress bar shows stage, loss and speed."""
-    image_text, heads, model = picture_text(processor), training.heads, training.model
-    jobs = training.jobs[training.step :]
+def train(
+    model: LlamoeForConditionalGeneration, heads: nn.Linear, jobs: list[Job], processor: LlamoeProcessor
+) -> list[float]:
+    """Train in place, with a bar that shows stage, loss and speed, and return the loss of every step."""
+    image_text, losses = picture_text(processor), []
     # Workers pay off only in a long run. They are spawned, since a fork of a process with torch's threads hangs.
     worker = nullcontext()
     if len(jobs) > 50:
         spawn = get_context("spawn")
         worker = ProcessPoolExecutor(1, mp_context=spawn, initializer=torch.set_num_threads, initargs=(1,))
     model.train()
-    with worker as pool, tqdm(total=len(training.jobs), initial=training.step, unit="step") as bar:
-        begun = time.perf_counter()
+    with worker as pool, tqdm(total=len(jobs), unit="step") as bar:
+        stage, optimizers, schedules = None, [], []
         for job, batch in zip(jobs, batches(pool, jobs), strict=True):
-            stage = job.stage
-            if training.step == 0 or training.jobs[training.step - 1].stage is not stage:
-                training.begin_stage(stage)
+            if job.stage is not stage:
+                stage = job.stage
+                length = sum(other.stage is stage for other in jobs)
+                optimizers, schedules = make_optimizers([model, heads], stage.learning_rate, length)
             with torch.set_grad_enabled(stage is SEEING):
                 pixels = normalise(processor.image_processor, batch.resized)
                 features = model.get_image_features(pixels).pooler_output
@@ -269,18 +205,15 @@ def train(training: Training, processor: LlamoeProcessor, after_step: Callable[[
                 loss = model(**rows, mm_encoder_outputs=seen, output_router_logits=True, use_cache=False).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_([*model.parameters(), *heads.parameters()], 1.0)
-            for optimizer, schedule in zip(training.optimizers, training.schedules, strict=True):
+            for optimizer, schedule in zip(optimizers, schedules, strict=True):
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()
-            training.step += 1
-            training.losses.append(loss.item())
-            now = time.perf_counter()
-            training.seconds, begun = training.seconds + now - begun, now
+            losses.append(loss.item())
             bar.set_description(stage.name, refresh=False)
-            bar.set_postfix(loss=f"{mean(training.losses[-30:]):.4f}", refresh=False)
+            bar.set_postfix(loss=f"{mean(losses[-30:]):.4f}", refresh=False)
             bar.update()
-            after_step(training)
+    return losses
 
 
 def mean(values: list[float]) -> float:
@@ -288,13 +221,12 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def draw_losses(training: Training, path: Path) -> None:
+def draw_losses(jobs: list[Job], losses: list[float], path: Path) -> None:
     """The loss over the steps: a mean of thirty steps for each point, a colour for each stage."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    losses = training.losses
-    for stage in dict.fromkeys(job.stage for job in training.jobs):
-        steps = [step for step, job in enumerate(training.jobs[: training.step]) if job.stage is stage]
+    for stage in dict.fromkeys(job.stage for job in jobs):
+        steps = [step for step, job in enumerate(jobs) if job.stage is stage]
         means = [mean(losses[max(steps[0], step - 29) : step + 1]) for step in steps]
         axes.semilogy(steps, means, label=stage.name)
     axes.set(xlabel="step", ylabel="loss")
@@ -308,37 +240,27 @@ def main() -> None:
     processor = build_processor(build_tokenizer(784, write_corpus(SEED)))
     model = build_model(processor.tokenizer)
     heads = nn.Linear(model.config.text_config.hidden_size, sum(CLASSES) + SQUARES**2)
-    training = Training(model, heads, plan(STEPS, SEED))
-    state = OUT / "training-state.pt"
-    if state.is_file():
-        training.load(state)
-        print(f"going on after step {training.step} of {len(training.jobs)}")
+    jobs = plan(STEPS, SEED)
     OUT.mkdir(parents=True, exist_ok=True)
     print(f"{model.num_parameters() / 1e6:.2f} million parameters, {len(processor.tokenizer)} tokens")
-
-    def after_step(training: Training) -> None:
-        if training.step % SAVE_EVERY == 0 or training.step == len(training.jobs):
-            training.save(state)
-
-    train(training, processor, after_step)
-    draw_losses(training, OUT / "loss.png")
+    begun = time.perf_counter()
+    losses = train(model, heads, jobs, processor)
+    minutes = (time.perf_counter() - begun) / 60
+    draw_losses(jobs, losses, OUT / "loss.png")
     model.bfloat16().save_pretrained(OUT)
     processor.save_pretrained(OUT)
-    log = write_log(training, OUT, EXAMINED)
+    log = write_log(jobs, losses, minutes, OUT)
     (OUT / "training.log").write_text(log)
-    state.unlink()
     print(log, end="")
 
 
-def write_log(training: Training, folder: Path, count: int) -> str:
+def write_log(jobs: list[Job], losses: list[float], minutes: float, folder: Path) -> str:
     """What the training was, how its loss fell, what the saved model answers, and which file that was."""
-    lines = [
-        f"{len(training.jobs)} steps from seed {training.jobs[0].seed}, {training.seconds / 60:.0f} minutes"
-    ]
-    for last in range(LOGGED, len(training.losses) + 1, LOGGED):
-        loss = mean(training.losses[last - LOGGED : last])
-        lines.append(f"step {last:5}  {training.jobs[last - 1].stage.name:<10} loss {loss:.4f}")
-    lines += ["", examine.report(folder, count), ""]
+    lines = [f"{len(jobs)} steps from seed {jobs[0].seed}, {minutes:.0f} minutes"]
+    for last in range(LOGGED, len(losses) + 1, LOGGED):
+        loss = mean(losses[last - LOGGED : last])
+        lines.append(f"step {last:5}  {jobs[last - 1].stage.name:<10} loss {loss:.4f}")
+    lines += ["", examine.report(folder, EXAMINED), ""]
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     lines.append(f"sha256 of model.safetensors: {digest}")
     return "\n".join(lines) + "\n"

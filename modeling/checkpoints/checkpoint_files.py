@@ -62,29 +62,19 @@ def read_header(path: str | os.PathLike, kind: str | None = None) -> dict[str, T
     """
     # A name with a zero byte is a ValueError.
     with reading(path, ValueError):
-        try:
-            check_regular(path)
-            return _read_header(path, kind)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path}: no such file, though the checkpoint's index names it.") from error
-        except IsADirectoryError as error:
-            raise CheckpointError(f"{path}: is a folder, where the checkpoint should have a file.") from error
-
-
-def _read_header(path: str | os.PathLike, kind: str | None) -> dict[str, TensorHeader]:
-    if kind == "safetensors" or kind is None and str(path).endswith(".safetensors"):
-        return read_safetensors(path)
-    content = read_torch(path)
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds a {type(content).__name__}, not a dictionary of tensors.")
-    tensors = {name: value for name, value in content.items() if isinstance(value, TensorHeader)}
-    if odd := [name for name in content if not isinstance(name, str)]:
-        raise CheckpointError(f"{path}: a key is {odd[0]!r}, where names of tensors were expected.")
-    if not tensors:
-        found = ", ".join(content)[:99] or "nothing"
+        check_regular(path)
+        if kind == "safetensors" or kind is None and str(path).endswith(".safetensors"):
+            return read_safetensors(path)
+        content = read_torch(path)
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise CheckpointError(
-            f"{path}: has no tensor at its top, where transformers looks, but {found}. If the weights are inside of "
-            "that, save it by itself, or convert the folder with `llamoe convert`."
+            f"{path}: holds a {type(content).__name__}, not a dictionary of names to tensors."
+        )
+    tensors = {name: value for name, value in content.items() if isinstance(value, TensorHeader)}
+    if not tensors:
+        raise CheckpointError(
+            f"{path}: has no tensor at its top, where transformers looks, but {', '.join(content)[:99] or 'nothing'}. "
+            "If the weights are inside of that, save it by itself, or convert the folder with `llamoe convert`."
         )
     return tensors
 

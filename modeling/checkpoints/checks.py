@@ -23,7 +23,7 @@ from .stored import Stored
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_NUMBER = re.compile(r"\.experts\.(?:\w+\.)?(\d+)\.")
+_NUMBER = re.compile(r"(\.experts\.(?:\w+\.)?)(\d+)\.")
 _REMEDY = "Download or copy the checkpoint again."
 
 
@@ -73,18 +73,11 @@ def check_tensors(model: "PreTrainedModel", tensors: Iterable[Stored], load_conf
         twice = found if pattern is None else by_key.get((key, None), [])
         if pattern is None and len(found) > 1 or pattern is not None and twice:
             raise CheckpointError(f"{found[-1]} is there a second time: {twice[0]} has it, too.")
-        numbered = {
-            each.name: int(match[1]) for each in found if pattern and (match := _NUMBER.search(each.name))
-        }
-        if sorted(numbered.values()) != [*range(len(numbered))]:
-            numbers = [*numbered.values()]
-            gap = next(number for number in range(len(numbers)) if numbers.count(number) != 1)
-            name = next(iter(numbered))
-            match: Any = _NUMBER.search(name)
-            problem = "is there twice, by two names" if gap in numbers else "is missing"
-            raise CheckpointError(
-                f"{found[0].origin}: {name[: match.start(1)]}{gap}{name[match.end(1) :]} {problem}. {_REMEDY}"
-            )
+        numbers = sorted(int(match[2]) for each in found if pattern and (match := _NUMBER.search(each.name)))
+        gap = next((min(place, number) for place, number in enumerate(numbers) if place != number), None)
+        if gap is not None:
+            name = _NUMBER.sub(rf"\g<1>{gap}.", found[0].name)
+            raise CheckpointError(f"{found[0].origin}: {name} is missing, or there by two names. {_REMEDY}")
 
 
 def _check_dtype(tensor: Stored, wanted: torch.dtype) -> None:

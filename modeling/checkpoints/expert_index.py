@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from ...configuration.errors import CheckpointError
-from ..moe import PARTS_OF_STACKS, PLACES, STACKS, ExpertMatrix, Experts, matrix_named, missing_matrices
+from ..moe import PARTS_OF_STACKS, PLACES, STACKS, ExpertMatrix, Experts, matrix_named
 from .safetensors_files import WEIGHT_DTYPES
 from .stored import Stored, check_tensor
 
@@ -181,15 +181,13 @@ def _check_single(stack: str, experts: Experts, stored: StoredStack) -> None:
     first: Any = stored.first
     parts, count = PARTS_OF_STACKS[experts.is_transposed][stack], experts.num_experts
     found = {ExpertMatrix(n, parts[place]) for (n, place), kinds in stored.single.items() if WEIGHT in kinds}
-    if wrong := next(missing_matrices(found, stack, count, experts.is_transposed), None):
+    wanted = {ExpertMatrix(number, part) for number in range(count) for part in parts}
+    if found != wanted:
+        wrong = min(found ^ wanted)
+        problem = "is missing" if wrong in wanted else "is one too many"
         raise CheckpointError(
-            f"{first.origin}: {wrong} is missing beside {first.name}, though num_local_experts in config.json is "
+            f"{first.origin}: {wrong} {problem} beside {first.name}, though num_local_experts in config.json is "
             f"{count}. Download or copy the checkpoint again."
-        )
-    if len(found) > count * len(parts):
-        raise CheckpointError(
-            f"{first.origin}: holds more experts beside {first.name} than the {count} of num_local_experts in "
-            "config.json."
         )
     for kinds in stored.single.values():
         tensor = kinds[WEIGHT]

@@ -24,7 +24,6 @@ from .single_experts import (
     ExpertMatrix,
     fuse,
     matrix_named,
-    missing_matrices,
     put_matrix,
 )
 from .trace import ExpertTrace, trace_experts

@@ -6,7 +6,7 @@ Shapes: E experts, H hidden_size, I intermediate_size.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache, reduce
 from typing import NamedTuple
 
@@ -56,18 +56,6 @@ def matrix_named(name: str) -> ExpertMatrix | None:
     """Return the matrix of a name below the experts; None for other names."""
     match = _MATRIX.fullmatch(name)
     return match and ExpertMatrix(int(match[1] or match[4]), match[2] or f"{match[3]}_proj")
-
-
-def missing_matrices(
-    found: set[ExpertMatrix], stack: str, count: int, is_transposed: bool
-) -> Iterator[ExpertMatrix]:
-    """Return the matrices that are missing from a stack of `count` experts."""
-    wanted = (
-        ExpertMatrix(number, part)
-        for number in range(count)
-        for part in PARTS_OF_STACKS[is_transposed][stack]
-    )
-    return (matrix for matrix in wanted if matrix not in found)
 
 
 @torch.no_grad()

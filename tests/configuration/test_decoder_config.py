@@ -52,28 +52,36 @@ def test_layer_plan_is_frozen():
         plan.is_moe = True
 
 
-def test_heads_are_derived():
-    assert LlamoeDenseConfig(hidden_size=96, num_attention_heads=6).head_dim == 16
-    assert LlamoeDenseConfig(num_attention_heads=8).num_key_value_heads == 8
-    assert LlamoeTextConfig(hidden_size=80).head_dim == 128
-    assert LlamoeTextConfig(hidden_size=80, head_dim=None).head_dim == 2
-    assert LlamoeTextConfig(num_key_value_heads=None).num_key_value_heads == 40
+# What is given, and what the fields are then.
+DERIVED = [
+    (LlamoeDenseConfig, dict(hidden_size=96, num_attention_heads=6), dict(head_dim=16)),
+    (LlamoeDenseConfig, dict(hidden_size=100, num_attention_heads=6, head_dim=16), dict(hidden_size=100, head_dim=16)),
+    (LlamoeDenseConfig, dict(num_attention_heads=8), dict(num_key_value_heads=8)),
+    (LlamoeDenseConfig, {}, dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0})),
+    (LlamoeTextConfig, {}, dict(rope_parameters={"rope_type": "default", "rope_theta": 500000.0})),
+    (LlamoeTextConfig, dict(hidden_size=80), dict(head_dim=128)),
+    (LlamoeTextConfig, dict(hidden_size=80, head_dim=None), dict(head_dim=2)),
+    (LlamoeTextConfig, dict(num_key_value_heads=None), dict(num_key_value_heads=40)),
+    *((LlamoeTextConfig, dict(num_hidden_layers=5, no_rope_layer_interval=interval), dict(no_rope_layers=[1] * 5))
+      for interval in (None, 0)),
+    *((LlamoeTextConfig, dict(num_hidden_layers=4, no_rope_layers=given), dict(no_rope_layers=[1, 1, 1, 0]))
+      for given in (None, [])),
+    *((LlamoeTextConfig, dict(num_hidden_layers=2, attention_chunk_size=size, layer_types=kinds),
+       dict(attention_chunk_size=None, layer_types=[FULL, FULL]))
+      for size in (None, 0) for kinds in (None, [CHUNKED, FULL])),
+    (LlamoeTextConfig, dict(num_hidden_layers=3, moe_layers=[]), dict(moe_layers=[])),
+    (LlamoeTextConfig, dict(interleave_moe_layer_step=0, moe_layers=[5]), dict(moe_layers=[5])),
+    (LlamoeTextConfig, dict(num_hidden_layers=4, moe_layers=range(0, 4, 2), layer_types=(FULL,) * 4),
+     dict(moe_layers=[0, 2], layer_types=[FULL] * 4)),
+]  # fmt: skip
 
 
-def test_a_given_head_dim_frees_the_hidden_size():
-    config = LlamoeDenseConfig(hidden_size=100, num_attention_heads=6, head_dim=16)
-    assert (config.hidden_size, config.head_dim) == (100, 16)
-
-
-@pytest.mark.parametrize("interval", [None, 0])
-def test_no_interval_rotates_every_layer(interval):
-    config = LlamoeTextConfig(num_hidden_layers=5, no_rope_layer_interval=interval)
-    assert config.no_rope_layers == [1] * 5
-
-
-@pytest.mark.parametrize("given", [None, []])
-def test_no_list_of_rotating_layers_is_derived(given):
-    assert LlamoeTextConfig(num_hidden_layers=4, no_rope_layers=given).no_rope_layers == [1, 1, 1, 0]
+@pytest.mark.parametrize(("config_class", "given", "expected"), DERIVED)
+def test_fields_that_follow_from_others(config_class, given, expected):
+    config = config_class(**given)
+    assert {name: getattr(config, name) for name in expected} == expected
+    for idx in range(config.num_hidden_layers):
+        assert config.layer_plan(idx).is_moe == (idx in config.moe_layers)
 
 
 def test_layers_past_the_last_are_cut():
@@ -87,20 +95,6 @@ def test_layers_past_the_last_are_cut():
     config.num_hidden_layers = 1
     config.validate()
     assert config.layer_types == [FULL]
-
-
-@pytest.mark.parametrize("size", [None, 0])
-@pytest.mark.parametrize("layer_types", [None, [CHUNKED, FULL]])
-def test_chunks_switched_off(size, layer_types):
-    config = LlamoeTextConfig(num_hidden_layers=2, attention_chunk_size=size, layer_types=layer_types)
-    assert config.attention_chunk_size is None
-    assert config.layer_types == [FULL, FULL]
-
-
-def test_no_mixture_at_all():
-    config = LlamoeTextConfig(num_hidden_layers=3, moe_layers=[])
-    assert config.moe_layers == []
-    assert not any(config.layer_plan(idx).is_moe for idx in range(3))
 
 
 @pytest.mark.parametrize("chunk", [None, 8192])
@@ -122,16 +116,6 @@ def test_a_step_of_zero_means_no_mixtures(experts, listed, chunk, tmp_path):
     assert read == config and read.interleave_moe_layer_step == 0
     stock = Llama4TextConfig(**to_stock(config))
     assert stock.moe_layers == [] and from_stock(stock).moe_layers == []
-
-
-def test_a_list_of_mixtures_wins_over_a_step_of_zero():
-    assert LlamoeTextConfig(interleave_moe_layer_step=0, moe_layers=[5]).layer_plan(5).is_moe
-
-
-def test_lists_may_be_tuples_and_ranges():
-    config = LlamoeTextConfig(num_hidden_layers=4, moe_layers=range(0, 4, 2), layer_types=(FULL,) * 4)
-    assert config.moe_layers == [0, 2]
-    assert config.layer_types == [FULL] * 4
 
 
 @pytest.mark.parametrize(("given", "tuned"), [(True, True), (False, False), (4, True), (0, False)])
@@ -163,11 +147,6 @@ def test_old_rotary_fields(config_class):
     assert config.rope_parameters["rope_theta"] == 1234.0
     assert config.rope_parameters["factor"] == 2.0
     assert scaling == {"type": "linear", "factor": 2.0}, "the caller's dictionary was changed"
-
-
-def test_default_theta():
-    assert LlamoeDenseConfig().rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
-    assert LlamoeTextConfig().rope_parameters == {"rope_type": "default", "rope_theta": 500000.0}
 
 
 OUTSIDE = {
@@ -243,15 +222,11 @@ def test_contradictions_are_refused(config_class, fields, match):
         config_class(**fields)
 
 
-@pytest.mark.parametrize(
-    "fields", [{}, {"attention_chunk_size": None}, {"layer_types": [FULL, "sliding_attention"]}], ids=str
-)
-def test_unknown_kinds_of_attention_are_refused(fields):
-    fields = {"layer_types": [FULL, "nope"]} | fields
-    with pytest.raises(
-        ValueError, match=rf"layer_types\[1\] = '{fields['layer_types'][1]}': .*'full_attention' or"
-    ):
-        LlamoeTextConfig(num_hidden_layers=2, **fields)
+@pytest.mark.parametrize("fields", [{}, {"attention_chunk_size": None}])
+@pytest.mark.parametrize("kind", ["nope", "sliding_attention"])
+def test_unknown_kinds_of_attention_are_refused(kind, fields):
+    with pytest.raises(ValueError, match=rf"layer_types\[1\] = '{kind}': .*'full_attention' or"):
+        LlamoeTextConfig(num_hidden_layers=2, layer_types=[FULL, kind], **fields)
 
 
 @pytest.mark.parametrize(

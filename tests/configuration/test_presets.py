@@ -46,23 +46,14 @@ BUILT = [
     "llama-4-scout",
     "llama-4-maverick",
 ]
-LLAMAS = [name for name in PRESETS if not name.startswith("metaclip")]
 
 
-def test_every_preset_has_a_published_count():
-    assert set(PRESETS) == set(TOTALS) | set(TOWERS)
-
-
-@pytest.mark.parametrize("name", LLAMAS)
-def test_published_totals(name):
-    assert count_parameters(preset(name)).total == TOTALS[name]
-
-
-@pytest.mark.parametrize("name", TOWERS)
-def test_published_towers(name):
+@pytest.mark.parametrize("name", PRESETS)
+def test_published_counts(name):
     count = count_parameters(preset(name))
-    assert round(count.total / 1e6, 1) == TOWERS[name]
-    assert count.active == count.total
+    assert count.total == TOTALS[name] if name in TOTALS else round(count.total / 1e6, 1) == TOWERS[name]
+    is_mixture = name.startswith(("mixtral", "llama-4"))
+    assert count.active < count.total if is_mixture else count.active == count.total
 
 
 @pytest.mark.parametrize("name", ["llama-4-scout", "llama-4-maverick"])
@@ -73,6 +64,7 @@ def test_published_active_parameters(name):
     published = {"llama-4-scout": 109, "llama-4-maverick": 402}
     assert round(count_parameters(config).total / 1e9) == published[name]
     assert count_parameters(config.vision_config).total == 850_960_896
+    config.check_multimodal()
 
 
 def test_active_grows_by_one_expert_a_layer():
@@ -81,12 +73,6 @@ def test_active_grows_by_one_expert_a_layer():
     more = count_parameters(two).active - count_parameters(one).active
     assert more == 48 * 3 * 5120 * 8192
     assert count_parameters(two).total == count_parameters(one).total
-
-
-@pytest.mark.parametrize("name", ["llama-7b", "llama-2-70b"])
-def test_dense_models_are_all_active(name):
-    count = count_parameters(preset(name))
-    assert count.active == count.total
 
 
 def build_on_meta(config):
@@ -143,6 +129,7 @@ def test_stock_models_of_the_same_configuration_are_as_large(name):
 
 
 def test_published_fields():
+    assert set(PRESETS) == set(TOTALS) | set(TOWERS)
     llama_65b, llama_33b = preset("llama-65b"), preset("llama-33b")
     assert (llama_65b.rms_norm_eps, llama_33b.rms_norm_eps) == (1e-5, 1e-6)
     assert preset("llama-2-70b").num_key_value_heads == 8
@@ -156,11 +143,6 @@ def test_published_fields():
     tower = preset("metaclip-h14", image_size=378)
     assert (tower.grid_size, tower.hidden_act, tower.use_rope) == (27, "quick_gelu", False)
     assert tower.projection_dim == 1024
-
-
-@pytest.mark.parametrize("name", ["llama-4-scout", "llama-4-maverick"])
-def test_multimodal_presets_fit(name):
-    preset(name).check_multimodal()
 
 
 def test_presets_are_fresh_each_time():
@@ -177,8 +159,6 @@ def test_overrides():
 
 
 def test_unknown_names():
-    with pytest.raises(ValueError, match="'llama-2-7'.*'llama-2-7b'"):
-        preset("llama-2-7")
     with pytest.raises(ValueError, match="'xyzzy'.*llama-7b, "):
         preset("xyzzy")
     with pytest.raises(ValueError, match="hidden_sizes"):

@@ -1,12 +1,15 @@
 """A configuration that is read back from a folder is the one that was saved, in every form that one can ask for."""
 
+import copy
 import json
+import pickle
 
 import pytest
 from support.models import dense_config, make_asymmetric, multimodal_config, text_config, vision_config
 from transformers import AutoConfig
 
 import llamoe
+from llamoe.configuration import from_stock
 
 MAKERS = {
     "dense": (dense_config, "LlamoeDenseForCausalLM"),
@@ -50,12 +53,21 @@ def test_saved_by_itself(family, fields, tmp_path):
     config.save_pretrained(tmp_path / "once")
     read = type(config).from_pretrained(tmp_path / "once")
     assert read.to_dict() == config.to_dict()
-    for again in (read, AutoConfig.from_pretrained(tmp_path / "once")):
+    make, data = type(config).from_dict, config.to_dict()
+    others = (
+        make(data),
+        make(config.to_diff_dict()),
+        type(config)(**data),
+        pickle.loads(pickle.dumps(config)),
+    )
+    for again in (read, AutoConfig.from_pretrained(tmp_path / "once"), copy.deepcopy(config), *others):
         check_same(again, config)
+    assert from_stock(config) is config
     read.save_pretrained(tmp_path / "twice")
     check_same(type(config).from_pretrained(tmp_path / "twice"), config)
     once, twice = ((tmp_path / name / "config.json").read_text() for name in ("once", "twice"))
     assert once == twice
+    assert json.loads(once)["model_type"] == config.model_type and "llama4" not in once
 
 
 @FAMILIES

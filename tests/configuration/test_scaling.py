@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from llamoe import ConfigurationError, LlamoeTextConfig, compute_optimal, preset
+from llamoe import ConfigurationError, compute_optimal, preset
 
 # Hoffmann et al. 2022, table A3, approach 3: parameters, FLOPs, tokens. The paper prints 1.26e24 FLOPs for 175 billion
 # parameters, which is less than for 67 billion and not 6 times parameters times tokens.
@@ -57,6 +57,8 @@ def test_no_other_mixture_of_the_same_cost_is_better(flops):
     found = compute_optimal(config, flops=flops)
     sparsity = 127 / 128
     assert found.loss == pytest.approx(loss_of_mixture(found.parameters, found.tokens, sparsity), rel=1e-12)
+    # Mixtures reach less loss than dense models, but for the smallest budgets.
+    assert (found.loss < compute_optimal(flops=flops).loss) == (flops > 1e20)
     for factor in (0.25, 0.8, 0.99, 1.01, 1.3, 5):
         total = factor * found.parameters
         tokens = flops / (6 * found.active_parameters * factor)
@@ -81,11 +83,6 @@ def test_a_mixture_of_a_multimodal_model_is_its_text_model():
     # 17 billion of 108 billion parameters, without the tower.
     assert found.parameters == pytest.approx(107.77e9, rel=1e-4)
     assert found.active_parameters == pytest.approx(17.17e9, rel=1e-3)
-
-
-def test_mixtures_reach_less_loss_for_a_budget():
-    config = LlamoeTextConfig(num_local_experts=16, num_experts_per_tok=1)
-    assert compute_optimal(config, flops=1e22).loss < compute_optimal(flops=1e22).loss
 
 
 def test_what_the_llamas_were_trained_on():

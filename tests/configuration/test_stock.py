@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import json
 import logging
-import pickle
 
 import pytest
 import transformers
@@ -110,23 +109,8 @@ def test_there_and_back(kind, tmp_path):
     written = to_stock(from_stock(stock))
     (tmp_path / "config.json").write_text(json.dumps(written))
     assert written["model_type"] == kind
+    assert written.keys() <= stock.to_dict().keys(), "fields of stock only"
     assert type(stock).from_pretrained(tmp_path).to_dict() == stock.to_dict()
-
-
-@kinds
-def test_ours_survives_saving(kind, tmp_path):
-    config = from_stock(STOCK[kind]())
-    config.save_pretrained(tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text())
-    assert content["model_type"] == config.model_type
-    assert "llama4" not in json.dumps(content)
-    assert type(config).from_pretrained(tmp_path) == config
-    assert type(config).from_dict(config.to_dict()) == config
-    assert type(config).from_dict(config.to_diff_dict()) == config
-    assert type(config)(**config.to_dict()) == config
-    assert copy.deepcopy(config) == config
-    assert pickle.loads(pickle.dumps(config)) == config
-    assert from_stock(config) is config
 
 
 def test_equality_sees_every_field():
@@ -386,10 +370,6 @@ def test_fields_that_stock_ignores_are_pinned(field, value, computed, nested, wa
     assert [record for record in warnings.records if f"{field} = {value!r}" in record.getMessage()]
 
 
-def test_the_same_fields_of_ours_are_honoured():
-    assert LlamoeVisionConfig(**VISION, hidden_act="quick_gelu").hidden_act == "quick_gelu"
-
-
 UNSTOCK = [
     (LlamoeDenseConfig, {}, {"rope_interleave": True}),
     (LlamoeDenseConfig, {"num_attention_heads": 6, "head_dim": 16}, {"hidden_size": 100}),
@@ -426,13 +406,6 @@ def test_training_fields_are_left_out():
         router_z_loss_coef=0.1, router_dropout=0.1, expert_capacity_factor=1.5, output_expert_load=True
     )
     assert to_stock(config) == to_stock(LlamoeTextConfig())
-
-
-def test_stock_dictionary_has_stock_fields_only():
-    for kind, make in STOCK.items():
-        stock = make()
-        extra = set(to_stock(from_stock(stock))) - set(stock.to_dict())
-        assert not extra, kind
 
 
 def test_overrides_are_applied_before_deriving(tmp_path):

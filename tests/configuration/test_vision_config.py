@@ -15,41 +15,31 @@ SMALL = {
 }
 
 
-def test_derived_sizes():
-    config = LlamoeVisionConfig(**SMALL)
-    assert (config.grid_size, config.num_patches, config.head_dim) == (4, 16, 8)
-    assert (config.shuffle_size, config.adapter_input_dim, config.tokens_per_tile) == (2, 128, 4)
+# What is given, and what follows.
+DERIVED = [
+    ({}, dict(grid_size=4, num_patches=16, head_dim=8, shuffle_size=2, adapter_input_dim=128, tokens_per_tile=4)),
+    # The published tile.
+    (dict(image_size=336), dict(tokens_per_tile=144)),
+    (dict(image_size=84, pixel_shuffle_ratio=1.0), dict(adapter_input_dim=32, tokens_per_tile=36)),
+    (dict(image_size=84, pixel_shuffle_ratio=1 / 3), dict(adapter_input_dim=288, tokens_per_tile=4)),
+    (dict(image_size=98, use_adapter=False), dict(tokens_per_tile=49)),
+    (dict(image_size=98, use_adapter=False, vision_feature_select_strategy="full"), dict(tokens_per_tile=50)),
+    *((dict(image_size=pair, patch_size=[14, 14]), dict(image_size=56, patch_size=14))
+      for pair in ([56, 56], (56, 56))),
+]  # fmt: skip
 
 
-def test_published_tile_has_144_tokens():
-    assert LlamoeVisionConfig(image_size=336).tokens_per_tile == 144
-
-
-@pytest.mark.parametrize(("ratio", "merged", "tokens"), [(1.0, 32, 36), (0.5, 128, 9), (1 / 3, 288, 4)])
-def test_pixel_shuffle_ratios(ratio, merged, tokens):
-    config = LlamoeVisionConfig(**(SMALL | {"image_size": 84}), pixel_shuffle_ratio=ratio)
-    assert (config.adapter_input_dim, config.tokens_per_tile) == (merged, tokens)
-
-
-@pytest.mark.parametrize(("strategy", "tokens"), [("default", 49), ("full", 50)])
-def test_without_adapter_any_grid_is_fine(strategy, tokens):
-    config = LlamoeVisionConfig(
-        **(SMALL | {"image_size": 98}), use_adapter=False, vision_feature_select_strategy=strategy
-    )
-    assert config.tokens_per_tile == tokens
-
-
-@pytest.mark.parametrize("pair", [[56, 56], (56, 56)])
-def test_square_pairs_become_integers(pair):
-    config = LlamoeVisionConfig(**(SMALL | {"image_size": pair, "patch_size": [14, 14]}))
-    assert (config.image_size, config.patch_size) == (56, 14)
+@pytest.mark.parametrize(("given", "expected"), DERIVED)
+def test_derived_sizes(given, expected):
+    config = LlamoeVisionConfig(**SMALL | given)
+    assert {name: getattr(config, name) for name in expected} == expected
 
 
 BAD = [
     ("image_size", 70, "its grid of 5 by 5 patches .* 2 by 2; valid: a multiple of 28"),
     ("image_size", 57, "multiple of patch_size = 14; valid: a multiple of 14"),
     ("image_size", [56, 28], "must be square; valid: an integer"),
-    *((name, 0, "must be positive") for name in
+    *((name, 0, "out of range; valid: at least 1 and at most ") for name in
       ("image_size", "patch_size", "num_attention_heads", "projection_dim", "projector_output_dim")),
     ("hidden_size", 30, "multiple of num_attention_heads = 4; valid: a multiple of 4"),
     *(("pixel_shuffle_ratio", ratio, "one over an integer; valid: 1.0, 0.5, 0.25") for ratio in (0.4, 0.0, 2.0)),
@@ -58,18 +48,24 @@ BAD = [
     ("vision_feature_select_strategy", "cls", "unknown strategy; valid: 'default' or 'full'"),
     ("vision_feature_select_strategy", "full", "pixel shuffle .*; valid: 'default', or use_adapter = False"),
     ("projector_dropout", 1.5, "out of range"),
-    ("attention_dropout", -0.5, "must not be negative"),
-    ("norm_eps", -1.0, "must not be negative"),
+    ("attention_dropout", -0.5, "out of range; valid: at least 0 and below 1"),
+    ("norm_eps", -1.0, "out of range; valid: at least 0 and at most "),
     ("use_rope", None, "wrong type NoneType; valid: bool"),
     ("image_size", "336", "wrong type str"),
+    ("rope_parameters['rope_type']", "linear", "no scaling; valid: 'default'"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("field", "value", "match"), BAD)
 def test_refuses(field, value, match):
     start = "^" + re.escape(f"LlamoeVisionConfig.{field} = {value!r}: ")
+    given = (
+        {"rope_parameters": {"rope_type": value, "factor": 2.0}}
+        if "rope" in field and value
+        else {field: value}
+    )
     with pytest.raises(ValueError, match=f"{start}.*{match}"):
-        LlamoeVisionConfig(**(SMALL | {field: value}))
+        LlamoeVisionConfig(**SMALL | given)
 
 
 def test_rotation_needs_heads_of_four_channels():
@@ -79,32 +75,24 @@ def test_rotation_needs_heads_of_four_channels():
     assert LlamoeVisionConfig(**sizes, use_rope=False).head_dim == 6
 
 
-def test_rotation_of_a_grid_has_no_scaling():
-    rope = {"rope_type": "linear", "factor": 2.0}
-    with pytest.raises(ValueError, match="rope_parameters"):
-        LlamoeVisionConfig(**SMALL, rope_parameters=rope)
-
-
 def consistent() -> LlamoeConfig:
     return LlamoeConfig(vision_config=SMALL | {"vision_output_dim": 24, "projector_output_dim": 24})
 
 
-def test_multimodal_parts_fit():
-    consistent().check_multimodal()
-
-
 @pytest.mark.parametrize(
-    ("part", "field", "value", "match"),
-    [
-        ("vision_config", "use_adapter", False, r"vision_config\.use_adapter = False: .*valid: True"),
-        ("vision_config", "vision_output_dim", 25, r"vision_config\.vision_output_dim = 25: .*valid: 24"),
-    ],
+    ("field", "value", "valid"), [("use_adapter", False, "True"), ("vision_output_dim", 25, "24")]
 )
-def test_multimodal_parts_that_do_not_fit(part, field, value, match):
+def test_multimodal_parts_that_do_not_fit(field, value, valid):
     config = consistent()
-    setattr(getattr(config, part) if part else config, field, value)
-    with pytest.raises(ValueError, match=rf"^LlamoeConfig\.{match}"):
+    config.check_multimodal()
+    setattr(config.vision_config, field, value)
+    with pytest.raises(
+        ValueError, match=rf"^LlamoeConfig\.vision_config\.{field} = {value}: .*valid: {valid}"
+    ):
         config.check_multimodal()
+    # The class defaults construct, but do not fit, as in stock.
+    with pytest.raises(ValueError, match="vision_output_dim = 7680"):
+        LlamoeConfig().check_multimodal()
 
 
 def test_multimodal_refuses_a_class_token():
@@ -114,11 +102,6 @@ def test_multimodal_refuses_a_class_token():
         config.check_multimodal()
     with pytest.raises(ValueError, match=r"^LlamoeVisionConfig\.vision_feature_select_strategy"):
         config.validate()
-
-
-def test_class_defaults_construct_but_do_not_fit():
-    with pytest.raises(ValueError, match="vision_output_dim = 7680"):
-        LlamoeConfig().check_multimodal()
 
 
 def test_nested_errors_name_the_nested_class():

@@ -1,7 +1,6 @@
 """Which attention and experts run, what the multimodal class shows of itself, and what stock reads of all classes."""
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -107,16 +106,6 @@ def test_unknown_experts_implementation(case, tmp_path):
         model.set_experts_implementation("fast")
     with pytest.raises(ValueError, match=r"experts_implementation=\"fast\".*grouped_mm"):
         case.model_class.from_pretrained(tmp_path, experts_implementation="fast")
-
-
-@for_models(models=SHALLOW_MODELS)
-def test_one_line_names_the_backends(case, tmp_path, caplog):
-    case.make().save_pretrained(tmp_path)
-    with caplog.at_level(logging.INFO, logger="llamoe"):
-        case.auto_class.from_pretrained(tmp_path, attn_implementation="eager")
-        case.auto_class.from_config(case.make_config(), attn_implementation="eager")
-    lines = [record.getMessage() for record in caplog.records if record.name == "llamoe"]
-    assert lines == [f"{case.name}: attention eager" + ", experts llamoe" * case.has_experts] * 2
 
 
 # The multimodal class as a pair of a head and the model below it

@@ -1,9 +1,7 @@
 """Small mixtures that bitsandbytes quantizes, and what its own layers make of their matrices."""
 
 import json
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from transformers import BitsAndBytesConfig
 
 import llamoe
 
+from .few_bits import save
 from .models import draw, mixtral_config, text_config
 from .published import named_matrices
 
@@ -38,16 +37,11 @@ METHODS = {
 IDS = torch.arange(3, 49).view(2, 23)
 
 
-_folders: list[tempfile.TemporaryDirectory] = []
-
-
 @cache
 def folder_of(family):
     """A family's folder in bfloat16; not to be changed."""
-    _folders.append(tempfile.TemporaryDirectory())
     model_class, make_config = FAMILIES[family]
-    draw(model_class, make_config()).bfloat16().save_pretrained(_folders[-1].name, layout="stock")
-    return Path(_folders[-1].name)
+    return save(draw(model_class, make_config()).bfloat16(), layout="stock")
 
 
 def load(folder, family, method=None, **options):

@@ -308,11 +308,6 @@ def make_packed(weights, is_output_first=False):
     return packed, packed.dequantized(FP32).double().requires_grad_(False)
 
 
-def rows_for(num_tokens, top_k):
-    ids = torch.stack([torch.randperm(4)[:top_k] for _ in range(num_tokens)])
-    return torch.randn(num_tokens, 96).to(BF16), ids, torch.rand(num_tokens, top_k).to(BF16)
-
-
 # Intermediate results of 8 bits differ by a rounding here and there, of the largest result: measured 0.004 to 0.009.
 CLOSE = 0.02
 
@@ -326,7 +321,7 @@ def distance(given, truth):
 def test_packed_experts(weights, is_output_first, top_k, on_a_gpu, nobody_counts, launches):
     packed, plain = make_packed(weights, is_output_first)
     for num_tokens in (3, 21):
-        x, ids, scores = rows_for(num_tokens, top_k)
+        x, ids, scores = make_rows(packed, num_tokens, top_k, BF16, past_the_end=True)
         given = packed(x, ids, scores)
         assert distance(given, plain.loop_over_experts(x.double(), ids, scores.double())) < CLOSE
         assert launches[-2:] == [num_tokens * top_k] * 2
@@ -346,7 +341,7 @@ def lora_of_both():
 def test_adapters_train_on_packed_experts(weights, on_a_gpu):
     """Outputs, gradients of the rows and of all factors, against autograd in float64."""
     packed, plain = make_packed(weights)
-    x, ids, scores = rows_for(17, 1)
+    x, ids, scores = make_rows(packed, 17, 1, BF16, past_the_end=True)
     ours, wide = lora_of_both(), lora_of_both()
     for factor, copied in zip(ours.factors(), wide.factors(), strict=True):
         copied.data = factor.detach().double()
@@ -370,9 +365,9 @@ def test_adapters_train_on_packed_experts(weights, on_a_gpu):
 @pytest.mark.parametrize(("num_tokens", "top_k", "factor"), [(5, 2, 1), (20, 2, 1), (3, 1, 0)])
 def test_adapters_on_plain_experts(num_tokens, top_k, factor, on_a_gpu, nobody_counts):
     """Unsorted and sorted, against merged weights in float64; also with a new adapter, whose second factor is zero."""
-    _, plain = make_packed("int4")
+    packed, plain = make_packed("int4")
     lora = lora_of_both()
-    x, ids, scores = rows_for(num_tokens, top_k)
+    x, ids, scores = make_rows(packed, num_tokens, top_k, BF16, past_the_end=True)
     weights = {name: parameter.clone() for name, parameter in plain.named_parameters()}
     for name in weights:
         [update] = lora.of(name)
@@ -457,7 +452,7 @@ def test_a_wrong_kernel_is_not_used_and_said_once(name, on_a_gpu, tmp_path, monk
         expected, close = by_hand(experts, x, ids, scores), 1e-5
     else:
         experts, plain = make_packed("int4")
-        x, ids, scores = rows_for(6, 1)
+        x, ids, scores = make_rows(experts, 6, 1, BF16, past_the_end=True)
         expected, close = plain.loop_over_experts(x.double(), ids, scores.double()), CLOSE
     for _ in range(3):
         with torch.set_grad_enabled(is_trained):
@@ -558,7 +553,7 @@ def test_a_compiler_is_told_what_is_known(experts, on_a_gpu, launches):
 def test_a_compiler_sees_one_graph_of_packed_experts(on_a_gpu, nobody_counts):
     """With operators that a CUDA graph may hold."""
     packed, plain = make_packed("int4")
-    x, ids, scores = rows_for(5, 2)
+    x, ids, scores = make_rows(packed, 5, 2, BF16, past_the_end=True)
     check_kernels(packed)
     backend, graphs = recording_backend()
     given = torch.compile(packed, backend=backend, fullgraph=True)(x, ids, scores)

@@ -1,14 +1,12 @@
-"""Conversions in processes of their own that are killed, forked off a server that has imported everything already."""
+"""Conversions in processes of their own that are killed, forked off the server of all programs."""
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable
 from typing import Any
 
+from support import programs
 from support.progress import Progress
-
-_FORKS = multiprocessing.get_context("forkserver")
 
 
 def _kill_halfway(write: Callable[..., Any], args: tuple, options: dict, share: float) -> None:
@@ -17,8 +15,6 @@ def _kill_halfway(write: Callable[..., Any], args: tuple, options: dict, share: 
 
 def kill_halfway(write: Callable[..., Any], *args: Any, share: float = 0.6, **options: Any) -> None:
     """Call a command of `llamoe.conversion` and kill its process when a share of the bytes is written."""
-    _FORKS.set_forkserver_preload(["llamoe.conversion", "support.killed_conversions"])
-    process = _FORKS.Process(target=_kill_halfway, args=(write, args, options, share))
-    process.start()
+    process = programs.call(__name__, "_kill_halfway", write, args, options, share)
     process.join(120)
     assert process.exitcode == -signal.SIGKILL, process.exitcode

@@ -294,7 +294,11 @@ class Case:
     is_text: bool = True
     has_images: bool = False
     has_experts: bool = False
-    is_head: bool = False
+
+    @property
+    def is_head(self):
+        """Whether it gives the logits of tokens."""
+        return self.name.endswith(("ForCausalLM", "ForConditionalGeneration"))
 
     @property
     def is_llama4(self):
@@ -365,24 +369,16 @@ class Case:
 
 MODELS = [
     Case("LlamoeDenseModel", dense_config, AutoModel, "LlamaModel"),
-    Case("LlamoeDenseForCausalLM", dense_config, AutoModelForCausalLM, "LlamaForCausalLM", is_head=True),
+    Case("LlamoeDenseForCausalLM", dense_config, AutoModelForCausalLM, "LlamaForCausalLM"),
     Case(
         "LlamoeMixtralForCausalLM",
         mixtral_config,
         AutoModelForCausalLM,
         "MixtralForCausalLM",
         has_experts=True,
-        is_head=True,
     ),
     Case("LlamoeTextModel", text_config, AutoModel, "Llama4TextModel", has_experts=True),
-    Case(
-        "LlamoeForCausalLM",
-        text_config,
-        AutoModelForCausalLM,
-        "Llama4ForCausalLM",
-        has_experts=True,
-        is_head=True,
-    ),
+    Case("LlamoeForCausalLM", text_config, AutoModelForCausalLM, "Llama4ForCausalLM", has_experts=True),
     Case("LlamoeVisionModel", vision_config, AutoModel, "Llama4VisionModel", is_text=False, has_images=True),
     Case("LlamoeModel", multimodal_config, AutoModel, None, has_images=True, has_experts=True),
     Case(
@@ -392,7 +388,6 @@ MODELS = [
         "Llama4ForConditionalGeneration",
         has_images=True,
         has_experts=True,
-        is_head=True,
     ),
 ]
 MULTIMODAL = MODELS[-1]

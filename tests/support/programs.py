@@ -1,8 +1,9 @@
 """Runs Python programs in processes that begin with torch and transformers imported.
 
 Importing them takes most of a short program's time. A server imports them once and forks for every program
-(multiprocessing's `forkserver`). What must begin as a user's process does, and what asks for the memory or the time
-of the import, is started with `subprocess`.
+(multiprocessing's `forkserver`). A test process has one such server, and this file alone says what it imports: never
+llamoe, which reads its environment when it is imported. What must begin as a user's process does, and what asks for the
+memory or the time of the import, is started with `subprocess`.
 """
 
 import gc

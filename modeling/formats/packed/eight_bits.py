@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from transformers.utils import logging
 
+from ....configuration.errors import CheckpointError
 from ..format import Sizes
 from .layout import Layout, Unpacked, unread
 
@@ -73,6 +74,9 @@ class EightBits(Layout):
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
         scale = tensors[self.kinds[1]].float().reshape(self.shapes(sizes)[self.kinds[1]])
+        # Attention hides keys that are not numbers: logits would be wrong in silence.
+        if not scale.isfinite().all():
+            raise CheckpointError(f"{self.kinds[1]} is NaN or infinite: copy the checkpoint again.")
         scale = scale.repeat_interleave(self.block[0] or sizes[0], 0)[: sizes[0]]
         groups = torch.arange(sizes[1]) // self.block[1] if self.block[1] else None
         return Unpacked(tensors["weight"], scale, torch.zeros_like(scale), groups)

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, GenerationConfig
 import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import tokenizers as conversion
+from llamoe.conversion.tokenizers.chat_templates import llama_4, mistral
 
 spm = pytest.importorskip("sentencepiece", reason="SentencePiece models need the extra 'tokenizers'")
 messages = pytest.importorskip("sentencepiece.sentencepiece_model_pb2", reason="needs the extra 'tokenizers'")
@@ -158,18 +159,21 @@ TAGS = ["[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"]
 
 
 def meta_dialog(reference, dialog):
-    """Ids of a chat as facts about Meta's code say, through SentencePiece alone."""
+    """Ids of a chat as facts about Meta's code say, through SentencePiece alone; and 1 for each of an answer."""
     if dialog[0]["role"] == "system":
         system = "<<SYS>>\n" + dialog[0]["content"] + "\n<</SYS>>\n\n"
         dialog = [{"role": "user", "content": system + dialog[1]["content"]}, *dialog[2:]]
     bos, eos = reference.bos_id(), reference.eos_id()
-    ids = []
+    ids, marks = [], []
     for question, answer in zip(dialog[::2], dialog[1::2], strict=False):
-        text = f"[INST] {question['content'].strip()} [/INST] {answer['content'].strip()} "
-        ids += [bos, *reference.encode(text), eos]
+        asked = f"[INST] {question['content'].strip()} [/INST]"
+        ids += [bos, *reference.encode(f"{asked} {answer['content'].strip()} "), eos]
+        # The blank before an answer is joined to its first word.
+        marks += [0, *(0 for _ in reference.encode(asked))]
+        marks += [1] * (len(ids) - len(marks))
     if len(dialog) % 2:
         ids += [bos, *reference.encode(f"[INST] {dialog[-1]['content'].strip()} [/INST]")]
-    return ids
+    return ids, marks + [0] * (len(ids) - len(marks))
 
 
 def turns(*contents, system=None):
@@ -200,14 +204,15 @@ def chat(model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", DIALOGS)
-def test_llama_2_chat_equals_metas(name, chat, reference):
-    dialog = DIALOGS[name]
-    expected = meta_dialog(reference, dialog)
-    for prompt in (True, False):
-        options = dict(tokenize=True, return_dict=True, add_generation_prompt=prompt)
-        assert chat.apply_chat_template(dialog, **options)["input_ids"] == expected
-    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in dialog]
-    assert chat.apply_chat_template(parts, tokenize=True, return_dict=True)["input_ids"] == expected
+def test_llama_2_chat_equals_metas_and_marks_what_the_model_writes(name, chat, reference):
+    dialog, parts = DIALOGS[name], []
+    for message in dialog:
+        texts = message["content"][:2], message["content"][2:]
+        parts.append({**message, "content": [{"type": "text", "text": text} for text in texts]})
+    options = dict(tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    for given, prompt in ((dialog, True), (dialog, False), (parts, False)):
+        result = chat.apply_chat_template(given, add_generation_prompt=prompt, **options)
+        assert (result["input_ids"], result["assistant_masks"]) == meta_dialog(reference, dialog)
 
 
 REFUSED = {
@@ -231,6 +236,17 @@ def test_llama_2_chat_refuses_what_metas_does(reason, chat):
         chat.apply_chat_template(
             turns("x"), tools=[{"type": "function", "function": {"name": "f"}}], tokenize=False
         )
+
+
+@pytest.mark.parametrize("template", [None, mistral(1), mistral(7), llama_4(images=True, calls=False)])
+def test_calls_are_refused_where_they_are_not_written(template, chat):
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    for second in (
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "x"},
+    ):
+        with pytest.raises(Exception, match="message 2 "):
+            chat.apply_chat_template([*turns("hello"), second], chat_template=template, tokenize=False)
 
 
 def test_generation_settings_load(model, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from itertools import product
 
 import pytest
 from support.texts import random_texts
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer, GenerationConfig
 import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import tokenizers as conversion
+from llamoe.conversion.tokenizers.chat_templates import llama_4
 
 tiktoken = pytest.importorskip("tiktoken", reason="tables of ranks need the extra 'tokenizers'")
 
@@ -207,29 +209,32 @@ def test_generation_stops_where_metas_does(family, tmp_path):
 
 
 def meta_chat(family, dialog, prompt=True):
-    """Ids of a chat as facts about Meta's code say, each part encoded by itself."""
+    """Ids of a chat as facts about Meta's code say, each part encoded by itself; and 1 for each of an answer."""
     encode = encoding_of(family).encode
-    ids = {token: RANKS + offset for token, offset in OFFSETS[family].items()}
+    named = {token: RANKS + offset for token, offset in OFFSETS[family].items()}
     names = ("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>")
     if family == "llama-4":
         names = ("<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>")
-    start, end, eom, eot = (ids[name] for name in names)
+    start, end, eom, eot = (named[name] for name in names)
 
     def header(role):
         return [start, *encode("ipython" if role == "tool" else role), end, *encode("\n\n")]
 
-    result = [RANKS]
+    ids, marks = [RANKS], [0]
     for message in dialog:
         content = message.get("content", "")
         calls = message.get("tool_calls", [])
-        result += header(message["role"])
-        result += encode(content.strip() if family == "llama-3" else content, disallowed_special=())
+        ids += header(message["role"])
+        marks += [0] * (len(ids) - len(marks))
+        ids += encode(content.strip() if family == "llama-3" else content, disallowed_special=())
         for call in calls:
             call = call["function"]
             text = json.dumps({"type": "function", "name": call["name"], "parameters": call["arguments"]})
-            result += encode(text, disallowed_special=())
-        result.append(eom if calls or message["role"] == "tool" else eot)
-    return result + header("assistant") * prompt
+            ids += encode(text, disallowed_special=())
+        ids.append(eom if calls or message["role"] == "tool" else eot)
+        marks += [int(message["role"] == "assistant")] * (len(ids) - len(marks))
+    asked = header("assistant") * prompt
+    return ids + asked, marks + [0] * len(asked)
 
 
 CALL = {
@@ -252,23 +257,31 @@ DIALOGS = {
 }
 
 
+def in_parts(message):
+    """The same message with its text in two parts."""
+    texts = message.get("content", "")[:2], message.get("content", "")[2:]
+    return {**message, "content": [{"type": "text", "text": text} for text in texts]}
+
+
 @pytest.mark.parametrize("name", DIALOGS)
-def test_chat_equals_metas(name, family, loaded):
-    for prompt in (True, False):
-        options = dict(tokenize=True, return_dict=True, add_generation_prompt=prompt)
-        given = loaded.apply_chat_template(DIALOGS[name], **options)["input_ids"]
-        assert given == meta_chat(family, DIALOGS[name], prompt)
+def test_chat_equals_metas_and_marks_what_the_model_writes(name, family, loaded):
+    templates = [None, llama_4(images=True)] if family == "llama-4" else [None]
+    for template, prompt in product(templates, (True, False)):
+        options = dict(
+            tokenize=True, return_dict=True, return_assistant_tokens_mask=True, chat_template=template
+        )
+        for dialog in (DIALOGS[name], [*map(in_parts, DIALOGS[name])]):
+            given = loaded.apply_chat_template(dialog, add_generation_prompt=prompt, **options)
+            assert (given["input_ids"], given["assistant_masks"]) == meta_chat(family, DIALOGS[name], prompt)
 
 
-def test_chat_takes_parts_and_arguments_as_text(family, loaded):
-    parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
-    given = loaded.apply_chat_template(parts, tokenize=True, return_dict=True)["input_ids"]
-    assert given == meta_chat(family, DIALOGS["question"], prompt=False)
+def test_chat_takes_arguments_as_text_and_results_as_objects(family, loaded):
     as_text = {"function": {"name": "weather", "arguments": json.dumps(CALL["function"]["arguments"])}}
-    dialog = [{"role": "assistant", "content": "", "tool_calls": [as_text]}]
-    expected = [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    results = [{"role": "tool", "content": content} for content in ({"rain": True}, '{"rain": true}')]
+    dialog = [{"role": "assistant", "content": "", "tool_calls": [as_text]}, results[0]]
+    expected = [{"role": "assistant", "content": "", "tool_calls": [CALL]}, results[1]]
     given = loaded.apply_chat_template(dialog, tokenize=True, return_dict=True)["input_ids"]
-    assert given == meta_chat(family, expected, prompt=False)
+    assert given == meta_chat(family, expected, prompt=False)[0]
 
 
 def test_chat_refuses_what_it_cannot_say(loaded):

@@ -9,24 +9,25 @@ from torch.nn import functional as F
 from ..batch import draw_batch
 from ..draw import chance
 from ..judge import MARGIN, PASSES, Wrong, largest
+from ..reference import Result
 from ..subject import Subject, draw_subject
 
 
-def exact_logits(subject: Subject, ids: torch.Tensor, blur: Any = None) -> torch.Tensor:
+def exact_result(subject: Subject, ids: torch.Tensor, blur: Any = None) -> Result:
     decoder = subject.judge.decoder
     return decoder(decoder.embed(ids), torch.arange(len(ids)), len(ids), blur=blur)
 
 
 def check_greedy(subject: Subject, sequence: torch.Tensor, prompt: int, what: str) -> None:
     """Each new token has the highest logit, or one that rounding may exchange with it."""
-    result = exact_logits(subject, sequence)
+    result = exact_result(subject, sequence)
     subject.judge.check_no_tie(result)
     logits = result.logits[prompt - 1 : -1]
     new = sequence[prompt:]
     gap = (logits.max(-1).values - logits.gather(1, new[:, None])[:, 0]).max().item()
     if gap <= 2 * PASSES[subject.judge.dtype] * max(1.0, largest(logits)):
         return
-    blurred = exact_logits(subject, sequence, subject.judge.blur()).logits[prompt - 1 : -1]
+    blurred = exact_result(subject, sequence, subject.judge.blur()).logits[prompt - 1 : -1]
     if gap > 2 * MARGIN * largest(blurred - logits):
         raise Wrong(f"{what}: a token whose logit is {gap:.2e} below the best")
 
@@ -35,13 +36,13 @@ def check_scores(
     subject: Subject, sequence: torch.Tensor, prompt: int, score: torch.Tensor, what: str
 ) -> None:
     """A beam's score is the mean log-probability of its new tokens."""
-    result = exact_logits(subject, sequence)
+    result = exact_result(subject, sequence)
     subject.judge.check_no_tie(result)
 
     def mean(logits):
         return F.log_softmax(logits[prompt - 1 : -1], -1).gather(1, sequence[prompt:, None]).mean()
 
-    blurred = lambda blur: mean(exact_logits(subject, sequence, blur).logits)  # noqa: E731
+    blurred = lambda blur: mean(exact_result(subject, sequence, blur).logits)  # noqa: E731
     subject.judge.check_values(score, mean(result.logits), blurred, f"{what}: a beam's score", size=10)
 
 

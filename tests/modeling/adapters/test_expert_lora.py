@@ -239,53 +239,39 @@ def test_a_weighted_sum():
         assert max_abs(wrapper.get_delta_weight("sum"), wanted) < TOLERANCE
 
 
+REFUSED = {
+    "the module of experts": (dict(target_modules=["experts"], target_parameters=None), "target_parameters"),
+    "dora": (dict(use_dora=True), "use_dora=True"),
+    "activated by tokens": (dict(alora_invocation_tokens=[1, 2]), r"alora_invocation_tokens=\[1, 2\]"),
+    **{
+        begin: (dict(init_lora_weights=begin), f"init_lora_weights='{begin}'")
+        for begin in ("pissa", "olora", "orthogonal")
+    },
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_is_refused_by_name(kind):
+    options, named = REFUSED[kind]
+    with pytest.raises(ValueError, match=named):
+        get_peft_model(TEXT.make(), LoraConfig(**dict(target_parameters=STACKS) | options))
+
+
 @pytest.mark.parametrize(
-    ("act", "named"),
+    ("names", "combination", "named"),
     [
-        *(
-            (
-                lambda kind=kind: two_adapters().add_weighted_adapter(
-                    ["default", "second"], [0.3, 0.9], "sum", kind
-                ),
-                f"'{kind}' for default, second",
-            )
-            for kind in ("svd", "cat")
-        ),
-        (lambda: get_peft_model(TEXT.make(), LoraConfig(target_modules=["experts"])), "target_parameters"),
-        (
-            lambda: get_peft_model(TEXT.make(), LoraConfig(target_parameters=STACKS, use_dora=True)),
-            "use_dora=True",
-        ),
-        (
-            lambda: get_peft_model(
-                TEXT.make(), LoraConfig(target_parameters=STACKS, alora_invocation_tokens=[1, 2])
-            ),
-            r"alora_invocation_tokens=\[1, 2\]",
-        ),
-        *(
-            (
-                lambda begin=begin: get_peft_model(
-                    TEXT.make(), LoraConfig(target_parameters=STACKS, init_lora_weights=begin)
-                ),
-                f"init_lora_weights='{begin}'",
-            )
-            for begin in ("pissa", "olora", "orthogonal")
-        ),
-    ],
-    ids=[
-        "svd",
-        "cat",
-        "the module of experts",
-        "dora",
-        "activated by tokens",
-        "pissa",
-        "olora",
-        "orthogonal",
+        (["default", "second"], "svd", "'svd' for default, second"),
+        (["default", "second"], "cat", "'cat' for default, second"),
+        (["default", "plain"], "linear", "stacks"),
+        (["plain", "default"], "linear", "stacks"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(act, named):
+def test_sums_that_are_refused(names, combination, named):
+    model = two_adapters()
+    model.add_adapter("plain", LoraConfig(target_modules="all-linear", r=3, init_lora_weights=False))
     with pytest.raises(ValueError, match=named):
-        act()
+        model.add_weighted_adapter(names, [0.3, 0.9], "sum", combination)
+    assert set(model.peft_config) == {"default", "second", "plain"}
 
 
 @pytest.mark.parametrize("experts", [False, True])
@@ -298,15 +284,6 @@ def test_a_config_by_parts(experts):
     assert any("experts" in name for name in trained) == experts
     assert not any("router" in name for name in trained)
     assert any("q_proj" in name for name in trained) and any("shared_expert" in name for name in trained)
-
-
-def test_sums_of_adapters_of_other_stacks_are_refused():
-    model = adapted()
-    model.add_adapter("plain", LoraConfig(target_modules="all-linear", r=3, init_lora_weights=False))
-    for names in (["default", "plain"], ["plain", "default"]):
-        with pytest.raises(ValueError, match="stacks"):
-            model.add_weighted_adapter(names, [1.0, 1.0], "sum", "linear")
-    assert set(model.peft_config) == {"default", "plain"}
 
 
 def test_one_adapter_is_scaled_by_pefts_default():

@@ -11,7 +11,6 @@ from support.models import (
     TEXT,
     TOKENS_PER_TILE,
     VISION,
-    draw,
     load_whole,
     max_abs,
     mixtral_config,
@@ -27,7 +26,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GPT2Config,
-    Llama4Config,
     Llama4ForCausalLM,
     Llama4ForConditionalGeneration,
     LlamaForCausalLM,
@@ -311,25 +309,6 @@ def test_text_part_goes_its_own_way(multimodal, tmp_path):
     assert max_abs(logits(stock), expected) < 2e-5 * expected.std()
 
 
-@pytest.mark.parametrize("name", ["LlamoeDenseModel", "LlamoeTextModel", "LlamoeModel"])
-def test_head_on_a_folder_without_one(name, tmp_path):
-    """transformers' convention: a head finds the model below it in such a folder, and only the head is new."""
-    head_name = {
-        "LlamoeDenseModel": "LlamoeDenseForCausalLM",
-        "LlamoeTextModel": "LlamoeForCausalLM",
-        "LlamoeModel": "LlamoeForConditionalGeneration",
-    }[name]
-    make_config = {"LlamoeDenseModel": stock_dense_config, "LlamoeTextModel": stock_text_config}.get(
-        name, stock_multimodal_config
-    )
-    base = draw(getattr(llamoe, name), make_config())
-    base.save_pretrained(tmp_path)
-    head, info = getattr(llamoe, head_name).from_pretrained(tmp_path, output_loading_info=True)
-    assert not info["unexpected_keys"]
-    assert {key.rpartition("lm_head")[1:] for key in info["missing_keys"]} == {("lm_head", ".weight")}
-    assert all(torch.equal(tensor, base.state_dict()[key]) for key, tensor in head.model.state_dict().items())
-
-
 # Quantized folders
 
 QUANTIZED = {"eetq": {"weights": "int8"}, "higgs": {"bits": 4}}
@@ -384,26 +363,3 @@ def test_quantization_inside_the_text_part_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="'eetq'"):
         llamoe.LlamoeForCausalLM.from_pretrained(tmp_path)
-
-
-def test_the_tower_and_dense_models_are_left_to_the_quantizers(multimodal, tmp_path):
-    """No experts, nothing to refuse: whatever is raised comes from transformers."""
-    whole = multimodal[1]
-    whole.vision_model.save_pretrained(tmp_path / "vision")
-    save_stock("dense", tmp_path / "dense")
-    for folder, model_class in (
-        ("vision", llamoe.LlamoeVisionModel),
-        ("dense", llamoe.LlamoeDenseForCausalLM),
-    ):
-        edit_json(tmp_path / folder / "config.json", quantization_config={"quant_method": "nobody's"})
-        # transformers skips a method that it does not know, with a warning.
-        load_whole(model_class, tmp_path / folder)
-
-
-def test_stock_config_object_is_left_as_it_was(tmp_path):
-    save_stock("multimodal", tmp_path)
-    config = PAIRS["multimodal"][1]()
-    before = config.to_dict()
-    llamoe.LlamoeForConditionalGeneration(config)
-    llamoe.LlamoeForConditionalGeneration.from_pretrained(tmp_path, config=config)
-    assert type(config) is Llama4Config and config.to_dict() == before

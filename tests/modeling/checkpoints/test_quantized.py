@@ -157,19 +157,6 @@ def test_saved_and_loaded_again(method, folder, tmp_path):
     assert again.generate(**inputs(), max_new_tokens=3, do_sample=False, eos_token_id=-1).shape == (2, 26)
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method.startswith("bitsandbytes")])
-def test_folders_whose_patches_are_quantized_compute_nothing(method, folder, tmp_path, monkeypatch):
-    """Their numbers are codes, which mean nothing as weights."""
-    with monkeypatch.context() as patch:
-        patch.setattr(llamoe.LlamoeVisionModel, "_keep_in_fp32_modules", None)
-        model = load(folder, method)
-        assert is_quantized(linear_layers(model)[PATCHES])
-        model.save_pretrained(tmp_path)
-    # In 4 bits the shape is another, in 8 bits torch has no product of such weights.
-    with pytest.raises(RuntimeError, match=r"ignore_mismatched_sizes|same dtype"):
-        llamoe.LlamoeForConditionalGeneration.from_pretrained(tmp_path)(**inputs())
-
-
 # What is said
 
 

@@ -9,7 +9,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.models import (
     MODELS,
-    SHALLOW,
     Case,
     assert_same_weights,
     dense_config,
@@ -367,15 +366,26 @@ def test_missing_weights_of_the_named_class_are_an_error(name, tmp_path):
         case.model_class.from_pretrained(tmp_path, **every[list(CASES).index(name) % len(every)])
 
 
-def test_what_a_checkpoint_of_another_class_cannot_have_is_reported(tmp_path):
-    CASES["LlamoeTextModel"].make().save_pretrained(tmp_path)
-    for name, head in (("LlamoeForCausalLM", "lm_head"), ("LlamoeForSequenceClassification", "score")):
-        _, info = getattr(llamoe, name).from_pretrained(tmp_path, output_loading_info=True)
-        assert info["missing_keys"] == {f"{head}.weight"}
-        # The configuration that is given may name the class; what counts is the folder's.
-        config = text_config(architectures=[name], **SHALLOW)
-        _, info = getattr(llamoe, name).from_pretrained(tmp_path, config=config, output_loading_info=True)
-        assert info["missing_keys"] == {f"{head}.weight"}
+@pytest.mark.parametrize(
+    ("base", "name", "head"),
+    [
+        ("LlamoeDenseModel", "LlamoeDenseForCausalLM", "lm_head"),
+        ("LlamoeTextModel", "LlamoeForCausalLM", "lm_head"),
+        ("LlamoeTextModel", "LlamoeForSequenceClassification", "score"),
+        ("LlamoeModel", "LlamoeForConditionalGeneration", "language_model.lm_head"),
+    ],
+)
+def test_what_a_checkpoint_of_another_class_cannot_have_is_reported(base, name, head, tmp_path):
+    """transformers' convention: a head finds the model below it in such a folder, and only the head is new."""
+    model = CASES[base].make()
+    model.save_pretrained(tmp_path)
+    # A configuration that is given may name the class; what counts is the folder's.
+    config = CASES[name].make_config()
+    config.architectures = [name]
+    for options in ({}, {"config": config}):
+        again, info = getattr(llamoe, name).from_pretrained(tmp_path, output_loading_info=True, **options)
+        assert info["missing_keys"] == {f"{head}.weight"} and not info["unexpected_keys"]
+        assert_same_weights(again.model.state_dict(), model.state_dict())
 
 
 def test_without_the_name_of_a_class_missing_weights_are_reported(tmp_path):

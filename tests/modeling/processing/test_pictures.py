@@ -82,37 +82,10 @@ def test_photos_are_turned_upright(orientation, file_format, tmp_path):
     assert np.array_equal(pixels(ImageOps.exif_transpose(picture)), pixels(picture))
 
 
-def test_grey_of_16_bits_keeps_its_shades(tmp_path):
-    """Pillow cuts every number above 255 to white; the same scene in colours of 16 bits it reads well."""
-    fine = (np.arange(40 * 60).reshape(40, 60) * 27).astype(np.uint16)
-    grey, colours = tmp_path / "grey.png", tmp_path / "colours.png"
-    Image.fromarray(fine).save(grey)
-    colours.write_bytes(png_of_16_bits(np.stack([fine] * 3, axis=-1)))
-    with Image.open(grey) as opened:
-        assert opened.mode.startswith("I")
-    given = pixels(llamoe.read_picture(grey))
-    assert np.array_equal(given, np.stack([fine // 256] * 3, axis=-1))
-    assert np.array_equal(given, pixels(llamoe.read_picture(colours)))
-    assert given.min() == 0 and given.max() == fine.max() // 256 and len(np.unique(given)) > 200
-
-
 def chunk(name, content):
     """A part of a PNG."""
     checked = name + content
     return struct.pack(">I", len(content)) + checked + struct.pack(">I", zlib.crc32(checked))
-
-
-def png_of_16_bits(array):
-    """A PNG with three channels of 16 bits, which Pillow cannot write."""
-    height, width, _ = array.shape
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in array)
-    header = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(rows))
-        + chunk(b"IEND", b"")
-    )
 
 
 @pytest.mark.parametrize("file_format", ["GIF", "WEBP", "PNG", "MPO"])

@@ -38,7 +38,8 @@ def photo():
 
 def of_mode(mode):
     return {
-        "I;16": lambda: Image.fromarray(GREY.astype(np.uint16) * 257),
+        # Pillow cuts every number above 255 to white; the upper byte is the shade.
+        "I;16": lambda: Image.fromarray(GREY.astype(np.uint16) * 256 + GREY[::-1]),
         "I;16B": lambda: Image.fromarray((GREY.astype(np.int32) * 257).astype(">u2")),
         "I": lambda: Image.fromarray(GREY.astype(np.int32) * 257),
         "I of 8 bits": lambda: drawn("L").convert("I"),
@@ -109,15 +110,14 @@ def test_numbers_of_every_dtype(given, processor):
         assert torch.equal(chat["pixel_values"], expected)
 
 
-@pytest.mark.parametrize("grey", [GREY, GREY[None], GREY[..., None], np.dstack([GREY, GREY])])
-def test_grey_with_and_without_an_axis_of_channels(grey, processor):
-    assert torch.equal(pixels(processor, grey), pixels(processor, Image.fromarray(GREY)))
+BITS = np.array(drawn("1"))
+ONE_SHADE = [(grey, GREY) for grey in (GREY, GREY[None], GREY[..., None], np.dstack([GREY, GREY]))]
+ONE_SHADE += [(bits, BITS) for bits in (BITS, torch.from_numpy(BITS)[None])]
 
 
-def test_bool_is_black_and_white(processor):
-    expected = pixels(processor, drawn("1"))
-    assert torch.equal(pixels(processor, np.array(drawn("1"))), expected)
-    assert torch.equal(pixels(processor, torch.from_numpy(np.array(drawn("1")))[None]), expected)
+@pytest.mark.parametrize(("given", "expected"), ONE_SHADE)
+def test_grey_and_black_and_white_with_and_without_an_axis_of_channels(given, expected, processor):
+    assert torch.equal(pixels(processor, given), pixels(processor, Image.fromarray(expected)))
 
 
 @pytest.mark.parametrize(

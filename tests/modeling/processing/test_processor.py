@@ -107,26 +107,6 @@ def test_forward_and_generate_equal_stock(batch, processor, pair):
     assert torch.equal(ours.generate(**inputs, **options), stock.generate(**inputs, **options))
 
 
-def test_chat_template(processor, pair, tmp_path):
-    stock, ours = pair
-    picture(90, 40).save(tmp_path / "picture.png")
-    content = [
-        {"type": "image", "path": str(tmp_path / "picture.png")},
-        {"type": "text", "text": "what is this ?"},
-    ]
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    ).to(dtype=torch.float32)
-    assert inputs["pixel_values"].shape[0] == 3
-    with torch.no_grad():
-        expected = stock(**inputs).logits
-        assert max_abs(ours(**inputs).logits, expected) < 2e-5 * expected.std()
-
-
 # Our thin processor
 
 

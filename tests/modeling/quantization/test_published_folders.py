@@ -214,6 +214,7 @@ LAYER = "model.layers.0.self_attn.k_proj"
         ("gptq", lambda t: t.pop(f"{LAYER}.qzeros"), f"{LAYER}.qzeros is missing"),
         ("gptq", lambda t: t.update({f"{LAYER}.scales": t[f"{LAYER}.scales"][:2]}), f"{LAYER}.scales has shape"),
         ("gptq", lambda t: t.update({f"{LAYER}.qweight": t[f"{LAYER}.qweight"].long()}), "has dtype I64"),
+        ("awq", lambda t: t.update({f"{LAYER}.qweight": t[f"{LAYER}.qweight"].to(torch.int8)}), "has dtype I8"),
         ("symmetric", lambda t: t.update({f"{EXPERT}.weight_scale": t[f"{EXPERT}.weight_scale"].int()}),
          f"{EXPERT}.weight_scale has dtype I32"),
         ("gptq", lambda t: t[f"{LAYER}.bias"].add_(1), f"{LAYER}.bias is not 0"),
@@ -343,6 +344,9 @@ def unfused(model):
 )
 def test_a_float8_weight_without_its_scale_is_refused(name, tmp_path):
     published = publish(tmp_path, "mixtral", "float8", group_size=None)
+    edit(published, lambda tensors: tensors[f"{name}.weight_scale"].fill_(float("nan")))
+    with pytest.raises(CheckpointError, match=r"layers\.1.*weight_scale is NaN or infinite"):
+        OURS["mixtral"].from_pretrained(tmp_path)
     edit(published, lambda tensors: tensors.pop(f"{name}.weight_scale"))
     with pytest.raises(ValueError, match=rf"model\.safetensors: .*{name}.weight_scale is missing"):
         OURS["mixtral"].from_pretrained(tmp_path)
@@ -355,5 +359,5 @@ def test_transformers_own_config_asks_for_its_quantizer(tmp_path):
     ours = OURS["llama"].from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(weight, ours[name]) for name, weight in theirs.state_dict().items())
     publish(tmp_path, "mixtral", "float8", group_size=None)
-    with pytest.raises(ValueError, match="Mixtral mixture quantized with 'compressed-tensors'"):
+    with pytest.raises(ValueError, match="mixture whose experts are quantized with 'compressed-tensors'"):
         load(published, "mixtral", quantization_config=CompressedTensorsConfig(dequantize=True))

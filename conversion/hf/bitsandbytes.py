@@ -1,0 +1,84 @@
+"""Weights that bitsandbytes has packed as lazy tensors of what they mean: its own functions unpack them."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ...configuration.errors import CheckpointError
+from ...modeling.formats import Bnb4Bit, Bnb8Bit
+from ..io import Computed, LazyTensor
+
+_BESIDE = re.compile(
+    r"(.+)\.(weight\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\..+)|SCB|weight_format)"
+)
+
+
+@dataclass(frozen=True)
+class Bitsandbytes:
+    """How a folder of bitsandbytes' has packed its linear layers, and each expert's by itself."""
+
+    form: Bnb4Bit | Bnb8Bit
+    method: ClassVar[str] = "bitsandbytes"
+    is_int4: ClassVar[bool] = False
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "Bitsandbytes":
+        """Make it of a `quantization_config`."""
+        if config.get("load_in_8bit"):
+            return cls(Bnb8Bit(torch.bfloat16))
+        is_nested = bool(config.get("bnb_4bit_use_double_quant"))
+        kind = config.get("bnb_4bit_quant_type", "fp4")
+        return cls(Bnb4Bit(torch.bfloat16, quant_type=kind, is_nested=is_nested))
+
+    def unpack(
+        self, tensors: Mapping[str, LazyTensor], dtype: torch.dtype
+    ) -> tuple[dict[str, LazyTensor], set[str]]:
+        """View what the tensors mean.
+
+        Returns:
+            the weights by the names of plain layers, and the names of packed layers.
+
+        Raises:
+            CheckpointError: a layer has no codes, or its sizes cannot be read.
+        """
+        plain, layers = dict(tensors), {}
+        for name in tensors:
+            if match := _BESIDE.fullmatch(name):
+                layers.setdefault(match[1], {})[match[2]] = plain.pop(name)
+        for layer, kinds in layers.items():
+            origin = next(iter(kinds.values())).origin
+            if (codes := plain.get(f"{layer}.weight")) is None:
+                raise CheckpointError(f"{origin}: {layer}.weight is missing beside it.")
+            sizes = _sizes(kinds, codes)
+            plain[f"{layer}.weight"] = self._weight({"weight": codes, **kinds}, sizes, dtype)
+        return plain, set(layers)
+
+    def _weight(self, kinds: dict[str, LazyTensor], sizes: tuple[int, int], dtype: torch.dtype) -> LazyTensor:
+        origin = kinds["weight"].origin
+
+        def matrix(*tensors: torch.Tensor) -> torch.Tensor:
+            try:
+                parts = self.form.from_file(dict(zip(kinds, tensors, strict=True)), sizes)
+            except (ValueError, KeyError, AssertionError) as error:
+                raise CheckpointError(
+                    f"{origin}: is not as config.json says, or damaged ({error})."
+                ) from error
+            return self.form.matrix(parts, sizes, dtype)
+
+        return Computed(matrix, [*kinds.values()], sizes, dtype, origin)
+
+
+def _sizes(kinds: Mapping[str, LazyTensor], codes: LazyTensor) -> tuple[int, int]:
+    """Read the sizes of a matrix: codes of 4 bits are a column, and have them in JSON."""
+    if "SCB" in kinds:
+        return codes.shape[0], codes.shape[1]
+    try:
+        state = next(tensor for kind, tensor in kinds.items() if "quant_state" in kind)
+        num_out, num_in = json.loads(bytes(state.read().tolist()))["shape"]
+    except (StopIteration, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{codes.origin}: its quant_state is missing or damaged.") from error
+    return int(num_out), int(num_in)
