@@ -29,13 +29,8 @@ class Checkpoint:
 
     Attributes:
         path: file or folder that it was opened from.
-<<<<<<< HEAD
-        kind: "meta-llama", "meta-llama4", "mistral", "hf", "open_clip", "clip" or "gguf"; of weights that others have
-            packed the `quant_method` in config.json.
-=======
         kind: "meta-llama", "meta-llama4", "mistral", "hf", "gguf", "open_clip" or "clip"; of weights that others
             have packed the `quant_method`, such as "gptq".
->>>>>>> main
         config: a configuration of llamoe.
         tensors: key of stock's modules to tensor, with stacked experts.
         dropped: source key to the reason why the tensor is not in `tensors`.
