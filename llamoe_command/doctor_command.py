@@ -19,6 +19,7 @@ EXTRAS = {
     "page": "the page of `llamoe chat`",
     "serve": "`transformers serve`, and a client for it",
     "bitsandbytes": "weights in bitsandbytes' formats (llamoe's own need nothing)",
+    "packed": "GGUF files as sources of conversions",
     "evaluate": "evaluating with lm-eval, training with TRL",
 }
 """Purpose of each extra; those of developers are left out."""

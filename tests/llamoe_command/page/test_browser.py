@@ -239,19 +239,16 @@ def test_a_closed_window_stops_the_model(browser, endless):
     assert idle(endless)
 
 
-def test_a_hundred_questions_are_answered_or_refused_in_a_sentence(browser, endless):
+def test_questions_at_once_are_answered_one_after_the_other(browser, endless):
     from gradio_client import Client
 
     def ask(index):
-        # A conversation of its own each; a hundred that begin at once wait for each other.
+        # A conversation of its own each; those that begin at once wait for each other.
         client = Client(endless.address, verbose=False, httpx_kwargs={"timeout": 120})
         return str(client.predict(f"Question {index}", 30, 0.0, api_name="/chat"))
 
-    with ThreadPoolExecutor(100) as people:
-        answers = list(people.map(ask, range(100)))
-    refused = [answer for answer in answers if "32 questions are waiting already. Ask again" in answer]
-    assert 0 < len(refused) < 100
-    assert all(answers)
+    with ThreadPoolExecutor(20) as people:
+        assert all(people.map(ask, range(20)))
     window = ChatWindow(browser, endless.address)
     window.page.get_by_text("Settings").click()
     window.set_length(5)
