@@ -14,7 +14,7 @@ from typing import ClassVar
 from .checks import fail
 from .decoder import DecoderConfig, LayerPlan, WindowedConfig
 from .fields import field
-from .parallel import MIXTRAL_EP, MIXTRAL_TP, TEXT_EP, TEXT_TP
+from .parallel import MIXTRAL_EP, MIXTRAL_SHARED_TP, MIXTRAL_TP, TEXT_EP, TEXT_TP
 
 
 class MixtureConfig(DecoderConfig):
@@ -221,7 +221,6 @@ class LlamoeMixtralConfig(MixtureConfig, WindowedConfig):
     model_type = "llamoe_mixtral"
     stock_model_type: ClassVar[str] = "mixtral"
     feed_forward_name: ClassVar[str] = "mlp"
-    base_model_tp_plan = MIXTRAL_TP
     base_model_ep_plan = MIXTRAL_EP
     default_theta = 1000000.0
     router_name = "gate"
@@ -240,6 +239,11 @@ class LlamoeMixtralConfig(MixtureConfig, WindowedConfig):
 
     router_pre_softmax: bool = True
     norm_topk_prob: bool = True
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Rules of tensor parallelism; those of a shared expert, which published Mixtrals lack, if there is one."""
+        return MIXTRAL_TP | (MIXTRAL_SHARED_TP if self.use_shared_expert else {})
 
     @property
     def moe_layers(self) -> list[int]:

@@ -1,8 +1,8 @@
 """Plans of how each model is distributed over several devices, in transformers' terms, as data.
 
 A plan maps a module or parameter of the base model (`*` stands for a layer's number) to transformers' style for it. A
-configuration has the plans of its base model, each head those of its additions, and `post_init` joins them. Rules for
-parts that a model lacks (dense layers of a mixture, a tower's adapter) are dropped.
+configuration has the plans of its base model, each head those of its additions, and `post_init` joins them.
+transformers warns of rules for parts that a model lacks, such as the dense layers of a Llama 4 of mixtures alone.
 
 * Tensor parallel: `colwise` splits a linear layer's outputs, `rowwise` its inputs, so that the pair needs one sum at
   its end. Llama 4's stacked experts are `[E, in, out]`, transposed against a linear layer's weight: the style that
@@ -55,11 +55,11 @@ TEXT_EP = _experts_ep("layers.*.feed_forward.experts")
 
 MIXTRAL_TP = {
     **ATTENTION_TP,
-    **_feed_forward_tp("layers.*.mlp.shared_expert"),
     "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
     "layers.*.mlp.experts.down_proj": "rowwise",
     "layers.*.mlp.experts": "moe_tp_experts",
 }
+MIXTRAL_SHARED_TP = _feed_forward_tp("layers.*.mlp.shared_expert")
 MIXTRAL_EP = _experts_ep("layers.*.mlp.experts")
 
 DECODER_PP = {

@@ -149,7 +149,7 @@ def plan_placement(
         rank, on_cpu = count_of("adapters", adapters), len(room) == 1
         step = training_sizes(source.model, sizes, rank, adapt_experts, context, batch, on_cpu)
         computing = [device for device in room if device != "cpu"] or ["cpu"]
-        room |= {device: room[device] - step.memory for device in computing}
+        room |= {device: max(0, room[device] - step.memory) for device in computing}
     elif isinstance(config, LlamoeVisionConfig):
         context = prefill = None
     else:

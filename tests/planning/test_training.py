@@ -94,6 +94,14 @@ def test_room_for_a_step_is_kept():
     assert "with skip_logits" in text and plan.tokens_per_second is None
 
 
+def test_an_accelerator_too_small_for_a_step_stays_empty():
+    config = HEADS["dense"].make_config()
+    options = dict(ram="8GB", headroom=0, adapters=5, context=TOKENS)
+    step = llamoe.plan_placement(config, gpus=["1GB"], **options).training.memory
+    plan = llamoe.plan_placement(config, gpus=["1GB", step // 2], **options)
+    assert plan.device_map == {"": 0} and plan.remaining[1] == 0
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
