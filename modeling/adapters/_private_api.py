@@ -1,4 +1,4 @@
-"""What peft does otherwise over models of ours: every use of what peft keeps to itself, with its reason.
+"""Patches of peft's private functions for llamoe's models, each with its reason.
 
 Importing this file changes peft, so it is imported when peft is (`peft_registration`). Each function here stands for
 one of peft's, which it gets as `original`. All were seen in peft 0.21.2.
@@ -32,15 +32,15 @@ from .loading import LoadsAdapters
 from .stack_targets import choose_parameters, refuse_unsupported
 from .unsupported import unsupported
 
-# peft treats adapters of these model types as those of Mixtral, whose layers transformers 5 has renamed: it takes
-# "all-linear" and the names of single experts' layers for the stacks that hold them.
+# For these model types peft converts Mixtral adapters of transformers 4: it maps "all-linear" and the names of single
+# experts' layers to the stacks of transformers 5.
 _MODEL_TO_CONVERSION_PATTERN[LlamoeMixtralConfig.model_type] = _MODEL_TO_CONVERSION_PATTERN[
     LlamoeMixtralConfig.stock_model_type
 ]
 
 
 def instead_of(owner: Any, name: str) -> Callable[[Callable], Callable]:
-    """Put the decorated function, which gets the original as its first argument, into the place of `owner.name`.
+    """Replace `owner.name` by the decorated function, which gets the original as its first argument.
 
     Modules that have imported the original by name get it, too.
     """
@@ -74,9 +74,9 @@ def inject_adapter(
         layers = {Experts: ParamWrapper, Linear: lora_linear, QuantizedLinear: lora_linear}
         config._register_custom_module(layers)
     if getattr(config, "target_modules", "") is None:
-        # Of a Mixtral's the conversion would make an empty set, and forget peft's default.
+        # For Mixtral the conversion would turn None into an empty set, which overrides peft's default.
         self._prepare_adapter_config(config, self.get_model_config(model))
-    # As `original` does first: it may name further parameters.
+    # `original` starts with this conversion, which may add parameters.
     convert_peft_config_for_transformers(config, model, None)
     _leave_out_tower(config, model)
     choose_parameters(config, model)
@@ -86,7 +86,7 @@ def inject_adapter(
 
 
 def _leave_out_tower(config: Any, model: nn.Module) -> None:
-    """Write the layers of "all-linear" without those of a multimodal model's tower, unless `exclude_modules=[]`."""
+    """Replace "all-linear" by layer names without the vision tower's, unless `exclude_modules=[]`."""
     targets = getattr(config, "target_modules", None)
     tower = {
         f"{tower}.{name}"
@@ -107,14 +107,14 @@ def _leave_out_tower(config: Any, model: nn.Module) -> None:
 
 @contextmanager
 def _showing_tied_head(model: Any) -> Iterator[None]:
-    """Context that marks a multimodal model as tied like its text model; peft reads only the outer config."""
+    """Set a multimodal config's tie_word_embeddings to its text config's for a while; peft reads only the outer one."""
     text = getattr(model, "language_model", None)
     is_multimodal = model.config.model_type == LlamoeConfig.model_type and text is not None
     if not is_multimodal or not text.config.tie_word_embeddings or model.config.tie_word_embeddings:
         yield
         return
     model.config.tie_word_embeddings = True
-    # By the text model's names, whose last parts peft compares with those of layers.
+    # Use the text model's key names: peft compares only their last parts with those of layers.
     model._tied_weights_keys = list(text._tied_weights_keys)
     try:
         yield
@@ -123,9 +123,8 @@ def _showing_tied_head(model: Any) -> Iterator[None]:
         del model._tied_weights_keys
 
 
-# "My QLoRA step needs ten times the memory": peft knows bitsandbytes' models by a flag, and those of other libraries by
-# their names. For all else it leaves out in silence the gradient checkpointing that it is asked for by default. It also
-# casts all weights of 16 bits, those of experts on disk among them.
+# "My QLoRA step needs ten times the memory": peft recognises quantized models by flags. For others it silently skips
+# gradient checkpointing, which is on by default, and casts all 16-bit weights, even those of experts on disk.
 @instead_of(other, "prepare_model_for_kbit_training")
 def prepare_for_training(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Freeze a model, and cast the weights that are in memory and not packed."""
@@ -135,7 +134,7 @@ def prepare_for_training(original: Callable, model: Any, *args: Any, **kwargs: A
     try:
         return freeze_for_training(original, model, *args, **kwargs)
     finally:
-        # Other readers of this flag take the model for one of bitsandbytes.
+        # Reset the flag: other code takes a model with it for one of bitsandbytes.
         del model.is_loaded_in_4bit
 
 
@@ -155,12 +154,12 @@ def swap(original: Callable, model: nn.Module, state_dict: dict[str, torch.Tenso
     original(model, state_dict, *args, **kwargs)
 
 
-# "I want the sum of two adapters of experts": peft refuses all sums of parameters before it looks at their layers.
+# "I want the sum of two adapters of experts": peft refuses every sum if an adapter has `target_parameters`.
 @instead_of(LoraModel, "_check_add_weighted_adapter")
 def check_sum(
     original: Callable, self: Any, adapters: Sequence[str], combination_type: str, **more: Any
 ) -> Any:
-    """Check a sum of adapters, those of experts' stacks among them."""
+    """Check a weighted sum of adapters, and allow linear sums of adapters of experts."""
     targets = {
         name: self.peft_config[name].target_parameters for name in adapters if name in self.peft_config
     }
@@ -180,11 +179,11 @@ def check_sum(
             self.peft_config[name].target_parameters = parameters
 
 
-# "A row with pictures uses another row's adapter": peft gives each tile of a picture the adapter of a row. Stacks of
-# experts see the rows of all tokens.
+# "A row with pictures uses another row's adapter": peft assigns adapters to the tiles of pictures as if they were rows
+# of the batch. Experts get the tokens of all rows in one tensor, so they cannot assign adapters at all.
 @instead_of(LoraModel, "_enable_peft_forward_hooks")
 def enable_forward_hooks(original: Callable, self: Any, *args, **kwargs) -> AbstractContextManager:
-    """Enter a forward with `adapter_names`, one adapter for each row."""
+    """Enter a forward; refuse `adapter_names` (one adapter per row) where rows cannot be told apart."""
     if kwargs.get("adapter_names") is not None and isinstance(self.model, LoadsAdapters):
         if any(hasattr(module, "parameter_name") for module in self.model.modules()):
             raise unsupported("adapter_names", "adapter_names beside adapters of experts")

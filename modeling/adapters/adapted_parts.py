@@ -22,23 +22,21 @@ def lora_config(
     dropout: float = 0.0,
     **options: Any,
 ) -> "LoraConfig":
-    """Return a plain `peft.LoraConfig` that adapts all linear layers of the text model, and more.
+    """Return a `peft.LoraConfig` for all linear layers of the text model, its experts, and optionally the vision tower.
 
-    An adapter of every expert has `num_experts` times the weights of one: with r = 16 it is 428 million for Scout.
-    Ranks of 4 to 8 are enough for most.
+    An adapter of all experts is large: 428 million weights for Scout with r = 16. Ranks of 4 to 8 usually suffice.
 
     Args:
-        model: the model that it is for; its modules are read, not changed.
-        experts: adapt the routed experts' stacks, where the model has any.
+        model: the model to adapt; it is not changed.
+        experts: adapt the routed experts' stacks, if the model has any.
         vision: adapt the vision tower's linear layers.
         r: rank.
-        dropout: of what the adapters see. peft refuses it for stacks of experts; over llamoe it works.
-        options: further fields of `LoraConfig`, `lora_alpha` (twice the rank by default) among them. Those that choose
-            layers or modules (`layers_to_transform`, `exclude_modules`, `rank_pattern`, ...) mean experts, too.
+        dropout: dropout rate of the adapters' inputs, for stacks of experts, too, which peft alone refuses.
+        options: further fields of `LoraConfig`, such as `lora_alpha` (default: 2 r). Fields that choose layers or
+            modules (`layers_to_transform`, `exclude_modules`, `rank_pattern`, ...) also apply to experts.
 
     Raises:
-        ValueError: a vision tower that the model lacks, or experts of a class that is not llamoe's, which would stay
-            as they are.
+        ValueError: `vision` for a model without a vision tower, or `experts` for a model of transformers' own class.
     """
     from peft import LoraConfig
 
@@ -58,26 +56,26 @@ def lora_config(
         name = name.replace(".base_layer", "")
         if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
             linear.add(name.rpartition(".")[2])
-        # The same in every layer.
+        # Drop the layer's number: the same names stand for every layer.
         name = ".".join(name.split(".")[-2:])
         if experts and isinstance(module, Experts):
             stacks |= {f"{name}.{stack}" for stack in STACKS}
     chosen: dict[str, Any] = {"target_modules": "all-linear", "lora_alpha": 2 * r}
     excluded = options.get("exclude_modules")
     by_layer = options.get("layers_to_transform") is not None
-    # Of Mixtral peft takes "all-linear" for experts and routers, too, as they were in transformers 4. With layers it
-    # refuses it, and beside exclusions it leaves out the tower.
+    # List the layers where peft misreads "all-linear": for Mixtral it includes experts and routers, it refuses it
+    # beside `layers_to_transform`, and beside `exclude_modules` the vision tower would be left out.
     if by_layer or model.config.model_type == LlamoeMixtralConfig.model_type or (vision and excluded):
         chosen["target_modules"] = sorted(linear)
     if stacks:
         chosen["target_parameters"] = sorted(stacks)
     if by_layer:
-        # Without it peft finds no numbers in the names of a model without a head.
+        # Without a pattern peft finds no layer numbers in a model without a head, whose names begin with "layers".
         chosen["layers_pattern"] = "layers"
     if vision:
         chosen["exclude_modules"] = []
     elif by_layer and has_tower and "target_modules" not in options:
-        # The tower's layers have the same numbers, and names in part.
+        # The vision tower's layers have the same numbers and partly the same names.
         options["exclude_modules"] = _with_tower(excluded)
     return LoraConfig(r=r, lora_dropout=dropout, **(chosen | options))
 
@@ -89,7 +87,7 @@ def _has_stacks(model: nn.Module) -> bool:
 
 
 def _with_tower(excluded: str | list[str] | None) -> str:
-    """Peft's `exclude_modules`, and the vision tower."""
+    """Return a regex for `exclude_modules` that excludes the vision tower, too."""
     tower = r"(.*\.)?vision_model\..*"
     if excluded and not isinstance(excluded, str):
         excluded = rf"(.*\.)?({'|'.join(map(re.escape, excluded))})"

@@ -1,4 +1,4 @@
-"""The factors of experts' stacks: which axis is the expert's, and in which layout an adapter has them.
+"""The layout of LoRA factors for stacks of experts, and its conversion from that of stock models.
 
 Stock Llama 4 does not declare that its experts are stored input-first: peft takes `[E, in, out]` for `[E, out, in]`,
 and learns A on the output side and B on the input side. The change of the weight is the same matrix product. Our
@@ -7,8 +7,8 @@ experts declare their layout, so such a pair fits them once its factors are exch
 * A `[E * r, in]`, where the expert is the slowest index;
 * B `[out, r * E]`, where the expert is the fastest index.
 
-The sizes of the two sides tell the layout. Where every adapted stack has as many inputs as outputs nothing would, so
-such an adapter is refused when it is made.
+The sizes of the two sides tell the layout. If every adapted stack has as many inputs as outputs, they do not, so such
+an adapter is refused when it is created.
 
 Shapes: E experts, R = r rank, X and Y the sizes of the two sides.
 """
@@ -47,7 +47,7 @@ def exchange_factors(
 
 
 def _input_first_experts(model: nn.Module) -> dict[str, Experts]:
-    """Return experts whose layout stock does not declare, by their names without adapters; Mixtral's declares it."""
+    """Return the input-first experts by name, without adapters' parts. Stock does not declare this layout to peft."""
     return {
         name.replace(".base_layer", ""): module
         for name, module in model.named_modules()
@@ -56,7 +56,7 @@ def _input_first_experts(model: nn.Module) -> dict[str, Experts]:
 
 
 def ambiguous_stack(model: nn.Module, parameters: Collection[str]) -> str | None:
-    """Return one of these parameters if the file of an adapter of them would not tell its layout; else None."""
+    """Return one of these parameters if all are square, since a file would not tell their layout; else None."""
     shapes = {
         key: experts.stack_shape(stack)[1:]
         for name, experts in _input_first_experts(model).items()

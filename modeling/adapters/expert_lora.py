@@ -1,10 +1,10 @@
-"""peft's LoRA layers beside stacks of experts and beside linear layers of ours.
+"""LoRA layers, derived from peft's, for llamoe's stacks of experts and linear layers.
 
 peft's own wrapper of a parameter forms W + BA for every expert in every forward: 4 GB a layer for Scout. Here a row is
-multiplied by its expert's thin matrices (`moe.low_rank`), beside the stack. Everything else stays peft's: parameters,
-their names and shapes in files, merging, several adapters, switching.
+multiplied by its expert's factors (`moe.low_rank`). Everything else is peft's: parameters, their names and shapes in
+files, merging, several adapters, switching.
 
-peft is imported here, so this file is imported when somebody uses peft (`peft_registration`).
+This file imports peft, so it is imported only after peft is (`peft_registration`).
 
 Shapes: E experts, r rank, I columns in, O columns out, N rows (tokens, each as often as it has experts).
 """
@@ -25,16 +25,16 @@ from ..quantization import QuantizedLinear
 from .expert_layout import by_expert
 from .unsupported import unsupported
 
-# Initialisations and fields of a `LoraConfig` that need no numbers of a matrix, and those that do.
+# Supported initialisations, and fields of a `LoraConfig` that are refused since they need the weight's values.
 _INITIALISATIONS = (True, False, "gaussian")
 _READING_WEIGHTS = ("use_dora", "kasa_config", "velora_config")
 _VARIANTS = [field.name for field in dataclasses.fields(LoraConfig) if field.metadata.get("is_lora_variant")]
 
 
 class ParamWrapper(layer.ParamWrapper):
-    """One adapted stack of `Experts`.
+    """A LoRA layer for one stack of `Experts`.
 
-    The name is that of peft's class: by its name peft finds the wrapper of a stack that gets one more adapter.
+    It must have the name of peft's class: peft looks for it when a wrapped stack gets another adapter.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class ParamWrapper(layer.ParamWrapper):
     def update_layer(
         self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any
     ) -> None:
-        """Add an adapter, as peft does, with the dropout that peft refuses."""
+        """Add an adapter, as peft does, but allow dropout."""
         _refuse_fields(config, _INITIALISATIONS, (*_VARIANTS, "lora_bias"), self.parameter_name)
         super().update_layer(adapter_name, r, lora_alpha, config=_without_dropout(config), **kwargs)
         self._set_dropout(adapter_name, config)
         if (mesh := self.expert_mesh()) is not None:
-            # All processes hold all of the adapter; it begins with the same numbers everywhere.
+            # All processes hold the whole adapter, so they must initialise it equally.
             for factor in (self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight):
                 if factor.device.type != "meta":
                     dist.broadcast(factor.data, group=mesh.get_group(), group_src=0)
@@ -72,10 +72,10 @@ class ParamWrapper(layer.ParamWrapper):
         if not experts.is_offloaded:
             super()._move_adapter_to_device_of_base_layer(adapter_name, device)
             return
-        # Weights that are offloaded have no data, or are not where the rows are.
+        # Offloaded weights are on another device than the rows, or on meta.
         dtype = None if experts.is_packed else experts.dtype
         for factors in (self.lora_A, self.lora_B):
-            # An adapter that a file is read for has no data yet.
+            # An adapter that is being loaded from a file has no data yet.
             if adapter_name in factors and not factors[adapter_name].weight.is_meta:
                 factors[adapter_name].to(device=device or experts.device, dtype=dtype)
 
@@ -83,7 +83,7 @@ class ParamWrapper(layer.ParamWrapper):
         experts: Any = self.get_base_layer()
         if experts.storage is None:
             return super()._get_in_out_features(module)
-        # peft reads sizes off the parameter, which here has those of the codes.
+        # peft takes sizes from the parameter, but a packed one has the shape of its codes.
         self.num_experts, *sizes = experts.stack_shape(self.parameter_name)
         self._param_ndim = 3
         return sizes[0], sizes[1]
@@ -100,7 +100,7 @@ class ParamWrapper(layer.ParamWrapper):
         lora: ExpertsLora = NO_LORA,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return the experts' output for rows `[N, H]`; `lora` is that of the wrapper around this one."""
+        """Return the experts' output for rows `[N, H]`; `lora` holds the factors of an outer wrapper."""
         if self.disable_adapters and self.merged:
             self.unmerge()
         lora = self.active_lora(lora)
@@ -108,7 +108,7 @@ class ParamWrapper(layer.ParamWrapper):
             return self.base_layer(x, *args, **kwargs)
         if isinstance(self.base_layer, ParamWrapper) or self.expert_mesh() is None:
             return self.base_layer(x, *args, lora=lora, **kwargs)
-        # transformers' exchange of tokens between processes stands before the experts, and passes on nothing else.
+        # transformers' hook that exchanges tokens between processes accepts no further arguments.
         experts: Any = self.get_base_layer()
         experts.lora = lora
         try:
@@ -124,12 +124,12 @@ class ParamWrapper(layer.ParamWrapper):
         return lora.with_stack(self.parameter_name, updates)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Merge adapters into the stack; a `ValueError` if it is packed or offloaded."""
+        """Merge adapters into the stack; raise a `ValueError` if it is packed or offloaded."""
         _refuse_merging(self)
         super().merge(safe_merge, adapter_names)
 
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return what merging adds to the stack: to that part of it which this process holds."""
+        """Return what merging adds to this process's part of the stack."""
         from torch.distributed.tensor import distribute_tensor
 
         delta, mesh = super().get_delta_weight(adapter_name, *args, **kwargs), self.expert_mesh()
@@ -146,7 +146,7 @@ class ParamWrapper(layer.ParamWrapper):
         return mesh if mesh is not None and mesh.mesh_dim_names == ("ep",) else None
 
     def _of_own_experts(self, factor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return a factor without the experts of other processes, whose gradients come from there."""
+        """Return this process's experts of a factor; the gradients of the others come from their processes."""
         mesh = self.expert_mesh()
         if mesh is None:
             return factor
@@ -163,9 +163,9 @@ class ParamWrapper(layer.ParamWrapper):
 
 
 class LoraLinear(layer.Linear):
-    """peft's LoRA layer beside a linear layer of ours, plain or packed.
+    """A LoRA layer for a plain or packed linear layer of llamoe.
 
-    Its factors multiply as our layers do: under autocast torch takes many times as long where a processor has no
+    Its factors use `kernels.linear`: under autocast torch's product is many times slower on a processor without
     instructions for bfloat16.
     """
 
@@ -174,7 +174,7 @@ class LoraLinear(layer.Linear):
     ) -> None:
         """Add an adapter, as peft does."""
         if _storage_of(self) is not None:
-            # EVA draws one factor from rows that a user measures.
+            # EVA initialises one factor from activations that the user collects.
             _refuse_fields(config, (*_INITIALISATIONS, "eva"), _READING_WEIGHTS, "a packed layer")
         super().update_layer(adapter_name, r, lora_alpha, config=config, **kwargs)
         for factor in (self.lora_A[adapter_name], self.lora_B[adapter_name]):
@@ -182,7 +182,7 @@ class LoraLinear(layer.Linear):
                 factor.__class__ = Linear
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Merge adapters into the weight; a `ValueError` if it is packed, whose codes peft would take for numbers."""
+        """Merge adapters into the weight; raise a `ValueError` if it is packed, since peft would add to its codes."""
         _refuse_merging(self)
         super().merge(safe_merge, adapter_names)
 
@@ -190,7 +190,7 @@ class LoraLinear(layer.Linear):
 def lora_linear(
     target: nn.Module, adapter_name: str, config: LoraConfig, parameter_name: str | None = None, **kwargs: Any
 ) -> LoraLinear | None:
-    """Return the layer for a linear layer of ours; None leaves plain parameters and `fan_in_fan_out` to peft."""
+    """Return the LoRA layer for a linear layer of llamoe; None leaves plain parameters and `fan_in_fan_out` to peft."""
     is_packed = isinstance(target, QuantizedLinear)
     if is_packed and parameter_name is not None:
         raise unsupported("target_parameters", f"target_parameters names {kwargs.get('target_name')}")
@@ -209,7 +209,7 @@ def _without_dropout(config: LoraConfig) -> LoraConfig:
 def _refuse_fields(
     config: LoraConfig, initialisations: tuple[Any, ...], refused: tuple[str, ...], where: str
 ) -> None:
-    """Raise a `ValueError` for an initialisation that is not among these, or a field of these."""
+    """Raise a `ValueError` if the config has an unsupported initialisation, or sets one of the refused fields."""
     if (begin := config.init_lora_weights) not in initialisations:
         raise unsupported("init_lora_weights", f"LoraConfig(init_lora_weights={begin!r}) for {where}")
     for name in refused:
@@ -218,7 +218,7 @@ def _refuse_fields(
 
 
 def _storage_of(module: Any) -> str | None:
-    """Return how the weight that a layer of peft adapts is packed or offloaded; None for numbers in memory."""
+    """Return how the weight under a LoRA layer is packed or offloaded; None if it is plain and in memory."""
     return getattr(module.get_base_layer(), "storage", None)
 
 

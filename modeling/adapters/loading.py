@@ -1,7 +1,7 @@
-"""Loading an adapter's weights: what does not belong to the model is an error.
+"""Loading of an adapter's weights; raises an error for weights that do not fit the model.
 
-peft names an adapter's weights after the modules that it changes, so adapters of stock models fit ours by their names.
-peft and transformers drop what fits nowhere, with a warning at most.
+peft names an adapter's weights after the modules that it changes, so adapters of stock models fit llamoe's. peft and
+transformers drop weights that fit nowhere, with a warning at most.
 """
 
 import logging
@@ -20,7 +20,7 @@ logger = logging.getLogger("llamoe")
 
 
 class LoadsAdapters(PreTrainedModel):
-    """peft's adapters for a model class; a base class to name before `PreTrainedModel`."""
+    """A mixin that checks adapters when they are loaded; name it before `PreTrainedModel`."""
 
     # The adapter whose weights `load_adapter` reads.
     _adapter_being_read = "default"
@@ -28,14 +28,14 @@ class LoadsAdapters(PreTrainedModel):
     def load_adapter(self, peft_model_id: Any = None, adapter_name: str | None = None, **kwargs: Any) -> Any:
         """Load one of peft's adapters, as `PreTrainedModel.load_adapter` does.
 
-        Adapters of stock Llama and Llama 4 fit; factors of experts that were trained on stock are exchanged.
+        Adapters of stock Llama and Llama 4 fit; experts' factors are converted from stock's layout.
 
         Raises:
             ValueError: an adapter of another model, a damaged file, or a model a part of which is on disk.
             OSError: there is no adapter.
         """
         if "disk" in (getattr(self, "hf_device_map", None) or {}).values():
-            # peft would put the factors there, too, where they have no numbers.
+            # peft would put the factors of such layers on the meta device.
             raise ValueError(
                 "load_adapter: a part of the model is on disk, where no adapter can be added to it. Give the layers "
                 "that the adapter changes another place in device_map, or merge the adapter into the checkpoint first."
@@ -46,7 +46,7 @@ class LoadsAdapters(PreTrainedModel):
     def _load_adapter_tensors(
         self, tensors: Mapping[str, torch.Tensor] | None, files: Iterable[str], ignore_mismatched_sizes: bool
     ) -> LoadStateDictInfo:
-        """Load tensors of an adapter whose layers peft has made, as peft's own classes do."""
+        """Load an adapter's tensors into the LoRA layers that peft has created, as peft's own classes do."""
         from peft import set_peft_model_state_dict
 
         if tensors is None:
@@ -71,7 +71,7 @@ class LoadsAdapters(PreTrainedModel):
 
 
 def _fit_state_dict(model: LoadsAdapters, state_dict: dict[str, Any], prefix: str) -> None:
-    """Rename, in place, an adapter's tensors to the keys of a model that has its layers; exchange stock's factors.
+    """Rename, in place, an adapter's tensors to the model's keys, and convert factors of stock's layout.
 
     Args:
         model: its class may differ from the adapter's own, as a head and its base model do.
@@ -95,7 +95,7 @@ def _fit_state_dict(model: LoadsAdapters, state_dict: dict[str, Any], prefix: st
         return
     base = [name for name, shape in own.items() if len(shape) > 1 and not _is_named(name, adapter)]
     if sum(name in given for name in base) > len(base) / 2:
-        # A checkpoint of the whole model; adapters bring at most embeddings or biases.
+        # This is a checkpoint of the whole model; an adapter contains at most some of its embeddings or biases.
         return
     full_names = {_without_name(name, adapter): name for name in own if _is_named(name, adapter)}
     added = {name: own[full] for name, full in full_names.items()}
@@ -115,7 +115,7 @@ def _fit(
     expected: Mapping[str, tuple[int, ...]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors by the model's keys; all of `expected` must be among them, and all must be in `shapes`."""
+    """Return the tensors by the model's keys; refuse them if any of `expected` is missing or any is not in `shapes`."""
     fitted, passed_over, problems = {}, [], []
     for key, tensor in tensors.items():
         name = next((name for name in _names(model, key) if name in shapes), None)
@@ -148,7 +148,7 @@ def _fit(
 
 
 def _names(model: PreTrainedModel, key: str) -> list[str]:
-    """Return names that a key may have in this model: its own, or that of a model around or within it."""
+    """Return the names that a key may have in this model, with or without a head's or multimodal model's prefix."""
     prefixes: dict[str, str] = getattr(model, "_checkpoint_prefixes", {})
     renamed = (re.sub(f"^{old}", new, key) for old, new in prefixes.items())
     base = model.base_model_prefix + "."

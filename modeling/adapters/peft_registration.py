@@ -1,4 +1,4 @@
-"""Our model types in peft's tables: which layers an adapter changes if its config names none.
+"""Registration of llamoe's model types in peft's tables of default target layers.
 
 They are registered when peft is imported, before or after llamoe; llamoe does not import it.
 """
@@ -16,7 +16,7 @@ _IN_THE_TOWER = {"up_proj": "fc1", "down_proj": "fc2", "norm": "layernorm_post"}
 
 
 def register_with_peft() -> None:
-    """Add our model types to peft's tables, and change what peft does over them, as soon as peft is imported."""
+    """Add llamoe's model types to peft's tables, and patch peft, as soon as peft is imported."""
     accept_peft()
     when_imported("peft", _register)
 
@@ -33,7 +33,7 @@ def _register(peft: ModuleType) -> None:
 
 
 def _default_targets(model_type: str, stock: dict[str, Any]) -> Any:
-    """Default targets of a model type of ours from a table of peft's: those of its stock family, else of `llama`."""
+    """Return a model type's default targets from one of peft's tables: its stock family's, else those of `llama`."""
     name = {"llamoe_dense": "llama", "llamoe_mixtral": "mixtral"}.get(model_type, "llama4")
     targets = list(stock.get(name, stock["llama"]))
     if model_type == LlamoeVisionConfig.model_type:

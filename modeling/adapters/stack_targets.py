@@ -1,8 +1,8 @@
-"""Which parameters an adapter changes, and which adapters a model cannot have.
+"""Selection of the parameters that an adapter changes, and refusal of adapters that would be wrong.
 
-peft matches `target_parameters` with the ends of the parameters' names, and passes over `layers_to_transform`,
-`layers_pattern`, `exclude_modules` and `modules_to_save`, which choose linear layers. Here they choose parameters, too:
-the config gets the full names of those that are chosen, as peft gives it the names of the layers of "all-linear".
+peft matches `target_parameters` with the ends of the parameters' names; `layers_to_transform`, `layers_pattern`,
+`exclude_modules` and `modules_to_save` apply only to linear layers there. Here they apply to parameters, too: the
+config's `target_parameters` are replaced by the full names of the selected parameters.
 """
 
 import copy
@@ -19,7 +19,7 @@ from .unsupported import unsupported
 
 
 def choose_parameters(config: Any, model: nn.Module) -> None:
-    """Write the full names of the parameters that an adapter changes into its `target_parameters`."""
+    """Set `target_parameters` to the full names of the parameters that the whole config selects."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     endings = tuple(getattr(config, "target_parameters", None) or ())
@@ -34,7 +34,7 @@ def choose_parameters(config: Any, model: nn.Module) -> None:
         for parameter, _ in module.named_parameters(recurse=False)
         if f".{name}.{parameter}".endswith(tuple(f".{end}" for end in endings))
     ]
-    # What matches nothing at all is left to peft, which says so.
+    # peft itself reports a name that matches nothing.
     if named:
         config.target_parameters = sorted(
             key
@@ -45,7 +45,7 @@ def choose_parameters(config: Any, model: nn.Module) -> None:
 
 
 def refuse_unsupported(config: Any, model: PreTrainedModel) -> None:
-    """Raise a `ValueError` for an adapter, whose parameters are chosen, that would be wrong without another error."""
+    """Raise a `ValueError` for an adapter that would be silently wrong; call it after `choose_parameters`."""
     from peft import PeftType
     from peft.tuners.tuners_utils import check_target_module_exists
 

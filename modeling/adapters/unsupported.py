@@ -1,4 +1,4 @@
-"""What adapters cannot do beside stacks of experts and weights that are packed or offloaded: one sentence each."""
+"""Error messages for what adapters do not support on experts and on packed or offloaded weights."""
 
 _REASONS = {
     "adapter_names": "a batch with an adapter for each row is for linear layers and texts alone: run the rows of each "
@@ -26,10 +26,10 @@ _REASONS = {
 
 
 def unsupported(what: str, asked: str) -> ValueError:
-    """Return the error for something that cannot be done.
+    """Return the error for an unsupported request.
 
     Args:
         what: a key of the table.
-        asked: what a user asked for, and of which part.
+        asked: the request, and the part of the model that it is for.
     """
     return ValueError(f"{asked}: {_REASONS[what]}.")

@@ -1,4 +1,4 @@
-"""A hook for the moment at which a library is imported, since importing it early would take seconds."""
+"""A callback for the import of a library, since importing it early would take seconds."""
 
 import importlib.util
 import sys
@@ -10,9 +10,9 @@ from types import ModuleType
 def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
     """Call `callback(module)` once the module is imported, or at once if it already is.
 
-    The standard library has no such hook. This finder asks the other finders for this one module's spec, runs the
-    callback after the module's own code, and then removes itself. Asking whether the module can be found, as
-    transformers does, imports nothing and changes nothing.
+    The standard library has no such hook. This import finder gets the module's spec from the other finders, and makes
+    its loader run the callback after the module's code; then it removes itself. `find_spec` alone, as transformers
+    calls it, has no effect.
     """
     if name in sys.modules:
         callback(sys.modules[name])

@@ -1,9 +1,9 @@
-"""Attention: which tokens see each other, and the product itself.
+"""Attention: masks and what replaces them, KV caches, and the module.
 
 Reading order: cache (length and keys of a KV cache before a forward), growing_cache (appending to one in place),
-implementation (which one a device takes), visibility (which tokens see each other), mask_inputs (the facts of a
-forward), equal_rows and varlen (attention without a mask), forms (the table of all forms, and real masks), cache_checks
-(whether a cache fits the model, and gradient checkpointing), layer (the module).
+implementation (choice of the attention implementation), visibility (which tokens see each other), mask_inputs (padding,
+positions and segments of a forward), equal_rows and varlen (attention without a mask), forms (the table of all forms,
+and real masks), cache_checks (whether a cache fits the model, and gradient checkpointing), layer (the module).
 """
 
 from .cache import cached_length

@@ -24,7 +24,7 @@ class RingLayer(StaticSlidingWindowLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write new tokens `[B, heads, Q, D]` and return the keys and values `[B, heads, K, D]` that they may see.
 
-        These are: in the first forward the new ones; for a single token the updated ring; otherwise the ring as it was,
+        The first forward returns the new ones; one with a single token the updated ring; any other the previous ring,
         then the new ones.
         """
         is_first = not self.is_initialized
@@ -47,13 +47,13 @@ class RingLayer(StaticSlidingWindowLayer):
         return (self.keys, self.values) if not is_first and num_new == 1 else (keys, values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """K for `query_length` new tokens, and zero, the index of the first key."""
+        """Return K for `query_length` new tokens, and 0, the index of the first key."""
         if not self.is_initialized:
             return query_length, 0
         return self.max_cache_len + (query_length if query_length > 1 else 0), 0
 
     def key_index(self, query_length: int, device: torch.device) -> torch.Tensor | None:
-        """`[K]`: the index along the row of each returned key; negative where a place is empty. None: in row order."""
+        """Return `[K]`, each key's index along the row, negative for an empty place; None if keys are in row order."""
         if not self.is_initialized:
             return None
         length = self.cumulative_length.to(device)
@@ -86,19 +86,19 @@ def replace_windows(past_key_values: Cache | None, with_rings: bool) -> None:
 def keep_exported_tokens(past_key_values: Cache | None, position_ids: torch.Tensor | None) -> None:
     """Turn a cache's growing windows into full layers, in place, for a program that is being exported.
 
-    A program takes and gives keys and values alone. They are as many as the tokens of a full layer; how many tokens a
-    window has forgotten is not among them. The masks apply windows and chunks.
+    An exported program's only inputs from the cache are keys and values. With full layers their number tells how many
+    tokens are cached; with windows it would not. The masks apply windows and chunks.
 
     Raises:
-        ValueError: a window may have forgotten tokens, and the new tokens' positions are not given, or other layers
-            keep all tokens.
+        ValueError: a window may have forgotten tokens, and either the new tokens' positions are not given, or other
+            layers keep all tokens.
     """
     layers = getattr(past_key_values, "layers", ())
     windows = {i: layer for i, layer in enumerate(layers) if isinstance(layer, DynamicSlidingWindowLayer)}
     for i, layer in windows.items():
         kept = layer.keys.shape[-2] if layer.is_initialized else 0
         if kept < layer.sliding_window - 1:
-            # A class cannot be changed in a graph.
+            # A compiled graph cannot change an object's class.
             layers[i] = DynamicLayer()
             if kept:
                 layers[i].update(layer.keys, layer.values)
@@ -111,10 +111,10 @@ def keep_exported_tokens(past_key_values: Cache | None, position_ids: torch.Tens
 
 
 def first_layer(past_key_values: Cache | None, is_sliding: bool | None = None) -> int:
-    """Index of the first cache layer that is written in this process; if none is, of the first one; 0 without layers.
+    """Return the index of the first cache layer that this process has written; else of the first; 0 without layers.
 
-    Under pipeline parallelism the layers of earlier stages stay empty here, so their length says nothing. With
-    `is_sliding`, only layers that do (True) or do not (False) forget tokens are considered.
+    Under pipeline parallelism the layers of other stages stay empty here. `is_sliding` restricts the search to layers
+    that forget tokens (True) or keep all of them (False).
     """
     layers = getattr(past_key_values, "layers", ())
     numbers = [i for i in range(len(layers)) if is_sliding in (None, getattr(layers[i], "is_sliding", False))]
@@ -128,7 +128,7 @@ def cached_length(past_key_values: Cache | None) -> int | torch.Tensor:
 
 
 class Keys(NamedTuple):
-    """Keys that the layers of one kind return, cached and new.
+    """The keys that the cache returns to layers of one kind, cached and new.
 
     Attributes:
         length: K.
@@ -146,7 +146,7 @@ class Keys(NamedTuple):
 
 
 def keys_of(past_key_values: Cache | None, is_sliding: bool, query_length: int, device: torch.device) -> Keys:
-    """Keys that layers which forget tokens (`is_sliding`) or keep all of them get for `query_length` new tokens."""
+    """Describe the keys that sliding layers, or full ones, get from the cache for `query_length` new tokens."""
     if past_key_values is None:
         return Keys(query_length, 0)
     number = first_layer(past_key_values, is_sliding)

@@ -1,8 +1,8 @@
-"""Which KV cache a decoder's forward may read and write.
+"""Checks of the KV cache that a decoder's forward gets.
 
-One that has forgotten tokens which a layer still needs is refused: its numbers would be wrong in silence. Other caches
-of another model end in an error of torch or transformers. Under gradient checkpointing there is none: a layer that is
-computed again in the backward pass would write its keys a second time, so transformers takes the cache away.
+A cache that has forgotten tokens which a layer still needs is refused, since results would be silently wrong. Other
+mismatches raise errors in torch or transformers. Under gradient checkpointing layers get no cache: a layer that is
+recomputed in the backward pass would write its keys a second time.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from .visibility import rules_of
 
 
 class CheckpointedWithGradients:
-    """Mixin of modules that checkpoint layers only where gradients are computed: `generate` in `train()` has a cache.
+    """A mixin for checkpointing only while gradients are computed, so that `generate` in `train()` keeps its cache.
 
     transformers does the same from 5.24 on.
     """
@@ -25,7 +25,7 @@ class CheckpointedWithGradients:
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Whether layers are computed again in the backward pass; transformers sets and reads it."""
+        """True if layers are recomputed in the backward pass; transformers sets and reads it."""
         return self._is_checkpointed and torch.is_grad_enabled()
 
     @gradient_checkpointing.setter
@@ -34,7 +34,7 @@ class CheckpointedWithGradients:
 
 
 def check_cache(decoder: Any, num_tokens: int, past_key_values: Any) -> None:
-    """Check that layers get from a cache what they need when `num_tokens` new tokens are written to it.
+    """Check that a cache holds all tokens that the layers need for `num_tokens` new tokens.
 
     A cache whose layers all keep every token fits chunked layers too; their mask applies the chunks.
 
@@ -72,5 +72,5 @@ def _keeps_all(past_key_values: Any, layer: Any, num_tokens: int) -> bool:
     if length == 0 or length < past_key_values.get_max_length():
         return False
     written = layer.cumulative_length
-    # A GPU is not waited for.
+    # On a GPU skip the check, which would wait for the device.
     return not is_readable(written) or int(written) + num_tokens <= length

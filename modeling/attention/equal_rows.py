@@ -1,8 +1,8 @@
-"""Rows without padding under torch's `scaled_dot_product_attention`: blocks of queries that share a run of keys.
+"""Chunked and sliding attention by torch's `scaled_dot_product_attention` (SDPA) for rows without padding.
 
-That function computes plain causal attention, or takes a mask. A chunk whose keys are all new is plain. Queries behind
-cached keys, and those of a window, take a mask of one block of queries at a time, over the keys that one of them sees.
-So memory grows with the tokens, not with their square, and the cost of a window is that of its keys.
+Queries are cut into blocks, and a block attends only to the keys that one of its queries sees. A chunk without cached
+keys is plain causal attention; other blocks take a mask of their own. So memory grows with the number of tokens, not
+with its square, and a window costs only its keys.
 
 Shapes: B batch, H query heads, G key/value heads, Q query tokens, K key tokens (cached and new), D head_dim.
 """
@@ -20,7 +20,7 @@ SMALLEST_BLOCK = 16
 
 
 def window_block(window: int) -> int:
-    """Return the number of queries that are attended to at once where each sees so many tokens."""
+    """Return the number of queries in a block for a window of this size."""
     return min(BLOCK, max(window, SMALLEST_BLOCK))
 
 
@@ -29,8 +29,8 @@ class Block(NamedTuple):
 
     Attributes:
         queries: slice of Q.
-        keys: slice of K, whose last one is the last query's own.
-        window: tokens that a query sees; None: all of these keys up to its own.
+        keys: slice of K; the last one is the key of the last query.
+        window: number of tokens that a query sees; None: all keys of the slice up to its own.
     """
 
     queries: slice
@@ -39,7 +39,7 @@ class Block(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the block needs no mask: causal attention over new tokens alone, or a single query."""
+        """True if the block needs no mask: it has a single query, or is causal attention over new tokens only."""
         num_queries = self.queries.stop - self.queries.start
         num_keys = self.keys.stop - self.keys.start
         return num_queries == 1 or (num_queries == num_keys and self.window is None)
@@ -56,12 +56,12 @@ class Block(NamedTuple):
 
 
 class EqualRows(NamedTuple):
-    """Rows without padding that begin at one position: their blocks are known from sizes alone.
+    """Rows without padding that all begin at the same position, so that sizes determine their blocks.
 
     Attributes:
         rule: the layer's.
         first_query: position of the first query.
-        first_key: position of the first key; they count on from there, and keys behind the last query are ignored.
+        first_key: position of the first key; the others are consecutive, and those after the last query are ignored.
         key_length: K.
     """
 
@@ -117,7 +117,7 @@ def attend_in_equal_rows(
         ValueError: the cache returned another number of keys than it had announced.
     """
     if key.shape[2] != rows.key_length:
-        # Slices would take wrong keys in silence.
+        # Without this check slices would silently take wrong keys.
         raise ValueError(
             f"A layer was given {key.shape[2]} keys where {rows.key_length}, cached and new, were expected: the layers "
             "of past_key_values hold differing numbers of tokens, or give other keys than get_mask_sizes announces."

@@ -1,4 +1,4 @@
-"""The forms of attention: which one a layer takes in a forward, what makes it, and what attends in it.
+"""Forms of attention: a mask, or what replaces it, for each type of layer in a forward.
 
 | form | tokens see | taken by |
 |---|---|---|
@@ -8,7 +8,7 @@
 | `EqualRows` | earlier tokens of their chunk or window, in rows without padding | `sdpa` |
 | a mask | whatever `Rule.sees` says | `sdpa` for all other rows, and all other implementations |
 
-A mask alone grows with the square of the tokens.
+Only the memory of a mask grows with the square of the number of tokens.
 
 Shapes: B batch, H heads, Q query tokens, K key tokens (cached and new), D head_dim.
 """
@@ -38,7 +38,7 @@ from .visibility import Rule
 
 
 def form_of(inputs: MaskInputs, rule: Rule) -> Any:
-    """Make the form that layers of a rule take."""
+    """Return the form of attention for layers with this rule."""
     if inputs.is_flash:
         return flash_form(inputs, rule)
     first_query = first_of_equal_rows(inputs, rule) if inputs.implementation == "sdpa" else None
@@ -46,9 +46,9 @@ def form_of(inputs: MaskInputs, rule: Rule) -> Any:
 
 
 def first_of_equal_rows(inputs: MaskInputs, rule: Rule) -> int | None:
-    """Position of the first query of rows without padding or packed segments, else None; reads values.
+    """Return the position of the first query if rows have neither padding nor packed segments, else None; reads values.
 
-    Rows with chunks begin at one position; without, only the index along the row matters.
+    With chunks, all rows must begin at the same position; without, the result is an index along the row.
     """
     if not inputs.reads_values or inputs.padding_mask is not None:
         return None
@@ -58,12 +58,12 @@ def first_of_equal_rows(inputs: MaskInputs, rule: Rule) -> int | None:
 
 
 def equal_rows(inputs: MaskInputs, rule: Rule, first_query: int) -> EqualRows | None:
-    """Rows cut from sizes alone; None where they are plain causal attention over all keys."""
+    """Return the `EqualRows` of a rule; None if they are plain causal attention over all keys."""
     keys, length = inputs.keys(rule), inputs.query_length
     rows = EqualRows(rule, first_query, first_query - inputs.query_offset + keys.offset, keys.length)
     block, *others = rows.blocks(length)
     is_plain = not others and block.is_plain and block.keys == slice(0, keys.length)
-    # A module's `is_causal` counts where stock makes no mask. It makes one for as many tokens as a window has.
+    # Without a mask stock uses the module's `is_causal`; for as many tokens as the window has it does make a mask.
     return None if is_plain and (length == 1 or keys.length != rule.local_size) else rows
 
 
@@ -104,11 +104,11 @@ def _can_be_plain(inputs: MaskInputs, rule: Rule) -> bool:
 
 
 def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
-    """Make the form, a mask among others, that each type of layer takes in a forward.
+    """Return the form of attention, such as a mask, for each type of layer in a forward.
 
     Returns:
-        the forms by type of layer. A dict that an earlier call made (`generate` prepares it for compiled decoding) is
-        returned as it is, and a ready 4-D mask for every type.
+        the forms by type of layer. A dict from an earlier call (`generate` prepares it for compiled decoding) is
+        returned unchanged; a 4-D mask of the caller is used for every type.
 
     Raises:
         ValueError: an unknown type of layer, positions that contradict the cache, or local layers where processes share
@@ -125,7 +125,7 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
         if inputs.implementation == "sdpa" and isinstance(mask, BlockMask):
             mask = create_mask(mask.mask_mod, *mask.shape, device=inputs.device)
         if inputs.implementation == "eager" and mask.dtype is torch.bool:
-            # It adds masks to the scores.
+            # This implementation adds masks to the scores, so they must be floats.
             dtype = inputs.inputs_embeds.dtype
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
         return dict.fromkeys(rules, mask)
@@ -133,7 +133,7 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
         _refuse_split_rows(inputs.implementation)
     if not getattr(inputs.config, "is_causal", True) and not inputs.is_flash:
         return _bidirectional_masks(inputs)
-    # A flash kernel's window counts keys in the order in which they lie.
+    # A flash kernel's window counts keys in memory order, which a ring does not keep.
     replace_windows(inputs.past_key_values, with_rings=not inputs.is_flash)
     return {layer_type: form_of(inputs, rule) for layer_type, rule in rules.items()}
 
@@ -173,7 +173,7 @@ def attend_in_form(
     position_ids: torch.Tensor | None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run `attend`, of transformers' attention interface, on tokens that see each other as `form` says.
+    """Run `attend`, an attention function of transformers' interface, with a form of attention.
 
     `query` is `[B, H, Q, D]`; `key` and `value` are `[B, H / groups, K, D]`; `kwargs` are for `attend`. Returns the
     output `[B, Q, H, D]`, and the attention weights where `attend` returns them, else None.
@@ -193,7 +193,7 @@ def attend_in_form(
     config: Any = module.config
     implementation = config._attn_implementation
     if is_flash_attention_requested(requested_attention_implementation=implementation):
-        # It would look for packed rows in every layer; `MaskInputs` has found them already.
+        # Without positions it does not search for packed rows in every layer; `MaskInputs` has found them already.
         position_ids = None
     output, weights = attend(module, query, key, value, form, position_ids=position_ids, **kwargs)
     # On a GPU flex attention returns log-sum-exp values, not weights.
@@ -210,7 +210,7 @@ def _attend_by_sdpa(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute transformers' `sdpa`, one query a row without copies of the keys that heads share."""
+    """Compute transformers' `sdpa`; with one query per row, without copying the keys that heads share."""
     if are_single_queries(query, attention_mask, dropout, **kwargs):
         return attend_to_single_queries(query, key, value, attention_mask, scaling), None
     return sdpa_attention_forward(

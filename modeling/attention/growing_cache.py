@@ -1,9 +1,9 @@
 """Appending to a KV cache without copying its tokens.
 
-transformers' `DynamicLayer` concatenates: each token reads and writes all keys and values before it, which in a long
-conversation takes as long as the weights do. Here a layer's tensors are views of memory with spare places. A view that
-somebody else holds never changes: only behind its end anything is written, and only while the layer has the tensors
-that were written last. Otherwise new memory is taken.
+transformers' `DynamicLayer` concatenates: each token copies all earlier keys and values, which in a long conversation
+takes as long as reading the weights. Here a layer's tensors are views of memory with spare places. New tokens are
+written behind the end of a view, so other views never change, and only if the view holds the last tokens written.
+Otherwise new memory is allocated.
 """
 
 from typing import Any
@@ -18,15 +18,15 @@ _MIN_SPARE = 128
 """Tokens that new memory has place for, beside those that are appended."""
 _SPARE_SHARE = 8
 """And at least an eighth of all."""
-# Somebody may put others in their places.
+# The stock methods, to detect whether they have been replaced.
 _UPDATES = {kind: kind.update for kind in (DynamicLayer, DynamicSlidingWindowLayer)}
 _CACHE_UPDATE = Cache.update
 
 
 class _Memory:
-    """Keys and values, `[B, heads, places, D]`, of which the first `length` tokens are written.
+    """Memory for keys and values, `[B, heads, places, D]`, of which the first `length` tokens are written.
 
-    Copies of a layer share it. Of two that append, the second has fewer tokens than `length`.
+    Copies of a layer share it. The first copy that appends raises `length`, so that the others cannot append to it.
     """
 
     def __init__(self, old: tuple[torch.Tensor, ...], length: int):
@@ -37,7 +37,7 @@ class _Memory:
             tensor[:, :, : self.length] = its
 
     def can_append(self, old: tuple[torch.Tensor, ...], length: int) -> bool:
-        """Return whether `old` was written last, and there is place for `length` tokens in all."""
+        """Return True if `old` ends with the last token written, and the memory has places for `length` tokens."""
         return (
             length <= self.tensors[0].shape[2]
             # A tensor that was made in inference mode cannot be written outside of it.
@@ -54,7 +54,7 @@ class _Memory:
 def append_to_cache(
     cache: Cache, key: torch.Tensor, value: torch.Tensor, layer_idx: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append keys and values `[B, heads, Q, D]` to a layer of a cache, as `cache.update` does; returns all of both.
+    """Append keys and values `[B, heads, Q, D]` to a layer of a cache and return all, as `cache.update` does.
 
     In inference on a CPU, the layers of transformers' `DynamicCache` grow in place.
     """

@@ -1,7 +1,7 @@
-"""Which attention implementation computes on a device.
+"""Choice of the attention implementation by device.
 
-Flex attention is written for GPUs. On a CPU torch compiles it for half a minute, and again for other sizes, and it has
-no backward pass. FlashAttention takes no mask, which chunks need. `sdpa` follows the same rules as both.
+Flex attention is made for GPUs: on a CPU torch compiles it for half a minute, and again for other sizes, and it has no
+backward pass. FlashAttention takes no mask, but chunks need one. `sdpa` replaces both with the same results.
 """
 
 import torch
@@ -10,7 +10,7 @@ from transformers.utils import is_torchdynamo_compiling, logging
 
 logger = logging.get_logger("llamoe")
 
-# Implementations that are not computed on a CPU.
+# Implementations that are not used on a CPU.
 FOR_GPUS = ("flex_attention",)
 
 

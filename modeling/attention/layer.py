@@ -35,7 +35,7 @@ def eager_attention_forward(
     dropout: float = 0.0,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention written out, with the softmax in float32 or float64: the implementation called `eager`.
+    """Compute attention with plain operators, the softmax in float32 or float64: the implementation `eager`.
 
     `query` is `[B, H, Q, D]`; `key` and `value` are `[B, H / module.num_key_value_groups, K, D]`; `attention_mask` is
     None or additive and broadcasts to `[B, H, Q, K]`; `kwargs`, for other implementations, are unused. Returns the

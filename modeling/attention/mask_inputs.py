@@ -1,9 +1,9 @@
-"""Facts of a forward: its lengths, padding, positions, packed segments and groups, each worked out at most once.
+"""Lengths, padding, positions, packed segments and groups of a forward, each computed at most once.
 
-Left-padded, packed and single runs of the same tokens must give the same logits. So rotation, temperature and chunks
-follow positions, which count a row's real tokens, and never the index in a cache.
+The same tokens must give the same logits left-padded, packed or alone. So rotation, temperature and chunks depend on
+positions, which count a row's real tokens, and never on the index in a cache.
 
-Facts that are read from values make a GPU's host wait. They say so, and a form asks for them only where it must.
+Properties that read tensor values make the host wait for a GPU. Their docstrings say so, and they are used sparingly.
 
 Shapes: B batch, Q query tokens, K key tokens (cached and new), T some tokens, W width of the padding mask, S sequences.
 """
@@ -22,7 +22,7 @@ from .visibility import Rule, rules_of
 
 
 class fact:
-    """A property worked out once. `functools.cached_property` takes a lock, which no compiled graph can hold."""
+    """A property that is computed once. `functools.cached_property` takes a lock, which cannot be compiled."""
 
     def __init__(self, work_out: Callable[[Any], Any]):
         self.work_out = work_out
@@ -79,7 +79,7 @@ class MaskInputs:
     def query_offset(self) -> int | torch.Tensor:
         """Index along the row of the first query: the number of cached tokens, a tensor in a static cache."""
         length = cached_length(self.past_key_values)
-        # The cache counts in place, and flex attention reads this later.
+        # Copy the count: the cache updates it in place before flex attention reads it.
         return length.clone().to(self.device) if isinstance(length, torch.Tensor) else length
 
     @fact
@@ -131,7 +131,7 @@ class MaskInputs:
         """`[B or 1, Q]`: positions of the new tokens, given or counted from each row's first real token.
 
         Where the highest position chooses frequencies (`dynamic` and `longrope` scaling), and where positions are
-        given, they are 0 on padding. Elsewhere padding has stock's: a head that finds answers reads its states.
+        given, they are 0 on padding. Otherwise padding has stock's positions: question answering reads its states.
         """
         positions = self.positions_at(self.query_index) if self.position_ids is None else self.position_ids
         rope_type = self.config.rope_parameters["rope_type"]
@@ -160,7 +160,7 @@ class MaskInputs:
     def positions_at(self, index: torch.Tensor) -> torch.Tensor:
         """`[B or 1, T]`: positions of the tokens at these indices `[T]` along the rows, cached or new.
 
-        Given those of the new tokens, cached ones are counted back from each row's first new token, over real tokens.
+        If positions of the new tokens are given, cached real tokens are counted back from each row's first new token.
         """
         if self.position_ids is None:
             if self.padding_mask is None:
@@ -176,7 +176,7 @@ class MaskInputs:
             before = before[:, :1]
         else:
             before = before.gather(1, self.is_real(self.query_index).int().argmax(1, keepdim=True))
-        # Behind right padding `generate` may begin with a lower position than there are tokens before.
+        # After right padding, `generate` may start at a position lower than the number of earlier tokens.
         return torch.where(index < offset, (self.counts_at(index) + before).clamp(min=0), new)
 
     @fact
@@ -203,9 +203,9 @@ class MaskInputs:
         return segments if is_tracing(positions) or bool(segments[:, -1].any()) else None
 
     def groups(self, rule: Rule) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Groups of queries `[B, Q]` and of keys `[B, K]`, outside of which nothing is seen; None: a row is one.
+        """Return the group of each query `[B, Q]` and key `[B, K]`; None if each row is a single group.
 
-        A group is a packed segment, a chunk, or a chunk of a segment.
+        A query sees only keys of its group: a packed segment, a chunk, or a chunk of a segment.
         """
         segments, chunk_size = self.segments, rule.chunk_size
         if segments is not None:
@@ -222,12 +222,12 @@ class MaskInputs:
         return of_queries, of_keys
 
     def _check_cached_padding(self, rule: Rule) -> None:
-        """Refuse padding between cached tokens whose positions, or which themselves, are lost; on the CPU only."""
+        """Refuse padding between cached tokens whose positions are unknown or which are forgotten; on the CPU only."""
         mask, positions = self.padding_mask, self.position_ids
         if mask is None or positions is None or self.past_key_values is None or not is_readable(mask):
             return
         begin, end = int(self.query_offset), int(self.query_offset) + self.query_length
-        # Within the first chunk nothing depends on them: `generate` counts on behind right padding.
+        # Positions do not matter within the first chunk, where `generate` may continue after right padding.
         if max(end, int(positions.max()) + 1) <= rule.chunk_size:
             return
         counts_BW, is_new = mask.cumsum(-1), mask[:, begin:end]
@@ -247,7 +247,7 @@ class MaskInputs:
 
 
 def mask_of_new_tokens(attention_mask: object, num_tokens: int) -> torch.Tensor | None:
-    """`[B, T]` with zeros on padding for the last T tokens; None where `attention_mask` is not 2-D."""
+    """Return the mask `[B, T]` of the last T tokens, zeros on padding; None if `attention_mask` is not 2-D."""
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
         return attention_mask[:, -num_tokens:]
     return None

@@ -1,8 +1,7 @@
-"""What transformers' FlashAttention functions take in place of a mask: padding, or the lengths of packed segments.
+"""Inputs of transformers' FlashAttention functions in place of a mask: padding, or lengths of packed segments.
 
-They remove padding from rows, and compute plain causal attention over any number of sequences laid end to end. The
-last query of a sequence stands at its last key, with a cache too; a window is a number. Chunks would need keys to be
-cut off.
+These functions remove padding, and compute variable-length causal attention, optionally with a window. The last query
+of a sequence is aligned with its last key. They cannot apply chunks.
 
 Shapes: B batch, Q query tokens, K key tokens (cached and new), S sequences.
 """
@@ -19,8 +18,7 @@ from .visibility import Rule
 def packed_lengths(segments: torch.Tensor, batch_size: int) -> dict[str, Any]:
     """Return FlashAttention's arguments for packed rows, whose tokens are in these segments, `[B or 1, Q]`.
 
-    They are, of queries and of keys, `[S + 1]` int32, where each sequence begins in `B * Q` and the number of tokens,
-    and the longest sequence's length.
+    For queries and for keys these are the cumulative sequence lengths, `[S + 1]` int32, and the maximum length.
     """
     is_first = segments.diff(prepend=segments[:, :1] - 1) != 0
     begins = is_first.expand(batch_size, -1).flatten().nonzero()[:, 0]
@@ -33,20 +31,20 @@ def flash_form(inputs: MaskInputs, rule: Rule) -> dict[str, Any] | torch.Tensor 
     """Make the form that FlashAttention takes: lengths, or `[B, keys up to the last query]` with false on padding.
 
     Returns:
-        None where the rows are whole and end with their last query, and where the caller gives the lengths of packed
-        segments, which the implementation gets, too.
+        None if rows have no padding and end with their last query, or if the caller gives the lengths of packed
+        segments, which the implementation gets directly.
     """
     if inputs.has_lengths:
         return None
     if inputs.segments is not None:
         return packed_lengths(inputs.segments, inputs.batch_size)
     keys = inputs.keys(rule)
-    # A static cache has places behind the last query.
+    # A static cache has empty places after the last query.
     num_keys = inputs.query_offset + inputs.query_length - keys.offset
     if inputs.padding_mask is None and num_keys == keys.length:
         return None
     is_real = inputs.is_real(keys.index(inputs.device))[:, : int(num_keys)]
-    # A kernel is not started for padding alone.
+    # FlashAttention's kernel must not be started without any real token.
     if not is_real[:, -inputs.query_length :].any() or (num_keys == keys.length and is_real.all()):
         return None
     return is_real

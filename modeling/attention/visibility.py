@@ -4,8 +4,7 @@ A token sees another if both are real, both are in the same group, and the other
 less than W earlier. The group is the packed segment and, in chunked layers, the position's chunk. Every form of
 attention follows from this.
 
-Chunks lie where positions say. A window counts places along the row, as transformers' does: padding between two tokens
-counts, and positions do not matter.
+Chunks depend on positions. A window counts indices along the row, as in transformers, padding included.
 
 Shapes: B batch, Q query tokens, K key tokens (cached and new), T new tokens, C tokens of a chunk, W tokens of a window.
 """
@@ -29,7 +28,7 @@ RULES: dict[str, dict[str, str]] = {
 
 
 class Rule(NamedTuple):
-    """What hides earlier tokens of its own row from a token.
+    """The limits on which earlier tokens of its row a token sees.
 
     Attributes:
         chunk_size: tokens of a chunk; None: no chunks.
@@ -41,13 +40,13 @@ class Rule(NamedTuple):
 
     @property
     def local_size(self) -> int | None:
-        """The most tokens that a token sees, so that a cache may forget older ones; None: all."""
+        """The maximum number of tokens that a token sees; a cache may forget older ones. None: all."""
         return self.chunk_size or self.window
 
     def sees(
         self, groups: tuple[torch.Tensor, torch.Tensor] | None, query_offset: int | torch.Tensor, keys: Keys
     ) -> Callable[..., Any]:
-        """Mask function for transformers' interface: whether a query sees a key, if that key is real.
+        """Return a mask function of transformers' interface: does a query see a key, padding aside?
 
         `groups` are those of queries `[B, Q]` and keys `[B, K]`, or None; `query_offset` is the first query's index.
         """
@@ -69,10 +68,10 @@ class Rule(NamedTuple):
 
 
 def rules_of(config: PreTrainedConfig) -> dict[str, Rule]:
-    """Rule of each type of layer that a decoder has, as its config says now.
+    """Return the rule of each layer type in a decoder's config.
 
     Raises:
-        ConfigurationError: a type without a size, which would become full attention in silence.
+        ConfigurationError: a type without its size, which would silently become full attention.
     """
     rules = {}
     for layer_type in dict.fromkeys(config.attention_types()):

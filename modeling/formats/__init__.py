@@ -1,8 +1,8 @@
-"""What the numbers of a matrix are: plain ones of 16 to 64 bits, int4, int8, and bitsandbytes' formats.
+"""Weight formats: plain weights of 16 to 64 bits, int4, int8, and bitsandbytes' formats.
 
-Reading order: format (the questions that each format answers), plain, int4_layout (where a code stands in memory and
-files), scales (what int4 and int8 share), int4, int8, bnb, packed (a folder: what other programs' 4-bit weights mean,
-and int4's parts of them). Formats know no modules.
+Reading order: format (the interface), plain, int4_layout (the order of 4-bit codes in memory and files), scales (used
+by int4 and int8), int4, int8, bnb, packed (a folder: 4-bit and 8-bit weights of other programs, converted to int4 or
+plain weights). Formats work on tensors and use no modules.
 """
 
 from .bnb import Bnb4Bit, Bnb8Bit, Separate

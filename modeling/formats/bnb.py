@@ -1,8 +1,8 @@
-"""bitsandbytes' formats: what `Linear4bit` and `Linear8bitLt` hold, for the experts' matrices.
+"""bitsandbytes' formats: the weights of `Linear4bit` and `Linear8bitLt`, for the experts' matrices.
 
 bitsandbytes' own functions quantize and unpack them; a product unpacks one expert's matrix first, on every device.
-Files have each matrix as a linear layer's tensors, by what follows the layer's name: "weight", "weight.absmax", "SCB" …
-An expert's gate and up are in one stack, but two linear layers in files: their blocks and nested statistics are two
+Files store each matrix as the tensors of a linear layer, with the name suffixes "weight", "weight.absmax", "SCB" …
+An expert's gate and up are one stack here, but two linear layers in files, with separate blocks and nested statistics
 (`Separate`).
 
 bitsandbytes is imported when a matrix is quantized, unpacked or read.
@@ -20,11 +20,11 @@ import torch
 from ...configuration.errors import CheckpointError
 from .format import MAKERS, Format, Parts, Sizes, format_of
 
-# Weights of a block, as linear layers have them, and blocks that share a scale of their scales.
+# Weights of a block, as in bitsandbytes' linear layers; with double quantization, blocks that share a nested scale.
 BLOCKSIZE, NESTED_BLOCKSIZE = 64, 256
-# bitsandbytes' kernel for CPUs takes 24 bytes for each number that it quantizes. Whole blocks of all sizes.
+# Weights that are quantized at once, a multiple of all block sizes: bitsandbytes' CPU kernel takes 24 bytes for each.
 _NUMBERS_AT_ONCE = 1 << 16
-# Addresses from which CUDA kernels load several codes at once.
+# Alignment of codes in bytes: CUDA kernels load several at once.
 _ALIGNMENT = 16
 _REMEDY = "The checkpoint is damaged, or is not that of this config.json: quantize the original one again."
 
@@ -38,10 +38,10 @@ class Bnb4Bit(Format):
     scales `[]` float32, called offset.
 
     Attributes:
-        compute_dtype: of the products.
+        compute_dtype: dtype of the products.
         quant_type: "nf4" or "fp4".
-        is_nested: whether with double quantization.
-        kinds: of the tensors in files that are parts.
+        is_nested: the scales are quantized, too (double quantization).
+        kinds: name suffixes of those tensors in files that are parts.
     """
 
     compute_dtype: torch.dtype
@@ -87,7 +87,7 @@ class Bnb4Bit(Format):
         from bitsandbytes.functional import dequantize_4bit
 
         codes = parts[0]
-        # Sizes that are not multiples of 32 leave an expert's codes at addresses that the kernels do not take.
+        # With sizes that are not multiples of 32, an expert's codes are not aligned as the kernels require.
         if codes.is_cuda and codes.data_ptr() % _ALIGNMENT:
             codes = codes.clone()
         return dequantize_4bit(codes.view(-1, 1), self._state(parts, sizes, dtype))
@@ -114,19 +114,19 @@ class Bnb4Bit(Format):
         """Return the parts of a matrix from its tensors in a file; those of `kinds` may be on the meta device.
 
         Raises:
-            ValueError: they mean other weights than this format. (`KeyError` or `AssertionError`: one is missing.)
+            ValueError: the tensors are not of this format. (`KeyError` or `AssertionError`: one is missing.)
         """
         from bitsandbytes.functional import QuantState
 
         beside = {kind: tensor for kind, tensor in tensors.items() if kind != "weight"}
-        # No device: tensors stay where they are.
+        # Give no device, so that tensors stay where they are.
         state: Any = QuantState.from_dict(beside, None)  # pyright: ignore[reportArgumentType]
         given = [state.quant_type, state.blocksize, state.shape, state.state2 and state.state2.blocksize]
         wanted = [self.quant_type, BLOCKSIZE, torch.Size(sizes), NESTED_BLOCKSIZE if self.is_nested else None]
         if given != wanted:
             names = "type, block size, shape and block size of nested scales"
             raise ValueError(f"{names} are {given}, not {wanted}")
-        # Codes are stored in bytes of any dtype.
+        # A file may store the bytes of the codes in any dtype.
         parts = [tensors["weight"].contiguous().view(torch.uint8).flatten(), state.absmax]
         tables = {self.quant_type: state.code}
         if self.is_nested:
@@ -140,7 +140,7 @@ class Bnb4Bit(Format):
     def for_file(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Return a matrix's tensors for files, by name suffix; `dtype` is that of unpacked weights."""
         state = self._state(parts, sizes, dtype)
-        # Files hold no tensor twice.
+        # Copy the lookup table, which matrices share: safetensors refuses one tensor under two names.
         state.code = state.code.clone()
         beside = state.as_dict(packed=True)
         return {"weight": parts[0].view(-1, 1)} | {f"weight.{kind}": part for kind, part in beside.items()}
@@ -151,8 +151,8 @@ class Bnb8Bit(Format):
     """Codes of 8 bits and a scale for each output, as in `Linear8bitLt`.
 
     Parts: codes `[O, I]` int8, and the largest absolute weight of each output, `[O]` float32, which bitsandbytes calls
-    SCB; a weight is `code * SCB / 127`. The weights are those of LLM.int8(), and the rows stay in the products' dtype:
-    nothing of them is rounded to 8 bits, and no outliers are looked for. Attributes and methods are those of `Bnb4Bit`.
+    SCB; a weight is `code * SCB / 127`. Weights are as in LLM.int8(), but rows stay in the products' dtype: they are
+    not rounded to 8 bits, so outliers need no treatment. Attributes and methods are those of `Bnb4Bit`.
     """
 
     compute_dtype: torch.dtype
@@ -182,17 +182,17 @@ class Bnb8Bit(Format):
         return [tensors["weight"], tensors["SCB"]]
 
     def for_file(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        # Row by row, the only layout that is left of several.
+        # 0 is the row-major layout, the only one that current bitsandbytes has.
         return {"weight": parts[0], "SCB": parts[1], "weight_format": torch.tensor(0, dtype=torch.uint8)}
 
 
 @dataclass(frozen=True)
 class Separate(Format):
-    """One or several matrices on top of each other, of which each is stored by itself: parts have an axis in front.
+    """The format of stacked matrices that are quantized separately: parts have an axis for the matrix in front.
 
     Attributes:
-        form: of each matrix.
-        count: of the matrices, which have equal sizes.
+        form: format of each matrix.
+        count: number of matrices, which have equal sizes.
     """
 
     form: Bnb4Bit | Bnb8Bit
@@ -212,7 +212,7 @@ class Separate(Format):
         return f"separate:{self.count}:{self.form.key}"
 
     def sizes_of_one(self, sizes: Sizes) -> Sizes:
-        """Sizes of each of the matrices."""
+        """Return the sizes of one of the matrices."""
         return sizes[0] // self.count, sizes[1]
 
     def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -230,11 +230,11 @@ class Separate(Format):
         """Return the parts of one of the matrices from its tensors in a checkpoint.
 
         Args:
-            tensors: by what follows the name of the linear layer.
+            tensors: by the suffix after the linear layer's name.
             sizes: of this matrix.
 
         Raises:
-            CheckpointError: a tensor is missing, has another shape or dtype, or means other weights.
+            CheckpointError: a tensor is missing, has another shape or dtype, or is of another format.
         """
         try:
             parts = self.form.from_file(tensors, sizes)
@@ -253,7 +253,7 @@ class Separate(Format):
 
 @lru_cache
 def code_of(name: str, device: torch.device) -> torch.Tensor:
-    """Return the table of numbers for codes: "nf4", "fp4", or "dynamic" for doubly quantized scales."""
+    """Return the lookup table of codes: "nf4", "fp4", or "dynamic" for doubly quantized scales."""
     from bitsandbytes.functional import create_dynamic_map, get_4bit_type
 
     return create_dynamic_map().to(device) if name == "dynamic" else get_4bit_type(name, device=device)

@@ -1,19 +1,19 @@
-"""Formats of weights: what a format must say of a matrix, the products that follow from it, and `MAKERS`, all formats.
+"""Interface of weight formats, products with packed matrices, and `MAKERS`, the table of all formats.
 
-A format works on one matrix `[O, I]` of a linear layer or of one expert. It is stored as one or several tensors, its
-parts. A stack of experts has the same parts with an axis for experts in front. A format knows no modules.
+A format stores one matrix `[O, I]`, of a linear layer or of one expert, as one or several tensors, its parts. A stack
+of experts has the same parts with an axis for experts in front. A format uses no modules.
 
 A new format is one file of this folder, `<word>.py`: a frozen dataclass that derives from `Format`, and
 `MAKERS["<word>"]`. It must give
 
 * `suffixes` and `compute_dtype`;
 * `key`: its word and its fields, such as "int4:32", from which the maker makes an equal format;
-* `parts(sizes)`: shapes and dtypes of the parts, of which the first has the codes;
-* `matrix(parts, sizes, dtype)`: the matrix that they mean. Products unpack it first.
+* `parts(sizes)`: shapes and dtypes of the parts; the first holds the codes;
+* `matrix(parts, sizes, dtype)`: the unpacked matrix, which products use by default.
 
-It may give `quantize`, without which weights come packed from elsewhere; `refusal`, if it does not take all sizes;
-`multiply` and `multiply_transposed`, if it multiplies codes faster than it unpacks them; and `for_gpu_kernel`, if the
-Triton kernels know its codes. `QuantizedLinear(layer, form)` and `QuantizedExperts(experts, form)` take any format.
+It may give `quantize` (else weights can only be loaded packed); `refusal`, if it does not support all sizes; `multiply`
+and `multiply_transposed`, if it has a product faster than unpacking first; and `for_gpu_kernel`, if the Triton kernels
+support its codes. `QuantizedLinear(layer, form)` and `QuantizedExperts(experts, form)` take any format.
 
 Shapes: O outputs, I inputs, N rows.
 """
@@ -58,11 +58,11 @@ class Format(ABC):
     @property
     @abstractmethod
     def key(self) -> str:
-        """Text from which `format_of` makes this format again: operators take no objects."""
+        """Text from which `format_of` makes this format again: custom operators take no objects."""
 
     @property
     def exact(self) -> "Format":
-        """The format whose products do not round rows: what training takes."""
+        """The same format without rounding of rows to 8 bits, as training needs."""
         return self
 
     def refusal(self, sizes: Sizes) -> str | None:
@@ -71,10 +71,10 @@ class Format(ABC):
 
     @abstractmethod
     def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each part."""
+        """Return the shape and dtype of each part."""
 
     def nbytes(self, sizes: Sizes) -> int:
-        """Bytes of all parts."""
+        """Return the size of all parts in bytes."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.parts(sizes))
 
     def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
@@ -83,7 +83,7 @@ class Format(ABC):
 
     @abstractmethod
     def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-        """Return the dequantized matrix `[O, I]`; mostly a view with other strides."""
+        """Return the dequantized matrix `[O, I]`, which may be a view with any strides."""
 
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         """Multiply rows by the transposed matrix, `[N, O]`, both in `compute_dtype`."""
@@ -100,7 +100,7 @@ class Format(ABC):
     def product(
         self, x_NC: torch.Tensor, parts: Parts, sizes: Sizes, transposed: bool = False
     ) -> torch.Tensor:
-        """`multiply`, or `multiply_transposed`; few rows by a Triton kernel, where there is one for packed codes."""
+        """Multiply rows by the matrix or its transpose; few rows by a Triton kernel, if there is one for the format."""
         device = parts[0].device
         if (
             self.is_packed
@@ -128,7 +128,7 @@ def knows_gpu_kernel(form: Format, dtype: torch.dtype) -> bool:
     )
 
 
-# A compiler runs this function while it traces, and takes its result as a constant.
+# A compiler runs this function while tracing, and treats the result as a constant.
 _why_no_gpu_kernel = torch.compiler.assume_constant_result(why_no_gpu_kernel)
 
 
@@ -150,7 +150,7 @@ def has_gpu_kernel(
         dtype: of the rows; default: the format's.
         num_experts: E; 0 for one matrix.
         transposed: for the product of gradients.
-        may_check: whether kernels may be launched and waited for; otherwise only earlier checks count.
+        may_check: run the check if there was none; it launches kernels and waits for them.
     """
     dtype = dtype or form.compute_dtype
     if not knows_gpu_kernel(form, dtype) or _why_no_gpu_kernel(parts[0].device):

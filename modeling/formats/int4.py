@@ -1,4 +1,4 @@
-"""4 bits, with a scale and an offset for each output and group of inputs.
+"""int4: 4-bit codes, with a scale and an offset for each output and group of inputs.
 
 Shapes: O outputs, I inputs, P inputs with padding, N rows.
 """
@@ -28,13 +28,13 @@ from .int4_layout import (
 )
 from .scales import FewBits, asymmetric, rows_of
 
-# Share of a matrix that padding may add.
+# Maximum padding, as a share of the matrix.
 _MOST_PADDING = 1 / 8
 
 
 @dataclass(frozen=True)
 class Int4(FewBits):
-    """A scale and an offset for each output and group of inputs; products by a kernel on a CPU with AVX-512 or AVX2.
+    """4-bit codes, with a scale and an offset for each output and group of inputs; CPU kernels multiply them.
 
     Parts: the codes in the kernel's layout, and `[P / group_size, O, 2]` bfloat16, scale and offset. A last group that
     is not full is padded.
@@ -73,7 +73,7 @@ class Int4(FewBits):
         padding = self._padded(weight_OI.shape[1]) - weight_OI.shape[1]
         for some, rows in rows_of(weight_OI):
             if padding:
-                # The last weight again, so that the range does not change.
+                # Pad with the last weight, so that the group's range does not change.
                 rows = F.pad(rows[None], (0, padding), mode="replicate")[0]
             found = asymmetric(rows.view(-1, self.group_size), self.search)
             codes[some] = pack(found[0].view(rows.shape))
@@ -90,7 +90,7 @@ class Int4(FewBits):
 
     def for_gpu_kernel(self, parts: Parts, sizes: Sizes) -> GpuMatrix | None:
         codes, scales = parts
-        # A scale and its offset are one word.
+        # Kernels read a scale and its offset as one 32-bit word.
         return GpuMatrix("int4", sizes, codes, scales.view(torch.int32), group=self.group_size)
 
     def multiply(self, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
@@ -113,10 +113,10 @@ class Int4(FewBits):
     def _blocks(
         self, parts: Parts, dtype: torch.dtype, is_whole: bool = False
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield outputs, and their columns `[P, …]` of the matrix, which are valid until the next ones.
+        """Yield slices of outputs with their unpacked columns `[P, …]`; each block overwrites the one before.
 
-        They share their memory: mapping as much as a whole matrix takes longer than unpacking it. torch's calls take 16
-        times as long as the kernel that unpacks.
+        The blocks share one buffer: allocating memory for the whole matrix takes longer than unpacking it. Without the
+        compiled kernel torch unpacks, which takes 16 times as long.
         """
         packed, scales = parts
         num_in = packed.shape[1] * 2
@@ -133,7 +133,7 @@ class Int4(FewBits):
     def multiply_transposed(self, x_NO: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
         x = x_NO.to(dtype_of_blocks(x_NO))
         y_NP = x.new_zeros(len(x), parts[0].shape[1] * 2)
-        # In 16 bits a sum over blocks would be rounded after each.
+        # Sum in float32: 16-bit sums would be rounded after each block.
         for some, weight_PO in self._blocks(parts, x.dtype, is_whole=x.dtype != torch.float32):
             y_NP.addmm_(x[:, some], weight_PO.T)
         return y_NP[:, : sizes[1]].to(x_NO.dtype)

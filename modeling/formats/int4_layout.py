@@ -22,14 +22,14 @@ ROWS_MULTIPLE = 16
 def pack(codes_OI: torch.Tensor) -> torch.Tensor:
     """Pack codes from 0 to 15, `[O, I]` uint8, into bytes `[O, I / 2]` uint8.
 
-    Rows from a multiple of 64 to another one pack into the same rows of the result.
+    Blocks of 64 outputs are independent, so they can be packed one after the other.
     """
     num_out, num_in = codes_OI.shape
     whole = num_out // BLOCK * BLOCK
     packed = codes_OI.new_empty(num_out, num_in // 2)
     for codes, bytes_ in ((codes_OI[:whole], packed[:whole]), (codes_OI[whole:], packed[whole:])):
         if len(codes):
-            # Of a whole block the two halves share bytes, of the last one neighbours.
+            # In a whole block a byte holds one output of each half; in a smaller last block, two neighbouring outputs.
             low, high = (
                 codes.view(-1, 2, BLOCK // 2, num_in).unbind(1)
                 if len(codes) % BLOCK == 0
@@ -40,9 +40,9 @@ def pack(codes_OI: torch.Tensor) -> torch.Tensor:
 
 
 def pieces(packed: torch.Tensor, most: int = BLOCK_WEIGHTS) -> Iterator[slice]:
-    """Yield outputs that are taken together: whole blocks, up to `most` weights if several, then a last part of one.
+    """Yield slices of outputs: whole blocks with up to `most` weights (at least one block), then a last, smaller block.
 
-    On a GPU, where calls cost more than memory, they are all whole blocks.
+    On a GPU, where launches cost more than memory, the first slice has all whole blocks.
     """
     num_out, weights = len(packed), packed.shape[1] * 2
     whole = num_out // BLOCK * BLOCK
@@ -54,28 +54,28 @@ def pieces(packed: torch.Tensor, most: int = BLOCK_WEIGHTS) -> Iterator[slice]:
 
 
 def unpack(packed: torch.Tensor, scales: torch.Tensor, out_IO: torch.Tensor) -> None:
-    """Write what the codes of one of the `pieces` mean.
+    """Unpack one of the slices of `pieces` into `out_IO`.
 
     Args:
         packed: `[O, I / 2]` uint8.
         scales: `[I / group_size, O, 2]`, scale, and the value of code 8.
-        out_IO: `[I, O]` in float32 or bfloat16, whose rows may lie apart.
+        out_IO: `[I, O]` in float32 or bfloat16, with contiguous rows.
     """
     num_out, num_in = packed.shape[0], packed.shape[1] * 2
     if num_out % BLOCK:
         bytes_ = packed.view(num_in, -1)
         low, high = out_IO.unflatten(1, (-1, 2)).unbind(2)
     else:
-        # The bytes of an input and block are as large as two complex numbers, and copied as such where they may be.
+        # Copy the 32 bytes of an input and block as two complex128 numbers, if they are aligned: it is faster.
         is_odd = packed.data_ptr() % 16 or packed.storage_offset() % 16
         numbers = (packed.clone() if is_odd else packed).view(-1).view(torch.complex128)
         pairs = numbers.view(-1, num_in, 2).transpose(0, 1).contiguous()
         bytes_ = pairs.view(torch.uint8).view(num_in, -1, BLOCK // 2)
         low, high = out_IO.unflatten(1, (-1, 2, BLOCK // 2)).unbind(2)
-    # Bytes are subtracted from, and cast where they are signed, faster than numbers of more bits.
+    # Subtract 8 while codes are bytes, and signed: this is faster than on larger numbers.
     low.copy_((bytes_ & 15).view(torch.int8).sub_(8))
     high.copy_((bytes_ >> 4).view(torch.int8).sub_(8))
-    # `to` leaves strides of a tensor that has the dtype already, and strided scales take three times as long.
+    # `to` keeps the strides of a tensor of this dtype; products with strided scales take three times as long.
     scale_GO, offset_GO = (each.to(out_IO.dtype).contiguous() for each in scales.unbind(2))
     codes_GgO = out_IO.unflatten(0, (len(scales), -1))
     torch.addcmul(offset_GO[:, None], codes_GgO, scale_GO[:, None], out=codes_GgO)

@@ -1,4 +1,4 @@
-"""8 bits, with a scale for each output.
+"""int8: 8-bit codes, with a scale for each output.
 
 Shapes: O outputs, I inputs, N rows.
 """
@@ -23,12 +23,12 @@ from .scales import FewBits, rows_of, symmetric
 
 @dataclass(frozen=True)
 class Int8(FewBits):
-    """A scale for each output; products by a kernel on a CPU.
+    """8-bit codes, with a scale for each output; CPU kernels multiply them.
 
     Parts: codes `[O, I]` int8, and scales `[O]` bfloat16.
     """
 
-    # Rows and codes begin at multiples of it: torch's kernel does not check that, and ends the process elsewhere.
+    # Alignment of rows and codes that torch's kernel needs: it does not check, and crashes the process.
     alignment = 32
 
     @property

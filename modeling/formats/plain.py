@@ -1,4 +1,4 @@
-"""Plain numbers, as trained: 16, 32 or 64 bits.
+"""Plain weights, as trained: floats of 16, 32 or 64 bits.
 
 Shapes: O outputs, I inputs, N rows.
 """
@@ -15,7 +15,7 @@ from .format import MAKERS, Format, Parts, Sizes
 class Plain(Format):
     """A matrix in a floating-point dtype; the only format whose weights can have gradients.
 
-    Its one part is `[O, I]`, or `[I, O]` if input-first. Rows of another dtype have the matrix cast to theirs.
+    Its one part is `[O, I]`, or `[I, O]` if input-first. Products cast the matrix to the rows' dtype.
 
     Attributes:
         is_input_first: whether the part is `[I, O]`.

@@ -1,8 +1,8 @@
-"""What int4 and int8 share: scales and codes of weights, from their range or with the least squared error.
+"""Choice of scales and codes for int4 and int8: from the weights' range, or with the least squared error.
 
-A weight w becomes `code * scale + offset`. For given codes the best scale and offset follow from a linear regression of
-the weights on their codes, whose error is known without forming it. `search` tries several ranges, each a part of the
-full one: a narrower range cuts off the largest weights, and resolves the others better.
+A weight w becomes `code * scale + offset`. For given codes the best scale and offset are the linear regression of the
+weights on their codes, whose squared error has a closed form. `search` tries several ranges: a narrower range clips the
+largest weights, and resolves the others better.
 
 Shapes: N groups, G weights of a group, O outputs, I inputs.
 """
@@ -17,7 +17,7 @@ from ..kernels import FEW_BITS_FLOAT_MAX_ROWS, rows_in_bytes
 from .format import Format
 from .int4_layout import BLOCK
 
-# Parts of the full range that are tried, for 4 and for 8 bits. With 4 bits some 0.9 is mostly best.
+# Fractions of the full range that the search tries, for 4 and for 8 bits. For 4 bits about 0.9 is usually best.
 _RANGES_OF_4_BITS = (1.0, 0.93, 0.86, 0.79)
 _RANGES_OF_8_BITS = (1.0, 0.97, 0.94)
 
@@ -27,8 +27,8 @@ class FewBits(Format):
     """Codes of 4 or 8 bits and scales in bfloat16.
 
     Attributes:
-        search: whether scales minimise the squared error.
-        in_bytes: whether the kernels of a CPU quantize rows to 8 bits.
+        search: choose scales by the least squared error.
+        in_bytes: CPU kernels quantize rows to 8 bits.
     """
 
     search: bool = True
@@ -38,7 +38,7 @@ class FewBits(Format):
 
     @cached_property
     def kernel_max_rows(self) -> int:
-        """Up to this many rows the compiled kernels are faster than unpacking once."""
+        """Return the most rows for which the compiled kernels are faster than unpacking once."""
         return rows_in_bytes() if self.in_bytes else FEW_BITS_FLOAT_MAX_ROWS
 
     @property
@@ -52,8 +52,8 @@ class FewBits(Format):
 
 
 def rows_of(weight_OI: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield outputs that are quantized at a time, in whole blocks, and their weights in float32."""
-    # What a processor's cache holds, or, where launches cost, half a gigabyte: the largest heads in vocabularies.
+    """Yield slices of outputs to quantize at once, in whole blocks, and their weights in float32."""
+    # A slice fits into a processor's cache; on a GPU, where launches cost more, it has up to half a gigabyte.
     numbers = 1 << 17 if weight_OI.is_cpu else 1 << 27
     step = max(numbers // weight_OI.shape[1] // BLOCK, 1) * BLOCK
     for start in range(0, len(weight_OI), step):
@@ -62,24 +62,24 @@ def rows_of(weight_OI: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
 
 
 def asymmetric(weights_NG: torch.Tensor, search: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes from 0 to 15, `[N, G]` uint8, and scales and offsets, `[N, 1]` bfloat16.
+    """Quantize to codes from 0 to 15, `[N, G]` uint8, and scales and offsets, `[N, 1]` bfloat16.
 
     A weight is about `(code - 8) * scale + offset`; the codes are the best for the rounded scales and offsets.
 
     Args:
         weights_NG: float32.
-        search: whether several ranges are tried.
+        search: try several ranges.
     """
     low, high = weights_NG.aminmax(dim=1, keepdim=True)
     scale = (high - low).div_(15)
     offset = torch.add(low, scale, alpha=8)
     if search:
         scale, offset = _best_line(weights_NG, scale, offset)
-    # Groups whose weights are all equal.
+    # If all weights of a group are equal, the scale would be 0.
     scale = torch.where(scale > 0, scale, 1.0).to(torch.bfloat16)
     offset = offset.to(torch.bfloat16)
     per_scale = scale.float().reciprocal_()
-    # (weight - offset) / scale + 8 in one pass.
+    # Compute (weight - offset) / scale + 8 in one operation.
     codes = torch.addcmul(torch.sub(8, offset.float() * per_scale), weights_NG, per_scale)
     return codes.round_().clamp_(0, 15).to(torch.uint8), scale, offset
 
@@ -87,13 +87,13 @@ def asymmetric(weights_NG: torch.Tensor, search: bool) -> tuple[torch.Tensor, to
 def _best_line(
     weights_NG: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and offset of the range with the least squared error, by regression of the weights on their codes."""
+    """Return the scale and offset with the least squared error over several ranges, by regression on the codes."""
     mean = weights_NG.mean(1, keepdim=True)
     size = weights_NG.shape[1]
     codes = torch.empty_like(weights_NG)
     best = torch.full_like(scale, -1.0)
     best_scale, best_offset = scale, offset
-    # The middle of the range stays; a narrower range is around it.
+    # Narrower ranges keep the middle of the full range.
     middle = torch.sub(offset, scale, alpha=0.5)
     for part in _RANGES_OF_4_BITS:
         step = scale * part
@@ -102,7 +102,7 @@ def _best_line(
         sum_c = codes.sum(1, keepdim=True)
         spread = torch.linalg.vecdot(codes, codes)[:, None] - sum_c * sum_c / size
         product = torch.linalg.vecdot(codes, weights_NG)[:, None] - sum_c * mean
-        # What the regression explains of the weights' variance.
+        # Variance of the weights that the regression explains.
         explained = (product * product).div_(spread)
         is_better = explained > best
         best = torch.where(is_better, explained, best)
@@ -113,7 +113,7 @@ def _best_line(
 
 
 def symmetric(weights_NG: torch.Tensor, search: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes from -127 to 127, `[N, G]` int8, and scales, `[N, 1]` bfloat16; arguments as in `asymmetric`."""
+    """Quantize to codes from -127 to 127, `[N, G]` int8, and scales, `[N, 1]` bfloat16, as `asymmetric` does."""
     largest = weights_NG.abs().amax(1, keepdim=True)
     scale = largest / 127
     if search:
@@ -127,7 +127,7 @@ def symmetric(weights_NG: torch.Tensor, search: bool) -> tuple[torch.Tensor, tor
             best = torch.where(is_better, explained, best)
             found = torch.where(is_better, product / spread, found)
         scale = found
-    # Rows of zeros. What is not a number stays, and is found.
+    # Rows of zeros have scale 0. NaN stays NaN, and is reported later.
     scale = torch.where(scale == 0, 1.0, scale).to(torch.bfloat16)
     codes = torch.mul(weights_NG, scale.float().reciprocal_())
     return codes.round_().clamp_(-127, 127).to(torch.int8), scale

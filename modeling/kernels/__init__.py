@@ -1,11 +1,11 @@
-"""Faster ways to the same numbers, each beside a plain version of the same function.
+"""Faster kernels; each replaces plain operations of torch that give the same result.
 
-Reading order: limits (how many rows are few), tracing (whether a compiler or tracer records the pass), waiting (what a
-user waits for), cpp_kernels (products of few rows, and attention of one query, on a CPU), float32_blocks (16 bits on a
-CPU without instructions for them), cpu (the product that linear layers ask for, and its guard), single_queries
-(attention of one token a row), packed_rows_triton, packed_rows (packed matrices on a GPU, plain ones for few rows, and
-a check of both). Files named `…_triton` import Triton, which is not installed everywhere and takes long to import; the
-others import it only when a kernel is about to run.
+Reading order: limits (row counts up to which each kernel is used), tracing (is a compiler or tracer recording?),
+waiting (a message while kernels compile), cpp_kernels (products of few rows, and attention of one query, on a CPU),
+float32_blocks (bfloat16 and float16 on a CPU without instructions for them), cpu (`linear`, which chooses among these),
+single_queries (attention of one token a row), packed_rows_triton, packed_rows (packed matrices on a GPU, plain ones for
+few rows, and a check of both). Triton is not installed everywhere and is slow to import: only files named `…_triton`
+import it at their top.
 """
 
 from .cpp_kernels import (

@@ -1,15 +1,13 @@
-"""Products of few rows with a matrix, their norms, and attention of one query, on a CPU: C++ compiled at first use.
+"""C++ kernels for decoding on a CPU: products of few rows with a matrix, RMSNorm, and attention of one query.
 
-A step of decoding reads every weight once. With one row, torch's products reach half to three quarters of the memory's
-speed, in float32 and bfloat16 as in 4 and 8 bits, and those of 4 and 8 bits are several times slower than bfloat16 with
-many rows. The kernels in cpp/ read memory at its full speed.
-Attention of one query in bfloat16 takes torch several times as long as reading the cache, and a norm is ten operations,
-each of whose code has left the processor's cache while weights were read.
+A decode step reads every weight once. The kernels in cpp/ read memory at its full speed. For one row, torch's products
+reach half to three quarters of it; for many rows, torch's 4-bit and 8-bit products are several times slower than those
+of bfloat16. Its attention of one bfloat16 query takes several times as long as reading the cache, and its norm is ten
+operations, whose code the weights have evicted from the processor's cache.
 
-They are compiled by the C++ backend of `torch.compile`, which keeps the result on disk: five seconds once. One source
-serves every processor with AVX2, AVX-512 or NEON, by the vectors of GCC and Clang; only products of bytes are written
-for each (`cpp/bytes_*.h`). Without a compiler, on other processors, or with `LLAMOE_CPP_KERNELS=0` in the environment,
-torch's kernels are used.
+The C++ backend of `torch.compile` compiles the kernels at first use, in five seconds, and keeps the result on disk. One
+source serves processors with AVX2, AVX-512 or NEON; only products of bytes are written for each (`cpp/bytes_*.h`).
+Without a compiler, on other processors, or with `LLAMOE_CPP_KERNELS=0` in the environment, torch's kernels are used.
 
 Shapes: N rows, I inputs, O outputs.
 """
@@ -44,22 +42,22 @@ _ARGUMENTS = {
 }
 # Triton and others set CXX to a C compiler, which links no C++ library by itself.
 _CPP_RUNTIME = ["-Wl,--no-as-needed", "-lstdc++"] if sys.platform == "linux" else []
-# Outputs of a 4-bit matrix are computed as many at a time.
+# Outputs of a 4-bit matrix that are computed together.
 BLOCK = 64
 BITS = {torch.bfloat16: 16, torch.float32: 32}
 
-# A folder cannot be made or written, or its drive is full.
+# Errors for a cache folder that cannot be made or written, or whose drive is full.
 _NOT_KEPT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR}
-# The compiled kernels: False before the first use, None where there are none.
+# The compiled kernels: False before the first use, None if they cannot be compiled.
 _library: Any = False
-# Why there are none, and what would help.
+# Why there are no kernels, and what would help.
 _why_none = ("", "")
 # Why compilation failed, until the reason is logged.
 _reasons: list[str] = []
 
 
 class Matrix(NamedTuple):
-    """A matrix.
+    """A weight matrix in the layout of the C++ kernels.
 
     Attributes:
         bits: 4, 8, 16 or 32.
@@ -69,7 +67,7 @@ class Matrix(NamedTuple):
         scales: bfloat16. 4 bits: `[I / group_size, O, 2]`, scale, and the value of code 8. 8 bits: `[O]`. None for
             others.
         is_input_first: only for 16 and 32 bits.
-        in_bytes: for 4 and 8 bits: whether rows are quantized to 8 bits, a scale for each 32 inputs.
+        in_bytes: for 4 and 8 bits: quantize the rows to 8 bits, with a scale for each 32 inputs.
     """
 
     bits: int
@@ -81,9 +79,9 @@ class Matrix(NamedTuple):
 
 
 def plain_matrix(weight_OI: torch.Tensor) -> Matrix | None:
-    """Return the matrix of a weight on the CPU in bfloat16 or float32; None for another.
+    """Describe a bfloat16 or float32 weight on the CPU for the kernels; None if they cannot read it.
 
-    Numbers of a mapped file may begin at any byte. The kernels want them at multiples of their size.
+    The kernels need aligned numbers; those of a mapped file may begin at any byte.
 
     Args:
         weight_OI: contiguous, or a view of a contiguous matrix `[I, O]`.
@@ -134,7 +132,7 @@ def _compile() -> Any:
             if not _agrees(kernels):
                 raise RuntimeError("their results are wrong on this machine")
     except Exception as error:
-        # Compilers fail in many ways, and torch's kernels do the same.
+        # Catch everything: compilers fail in many ways, and torch's kernels can take over.
         remedy = "install a C++ compiler, such as g++, or name one in CXX"
         if isinstance(error, OSError) and error.errno in _NOT_KEPT:
             remedy = "name a folder in TORCHINDUCTOR_CACHE_DIR where torch can keep files"
@@ -161,14 +159,14 @@ def flags_of_processor() -> list[str] | str:
         return f"they need AVX2, AVX-512 or NEON, and torch computes with {capability} here"
     if capability == "AVX512":
         return flags
-    # Who holds torch to AVX2 wants to see a processor that has no more, and later ones have AVX-VNNI besides.
+    # A user who limits torch to AVX2 imitates a processor without AVX-VNNI, too.
     is_held = os.environ.get("ATEN_CPU_CAPABILITY") == "avx2"
     return [*flags, "-mno-avx512f", *["-mno-avxvnni"] * is_held]
 
 
 def compiled(flags: Sequence[str]) -> Any:
     """Return the kernels, compiled with these flags."""
-    # torch forbids to fuse products and sums.
+    # torch's flags forbid fused multiply-add.
     kernels = compile_cpp(_source("kernels.cpp"), [*flags, "-ffp-contract=fast", *_CPP_RUNTIME])
     for name, types in _ARGUMENTS.items():
         getattr(kernels, name).argtypes = types
@@ -184,7 +182,7 @@ def _source(name: str) -> str:
 
 
 def _is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    # Two roundings to bfloat16, of sums in another order.
+    # Tolerances: sums differ in order, and are rounded to bfloat16 twice.
     return bool((actual.float() - expected.float()).abs().max() <= 0.01 * expected.abs().max())
 
 
@@ -214,7 +212,7 @@ def _agrees(kernels: Any) -> bool:
                     return False
         for dtype in (torch.float32, torch.bfloat16):
             x, weight = x.to(dtype), codes.to(dtype)
-            # Also where rows begin within a cache line, and where they are columns.
+            # Also test rows that begin within a cache line, and input-first weights.
             for rows in (weight, weight.flatten()[2 : 2 - num_in].view(-1, num_in), weight.T.contiguous().T):
                 if not _is_close(_multiply(kernels, x, plain_matrix(rows)), x @ rows.T):
                     return False
@@ -275,9 +273,9 @@ def _normalize(kernels: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) 
 
 
 def cpp_product(x: torch.Tensor, matrix: Matrix) -> torch.Tensor | None:
-    """Multiply few rows by the transpose of a matrix; None where there is no kernel.
+    """Multiply few rows by the transpose of a matrix; None if there is no kernel.
 
-    That none was compiled is reported for quantized weights, once.
+    If compilation failed, the first call with quantized weights logs a warning.
 
     Args:
         x: `[..., I]` on the CPU; float32 for a matrix of 32 bits, otherwise bfloat16.
@@ -318,7 +316,7 @@ def _attend(
 def cpp_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
 ) -> torch.Tensor | None:
-    """Attend with one query a head to all keys of one row; None where there is no kernel.
+    """Attend with one query per head to all keys of one row; None if there is no kernel.
 
     Args:
         query: `[1, H, 1, D]` on the CPU in float32 or bfloat16.
@@ -342,11 +340,11 @@ def cpp_attention(
 
 
 def cpp_unpack(matrix: Matrix, out_IO: torch.Tensor) -> bool:
-    """Write what codes of 4 bits mean into `[I, O]`, whose rows may lie apart; False where there is no kernel.
+    """Unpack a 4-bit matrix into a tensor `[I, O]`; return False if there is no kernel.
 
     Args:
-        matrix: of whole blocks; its scales may be those of some outputs of a larger one.
-        out_IO: float32 or bfloat16.
+        matrix: of whole blocks of 64 outputs; its scales may be a slice of a larger matrix's.
+        out_IO: float32 or bfloat16, with contiguous rows.
     """
     kernels = library() if matrix.codes.is_cpu and len(matrix.codes) % BLOCK == 0 else None
     if kernels is None:

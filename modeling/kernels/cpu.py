@@ -1,4 +1,4 @@
-"""The product of rows with a matrix for linear layers, heads, routers and plain experts, and its conditions.
+"""`linear` and `rms_norm` for all layers: each chooses between torch and the CPU kernels.
 
 `linear` is `torch.nn.functional.linear`. On a CPU in inference it multiplies few rows by a compiled kernel
 (`cpp_kernels`). In bfloat16 and float16 on a processor without instructions for them it multiplies by blocks in
@@ -28,8 +28,8 @@ SHORTCUTS_ARE_ON = os.environ.get("LLAMOE_CPU_SHORTCUTS", "1") != "0"
 """Whether shortcuts may be used at all."""
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-# Smaller weights gain less than the extra calls cost, and of few inputs, as LoRA's second factor has, torch's product
-# is up to ten times as fast: the kernel reads each output's weights by themselves.
+# For smaller weights the extra calls cost more than the kernel gains. With few inputs, as in LoRA's second factor,
+# torch's product is up to ten times as fast, since the kernel computes outputs one by one.
 _MIN_WEIGHTS, _MIN_INPUTS = 1 << 15, 128
 
 
@@ -67,7 +67,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         or weight.layout != torch.strided
         or weight.dim() != 2
         or x.shape[-1:] != weight.shape[1:]
-        # Exported programs go to other machines, and modes need torch's own operators.
+        # Exported programs run on other machines, and torch's dispatch modes need its own operators.
         or is_exported()
         or not (torch.compiler.is_compiling() or not torch_modes_active())
     ):
@@ -91,7 +91,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     """Divide rows `[..., D]` by their root mean square, and multiply them by a weight `[D]`, if there is one.
 
     The quotient has the dtype of `x`; statistics are in float32. Few rows in inference on a CPU take a compiled kernel:
-    torch's ten operations, whose code has left the caches, take 2 to 4 % of a token in int4 at a 7B model's sizes.
+    torch's ten operations take 2 to 4 % of the time of a token at the sizes of a 7B model in int4.
     """
     if (
         can_use_shortcut(x)
@@ -136,12 +136,12 @@ def _(x, weight, bias):
 
 
 def widened(attend: Callable, query: torch.Tensor) -> Callable:
-    """Return an attention implementation that computes in float32 if torch's 16-bit products are slow here.
+    """Wrap an attention function to compute in float32 if torch's bfloat16 or float16 products are slow on this CPU.
 
-    Its gradients gain most: torch computes them in scalar loops.
+    Gradients gain most: torch computes them in scalar loops.
 
     Args:
-        attend: takes a module, queries, keys, values and a mask, as transformers' do.
+        attend: an attention function of transformers' interface.
         query: `[B, H, Q, D]`.
     """
     is_eligible = SHORTCUTS_ARE_ON and type(query) is torch.Tensor and query.is_cpu and not is_exported()

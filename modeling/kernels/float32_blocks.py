@@ -1,8 +1,8 @@
-"""Products of 16 bits on a CPU that has no instructions for them: a block of the matrix at a time in float32.
+"""Products in bfloat16 and float16 on a CPU without instructions for them: block by block in float32.
 
-Without such instructions torch multiplies many rows of 16 bits in scalar loops, up to thirty times slower than float32.
-A block of the matrix that is cast to float32 stays in the cache while BLAS multiplies it, so memory is read once, in 16
-bits. Sums are in float32 too, and are rounded once. `product_of_16_bits` does it for autograd and compilers.
+Without such instructions torch multiplies many rows in scalar loops, up to thirty times slower than float32. Here a
+block of the matrix is cast to float32 and stays in the cache while BLAS multiplies it, so memory is read once, in 16
+bits. Sums are float32 and rounded once. `product_of_16_bits` is the same for autograd and compilers.
 
 Shapes: N rows, I inputs, O outputs.
 """
@@ -33,7 +33,7 @@ def _rows_of_torch(dtype: torch.dtype) -> int | None:
     if not has_mkldnn_products(dtype):
         return DOT_PRODUCT_MAX_ROWS
     can = torch.cpu.get_capabilities()
-    # Processors with AVX-512 for float16 have it for bfloat16, too; oneDNN imitates the latter alone.
+    # AVX-512 instructions for float16 come with those for bfloat16; oneDNN emulates only the latter.
     is_imitated = not (can.get("avx512_bf16") or can.get("avx_ne_convert") or can.get("amx_bf16"))
     return IMITATED_MAX_ROWS if is_imitated and dtype == torch.bfloat16 else None
 
@@ -45,12 +45,12 @@ _ROWS_OF_TORCH = {dtype: _rows_of_torch(dtype) for dtype in (torch.bfloat16, tor
 def rows_of_torch(dtype: torch.dtype) -> int | None:
     """Return the most rows for which torch's products of this dtype are fast on this CPU; None: no limit.
 
-    This alone decides by processor which products of 16 bits are cast.
+    All choices between torch's products and blocks in float32 use this function.
     """
     return _ROWS_OF_TORCH.get(dtype)
 
 
-# AMX alone multiplies bfloat16 faster than the kernels multiply bytes.
+# Only AMX multiplies bfloat16 faster than the kernels multiply bytes.
 _HAS_AMX = has_mkldnn_products(torch.bfloat16) and bool(torch.cpu.get_capabilities().get("amx_bf16"))
 _HAS_AVX512_BF16 = has_mkldnn_products(torch.bfloat16) and bool(
     torch.cpu.get_capabilities().get("avx512_bf16")
@@ -112,7 +112,7 @@ def needs_float32(x: torch.Tensor) -> bool:
 def blocks_in(matrix_OI: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield (slice, rows cast to dtype) block by block; each block overwrites the one before.
 
-    The blocks share one buffer: mapping as much as a whole matrix takes longer than the cast.
+    The blocks share one buffer: allocating memory for the whole matrix takes longer than the cast.
     """
     step = max(BLOCK_WEIGHTS // max(matrix_OI.shape[1], 1), 1)
     block = matrix_OI.new_empty(min(step, len(matrix_OI)), matrix_OI.shape[1], dtype=dtype)

@@ -1,13 +1,12 @@
-"""Rows times packed matrices on a GPU: one matrix, or that of each row's expert, unknown to the host.
+"""Products of rows with packed matrices on a GPU: with one matrix, or with the matrix of each row's expert.
 
-Codes are unpacked in registers and multiplied there: of a matrix, only its bytes in memory are read, once for each tile
-of rows. Launches and grids depend on shapes alone, so that a CUDA graph may hold them. Up to
-`TRITON_UNSORTED_MAX_ROWS` rows come in any order with the number of each row's expert, and every hit expert is read
-once; more rows are sorted by expert. Plain matrices of few rows are multiplied likewise.
+Codes are unpacked in registers, so only the packed bytes are read, once for each tile of rows. Launches depend on
+shapes alone, so a CUDA graph can capture them; the host does not read the routing. Up to `TRITON_UNSORTED_MAX_ROWS`
+rows come in any order with each row's expert number, and each expert in use is read once; more rows are sorted by
+expert. Plain matrices are multiplied in the same way if rows are few.
 
-A kernel cannot be known to be right on a device on which it never ran. `is_right` launches it there before its first
-use, and compares it with the unpacked product; no kernel that fails or is wrong is used in this process. No card was
-timed.
+The kernels have not been tested on every device. Before the first use on a device, `is_right` runs a kernel there and
+compares it with the unpacked product; a kernel that fails or differs is not used in this process.
 
 Shapes: N rows, E experts, O outputs, I inputs, C terms of a sum (I, or O if transposed), S splits of the sum.
 """
@@ -36,14 +35,14 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Triton reads this variable when it is imported; its interpreter runs kernels in Python, on the CPU too.
 _INTERPRETED = _HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
-# Rows of a tile. Matrix instructions take 16; larger ones unpack a weight for more rows.
+# Rows of a tile. Matrix instructions need 16; a larger tile unpacks each weight for more rows.
 TILES = (16, 32, 64, 128)
 # The loop that sums the splits is unrolled.
 _MAX_SPLITS = 16
-# Programs, and their warps, that a multiprocessor shall have at least, to hide the memory's latency.
+# Minimum numbers of programs and of warps per multiprocessor, to hide memory latency.
 _PROGRAMS, _WARPS = 4, 8
 _ONE, _ENDS, _IDS = 0, 1, 2
-# Numbers of unsorted rows that a check tries: one for each tile that they may have.
+# Row counts that a check of unsorted rows tries: one for each tile size.
 _UNSORTED_ROWS = (13, 29)
 # Columns of a weight that a check casts to float32 at once.
 _COLUMNS = 512
@@ -71,18 +70,18 @@ class GpuMatrix(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """How a product is tiled."""
+    """The tile sizes of a product."""
 
     rows: int
     columns: int
     depth: int
-    """Terms of the sums that are loaded at once."""
+    """Terms of the sums per loop iteration."""
     stages: int
     warps: int
 
 
 class Launch(NamedTuple):
-    """What the host decides of a product, from shapes alone."""
+    """The launch parameters of a product, which depend on shapes alone."""
 
     tile: Tile
     row_tiles: int
@@ -171,7 +170,7 @@ def packed_product(
         packed_rows_triton.product_kernel[launch.row_tiles, launch.column_tiles, splits](
             x_NC,
             matrix.codes,
-            # Arguments that a kind does not use.
+            # Placeholders for arguments that this kind of matrix does not use.
             matrix.codes if matrix.scales is None else matrix.scales,
             matrix.codes if groups is None else groups,
             parts_SNO,
@@ -227,7 +226,7 @@ def launch_of(
 
     Args:
         itemsize: of the rows' numbers, in bytes.
-        by: what says whose rows are which: nothing, as there is one matrix, the experts' ends, or each row's expert.
+        by: how rows are assigned to matrices: a single matrix, the end of each expert's rows, or each row's expert.
         matrix, num_rows, device, num_experts, transposed, tile_rows: as in `packed_product`.
     """
     num_out, num_in = matrix.sizes
@@ -242,7 +241,7 @@ def launch_of(
 
 
 def rows_of_tile(num_rows: int, num_experts: int, by: int) -> int:
-    """Rows of a tile: those of one expert, where they are sorted twice the average, since routing is uneven."""
+    """Return the number of rows of a tile; for sorted rows twice an expert's average, since routing is uneven."""
     wanted = num_rows if by != _ENDS else 2 * num_rows // num_experts
     return next((rows for rows in TILES if rows >= wanted), TILES[-1])
 
@@ -252,18 +251,18 @@ def tile_of(matrix: GpuMatrix, itemsize: int, transposed: bool, rows: int) -> Ti
     is_large = rows >= 64
     columns, depth = (128, 64) if is_large and itemsize == 2 else (64, 64)
     if matrix.kind == "int4":
-        # A step, or a tile of a transposed product, has inputs of one group.
+        # An iteration, or a tile of a transposed product, must not span two groups of inputs.
         if transposed:
             columns, depth = min(matrix.group, 64), 64
         else:
-            # Few rows need many codes on their way from memory; with many rows more would not fit into registers.
+            # Few rows need many loads of codes in flight; with many rows these would not fit into registers.
             columns = 128 if rows <= 16 else columns
             depth = min(matrix.group, 32 if rows >= 128 else 64)
     else:
         num_out, num_in = matrix.sizes
         if not is_large:
             depth = max(128 // matrix.codes.element_size(), 32)
-        # Adapters' factors are thin.
+        # LoRA factors are narrower than a tile.
         columns = min(columns, _power_of_two(num_in if transposed else num_out))
         depth = min(depth, _power_of_two(num_out if transposed else num_in))
     if itemsize == 4 and not (matrix.kind == "int4" and transposed):
@@ -274,7 +273,7 @@ def tile_of(matrix: GpuMatrix, itemsize: int, transposed: bool, rows: int) -> Ti
 
 
 def _split_size(terms: int, programs: int, tile: Tile, device: torch.device) -> int:
-    """Terms of one split of the sums: few rows have too few programs to keep the whole device busy."""
+    """Return the terms per split: few rows make too few programs to keep the device busy, so their sums are split."""
     steps = -(-terms // tile.depth)
     splits = 1
     if tile.rows <= 32:
@@ -292,7 +291,7 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-# By what was checked: how the kernel differs from the unpacked product, or fails; empty if it is right.
+# For each checked kernel, a description of its failure; empty if it is right.
 _FAILURES: dict[tuple[str, torch.dtype, torch.device], str] = {}
 
 
@@ -312,16 +311,15 @@ def is_right(
     """Return whether the kernel for a matrix is right on its device. The first call compiles and checks it.
 
     Args:
-        matrix: one, or a stack, which stands for all of its kind, sizes and strides.
-        unpacked: gives the matrix `[O, I]` of such codes and an expert in `dtype`.
+        matrix: one, or a stack; the result holds for all of the same kind, sizes and strides.
+        unpacked: unpacks the codes of an expert into `[O, I]` in `dtype`.
         dtype: of the rows.
         num_experts: E; 0 for one matrix.
         transposed: for the product of gradients.
-        may_check: whether kernels may be launched; otherwise only an earlier check counts. It does also while a CUDA
-            graph is captured.
+        may_check: run the check if there was none. While a CUDA graph is captured, only an earlier check counts.
     """
     device = matrix.codes.device
-    # Making a text turns sizes that a compiler leaves open into numbers.
+    # Formatting a symbolic size would make a compiler specialise it.
     numbers = " ".join(f"{number}" for number in (*matrix.sizes, num_experts, *matrix.strides))
     name = (
         f"{matrix.kind}:{matrix.group} {matrix.codes.dtype} [{numbers}]{' transposed' if transposed else ''}"
@@ -344,7 +342,7 @@ def is_right(
     return not _FAILURES[name, dtype, device]
 
 
-# A compiler runs this function while it traces, and takes its result as a constant.
+# A compiler runs this function while tracing, and treats the result as a constant.
 @torch.compiler.assume_constant_result
 def _is_known(name: str, dtype: torch.dtype, device: torch.device) -> bool:
     return _FAILURES.get((name, dtype, device)) == ""
@@ -365,7 +363,7 @@ def _find_difference(
     """
     device, terms = matrix.codes.device, matrix.sizes[not transposed]
     if matrix.scales is None and not matrix.codes.any():
-        # The factors of a new adapter are zeros, with which anything would be right.
+        # The factors of a new adapter are zeros, which would hide errors.
         zeros, generator = matrix.codes, torch.Generator(device).manual_seed(2)
         numbers = torch.empty_strided(zeros.shape, zeros.stride(), dtype=zeros.dtype, device=device)
         matrix = matrix._replace(codes=numbers.normal_(generator=generator))
@@ -389,7 +387,7 @@ def _find_difference(
             given_NO = packed_product(x_NC, matrix, groups, max(num_experts, 1), by_id, transposed, tile)
             of_expert = partial(unpacked, matrix.codes)
             y_NO, allowed_NO = _expected(x_NC, ids_N, of_expert, max(num_experts, 1), transposed)
-            # Where weights overflow, no result is right or wrong.
+            # Weights that overflow cannot be compared.
             is_comparable_NO = y_NO.abs() < torch.finfo(dtype).max / 2
             error_NO = (given_NO.to(y_NO.dtype) - y_NO).abs()
             is_wrong_NO = ~(error_NO <= allowed_NO) & is_comparable_NO
@@ -400,9 +398,9 @@ def _find_difference(
                     f"column {column} is {given_NO[row, column]:.6g} in place of {y_NO[row, column]:.6g}"
                 )
     except torch.OutOfMemoryError:
-        # It says nothing of the kernel, and later there may be room.
+        # Out of memory says nothing about the kernel: check again later.
         raise
-    # Compilers, assemblers and drivers raise errors of their own kinds, and a model must run without them.
+    # Compilers, assemblers and drivers raise errors of any class, and a model must run without the kernel.
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         return f"with {rows} rows {type(error).__name__}: {lines[0][:300]}"
@@ -416,12 +414,11 @@ def _expected(
     num_experts: int,
     transposed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums in float32 (float64 for float32 rows) over unpacked weights, `[N, O]`, and how far rounding may lead.
+    """Return the product with unpacked weights and its tolerance, each `[N, O]`, in float32 (float64 for float32 rows).
 
-    With e the spacing of the dtype's numbers at one, the kernels may leave a weight unrounded, which differs by up to
-    e / 2 of it, by a fifth of e on average. That happens independently, so the root of the sum of squares, s, bounds
-    the effect: 2 e s are ten deviations. The result is rounded once, e |y|, and the order of float32 sums of n numbers
-    adds e32 sqrt(n) of s, four times.
+    e is the dtype's machine epsilon, s the root of the sum of the terms' squares. A kernel may skip the rounding of a
+    weight, a relative error of up to e / 2 and e / 5 on average. These errors are independent, so 2 e s is ten standard
+    deviations. Rounding the result adds e |y|; summing n terms in another order adds 4 e32 sqrt(n) s.
     """
     dtype = x_NC.dtype
     wide = torch.float64 if dtype == torch.float32 else torch.float32

@@ -1,8 +1,8 @@
-"""Triton kernels of `packed_rows`: rows times each expert's matrix; a packed one stays so until it is in registers.
+"""Triton kernels of `packed_rows`: rows times each expert's matrix, whose codes are unpacked in registers.
 
-One program computes a tile of rows and outputs of one expert. It finds both on the device: the host knows shapes alone.
-Codes of int4 come two to a byte, two outputs of one input. So a loaded tile is two tiles of weights: two sums in
-`x W^T`, and two terms of one sum in `x W`, for gradients.
+One program computes a tile of rows and outputs of one expert, and looks up both on the device. A byte of int4 holds two
+outputs of one input. So a loaded tile of bytes is two tiles of weights: two sums in `x W^T`, and two terms of one sum
+in `x W`, for gradients.
 
 Weights are rounded to the rows' dtype, as where a matrix is unpacked first, and sums are float32.
 
@@ -16,7 +16,7 @@ from triton import knobs
 # The interpreter keeps bfloat16 as integers: it multiplies those integers, and truncates when converting to bfloat16.
 _INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
 
-# What says which rows are whose.
+# How rows are assigned to matrices (`by` in `packed_rows`).
 ONE, ENDS, IDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 # Triton must not specialise these arguments for 1 and for multiples of 16: one kernel then serves all numbers of rows
@@ -26,7 +26,7 @@ _COUNTS = ("num_rows", "num_experts", "num_elements")
 
 @triton.jit
 def _dot(a, b, total):
-    """Add a product in float32, without TF32."""
+    """Return total + a b in float32, without TF32."""
     if _INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -46,9 +46,9 @@ def _round(x, dtype: tl.constexpr):
 def _rows_of_program(
     groups_ptr, num_rows, num_experts, BY: tl.constexpr, M: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """Return the expert of a program, its rows `[M]`, and whether each row exists.
+    """Return the expert of a program, its rows `[M]`, and a mask of the rows that exist.
 
-    Rows without an expert have number E, and programs without rows any number above it.
+    Expert E stands for rows without an expert, and a number above E for programs without rows.
     """
     place = tl.program_id(0)
     if BY == ONE:
@@ -64,7 +64,7 @@ def _rows_of_program(
         first = tl.min(tl.where(exists, rows, M), axis=0)
         return tl.where(first == place, mine, num_experts + 1), rows, exists
     else:
-        # The rows behind the last end are one more group.
+        # Rows behind the last expert's end have no expert: they are the group with number E.
         group = tl.arange(0, GROUPS)
         ends = tl.load(groups_ptr + group, mask=group < num_experts, other=num_rows)
         starts = tl.load(groups_ptr + group - 1, mask=(group > 0) & (group <= num_experts), other=num_rows)
@@ -87,7 +87,7 @@ def _store(out_ptr, rows, row_exists, columns, exists, num_columns, values):
 
 @triton.jit
 def _int4_weights(shifted, words, dtype: tl.constexpr):
-    """`(code - 8) * scale + offset`, of 128 + code; a word has the bits of scale and offset, in bfloat16."""
+    """Compute `(code - 8) * scale + offset` from 128 + code; a word holds scale and offset as two bfloat16."""
     scale = (words << 16).to(tl.float32, bitcast=True)
     offset = (words & -65536).to(tl.float32, bitcast=True) - 136.0 * scale
     return _round(shifted * scale + offset, dtype)
@@ -95,15 +95,15 @@ def _int4_weights(shifted, words, dtype: tl.constexpr):
 
 @triton.jit
 def _shifted(codes, bits):
-    """128 + code, by the bits of 128: cheaper than a conversion, and as exact."""
+    """Return 128 + code in float32, put together from its bits, which is cheaper than a conversion."""
     return ((codes.to(tl.int32) << 16) | bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _int4(
     x_ptrs,
-    codes_ptr,  # of the expert
-    words_ptr,  # likewise
+    codes_ptr,
+    words_ptr,
     row_exists,
     column_block,
     first,
@@ -116,9 +116,9 @@ def _int4(
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
-    REST: tl.constexpr,  # outputs of a last block that is not full
+    REST: tl.constexpr,  # outputs in the last block if it is not full
 ):
-    """Sums of the first and the second outputs of all bytes, `[M, COLUMNS / 2]`, and which outputs these are."""
+    """Return the sums of the bytes' low and high outputs, `[M, COLUMNS / 2]` each, their numbers, and a mask."""
     dtype: tl.constexpr = x_ptrs.dtype.element_ty
     column = tl.arange(0, COLUMNS // 2)
     block = column_block * (COLUMNS // 64) + column // 32
@@ -143,13 +143,13 @@ def _int4(
     low = tl.zeros((M, COLUMNS // 2), tl.float32)
     high = tl.zeros((M, COLUMNS // 2), tl.float32)
     for begin in tl.range(first, last, DEPTH, num_stages=STAGES):
-        # The warps of a tile share weights only if these lie in shared memory. Triton puts them there if the bits are
-        # not constant; otherwise each warp would unpack all of them.
+        # Triton puts the weights into shared memory, where all warps use them, only if `bits` is not a constant;
+        # otherwise each warp would unpack all weights.
         bits = tl.where(begin >= 0, 0x43000000, 0)
-        # Groups are whole, padded where the inputs are not.
+        # Codes are padded to whole groups of inputs, so only x needs a mask.
         x = tl.load(x_ptrs, mask=row_exists[:, None] & (deep < num_in - begin)[None, :], other=0.0)
         codes = tl.load(codes_ptrs, mask=exists[None, :], other=0)
-        # All inputs of a step are in one group.
+        # All inputs of an iteration are in one group.
         words = words_ptr + tl.cast(begin // GROUP - first // GROUP, tl.int64) * num_out + output
         words_low = tl.load(words, mask=exists, other=0)
         words_high = tl.load(words + beside, mask=exists, other=0)
@@ -179,7 +179,7 @@ def _int4_transposed(
     GROUP: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Sums over blocks of 64 outputs, `[M, COLUMNS]`, and which inputs these are."""
+    """Return the sums over blocks of 64 outputs, `[M, COLUMNS]`, the numbers of their inputs, and a mask."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     # All inputs of a tile are in one group.
     columns = column_block * COLUMNS + tl.arange(0, COLUMNS)
@@ -213,8 +213,8 @@ def _int4_transposed(
 @triton.jit
 def _dense(
     x_ptrs,
-    weight_ptr,  # of the expert
-    scales_ptr,  # likewise; one for each output
+    weight_ptr,
+    scales_ptr,  # one scale for each output
     row_exists,
     column_block,
     first,
@@ -230,7 +230,7 @@ def _dense(
     TRANSPOSED: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Sums `[M, COLUMNS]` over a matrix with a number for each weight, in any strides, and which columns these are."""
+    """Return the sums `[M, COLUMNS]` for an unpacked matrix of any strides, their column numbers, and a mask."""
     dtype: tl.constexpr = x_ptrs.dtype.element_ty
     columns = column_block * COLUMNS + tl.arange(0, COLUMNS)
     exists = columns < num_columns
@@ -263,7 +263,7 @@ def _dense(
 @triton.jit(do_not_specialize=_COUNTS)
 def product_kernel(
     x_ptr,  # [N, C], contiguous
-    codes_ptr,  # of all experts
+    codes_ptr,
     scales_ptr,
     groups_ptr,
     out_ptr,  # [S, N, columns], contiguous
@@ -271,9 +271,9 @@ def product_kernel(
     num_experts,
     num_out,
     num_in,
-    padded_in,  # only int4
+    padded_in,  # used for int4 only
     split_size,
-    stride_expert,  # of dense matrices
+    stride_expert,  # the strides are used for dense matrices only
     stride_out,
     stride_in,
     IS_INT4: tl.constexpr,
@@ -288,7 +288,7 @@ def product_kernel(
     REST: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Write the products, or a split's part of them; zeros for rows without an expert. Grid: tiles, columns, S."""
+    """Write a tile of the product or of a split of it; zeros for rows without an expert. Grid: tiles, columns, S."""
     expert, rows, row_exists = _rows_of_program(groups_ptr, num_rows, num_experts, BY, M, GROUPS)
     column_block = tl.program_id(1)
     split = tl.program_id(2)
@@ -334,7 +334,7 @@ def product_kernel(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def sum_splits_kernel(parts_ptr, out_ptr, num_elements, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum the splits `[S, N C]` in their order, and round once."""
+    """Sum the splits `[S, N C]` in order, and round once."""
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < num_elements
     total = tl.zeros((BLOCK,), tl.float32)

@@ -1,6 +1,6 @@
-"""Attention of one query a row, on every device: each key is read once.
+"""Attention of one query per row, on every device, which reads each key once.
 
-With a mask or a compiler, torch copies the cached keys for each query head that shares them, or uses a slow kernel.
+With a mask or under a compiler, torch copies the cached keys for each query head that shares them, or is slow.
 
 Shapes: B batch, H query heads, G key/value heads, K keys, D head_dim.
 """

@@ -1,7 +1,6 @@
-"""Whether values may be read: not while a compiler, exporter, tracer or transform of `torch.func` follows.
+"""Checks for a compiler, exporter, tracer or transform of `torch.func`.
 
-The computation is for other values, too. Code that depends on them must then be inside an operator, and must not read
-them outside of it.
+What they record is run with other values, too. So code that depends on a tensor's values must be inside an operator.
 """
 
 import torch
@@ -14,13 +13,13 @@ from .._private_api import has_modes, is_exporting, is_traced_by_jit, is_under_f
 def is_recorded(x: torch.Tensor) -> bool:
     """Return whether a compiler, tracer or transform records this computation, or the tensor is on meta.
 
-    What depends on values, such as how many rows an expert gets, must then happen inside an operator: a loop over them
-    would be recorded for these values alone, and `vmap` has no single ones.
+    Code that depends on values, such as a loop over each expert's rows, must then be inside an operator: otherwise it
+    would be recorded for these values alone, and under `vmap` there is no single value to read.
     """
     return (
         torch.compiler.is_compiling()
         or is_traced_by_jit()
-        # Stand-ins (fake tensors, those of a tracer) have classes of their own.
+        # Fake tensors and those of a tracer are subclasses of Tensor.
         or type(x) is not torch.Tensor
         or x.is_meta
         or (has_modes() and get_proxy_mode() is not None)
@@ -39,9 +38,9 @@ def is_transformed() -> bool:
 
 
 def is_tracing(x: torch.Tensor) -> bool:
-    """Return whether no values may be read: as `is_recorded`, and while a CUDA graph is captured.
+    """Return True if values must not be read: as `is_recorded`, or while a CUDA graph is captured.
 
-    Classes that hold tensors elsewhere, such as DTensor, have values.
+    Subclasses that wrap real tensors, such as DTensor, do not count as tracing.
     """
     return transformers_is_tracing(x) or x.is_meta or get_proxy_mode() is not None or is_under_functorch()
 

@@ -1,4 +1,4 @@
-"""Tells a user at a terminal what is waited for: compiling and trying kernels takes seconds, once on a machine."""
+"""A message at the terminal while kernels are compiled and checked, which takes seconds at first use."""
 
 import contextlib
 import threading

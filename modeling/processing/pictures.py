@@ -1,9 +1,9 @@
 """Reads pictures from files and from objects, as RGB of 8 bits.
 
-Pillow opens every format it knows, by content and not by name: an EPS starts Ghostscript, and dozens of rare formats
-use decoders that are hardly reviewed. This file reads the formats that browsers show, turned upright. Stock's processor
-divides whatever numbers it is given by 255: 16-bit numbers come out as hundreds, floats between 0 and 1 as black. Here
-the dtype and the range say what is meant, and numbers that could mean two things, or nothing, are refused.
+Pillow opens every format it supports, by content and not by name: an EPS starts Ghostscript, and dozens of rare formats
+use decoders that are hardly reviewed. This file reads only the formats that browsers show, and rotates them upright.
+Stock's processor divides any values by 255: 16-bit values come out as hundreds, floats between 0 and 1 as black. Here
+dtype and range decide the scale of the values, and ambiguous or impossible values are refused.
 """
 
 import os
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 # 256 MiB at three bytes a pixel. A larger picture may be a decompression bomb.
 MAX_PIXELS = 2**28 // 3
-# Half a step of 8 bits in 0..1: what rounding errors add, and rounding takes off again.
+# Tolerance of a range's ends: half a step of 8 bits in 0..1, which rounding to 8 bits removes.
 _SLACK = 0.5 / 255
 
 
 class PictureError(OSError, ValueError):
-    """A picture is missing, broken, too large, of a format that is not read, or of numbers that mean no colours."""
+    """The error for a picture that is missing, broken, too large, of an unsupported format, or has invalid values."""
 
 
 def read_picture(source: str | os.PathLike | bytes | BinaryIO, *, max_pixels: int = MAX_PIXELS) -> "Image":
-    """Read a picture file upright, as people see it; of an animation, the first frame.
+    """Read a picture file, rotated upright; the first frame of an animation.
 
     Args:
         source: a path, the bytes of a file, or a binary file that can seek.
@@ -45,7 +45,7 @@ def read_picture(source: str | os.PathLike | bytes | BinaryIO, *, max_pixels: in
 
     is_content = isinstance(source, (bytes, bytearray))
     name = f"picture of {len(source):,} bytes" if is_content else getattr(source, "name", source)
-    # A pipe would be waited for.
+    # Reading a pipe or a device could block forever.
     if isinstance(source, (str, os.PathLike)) and not os.path.isfile(source):
         raise PictureError(f"{name}: no such picture.")
     try:
@@ -62,29 +62,29 @@ def read_picture(source: str | os.PathLike | bytes | BinaryIO, *, max_pixels: in
 
 
 def as_rgb(picture: Any) -> "Image":
-    """Turn a picture that is an object into RGB of 8 bits.
+    """Convert a PIL image, array or tensor to RGB of 8 bits.
 
     Args:
-        picture: a PIL image of any mode, which is turned by its EXIF orientation; or an array or tensor,
-            `[height, width]`, or with 1 to 4 channels first or last: of bool, of whole numbers in 0..255, of uint16,
-            int32 or int64 in 0..65535, of which the upper 8 bits count, or of floats in 0..1 or 0..255.
+        picture: a PIL image of any mode, which is rotated by its EXIF orientation; or an array or tensor,
+            `[height, width]` or with 1 to 4 channels first or last. Its values are bool; integers in 0..255; uint16,
+            int32 or int64 in 0..65535, of which the upper 8 bits are kept; or floats in 0..1 or 0..255.
 
     Returns:
         a `PIL.Image.Image`. Transparency is dropped, and CMYK converted as in transformers' `load_image`.
 
     Raises:
-        PictureError: numbers in another range or with other axes, or none of these objects.
+        PictureError: values in another range, other axes, or an object of another class.
     """
     from PIL import Image, ImageOps
 
     if isinstance(picture, Image.Image):
         upright = ImageOps.exif_transpose(picture)
         if upright.mode.startswith("I;16"):
-            # 16 bits, however dark: the mode says so.
+            # The mode means 16 bits, even if all values are small.
             return Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8)).convert("RGB")
         if upright.mode in ("I", "F"):
             return as_rgb(np.asarray(upright))
-        # "La" and "RGBa" hold colours that are multiplied by their opacity.
+        # "La" and "RGBa" have premultiplied alpha.
         return upright.convert({"La": "LA", "RGBa": "RGBA"}.get(upright.mode, upright.mode)).convert("RGB")
     if isinstance(picture, torch.Tensor):
         # NumPy has no bfloat16.
@@ -103,7 +103,7 @@ def as_rgb(picture: Any) -> "Image":
             "last."
         )
     if pixels.ndim == 3:
-        # Without transparency, grey as such.
+        # Drop the alpha channel; repeat grey in three channels.
         pixels = pixels[..., :3] if pixels.shape[-1] > 2 else pixels[..., 0]
     return Image.fromarray(np.ascontiguousarray(pixels)).convert("RGB")
 

@@ -1,6 +1,6 @@
-"""transformers' `Llama4Processor`, with pictures of all kinds, counted for each text, and pixels in float32.
+"""`LlamoeProcessor`: `Llama4Processor` with checked pictures, a count of them for each text, and float32 pixels.
 
-The stock class cuts pictures into tiles and writes their tokens into the prompt.
+The stock class cuts pictures into tiles and inserts their tokens into the prompt.
 """
 
 import base64
@@ -22,8 +22,8 @@ from .pictures import PictureError, as_rgb, read_picture
 class LlamoeProcessor(Llama4Processor):
     """Turns pictures and prompts into model inputs; reads folders of `Llama4Processor` and takes the same arguments.
 
-    Pictures that are files or objects become RGB of 8 bits as in `llamoe.read_picture`. `pixel_values` are float32 with
-    the values of bfloat16, in which the stock class computes them.
+    Pictures become RGB of 8 bits, as by `llamoe.read_picture`. `pixel_values` are float32 with the values of the stock
+    class, which computes them in bfloat16.
     """
 
     @report_to_client()
@@ -31,15 +31,15 @@ class LlamoeProcessor(Llama4Processor):
         """Return a conversation as one text or as its tokens; arguments as in `Llama4Processor`.
 
         Raises:
-            ValueError: a picture that cannot be read. `transformers serve` answers with its words, as status 400.
+            ValueError: a picture that cannot be read; `transformers serve` returns its message with status 400.
         """
         return super().apply_chat_template(conversation, *args, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """Load as `ProcessorMixin.from_pretrained`; for `AutoProcessor`, the tokenizer where that is all there is.
+        """Load as `ProcessorMixin.from_pretrained`; return the tokenizer if the folder holds only that.
 
-        The tokenizer of a multimodal folder names this class, also where it is saved by itself beside a text model.
+        A multimodal model's tokenizer names this class for `AutoProcessor`, even when saved with a text model.
         """
         try:
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
@@ -50,14 +50,14 @@ class LlamoeProcessor(Llama4Processor):
             return AutoTokenizer.from_pretrained(pretrained_model_name_or_path, **kwargs)
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
-        """Save as `ProcessorMixin.save_pretrained`, and in a form that loads without llamoe imported."""
+        """Save as `ProcessorMixin.save_pretrained`, so that the folder also loads without llamoe imported."""
         if is_ours(type(self)) and not os.path.isfile(save_directory):
             os.makedirs(save_directory, exist_ok=True)
             write_whole(Path(save_directory, f"{MODULE_NAME}.py"), MODULE)
         return super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     def to_dict(self, *args, **kwargs) -> dict[str, Any]:
-        """Content of processor_config.json."""
+        """Return the content of processor_config.json."""
         content = super().to_dict(*args, **kwargs)
         if is_ours(type(self)):
             content["auto_map"] = {"AutoProcessor": f"{MODULE_NAME}.{type(self).__name__}"}
@@ -65,20 +65,20 @@ class LlamoeProcessor(Llama4Processor):
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoProcessor"):
-        """Do nothing for llamoe's own class: its folders name how they are loaded already."""
+        """Do nothing for llamoe's own class: its folders already name their loader."""
         if not is_ours(cls):
             super().register_for_auto_class(auto_class)
 
     @property
     def image_token_ids(self) -> list[int]:
-        """The token that image features replace; stock returns the marker here."""
+        """The ID of the token that image features replace; the stock class returns the prompt's image marker."""
         return [self.tokenizer.convert_tokens_to_ids(self.img_patch_token)]
 
     def prepare_inputs_layout(self, images=None, text=None, **kwargs):
-        """Return pictures and texts as lists, the pictures read, and as many for each text as it has markers.
+        """Return lists of read pictures and texts; each text has as many pictures as image markers.
 
         Raises:
-            ValueError: a text has another number of markers than its list has pictures, or a picture cannot be read.
+            ValueError: the numbers of markers and pictures of a text differ, or a picture cannot be read.
         """
         if isinstance(images, (list, tuple)) and any(isinstance(row, (list, tuple)) for row in images):
             texts = [text] if isinstance(text, str) else text or []
@@ -91,7 +91,7 @@ class LlamoeProcessor(Llama4Processor):
             images = [picture for row in images for picture in row]
         if images is not None:
             pictures = images if isinstance(images, (list, tuple)) else [images]
-            # Numbers that the caller has rescaled are no 8 bits any more.
+            # Do not convert to 8 bits if the caller has rescaled the values already.
             options = {**kwargs, **(kwargs.get("images_kwargs") or {})}
             is_rescaled = not options.get("do_rescale", self.image_processor.do_rescale)
             images = [self._read(picture, is_rescaled) for picture in pictures] or None
@@ -114,7 +114,7 @@ class LlamoeProcessor(Llama4Processor):
         return picture if is_rescaled else as_rgb(picture)
 
     def _process_images(self, images, return_tensors=None, **kwargs):
-        # Stock returns bfloat16, which NumPy lacks, and without `return_tensors` one tensor a picture: pictures with
+        # Stock returns bfloat16, which NumPy lacks, and without `return_tensors` one tensor per picture: pictures with
         # different numbers of tiles cannot become one array. TRL's GRPO fails on both.
         processed, replacements = super()._process_images(images, return_tensors="pt", **kwargs)
         tiles = processed["pixel_values"]
@@ -124,7 +124,7 @@ class LlamoeProcessor(Llama4Processor):
 
 
 def config_beside(name_or_path: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Content of the config.json beside a processor; empty where there is no model."""
+    """Return the content of the config.json beside a processor; empty if there is none."""
     try:
         return PreTrainedConfig.get_config_dict(name_or_path, **hub_arguments(options))[0]
     except (OSError, ValueError):

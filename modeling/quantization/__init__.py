@@ -1,9 +1,9 @@
 """Quantized weights: linear layers and routed experts whose matrices are packed.
 
 Reading order: packed (the modules), reading (how transformers' loader reads folders of packed linear layers),
-packed_quantizer (what all quantizers do), published (folders that other programs have packed), quantizer (llamoe's
-own), bnb (bitsandbytes'). plain_experts warns of experts that a quantizer has left out. What the numbers are is in
-`formats`.
+packed_quantizer (base class of quantizers), published (folders that other programs have packed), quantizer (for
+llamoe's formats), bnb (for bitsandbytes'), plain_experts (a warning of unquantized experts). The formats themselves are
+in `formats`.
 """
 
 from .bnb import naming_plain_layers, parts_in_files, register_bitsandbytes

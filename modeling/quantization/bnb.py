@@ -1,9 +1,9 @@
-"""transformers' quantizers of bitsandbytes, which here quantize llamoe's routed experts too.
+"""Quantizers for bitsandbytes, which extend transformers' to llamoe's routed experts.
 
-They replace transformers' own, and add to them: linear layers, other models and everything that is not said here are
-transformers'. A name in `llm_int8_skip_modules` that means the experts, or the layer of a single expert as files name
-it, leaves the experts of that mixture in 16 bit. Files have each expert as linear layers: `experts.N.gate_proj`,
-`up_proj` and `down_proj`, or Mixtral's `w1`, `w3` and `w2`.
+They replace transformers' classes and derive from them; linear layers and other models are handled as before. A name in
+`llm_int8_skip_modules` that matches the experts, or the layer of a single expert as files name it, leaves the experts
+of that mixture in 16 bits. Files store each expert as linear layers: `experts.N.gate_proj`, `up_proj` and `down_proj`,
+or Mixtral's `w1`, `w3` and `w2`.
 """
 
 import itertools
@@ -33,7 +33,7 @@ _STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
 
 
 class BnbLayout:
-    """How folders have layers of one of bitsandbytes' formats (`reading.Layout`)."""
+    """The `reading.Layout` of folders in one of bitsandbytes' formats."""
 
     kinds: ClassVar[tuple[str, ...]] = (
         "weight",
@@ -63,7 +63,7 @@ class QuantizesExperts(PackedQuantizer):
 
     quantization_config: Any
     modules_to_not_convert: list[str]
-    # transformers 4 took routers for linear layers.
+    # Folders of transformers 4 may have quantized routers, which were linear layers.
     layers_in_files = (".feed_forward.router", ".mlp.gate")
 
     def _format(self, dtype: torch.dtype) -> Bnb4Bit | Bnb8Bit:
@@ -84,7 +84,7 @@ class QuantizesExperts(PackedQuantizer):
         )
         if not isinstance(model, AtomicSaveMixin):
             return
-        # Some folders hold the experts of some layers in 16 bit beside quantized ones.
+        # In some folders the experts of only some layers are quantized.
         stored = _packed_in(checkpoint_files) if self.pre_quantized and checkpoint_files else None
         for name, module in list(model.named_modules()):
             if not isinstance(module, Experts) or module.is_packed:
@@ -100,7 +100,7 @@ class QuantizesExperts(PackedQuantizer):
     def _takes(self, path: str, experts: Experts) -> bool:
         """Return True unless `llm_int8_skip_modules` names these experts or a part of them."""
         if self.quantization_config.load_in_8bit and self.quantization_config.llm_int8_has_fp16_weight:
-            # Then linear layers keep their weights, too, and round them in each pass.
+            # With this option linear layers also keep their weights, and quantize them in each forward.
             return False
         parts = itertools.chain(*PARTS_OF_STACKS[experts.is_transposed].values())
         layers = (f"{path}.{n}.{part}" for n, part in itertools.product(range(experts.num_experts), parts))
@@ -118,9 +118,9 @@ class QuantizesExperts(PackedQuantizer):
         return super()._dequantize(model, dtype) if has_layers else model  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:
-        """Return the weights with packed experts un-fused, as in files; None without such experts."""
+        """Return the state dict with packed experts split into linear layers, as in files; None without any."""
         packed = dict(packed_modules(model))
-        # Of a model with an adapter in it, the adapter alone is saved.
+        # If the model has an adapter, only the adapter is saved.
         if not packed or getattr(model, "_hf_peft_config_loaded", False):
             return super().get_state_dict_and_metadata(model)
         storage = getattr(self.quantization_config, "bnb_4bit_quant_storage", torch.uint8)
@@ -135,11 +135,11 @@ class QuantizesExperts(PackedQuantizer):
 
 
 class BitsAndBytes4BitQuantizer(QuantizesExperts, Bnb4BitHfQuantizer):
-    """`load_in_4bit=True`."""
+    """The quantizer for `load_in_4bit=True`."""
 
 
 class BitsAndBytes8BitQuantizer(QuantizesExperts, Bnb8BitHfQuantizer):
-    """`load_in_8bit=True`."""
+    """The quantizer for `load_in_8bit=True`."""
 
 
 def _packed_in(files: Iterable[str]) -> set[str]:
@@ -155,12 +155,12 @@ def _packed_in(files: Iterable[str]) -> set[str]:
 def parts_in_files(
     form: Separate, sizes: Sizes, headers: Mapping[str, Stored]
 ) -> list[Stored | torch.Tensor]:
-    """For each part of one matrix return the header of its tensor, or its number, which stands in a text.
+    """Return, for each part of one matrix, the header of its tensor, or the value if files hold it as JSON text.
 
     Args:
-        form: of the stack that has the matrix.
+        form: format of the stack with this matrix.
         sizes: of an expert's part of the stack.
-        headers: of the matrix's tensors, by what follows its name.
+        headers: of the matrix's tensors, by name suffix.
     """
     tensors = {}
     for kind, stored in headers.items():
@@ -180,7 +180,7 @@ def parts_in_files(
 def _unfused(
     path: str, experts: QuantizedExperts, storage: torch.dtype, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of all linear layers that experts are in files, with their names; in the same memory.
+    """Yield names and tensors of the experts as the linear layers that files store; without copying codes.
 
     Args:
         path: of the experts.
@@ -191,7 +191,7 @@ def _unfused(
     for number, stack in itertools.product(range(experts.num_experts), STACKS):
         form: Any = experts.formats[stack]
         for place, name in enumerate(PARTS_OF_STACKS[experts.is_transposed][stack]):
-            # In storages of their own: tensors that share one are saved into one file.
+            # Give each tensor its own storage: transformers saves tensors of one storage into one file.
             parts = [torch.from_dlpack(part[number, place]) for part in experts.parts(stack)]
             if parts[0].dtype == torch.uint8:
                 parts[0] = parts[0].view(storage)
@@ -200,12 +200,12 @@ def _unfused(
 
 
 def _keep_codes_in_order(model: nn.Module) -> None:
-    """Have layers of 4 bits leave their weights as they are.
+    """Stop 4-bit layers from reordering their codes on a CPU.
 
-    On a CPU with bfloat16 instructions, bitsandbytes changes a weight in its first pass without gradients: it orders
-    the codes for a kernel and rounds the scales. If the model is saved then, the scales of weights without double
-    quantization come out in another order, and stay so; backward passes end in an error; and layers whose outputs are
-    no multiple of 32 do not run. Passes take longer without that kernel.
+    On a CPU with bfloat16 instructions, bitsandbytes changes a weight in the first forward without gradients: it
+    reorders the codes for a kernel and rounds the scales. Then scales without double quantization are saved in the
+    wrong order, backward passes fail, and layers whose outputs are no multiple of 32 do not run. The price is slower
+    forward passes, without that kernel.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -214,10 +214,10 @@ def _keep_codes_in_order(model: nn.Module) -> None:
 
 @contextmanager
 def naming_plain_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Context in which a model's configuration names all layers that bitsandbytes has not quantized.
+    """List, within the context, all layers that bitsandbytes has not quantized in the model's configuration.
 
-    Other programs do not know which layers of ours are left out. Without a list they leave out heads alone, with one
-    nothing else, so that it would quantize the new head of a classifier: llamoe's own folders have none.
+    Other programs need this list: without one they skip only heads. With one they skip nothing else, and would quantize
+    the new head of a classifier, so llamoe's own folders have no list.
     """
     if not isinstance(getattr(model, "hf_quantizer", None), QuantizesExperts):
         yield
@@ -225,7 +225,7 @@ def naming_plain_layers(model: PreTrainedModel) -> Iterator[None]:
     config: Any = model.config.quantization_config
     kept = config.llm_int8_skip_modules
     plain = {
-        # transformers 4 takes routers for linear layers, and has this name for Mixtral's mixture.
+        # In transformers 4 routers are linear layers, and Mixtral's mixture has this name.
         name.replace(".mlp.gate", ".block_sparse_moe.gate")
         for name, module in model.named_modules()
         if type(module) in (nn.Linear, Linear)
@@ -240,6 +240,6 @@ def naming_plain_layers(model: PreTrainedModel) -> Iterator[None]:
 
 
 def register_bitsandbytes() -> None:
-    """Put these quantizers in the place of transformers'; called once, at the import."""
+    """Replace transformers' quantizers by these; called once, at import."""
     replace_quantizer("bitsandbytes_4bit", BitsAndBytes4BitQuantizer)
     replace_quantizer("bitsandbytes_8bit", BitsAndBytes8BitQuantizer)

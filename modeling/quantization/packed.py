@@ -1,6 +1,6 @@
 """Linear layers and routed experts with packed weights.
 
-The mark `is_packed` tells them from others; `moe` and `parallel` stand before this folder and ask for no class.
+They have the attribute `is_packed`, by which `moe` and `parallel` recognise them without importing this folder.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from ..moe import STACKS, Experts, OutputFirstExperts, multiply_one
 
 
 class Packed(nn.Module):
-    """A base class to name before the layer's own: codes are parameters, and what belongs to them buffers.
+    """A mixin for layers with packed weights: codes are parameters, the other parts buffers. Name it first.
 
     Attributes:
         sizes: O and I of each weight's matrices, by its name.
@@ -30,7 +30,7 @@ class Packed(nn.Module):
 
     @property
     def storage(self) -> str:
-        """How the weights are kept, for errors."""
+        """How the weights are stored, for error messages."""
         return f"stored as {self.format.exact.key}"
 
     def extra_repr(self) -> str:
@@ -38,7 +38,7 @@ class Packed(nn.Module):
         return f"{super().extra_repr()}, format={self.format.exact.key}"
 
     def part_shapes(self, *names: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each part of these weights, or of all, by the part's name."""
+        """Return the shape and dtype of each part of these weights (default: all), by the part's name."""
         return {
             name + suffix: ((*self.stacked, *shape), dtype)
             for name, form in self.formats.items()
@@ -62,7 +62,7 @@ class Packed(nn.Module):
         }
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        # `model.to(dtype)` and its kin: kernels read the scales in one dtype, and rounding them would change weights.
+        # `model.to(dtype)` must not cast scales: kernels read one dtype, and rounding would change the weights.
         kept = {id(getattr(self, name)) for name in self.part_shapes()}
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ class Packed(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict, strict: bool, *lists: list[str]
     ) -> None:
-        # torch would cast: the codes of a 16-bit weight would be its numbers without their fractions.
+        # torch would cast a plain weight to integers and load these as codes.
         wrong = [
             f"{prefix}{name} is {given.dtype}, where this packed weight has {dtype}."
             for name, (_, dtype) in self.part_shapes().items()
@@ -88,11 +88,11 @@ class Packed(nn.Module):
 class QuantizedLinear(Packed, nn.Linear):
     """A linear layer with a packed weight, which has no gradient.
 
-    An `nn.Linear`, so that peft adapts it. `weight` holds the codes; buffers beside it hold the other parts.
+    It is an `nn.Linear`, so that peft adapts it. `weight` holds the codes; buffers hold the other parts.
     """
 
     def __init__(self, linear: nn.Linear, form: Format):
-        """Make empty parts in the place of a layer's weight."""
+        """Replace a layer's weight by empty parts."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.format, self.formats = form, {"weight": form}
@@ -104,7 +104,7 @@ class QuantizedLinear(Packed, nn.Linear):
 
     def parts(self) -> list[torch.Tensor]:
         """The parts of the weight."""
-        # Twice as fast as by attribute, for each layer of each token.
+        # Direct access to the dicts is twice as fast as by attribute; this runs for each layer and token.
         found: list[Any] = [self._parameters["weight"], *self._buffers.values()]
         return found
 
@@ -112,7 +112,7 @@ class QuantizedLinear(Packed, nn.Linear):
         """Map `[..., in_features]` to `[..., out_features]` in the dtype of `x`.
 
         Raises:
-            ValueError: rows of another size, of which kernels would read what is not theirs, or of integers.
+            ValueError: rows of integers, or of another size, which would make kernels read out of bounds.
         """
         if x.shape[-1] != self.in_features or not x.is_floating_point():
             raise ValueError(
@@ -148,17 +148,17 @@ class QuantizedLinear(Packed, nn.Linear):
 class QuantizedExperts(Packed, Experts):
     """Routed experts with packed stacks, which have no gradient.
 
-    `gate_up_proj` and `down_proj` hold the codes, output-first in every family; buffers beside them hold the other
-    parts. Each has an axis for experts in front.
+    `gate_up_proj` and `down_proj` hold the codes, output-first in every family; buffers hold the other parts. Each has
+    an axis for experts in front.
     """
 
     def __init__(self, experts: Experts, form: Format, gate_up_form: Format | None = None):
-        """Make empty parts in the place of the stacks.
+        """Replace the stacks by empty parts.
 
         Args:
-            experts: with 16 or 32 bits, or none on the meta device.
-            form: of a matrix.
-            gate_up_form: of an expert's gate and up together, if they are not stored as one matrix.
+            experts: plain experts, which may be on the meta device.
+            form: format of a matrix.
+            gate_up_form: format of an expert's gate and up, if they are not stored as one matrix.
         """
         self.take_after(experts)
         self._formats = {"gate_up_proj": gate_up_form or form, "down_proj": form}
@@ -168,17 +168,17 @@ class QuantizedExperts(Packed, Experts):
         self.check_implementation(self.config._experts_implementation)
 
     def sizes_of(self, name: str) -> Sizes:
-        """O and I of a stack's matrices."""
+        """Return O and I of a stack's matrices."""
         return self.sizes[name]
 
     def stack_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the stack that the parts mean, in the family's own order."""
+        """Return the shape of the dequantized stack, in the model family's order of axes."""
         num_out, num_in = self.sizes[name]
         return (self.num_experts, *((num_in, num_out) if self.is_transposed else (num_out, num_in)))
 
     @torch.no_grad()
     def quantize(self, weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
-        """Quantize a stack in the family's order to its parts, by name, one expert after the other."""
+        """Quantize a stack, in the family's order of axes, to its parts, by name, one expert after the other."""
         wholes = self.empty_parts(name, weight.device)
         for expert, matrix in enumerate(weight.mT if self.is_transposed else weight):
             for whole, part in zip(wholes.values(), self.formats[name].quantize(matrix), strict=True):

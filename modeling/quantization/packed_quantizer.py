@@ -18,7 +18,7 @@ class QuantizeWeight(ConversionOps):
     """The operation by which transformers' loader quantizes a weight that it has read, before it reads the next.
 
     Args:
-        others: makes the operation for weights of modules that are not ours.
+        others: makes transformers' operation, for weights of other modules.
     """
 
     def __init__(self, others: Callable[[], ConversionOps]):
@@ -39,7 +39,7 @@ class QuantizeWeight(ConversionOps):
             return self._others().convert(input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
         [weight] = input_dict.values()
         weight = weight[0] if isinstance(weight, list) else weight
-        # transformers checks no shape of what is quantized.
+        # transformers does not check the shapes of quantized weights.
         wanted = module.stack_shape(name) if module.stacked else module.sizes[name]
         if tuple(weight.shape) != wanted:
             raise CheckpointError(
@@ -50,7 +50,7 @@ class QuantizeWeight(ConversionOps):
 
 
 class PackedQuantizer(HfQuantizer):
-    """A quantizer of packed modules; name it before transformers' class for others."""
+    """A mixin that quantizes llamoe's packed modules; name it before transformers' quantizer class."""
 
     layout: Layout | None = None
     """How the folder that is loaded has packed matrices as linear layers; None for our own, which has stacks."""
@@ -64,7 +64,7 @@ class PackedQuantizer(HfQuantizer):
         return super().param_needs_quantization(model, param_name, **kwargs)
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
-        """Bytes of an element: transformers takes what is to be quantized for numbers, not for codes."""
+        """Return the bytes per element; transformers would use the plain dtype's for weights yet to be quantized."""
         if holds_packed(model, param_name):
             return param.element_size()
         return super().param_element_size(model, param_name, param)
@@ -74,14 +74,14 @@ class PackedQuantizer(HfQuantizer):
         return QuantizeWeight(super().get_quantize_ops)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
-        """Return the loader's rules; those for a layout are first, and alone for their names."""
+        """Return the loader's rules: first those of the layout, which replace any other rule for the same names."""
         rules = super().update_weight_conversions(weight_conversions, model)
         if self.layout is not None:
             first = reading_rules(self.layout, self.layers_in_files)
             names = {name for rule in first for name in rule.source_patterns}
             return [*first, *(rule for rule in rules if names.isdisjoint(rule.source_patterns))]
         if not self.pre_quantized and packed_modules(model):
-            # A stack that is quantized next takes no memory beside its experts.
+            # Stack lazily: a copy of the stack that is quantized next would double its memory.
             return fuse_in_place(rules)
         return rules
 
@@ -91,19 +91,19 @@ class PackedQuantizer(HfQuantizer):
         for path, module in packed_modules(model):
             _check_scales(path, module)
             for codes in module.parameters(recurse=False):
-                # Mapped from a file: torch's kernels cannot read them there, and other products round otherwise.
+                # Copy unaligned tensors of mapped files: kernels refuse them; other products round differently.
                 if codes.is_cpu and codes.data_ptr() % module.format.alignment:
                     codes.data = codes.data.clone()
         return model
 
     def dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
-        """Replace packed modules by plain ones, and others as transformers does.
+        """Replace llamoe's packed modules by plain ones, and transformers' as transformers does.
 
         Raises:
-            ValueError: a module is offloaded, and has no numbers in memory.
+            ValueError: a module is offloaded, so its weights are not in memory.
         """
         dtype = dtype or model.config.dtype or model.dtype
-        # A save leaves the dtype's name in the config.
+        # Saving replaces the config's dtype by its name.
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         for name, module in packed_modules(model):
             if any(parameter.is_meta for parameter in module.parameters()):
@@ -113,11 +113,11 @@ class PackedQuantizer(HfQuantizer):
 
 
 def _check_scales(path: str, module: torch.nn.Module) -> None:
-    """Raise a `CheckpointError` if scales are NaN or infinite, so that whatever they multiply would be."""
+    """Raise a `CheckpointError` if scales are NaN or infinite."""
     for name, scales in module.named_buffers(recurse=False):
         if scales.is_meta or not scales.is_floating_point():
             continue
-        # The largest and smallest number take no memory of their own, and are NaN if one is.
+        # Minimum and maximum need no memory for a mask, and are NaN if any scale is.
         if not torch.stack(scales.aminmax()).isfinite().all():
             raise CheckpointError(
                 f"{path}.{name}: {int((~scales.isfinite()).sum())} of {scales.numel()} scales are NaN or infinite. "

@@ -1,6 +1,7 @@
-"""What a quantizer left unquantized: most skip routed experts, stacks of three axes, in silence.
+"""A warning of experts that a quantizer has left unquantized.
 
-transformers' quantizers replace linear layers, although experts are most of a mixture's weights.
+Most of transformers' quantizers replace only linear layers and silently skip stacks of experts, although these are most
+of a mixture's weights.
 """
 
 import logging
@@ -16,12 +17,12 @@ logger = logging.getLogger("llamoe")
 
 
 def warn_of_plain_experts(model: PreTrainedModel) -> None:
-    """Warn, in one sentence with their bytes, of experts that a quantized model has in 16 or 32 bits."""
+    """Warn if a quantized model has experts in 16 or 32 bits, with their size in bytes."""
     quantizer, method = getattr(model, "hf_quantizer", None), getattr(model, "quantization_method", None)
     reason = f"{getattr(method, 'value', method)} quantizes linear layers only"
     if isinstance(quantizer, PackedQuantizer):
         if not quantizer.pre_quantized:
-            # Somebody has excepted them just now.
+            # The user has excluded the experts in this very call.
             return
         reason = "the checkpoint holds them so"
     stacks = [
@@ -30,7 +31,7 @@ def warn_of_plain_experts(model: PreTrainedModel) -> None:
         if isinstance(module, Experts) and not module.is_packed
         for name in STACKS
     ]
-    # Some quantizers have tensors of their own.
+    # Some quantizers use subclasses of Tensor.
     if stacks and type(stacks[0]) is nn.Parameter:
         dtype = str(stacks[0].dtype).removeprefix("torch.")
         size = in_units(sum(stack.nbytes for stack in stacks))

@@ -1,7 +1,7 @@
-"""Folders that other programs have packed in 4 bits, read into int4 (`formats.packed` says what their bits mean).
+"""Loading of folders that other programs have packed, as int4; `formats.packed` describes their layouts.
 
-`reading` has the rules of the loader that make int4's parts of them. Which layers are packed is what the files say.
-Layers that int4 does not hold, such as heads and routers, get the weight that theirs means in 16 bits.
+The loader's rules for the conversion are in `reading`. The files' headers show which layers are packed. Packed layers
+that stay plain here, such as heads and routers, are unpacked to 16 bits.
 """
 
 import re
@@ -26,28 +26,28 @@ from ..moe import PLACES, Experts
 
 logger = logging.get_logger("llamoe")
 
-# What may stand beside a packed layer: biases of 0, and schemes for activations.
+# Tensors beside a packed layer that are ignored: biases of 0, and scales of activations.
 _PASSED_OVER = ("bias", "input_scale", "output_scale", "input_zero_point", "activation_scale")
-# Scales of a cache, beside the layers of attention.
+# Scales of a quantized KV cache, beside the attention layers.
 _OF_CACHE = ("k_scale", "v_scale")
 _REMEDY = "Download or copy the checkpoint again."
 
 
 def layout_of(stored: Any) -> Layout | None:
-    """The layout that a folder's `quantization_config`, or its dict, means; None for methods that have none here.
+    """Return the layout that a folder's `quantization_config` (or its dict) describes; None for other methods.
 
     Raises:
-        ConfigurationError: a method that has one, with something that is not read.
+        ConfigurationError: the method is supported, but not with these settings.
     """
     content: Any = stored if isinstance(stored, dict) else stored.to_dict()
     method = content.get("quant_method")
-    # Or a member of transformers' `QuantizationMethod`.
+    # The method may be a member of transformers' enum `QuantizationMethod`.
     maker = LAYOUTS.get(getattr(method, "value", method))
     return maker and maker(content)
 
 
 def own_config(layout: Layout) -> QuantizationConfig:
-    """The config of int4 by which such a folder is loaded, and saved."""
+    """Return llamoe's config with which such a folder is loaded and saved."""
     return QuantizationConfig("int4", layout.group_size or 128)
 
 
@@ -68,9 +68,9 @@ def by_expert(layers: Mapping[str, Kinds]) -> list[list[Kinds]]:
 def find_packed(
     model: PreTrainedModel, files: Iterable[str], layout: Layout, rules: Iterable[Any]
 ) -> Matrices:
-    """What files have packed of a model's weights.
+    """Find the model's weights that files store packed.
 
-    Biases that GPTQ's programs write for layers without one are passed over, and so are scales of activations.
+    Biases that GPTQ's programs write for layers without one are ignored, and so are scales of activations.
 
     Args:
         model: empty, without packed modules.
@@ -79,7 +79,7 @@ def find_packed(
         rules: of transformers' loader, with those of `reading_rules`.
 
     Raises:
-        CheckpointError: none, a tensor is missing or has another shape, or such a bias is not 0.
+        CheckpointError: no weight is packed, a tensor is missing or has another shape, or an ignored bias is not 0.
     """
     rules, state, headers = list(rules), model.state_dict(), headers_of(files)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -95,7 +95,7 @@ def find_packed(
         if layout.holds(kind, stored.dtype) and (weight := name_in_model(stored.name)) in state:
             matrices.setdefault(weight, {}).setdefault(layer, {})[kind] = stored
             packed.add(layer)
-    # A tower alone is mostly plain.
+    # A vision tower that is loaded alone is usually plain.
     if not matrices and not isinstance(model.config, LlamoeVisionConfig):
         raise CheckpointError(
             f"{listed(sorted({stored.origin for stored in headers}), 3)}: no weight of this model is packed, as "
@@ -132,13 +132,13 @@ def _check_matrices(model: nn.Module, weight: str, layers: Mapping[str, Any], la
             if (stored := kinds.get(kind)) is None:
                 beside = next(iter(kinds.values()))
                 raise CheckpointError(f"{beside}: {layer}.{kind} is missing beside it. {_REMEDY}")
-            # A scale may have axes of one element or not.
+            # Ignore axes of size one in scales.
             if [size for size in stored.shape if size != 1] != [size for size in shape if size != 1]:
                 raise CheckpointError(
                     f"{stored} has shape {[*stored.shape]}, where config.json means {[*shape]}: its sizes, or "
                     "quantization_config's groups, are not those of the weights."
                 )
-            # Codes of other sizes would be cut at other bits, and whole numbers are no scales.
+            # Codes of another integer size would be unpacked wrongly, and scales must be floats.
             codes = r"I32" if layout.is_int4 else r"I8|F8_\w+"
             if not re.fullmatch(r"B?F\d+" if "scale" in kind else codes, stored.dtype):
                 raise CheckpointError(
@@ -149,18 +149,18 @@ def _check_matrices(model: nn.Module, weight: str, layers: Mapping[str, Any], la
 def follow_files(
     config: QuantizationConfig, layout: Layout, candidates: Mapping[str, nn.Module], matrices: Matrices
 ) -> None:
-    """Let a config name what files have packed: the modules that stay in 16 bits, and a size of groups.
+    """Set, from what files have packed, a config's group size and the modules that stay in 16 bits.
 
     Args:
         config: changed in place.
         layout: of the packed matrices.
-        candidates: the modules that int4 would take, by name.
-        matrices: by `find_packed`.
+        candidates: the modules that int4 supports, by name.
+        matrices: result of `find_packed`.
     """
     paths = {weight.rpartition(".")[0] for weight in matrices}
     taken = {name: module for name, module in candidates.items() if name in paths}
     if layout.group_size is None:
-        # One scale an output fits any group: the largest without padding.
+        # A scale per output allows any group size: choose the largest without padding.
         sizes = _sizes_in_int4(candidates, matrices).values()
         config.group_size = next(
             (size for size in (128, 64) if not any(num_in % size for _, num_in in sizes)), 32
@@ -169,9 +169,9 @@ def follow_files(
 
 
 def names_in_16_bit(modules: Iterable[str], packed: Iterable[str]) -> list[str]:
-    """Return ends of the names of the modules that are not packed, which end no name of a packed one.
+    """Return name suffixes that match exactly the modules that are not packed.
 
-    An end is what follows the layer's number, unless that means a packed module of another layer.
+    A suffix is what follows the layer's number, or the full name if that would match a packed module of another layer.
     """
     packed = {*packed}
     ends_packed = {_in_layer(name) for name in packed}
@@ -184,7 +184,7 @@ def names_in_16_bit(modules: Iterable[str], packed: Iterable[str]) -> list[str]:
 
 
 def check_int4(config: QuantizationConfig, candidates: Mapping[str, nn.Module], matrices: Matrices) -> None:
-    """Check that int4 holds what files have packed, and warn of what stays in 16 bits; arguments as before.
+    """Check that int4 can hold the packed weights, and warn of those unpacked to 16 bits; arguments as `follow_files`.
 
     Raises:
         CheckpointError: a packed matrix that int4 cannot hold.
@@ -199,7 +199,7 @@ def check_int4(config: QuantizationConfig, candidates: Mapping[str, nn.Module], 
 
 
 def _sizes_in_int4(candidates: Mapping[str, nn.Module], matrices: Matrices) -> dict[str, tuple[int, int]]:
-    """O and I of the packed weights whose modules int4 takes, by the weight's name."""
+    """Return O and I of the packed weights that become int4, by the weight's name."""
     return {
         weight: module.sizes_of(name) if isinstance(module, Experts) else tuple(module.weight.shape)
         for weight in matrices

@@ -1,4 +1,4 @@
-"""What transformers calls to load, save and dequantize models in llamoe's formats.
+"""llamoe's quantizer, which transformers calls to load, save and dequantize models in llamoe's formats.
 
 `QuantizationConfig` and this quantizer are registered with transformers under the method `llamoe`.
 """
@@ -32,7 +32,7 @@ from .published import Matrices, check_int4, find_packed, follow_files
 
 logger = logging.get_logger("llamoe")
 
-# What classes with a head, and multimodal ones, have before the names of layers.
+# Prefixes of layer names in classes with a head and in multimodal classes.
 _PREFIX = re.compile(r"^(language_model\\?\.)?(model\\?\.)?(?=layers\\?\.)")
 
 
@@ -46,14 +46,14 @@ def format_for(config: QuantizationConfig) -> Format:
 
 
 def take_activations(stored: Any, options: dict[str, Any]) -> str | None:
-    """Return the `activations` that a user chose for a packed folder; None for the folder's own.
+    """Return the `activations` that the user requests for a packed folder; None keeps the folder's own.
 
-    transformers takes the folder's config for all else, and warns of that: a request for nothing else is taken out of
-    the options.
+    transformers ignores all other fields of the user's config, with a warning. A config that requests only
+    `activations` is removed from the options, so that nothing is reported.
 
     Args:
         stored: the folder's config or its dict, or None.
-        options: of `from_pretrained`.
+        options: the keyword arguments of `from_pretrained`.
 
     Raises:
         ConfigurationError: both configs are of llamoe's formats, and they differ in what is stored.
@@ -73,24 +73,24 @@ def take_activations(stored: Any, options: dict[str, Any]) -> str | None:
 
 
 def _as_config(config: Any) -> QuantizationConfig | None:
-    """Return a config of llamoe's formats, of which this may be the dict; None for others."""
+    """Return a config of llamoe's formats, given itself or its dict; None for other configs."""
     if isinstance(config, dict) and config.get("quant_method") == METHOD:
         return QuantizationConfig(**config)
     return config if isinstance(config, QuantizationConfig) else None
 
 
 class LlamoeQuantizer(PackedQuantizer):
-    """Loads, saves and dequantizes models in llamoe's formats; loads other programs' that are read into int4."""
+    """Loads, saves and dequantizes models in llamoe's formats; loads other programs' folders as int4."""
 
     quantization_config: QuantizationConfig
 
     @property
     def checks_shapes(self) -> bool:
-        """Tells `checkpoints` whether the model's modules say what files hold."""
+        """True if files must hold the shapes of the model's modules, which `checkpoints` then checks."""
         return self.layout is None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuse what no packed weight can follow.
+        """Refuse device maps that packed weights do not support.
 
         Raises:
             ValueError: modules on disk.
@@ -103,7 +103,7 @@ class LlamoeQuantizer(PackedQuantizer):
             )
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """bfloat16, whatever was asked for, and says so; but for weights that are not int4's."""
+        """Return bfloat16, and warn if another dtype was requested; keep it if the folder becomes plain weights."""
         layout = current_loading().layout
         if layout is not None and not layout.is_int4:
             return dtype
@@ -129,7 +129,7 @@ class LlamoeQuantizer(PackedQuantizer):
             matrices = self.read_published(model, kwargs.get("checkpoint_files") or (), layout)
             current_loading().matrices = matrices
             if not layout.is_int4:
-                # The model is plain then: transformers takes its config and quantizer away.
+                # After dequantization the model is plain: transformers removes its config and quantizer.
                 config.dequantize = True  # pyright: ignore[reportAttributeAccessIssue]
                 return
             check_int4(config, candidates, matrices)
@@ -149,7 +149,7 @@ class LlamoeQuantizer(PackedQuantizer):
             model.set_submodule(name, packed)
 
     def read_published(self, model: PreTrainedModel, files: Iterable[str], layout: Layout) -> Matrices:
-        """Find what another program has packed of an empty model's weights, and let the config follow it."""
+        """Find the weights of an empty model that another program has packed, and adapt the config to them."""
         self.layout = layout
         rules = get_model_conversion_mapping(model, hf_quantizer=self)
         matrices = find_packed(model, files, layout, rules)
@@ -157,10 +157,10 @@ class LlamoeQuantizer(PackedQuantizer):
         return matrices
 
     def _candidates(self, model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-        """The modules that are packed if no name in `modules_to_not_convert` means them."""
+        """Yield the modules, with their names, that are packed unless `modules_to_not_convert` names them."""
         config = self.quantization_config
         kept = self.get_modules_to_not_convert(model)
-        # Heads are outside of the decoder, and so are tower and projector. A tower takes itself for a decoder.
+        # Pack only modules of the decoder, not heads, vision tower or projector. A tower alone is its own `base_model`.
         has_decoder = not isinstance(model.config, LlamoeVisionConfig)
         inside = {id(module) for module in model.get_decoder().modules()} if has_decoder else ()
         for name, module in model.named_modules():
@@ -184,36 +184,36 @@ class LlamoeQuantizer(PackedQuantizer):
         return weights, {}
 
     def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
-        # Layers multiply in one dtype; adapters have their own.
+        # Adapters may have another dtype than the packed layers.
         for name, parameter in model.named_parameters():
             if parameter.is_floating_point() and "lora_" not in name:
                 parameter.data = parameter.data.to(dtype)
         return model
 
     def is_serializable(self) -> bool:
-        """Packed weights are saved as they are."""
+        """True: packed weights can be saved."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """Adapters beside packed weights train."""
+        """True: adapters can be trained on packed weights."""
         return True
 
     @property
     def is_compileable(self) -> bool:
-        """Products are operators in a graph."""
+        """True: products are custom operators, which can be compiled."""
         return True
 
 
 def _is_kept(name: str, kept: Iterable[str]) -> bool:
-    """Return True if one of these names means the module, whatever class gave the decoder's layers their prefix."""
-    # A folder's names are those of the class that was saved, and parts of it are read by other classes.
+    """Return True if one of these names matches the module, whatever prefix its model class adds."""
+    # A folder may be loaded by another class than the one that saved it, with another prefix.
     names = [name, _PREFIX.sub("", name)]
     patterns = [*kept, *(_PREFIX.sub("", pattern) for pattern in kept)]
     return not all(should_convert_module(name, patterns) for name in names)
 
 
 def register_quantizers() -> None:
-    """Register config and quantizer with transformers; called once, at the import."""
+    """Register config and quantizer with transformers; called once, at import."""
     register_quantization_config(METHOD)(QuantizationConfig)
     register_quantizer(METHOD)(LlamoeQuantizer)

@@ -1,7 +1,7 @@
-"""Rules of transformers' loader for folders in which packed matrices are linear layers, those of each expert too.
+"""Rules for transformers' loader to read folders that store packed linear layers, also for each expert.
 
-The loader collects the tensors of a layer, or of all experts' layers of a stack. An operation makes the parts of the
-packed module of them, or, where the module is plain, the weight that they mean. The folder's `Layout` says how.
+The loader collects the tensors of a linear layer, or of the layers of all experts of a stack. An operation converts
+them to the parts of a packed module, or, for a plain module, to the plain weight. The folder's `Layout` does it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,23 +21,23 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Layout(Protocol):
-    """How a folder stores the matrices of linear layers."""
+    """Interface: how a folder stores the matrices of linear layers."""
 
     kinds: ClassVar[tuple[str, ...]]
     """What may follow a layer's name in the names of its tensors."""
 
     def parts_of(self, matrices: Sequence[Tensors], sizes: Sizes, form: Format) -> Parts:
-        """Return the parts of one packed matrix, of which layers of these sizes are on top of each other."""
+        """Return the parts of one packed matrix, made of linear layers of these sizes stacked along the outputs."""
         ...
 
     def weight_of(self, tensors: Tensors, sizes: Sizes) -> torch.Tensor:
-        """Return the weight that a layer's tensors mean, `[O, I]`; they may be plain."""
+        """Return a layer's weight `[O, I]`, unpacked unless it is plain already."""
         ...
 
 
 def reading_rules(layout: Layout, layers: Iterable[str] = ("",)) -> list[WeightConverter]:
-    """Return the rules for stacks of experts, and for linear layers whose names end so."""
-    # On the CPU, where files are mapped: the loader would copy all of them to a GPU before it makes the first weight.
+    """Return the rules for stacks of experts, and for linear layers with these name suffixes."""
+    # Convert on the CPU, where files are mapped: otherwise the loader copies all tensors to the GPU first.
     rules = [
         WeightConverter(
             [
@@ -73,7 +73,7 @@ def reading_rules(layout: Layout, layers: Iterable[str] = ("",)) -> list[WeightC
 
 
 class _Reads(ConversionOps):
-    # What transformers casts, it would cast before: it looks for this attribute, which its own operations have.
+    # transformers reads this attribute of operations; without it, it would cast the tensors before the conversion.
     hf_quantizer = True
 
     def __init__(self, layout: Layout):
@@ -92,7 +92,7 @@ class _ReadLinear(_Reads):
         model: Any = None,
         **kwargs: Any,
     ) -> dict[str, torch.Tensor]:
-        """The tensors by their names in the model."""
+        """Return the tensors by their names in the model."""
         path, _, name = full_layer_name.rpartition(".")
         module, layer = model.get_submodule(path), target_patterns[0].removesuffix("weight")
         tensors = {pattern.removeprefix(layer): found[0] for pattern, found in input_dict.items()}
@@ -110,7 +110,7 @@ class _ReadStack(_Reads):
     def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
     ) -> dict[str, torch.Tensor]:
-        """The tensors by their names in the model.
+        """Return the tensors by their names in the model.
 
         Raises:
             CheckpointError: an expert lacks a tensor that others have.
@@ -146,13 +146,13 @@ class _ReadStack(_Reads):
 
 
 class _ReadWhole(_Reads):
-    """Make a plain stack of one that is stored as such, with a scale for each output of an expert."""
+    """Make a plain stack from a stored stack with a scale for each output of an expert."""
 
     @torch.no_grad()
     def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
     ) -> dict[str, torch.Tensor]:
-        """The stack by its name in the model."""
+        """Return the stack by its name in the model."""
         path, _, stack = full_layer_name.rpartition(".")
         experts = model.get_submodule(path)
         tensors = {name.rpartition(".")[2]: tensors[0] for name, tensors in input_dict.items()}

@@ -1,8 +1,8 @@
-"""Layouts of packed weights in published folders, and int4's parts of what they hold.
+"""Layouts of quantized weights in published folders, and their conversion to int4.
 
-Reading order: layout (what a layout must say, and int4's parts), then a file each: eight_bits (which int4 does not
-hold), compressed_tensors, gptq, awq. A layout's codes are int4's, taken over as they are; only scales are rounded. None
-of the packages that wrote the folders is needed.
+Reading order: layout (the interface, and the conversion), eight_bits (which become plain weights), compressed_tensors,
+gptq, awq. 4-bit codes are kept as they are; only scales are rounded. The packages that wrote the folders are not
+needed.
 """
 
 from collections.abc import Callable, Mapping

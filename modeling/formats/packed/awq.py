@@ -15,7 +15,7 @@ import torch
 from ..format import Sizes
 from .layout import Layout, Unpacked, checked_size, unread
 
-# Of each of eight outputs, its place in the word.
+# Position in the word of each of eight outputs.
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -28,7 +28,7 @@ class Awq(Layout):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Awq":
-        """The layout that a `quantization_config` means.
+        """Return the layout that a `quantization_config` describes.
 
         Raises:
             ConfigurationError: other bits or formats.
@@ -52,6 +52,6 @@ class Awq(Layout):
 
 
 def _outputs_first(words: torch.Tensor) -> torch.Tensor:
-    """`[n, O / 8]` words to `[O, n]` codes."""
+    """Unpack words `[n, O / 8]` to codes `[O, n]`."""
     words = words.T.contiguous()
     return torch.stack([(words >> 4 * place & 15).to(torch.uint8) for place in _PLACES], 1).flatten(0, 1)

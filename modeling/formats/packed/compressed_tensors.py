@@ -31,7 +31,7 @@ class CompressedTensors(Layout):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Layout:
-        """The layout that a `quantization_config` means.
+        """Return the layout that a `quantization_config` describes.
 
         Raises:
             ConfigurationError: weights of other bits or kinds, several kinds, or quantized activations.
@@ -41,7 +41,7 @@ class CompressedTensors(Layout):
         if not schemes or any(scheme != schemes[0] for scheme in schemes):
             raise unread("config_groups", sorted(config.get("config_groups") or ()), "one kind of weights")
         scheme = schemes[0] or {}
-        # Rows are rotated on their way, or layers would compute with others' bases.
+        # Transforms rotate the activations, so without them the layers' weights would be wrong.
         if transforms := (config.get("transform_config") or {}).get("config_groups"):
             raise unread("transform_config", sorted(transforms), "a model without transforms")
         formats = {group.get("format") or config.get("format") for group in groups}

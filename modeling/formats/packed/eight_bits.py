@@ -1,8 +1,8 @@
-"""Weights of 8 bits: numbers of E4M3 or whole ones, times scales. They are read as plain weights.
+"""8-bit weights, float8 (E4M3) or int8, with scales, which are loaded as plain or int8 weights.
 
-`weight` `[O, I]` is float8 or int8. A scale is of the whole matrix, of an output, or of a block of outputs and inputs.
-compressed-tensors (`float-quantized`, `int-quantized`) and fbgemm name it `weight_scale`, transformers' `fp8`
-`weight_scale_inv`, though it is multiplied, too. fbgemm stores experts as Llama 4 has them, in stacks.
+`weight` is `[O, I]`. There is a scale for the whole matrix, for each output, or for each block of outputs and inputs.
+compressed-tensors (`float-quantized`, `int-quantized`) and fbgemm name it `weight_scale`; transformers' `fp8` names it
+`weight_scale_inv`, although it is a factor, too. fbgemm stores experts in Llama 4's stacks.
 
 Shapes: O outputs, I inputs, E experts.
 """
@@ -29,7 +29,7 @@ class EightBits(Layout):
 
     Attributes:
         block: outputs and inputs that share a scale; 0 for all of them.
-        dtype: what safetensors' name of the numbers' dtype begins with.
+        dtype: prefix of the weights' dtype in safetensors' spelling.
     """
 
     block: tuple[int, int] = (1, 0)
@@ -40,7 +40,7 @@ class EightBits(Layout):
 
     @classmethod
     def from_scheme(cls, weights: Mapping[str, Any], activations: Mapping[str, Any] | None) -> "EightBits":
-        """The layout of weights by their scheme in `config_groups`.
+        """Return the layout for a scheme of weights in `config_groups`.
 
         Raises:
             ConfigurationError: other weights.
@@ -62,7 +62,7 @@ class EightBits(Layout):
 
     @property
     def is_by_output(self) -> bool:
-        """Whether int8 holds codes and scales."""
+        """True if the format int8 can hold the codes and scales unchanged."""
         return self.dtype == "I8" and self.block == (1, 0)
 
     def holds(self, kind: str, dtype: str) -> bool:
@@ -74,7 +74,7 @@ class EightBits(Layout):
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
         scale = tensors[self.kinds[1]].float().reshape(self.shapes(sizes)[self.kinds[1]])
-        # Attention hides keys that are not numbers: logits would be wrong in silence.
+        # Check here: attention masks NaN keys out, so logits would be wrong without an error.
         if not scale.isfinite().all():
             raise CheckpointError(f"{self.kinds[1]} is NaN or infinite: copy the checkpoint again.")
         scale = scale.repeat_interleave(self.block[0] or sizes[0], 0)[: sizes[0]]
@@ -93,7 +93,7 @@ class FineGrainedFp8(EightBits):
         """The layout that a `quantization_config` means.
 
         Raises:
-            ConfigurationError: blocks that are none.
+            ConfigurationError: invalid blocks, or experts in another dtype.
         """
         block = config.get("weight_block_size", (128, 128)) or _BLOCKS["tensor"]
         if not _is_block(block):

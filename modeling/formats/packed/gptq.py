@@ -1,8 +1,8 @@
 """GPTQ's weights of 4 bits, as AutoGPTQ and GPTQModel write them.
 
 `qweight` `[I / 8, O]` has eight inputs a word, `qzeros` `[G, O / 8]` eight outputs, lowest bits first; `scales` is
-`[G, O]`. The first version of the format stores zero points less 1, `gptq_v2` as they are. `g_idx` `[I]` is the group
-of each input: with `desc_act` groups are of inputs that were quantized together, mostly not neighbours.
+`[G, O]`. The first version of the format stores zero points minus 1, `gptq_v2` unchanged. `g_idx` `[I]` is the group of
+each input: with `desc_act` the inputs of a group are usually not consecutive.
 
 Shapes: O outputs, I inputs, G groups of inputs.
 """
@@ -24,7 +24,7 @@ class Gptq(Layout):
     """Weights of 4 bits in one of GPTQ's two versions.
 
     Attributes:
-        has_true_zeros: whether zero points are stored as they are.
+        has_true_zeros: zero points are stored unchanged, not minus 1.
     """
 
     has_true_zeros: bool = False
@@ -33,7 +33,7 @@ class Gptq(Layout):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Gptq":
-        """The layout that a `quantization_config` means.
+        """Return the layout that a `quantization_config` describes.
 
         Raises:
             ConfigurationError: other bits or formats, or layers that differ in them.
@@ -45,7 +45,7 @@ class Gptq(Layout):
         version = config.get("checkpoint_format") or config.get("format") or "gptq"
         if version not in ("gptq", "gptq_v2"):
             raise unread("checkpoint_format", version, "'gptq' or 'gptq_v2'")
-        # Other rules only name layers that are left out.
+        # A rule without settings only names layers that are not quantized.
         if rules := [rule for rule in (config.get("dynamic") or {}).values() if rule]:
             raise unread("dynamic", rules, "one kind of weights")
         return cls(checked_size(config.get("group_size", 128)), version == "gptq_v2")
@@ -63,7 +63,7 @@ class Gptq(Layout):
         codes = nibbles(tensors["qweight"].T)[:, : sizes[1]]
         zeros = tensors["qzeros"]
         if not self.has_true_zeros:
-            # Added to whole words, as it was subtracted: a zero point of 0 borrows from its neighbour.
+            # Add 1 to the whole words, as GPTQ subtracted it from them: a zero point of 0 borrowed from its neighbour.
             zeros = zeros + _ONES
         zero = nibbles(zeros)[:, : sizes[0]].T
         groups = groups_out_of_order(tensors.get("g_idx"), self.group_size)

@@ -1,4 +1,4 @@
-"""What a layout of packed 4-bit weights must say, and the parts of int4 that follow from it.
+"""Interface of layouts of packed weights, and their conversion to int4.
 
 Shapes: O outputs, I inputs, G groups of inputs.
 """
@@ -41,7 +41,7 @@ class Unpacked(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """How a folder stores the matrices of linear layers, and single experts' as such.
+    """The layout in which a folder stores the matrices of linear layers, including those of single experts.
 
     Attributes:
         group_size: inputs that share a scale; None for one scale an output.
@@ -58,43 +58,43 @@ class Layout(ABC):
     """Whether int4 holds the codes."""
 
     def holds(self, kind: str, dtype: str) -> bool:
-        """Whether a tensor of this kind and dtype, in safetensors' spelling, is a packed matrix's."""
+        """Return True if a tensor of this kind and dtype (safetensors' spelling) belongs to a packed matrix."""
         return kind in self.kinds
 
     @abstractmethod
     def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors that a matrix must have, by kind."""
+        """Return the shapes of a matrix's tensors, by kind."""
 
     @abstractmethod
     def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        """What the tensors of one matrix mean, by kind."""
+        """Unpack the tensors of one matrix, given by kind."""
 
     def parts_of(
         self, matrices: Sequence[Mapping[str, torch.Tensor]], sizes: Sizes, form: Format
     ) -> list[torch.Tensor]:
-        """Make int4's parts of one matrix, or of an expert's gate and up, by their tensors by kind."""
+        """Convert one matrix, or an expert's gate and up, each given as tensors by kind, to int4's parts."""
         assert isinstance(form, Int4), form.key
         return int4_parts([self.unpack(tensors, sizes) for tensors in matrices], self, form)
 
     def weight_of(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> torch.Tensor:
-        """Return the weight that a layer's tensors mean, `[O, I]`; they may be a plain one."""
+        """Return a layer's weight `[O, I]`, unpacked unless it is plain already."""
         return (
             tensors["weight"] if set(tensors) == {"weight"} else weight_of(self.unpack(tensors, sizes), self)
         )
 
     def num_groups(self, num_in: int) -> int:
-        """G of a matrix with this many inputs."""
+        """Return the number of groups G of a matrix with this many inputs."""
         return 1 if self.group_size is None else -(-num_in // self.group_size)
 
 
 def nibbles(words: torch.Tensor) -> torch.Tensor:
-    """The eight codes of each 32-bit word, lowest bits first: `[..., n]` int32 to `[..., 8 n]` uint8."""
+    """Unpack eight codes from each 32-bit word, lowest bits first: `[..., n]` int32 to `[..., 8 n]` uint8."""
     bytes_ = words.contiguous().view(torch.uint8)
     return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)
 
 
 def groups_out_of_order(groups: torch.Tensor | None, size: int | None) -> torch.Tensor | None:
-    """The group of each input, `[I]`; None if none is stored, or each group is the next `size` inputs."""
+    """Return the group of each input, `[I]`; None if groups are consecutive inputs or not stored."""
     if groups is None or size is None or (groups < 0).all():
         return None
     in_order = torch.arange(len(groups), device=groups.device) // size
@@ -102,13 +102,13 @@ def groups_out_of_order(groups: torch.Tensor | None, size: int | None) -> torch.
 
 
 def weight_of(unpacked: Unpacked, layout: Layout, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The matrix, `[O, I]`, computed in float32."""
+    """Return the matrix `[O, I]`, computed in float32."""
     codes, scale, zero, groups = unpacked
     num_out, num_in = codes.shape
     if groups is None:
         groups = torch.arange(num_in, device=codes.device) // (layout.group_size or num_in)
     weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    # A few outputs at a time: numbers in float32 take eight times the memory of codes.
+    # Take a few outputs at a time, since float32 needs a lot of memory.
     for some in torch.arange(num_out).split(max(_WEIGHTS_AT_ONCE // num_in, 1)):
         rows = slice(int(some[0]), int(some[-1]) + 1)
         weight[rows] = (codes[rows].float() - zero[rows].float()[:, groups]) * scale[rows].float()[:, groups]
@@ -116,14 +116,14 @@ def weight_of(unpacked: Unpacked, layout: Layout, dtype: torch.dtype = torch.flo
 
 
 def int4_parts(matrices: Sequence[Unpacked], layout: Layout, form: Int4) -> list[torch.Tensor]:
-    """The parts of int4 with the same codes, and with scales and offsets rounded to bfloat16.
+    """Convert matrices to int4's parts: the codes are kept, scales and offsets are rounded to bfloat16.
 
-    One scale an output is repeated for each of int4's groups. Where groups are not consecutive inputs, which int4
-    cannot express, the weights are quantized anew.
+    A scale per output is repeated for each of int4's groups. If groups are not consecutive inputs, which int4 cannot
+    express, the weights are quantized again.
 
     Args:
-        matrices: one, or those that stand one above the other: an expert's gate and up.
-        layout: theirs.
+        matrices: one matrix, or an expert's gate and up, which become one.
+        layout: layout of the matrices.
         form: int4 with the layout's groups.
     """
     if any(each.group_of_input is not None for each in matrices):
@@ -137,17 +137,17 @@ def int4_parts(matrices: Sequence[Unpacked], layout: Layout, form: Int4) -> list
 
 
 def int4_of(codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, form: Int4) -> list[torch.Tensor]:
-    """The parts of int4 with these codes `[O, I]`, and scales and values of code 8, `[O, G]` or `[O, 1]`."""
+    """Return int4's parts for codes `[O, I]`, and scales and values of code 8, `[O, G]` or `[O, 1]`."""
     (_, half), _ = form.parts((codes.shape[0], codes.shape[1]))[0]
     num_groups = 2 * half // form.group_size
-    # Inputs of the padding are 0.
+    # Any code will do as padding: it is multiplied by inputs of 0.
     codes = F.pad(codes, (0, 2 * half - codes.shape[1]), value=8)
     scale, offset = (each.expand(-1, num_groups) for each in (scale, offset))
     return [pack(codes.contiguous()), torch.stack((scale.T, offset.T), -1).to(torch.bfloat16)]
 
 
 def checked_size(size: Any) -> int | None:
-    """A size of groups that int4 has; None for one scale an output, which configs write as -1.
+    """Return the group size if int4 supports it; None for one scale per output, which configs write as -1.
 
     Raises:
         ConfigurationError: another size.
@@ -160,7 +160,7 @@ def checked_size(size: Any) -> int | None:
 
 
 def unread(key: str, value: Any, known: str) -> ConfigurationError:
-    """The error for a field of `quantization_config` whose value no layout here has."""
+    """Return the error for an unsupported value in `quantization_config`."""
     return ConfigurationError(
         f"config.json: quantization_config.{key} is {value!r}, where {known} is read. Load the model that this one was "
         "made of, if memory is short with quantization_config=llamoe.QuantizationConfig('int4')."

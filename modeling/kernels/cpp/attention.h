@@ -1,20 +1,20 @@
-// Attention of one query a head: each number of a cache is read once.
+// Attention of one query per head, which reads each element of the KV cache once.
 
 namespace {
 
-// Keys or values of a cache: `heads` are as many numbers apart, and so are the `count` positions of a head.
+// Keys or values of a cache. Heads are `head_stride` elements apart, the `count` positions of a head `stride` elements.
 struct Cached {
   const char* numbers;
   int64_t head_stride, stride, count;
 };
 
-// Most queries that share keys and values and are computed at once: each number of the cache is read once for all of
-// them. Sums of so many vectors of each query's output are kept in registers.
+// kQueries: maximum number of query heads that share a key/value head and are computed together.
+// kSums: vectors of each query's output that are accumulated in registers.
 constexpr int kQueries = 4, kSums = kLanes == 16 ? 4 : 2;
-// Positions whose values stay in the nearest cache while they are added to one sum after the other.
+// Positions per block: their values stay in the L1 cache while they are added to one group of sums after the other.
 constexpr int64_t kPositions = 128;
 
-// Some queries' weights of all positions: exponentials that are not normalized yet, and what normalizes them.
+// Computes the unnormalized softmax weights of all positions for some queries, and the factors that normalize them.
 template <class T, int queries>
 void weigh(const float* query, int64_t padded, const typename T::Number* keys, int64_t stride, int64_t count,
            int64_t head_dim, float scaling, float* weights, float* factors) {
@@ -49,7 +49,7 @@ void weigh(const float* query, int64_t padded, const typename T::Number* keys, i
   }
 }
 
-// Adds the weighted values of some positions to sums, `vectors` of each query, of which the last may be part of one.
+// Adds the weighted values of some positions to `vectors` vectors of each query's sums; the last may be partial.
 template <class T, int queries, int vectors, bool is_whole>
 void add_values(const typename T::Number* values, int64_t stride, int64_t positions, int64_t head_dim,
                 const float* weights, int64_t count, float* sums, int64_t padded) {
@@ -66,7 +66,7 @@ void add_values(const typename T::Number* values, int64_t stride, int64_t positi
     for (int v = 0; v < vectors; v++) store(sums + q * padded + v * kLanes, kept[q][v]);
 }
 
-// The outputs of some queries that share keys and values, times `scaling`, over all positions.
+// Computes the outputs of some queries that share a key/value head, over all positions; scores are times `scaling`.
 template <class T, int queries>
 void attend_together(const typename T::Number* query, const typename T::Number* keys, int64_t key_stride,
                      const typename T::Number* values, int64_t value_stride, int64_t count, int64_t head_dim,
@@ -93,14 +93,14 @@ void attend_together(const typename T::Number* query, const typename T::Number* 
       store_some<T>(y + q * head_dim + d, load<Floats>(sums.data() + q * padded + d) * factors[q], head_dim - d);
 }
 
-// The outputs of all heads' queries, side by side; as many heads in a row share keys and values as there are more queries.
+// Computes the outputs of all query heads, side by side. heads / key_heads consecutive heads share keys and values.
 template <class T>
 void attend(const void* query, const Cached& keys, const Cached& values, int64_t heads, int64_t key_heads,
             int64_t head_dim, float scaling, void* y, int threads) {
   using Number = typename T::Number;
   const int64_t sharing = heads / key_heads;
   int64_t together = std::min<int64_t>(kQueries, sharing);
-  // Rather fewer queries at once than idle threads.
+  // Take fewer queries together if threads would be idle otherwise.
   while (together > 1 && key_heads * ((sharing + together - 1) / together) < threads) together--;
   const int64_t parts = (sharing + together - 1) / together;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && heads * keys.count > 4096)

@@ -1,8 +1,8 @@
-// Products of bytes with AVX2, whose first factor is unsigned, with or without AVX-VNNI.
+// Products of 8-bit integers with AVX2, with or without AVX-VNNI. These instructions take an unsigned first factor.
 
 namespace {
 
-// Of four inputs and 64 outputs the codes, one vector for each `kLanes` outputs.
+// Splits the 4-bit codes of four inputs and 64 outputs into bytes, one vector for each `kLanes` outputs.
 inline void split_codes(const uint8_t* codes, Bytes (&split)[64 / kLanes]) {
   __m256i of[4];
   for (int i = 0; i < 4; i++) of[i] = _mm256_loadu_si256((const __m256i*)(codes + 32 * i));
@@ -17,12 +17,12 @@ inline void split_codes(const uint8_t* codes, Bytes (&split)[64 / kLanes]) {
   }
 }
 
-// The first of the four outputs in a piece of these vectors: unpacking keeps halves of registers apart.
+// Returns the first of the four outputs in a 16-byte piece of these vectors. AVX2 unpacks register halves separately.
 constexpr int output_of(int piece) { return piece / 8 * 32 + piece % 2 * 16 + piece / 2 % 4 * 4; }
 
 #if defined(__AVXVNNI__)
 
-// Whether the weights of 8 bits are multiplied as 128 more than they are, for which sums begin below 0.
+// True if 8-bit weights are multiplied as unsigned w + 128; the sums begin at -128 times the inputs' sum.
 constexpr bool kPlus128 = true;
 
 using CodeSums = Ints;
@@ -42,7 +42,7 @@ inline Ints add_bytes(Ints sum, Bytes weights, Bytes x) {
 
 constexpr bool kPlus128 = false;
 
-// Sums of 16 bits: those of 32 inputs are at most 16 * 15 * 127.
+// 16-bit sums do not overflow: 32 inputs give at most 16 * 15 * 127.
 using CodeSums = VectorOf<int16_t, 2 * kLanes>::type;
 
 inline CodeSums add_codes(CodeSums sum, Bytes codes, Bytes x) {
@@ -51,7 +51,7 @@ inline CodeSums add_codes(CodeSums sum, Bytes codes, Bytes x) {
 
 inline Ints whole(CodeSums sum) { return (Ints)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
 
-// The weights' signs go to the rows. Two products are at most 2 * 128 * 127, which 16 bits hold.
+// Multiplies absolute weights by rows with the weights' signs. Two products, at most 2 * 128 * 127, fit into 16 bits.
 inline Ints add_bytes(Ints sum, Bytes weights, Bytes x) {
   const __m256i signs_moved = _mm256_sign_epi8((__m256i)x, (__m256i)weights);
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)weights), signs_moved);

@@ -1,13 +1,13 @@
-// Products of bytes with AVX-512 and VNNI, whose first factor is unsigned.
+// Products of 8-bit integers with AVX-512 and VNNI, whose instruction takes an unsigned first factor.
 
 namespace {
 
-// Whether the weights of 8 bits are multiplied as 128 more than they are, for which sums begin below 0.
+// True if 8-bit weights are multiplied as unsigned w + 128; the sums begin at -128 times the inputs' sum.
 constexpr bool kPlus128 = true;
 
 using CodeSums = Ints;
 
-// Of four inputs and 64 outputs the codes, one vector for each `kLanes` outputs.
+// Splits the 4-bit codes of four inputs and 64 outputs into bytes, one vector for each `kLanes` outputs.
 inline void split_codes(const uint8_t* codes, Bytes (&split)[64 / kLanes]) {
   const __m512i fours = _mm512_set4_epi32(24, 16, 8, 0), lane = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
   const __m512i turned = _mm512_set4_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400), lowest = _mm512_set1_epi8(15);
@@ -20,7 +20,7 @@ inline void split_codes(const uint8_t* codes, Bytes (&split)[64 / kLanes]) {
   }
 }
 
-// The first of the four outputs in a piece of these vectors.
+// Returns the first of the four outputs in each 16-byte piece of these vectors.
 constexpr int output_of(int piece) { return 4 * piece; }
 
 inline CodeSums add_codes(CodeSums sum, Bytes codes, Bytes x) {

@@ -1,4 +1,4 @@
-// Products of bytes with NEON and its dot products.
+// Products of 8-bit integers with NEON's dot product instructions.
 
 namespace {
 
@@ -6,7 +6,7 @@ constexpr bool kPlus128 = false;
 
 using CodeSums = Ints;
 
-// Of four inputs and 64 outputs the codes, one vector for each `kLanes` outputs.
+// Splits the 4-bit codes of four inputs and 64 outputs into bytes, one vector for each `kLanes` outputs.
 inline void split_codes(const uint8_t* codes, Bytes (&split)[64 / kLanes]) {
   const uint8x16_t lowest = vdupq_n_u8(15);
   for (int half = 0; half < 2; half++) {
@@ -25,7 +25,7 @@ inline void split_codes(const uint8_t* codes, Bytes (&split)[64 / kLanes]) {
   }
 }
 
-// The first of the four outputs in a piece of these vectors.
+// Returns the first of the four outputs in each 16-byte piece of these vectors.
 constexpr int output_of(int piece) { return 4 * piece; }
 
 inline Ints add_bytes(Ints sum, Bytes weights, Bytes x) {

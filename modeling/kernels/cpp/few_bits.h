@@ -1,5 +1,5 @@
-// Rows times outputs of 4 and 8 bits. Rows become 8 bits, too, with a scale for each 32 inputs, so that products are of
-// integers, whose sums are exact; or they stay float32, and weights become it, too.
+// Products of rows with 4-bit and 8-bit weights. Rows are quantized to 8 bits, with a scale for each 32 inputs, so that
+// integers are multiplied and summed exactly; or rows stay float32 and the weights are unpacked to float32.
 
 #if defined(__AVX512VNNI__)
 #include "bytes_avx512.h"
@@ -13,16 +13,17 @@
 
 namespace {
 
-// Outputs whose 4-bit codes lie together: for each input 32 bytes, outputs 0 to 31 in the low four bits, 32 to 63 in the
-// high ones.
+// Outputs of a block of 4-bit codes. A block has 32 bytes per input: outputs 0 to 31 in the low four bits, 32 to 63 in
+// the high four.
 constexpr int64_t kBlock = 64;
 constexpr int kVectors = kBlock / kLanes;
 // Inputs of a row that share a scale.
 constexpr int64_t kPart = 32;
-// Inputs in a vector of bytes, to a multiple of which rows are filled with zeros.
+// Inputs in a vector of bytes.
 constexpr int64_t kStep = 4 * kLanes;
 
-// Rows in 8 bits. The parts' scales and sums are for 4 bits; for 8 bits there are those of each four inputs.
+// Rows quantized to 8 bits and padded with zeros. 4-bit weights use `scales` and `sums`, one per part of 32 inputs;
+// 8-bit weights use `quad_scales` and `starts`, one per four inputs.
 struct ByteRows {
   int64_t padded, parts, quads;
   std::vector<int8_t> bytes;
@@ -30,19 +31,19 @@ struct ByteRows {
   std::vector<int32_t> starts;
 };
 
-// One part of a row: its numbers over the scale, to the nearest integer.
+// Quantizes one part of a row: divides by its scale, rounds to the nearest integer, and returns the scale.
 inline float quantize_part(const float* x, int8_t* bytes) {
   Ints most = {};
   for (int i = 0; i < kPart; i += kLanes) {
     const Ints size = load<Ints>(x + i) & 0x7fffffff;
     most = size > most ? size : most;
   }
-  // Bits are in the order of sizes. What is not finite has a scale that is not, and then so has each product.
+  // The bits of positive floats sort as their values do. NaN or inf becomes the scale, and so reaches every product.
   int32_t bits = 0;
   for (int i = 0; i < kLanes; i++) bits = most[i] > bits ? most[i] : bits;
   float largest;
   std::memcpy(&largest, &bits, 4);
-  // Of smaller numbers the reciprocal is infinite.
+  // The reciprocal of a smaller number would be infinite.
   const bool has_bytes = largest > 1e-36f && bits < 0x7f800000;
   const float per_scale = has_bytes ? 127.f / largest : 0.f;
   for (int i = 0; i < kPart; i += kLanes) {
@@ -72,7 +73,7 @@ void quantize(const float* x, int64_t rows, int64_t inputs, int64_t bits, ByteRo
         numbers = some;
       }
       const float scale = found.scales[r * found.parts + p] = quantize_part(numbers, bytes);
-      // Of each four bytes, which lie in one integer.
+      // Sum each four bytes by shifts of the 32-bit integer that holds them.
       using Quads = VectorOf<int32_t, kPart / 4>::type;
       const Quads fours = load<Quads>(bytes);
       const Quads sums = (fours << 24 >> 24) + (fours << 16 >> 24) + (fours << 8 >> 24) + (fours >> 24);
@@ -87,24 +88,24 @@ void quantize(const float* x, int64_t rows, int64_t inputs, int64_t bits, ByteRo
     }
 }
 
-// The group of a part. Dividing takes as long as multiplying a part, unless the compiler knows that a group is one part.
+// Returns the group of a part. A division takes as long as a part's products; kOnePart avoids it.
 template <bool kOnePart>
 inline int64_t group_of(int64_t part, int64_t group) {
   return kOnePart ? part : part * kPart / group;
 }
 
-// Prefetches the scales that 64 outputs need four parts later. Scales of two groups lie far apart, so that no processor
-// prefetches them by itself. After the last group come the scales of the next 64 outputs.
+// Prefetches the scales that a block of outputs needs four parts later, or those of the next block after the last part.
+// Scales of two groups are too far apart for the processor's own prefetcher.
 template <bool kOnePart>
 __attribute__((always_inline)) inline void ask_for_scales(const uint32_t* scales, int64_t stride, int64_t part, int64_t inputs, int64_t group) {
   const int64_t next = part + 4, parts = inputs / kPart;
   const uint32_t* its = next < parts ? scales + group_of<kOnePart>(next, group) * stride
                                      : scales + kBlock + group_of<kOnePart>(next - parts, group) * stride;
-  // In a mapped file 256 bytes of scales may begin within a cache line, and then lie in five lines.
+  // In a mapped file the 256 bytes of scales may begin within a cache line, so they can span five lines.
   for (int i = 0; i < 5; i++) __builtin_prefetch((const char*)its + std::min(64 * i, 255));
 }
 
-// Scales of 64 outputs, and what code 0 means, in the order of the split codes.
+// Scales of a block of outputs, and the values of code 0, in the order of `split_codes`.
 struct BlockScales {
   float scale[kBlock], of_0[kBlock];
   void read(const uint32_t* scales) {
@@ -118,11 +119,12 @@ struct BlockScales {
   }
 };
 
-// Adds the products of a part of R rows, from row r, with the weights of 64 outputs to sums: codes of 4 bits, or bytes.
+// Adds products of one part of R rows, from row r, with the weights of 64 outputs to `sums`. Weights are 4-bit codes
+// (kCodes) or bytes.
 template <int R, bool kCodes>
 void add_part(const ByteRows& x, int64_t r, int64_t part, const Bytes (&weights)[kPart / 4][kVectors],
               const BlockScales& scales, float* sums) {
-  // Vectors whose sums registers hold.
+  // Vectors per row whose sums fit into registers.
   constexpr int kMost = (kLanes == 8 ? 8 : 16) / R, kTogether = kMost < kVectors ? kMost : kVectors;
   using Sums = typename std::conditional<kCodes, CodeSums, Ints>::type;
   const int8_t* bytes = &x.bytes[r * x.padded + part * kPart];
@@ -155,7 +157,7 @@ void add_part(const ByteRows& x, int64_t r, int64_t part, const Bytes (&weights)
   }
 }
 
-// The rows times 64 outputs of 4 bits. `scales` has for each group of inputs and output a scale, and the value of code 8.
+// Multiplies rows by a block of 4-bit weights. `scales` holds a scale and the value of code 8 per group and output.
 void int4_block(const ByteRows& x, int64_t rows, const uint8_t* codes, const uint32_t* scales, int64_t scale_stride,
                 int64_t inputs, int64_t group, float* y) {
   std::fill(y, y + rows * kBlock, 0.f);
@@ -181,7 +183,7 @@ void int4_block(const ByteRows& x, int64_t rows, const uint8_t* codes, const uin
   }
 }
 
-// What the codes of 64 outputs mean, for `inputs` inputs of a group: `[inputs, 64]`, whose rows are `stride` apart.
+// Unpacks a block of 4-bit codes, for `inputs` inputs of one group, into `[inputs, 64]` with rows `stride` apart.
 template <class T>
 void unpack_codes(const uint8_t* codes, const uint32_t* scales, int64_t inputs, typename T::Number* y, int64_t stride) {
   for (int first = 0; first < kBlock; first += kLanes) {
@@ -195,8 +197,8 @@ void unpack_codes(const uint8_t* codes, const uint32_t* scales, int64_t inputs, 
   }
 }
 
-// R rows, from row r, times C outputs of 8 bits. The codes of one output are read from beginning to end; several outputs
-// share what is read of the rows.
+// Multiplies R rows, from row r, by C outputs of 8 bits. Each output's codes are read in order; the C outputs share
+// each load of the rows.
 template <int R, int C>
 void int8_outputs(const ByteRows& x, int64_t r, const int8_t* codes, int64_t inputs, float* y, int64_t y_stride) {
   constexpr int kSums = C == 1 ? 4 / R : 1;
@@ -236,7 +238,7 @@ void int8_outputs(const ByteRows& x, int64_t r, const int8_t* codes, int64_t inp
     }
 }
 
-// Many rows times 64 outputs of 8 bits, whose codes are sorted as those of 4 bits lie.
+// Multiplies many rows by 64 outputs of 8 bits, after sorting the codes into the layout of 4-bit blocks.
 void int8_block(const ByteRows& x, int64_t rows, const int8_t* codes, int64_t inputs, float* y) {
   std::fill(y, y + rows * kBlock, 0.f);
   for (int64_t p = 0; p * kPart < inputs; p++) {

@@ -1,8 +1,8 @@
-// The fewest rows times 64 outputs of 4 bits: codes go from memory to products without a stop between.
+// Products of very few rows with 4-bit weights: codes are unpacked in registers, without a buffer.
 
 namespace {
 
-// Of one vector of outputs, in the order of split codes, what scales and values of code 8 are read from.
+// Loads the words of a vector of outputs, in the order of `split_codes`. A word packs a scale and the value of code 8.
 inline Words words_of(const uint32_t* scales, int v) {
   constexpr int kPieces = kLanes / 4;
   if constexpr (kPieces == 1 || output_of(1) == 4) {
@@ -19,7 +19,7 @@ inline Words words_of(const uint32_t* scales, int v) {
   }
 }
 
-// R rows times 64 outputs, `[R, 64]`.
+// Multiplies R rows of bytes by 64 outputs: `[R, 64]`.
 template <int R, bool kOnePart>
 void int4_rows(const ByteRows& x, const uint8_t* codes, const uint32_t* scales, int64_t scale_stride, int64_t inputs,
                int64_t group, float* y) {
@@ -56,11 +56,11 @@ void int4_rows(const ByteRows& x, const uint8_t* codes, const uint32_t* scales, 
       std::memcpy(y + r * kBlock + output_of(p), (const char*)total[r] + 16 * p, 16);
 }
 
-// The same of float32 rows: codes are multiplied as they are, and scales come to the sums of a part.
+// Multiplies R float32 rows by 64 outputs: codes are multiplied unscaled, and the sums of a part are scaled.
 template <int R>
 void int4_rows(const float* x, const uint8_t* codes, const uint32_t* scales, int64_t scale_stride, int64_t inputs,
                int64_t group, float* y) {
-  // Sums that do not wait for each other; outputs of the low four bits come before those of the high ones.
+  // kChains: independent sums, to hide latency. kHigh: the first vector of the outputs in the high four bits.
   constexpr int kChains = R == 1 ? 2 : 1, kHigh = kVectors / 2;
   Floats total[R][kVectors] = {};
   for (int64_t p = 0; p < inputs / kPart; p++) {

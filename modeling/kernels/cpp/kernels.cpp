@@ -1,7 +1,7 @@
 // Products of few rows with a matrix of 4, 8, 16 or 32 bits, norms, and attention of one query, for every processor with
 // vectors.
 //
-// A decode step reads every weight once, so these kernels are made to read memory at its full speed. Sums are float32.
+// A decode step reads every weight once, so these kernels aim at full memory bandwidth. Sums are float32.
 //
 // cpp_kernels.py compiles this file when it is first needed, for the processor at hand, and says what the arguments are.
 
@@ -18,7 +18,7 @@
 #include <type_traits>
 #include <vector>
 
-// Calls one of the functions for 4, 2 or 1 of the remaining rows.
+// Loops over the rows, and calls CALL(R) for R = 4, 2 or 1 of those that remain.
 #define FOR_ROWS(rows, r, CALL)  \
   for (int64_t r = 0; r < rows;) \
     if (rows - r >= 4) {         \
@@ -44,21 +44,19 @@
 
 namespace {
 
-// Outputs that are computed together, where each is a row of codes or numbers; and at most, where each is a column: sums
-// stay in a near cache.
+// Outputs per task if weights are output-first; the maximum if they are input-first, so that sums stay in the cache.
 constexpr int64_t kOutputs = 64, kColumns = 2048;
-// Inputs of columns that several passes share; outputs that are rows and share what is read of the inputs, as many as
-// registers hold the sums of.
+// kInputs: input-first weights are read in blocks of so many inputs, which several groups of rows reuse.
+// kTile: output-first outputs that share each load of the rows; their sums fit into registers.
 constexpr int64_t kInputs = 32, kTile = kLanes == 8 ? 3 : 4;
-// Inputs of all rows, in float32 and in bytes with their scales, that a first cache keeps. Up to there one output after
-// the other is computed, which reads the weights in one stream.
+// Total inputs of all rows that fit into the L1 cache, in float32 and in bytes with scales. Up to this size outputs are
+// computed one by one, which reads the weights in one stream.
 constexpr int64_t kNearFloats = 5120, kNearBytes = 7168;
-// Rows from which codes of 8 bits are sorted first.
+// Number of rows from which 8-bit codes are sorted first (`int8_block`).
 constexpr int64_t kManyRows = 12;
 
-// One matrix: 4 bits with groups of inputs, 8 bits, or numbers. `stride` is the distance between groups' scales, in
-// outputs; of numbers that lie input-first that between two inputs, and 0 if they lie output-first. `in_bytes` says
-// whether rows become 8 bits.
+// One matrix: 4-bit, 8-bit, or plain weights. `stride` is, for 4 bits, the distance between groups' scales in outputs;
+// for plain weights, the distance between two inputs, or 0 if output-first. `in_bytes`: quantize rows to 8 bits.
 struct Matrix {
   int64_t bits;
   const char* codes;
@@ -75,7 +73,7 @@ struct Matrix {
   }
 };
 
-// Rows as they are multiplied: float32, or bytes.
+// The rows, converted to float32, and quantized to bytes if the matrix wants that.
 struct Rows {
   int64_t count;
   const float* floats;
@@ -94,14 +92,14 @@ struct Rows {
   }
 };
 
-// Rows times the outputs from `start`, `[rows, count]` float32.
+// Multiplies rows by `count` outputs from `start`: `[rows, count]` float32.
 template <class T>
 void multiply_numbers(const Rows& x, const Matrix& matrix, int64_t start, int64_t count, float* y) {
   using Number = typename T::Number;
   const int64_t inputs = matrix.inputs;
   if (matrix.bits > 8 && matrix.stride) {
     std::fill(y, y + x.count * count, 0.f);
-    // Rows that need several passes find the weights in a near cache.
+    // Rows that are multiplied in several groups find the block of weights in the cache.
     const int64_t most = x.count <= 4 && x.count != 3 ? inputs : kInputs;
     for (int64_t k = 0; k < inputs; k += most) {
       const int64_t some = std::min(most, inputs - k);
@@ -202,7 +200,7 @@ void multiply(const void* all_x, int64_t rows, const Matrix& matrix, void* y, in
 
 extern "C" {
 
-// The instructions that the products here were compiled to.
+// Returns the name of the instruction set that the products were compiled for.
 const char* instructions() {
 #if defined(__AVX512VNNI__)
   return "AVX-512 with VNNI";
@@ -223,17 +221,17 @@ const char* instructions() {
   int64_t bits, const char *codes, const char *scales, int64_t inputs, int64_t outputs, int64_t group, int64_t stride, \
       int64_t in_bytes
 
-// Rows times a matrix.
+// Multiplies rows by the transpose of a matrix.
 void product(const void* x, void* y, int64_t rows, MATRIX, int threads) {
   multiply(x, rows, {bits, codes, scales, inputs, outputs, group, stride, in_bytes}, y, threads);
 }
 
-// x / sqrt(mean(x ** 2) + eps), rounded, times a weight.
+// RMSNorm: x / sqrt(mean(x ** 2) + eps), rounded to the dtype, times a weight.
 void rms_norm(int64_t bits, const void* x, const void* weight, void* y, int64_t rows, int64_t size, float eps) {
   (bits == 32 ? normalize<Single> : normalize<Brain>)(x, weight, y, rows, size, eps);
 }
 
-// The outputs of one query a head, side by side, over `count` keys and values.
+// Attends with one query per head to `count` keys and values; the heads' outputs are side by side.
 void attention(int64_t bits, const void* query, const char* keys, int64_t key_head_stride, int64_t key_stride,
                const char* values, int64_t value_head_stride, int64_t value_stride, int64_t count, int64_t heads,
                int64_t key_heads, int64_t head_dim, float scaling, void* y, int threads) {
@@ -242,7 +240,7 @@ void attention(int64_t bits, const void* query, const char* keys, int64_t key_he
                                                 head_dim, scaling, y, threads);
 }
 
-// What a matrix of 4 bits means, `[inputs, outputs]`, whose rows are `y_stride` apart, in float32 or bfloat16.
+// Unpacks a 4-bit matrix into `[inputs, outputs]` with rows `y_stride` apart, in float32 or bfloat16.
 void unpack(MATRIX, int64_t y_bits, void* y, int64_t y_stride, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t start = 0; start < outputs; start += kBlock)

@@ -1,9 +1,10 @@
-// Rows times outputs of numbers, which are read as float32, and norms. Weights lie in rows or in columns.
+// Products of rows with plain weights, which are converted to float32, and norms. Weights are output-first (each output
+// is a row) or input-first (each output is a column).
 
 namespace {
 
-// R rows times one output, whose weights lie in a row. Memory is read from its beginning to its end, which the processor
-// foresees. Sums have the same order wherever weights begin: a model has the same bits in a file and in memory.
+// Multiplies R rows by one output-first output. Reading in order suits the processor's prefetcher. The order of sums
+// does not depend on alignment: a model in a mapped file gives the same bits as one in memory.
 template <class T, int R>
 void dot_rows(const float* x, int64_t stride, const typename T::Number* weights, int64_t inputs, float* sums) {
   constexpr int kSums = R * 4 > 8 && kLanes == 8 ? 2 : 4;
@@ -24,8 +25,8 @@ void dot_rows(const float* x, int64_t stride, const typename T::Number* weights,
     sums[r] = sum_of(kSums == 4 ? (sum[r][0] + sum[r][1]) + (sum[r][kSums - 2] + sum[r][kSums - 1]) : sum[r][0] + sum[r][1]);
 }
 
-// R rows times C outputs: for more rows than a near cache keeps. Each vector of the weights is widened once for R rows, and
-// each of the rows is read once for C outputs.
+// Multiplies R rows by C output-first outputs, for more rows than fit into the cache. Each vector of weights is
+// converted once for R rows, and each row is read once for C outputs.
 template <class T, int R, int C>
 void dot_tile(const float* x, int64_t stride, const typename T::Number* weights, int64_t inputs, float* sums,
               int64_t sums_stride) {
@@ -40,7 +41,7 @@ void dot_tile(const float* x, int64_t stride, const typename T::Number* weights,
   };
   int64_t k = 0;
   for (; k + kLanes <= inputs; k += kLanes) {
-    // Several short streams are too many for the processor to foresee.
+    // The processor's prefetcher does not follow several short streams.
     for (int c = 0; c < C; c++) __builtin_prefetch(weights + (c + C) * inputs + k);
     add(k, kLanes);
   }
@@ -49,8 +50,8 @@ void dot_tile(const float* x, int64_t stride, const typename T::Number* weights,
     for (int c = 0; c < C; c++) sums[r * sums_stride + c] = sum_of(sum[r][c]);
 }
 
-// Adds N inputs of R rows, times their weights for `count` outputs, to sums. `stride` numbers lie between two inputs'
-// weights, `x_stride` and `y_stride` between two rows and their sums.
+// Adds N inputs of R rows, times their weights for `count` outputs, to the sums `y`. Weights of two inputs are `stride`
+// apart, two rows `x_stride`, their sums `y_stride`.
 template <class T, int R, int N>
 void add_inputs(const float* x, int64_t x_stride, const typename T::Number* weights, int64_t stride, float* sums,
                 int64_t y_stride, int64_t count) {
@@ -71,7 +72,7 @@ void add_inputs(const float* x, int64_t x_stride, const typename T::Number* weig
   if (j < count) add(j, count - j);
 }
 
-// R rows times `count` outputs, whose weights are columns, added to sums.
+// Adds the product of R rows with `count` input-first outputs to the sums.
 template <class T, int R>
 void add_columns(const float* x, int64_t x_stride, const typename T::Number* weights, int64_t stride, int64_t inputs,
                  float* sums, int64_t y_stride, int64_t count) {

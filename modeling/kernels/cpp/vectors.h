@@ -1,4 +1,4 @@
-// Vectors of the widest registers that the compiler may use, in the words of GCC and Clang: the same on every processor.
+// Vectors as wide as the target's registers, by the vector extensions of GCC and Clang, which every processor supports.
 
 namespace {
 
@@ -30,10 +30,10 @@ using Ints = VectorOf<int32_t, kLanes>::type;
 using Words = VectorOf<uint32_t, kLanes>::type;
 using Halves = VectorOf<uint16_t, kLanes>::type;
 using Quarters = VectorOf<int8_t, kLanes>::type;
-// As many bytes as a vector of floats.
+// Bytes that fill one register.
 using Bytes = VectorOf<int8_t, 4 * kLanes>::type;
 
-// Numbers of 8 and 16 bits as 32, for which GCC has no single instruction by itself.
+// Widens 8-bit and 16-bit integers to 32 bits; GCC does not find the single instruction for it.
 #if defined(__AVX512VNNI__)
 inline Ints widen(Quarters x) { return (Ints)_mm512_cvtepi8_epi32((__m128i)x); }
 inline Ints widen(Halves x) { return (Ints)_mm512_cvtepu16_epi32((__m256i)x); }
@@ -73,13 +73,13 @@ inline float sum_of(typename VectorOf<float, count>::type x) {
 
 inline float sum_of(Floats x) { return sum_of<kLanes>(x); }
 
-// To the nearest integer, of two to the even one, up to 2 ** 22.
+// Rounds to the nearest integer, ties to even; for magnitudes up to 2 ** 22.
 inline Floats to_nearest(Floats x) {
   const Floats most = spread(12582912.f);
   return (x + most) - most;
 }
 
-// Lanes below a number, all bits of which are set.
+// Returns a mask: all bits are set in the lanes below a number.
 inline Ints first_lanes(int64_t count) {
   Ints lanes;
   for (int i = 0; i < kLanes; i++) lanes[i] = i;
@@ -88,7 +88,7 @@ inline Ints first_lanes(int64_t count) {
 
 inline Floats only(Ints lanes, Floats x) { return (Floats)((Ints)x & lanes); }
 
-// Ways to read and write `kLanes` numbers as float32.
+// Number formats: `load` and `store` convert `kLanes` numbers to and from float32.
 
 struct Single {
   using Number = float;
@@ -98,7 +98,7 @@ struct Single {
   static inline Floats round(Floats x) { return x; }
 };
 
-// bfloat16; rounded to the nearest number, of two to the even one. NaN stays one.
+// bfloat16, rounded to nearest, ties to even. NaN stays NaN.
 struct Brain {
   using Number = uint16_t;
   static inline Floats load(const uint16_t* x) {
@@ -128,7 +128,7 @@ struct Signed {
   }
 };
 
-// The first `count` numbers, or all lanes; others are 0.
+// Loads the first `count` numbers, at most all lanes; the other lanes are 0.
 template <class T>
 inline Floats load_some(const typename T::Number* x, int64_t count) {
   if (count >= kLanes) return T::load(x);
@@ -145,9 +145,9 @@ inline void store_some(typename T::Number* y, Floats x, int64_t count) {
   std::memcpy(y, some, count * sizeof(some[0]));
 }
 
-// e to the x: two to the power of the integer part, times a polynomial of the rest (Cephes, single precision).
+// Computes exp(x) as a power of two times a polynomial of the remainder (Cephes, single precision).
 inline Floats exponential(Floats x) {
-  // NaN stays; above the upper limit the result is infinite.
+  // NaN stays NaN; above the upper limit the result is infinite.
   x = x > 89.f ? spread(89.f) : x;
   x = x < -87.f ? spread(-87.f) : x;
   const Floats whole = to_nearest(x * 1.44269504f);
@@ -156,7 +156,7 @@ inline Floats exponential(Floats x) {
   for (float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
     y = y * rest + term;
   y = rest * rest * y + rest + 1.f;
-  // In two steps, since the power alone may be too large.
+  // Multiply in two steps, since the power of two alone may overflow.
   const Ints power = __builtin_convertvector(whole, Ints), half = power >> 1;
   return y * (Floats)((half + 127) << 23) * (Floats)((power - half + 127) << 23);
 }
