@@ -65,6 +65,16 @@ def test_every_rule_names_a_part_and_a_known_style(case):
     assert bool(model.pp_plan) == case.is_text
 
 
+def test_a_mixtral_with_a_shared_expert_splits_it():
+    (case,) = (case for case in MODELS if "Mixtral" in case.name)
+    model = build(case.make_config(use_shared_expert=True), case.model_class)
+    rules = {
+        rule.rpartition(".")[2]: model.tp_plan[rule] for rule in model.tp_plan if "shared_expert" in rule
+    }
+    assert rules == {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+    assert model.tp_plan.keys() <= names_in(model)
+
+
 @for_models()
 def test_plans_cover_all_but_small_weights(case):
     model = build(case.make_config(), case.model_class)
