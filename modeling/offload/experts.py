@@ -149,7 +149,7 @@ def offloaded_in(model: nn.Module) -> list[OffloadedExperts]:
 
 
 def freeze_for_training(prepare: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a function that freezes all weights and casts 16-bit ones, without offloaded experts: they cannot be cast."""
+    """Call a function that freezes all weights and casts 16-bit ones; hide offloaded experts, which cannot be cast."""
     taken = [(experts, dict(experts._parameters)) for experts in offloaded_in(model)]
     try:
         for experts, parameters in taken:

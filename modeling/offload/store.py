@@ -142,8 +142,8 @@ class Store:
         if transposed:
             with self._lock:
                 slots.cache.go_back()
-        # Then read the same experts of the layer's second stack ahead. At most as many
-        # as there are slots: more would evict the first ones before they are used.
+        # Then read the same experts of the layer's second stack ahead, but at most as many as there are slots: more
+        # would evict the first ones before they are used.
         ahead = list(hit)[: slots.count] if stack != later and self.place == "disk" else []
         self.prefetch(layer, later, ahead[:1])
         computed = self._computed_in_ram(layer, slots, hit) if self.place == "cpu" and may_compute else {}

@@ -22,9 +22,9 @@ from ..processing import LlamoeProcessor, config_beside
 from ..quantization import register_bitsandbytes, register_quantizers
 
 CONFIGS = {config_class.model_type: config_class for config_class in CONFIG_CLASSES}
-# Name to model class; `register` fills it.
+# Class name to model class; `register` fills it.
 MODELS: dict[str, Any] = {}
-# Model types for whose folders AutoProcessor returns ours, even if they name `Llama4Processor`; `adopt` adds stock's.
+# Model types for which AutoProcessor returns `LlamoeProcessor`, even if the folder names `Llama4Processor`.
 PROCESSED = {LlamoeConfig.model_type}
 
 
