@@ -4,7 +4,7 @@ transformers writes file by file into the folder. Cut off half-way, it leaves sh
 which load together in silence. Here everything is written to a hidden folder inside the target, so on the same file
 system. Then the older config.json and index are removed, and the new files are moved to their place, index and
 config.json last. A failure while files are written leaves the older model unchanged; a kill between the moves leaves a
-folder that does not load. An adapter's weight file is treated like config.json, since a model may be in the same folder.
+folder that does not load. An adapter's weight file is treated like config.json: a model may be in the same folder.
 """
 
 import copy

@@ -63,7 +63,7 @@ class Distributed(PreTrainedModel):
             check_parallel(model.config, *parallel_sizes(distributed_config))
             model.keep_uneven_experts(size_of(distributed_config, "tp"))
             if parallel_sizes(distributed_config)[1] > 1:
-                # Remove tensor parallel rules that the expert plan replaces: transformers skips them, but peft would not.
+                # Remove tensor parallel rules that the expert plan replaces: transformers skips them, peft does not.
                 for rule in model._ep_plan:
                     model._tp_plan.pop(rule, None)
         return super().maybe_distribute_model(model, distributed_config, mesh)
