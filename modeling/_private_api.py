@@ -29,12 +29,12 @@ is_under_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_acti
 
 
 def has_modes() -> bool:
-    """Whether any mode sees torch's functions or operators, as every tracer of torch.fx does."""
+    """Return True if a function or dispatch mode is active, as under every tracer of torch.fx."""
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
 
 
 def is_under_vmap() -> bool:
-    """Whether `torch.func.vmap` is among the active transforms: no values can be read under it (torch 2.15)."""
+    """Return True under `torch.func.vmap`, where no values can be read (torch 2.15)."""
     functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     stack = functorch.get_interpreter_stack() or ()
     return any(level.key() == functorch.TransformType.Vmap for level in stack)
@@ -58,7 +58,7 @@ def is_exporting() -> bool:
 
 
 def has_mkldnn_products(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies matrices of 16 bits on this CPU."""
+    """Return True if oneDNN multiplies matrices of this 16-bit dtype on this CPU."""
     is_half = dtype == torch.float16
     known = torch.ops.mkldnn
     return (known._is_mkldnn_fp16_supported if is_half else known._is_mkldnn_bf16_supported)()

@@ -224,7 +224,7 @@ class LlamoePreTrainedModel(
         checkpoints.check_tensors(model, tensors, load_config)
         replace_with_offloaded(model, files, load_config)
         checkpoints.settle_places(model, load_config)
-        # Set it on this instance, and only now: transformers then ignores these keys if they do not fit.
+        # Set it on this instance, right before loading: transformers then does not report these keys as unexpected.
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(model._keys_passed_over)
         state_dict = checkpoints.transposed_for_shards(model, files, state_dict)

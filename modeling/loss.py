@@ -103,7 +103,7 @@ def loss_without_logits(
 
     step = max(PIECE_LOGITS // max(batch_size * vocab_size, 1), 1)
     pieces = zip(hidden_states.split(step, 1), labels.split(step, 1), strict=True)
-    # Transforms of torch.func have no hooks of saved tensors.
+    # Transforms of torch.func do not support checkpointing, which needs hooks of saved tensors.
     if torch.is_grad_enabled() and not is_transformed():
         sums = [checkpoint(sum_of, *piece, use_reentrant=False) for piece in pieces]
     else:

@@ -34,7 +34,7 @@ class fact:
 
 
 class MaskInputs:
-    """What decides which tokens of a forward see each other.
+    """The inputs of a forward that decide which tokens see each other.
 
     Args:
         config: a decoder's config, with `_attn_implementation` set.

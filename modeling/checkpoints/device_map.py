@@ -83,10 +83,10 @@ def _has_tensors(module: nn.Module) -> bool:
 
 
 def settle_places(model: nn.Module, load_config: Any) -> None:
-    """Settle the device map of a load in place, since the caller dispatches by the same dict; `settle_device_map`.
+    """Apply `settle_device_map` to a load's device map, in place, since the caller uses the same dict later.
 
     Args:
-        model: empty.
+        model: the empty model.
         load_config: transformers' record of the loading.
     """
     if (device_map := load_config.device_map) is not None:

@@ -54,10 +54,10 @@ def tensors_of(state_dict: Mapping[str, Any]) -> list[Stored]:
 
 
 def check_tensor(stored: Stored, wanted: tuple[int, ...], dtype: torch.dtype | None) -> None:
-    """Check the shape and dtype of a tensor of a checkpoint; `dtype` is None for any of plain weights.
+    """Check the shape and dtype of a checkpoint's tensor; `dtype` None accepts every dtype of plain weights.
 
     Raises:
-        CheckpointError: it has others.
+        CheckpointError: the tensor has another shape or dtype.
     """
     if stored.shape != wanted:
         raise CheckpointError(

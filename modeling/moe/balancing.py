@@ -68,9 +68,9 @@ class RouterWatch:
 
     @torch.no_grad()
     def step(self) -> torch.Tensor | None:
-        """Update the biases by the counts since the last step; call it in every process.
+        """Update the biases by the counts since the last step.
 
-        Call it after each step of the optimizer; `watch_routers` has the Trainer do so.
+        Call it in every process after each step of the optimizer; with `watch_routers` the Trainer does.
 
         Returns:
             each expert's share of its layer's tokens, `[L, E]` float32; None if no forward pass was counted.

@@ -44,7 +44,7 @@ from .low_rank import NO_LORA, ExpertsLora
 from .products import Stack, groups_between, multiply_groups, multiply_on_device, multiply_sorted
 
 Way = Literal["host", "kernels", "operators"]
-"""How products get the rows of each expert: the host counts them, kernels find them, or operators hide that."""
+"""Ways to assign rows to experts in products: counted on the host, read by kernels, or inside of operators."""
 IMPLEMENTATION = "llamoe"
 """The default name in transformers' registry of experts implementations."""
 STACKS = ("gate_up_proj", "down_proj")
@@ -181,7 +181,7 @@ class Experts(nn.Module):
         return self.down_proj.device
 
     def stack_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a stack of numbers in the family's own order."""
+        """Return the shape of a plain stack, in the model family's order of axes."""
         return tuple(getattr(self, name).shape)
 
     def sizes_of(self, name: str) -> Sizes:

@@ -41,7 +41,7 @@ class Pins(deque):
 
 @dataclass
 class _Use:
-    """How often a matrix was used, and when last.
+    """The number of uses of a matrix, and the time of the last one.
 
     Attributes:
         count: number of visits that used it until `time`, with exponential decay.

@@ -58,9 +58,9 @@ def refuse_stages(model: PreTrainedModel) -> None:
 
 
 def sharded_adapter(model: PreTrainedModel) -> dict[str, Any] | None:
-    """Return the tensors that `save_pretrained` writes for a sharded model with an adapter; None in other cases.
+    """Return an adapter's tensors, gathered for saving, if the model is sharded; else None.
 
-    transformers selects in the first process alone, where shards can no longer be gathered.
+    transformers would select them in the first process only, where shards cannot be gathered.
     """
     whole = model.state_dict()
     if not is_sharded(whole.values()):

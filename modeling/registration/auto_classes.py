@@ -50,7 +50,7 @@ def register(classes: Mapping[str, Any]) -> None:
     for name, model_class in MODELS.items():
         prefixes = model_class._checkpoint_prefixes if model_class._registers_prefixes else {}
         rules: list[Any] = [WeightRenaming("^" + old, new) for old, new in prefixes.items()]
-        # By class name, so that no other class or adapter is affected. Mixtral's rules are registered for its type.
+        # Register these by class name, so that no other class or adapter is affected; Mixtral's by model type, below.
         if model_class._has_experts and model_class.config_class is not LlamoeMixtralConfig:
             rules += copy.deepcopy(SPLIT_LLAMA4)
         if rules:

@@ -1,4 +1,4 @@
-"""The class of ours that a configuration describes, and its model without weights."""
+"""The llamoe class that belongs to a configuration, and an empty model of it."""
 
 import copy
 
@@ -20,5 +20,5 @@ def model_class(config: LlamoeBaseConfig) -> type[nn.Module]:
 def empty_model(config: LlamoeBaseConfig) -> nn.Module:
     """Build the model of a configuration on the meta device, without weights."""
     with torch.device("meta"):
-        # Building sets attributes of a configuration.
+        # Copy the configuration: building a model sets attributes of it.
         return model_class(config)(copy.deepcopy(config))
