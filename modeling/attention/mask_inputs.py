@@ -142,7 +142,7 @@ class MaskInputs:
 
     @fact
     def first_position(self) -> int | None:
-        """Position from which all rows count on without padding; None if they do not; reads values."""
+        """Return the first position if all rows are consecutive from it, without padding; else None; reads values."""
         if self.padding_mask is not None:
             return None
         if self.position_ids is None:

@@ -225,7 +225,7 @@ class Reader:
 
 
 def _requests(piece: Piece, target: torch.Tensor, blocks: torch.Tensor | None) -> Iterator[tuple]:
-    """For each request of a piece its first byte, number of bytes, target, and the dtype of rows; None for blocks."""
+    """Yield each request of a piece: first byte, number of bytes, target, and the rows' dtype, or None for blocks."""
     if blocks is not None:
         around = piece.begin % BLOCK
         size = around + piece.nbytes
