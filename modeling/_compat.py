@@ -15,7 +15,7 @@ NEXT_TRANSFORMERS_MAJOR = 6
 
 
 def _find_transformers() -> tuple[str, tuple[int, ...]]:
-    """Version of the installed transformers, also of one that cannot be imported, and its release."""
+    """Return the version of the installed transformers, even if it cannot be imported, and its release."""
     try:
         import transformers
 
@@ -61,9 +61,9 @@ PAGED_CACHE = "paged_cache" if CACHE == "cache" else "cache"
 
 
 def takes_cache(forward: Callable) -> Callable:
-    """A forward with an argument `past_key_values`, which transformers from 5.24 on calls `cache`, too.
+    """Decorate a forward so that its argument `past_key_values` is also accepted as `cache`, as of transformers 5.24.
 
-    The cache of continuous batching, which 5.24 gives by the same name, is handed on as `PAGED_CACHE`.
+    The cache of continuous batching, which 5.24 passes under that name, too, is forwarded as `PAGED_CACHE`.
     """
     if CACHE == "past_key_values":
         return forward
@@ -81,7 +81,7 @@ def takes_cache(forward: Callable) -> Callable:
                 kwargs["past_key_values"] = cache
         return forward(*args, **kwargs)
 
-    # The signature shows both names: `generate` refuses arguments that it lacks, and peft looks for the former one.
+    # Show both names in the signature: `generate` refuses unknown arguments, and peft looks for the former name.
     signature = inspect.signature(forward)
     parameters = list(signature.parameters.values())
     parameters.insert(-1, inspect.Parameter("cache", inspect.Parameter.KEYWORD_ONLY, default=None))
@@ -90,9 +90,9 @@ def takes_cache(forward: Callable) -> Callable:
 
 
 def accept_peft() -> None:
-    """Let models load adapters with the peft that there is, where transformers 5.24 asks for the next one.
+    """Let models load adapters with the released peft, although transformers 5.24 requires the next release.
 
-    All else of its code for adapters is 5.23's, which takes peft 0.20.
+    Apart from this check its code for adapters is that of 5.23, which accepts peft 0.20.
     """
     from transformers.integrations import peft
 
@@ -101,17 +101,17 @@ def accept_peft() -> None:
 
 
 def fill_paged_cache(key: Any, value: Any, layer_idx: int, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Keys and values of continuous batching after a layer's new ones, `[1, heads, T, head_dim]`.
+    """Append a layer's keys and values `[1, heads, T, head_dim]` to a paged cache, and return all of them.
 
-    Before 5.24 implementations of attention did it, to which the cache is left. `kwargs` are their arguments, which
-    the cache changes.
+    Before 5.24 the attention implementation did it, so the cache stays in its arguments `kwargs`. The cache changes
+    these arguments.
     """
     cache = kwargs.pop(PAGED_CACHE, None) if CACHE == "cache" else None
     return (key, value) if cache is None else cache.update(key, value, layer_idx, kwargs=kwargs)
 
 
 def splits_packed_columns_unevenly() -> bool:
-    """Whether devices can share the columns of gate and up, each split by itself, if their number divides neither.
+    """Return True if torch can split the columns of gate and up, each separately, unevenly over devices.
 
     torch 2.15 can. In 2.11 saving and the backward pass raise.
     """

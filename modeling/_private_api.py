@@ -1,7 +1,7 @@
-"""Every use of what Python, torch and transformers keep to themselves, with its reason; peft's are in `adapters`.
+"""Every use of private functions of Python, torch and transformers, with its reason; those of peft are in `adapters`.
 
-Methods of transformers' classes that ours override stand in those classes. Where a public way appears, the function
-here goes. All were seen in torch 2.11 and 2.15, transformers 5.23 and 5.24.
+Overridden private methods of transformers' classes are in the derived classes. A function here is removed once there is
+a public way. All were checked with torch 2.11 and 2.15, transformers 5.23 and 5.24.
 """
 
 import functools
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-# Each of these is asked for every product: torch's public functions ask more, in Python.
+# These are called for every product, and torch's public functions are slower: they check more, in Python.
 is_traced_by_jit: Callable[[], bool] = torch._C._is_tracing
 is_any_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 # Whether a transform of `torch.func` (grad, vmap, jvp) is active: it supports only torch's own operators.
@@ -29,28 +29,28 @@ is_under_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_acti
 
 
 def has_modes() -> bool:
-    """Whether any mode sees torch's functions or operators, as every tracer of torch.fx does."""
+    """Return True if a function or dispatch mode is active, as under every tracer of torch.fx."""
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
 
 
 def is_under_vmap() -> bool:
-    """Whether `torch.func.vmap` is among the active transforms: no values can be read under it (torch 2.15)."""
+    """Return True under `torch.func.vmap`, where no values can be read (torch 2.15)."""
     functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     stack = functorch.get_interpreter_stack() or ()
     return any(level.key() == functorch.TransformType.Vmap for level in stack)
 
 
 def torch_modes_active() -> bool:
-    """Whether a transform of `torch.func`, forward-mode differentiation, a mode or a global hook is active.
+    """Return True if a transform of `torch.func`, forward-mode differentiation, a mode or a global hook is active.
 
-    Each would see, or need, other operators than those that a shortcut calls.
+    Each of them must see torch's own operators, which a shortcut does not call.
     """
     is_forward_ad = forward_ad._current_level >= 0
     return is_under_functorch() or is_forward_ad or has_modes() or bool(_has_any_global_hook())
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` traces.
+    """Return True while `torch.export` traces.
 
     In torch 2.11 `torch.compiler.is_exporting` is true in every compilation; the flag behind it is right everywhere.
     """
@@ -58,26 +58,23 @@ def is_exporting() -> bool:
 
 
 def has_mkldnn_products(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies matrices of 16 bits on this CPU."""
+    """Return True if oneDNN multiplies matrices of this 16-bit dtype on this CPU."""
     is_half = dtype == torch.float16
     known = torch.ops.mkldnn
     return (known._is_mkldnn_fp16_supported if is_half else known._is_mkldnn_bf16_supported)()
 
 
 def load_without_storage(path: str | os.PathLike) -> Any:
-    """Return the content of a file of `torch.save`, its tensors without numbers.
+    """Load a file of `torch.save` without its tensors' data.
 
-    Their storages say in `_checkpoint_offset` where the numbers stand in the file.
+    The attribute `_checkpoint_offset` of each storage is the offset of its data in the file.
     """
     with FakeTensorMode():
         return torch.load(path, weights_only=True)
 
 
 def save_without_storage(content: dict[str, torch.Tensor], path: Any) -> None:
-    """Write a torch file with room for the numbers of tensors that have none.
-
-    The values of `content` are meta tensors; the caller fills the room afterwards.
-    """
+    """Write a torch file for meta tensors, with space for their data, which the caller writes afterwards."""
     with FakeTensorMode():
         fakes = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in content.items()}
     with torch.serialization.skip_data(materialize_fake_tensors=True):
@@ -106,7 +103,7 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def mask_implementations() -> Mapping[str, Callable]:
-    """The functions that make masks, by attention implementation.
+    """Return the functions that make masks, by attention implementation.
 
     The registry is a class of its own, and dynamo cannot trace `in` on it.
     """
@@ -115,9 +112,9 @@ def mask_implementations() -> Mapping[str, Callable]:
 
 @contextmanager
 def registered_conversions(model: Any) -> Iterator[None]:
-    """Context in which saving undoes the rules that are registered for the model type.
+    """Make saving reverse, within the context, the conversion rules that are registered for the model type.
 
-    transformers keeps with the model those that its loading has used, and prefers them.
+    By default transformers reverses those that were used when the model was loaded.
     """
     used = getattr(model, "_weight_conversions", None)
     model._weight_conversions = None
@@ -128,9 +125,9 @@ def registered_conversions(model: Any) -> Iterator[None]:
 
 
 def replace_quantizer(name: str, quantizer_class: type) -> None:
-    """Let transformers use a quantizer of ours in the place of its own of that name.
+    """Replace transformers' quantizer of this name.
 
-    `register_quantizer` refuses names that exist, and a configuration names no other.
+    `register_quantizer` refuses existing names, but configurations contain this name.
     """
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
@@ -221,11 +218,11 @@ def choose_processor(stock_class: type, choose: Callable[..., type | None]) -> N
 
 
 def compile_cpp(source: str, flags: Sequence[str]) -> Any:
-    """A loaded library of `extern "C"` functions: compiled by the C++ backend of `torch.compile`, and kept on disk.
+    """Compile and load a library of `extern "C"` functions by `torch.compile`'s C++ backend, which caches it on disk.
 
-    The flags follow those of the backend, and are part of the key under which the library is kept.
+    The flags are appended to those of the backend, and are part of the cache key.
     """
-    # It says at its import that a CUDA toolkit is there without a GPU, which is no matter of this CPU.
+    # Its import warns of a CUDA toolkit without a GPU, which does not matter here.
     chatty = logging.getLogger("torch.utils.cpp_extension")
     level = chatty.level
     chatty.setLevel(logging.ERROR)
@@ -233,7 +230,7 @@ def compile_cpp(source: str, flags: Sequence[str]) -> Any:
         from torch._inductor import config
         from torch._inductor.codecache import CppCodeCache
 
-        # Otherwise flags of the widest vectors would follow ours.
+        # Without this the backend would append its own flags for the widest vectors.
         with config.patch({"cpp.simdlen": 1}):
             return CppCodeCache.load(source, extra_flags=flags)
     finally:

@@ -1,8 +1,8 @@
-"""The base class of all our models: what transformers asks of a model class, loading and saving.
+"""The base class of all llamoe models: transformers' interface of a model class, loading and saving.
 
-transformers decides some features by looking for literal text in the file of a model's class
-(`ALL_ATTENTION_FUNCTIONS.get_interface(`, `@use_experts_implementation`). Our blocks stand in other files, so two
-methods answer these checks here.
+transformers detects some features by literal text in the file of a model's class
+(`ALL_ATTENTION_FUNCTIONS.get_interface(`, `@use_experts_implementation`). llamoe's layers are in other files, so two
+methods override these checks here.
 """
 
 import copy
@@ -64,7 +64,7 @@ class LlamoePreTrainedModel(
     _has_stock_layout: ClassVar[bool] = True
 
     def post_init(self) -> None:
-        """Finish construction; layers of a model that another library quantizes are torch's own."""
+        """Finish construction; if another library will quantize the model, convert its layers to `nn.Linear`."""
         super().post_init()
         quantization: Any = getattr(self.config, "quantization_config", None)
         if quantization is not None and not isinstance(quantization, dict):
@@ -74,7 +74,7 @@ class LlamoePreTrainedModel(
 
     @classmethod
     def resolve_config(cls, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Config that this class works with.
+        """Return a config of this class's own type.
 
         Args:
             config: this class's own, the stock one of the same architecture, or a multimodal one (ours or stock) of
@@ -110,10 +110,10 @@ class LlamoePreTrainedModel(
         return cls._has_experts
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        """Name of the experts implementation: the requested one, that in LLAMOE_EXPERTS, or `llamoe`.
+        """Return the name of the experts implementation: the requested one, that in LLAMOE_EXPERTS, or `llamoe`.
 
         Raises:
-            ValueError: transformers' registry has none of that name, or packed experts do not know it.
+            ValueError: transformers' registry has none of that name, or packed experts do not support it.
         """
         name = requested_experts or os.environ.get("LLAMOE_EXPERTS") or IMPLEMENTATION
         name = super().get_correct_experts_implementation(name)
@@ -140,7 +140,7 @@ class LlamoePreTrainedModel(
         text_config = config.get_text_config(decoder=True)
         inputs = MaskInputs(text_config, inputs_embeds, attention_mask, past_key_values, position_ids)
         if "flex" in inputs.implementation:
-            # `generate` makes all masks contiguous, which flex attention's cannot be.
+            # `generate` calls `contiguous()` on all masks, which flex attention's masks lack.
             return attention_mask
         return attention_masks(inputs)
 
@@ -205,20 +205,20 @@ class LlamoePreTrainedModel(
 
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
-        # Here the empty model and the list of its files, downloaded or local, are first known.
+        # This is the first point with both the empty model and the list of its files, downloaded or local.
         load = PreTrainedModel._load_pretrained_model
         files = list(checkpoint_files or ()) if state_dict is None else []
         place = load_config.pretrained_model_name_or_path
         checkpoints.check_files(files, place)
         if args or "expected_keys" in kwargs:
-            # An adapter, for a model that is placed already.
+            # This load is of an adapter; the model is on its devices already.
             info = model._load_adapter_tensors(state_dict, files, load_config.ignore_mismatched_sizes)
             return info, None
         tensors = checkpoints.tensors_of(state_dict or {}) or checkpoints.headers_of(files)
         checkpoints.check_tensors(model, tensors, load_config)
         replace_with_offloaded(model, files, load_config)
         checkpoints.settle_places(model, load_config)
-        # Set on this model alone, and only now: transformers reads it for keys that fit nowhere.
+        # Set it on this instance, right before loading: transformers then does not report these keys as unexpected.
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(model._keys_passed_over)
         state_dict = checkpoints.transposed_for_shards(model, files, state_dict)
@@ -234,7 +234,7 @@ class LlamoePreTrainedModel(
 
     @classmethod
     def _config_if_quantized(cls, name_or_path: Any, kwargs: dict[str, Any]) -> Any:
-        """Config of a model that is quantized or shall be; None for others, whose config is read later."""
+        """Return the config of a model that is, or will be, quantized; None for others, whose config is read later."""
         try:
             content, _ = cls.config_class.get_config_dict(name_or_path, **hub_arguments(kwargs))
         except OSError:
@@ -246,13 +246,13 @@ class LlamoePreTrainedModel(
 
     @classmethod
     def _with_own_quantization(cls, config: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-        """Config with int4 for a folder that another program packed, its layout, and the arguments with this config."""
+        """Return, for a folder packed by another program, the config for int4, its layout, and the new arguments."""
         text_config: Any = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
         stored = getattr(config, "quantization_config", None) or getattr(
             text_config, "quantization_config", None
         )
         asked = kwargs.get("quantization_config")
-        # Who gives a config of another method asks for transformers' quantizer.
+        # A user's config of another method requests transformers' quantizer.
         is_others = asked is not None and not isinstance(asked, QuantizationConfig)
         if stored is None or is_others or (layout := layout_of(stored)) is None:
             return config, None, kwargs
@@ -264,7 +264,7 @@ class LlamoePreTrainedModel(
         if isinstance(kwargs.get("config"), PreTrainedConfig):
             config = copy.deepcopy(config)
         else:
-            # As transformers reads it: with the arguments that are fields.
+            # Read the config as transformers does, overridden by arguments that are its fields.
             kept = {name: kwargs.pop(name) for name in ("config", "quantization_config") if name in kwargs}
             config, kwargs = cls.config_class.from_dict(config.to_dict(), return_unused_kwargs=True, **kwargs)
             kwargs |= kept
@@ -281,14 +281,14 @@ class LlamoePreTrainedModel(
             quantization = quantization.to_dict()
         method = quantization.get("quant_method")
         if method is None and (quantization.get("load_in_8bit") or quantization.get("load_in_4bit")):
-            # The first configs of bitsandbytes had no method.
+            # Early configs of bitsandbytes have no quant_method.
             method = "bitsandbytes"
         if method is None:
             raise ValueError(
                 f"{cls.__name__} cannot load this mixture: quantization_config in its config.json has no quant_method. "
                 "Load the unquantized checkpoint."
             )
-        # Or a member of transformers' `QuantizationMethod`.
+        # The method may be a member of transformers' enum `QuantizationMethod`.
         method = getattr(method, "value", method)
         if not str(method).startswith(_QUANTIZERS_FOR_MIXTURES):
             raise ValueError(
@@ -325,9 +325,9 @@ class LlamoePreTrainedModel(
                     f"{type(self).__name__} has no counterpart in transformers' {self.config.stock_type()}: leave "
                     "layout out, or save the model with its language model head."
                 )
-            # Raises before anything is written.
+            # Convert first: this raises before anything is written.
             to_stock(self.config)
-        # Stock's Mixtral has each expert by itself; all our other keys are stock's.
+        # Stock's Mixtral files store each expert separately; all other keys are equal.
         unfuses = is_stock and self._has_experts and self.config.stock_type() == "mixtral"
         naming = naming_plain_layers(self) if is_stock else nullcontext()
         with naming, written_by(to_stock if is_stock else None):
@@ -335,9 +335,9 @@ class LlamoePreTrainedModel(
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):
-        """Do nothing for llamoe's own classes: their folders name how they are loaded already.
+        """Do nothing for llamoe's own classes: their folders already name their loader.
 
-        transformers would copy our sources into each saved folder. A user's subclass is registered as usual.
+        transformers would copy llamoe's sources into each saved folder. A user's subclass is registered as usual.
         """
         if not is_ours(cls):
             super().register_for_auto_class(auto_class)

@@ -27,7 +27,7 @@ from .moe import RouterLossMixin
 
 
 class Head:
-    """Mixin that reads configs in our way; name it before the generic head among the bases."""
+    """A mixin that converts configs as `LlamoePreTrainedModel` does; name it before the generic head."""
 
     def __init__(self: Any, config: PreTrainedConfig):
         super().__init__(self.resolve_config(config))
@@ -230,5 +230,5 @@ class LlamoeDenseForQuestionAnswering(Head, GenericForQuestionAnswering, LlamoeP
 
     @property
     def _has_stock_layout(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        # Alone Mistral's head names its base model `model`, and would find no weights here.
+        # Mistral's is the only stock head whose base model is `model`; it finds no weights in these folders.
         return self.config.stock_type() != "mistral"

@@ -169,7 +169,7 @@ class DecoderModel(CheckpointedWithGradients, LlamoePreTrainedModel):
         position_ids = inputs.positions
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        # As many as the config says now: users add layers, and `generate(assistant_early_exit=...)` drafts with fewer.
+        # Use the config's current number of layers: `generate(assistant_early_exit=...)` drafts with fewer.
         layers = self.layers[: self.config.num_hidden_layers]
         for layer, attention_type in zip(layers, self.config.attention_types()[: len(layers)], strict=True):
             hidden_states = layer(
@@ -177,9 +177,9 @@ class DecoderModel(CheckpointedWithGradients, LlamoePreTrainedModel):
                 position_embeddings=position_embeddings,
                 attention_mask=mask_mapping[attention_type],
                 position_ids=position_ids,
-                # By this name transformers takes it away under gradient checkpointing.
+                # transformers removes the argument of this name under gradient checkpointing.
                 **{CACHE: past_key_values},
-                # Implementations that take no mask read it.
+                # Implementations without masks read the positions.
                 sliding_window=inputs.rules[attention_type].window,
                 **kwargs,
             )
@@ -300,7 +300,7 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
         """
         if labels is not None:
             if isinstance(logits_to_keep, int) and logits_to_keep == 0:
-                # Otherwise there is one for each logit that is kept, which the loss counts.
+                # Otherwise there must be a label for each kept logit, which the loss checks.
                 check_labels(labels, input_ids if inputs_embeds is None else inputs_embeds)
             # Another loss may give other labels a meaning. The first of a row is the next token of none.
             if self.loss_function is ForCausalLMLoss and kwargs.get("shift_labels") is None:
@@ -364,7 +364,7 @@ def _share_of_batch(
     shift_labels: torch.Tensor | None = None,
     **_,
 ) -> torch.Tensor | float:
-    """Fraction of the batch's labels in this micro-batch.
+    """Return the fraction of the batch's labels in this micro-batch.
 
     With gradient accumulation, the language modelling loss of each micro-batch is divided by the number of labels in
     all of them. The router losses are means over a micro-batch, and would otherwise count once for each.

@@ -1,4 +1,4 @@
-"""`generate`: what transformers does not do by itself for chunked layers and for images."""
+"""`generate`, extended for chunked layers and images."""
 
 import copy
 from typing import Any
@@ -24,10 +24,10 @@ class Generation(GenerationMixin):
         """
         check_kernels(self)  # pyright: ignore[reportArgumentType]
         if "past_key_values" in kwargs:
-            # The argument's name before transformers 5.24, which would warn of this line.
+            # transformers 5.24 renamed this argument, and would warn of the former name.
             kwargs[CACHE] = kwargs.pop("past_key_values")
         if "pixel_values" in kwargs and kwargs["pixel_values"] is None:
-            # A prompt without pictures; newer releases would encode None.
+            # Remove None for a prompt without pictures: newer releases would try to encode it.
             del kwargs["pixel_values"]
         # `transformers serve` passes a processor here, but the search for stop strings calls methods of a tokenizer.
         if isinstance(kwargs.get("tokenizer"), ProcessorMixin):
@@ -36,7 +36,7 @@ class Generation(GenerationMixin):
 
     # transformers reads the names of arguments off this method.
     def prepare_inputs_for_generation(self, input_ids, *args, inputs_embeds=None, **kwargs):
-        """Return the inputs of one step of `generate`, the cache by the name that peft looks for."""
+        """Return the inputs of one step of `generate`, with the cache as `past_key_values`, as peft expects."""
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         if CACHE in inputs:
@@ -47,12 +47,12 @@ class Generation(GenerationMixin):
         self, generation_config, model_kwargs, mode, batch_size, max_cache_length
     ):
         mask, chunk_size = model_kwargs.get("attention_mask"), _chunk_size(self.config)
-        # Within one chunk nothing depends on where chunks begin.
+        # Within one chunk, padding does not matter.
         has_borders = chunk_size is not None and max_cache_length > chunk_size
         if has_borders and isinstance(mask, torch.Tensor) and mask.ndim == 2:
             rows = ((mask[:, -1:] == 0) & (mask != 0).any(1, keepdim=True)).nonzero()
             if len(rows):
-                # Chunk borders lie where a row's real tokens say, of which the last one would be another.
+                # Chunk borders follow the count of real tokens, which is wrong if the last one counts as padding.
                 raise ValueError(
                     f"the last token of row {int(rows[0, 0])} counts as padding, by attention_mask or, where none is "
                     "given, as pad_token_id. New tokens cannot follow it over the border of a chunk "

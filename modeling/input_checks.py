@@ -1,4 +1,4 @@
-"""Checks of inputs that would otherwise give wrong numbers in silence, or end in an assertion of a GPU's kernel.
+"""Checks of inputs that would otherwise give silently wrong results, or a failed assertion in a GPU kernel.
 
 Values (of token ids, say) are read on the CPU only, since reading them would synchronise with a GPU.
 
@@ -36,7 +36,7 @@ def embed(embedding: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
 def check_mask(
     attention_mask: Any, batch_size: int, num_tokens: int, past_key_values: Cache | None = None
 ) -> None:
-    """Raise a `ValueError` for a mask that would hide or show other tokens than its author meant.
+    """Raise a `ValueError` for a mask of a wrong shape or dtype, which would hide the wrong tokens.
 
     Args:
         attention_mask: a tensor of at most three axes must be `[B, cached + T]`, one with four axes bool or floating.

@@ -40,12 +40,12 @@ def must_skip_logits(
         wanted: the argument `skip_logits`; None leaves it to the config.
         by_config: `config.skip_logits`.
         is_training: whether the model is in `train()`.
-        labels: without any there is no loss.
-        loss_function: the model's; only the usual one is computed by pieces.
-        logits_to_keep: some tokens' logits are asked for if it is not 0.
+        labels: the labels; without them there is no loss.
+        loss_function: the model's loss; only the usual one can be computed by pieces.
+        logits_to_keep: if it is not 0, the caller needs logits.
 
     Raises:
-        ValueError: the argument asks for it, and the model has another loss, which reads the logits.
+        ValueError: `wanted` is True, but the model has another loss, which reads the logits.
     """
     is_usual = loss_function is ForCausalLMLoss
     if wanted is not None:
@@ -77,7 +77,7 @@ def loss_without_logits(
     shift_labels: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """What transformers' `ForCausalLMLoss` computes of `head(hidden_states)`, to rounding: sums are in another order.
+    """Compute transformers' `ForCausalLMLoss` of `head(hidden_states)` by pieces; equal except for rounding.
 
     Args:
         head: maps `[B, t, hidden_size]` to `[B, t, V]`; called for some tokens of all rows at a time.
@@ -103,7 +103,7 @@ def loss_without_logits(
 
     step = max(PIECE_LOGITS // max(batch_size * vocab_size, 1), 1)
     pieces = zip(hidden_states.split(step, 1), labels.split(step, 1), strict=True)
-    # Transforms of torch.func have no hooks of saved tensors.
+    # Transforms of torch.func do not support checkpointing, which needs hooks of saved tensors.
     if torch.is_grad_enabled() and not is_transformed():
         sums = [checkpoint(sum_of, *piece, use_reentrant=False) for piece in pieces]
     else:

@@ -162,7 +162,7 @@ class MultimodalModel(LlamoePreTrainedModel):
         pixel_values: torch.Tensor | None,
         images: BaseModelOutputWithPooling | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Embeddings with the image features in their places, and the tower's output."""
+        """Return the embeddings, with image features in their places, and the tower's output."""
         if inputs_embeds is None:
             inputs_embeds = embed(self.language_model.get_input_embeddings(), input_ids)
         if images is not None and pixel_values is not None:
@@ -190,7 +190,7 @@ class MultimodalModel(LlamoePreTrainedModel):
     def _image_places(
         self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
     ) -> torch.Tensor:
-        """`[B, T]`: true where an image feature belongs."""
+        """Return `[B, T]`, true where an image feature belongs."""
         token_id = self.config.image_token_index
         if input_ids is not None:
             return input_ids == token_id
@@ -200,8 +200,8 @@ class MultimodalModel(LlamoePreTrainedModel):
         ).all(-1)
 
     def _check_no_image_tokens(self, input_ids: torch.Tensor | None, past_key_values: Cache | None) -> None:
-        """Raise a `ValueError` for a text with places for whole tiles whose pictures were forgotten."""
-        # A static cache is not asked for its length, since that would synchronise with a GPU.
+        """Raise a `ValueError` if a text has image tokens for whole tiles, but no pictures were given."""
+        # Do not read a static cache's length, which would synchronise with a GPU.
         is_static = getattr(past_key_values, "is_compileable", False)
         is_first = past_key_values is None or not (is_static or past_key_values.get_seq_length())
         if input_ids is None or not is_first or is_tracing(input_ids):
@@ -248,7 +248,7 @@ class LlamoeModel(MultimodalModel):
     def over(
         cls, config: LlamoeConfig, tower: nn.Module, projector: nn.Module, text_model: nn.Module
     ) -> "LlamoeModel":
-        """View over modules that belong to another model; nothing is copied or initialized."""
+        """Return a model over modules that belong to another one; nothing is copied or initialized."""
         view = cls.__new__(cls)
         nn.Module.__init__(view)
         view.config = config
@@ -285,7 +285,7 @@ class LlamoeForConditionalGeneration(MultimodalModel, Generation, GenerationMixi
         view = self.__dict__.get("_model_view")
         if view is None or any(mine is not its for mine, its in zip(parts, view.children(), strict=True)):
             view = LlamoeModel.over(self.config, *parts)
-            # Set past nn.Module, which would register it as a child.
+            # Bypass `nn.Module.__setattr__`, which would register it as a child.
             self.__dict__["_model_view"] = view
         view.training = self.training
         return view

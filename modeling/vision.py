@@ -86,7 +86,7 @@ class VisionAttention(nn.Module):
         Returns:
             `[N, T, D]`, and the attention weights `[N, H, T, T]` under `eager`, else None.
         """
-        # The number of heads is left open: under tensor parallelism a rank holds only some of them.
+        # Infer the number of heads: under tensor parallelism a rank holds only some of them.
         heads = (-1, self.head_dim)
         q_NTHK, k_NTHK, v_NTHK = (
             linear(hidden_states).unflatten(-1, heads) for linear in (self.q_proj, self.k_proj, self.v_proj)
@@ -159,7 +159,7 @@ class VisionEncoder(nn.Module):
         run_all: bool,
         with_weights: bool = False,
     ) -> torch.Tensor:
-        """Output of one of the layers.
+        """Return the output of one of the layers.
 
         Args:
             hidden_states: `[N, T, D]`, as the result; `cos_sin` and `with_weights` are as in `VisionAttention`.
@@ -252,7 +252,7 @@ class LlamoeVisionModel(LlamoePreTrainedModel):
     main_input_name = "pixel_values"
     input_modalities = ["image"]
     _no_split_modules = ["VisionEncoderLayer"]
-    # At its output gradients begin under checkpointing.
+    # Under checkpointing transformers makes this module's output require a gradient.
     _input_embed_layer = "patch_embedding"
     # In multimodal folders the tower's keys begin with the base model's prefix.
     _checkpoint_prefixes = {r"vision_model\.": ""}

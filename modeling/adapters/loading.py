@@ -91,7 +91,7 @@ def _fit_state_dict(model: LoadsAdapters, state_dict: dict[str, Any], prefix: st
     config = model.peft_config[adapter]
     tuner = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type)
     if tuner is None or not any(_is_named(key, adapter) or f".{tuner}" in key for key in given):
-        # No adapter.
+        # The tensors are not an adapter's.
         return
     base = [name for name, shape in own.items() if len(shape) > 1 and not _is_named(name, adapter)]
     if sum(name in given for name in base) > len(base) / 2:

@@ -38,7 +38,7 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
                         sys.meta_path.remove(self)
                         callback(module)
 
-                # Changes only this loader, which belongs to this one spec.
+                # This patches only the loader instance of this module's spec.
                 spec.loader.exec_module = exec_module
             return spec
 

@@ -14,7 +14,7 @@ import torch
 
 from .visibility import Rule
 
-# Queries of one mask. Larger masks are no faster: a block of this size keeps every core of a GPU busy.
+# Maximum number of queries in a block. Larger ones are no faster: this size keeps every core of a GPU busy.
 BLOCK = 1024
 SMALLEST_BLOCK = 16
 
@@ -46,7 +46,7 @@ class Block(NamedTuple):
 
     def mask(self, device: torch.device) -> torch.Tensor:
         """Return `[1, 1, queries, keys]` bool: which keys a query sees."""
-        # The last query is the last key.
+        # Count both indices back from the end: the last query and the last key are the same token.
         key = torch.arange(self.keys.start - self.keys.stop, 0, device=device)
         query = torch.arange(self.queries.start - self.queries.stop, 0, device=device)[:, None]
         seen = key <= query

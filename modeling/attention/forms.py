@@ -63,7 +63,7 @@ def equal_rows(inputs: MaskInputs, rule: Rule, first_query: int) -> EqualRows | 
     rows = EqualRows(rule, first_query, first_query - inputs.query_offset + keys.offset, keys.length)
     block, *others = rows.blocks(length)
     is_plain = not others and block.is_plain and block.keys == slice(0, keys.length)
-    # Without a mask stock uses the module's `is_causal`; for as many tokens as the window has it does make a mask.
+    # Match stock, which obeys the module's `is_causal` if it makes no mask, but makes one if K equals the window.
     return None if is_plain and (length == 1 or keys.length != rule.local_size) else rows
 
 

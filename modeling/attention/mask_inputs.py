@@ -34,7 +34,7 @@ class fact:
 
 
 class MaskInputs:
-    """What decides which tokens of a forward see each other.
+    """The inputs of a forward that decide which tokens see each other.
 
     Args:
         config: a decoder's config, with `_attn_implementation` set.
@@ -142,7 +142,7 @@ class MaskInputs:
 
     @fact
     def first_position(self) -> int | None:
-        """Position from which all rows count on without padding; None if they do not; reads values."""
+        """Return the first position if all rows are consecutive from it, without padding; else None; reads values."""
         if self.padding_mask is not None:
             return None
         if self.position_ids is None:

@@ -1,4 +1,4 @@
-"""Which tokens see each other in each type of layer: groups, chunk borders and sliding windows.
+"""Rules of which tokens see each other in each type of layer: groups, chunk borders and sliding windows.
 
 A token sees another if both are real, both are in the same group, and the other is not later and, in sliding layers,
 less than W earlier. The group is the packed segment and, in chunked layers, the position's chunk. Every form of

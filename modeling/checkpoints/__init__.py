@@ -1,9 +1,9 @@
 """Checkpoint folders: how they are read, what is checked of them, and how they are written.
 
-Reading order: safetensors_files, torch_files (headers, without the numbers), checkpoint_files (the files of a folder),
-stored, expert_index (which experts are where), conversions (how transformers' loader fuses them), checks (what is
-refused), state_dicts (weights are no codes), device_map (on which device a module goes), parts, whole_folders (signs of
-what is unfinished), saving (a folder is written whole or not at all).
+Reading order: safetensors_files, torch_files (headers, without the tensors' data), checkpoint_files (the files of a
+folder), stored, expert_index (location of each expert), conversions (fusing experts in transformers' loader), checks,
+state_dicts (check of `load_state_dict`), device_map, parts, whole_folders (detection of unfinished folders), saving
+(atomic writing of a folder).
 """
 
 from .checkpoint_files import (

@@ -1,4 +1,4 @@
-"""The files of weights in a folder, their headers, and what is known while a model is loaded."""
+"""The weight files of a folder, their headers, and the context of a load."""
 
 import os
 import re
@@ -20,15 +20,15 @@ _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 
 @dataclass
 class _Loading:
-    """What is known while a model is loaded."""
+    """The context of a load."""
 
-    # Which experts are not to be loaded (`offload.OffloadRequest`).
+    # The experts to offload (`offload.OffloadRequest`).
     offload: Any = None
-    # What a folder of packed weights is to do to rows; None for what its config says.
+    # The requested `activations` for a packed folder; None for those of its config.
     activations: str | None = None
-    # How another program has packed the weights (`formats.packed.Layout`).
+    # The layout of another program's packed weights (`formats.packed.Layout`).
     layout: Any = None
-    # And which tensors those are (`quantization.Matrices`).
+    # The tensors in this layout (`quantization.Matrices`).
     matrices: Any = None
 
 
@@ -37,7 +37,7 @@ _current: ContextVar[_Loading | None] = ContextVar("llamoe_loading", default=Non
 
 @contextmanager
 def loading() -> Iterator[_Loading]:
-    """Context of one load."""
+    """Enter a new load's context; `current_loading` returns it."""
     state = _Loading()
     token = _current.set(state)
     try:
@@ -47,12 +47,12 @@ def loading() -> Iterator[_Loading]:
 
 
 def current_loading() -> _Loading:
-    """What is known in this context of `loading`, or nothing outside of one."""
+    """Return the context of the current load; an empty one outside of `loading`."""
     return _current.get() or _Loading()
 
 
 def read_header(path: str | os.PathLike, kind: str | None = None) -> dict[str, TensorHeader]:
-    """Checked header of a file of weights: tensor name to header.
+    """Read and check the header of a weight file: tensor name to header.
 
     `kind` is "safetensors" or "bin" (torch.save); None goes by the name, as transformers does.
 
@@ -85,8 +85,8 @@ class WeightFiles(NamedTuple):
     Attributes:
         files: sorted by name.
         index: the file that says which tensor is in which file; None for a single file.
-        weight_map: its content, tensor to file name.
-        metadata: its other content; None if missing.
+        weight_map: the index's map from tensor to file name.
+        metadata: the index's metadata; None if missing.
     """
 
     files: list[Path]
@@ -98,7 +98,7 @@ class WeightFiles(NamedTuple):
 def find_weights(
     folder: str | os.PathLike, variant: str | None = None, formats: Iterable[str] = _FORMATS
 ) -> WeightFiles | None:
-    """Files of weights that transformers reads in a folder: one or many, safetensors before .bin.
+    """Find the weight files that transformers reads in a folder: one or many, safetensors before .bin.
 
     The result is None if the folder has neither a file nor an index under the expected names, of which `variant` is a
     part, as in `from_pretrained`.
@@ -148,7 +148,7 @@ def _read_index(index: Path, suffix: str) -> WeightFiles:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name can be of a file in its folder. Links there may lead out of it, as in the Hub's cache."""
+    """Return True if a name stays inside the folder; the file itself may be a link out of it, as in the Hub's cache."""
     parts = re.split(r"[/\\]", name)
     is_name = "\0" not in name and all(len(part.encode(errors="replace")) <= 255 for part in parts)
     return is_name and ".." not in parts and bool(parts[0]) and ":" not in parts[0]
@@ -172,6 +172,6 @@ def check_shards(found: WeightFiles, held: Mapping[str, Path]) -> None:
 
 
 def wrapper_prefix(names: Iterable[str]) -> str:
-    """What torch.compile and data parallelism have put before every name of a state dict; empty if they have not."""
+    """Return the prefix that torch.compile or data parallelism has added to every name; empty if none."""
     match = re.match(r"((_orig_mod|module)\.)*", os.path.commonprefix(list(names)))
     return match[0] if match else ""

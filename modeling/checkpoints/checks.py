@@ -1,8 +1,8 @@
-"""What transformers would pass over in silence, or with a warning: refused before or after a load.
+"""Checks before and after a load, for faults that transformers ignores or only warns of.
 
-Shapes and truncated files it refuses by itself. Not seen by it are: a tensor that is there twice, of which it takes
-the last; experts whose numbers have gaps, which it would move up; whole numbers in the place of weights, which it
-casts; and missing weights, which it draws at random.
+transformers itself refuses wrong shapes and truncated files. But of a tensor stored twice it takes the last; experts
+after a gap in the numbers it would renumber; integers in place of weights it casts; and missing weights it initialises
+at random.
 """
 
 import os
@@ -40,8 +40,8 @@ def check_tensors(model: "PreTrainedModel", tensors: Iterable[Stored], load_conf
     """Check the names and dtypes of a checkpoint's tensors.
 
     Args:
-        model: empty; in the places of modules that are packed, or will be, stand packed ones.
-        tensors: of the checkpoint.
+        model: the empty model, in which modules to be packed have been replaced already.
+        tensors: the checkpoint's tensors.
         load_config: transformers' record of the loading.
 
     Raises:
@@ -49,7 +49,7 @@ def check_tensors(model: "PreTrainedModel", tensors: Iterable[Stored], load_conf
             model cannot take.
     """
     quantizer = load_config.hf_quantizer
-    # Other quantizers' dtypes are their business.
+    # Other quantizers check their dtypes themselves.
     checks_dtypes = quantizer is None or getattr(quantizer, "checks_shapes", False)
     rules, state = load_config.weight_mapping or (), model.state_dict()
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -92,7 +92,7 @@ def _check_dtype(tensor: Stored, wanted: torch.dtype) -> None:
 
 
 def check_made(model: "PreTrainedModel", loading_info: Any, place: Any) -> None:
-    """Check that all was fused and quantized, and that packed weights have their parts; nothing else could fill them.
+    """Check that fusing and quantizing succeeded, and that packed weights are complete: they have no initialisation.
 
     Args:
         model: as transformers has loaded it, before it fills what was missing.
@@ -111,7 +111,7 @@ def check_made(model: "PreTrainedModel", loading_info: Any, place: Any) -> None:
     }
     lost = []
     for path, module in model.named_modules():
-        # What packed modules alone have.
+        # Only packed modules have `part_shapes`.
         shapes = module.part_shapes() if hasattr(module, "part_shapes") else {}
         for name, part in module.state_dict().items() if shapes else ():
             key = f"{path}.{name}"
@@ -171,7 +171,7 @@ def check_complete(model: "PreTrainedModel", loading_info: Any, load_config: Any
 
 
 def _is_plain_weight(model: "PreTrainedModel", name: str, quantizer: Any) -> bool:
-    """Whether a name is a parameter's, and not one that a quantizer made or left out."""
+    """Return True if a name is that of a parameter that no quantizer has created or removed."""
     path, _, own_name = name.rpartition(".")
     module = model.get_submodule(path)
     is_plain = type(module).__module__.startswith(("torch.nn.", "llamoe."))

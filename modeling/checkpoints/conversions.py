@@ -19,9 +19,9 @@ from .expert_index import expert_of
 
 
 class FuseExperts(ConversionOps):
-    """Fuse the matrices of each expert into a stack; each is copied once to its place, and forgotten.
+    """Fuse the matrices of each expert into a stack; each is copied once to its place, and then freed.
 
-    transformers' own operations for it hold gate, up and their stack at a time.
+    transformers' own operations hold gate, up and their stack in memory at the same time.
     """
 
     def __init__(self, is_transposed: bool = False):
@@ -37,7 +37,7 @@ class FuseExperts(ConversionOps):
         model: Any = None,
         **kwargs: Any,
     ) -> dict[str, torch.Tensor]:
-        """The stack, by the pattern of its name.
+        """Return the stack, by the pattern of its name.
 
         Raises:
             CheckpointError: an expert lacks a matrix, has one in two spellings, or one of another shape.
@@ -56,7 +56,7 @@ class FuseExperts(ConversionOps):
         target: Any = getattr(model.get_submodule(path), stack)
         is_turned = self.is_transposed and is_sharded(model.parameters())
         if not lists[0]:
-            # A process that holds none of the experts.
+            # This process holds none of the experts.
             return {target_patterns[0]: torch.empty(target.to_local().shape, dtype=kwargs["config"].dtype)}
         first = lists[0][0].T if is_turned else lists[0][0]
         size_out, size_in = len(parts) * first.shape[0], first.shape[-1]
@@ -85,12 +85,12 @@ SPLIT_LLAMA4 = [
 
 
 def is_of_experts(rule: Any) -> bool:
-    """Whether a rule of transformers' loader makes a stack of experts."""
+    """Return True if a rule of transformers' loader makes a stack of experts."""
     return isinstance(rule, WeightConverter) and rule.target_patterns[0].rpartition(".")[2] in STACKS
 
 
 def fuse_in_place(rules: list[Any]) -> list[Any]:
-    """Rules by which stacks that are quantized next take no memory beside the experts that they are made of."""
+    """Return rules that fuse experts in place, so that stacks to be quantized need no additional memory."""
     for rule in filter(is_of_experts, rules):
         if any(isinstance(operation, MergeModulelist) for operation in rule.operations):
             rule.operations = [FuseExperts()]
@@ -100,13 +100,13 @@ def fuse_in_place(rules: list[Any]) -> list[Any]:
 def transposed_for_shards(
     model: PreTrainedModel, files: Iterable[str], state_dict: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
-    """A state dict from which processes that share a model cut their shards of experts stored one by one.
+    """Return a state dict with single experts' matrices transposed, so that processes cut the right shards of them.
 
-    transformers cuts a matrix along the axes of the stack, which has Llama 4's transposed. What the files hold is
-    mapped, not read.
+    transformers cuts a matrix along the axes of its stack, in which Llama 4's matrices are transposed. Files are only
+    mapped.
 
     Returns:
-        None if there are no such experts, or nothing is shared.
+        None if there are no such experts, or the model is not sharded.
     """
     if not is_sharded(model.parameters()):
         return state_dict

@@ -13,14 +13,14 @@ from torch import nn
 
 
 def owner_of(name: str, names: Container[str]) -> str:
-    """The innermost of `names` that a module or parameter is or lies in; "" for none, or for the whole model."""
+    """Return the longest of `names` that is a prefix of a module or parameter; "" if there is none."""
     while name and name not in names:
         name = name.rpartition(".")[0]
     return name
 
 
 def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """The device of a module or parameter; None without one."""
+    """Return the device of a module or parameter; None if the map has none."""
     return device_map.get(owner_of(name, device_map))
 
 
@@ -33,8 +33,8 @@ def settle_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[s
             not named itself, "" to the rest of the model.
 
     Returns:
-        the same places, without a name below another. Parameters beside submodules (a tower's class token) that the map
-        puts on disk stay on the CPU: no module reads them from disk.
+        the same map, in which no name is part of another. Parameters that are siblings of submodules (the class token
+        of a vision tower) stay on the CPU instead of on disk: no module would read them.
 
     Raises:
         ValueError: a weight without a device, or tied weights of which only one is on disk.
@@ -83,10 +83,10 @@ def _has_tensors(module: nn.Module) -> bool:
 
 
 def settle_places(model: nn.Module, load_config: Any) -> None:
-    """Settle the device map of a load in place, since the caller dispatches by the same dict; `settle_device_map`.
+    """Apply `settle_device_map` to a load's device map, in place, since the caller uses the same dict later.
 
     Args:
-        model: empty.
+        model: the empty model.
         load_config: transformers' record of the loading.
     """
     if (device_map := load_config.device_map) is not None:

@@ -1,14 +1,14 @@
-"""Where a checkpoint has which expert's numbers, bitsandbytes' too: one index, however its files store them.
+"""An index of the experts' tensors in a checkpoint, for all layouts of files.
 
-Files have a layer's experts as two stacks, or each expert's gate, up and down as linear layers, `[out, in]`:
+Files store a layer's experts as two stacks, or each expert's gate, up and down as linear layers, `[out, in]`:
 
 * `experts.N.w1.weight` (gate), `w3` (up) and `w2` (down): Mixtral;
 * `experts.N.gate_proj.weight`, `up_proj`, `down_proj`: transformers, llm-compressor, GPTQModel, `llamoe convert`;
 * `experts.gate_projs.N.weight`, `up_projs`, `down_projs`: Axolotl.
 
-Packed stacks have several parts, and beside a linear layer's weight that bitsandbytes has packed stand tensors of other
-kinds (`weight.absmax`, `SCB` …). Who reads experts where files have them asks here (`offload`, `conversion`); loading
-into memory goes through transformers' loader, by rules for the same names (`conversions`).
+Packed stacks have several parts; a linear layer packed by bitsandbytes has further tensors (`weight.absmax`, `SCB` …).
+`offload` and `conversion` use this index; loading into memory uses rules of transformers' loader for the same names
+(`conversions`).
 
 Shapes: E experts, H hidden_size, I intermediate_size.
 """
@@ -30,7 +30,7 @@ WEIGHT = "weight"
 """Kind of the tensor that has an expert's numbers, or their codes."""
 
 _BELOW_EXPERTS = re.compile(r"(.*(feed_forward|mlp)\.experts)\.(.+)")
-# What follows an expert's packed weight, or stands in the place of "weight".
+# Name suffixes of packed weights, after "weight" or instead of it.
 _BESIDE = re.compile(r"(.*\.experts\..*\.)(weight\..+|SCB|weight_format)")
 
 
@@ -43,7 +43,7 @@ class ExpertName(NamedTuple):
 
 
 def expert_of(name: str) -> ExpertName | None:
-    """The expert's tensor that a checkpoint's name means; None for other names."""
+    """Parse the name of an expert's tensor; None for other names."""
     beside = _BESIDE.fullmatch(name)
     match = _BELOW_EXPERTS.fullmatch(f"{beside[1]}weight" if beside else name)
     matrix = match and matrix_named(match[3])
@@ -54,11 +54,11 @@ def expert_of(name: str) -> ExpertName | None:
 
 @dataclass
 class StoredStack:
-    """What a checkpoint has of one stack.
+    """A checkpoint's tensors of one stack.
 
     Attributes:
-        whole: by the suffix of its parts, the tensors that hold all experts.
-        single: by expert and place in its part of the stack (`PLACES`), a matrix's tensors by their kind.
+        whole: tensors with all experts, by the suffix of the part.
+        single: tensors of single matrices, by expert and position within its part of the stack (`PLACES`), by kind.
     """
 
     whole: dict[str, Stored] = field(default_factory=dict)
@@ -77,7 +77,7 @@ Index = dict[str, dict[str, StoredStack]]
 
 
 def names_in_model(model: PreTrainedModel, rules: Iterable[Any] | None) -> Callable[[str], list[str]]:
-    """A function that gives the names which a checkpoint's key may have in the model, by transformers' rules."""
+    """Return a function from a checkpoint's key to its possible names in the model, by transformers' rules."""
     renamings = [rule for rule in rules or () if isinstance(rule, WeightRenaming)]
     prefixes = getattr(model, "_checkpoint_prefixes", {})
     patterns = [(re.compile(f"^{old}"), new) for old, new in prefixes.items()]
@@ -86,21 +86,21 @@ def names_in_model(model: PreTrainedModel, rules: Iterable[Any] | None) -> Calla
     def names(key: str) -> list[str]:
         renamed, _ = rename_source_key(key, renamings, [])
         found = [renamed, *(pattern.sub(new, renamed) for pattern, new in patterns)]
-        # A model without its head, or the other way round.
+        # The checkpoint may have a head that the model lacks, or the other way round.
         return [*found, *(prefix + name for name in found), *(name.removeprefix(prefix) for name in found)]
 
     return names
 
 
 def suffixes_in_files(experts: Experts) -> tuple[str, ...]:
-    """What follows a stack's name in the names of its parts; of plain stacks nothing."""
+    """Return the name suffixes of a stack's parts; only "" for plain stacks."""
     return experts.format.suffixes if experts.is_packed else ("",)
 
 
 def index_experts(
     layers: Mapping[str, Experts], tensors: Iterable[Stored], names: Callable[[str], Iterable[str]]
 ) -> Index:
-    """Where a checkpoint has the experts of these layers.
+    """Index the tensors of these layers' experts in a checkpoint.
 
     Args:
         layers: names in the model, and experts with the shapes of the model.
@@ -136,7 +136,7 @@ def index_experts(
 
 
 def check_experts(layer: str, experts: Experts, found: Mapping[str, StoredStack]) -> None:
-    """Check what a checkpoint has of one layer's experts: plain, or packed in stacks or one by one.
+    """Check a checkpoint's tensors of one layer's experts: plain, or packed in stacks or one by one.
 
     Args:
         layer: name of the experts in the model.
@@ -177,7 +177,7 @@ def shape_of_one(experts: Experts, stack: str) -> tuple[int, int]:
 
 
 def _check_single(stack: str, experts: Experts, stored: StoredStack) -> None:
-    """Check that each expert has its matrices; what belongs to a packed one is checked when it is unpacked."""
+    """Check that each expert has its matrices; further tensors of packed ones are checked when they are unpacked."""
     first: Any = stored.first
     parts, count = PARTS_OF_STACKS[experts.is_transposed][stack], experts.num_experts
     found = {ExpertMatrix(n, parts[place]) for (n, place), kinds in stored.single.items() if WEIGHT in kinds}

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-# By patterns of their tensors' keys; the first match counts.
+# Parts by patterns of their tensors' keys; the first match counts.
 _PARTS = (
     ("vision tower", r"(^|\.)vision_model\."),
     ("projector", r"^multi_modal_projector\."),
@@ -26,7 +26,7 @@ def part_of(key: str) -> str:
 def sum_by_part(
     tensors: Iterable[tuple[str, int, int]], is_tower: bool = False
 ) -> dict[str, tuple[int, int]]:
-    """Part of the model to two sums, of tensors with a key and two numbers each, such as bytes before and after.
+    """Sum two numbers for each tensor, such as bytes before and after, by part of the model.
 
     A tower alone, whose keys have no prefix, is one part.
     """

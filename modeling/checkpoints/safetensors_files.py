@@ -1,4 +1,4 @@
-"""Where a safetensors file has its tensors; its header is checked, also for a key that is there twice.
+"""Reading of safetensors headers, with checks, also for duplicate keys.
 
 The format: 8 bytes, little endian, the length of a JSON header; the header, name to dtype, shape and byte offsets;
 then the bytes of all tensors without gaps (https://github.com/huggingface/safetensors).
@@ -54,7 +54,7 @@ def read_safetensors(path: str | os.PathLike) -> dict[str, TensorHeader]:
     """
     size = check_regular(path).st_size
     try:
-        # Opened for torch it would reserve memory for the whole file, which a machine with less memory refuses.
+        # Open it for NumPy: for torch the library would reserve memory for the whole file, which may be refused.
         with safe_open(path, framework="np"):
             pass
         with open(path, "rb") as file:

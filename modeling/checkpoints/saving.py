@@ -2,9 +2,9 @@
 
 transformers writes file by file into the folder. Cut off half-way, it leaves shards of the older and the newer model,
 which load together in silence. Here everything is written to a hidden folder inside the target, so on the same file
-system. Then the older config.json and index are removed, the new files are renamed to their place, and index and
-config.json come last. A failure while files are written leaves the older model as it was; a kill between the renamings
-leaves a folder that does not load. Of an adapter, whose folder may be a model's too, the weights are such a file.
+system. Then the older config.json and index are removed, and the new files are moved to their place, index and
+config.json last. A failure while files are written leaves the older model unchanged; a kill between the moves leaves a
+folder that does not load. An adapter's weight file is treated like config.json: a model may be in the same folder.
 """
 
 import copy
@@ -37,7 +37,7 @@ _current: ContextVar["_Save | None"] = ContextVar("llamoe_save", default=None)
 
 
 class _Save:
-    """The files of one save, from writing to their place in the folder."""
+    """One save: files are written to a hidden folder, then moved to the target."""
 
     def __init__(self, target: str | os.PathLike, variant: str | None):
         self.target = Path(target)
@@ -57,7 +57,7 @@ class _Save:
 
     @contextmanager
     def files(self) -> Iterator[Path]:
-        """Context with an empty folder, whose files are in the target afterwards; after an error none is."""
+        """Enter with an empty folder; at exit move its files to the target, or none of them after an error."""
         try:
             yield self.new
             self.publish()
@@ -68,7 +68,7 @@ class _Save:
                     self.target.rmdir()
 
     def publish(self) -> None:
-        """Put the new files in the place of the older ones; a second call does nothing."""
+        """Replace the older files by the new ones; a second call does nothing."""
         if self.published is not None:
             return
         names = sorted(os.listdir(self.new), key=_rank)
@@ -110,15 +110,15 @@ def _is_running(process: str) -> bool:
     except (ValueError, ProcessLookupError):
         return False
     except OSError:
-        # Another user's.
+        # The process belongs to another user, so it exists.
         return True
     return True
 
 
 def _without_wrappers(model: PreTrainedModel) -> dict[str, Any] | None:
-    """Weights under the model's own names if wrappers of peft remain around its layers; else None.
+    """Return the weights under the model's own names if peft's wrappers remain around layers; else None.
 
-    Deleting an adapter leaves its wrappers.
+    Deleting an adapter leaves its wrappers in the model.
     """
     wrapped = r"\.(base_layer|original_module)(?=\.|$)"
     if not any(re.search(wrapped, name) for name, _ in model.named_modules()):
@@ -154,9 +154,9 @@ class AtomicSaveMixin(PreTrainedModel):
     ):
         """Save as `PreTrainedModel.save_pretrained` does; no folder ever holds a part of each of two models.
 
-        With `unfuses` files have the form that is registered for the model type, whatever files were read. Otherwise
-        they have the tensors of `state_dict()`: the rules of loading also let classes read the folders of others, and
-        undone nothing would fit. `save_original_format` changes nothing.
+        With `unfuses` files have the layout that is registered for the model type, whatever layout was loaded. Else
+        they have the tensors of `state_dict()`: loading rules also rename tensors of other classes' folders, and must
+        not be reversed. `save_original_format` has no effect.
 
         All processes that share the weights call this together, or the first one alone with a `state_dict` of whole
         tensors, as Trainer does under accelerate's FSDP2. A model that transformers has sharded is saved by all.

@@ -1,4 +1,4 @@
-"""Whether `load_state_dict` is given weights, or the codes of packed ones."""
+"""A check that `load_state_dict` gets weights, not the codes of packed weights."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +10,10 @@ from ...configuration.errors import CheckpointError
 
 
 class TakesWeights(PreTrainedModel):
-    """`load_state_dict` that refuses codes for weights; a base class to name before `PreTrainedModel`."""
+    """A mixin whose `load_state_dict` refuses codes for plain weights; name it before `PreTrainedModel`."""
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        # Codes and the weights that they mean have one name, and torch would cast. Packed modules check theirs.
+        # Codes have the name of the weight, and torch would cast them to floats. Packed modules check their own.
         for name, own in self.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
             given = state_dict.get(name)
             if isinstance(given, torch.Tensor) and own.is_floating_point() and not given.is_floating_point():

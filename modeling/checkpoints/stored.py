@@ -17,10 +17,10 @@ class Stored(NamedTuple):
 
     Attributes:
         origin: the file, or "state_dict".
-        name: there.
+        name: name in the origin.
         dtype: in safetensors' spelling.
         shape: as stored.
-        content: the tensor, mostly mapped from the file; or its header.
+        content: the tensor, which may be mapped from the file; or its header.
     """
 
     origin: str
@@ -34,7 +34,7 @@ class Stored(NamedTuple):
 
 
 def headers_of(files: Iterable[str]) -> list[Stored]:
-    """The tensors of files, without their numbers."""
+    """Return the tensors of files, with headers as content."""
     return [
         Stored(str(file), name, header.dtype, header.shape, header)
         for file in files
@@ -43,7 +43,7 @@ def headers_of(files: Iterable[str]) -> list[Stored]:
 
 
 def tensors_of(state_dict: Mapping[str, Any]) -> list[Stored]:
-    """The tensors of a state dict."""
+    """Return the tensors of a state dict."""
     return [
         Stored(
             "state_dict", name, DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), tensor
@@ -54,10 +54,10 @@ def tensors_of(state_dict: Mapping[str, Any]) -> list[Stored]:
 
 
 def check_tensor(stored: Stored, wanted: tuple[int, ...], dtype: torch.dtype | None) -> None:
-    """Check the shape and dtype of a tensor of a checkpoint; `dtype` is None for any of plain weights.
+    """Check the shape and dtype of a checkpoint's tensor; `dtype` None accepts every dtype of plain weights.
 
     Raises:
-        CheckpointError: it has others.
+        CheckpointError: the tensor has another shape or dtype.
     """
     if stored.shape != wanted:
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""Where a file of torch.save (.bin, .pth, .pt) has its tensors: torch reads all but their numbers.
+"""Reading of tensor headers in files of torch.save (.bin, .pth, .pt), without the tensors' data.
 
-Since 1.6 torch writes a zip archive of uncompressed records: a pickle that describes the tensors, and the numbers of
-each storage in a record of its own. torch's `weights_only` runs the pickle without calling what it does not know.
+Since 1.6 torch writes a zip archive of uncompressed records: a pickle that describes the tensors, and a record for the
+data of each storage. torch's `weights_only` runs the pickle without calling unknown functions.
 """
 
 import io
@@ -19,7 +19,7 @@ from .safetensors_files import DTYPE_NAMES, TensorHeader
 
 
 def read_torch(path: str | os.PathLike) -> Any:
-    """Read a file of `torch.save`, without the numbers of its tensors.
+    """Read a file of `torch.save`, without its tensors' data.
 
     Returns:
         the content as torch loads it, with `TensorHeader`s in place of tensors in dictionaries.
@@ -35,7 +35,7 @@ def read_torch(path: str | os.PathLike) -> Any:
         with torch.serialization.safe_globals([io.BytesIO, bytes]):
             content = load_without_storage(path)
         return _with_headers(content)
-    # Damaged archives and pickles raise many types in torch: numbers where texts should stand, an empty stack.
+    # Damaged archives and pickles make torch raise errors of many types.
     except (
         zipfile.BadZipFile,
         RuntimeError,
@@ -54,7 +54,7 @@ def read_torch(path: str | os.PathLike) -> Any:
 
 
 def _check_records(path: str | os.PathLike) -> None:
-    """Check that each record stands where the directory says, and the checksums of all that hold no numbers."""
+    """Check that each record is at its place in the archive's directory, and the checksums of records without data."""
     with zipfile.ZipFile(path) as archive:
         for record in archive.infolist():
             with archive.open(record) as file:

@@ -1,4 +1,4 @@
-"""What all writers of folders share: the names of their own files in a folder, and writing through to the disk."""
+"""Helpers for writing folders: names of auxiliary files, detection of unfinished folders, and flushing to disk."""
 
 import os
 from pathlib import Path

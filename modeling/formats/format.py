@@ -45,13 +45,13 @@ class Format(ABC):
     """One way to store a matrix, and the products of rows with it from either side."""
 
     suffixes: ClassVar[tuple[str, ...]]
-    """What follows the weight's name in the names of the parts; the first is "", the weight or its codes."""
+    """Suffixes of the parts' names after the weight's name; the first is "", for the weight or its codes."""
     compute_dtype: torch.dtype
     """Dtype of the products."""
     is_packed: ClassVar[bool] = True
-    """Whether the first part holds codes, which only this format's products read, and not numbers."""
+    """True if the first part holds codes, which only this format can read, instead of plain weights."""
     is_unfused_in_files: ClassVar[bool] = False
-    """Whether files have an expert's gate, up and down each by itself, as linear layers."""
+    """True if files store an expert's gate, up and down separately, as linear layers."""
     alignment: ClassVar[int] = 1
     """Bytes of which the address of the first part must be a multiple for a kernel."""
 
@@ -165,7 +165,7 @@ def has_gpu_kernel(
 
 
 MAKERS: dict[str, Callable[..., Format]] = {}
-"""What makes a format of its key's fields, by the key's first word; the file of that name adds itself."""
+"""Functions from a key's fields to its format, by the key's first word; each format's file adds its own."""
 
 
 @lru_cache

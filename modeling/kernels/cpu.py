@@ -25,7 +25,7 @@ from .limits import CPP_PLAIN_MAX_ROWS
 from .tracing import is_exported
 
 SHORTCUTS_ARE_ON = os.environ.get("LLAMOE_CPU_SHORTCUTS", "1") != "0"
-"""Whether shortcuts may be used at all."""
+"""False if the environment variable disables all shortcuts."""
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 # For smaller weights the extra calls cost more than the kernel gains. With few inputs, as in LoRA's second factor,

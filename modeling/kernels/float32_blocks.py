@@ -45,7 +45,7 @@ _ROWS_OF_TORCH = {dtype: _rows_of_torch(dtype) for dtype in (torch.bfloat16, tor
 def rows_of_torch(dtype: torch.dtype) -> int | None:
     """Return the most rows for which torch's products of this dtype are fast on this CPU; None: no limit.
 
-    All choices between torch's products and blocks in float32 use this function.
+    Every choice between torch's product and blocks in float32 depends on this limit.
     """
     return _ROWS_OF_TORCH.get(dtype)
 

@@ -20,8 +20,7 @@ DOT_PRODUCT_MAX_ROWS = 3
 IMITATED_MAX_ROWS = 8
 """The same if oneDNN emulates bfloat16 instructions by those of AVX-512."""
 
-# Packed matrices on a CPU (`formats`). A kernel unpacks again for every few rows; above these limits, unpacking the
-# matrix once is faster.
+# Packed matrices on a CPU (`formats`). Kernels unpack again for every few rows; above, unpacking once is faster.
 FEW_BITS_FLOAT_MAX_ROWS = 16
 """llamoe's 4-bit and 8-bit kernels with float rows."""
 FEW_BITS_AMX_MAX_ROWS = 128

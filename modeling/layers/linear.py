@@ -5,12 +5,12 @@ from torch import nn
 
 from ..kernels import linear
 
-# Somebody may put another in its place, which is to be seen here as in other models.
+# The original function: if somebody replaces `nn.Linear.forward`, the replacement is called.
 _FORWARD = nn.Linear.forward
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, whose product few rows on a CPU take faster."""
+    """`nn.Linear` with faster products of few rows on a CPU."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map `[..., in_features]` to `[..., out_features]`."""
@@ -20,7 +20,7 @@ class Linear(nn.Linear):
 
 
 def make_layers_plain(model: nn.Module) -> None:
-    """Turn all linear layers of a model into torch's own: quantizers of other libraries replace these alone."""
+    """Convert all linear layers of a model to `nn.Linear`: quantizers of other libraries replace only these."""
     for module in model.modules():
         if type(module) is Linear:
             module.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]

@@ -84,7 +84,7 @@ class RotaryEmbedding(nn.Module):
             cos and sin, each `[B or 1, T, 1, D]` float32, times the scaling type's attention factor.
         """
         if self.inv_freq.is_meta and not x.is_meta:
-            # Made on the meta device; a loader fills only what checkpoints contain.
+            # The buffer is still on the meta device: no checkpoint contains it, so no loader fills it.
             self._reset(x.device)
         return of_channels(*self._cos_sin(x, position_ids), self.config.rope_interleave)
 

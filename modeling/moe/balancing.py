@@ -1,10 +1,9 @@
-"""Watching routers while they train, and balancing them without a loss, by a bias of each expert that moves.
+"""Monitoring of routers in training, and loss-free balancing by a bias for each expert.
 
-A load-balancing loss also changes all other weights. Instead `router_balancing="bias"` gives every expert a bias
-that counts where experts are chosen and nowhere else; after each step of the optimizer experts with too many tokens
-get a lower one (Wang et al. 2024, arXiv 2408.15664). The paper's step has one size; here a bias moves in proportion to
-the error and to the spread of the logits, so that it neither swings around balance nor takes longer where a router is
-surer.
+A load-balancing loss also changes all other weights. Instead `router_balancing="bias"` gives every expert a bias that
+affects only the choice of experts. After each step of the optimizer the biases of overloaded experts are lowered (Wang
+et al. 2024, arXiv 2408.15664). The paper's step has a fixed size. Here it is proportional to the error and to the
+standard deviation of the logits, so that biases do not oscillate, and confident routers do not take longer.
 
 Shapes: L mixture layers, N tokens, E experts, C = E + 3 counts: each expert's load, then the router's entropy, the
 standard deviation of its logits, and the number of forward passes.
@@ -21,11 +20,11 @@ from .losses import RouterLossMixin, expert_load, moves, stacked, token_weights
 
 
 class RouterWatch:
-    """Counts the tokens of every expert in training, moves biases, and reports.
+    """Counts the tokens of every expert in training, updates the biases, and reports.
 
-    A bias moves where a router learns and has one. Padding is not counted, nor are passes without gradients. Counts are
-    those of all processes. With `torch.compile` or gradient checkpointing nothing changes but that checkpointing may
-    count every token twice, which leaves all shares alike. A model has one watch, the last that was made for it.
+    Only biases of routers that are trained are updated. Padding and forwards without gradients are not counted. Counts
+    are summed over all processes. Gradient checkpointing may count every token twice, which does not change shares. A
+    model has one watch; a new one replaces it.
     """
 
     head: RouterLossMixin
@@ -34,9 +33,9 @@ class RouterWatch:
         """Begin to watch a model.
 
         Args:
-            model: one of ours with a mixture and a head, or what peft or accelerate made of it.
-            rate: how far a bias moves in a step for an expert that has twice its share, in standard deviations of a
-                token's logits; no bias moves more than twice as far.
+            model: a llamoe mixture with a head, possibly wrapped by peft or accelerate.
+            rate: change of a bias per step for an expert with twice its share, in standard deviations of a token's
+                logits; no bias changes by more than twice as much.
 
         Raises:
             ValueError: a model without routers.
@@ -57,7 +56,7 @@ class RouterWatch:
             self.head.router_observer = None
 
     def _count(self, router_logits: Sequence[torch.Tensor], attention_mask: torch.Tensor | None) -> None:
-        """Count one forward pass."""
+        """Count the tokens of one forward pass."""
         load_LE = expert_load(router_logits, self.head.routers(), attention_mask).float()
         logits_LNE = stacked(router_logits).float()
         weights_N = token_weights(logits_LNE, attention_mask)
@@ -69,12 +68,12 @@ class RouterWatch:
 
     @torch.no_grad()
     def step(self) -> torch.Tensor | None:
-        """Move the biases by what was counted since the last step, in every process.
+        """Update the biases by the counts since the last step.
 
-        Call it after each step of the optimizer; `watch_routers` has the Trainer do so.
+        Call it in every process after each step of the optimizer; with `watch_routers` the Trainer does.
 
         Returns:
-            each expert's share of its layer's tokens, `[L, E]` float32; None where no pass was counted.
+            each expert's share of its layer's tokens, `[L, E]` float32; None if no forward pass was counted.
         """
         counts_LC = self._of_step_LC.to(next(self.head.parameters()).device)
         if dist.is_available() and dist.is_initialized():
@@ -85,12 +84,12 @@ class RouterWatch:
             return None
         self._of_report_LC = self._of_report_LC.to(counts_LC.device) + counts_LC
         self._of_step_LC = torch.zeros_like(counts_LC)
-        # Logits that are not numbers, as of a step that a scaler of gradients skips, move nothing.
+        # Ignore NaN logits, as in a step that a gradient scaler skips.
         spread_L = (spread_L / passes_L).nan_to_num(0.0, 0.0, 0.0)
         for router, load_E, spread in zip(self.head.routers(), load_LE, spread_L, strict=True):
             if moves(router):
                 error_E = (load_E / load_E.mean().clamp(min=1e-9) - 1).clamp(-1, 1)
-                # The mean stays: only differences choose.
+                # Keep the mean of the biases: only their differences affect the choice.
                 step_E = self.rate * spread * (error_E - error_E.mean())
                 router.balancing_bias -= step_E.to(router.balancing_bias.device)
         return _shares(load_LE)
@@ -105,7 +104,7 @@ class RouterWatch:
         """
         counts_LC, report = self._of_report_LC, {}
         self._of_report_LC = torch.zeros_like(counts_LC)
-        # The list may name layers past the last, where their number was made smaller.
+        # If num_hidden_layers was reduced, the list may name layers that do not exist.
         for index, counts_C in zip(sorted(self.head.config.moe_layers), counts_LC, strict=False):
             load_E, (entropy, _, passes) = counts_C[:-3], counts_C[-3:].tolist()
             if passes:
@@ -131,14 +130,14 @@ def watch_routers(trainer: Any, rate: float = 0.05) -> RouterWatch:
     Raises:
         ValueError: a model without routers.
     """
-    # The import takes half a second, and who trains with a loop of their own does not need it.
+    # Imported here: it takes half a second, and a custom training loop does not need it.
     from transformers import TrainerCallback
 
     watch = RouterWatch(trainer.model, rate)
 
     class Watching(TrainerCallback):
         def on_train_begin(self, args, state, control, model, **kwargs):
-            # With `model_init` it is a new one.
+            # With `model_init` the Trainer makes a new model here.
             watch.open(model)
 
         def on_optimizer_step(self, args, state, control, **kwargs):
@@ -148,7 +147,7 @@ def watch_routers(trainer: Any, rate: float = 0.05) -> RouterWatch:
             report = watch.report() if control.should_log else {}
             if report:
                 trainer.log(report)
-                # Logging takes the Trainer's own turn for done.
+                # `log` resets the Trainer's flag for its own logging, so it is restored.
                 control.should_log = True
 
         on_epoch_end = on_step_end

@@ -1,12 +1,11 @@
 """The experts: rows sorted by expert, a product, the gate, a product; and the loop that defines their result.
 
 `Experts.forward` multiplies the rows of the chosen experts. On a CPU in inference the host sorts and counts the rows
-and multiplies expert by expert. Few rows on a GPU, and packed experts there, go through kernels that find the hit
-experts on the device: nothing waits for the host, and a step fits into a CUDA graph. All else is multiplied by
-operators that autograd and compilers follow (`products`).
+and multiplies expert by expert. On a GPU, few rows and packed experts use kernels that read the routing on the device,
+so a CUDA graph can capture a step. All other cases use operators that support autograd and compilers (`products`).
 
-Here expert e is slice e of two stacks in memory, whose numbers `formats` knows. `quantization` has experts whose stacks
-are codes, `offload` those whose stacks are not in memory: they say where tensors are.
+Here expert e is slice e of two stacks in memory, in a format of `formats`. Subclasses in `quantization` have packed
+stacks, subclasses in `offload` stacks that are not in memory.
 
 `loop_over_experts` is the definition: the formula of an expert for each expert in turn.
 
@@ -45,7 +44,7 @@ from .low_rank import NO_LORA, ExpertsLora
 from .products import Stack, groups_between, multiply_groups, multiply_on_device, multiply_sorted
 
 Way = Literal["host", "kernels", "operators"]
-"""How products get the rows of each expert: the host counts them, kernels find them, or operators hide that."""
+"""Ways to assign rows to experts in products: counted on the host, read by kernels, or inside of operators."""
 IMPLEMENTATION = "llamoe"
 """The default name in transformers' registry of experts implementations."""
 STACKS = ("gate_up_proj", "down_proj")
@@ -58,7 +57,7 @@ _PRODUCTS: Mapping[Way, Callable[..., torch.Tensor]] = {
 
 
 class Implementations(ExpertsInterface):
-    """transformers' registry of experts implementations, as ours look functions up."""
+    """transformers' registry of experts implementations, in which `llamoe` means `Experts.forward` itself."""
 
     def get_interface(self, experts_implementation: str | None, default: Callable) -> Callable:
         """Return the function of a name; for `llamoe` or no name, `Experts.forward` itself."""
@@ -72,7 +71,7 @@ IMPLEMENTATIONS = Implementations()
 def _compute(
     function: Callable, experts: Any, *args: torch.Tensor, lora: ExpertsLora | None = None
 ) -> torch.Tensor:
-    """Compute experts by another implementation than ours, without adapters."""
+    """Compute experts by an implementation of transformers, without adapters."""
     name = experts.config._experts_implementation
     experts.check_implementation(name)
     if (experts.lora if lora is None else lora).updates():
@@ -105,7 +104,7 @@ class Experts(nn.Module):
     down_proj: nn.Parameter
     # LoRA factors for calls without a `lora` argument: expert parallelism forwards rows only.
     lora: ExpertsLora = NO_LORA
-    # Whether the stacks are on disk or in RAM, and are loaded one matrix at a time.
+    # True if the stacks are on disk or in RAM, and are loaded one matrix at a time.
     is_offloaded = False
     # Format of each stack, if it is not the plain format of its tensor.
     _formats: Mapping[str, Any] | None = None
@@ -143,16 +142,16 @@ class Experts(nn.Module):
 
     @property
     def is_packed(self) -> bool:
-        """Whether the stacks are packed codes."""
+        """True if the stacks are packed codes."""
         return self._formats is not None and self.format.is_packed
 
     @property
     def storage(self) -> str | None:
-        """How the weights are kept, for errors; None for plain stacks in memory, which alone can be changed."""
+        """How the weights are stored, for error messages; None for plain stacks in memory, the only trainable ones."""
         return None
 
     def check_implementation(self, name: str | None) -> None:
-        """Refuse an experts implementation that wants whole stacks of numbers where there are none.
+        """Refuse an experts implementation that needs plain stacks in memory if there are none.
 
         Raises:
             ValueError: one of transformers' own, for packed or offloaded stacks.
@@ -182,7 +181,7 @@ class Experts(nn.Module):
         return self.down_proj.device
 
     def stack_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a stack of numbers in the family's own order."""
+        """Return the shape of a plain stack, in the model family's order of axes."""
         return tuple(getattr(self, name).shape)
 
     def sizes_of(self, name: str) -> Sizes:
@@ -289,7 +288,7 @@ class Experts(nn.Module):
     def way(
         self, num_rows: int, needs_gradient: bool, lora: ExpertsLora = NO_LORA, is_traced: bool = False
     ) -> Way:
-        """Return how the products of so many rows get the rows of each expert.
+        """Return how rows are assigned to experts in a product of this many rows.
 
         Only sizes, dtypes, the device and the need for gradients decide, so that a compiler decides once.
         """
@@ -301,11 +300,11 @@ class Experts(nn.Module):
     def has_kernels(
         self, num_rows: int, needs_gradient: bool, lora: ExpertsLora = NO_LORA, may_check: bool = True
     ) -> bool:
-        """Return whether Triton kernels multiply so many rows on this device faster than operators, and are right.
+        """Return True if Triton kernels multiply this many rows correctly, and faster than operators.
 
-        They ask the host for nothing, so that a step fits into a CUDA graph.
+        The host does not wait for them, so a CUDA graph can capture them.
         """
-        # An exported program serves all numbers of rows.
+        # An exported program must work for any number of rows.
         if self.is_offloaded or not may_have_gpu_kernel(self.device) or is_exported():
             return False
         if self.is_packed:
@@ -314,7 +313,7 @@ class Experts(nn.Module):
             # Plain experts have no kernel for the gradient of their weights.
             max_rows = 0 if needs_gradient else few_rows_limit(self.device)
         dtype = self.product_dtype()
-        # Autocast would have the kernels cast the weights.
+        # Under autocast the kernels would have to cast the weights.
         if num_rows > max_rows or self.dtype != dtype:
             return False
         stacks = [self.stack(name) for name in STACKS]
@@ -332,7 +331,7 @@ class Experts(nn.Module):
         top_k_weights: torch.Tensor,
         lora: ExpertsLora,
     ) -> torch.Tensor:
-        """Compute by torch's own operators, which alone the transforms of torch.func follow."""
+        """Compute by torch's own operators: transforms of torch.func support no others."""
         if self.storage is not None or lora.updates():
             raise ValueError(
                 "Experts that are packed or offloaded, or have adapters, do not follow transforms of torch.func. "
@@ -348,7 +347,7 @@ class Experts(nn.Module):
         result = torch.zeros_like(hidden_states)
         gate_up, down = (self.stack(name).matrices() for name in STACKS)
         chosen = [expert for expert in top_k_index.unique().tolist() if expert < self.num_experts]
-        # Where no expert is chosen, one multiplies no rows, which keeps the weights in the autograd graph.
+        # If no expert is chosen, multiply zero rows by one, which keeps the weights in the autograd graph.
         for expert in chosen or [0]:
             tokens, choices = torch.where(top_k_index == expert)
             gate, up = (hidden_states[tokens] @ gate_up[expert]).chunk(2, dim=-1)
@@ -364,7 +363,7 @@ class Experts(nn.Module):
 
 
 class OutputFirstExperts(Experts):
-    """The same, stacked output-first (`x @ W.T`), as stock has them for Mixtral: `[E, 2I, H]` and `[E, H, I]`."""
+    """The routed experts' weights, stacked output-first (`x @ W.T`) as in Mixtral: `[E, 2I, H]` and `[E, H, I]`."""
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
@@ -389,7 +388,7 @@ def check_kernels(model: nn.Module) -> None:
         if isinstance(module, Experts):
             experts: Any = module
             is_chosen = experts.config._experts_implementation in (None, IMPLEMENTATION)
-            # Sharded or offloaded parameters are checked in the first pass, when their data is here.
+            # Sharded or offloaded parameters are checked in the first forward, when their data is on the device.
             if is_chosen and type(experts.down_proj) is nn.Parameter:
                 experts.has_kernels(1, needs_gradient=False, lora=loras.get(id(experts), NO_LORA))
         elif isinstance(module, nn.Linear) and hasattr(module, "format"):

@@ -1,6 +1,6 @@
 """The mixture of experts: which experts compute a token, and with what weight.
 
-The rule is data of the config. Two points of it are published:
+The config selects the rule. Two rules are published:
 
 * Llama 4 (Meta's llama-models reference, models/llama4/moe.py). Per token x: logits = x Wr; keep the
   `num_experts_per_tok` highest; score = sigmoid(logit) in float32; the expert's *input* is x * score; the result is the
@@ -33,8 +33,8 @@ class Router(nn.Module):
     """Chooses experts for each token.
 
     Not an `nn.Linear`, although it holds the same weight: quantizers and LoRA's `all-linear` must skip it.
-    The choice is `topk` on what transformers takes it on: ties are frequent in bfloat16, and another order of
-    operations would send some tokens to other experts.
+    `topk` gets the same tensor as in transformers: ties are frequent in bfloat16, and another order of operations
+    would send some tokens to other experts.
 
     Attributes:
         balancing_bias: `[E]` float32, added to the logits where experts are chosen, or None. Scores do not include it.
@@ -46,7 +46,7 @@ class Router(nn.Module):
         super().__init__()
         self.num_experts = config.num_local_experts
         self.top_k = config.num_experts_per_tok
-        # Where the experts' input is jittered, the mixture does it for both.
+        # If the experts' input is jittered, too, the mixture has jittered it already.
         self.jitter_noise = 0.0 if config.router_jitter_reaches_experts else config.router_jitter_noise
         self.takes_softmax = config.router_score_function == "softmax"
         self.chooses_by_softmax = self.takes_softmax and config.router_pre_softmax
@@ -97,7 +97,7 @@ class Router(nn.Module):
         bias_E = self.balancing_bias
         super()._apply(fn, recurse)
         if bias_E is not None and self.balancing_bias.dtype != torch.float32:
-            # A cast would round away what one step of training adds.
+            # Keep float32: a cast would round away the small updates of training.
             self.balancing_bias = bias_E.to(self.balancing_bias.device)
         return self
 
@@ -119,7 +119,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         factor = config.expert_capacity_factor
-        # At E an expert may take every token. A larger factor would change nothing, and might overflow.
+        # A capacity factor of E allows every token for an expert. A larger one is the same, and might overflow.
         self.capacity_factor = None if factor is None else min(factor, config.num_local_experts)
         self.jitter_noise = config.router_jitter_noise if config.router_jitter_reaches_experts else 0.0
         self.scales_input = config.apply_router_weight_on_input

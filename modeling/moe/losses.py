@@ -20,7 +20,7 @@ logger = logging.get_logger("llamoe")
 
 
 def moves(router: Router) -> bool:
-    """Return whether training moves a router's bias; an adapter's file has none, so a frozen router keeps its own."""
+    """Return True if training updates a router's bias; not if it is frozen: an adapter's file could not store it."""
     return router.balancing_bias is not None and router.weight.requires_grad
 
 
@@ -43,9 +43,9 @@ def load_balancing_loss(
 
     Args:
         router_logits: one `[B * T, E]` a layer.
-        routers: each layer's, which know how experts are chosen.
+        routers: the router of each layer.
         attention_mask: `[B, T]`, zeros on padding.
-        is_pooled: whether f_e and P_e are means over the tokens of all layers, as transformers has it for Mixtral.
+        is_pooled: compute f_e and P_e over the tokens of all layers together, as transformers does for Mixtral.
 
     Returns:
         scalar float32: the mean over the layers.
@@ -106,8 +106,8 @@ class RouterLossMixin(PreTrainedModel):
     """A mixin for heads that adds the router losses of the config to their own loss.
 
     Attributes:
-        router_observer: called in every pass of training, if there is one, with the router logits and the attention
-            mask that `expert_load` takes.
+        router_observer: a function that is called in every training forward with the router logits and the attention
+            mask, as `expert_load` takes them; or None.
     """
 
     router_observer: Callable[..., None] | None = None
@@ -156,7 +156,7 @@ class RouterLossMixin(PreTrainedModel):
             loss: the head's own; None without labels, and then returned as it is.
             router_logits: one `[B * T, E]` a mixture layer.
             token_mask: `[B, T]`, zeros on padding.
-            balance: whether the load-balancing loss is asked for.
+            balance: compute the load-balancing loss.
             share: further factor of both router losses.
 
         Raises:

@@ -1,7 +1,7 @@
-"""LoRA on experts: `y += scale * (dropout(x) A_e) B_e`, a pair of thin matrices an expert.
+"""LoRA on experts: `y += scale * (dropout(x) A_e) B_e`, with a pair of factors for each expert.
 
-The pair is multiplied as the experts' own stacks are, with the same rows and groups. Nothing touches a stack, which may
-be frozen, packed or offloaded.
+Factors are multiplied as the experts' stacks are, with the same rows and groups. The stack itself is not used, so it
+may be frozen, packed or offloaded.
 
 Shapes: N rows, E experts, I columns in, r rank, O columns out.
 """
@@ -19,7 +19,7 @@ from .products import Group, Stack, plain_stack
 
 @dataclass(frozen=True)
 class LowRank:
-    """An adapter's update of one stack. The second factor is in peft's order, with the expert as the fastest index."""
+    """An adapter's LoRA factors for one stack. The second one is in peft's order: the expert is the fastest index."""
 
     a_EIr: torch.Tensor
     b_OrE: torch.Tensor
@@ -27,7 +27,7 @@ class LowRank:
     dropout: Callable[[torch.Tensor], torch.Tensor]
 
     def stacks(self, dtype: torch.dtype) -> tuple[Stack, Stack]:
-        """Return stacks of the factors' sizes, in the order of their products, in the format of products in `dtype`."""
+        """Describe the stacks of both factors, first A, then B, for products in `dtype`."""
         stacks = plain_stack(self.a_EIr), plain_stack(self.b_OrE.permute(2, 1, 0))
         for stack in stacks:
             form: Any = stack.form
@@ -35,9 +35,9 @@ class LowRank:
         return stacks
 
     def add(self, y_NO: torch.Tensor, x_NI: torch.Tensor, groups: Any, multiply: Callable) -> torch.Tensor:
-        """Return `y_NO` with this update, in the dtype of `y_NO`.
+        """Return `y_NO` plus this update, in the dtype of `y_NO`.
 
-        A CPU multiplies in the factors' dtype, a GPU in that of the rows, in which it has instructions and kernels.
+        A CPU multiplies in the factors' dtype; a GPU in the rows' dtype, for which it has instructions and kernels.
 
         Args:
             y_NO: the stack's products.
@@ -47,12 +47,12 @@ class LowRank:
         """
         dtype = x_NI.dtype if x_NI.is_cuda else self.a_EIr.dtype
         thin_Nr = multiply(self.dropout(x_NI.to(dtype)), plain_stack(self.a_EIr.to(dtype)), groups)
-        # The thin product is scaled: it is narrower than the result.
+        # Scale the product with A, which is narrower than the result.
         thin_Nr = thin_Nr * self.scale
         if isinstance(groups, list) and len(x_NI) <= PEFT_ORDER_MAX_ROWS:
             update_NO = self._multiply_in_pefts_order(thin_Nr, groups)
         else:
-            # A whole transpose first: its copy is much faster than that of three axes in another order.
+            # Copy a 2-D transpose first: it is much faster than permuting three axes.
             b_rEO = self.b_OrE.to(dtype).flatten(1).t().contiguous().unflatten(0, self.b_OrE.shape[1:])
             update_NO = multiply(thin_Nr, plain_stack(b_rEO.transpose(0, 1)), groups)
         return (y_NO + update_NO).to(y_NO.dtype)
@@ -79,7 +79,7 @@ class ExpertsLora:
         return getattr(self, stack)
 
     def with_stack(self, stack: str, updates: Sequence[LowRank]) -> "ExpertsLora":
-        """Return the same with these updates of the stack of this name."""
+        """Return a copy with these updates for the stack of this name."""
         return replace(self, **{stack: tuple(updates)})
 
     def updates(self) -> tuple[LowRank, ...]:

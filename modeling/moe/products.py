@@ -1,10 +1,10 @@
-"""The products of a stack: each expert's rows times its matrix, whatever its format, and wherever it lies.
+"""Grouped products: each expert's rows times its matrix, for all formats, in memory or offloaded.
 
-Only the data tells how many rows each expert gets. `multiply_groups` takes the numbers from the host and forms one
-product for each hit expert. A compiler cannot follow such a loop, and autograd would give every slice of a stack a
-gradient as large as the stack. The operator `grouped_product` keeps the loop out of the graph: compiler and autograd
-see its shapes and its gradients (of plain weights also second ones), which are operators too. Its twin `device_product`
-runs kernels that find each expert's rows on the device. On GPUs torch's `grouped_mm` multiplies what it takes.
+How many rows each expert gets depends on the data. `multiply_groups` reads the counts on the host and computes one
+product for each expert in use. A compiler cannot trace such a loop, and autograd would give every slice of a stack a
+gradient as large as the stack. So the custom operator `grouped_product` contains the loop; its gradients (for plain
+weights also second ones) are operators, too. The operator `device_product` runs kernels that read each expert's rows on
+the device. On GPUs torch's `grouped_mm` is used where it is supported.
 
 Shapes: N rows, E experts, I columns in, O columns out.
 """
@@ -47,11 +47,11 @@ class Stack:
     """The matrices of all experts, in memory.
 
     Attributes:
-        form: of a matrix.
-        parts: of all matrices, each with an axis for experts in front.
+        form: format of a matrix.
+        parts: the parts of all matrices, each with an axis for experts in front.
         sizes: O and I.
         num_experts: E.
-        is_offloaded: whether its matrices are not in memory, so that they can be no inputs of an operator.
+        is_offloaded: the matrices are not in memory, so they cannot be inputs of an operator.
     """
 
     is_offloaded = False
@@ -61,7 +61,7 @@ class Stack:
         self.num_experts = len(parts[0])
 
     def bring(self, groups: Sequence[Group], transposed: bool) -> Generator[tuple[Parts, Group], None, None]:
-        """Yield the parts of each expert's matrix, valid until the next iteration, and its group of rows."""
+        """Yield the parts of each group's matrix, valid until the next iteration, with the group of rows."""
         for group in groups:
             yield [*map(itemgetter(group[0]), self.parts)], group
 
@@ -83,7 +83,7 @@ class Stack:
 def plain_stack(weight_EIO: torch.Tensor) -> Stack:
     """Return the stack of plain matrices in any strides."""
     lies_output_first = weight_EIO.stride(1) == 1 < weight_EIO.stride(2)
-    # The gradient of a transposed view is made in the layout of the parameter: autograd would copy any other.
+    # Remember the layout: autograd would copy a gradient whose layout is not the parameter's.
     part = weight_EIO.transpose(1, 2) if lies_output_first else weight_EIO
     _, num_in, num_out = weight_EIO.shape
     return Stack(Plain(weight_EIO.dtype, not lies_output_first), [part], (num_out, num_in))
@@ -96,19 +96,19 @@ def multiply_groups(
 
     Args:
         x_NI: `[N, I]`, or `[N, O]` if `transposed`, in a dtype that the format takes.
-        stack: of which only matrices of groups with rows are read.
-        groups: of rows in their order; numbers from E on stand for no expert.
-        transposed: whether the matrices are multiplied from the other side, as in the backward pass.
+        stack: the matrices; only those of groups with rows are read.
+        groups: consecutive groups of rows; expert numbers from E on stand for no expert.
+        transposed: multiply by the transposed matrices, as in the backward pass.
 
     Returns:
         `[N, O]`, or `[N, I]` if `transposed`; rows without an expert are zero.
     """
     if torch.is_autocast_enabled(x_NI.device.type):
-        # It would cast rows and matrices to its dtype, and back.
+        # Disable autocast, which would cast rows and matrices to its dtype, and back.
         with torch.autocast(x_NI.device.type, enabled=False):
             return multiply_groups(x_NI, stack, groups, transposed)
     out_NO = x_NI.new_zeros(len(x_NI), stack.sizes[int(transposed)])
-    # On error, too, an offloaded stack gets its memory back.
+    # Close the generator, so that an offloaded stack releases its slots even on error.
     with closing(stack.bring([it for it in groups if it[0] < stack.num_experts], transposed)) as matrices:
         for parts, (_, start, end) in matrices:
             rows = x_NI[start:end].to(parts[0].device)
@@ -155,7 +155,7 @@ def _define_product(name: str, tags: Sequence[torch.Tag]) -> Any:
             else:
                 stack = Stack(form, parts, tuple(sizes))
                 y = multiply_groups(x, stack, groups_between(ends_E, len(x)), transposed)
-            # The results of operators may not be views.
+            # Custom operators must not return views of their inputs.
             return y.clone(memory_format=torch.contiguous_format) if y._base is not None else y.contiguous()
 
     @operator.register_fake
@@ -181,7 +181,7 @@ def _define_product(name: str, tags: Sequence[torch.Tag]) -> Any:
             form: Any = format_of(ctx.key)
             rows = (x, grad) if form.is_input_first != ctx.transposed else (grad, x)
             grad_parts = [grouped_outer_product(*rows, ends_E).to(form.compute_dtype)]
-        # A list of inputs has a list of gradients.
+        # An input that is a list needs a list of gradients.
         return grad_x, grad_parts, None, None, None, None, None
 
     operator.register_autograd(differentiate, setup_context=save)
@@ -213,19 +213,19 @@ def multiply_sorted(
     if not transposed and takes_grouped_mm(x_NI, stack):
         form: Any = stack.form
         return F.grouped_mm(x_NI, form.input_first(stack.parts).to(x_NI.dtype), offs=ends_E)
-    # A tracer has tensors in the place of a weight's sizes.
+    # Under a tracer a weight's sizes are tensors.
     key, sizes = _followed(stack.form, x_NI).key, [int(size) for size in stack.sizes]
     return product_operator(x_NI, list(stack.parts), key, sizes, ends_E, transposed, False)
 
 
 def takes_grouped_mm(x_NI: torch.Tensor, stack: Stack) -> bool:
-    """Return whether torch's grouped product takes these rows and matrices, and is the fastest product of them.
+    """Return True if torch's grouped product supports these rows and matrices, and is the fastest one.
 
-    On a CPU it is a loop, too, which computes experts without rows, and knows no kernels for few rows.
+    On a CPU it is a slow loop: it includes experts without rows, and has no kernels for few rows.
 
-    On a GPU (ATen/native/GroupedMMUtils.h) rows or columns are contiguous, and the next one, the next matrix and the
-    first begin at multiples of 16 bytes. Compilers may put the product into a CUDA graph, and get only the kernel that
-    does not ask the host for the groups: bfloat16 on capability 9 and 10, for fewer than 1024 matrices (GroupMM.cu).
+    On a GPU (ATen/native/GroupedMMUtils.h) rows or columns must be contiguous, and all strides and the data pointer
+    multiples of 16 bytes. Since compilers may capture the product in a CUDA graph, they get it only if its kernel reads
+    groups on the device: bfloat16 on capability 9 and 10, for fewer than 1024 matrices (GroupMM.cu).
     """
     if not (x_NI.is_cuda and isinstance(stack.form, Plain)):
         return False
@@ -248,14 +248,14 @@ def takes_grouped_mm(x_NI: torch.Tensor, stack: Stack) -> bool:
 def multiply_on_device(
     x_NI: torch.Tensor, stack: Stack, groups: torch.Tensor, by_id: bool = False
 ) -> torch.Tensor:
-    """Multiply as `multiply_sorted`, by kernels that the host does not wait for, or, if `by_id`, rows in any order.
+    """Multiply as `multiply_sorted`, by kernels that read the groups on the device.
 
     Args:
-        groups: `ends_E`, or `[N]` integers, the expert of each row; what is outside of `0 … E - 1` stands for none.
-        by_id: which of both; only without gradients of weights.
+        groups: `ends_E`; or, if `by_id`, `[N]` integers, the expert of each row, outside of `0 … E - 1` for none.
+        by_id: the rows come in any order; only without gradients of weights.
     """
     if not (torch.is_grad_enabled() or needs_operator(x_NI)):
-        # An operator's call takes longer on the host than the launch of a kernel.
+        # Skip the custom operator if possible: its call takes longer on the host than launching the kernel.
         return stack.multiply_on_device(x_NI, groups, by_id, transposed=False)
     key, sizes = _followed(stack.form, x_NI).key, [int(size) for size in stack.sizes]
     return device_operator(x_NI, list(stack.parts), key, sizes, groups, False, by_id)
@@ -272,13 +272,13 @@ def multiply_one(form: Format, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -
 
 
 def _followed(form: Format, x: torch.Tensor) -> Format:
-    """Return the format as autograd follows it: gradients are those of products whose rows are not rounded."""
+    """Return the format to use under autograd: one whose products do not round rows to 8 bits."""
     is_trained = x.requires_grad and torch.is_grad_enabled() and not is_exported()
     return form.exact if is_trained else form
 
 
 def needs_operator(x: torch.Tensor) -> bool:
-    """Return whether autograd or a compiler follows the rows, or autocast must be kept out."""
+    """Return True if a product of these rows needs a custom operator: for autograd, a compiler, or under autocast."""
     return (
         (x.requires_grad and torch.is_grad_enabled())
         or is_recorded(x)

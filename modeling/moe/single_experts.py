@@ -1,6 +1,6 @@
-"""Experts that a checkpoint has one by one: their names, and how they come into stacks.
+"""Experts that a checkpoint stores one by one: their names, and how they are stacked.
 
-Files of Mixtral have them so, and so have folders of Llama 4 from quantizers and trainers. Each matrix is `[out, in]`.
+Files of Mixtral store them so, as do folders of Llama 4 from quantizers and trainers. Each matrix is `[out, in]`.
 
 Shapes: E experts, H hidden_size, I intermediate_size.
 """
@@ -53,7 +53,7 @@ class ExpertMatrix(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def matrix_named(name: str) -> ExpertMatrix | None:
-    """Return the matrix of a name below the experts; None for other names."""
+    """Parse the name of a matrix, relative to the experts; None for other names."""
     match = _MATRIX.fullmatch(name)
     return match and ExpertMatrix(int(match[1] or match[4]), match[2] or f"{match[3]}_proj")
 

@@ -14,33 +14,32 @@ from .layer import Router
 
 
 class ExpertTrace:
-    """Choices of all routers of a model, call by call; what `trace_experts` gives.
+    """The choices of all routers of a model, by forward call, as recorded by `trace_experts`.
 
-    Generating calls the model for the prompt, then for each new token. Tensors stay on the layers' devices until they
+    `generate` calls the model for the prompt, then for each new token. Tensors stay on the layers' devices until they
     are read.
     """
 
     def __init__(self, num_layers: int):
         self.num_layers = num_layers
-        # Layer to scores and choices, of each call.
+        # For each call, a dict from layer to scores and choices.
         self._calls: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = []
 
     def record(self, layer: int, scores_TK: torch.Tensor, experts_TK: torch.Tensor) -> None:
-        """Note the choices of a mixture layer, of which the first begins a call."""
+        """Record the choices of a mixture layer; the first layer begins a new call."""
         if layer == 0:
             self._calls.append({})
-        # Checkpointing computes layers again, the first one last: its call is one that stays incomplete.
+        # Gradient checkpointing recomputes layers in reverse order, the first one last: that call stays incomplete.
         self._calls[-1].setdefault(layer, (scores_TK, experts_TK))
 
     def complete(self) -> list[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
-        """Return scores and choices by layer, of each call in which every mixture layer took part."""
+        """Return scores and choices by layer, for each call with all mixture layers."""
         return [call for call in self._calls if len(call) == self.num_layers]
 
     def experts(self) -> torch.Tensor:
         """Return the chosen experts, best first, int64 `[L, T, K]` on the CPU.
 
-        T are the rows of the calls one behind the other: of one row in a batch its tokens in their order, of several
-        rows `batch * length` of each call.
+        T concatenates the `batch * length` tokens of all calls: for a batch of one row, its tokens in order.
         """
         return self._join(1)
 
@@ -65,7 +64,7 @@ def trace_experts(model: nn.Module) -> Iterator[ExpertTrace]:
     the model itself.
 
     Args:
-        model: one of ours with a mixture, or what peft or accelerate made of it.
+        model: a llamoe mixture, possibly wrapped by peft or accelerate.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     trace = ExpertTrace(len(routers))

@@ -1,12 +1,12 @@
 """Routed experts that are not on the device that computes: in the checkpoint's files, or in RAM beside an accelerator.
 
-To follow a pass, forwards or back, read experts, then `Store.walk` in store, then what that calls: the table of
-matrix_cache, and reading or copies.
+A forward or backward pass begins in experts and calls `Store.walk`, which looks matrices up in a matrix_cache, and
+loads missing ones by reading or copies.
 
-Reading order: matrix_cache (which matrix is in which slot, and which makes room), budget (how many there is room for),
-memory (slots that a drive writes to), pieces (which bytes of which file are a matrix), reading (threads that read
-them), copies (to an accelerator), store (all of these for one model), experts (a layer's experts, its stacks, and their
-product for autograd, what peft must know of them), loading (from a device map to such experts).
+Reading order: matrix_cache (slots and eviction), budget (number of slots), memory (aligned and pinned memory), pieces
+(which bytes of which file are a matrix), reading (threads that read them), copies (to an accelerator), store (all of
+these for one model), experts (a layer's experts and their product for autograd), loading (from a device map to
+offloaded experts).
 """
 
 from .experts import OffloadedExperts, freeze_for_training

@@ -1,4 +1,4 @@
-"""How much memory holds experts, and for how many of each kind there is room."""
+"""The memory budget of offloaded experts, and its division into slots."""
 
 from collections.abc import Mapping
 

@@ -7,14 +7,14 @@ import torch
 
 
 class Copies:
-    """Copies into the slots of one memory, on an accelerator on a stream of their own.
+    """Copies into the slots of one memory, on an accelerator by a separate stream.
 
-    A copy begins when the products that read the slot before are through, and the products that read it next begin when
-    the copy is. The first waits for what made the memory, and nothing else gets the memory while a copy writes to it.
+    A copy waits for earlier products that read the slot; later products wait for the copy. The first copy also waits
+    for the allocation, and the allocator does not reuse the memory during a copy.
 
     Args:
-        device: where the slots are.
-        memory: of all slots, made on the current stream.
+        device: device of the slots.
+        memory: memory of all slots, allocated on the current stream.
     """
 
     def __init__(self, device: torch.device, memory: Iterable[torch.Tensor]):
@@ -28,13 +28,13 @@ class Copies:
         self._left: dict[int, dict[int, torch.Event]] = {}
 
     def leave(self, slot: int) -> None:
-        """Record that the last product with a slot was put on the current stream."""
+        """Record that the last product with a slot has been launched on the current stream."""
         if self._stream is not None:
             stream = torch.accelerator.current_stream(self._device)
             self._left.setdefault(slot, {})[stream.stream_id] = stream.record_event()
 
     def start(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], slot: int) -> "_Copy":
-        """Begin to copy to a slot: targets and their sources."""
+        """Start copies to a slot, given as pairs (target, source)."""
         if self._stream is None:
             for target, source in pairs:
                 target.copy_(source)
@@ -49,7 +49,7 @@ class Copies:
 
 @dataclass
 class _Copy:
-    """A copy on its way (`matrix_cache.Entry.arrival`): streams wait for it, not the host, also with the next copy."""
+    """A running copy (`matrix_cache.Entry.arrival`): streams wait for it, the host does not."""
 
     device: torch.device
     event: torch.Event | None

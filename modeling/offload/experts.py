@@ -1,7 +1,7 @@
-"""Routed experts whose matrices are offloaded, their stacks, and the product of rows with a stack in training.
+"""Routed experts whose matrices are offloaded, and the product of rows with an offloaded stack in training.
 
-A product asks for one matrix at a time. It is in a slot of the memory for recently used ones, or it is brought there,
-and is multiplied as a slice of a stack would be, in the same order.
+A product requests one matrix at a time. The expert cache has it in a slot, or loads it into one. It is then multiplied
+as a slice of a stack in memory, in the same order.
 
 Shapes: N rows, E experts, I columns in, O columns out.
 """
@@ -22,24 +22,24 @@ from .store import Store
 
 
 class OffloadedExperts(Experts):
-    """The experts of one layer, of which a `Store` has the matrices.
+    """The experts of one layer, whose matrices a `Store` loads.
 
-    Parameters give names, shapes and dtypes, and what `save_pretrained` writes: a memory map where the file has the
-    whole stack in the model's dtype, else a meta tensor. Before `connect` there are none, so that transformers does not
-    load them. Products read the store instead.
+    Parameters only serve for names, shapes, dtypes and `save_pretrained`: each is a memory map if a file has the whole
+    stack in the model's dtype, else a meta tensor. They do not exist before `connect`, so that transformers does not
+    load them. Products use the store.
 
     Args:
-        experts: whose place they take, on the meta device, plain or packed.
-        name: of the experts in the model, for errors.
+        experts: the experts to replace, on the meta device, plain or packed.
+        name: name of the experts in the model, for error messages.
         place: "disk" or "cpu".
-        stored: where the files have them.
+        stored: location of the experts in the files.
     """
 
     is_offloaded = True
 
     def __init__(self, experts: Experts, name: str, place: str, stored: StoredLayer):
         self.take_after(experts)
-        # Not a submodule: nothing of it is in the model.
+        # Set in `__dict__`, so that it does not become a submodule.
         self.__dict__["shapes"] = experts
         self.name, self.place, self.stored = name, place, stored
         # Offloaded weights keep their dtype, so the format is fixed.
@@ -73,7 +73,7 @@ class OffloadedExperts(Experts):
 
     @property
     def storage(self) -> str:
-        """Where they are, for errors."""
+        """Where the experts are, for error messages."""
         return f"on {self.place!r}"
 
     @property
@@ -106,7 +106,7 @@ class OffloadedExperts(Experts):
                 )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        # Nothing moves here: each product moves its matrices or its rows.
+        # Do not move the experts: each product moves its matrices or its rows.
         moved = fn(torch.empty(0, dtype=self.dtype))
         if moved.dtype != self.dtype and not self.is_packed:
             raise ValueError(
@@ -116,7 +116,7 @@ class OffloadedExperts(Experts):
         return self
 
     def check_frozen(self) -> None:
-        """Raise a `ValueError` if something of these experts is to be trained."""
+        """Raise a `ValueError` if a parameter of these experts requires a gradient."""
         for own_name, parameter in self._parameters.items():
             if parameter.requires_grad:
                 raise ValueError(
@@ -149,7 +149,7 @@ def offloaded_in(model: nn.Module) -> list[OffloadedExperts]:
 
 
 def freeze_for_training(prepare: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a function that freezes all weights and casts those of 16 bits, which offloaded experts cannot be."""
+    """Call a function that freezes all weights and casts 16-bit ones; hide offloaded experts, which cannot be cast."""
     taken = [(experts, dict(experts._parameters)) for experts in offloaded_in(model)]
     try:
         for experts, parameters in taken:
@@ -182,14 +182,14 @@ class OffloadedStack(Stack):
             ValueError: a backward pass, if these experts are to be trained.
         """
         if transposed:
-            # Outside of training mode a forward pass may be for its results alone, also with gradients switched on.
+            # In eval mode a forward with gradients enabled may still need only its results.
             self.experts.check_frozen()
         groups = sorted(groups, reverse=transposed)
         rows = {expert: end - start for expert, start, end in groups}
         with closing(self.experts.store.walk(self.experts.name, self.name, rows, transposed)) as matrices:
             yield from zip(matrices, groups, strict=True)
 
-    # Compilers leave out what reads files.
+    # Compilers cannot trace reading of files.
     @torch.compiler.disable
     def multiply_sorted(self, x_NI: torch.Tensor, ends_E: torch.Tensor, transposed: bool) -> torch.Tensor:
         """Multiply as `moe.multiply_sorted`, `[N, O]`."""
@@ -203,7 +203,7 @@ class OffloadedStack(Stack):
         walk = self.experts.store.walk
         with closing(walk(self.experts.name, self.name, {expert: 1}, may_compute=False)) as matrices:
             matrix = self.form.matrix(next(matrices), self.sizes, self.form.compute_dtype).T
-            # The slot is free for another expert when this returns.
+            # Copy: the slot may be given to another expert as soon as this returns.
             return matrix.to(self.experts.device, copy=True)
 
 

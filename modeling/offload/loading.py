@@ -1,8 +1,8 @@
-"""From `device_map={"experts": "disk"}` to a model whose experts are offloaded.
+"""Loading of a model with offloaded experts, by `device_map={"experts": "disk"}`.
 
-transformers and accelerate know modules and devices. So `take_request` takes the names of experts out of the map, and
-the request stands in `checkpoints.loading` while the model loads. Its experts have no weights then, and no one reads
-them; when all else is loaded, each gets its store.
+transformers and accelerate do not support such maps. So `take_request` removes the names of experts from the map, and
+keeps the request in `checkpoints.loading` while the model loads. The experts have no weights until everything else is
+loaded; then they get their store.
 """
 
 import os
@@ -29,7 +29,7 @@ ALL = "experts"
 
 @dataclass
 class OffloadRequest:
-    """A request to `from_pretrained`: names of experts, or `ALL`, to devices, and bytes for recent experts."""
+    """A request to `from_pretrained`: devices by names of experts (or `ALL`), and the bytes of the expert cache."""
 
     places: dict[str, Any]
     memory: int | None
@@ -39,25 +39,25 @@ def take_request(kwargs: dict[str, Any]) -> OffloadRequest | None:
     """Remove the offloading request from the arguments of `from_pretrained`, and return it.
 
     Raises:
-        ValueError: a memory that is no size, or several processes.
+        ValueError: an invalid memory size, or several processes.
     """
     memory, device_map = kwargs.pop("experts_memory", None), kwargs.get("device_map")
     if memory is not None:
         memory = bytes_of("experts_memory", memory, least=1)
     if device_map == "disk":
-        # Like every other device's name, it means the whole model.
+        # A device map that is a single name applies to the whole model.
         device_map = {"": "disk"}
     elif memory is not None and not isinstance(device_map, Mapping):
         device_map = {ALL: "disk"} if device_map is None else {"": device_map, ALL: "disk"}
     if not isinstance(device_map, Mapping):
         return None
-    # Other devices than these two may stand for all layers, too.
+    # Under this name other devices than these two may mean all layers, not only experts.
     places = {
         name: device
         for name, device in device_map.items()
         if name == ALL or (name.endswith(f".{ALL}") and _is_place(device))
     }
-    # A copy: it is changed in place once the model is known.
+    # Copy the map: it is changed in place once the model is known.
     kwargs["device_map"] = {name: device for name, device in device_map.items() if name not in places}
     if not places:
         return None
@@ -93,8 +93,8 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
     """Replace the requested experts of an empty model, before its weights are read.
 
     Raises:
-        ValueError: experts that are not in the files as they are to be in memory, or weights that are in no safetensors
-            file.
+        ValueError: the files' format of experts differs from that in memory, or the weights are not in safetensors
+            files.
     """
     request = current_loading().offload
     if request is None:
@@ -106,7 +106,7 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
     device_map = load_config.device_map
     chosen: dict[str, str] = {}
     for name, device in places.items():
-        # Experts in RAM are where the rest of their layer computes.
+        # "cpu" for a layer that computes on the CPU is no offloading.
         stays = str(device) == "cpu" and _rows_device(name, device_map).type == "cpu"
         if stays or not _is_place(device) or name not in layers:
             device_map[name] = device
@@ -127,7 +127,7 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
             f"{next(iter(taken))} is packed as a whole stack by another program, and is not read from disk or RAM: "
             "write a folder by `llamoe quantize FOLDER TARGET --to int4`, and load that."
         )
-    # The files are needed as long as the model is, wherever the process may go.
+    # Use absolute paths: the files are read later, perhaps after a change of the working directory.
     files = [os.path.abspath(file) for file in files]
     packed = {name: experts for name, experts in taken.items() if f"{name}.{STACKS[0]}" in matrices}
     plain = {name: experts for name, experts in taken.items() if name not in packed}
@@ -141,10 +141,10 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
     model._keys_to_ignore_on_load_unexpected = ignored
 
 
-# Threads write to what is made here, outside of a mode that the caller may be in.
+# Leave inference mode: other threads, which are not in that mode, write to this memory.
 @torch.inference_mode(False)
 def attach_stores(model: nn.Module) -> None:
-    """Give the experts that were taken out their stores, once everything else is loaded."""
+    """Connect offloaded experts to their stores, once everything else is loaded."""
     waiting = [experts for experts in offloaded_in(model) if experts.store is None]
     if not waiting:
         return
@@ -167,15 +167,15 @@ def attach_stores(model: nn.Module) -> None:
 
 
 def _devices_of_rows(device_map: Mapping[str, Any], offloaded: list[OffloadedExperts]) -> dict[str, Any]:
-    """Return a device map that names the devices on which offloaded experts compute.
+    """Return a device map with the devices on which offloaded experts compute, instead of "disk" or "cpu".
 
-    accelerate, peft and Trainer take what is on "disk" or in RAM for modules that accelerate's hooks bring: they hook
-    the model anew, count what would fit, or refuse to train it. Offloaded experts need none of it.
+    accelerate, peft and Trainer assume that such modules are loaded by accelerate's hooks: they add hooks again,
+    estimate what fits, or refuse to train the model. Offloaded experts need no hooks.
     """
     experts = {layer.name: layer.device for layer in offloaded}
     others = {name: device for name, device in device_map.items() if name not in experts}
     if "disk" not in others.values() and len({torch.device(device) for device in others.values()}) <= 1:
-        # Nothing has hooks. By the text "cpu" libraries would know modules that have.
+        # Use a torch.device: libraries take the string "cpu" for a module with hooks.
         others = {name: torch.device(device) for name, device in others.items()}
     return {**others, **experts}
 
@@ -185,7 +185,7 @@ def _nbytes(experts: OffloadedExperts) -> int:
 
 
 class OffloadMixin(nn.Module):
-    """Methods of every model for experts on disk or in RAM: statistics, closing, and what is refused."""
+    """A mixin for models that may have experts on disk or in RAM: statistics, closing, and refusals."""
 
     def _stores(self) -> list[Store]:
         return list(dict.fromkeys(experts.store for experts in offloaded_in(self) if experts.store))
@@ -199,11 +199,11 @@ class OffloadMixin(nn.Module):
     def experts_statistics(self, reset: bool = False) -> dict[str, dict[str, int]]:
         """Count hits, misses and bytes read of each layer whose experts are on disk or in RAM.
 
-        An expert counts once for each pass in which rows need it. A hit was in the memory for recently used experts;
-        bytes came from files, or from RAM to the accelerator.
+        An expert counts once for each forward or backward pass that needs it. A hit was in the expert cache;
+        "bytes_read" counts bytes from files, or from RAM to the accelerator.
 
         Args:
-            reset: whether to count from 0 again.
+            reset: restart all counts from 0.
 
         Returns:
             the name of the layer's experts to its "hits", "misses" and "bytes_read"; empty where all experts are on
@@ -214,7 +214,7 @@ class OffloadMixin(nn.Module):
         }
 
     def check_saving(self) -> None:
-        """Raise a `ValueError` for offloaded experts that no file has as whole stacks: they cannot be written."""
+        """Raise a `ValueError` if offloaded experts cannot be saved, since no file has their stacks as a whole."""
         for experts in offloaded_in(self):
             if any(tensor.is_meta for tensor in [*experts.parameters(), *experts.buffers()]):
                 raise ValueError(
@@ -223,7 +223,7 @@ class OffloadMixin(nn.Module):
                     "into memory to save it. Adapters are saved by themselves."
                 )
         for store in self._stores():
-            # What is saved are maps of these files.
+            # The saved tensors are memory maps of these files, so check that the files have not changed.
             store.reader.check()
 
     def dequantize(self, *args: Any, **kwargs: Any) -> Any:

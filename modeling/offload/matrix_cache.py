@@ -1,6 +1,6 @@
-"""Which expert's matrix is in which slot, and which one makes room: a table, for one thread at a time.
+"""The expert cache's table of matrices and slots, with its eviction policy; for one thread at a time.
 
-A matrix is *pinned* while somebody multiplies by it, and is not evicted then, nor while it is on its way.
+A matrix is not evicted while it is *pinned*, that is, in use by a product, nor while it is being loaded.
 """
 
 import math
@@ -15,15 +15,15 @@ Key = tuple[Any, int]
 
 @dataclass(eq=False)
 class Entry:
-    """A matrix in a slot, or on its way there.
+    """A matrix in a slot, or being loaded into it.
 
     Attributes:
-        key: of the matrix.
-        slot: its number.
-        parts: of the matrix, as its format has them.
-        arrival: `done()` says whether nobody writes to the slot any more, `failed()` whether that is so and the matrix
-            is not there, and `result()` waits until it is there, or raises.
-        is_counted: whether this matrix was counted as missing already.
+        key: key of the matrix.
+        slot: number of the slot.
+        parts: parts of the matrix in its format.
+        arrival: the load. `done()`: no thread writes to the slot any more; `failed()`: done, but with an error;
+            `result()` waits for the matrix, or raises the error.
+        is_counted: this matrix has been counted as a miss already.
     """
 
     key: Key
@@ -41,11 +41,11 @@ class Pins(deque):
 
 @dataclass
 class _Use:
-    """How often a matrix was used, and when last.
+    """The number of uses of a matrix, and the time of the last one.
 
     Attributes:
-        count: visits in which it was used until `time`, each halved with the time since.
-        time: of the last such visit; one passes with each use of any matrix.
+        count: number of visits that used it until `time`, with exponential decay.
+        time: time of the last such visit; each use of any matrix advances time by one.
         visit: the number of that visit to its layer.
     """
 
@@ -57,28 +57,28 @@ class _Use:
 class MatrixCache:
     """A number of slots for matrices of one size; the matrix that is used least often is evicted.
 
-    A use counts half after a while: four uses of each matrix that was ever asked for; those that were evicted are
-    remembered. Routers prefer some experts for long and some for a text, and choose some again for the next token. So
-    two kinds of matrices stay in spite of their counts:
+    Counts decay: their half-life is four uses of each matrix ever requested; counts of evicted matrices are kept.
+    Routers prefer some experts in general and some within a text, and often choose the same ones for the next token. So
+    two kinds of matrices are protected in spite of their counts:
 
-    * those of the forward pass before, where they need at most half of the slots;
-    * those that the layer has asked for which computes now, as long as there are others. If there are none, the least
-      recently used one goes.
+    * those of the previous forward pass, if they need at most half of the slots;
+    * those that the current layer has requested, as long as there are others; if not, the least recently used one is
+      evicted.
 
-    In training, backward passes ask in the reverse order, so that the least recently used matrix is the one that is
-    needed last, and goes.
+    In training, backward passes request matrices in reverse order, so the least recently used matrix is needed last,
+    and is evicted.
     """
 
     def __init__(self, slots: int):
         self._slots = slots
-        # The last one used last.
+        # In order of use, the most recent one last.
         self._entries: OrderedDict[Key, Entry] = OrderedDict()
         self._pins: weakref.WeakSet[Pins] = weakref.WeakSet()
         self._uses: dict[Key, _Use] = {}
         self._time = self._visit = 0
         self._first_layer: Any = None
         self._layer: Any = None
-        # Uses by the forward pass before, and when this one began.
+        # Number of uses in the previous forward pass, and the time at which this one began.
         self._pass_uses, self._pass_begin = 0, 0
         self._trains = self._went_back = False
 
@@ -88,24 +88,24 @@ class MatrixCache:
 
     @property
     def has_room(self) -> bool:
-        """Whether a slot has no matrix."""
+        """True if a slot is empty."""
         return len(self._entries) < self._slots
 
     def go_back(self) -> None:
-        """Note that a layer's backward pass begins."""
+        """Record that a layer's backward pass begins."""
         self._trains = self._went_back = True
 
     def pins(self) -> Pins:
-        """Make a list for what one user pins."""
+        """Return an empty list of pins for one user."""
         pins = Pins()
         self._pins.add(pins)
         return pins
 
     def get(self, key: Key) -> Entry | None:
-        """Return the matrix of a key; None if it is neither there nor on its way."""
+        """Return the entry of a key; None if the matrix is neither loaded nor being loaded."""
         entry = self._entries.get(key)
         if entry is not None and (entry.arrival is None or entry.arrival.failed()):
-            # No thread writes to its slot any more; threads that wait for it get its error.
+            # Drop a failed load: no thread writes to its slot any more, and waiting threads get its error.
             self.drop(entry)
             return None
         if entry is not None:
@@ -127,7 +127,7 @@ class MatrixCache:
         return entry
 
     def drop(self, entry: Entry) -> None:
-        """Forget a matrix; its slot can have another one."""
+        """Remove a matrix and free its slot."""
         del self._entries[entry.key]
 
     def _count(self, key: Key) -> None:
@@ -157,14 +157,14 @@ class MatrixCache:
     def _victim(self) -> Entry | None:
         """Choose the matrix to evict; None if all are pinned or on their way."""
         pinned = self._pinned()
-        # As many as the pass before used: this one may be a prompt.
+        # Consider only as many as the previous pass used: the current one may be a long prompt.
         kept = self._pass_uses if 2 * self._pass_uses <= len(self._entries) else 0
 
         def can_go(entry: Entry) -> bool:
             return entry not in pinned and (entry.arrival is None or entry.arrival.done())
 
         def rank(entry: Entry) -> float:
-            # In the order of the counts now, whenever that is.
+            # The logarithm orders matrices by their decayed counts without the current time.
             use = self._uses[entry.key]
             return math.log2(use.count) + use.time / self._half_life
 

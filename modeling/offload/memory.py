@@ -1,8 +1,8 @@
-"""Memory in which experts lie: pinned for accelerators, and in whole blocks, to which a drive writes without a copy.
+"""Memory for experts: pinned for accelerators, and aligned to blocks, so that drives write to it without a copy.
 
-A matrix begins at the same byte of a block in its slot as in its file. So blocks of the file are read straight into
-the slot, with what stands around the matrix. The matrix also keeps the alignment that a memory map of the file would
-give it; with another one products may differ in their last bits.
+A matrix begins at the same offset within a block in its slot as in its file. So whole blocks of the file, including the
+bytes around the matrix, are read directly into the slot. The matrix also has the alignment of a memory map of the file;
+with another one products may differ in their last bits.
 """
 
 import logging
@@ -22,7 +22,7 @@ ALIGNMENT = 64
 LEAST_BYTES_OF_DIRECT = 1 << 20
 """Smaller matrices would be read with much around them."""
 _HUGE_PAGE = 2 << 20
-# A forked process must not multiply by what this one reads into a slot later.
+# Private memory: a forked process must not see what this one reads into a slot later.
 _PRIVATE: Any = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
@@ -33,20 +33,20 @@ def slots_of(count: int, size: int, device: torch.device, is_pinned: bool) -> to
     if is_pinned:
         return pinned(count * row).view(count, row)
     if device.type != "cpu":
-        # Its allocator aligns memory to more than a kernel needs, and no file is read to it.
+        # An accelerator's allocator aligns memory sufficiently, and files are not read into it directly.
         return torch.empty(count, row, dtype=torch.uint8, device=device)
     return torch.frombuffer(pages(count * row), dtype=torch.uint8, count=count * row).view(count, row)
 
 
 def pinned(size: int) -> torch.Tensor:
-    """Return so many bytes in RAM from which an accelerator copies by itself, beginning at a page.
+    """Allocate pinned memory of this many bytes, beginning at a page.
 
-    torch's own pinned memory has sizes of powers of two, up to twice what was asked. Here CUDA pins pages that are
-    there already, as many as needed.
+    torch rounds sizes of pinned memory up to powers of two, up to twice the request. Here CUDA pins existing pages, as
+    many as needed.
     """
     if torch.version.cuda is None or not size:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    # Shared: of a private page a fork makes two, and the accelerator would go on with either.
+    # Map shared pages: a fork would duplicate private ones, and the accelerator might use the wrong copy.
     memory = _Pinned(-1, size)
     tensor = torch.frombuffer(memory, dtype=torch.uint8, count=size)
     cudart: Any = torch.cuda.cudart()
@@ -60,14 +60,14 @@ def pinned(size: int) -> torch.Tensor:
 
 
 class _Pinned(mmap.mmap):
-    """Pages that CUDA knows, and unpins before they go."""
+    """Pages that CUDA has pinned; they are unpinned before they are freed."""
 
     address: int | None = None
 
     def __del__(self):
         if self.address is not None:
             with suppress(Exception):
-                # Copies may be on their way.
+                # Wait for running copies.
                 torch.cuda.synchronize()
             with suppress(Exception):
                 cudart: Any = torch.cuda.cudart()
@@ -80,16 +80,16 @@ def unit_of(size: int) -> int:
 
 
 def pages(size: int) -> memoryview:
-    """Allocate memory that begins at a page; the system gives it pages when they are written.
+    """Allocate memory that begins at a page; the system provides pages when they are written.
 
-    Drives write to huge pages almost twice as fast, since they name fewer of them.
+    Drives write to huge pages almost twice as fast, since a request lists fewer of them.
     """
     if size < _HUGE_PAGE:
         return memoryview(mmap.mmap(-1, max(size, 1), **_PRIVATE))
     memory = mmap.mmap(-1, size + _HUGE_PAGE, **_PRIVATE)
     first = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % _HUGE_PAGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Some kernels lack huge pages. Only whole ones are advised: the rest of the last would be wasted.
+        # Some systems lack huge pages. Request only whole ones, so that none is mostly unused.
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE, first, size // _HUGE_PAGE * _HUGE_PAGE)
     return memoryview(memory)[first : first + size]

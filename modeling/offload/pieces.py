@@ -1,10 +1,9 @@
-"""Which bytes of which file are one expert's matrix, for each way in which checkpoints store experts.
+"""Location of each expert's matrix in the files, as pieces of contiguous bytes, for all layouts of experts.
 
-A stack is one tensor, of which an expert is a slice; or each expert's gate, up and down are tensors of their own,
-`[out, in]`. A packed stack has several parts, each with an axis for experts in front; bitsandbytes' have another axis
-for gate and up, which files have by themselves. Either way, a matrix is one or more pieces of contiguous bytes, and
-nothing but a transposition or a cast lies between a file and memory; what other programs have packed is read whole,
-and packed as int4 is (`Unpack`).
+An expert is a slice of a stack that is one tensor; or its gate, up and down are separate tensors, `[out, in]`. A packed
+stack has several parts, each with an axis for experts in front; in bitsandbytes' formats, there is another axis for
+gate and up, which are separate in files. In all layouts a matrix is one or more pieces, which are at most transposed or
+cast when they are read. Tensors packed by other programs are read whole, and converted to int4 (`Unpack`).
 """
 
 import math
@@ -41,9 +40,9 @@ class Piece(NamedTuple):
         shape: as stored.
         dtype: as stored.
         part: which part of the matrix it belongs to.
-        rows: of the part as `[out, in]`, which ones; or of a packed part, which matrix; None for the part as it lies
-            in memory.
-        is_kept: whether memory has the bytes of the file, and a kernel can read them where they lie in it.
+        rows: the rows of the part `[out, in]`, or the matrix of a packed part; None for the whole part, in the layout
+            of memory.
+        is_kept: memory holds the same bytes as the file, at an alignment that kernels can read.
     """
 
     path: str
@@ -61,14 +60,14 @@ class Piece(NamedTuple):
 
 
 class StoredLayer(NamedTuple):
-    """Where the experts of one layer are.
+    """The location of one layer's experts.
 
     Attributes:
-        pieces: of each stack, for each expert, its pieces; where `unpack` is given, the tensors that it takes.
-        numbers: of each stack, for each expert, by the number of a part what no piece has of it.
-        whole: each part of the stacks that is one tensor, in the model's dtype, to its file and its name there.
-        files: all files of the checkpoint, and what they were before their headers were read.
-        unpack: by stack, what makes the parts of a matrix of an expert's tensors that another program has packed.
+        pieces: for each stack and expert, its pieces; with `unpack`, the pieces of the tensors to convert.
+        numbers: for each stack and expert, parts that have a value instead of a piece, by the part's number.
+        whole: parts of stacks that a file has as one tensor in the model's dtype, with the file and the tensor's name.
+        files: all files of the checkpoint, with their sizes and times before the headers were read.
+        unpack: for each stack that another program has packed, the conversion of an expert's tensors to parts.
     """
 
     pieces: dict[str, list[list[Piece]]]
@@ -79,13 +78,13 @@ class StoredLayer(NamedTuple):
 
 
 class Unpack(NamedTuple):
-    """Makes the parts of one expert's matrix of the tensors that another program has packed.
+    """Converts tensors packed by another program to the parts of one expert's matrix.
 
     Attributes:
-        experts: with the format of the parts.
-        stack: name.
-        layout: of the tensors.
-        kinds: of each linear layer, gate before up, the kinds of its tensors, in their order.
+        experts: experts with the format of the parts.
+        stack: name of the stack.
+        layout: layout of the tensors.
+        kinds: for each linear layer, gate before up, the kinds of its tensors in order.
     """
 
     experts: Any
@@ -94,7 +93,7 @@ class Unpack(NamedTuple):
     kinds: list[list[str]]
 
     def __call__(self, tensors: Iterable[torch.Tensor]) -> Parts:
-        """Make the parts as they lie in memory."""
+        """Return the parts in the layout of memory."""
         tensors, sizes = iter(tensors), shape_of_one(self.experts, self.stack)
         matrices = [{kind: next(tensors) for kind in kinds} for kinds in self.kinds]
         if self.experts.is_packed:
@@ -106,13 +105,13 @@ class Unpack(NamedTuple):
 def find_packed_pieces(
     layers: Mapping[str, Experts], files: Iterable[str], matrices: Matrices, layout: Any
 ) -> dict[str, StoredLayer]:
-    """Find the experts of these layers where another program has packed their matrices as linear layers.
+    """Find the experts of these layers that another program has packed as linear layers.
 
     Args:
         layers: names in the model, and empty experts as they are in memory.
         files: all safetensors files of the checkpoint.
-        matrices: the tensors that are packed.
-        layout: of them.
+        matrices: the packed tensors.
+        layout: layout of the packed tensors.
 
     Raises:
         CheckpointError: an expert is missing.
@@ -223,7 +222,7 @@ def _pieces(
             if isinstance(tensor, torch.Tensor):
                 numbers[expert].setdefault(part, torch.empty(memory.shape))[place] = tensor
                 continue
-            # Codes are stored in bytes of any dtype.
+            # A file may store the bytes of the codes in any dtype.
             dtype = None if DTYPES[tensor.dtype].is_floating_point and part else memory.dtype
             is_alone = len(memory) == 1
             shape = tuple(memory.shape if is_alone else memory.shape[1:])

@@ -1,7 +1,7 @@
-"""Threads that read experts from files, in large requests, straight to where they are needed.
+"""Threads that read experts from files, in large requests, directly into their slots.
 
-A file is opened once. After each request its path must still lead to the file that was opened, with the same size and
-time of change: what is read is never half of one version and half of another.
+A file is opened once. After each request its path must still refer to the opened file, with the same size and
+modification time, so that data of two versions is never mixed.
 """
 
 import os
@@ -23,7 +23,7 @@ _REQUEST_BYTES = 4 << 20
 
 
 class _File:
-    """An open file, and what it was when it was opened. It is closed when nothing refers to it any more."""
+    """An open file with its size and times at opening. It is closed when nothing refers to it any more."""
 
     file = -1
     direct: int | None = None
@@ -33,12 +33,12 @@ class _File:
         self.file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         self.stamp = stamp_of(os.fstat(self.file))
         if hasattr(os, "posix_fadvise"):
-            # What lies around an expert is not needed.
+            # Disable read-ahead: the bytes around an expert are not needed.
             os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_RANDOM)
         self.direct = open_direct(path) if is_direct else None
 
     def check(self, what: str) -> None:
-        """Raise a `CheckpointError` if the path does not lead to this file as it was."""
+        """Raise a `CheckpointError` if the path does not refer to this file, unchanged."""
         try:
             now = stamp_of(os.stat(self.path))
         except OSError as error:
@@ -104,7 +104,7 @@ class Reader:
                     )
 
     def check(self) -> None:
-        """Raise a `CheckpointError` if a file is not what it was, or the model is closed."""
+        """Raise a `CheckpointError` if a file has changed, or the model is closed."""
         if self.is_closed:
             raise closed("the model")
         for file in self.files.values():
@@ -119,10 +119,10 @@ class Reader:
         """Begin to read pieces; raises a `CheckpointError` if the model is closed.
 
         Args:
-            pieces: each with its target, a tensor of the piece's shape, and the bytes of whole blocks around it, where
-                the target is as far from the beginning of a block as in the file, and those bytes are free.
-            what: name of the expert, for errors.
-            count: takes the number of bytes that each request has read, in its thread.
+            pieces: each with its target, a tensor of the piece's shape, and optionally the whole blocks around it: the
+                target has the same offset within a block as in the file, and the other bytes may be overwritten.
+            what: name of the expert, for error messages.
+            count: called by each request's thread with the number of bytes read.
         """
         jobs: list[Future] = []
         try:
@@ -131,7 +131,7 @@ class Reader:
                 for request in _requests(piece, target, blocks):
                     jobs.append(self._pool.submit(self._read, file, what, count, *request))
         except BaseException as error:
-            # The memory is somebody else's next.
+            # Wait for all threads before the memory is used for another matrix.
             for job in jobs:
                 if not job.cancel():
                     job.exception()
@@ -148,7 +148,7 @@ class Reader:
         what: str,
         count: Callable[[int], None],
     ) -> "Reading":
-        """Begin to read tensors and to put what a function makes of them into targets; otherwise as `start`."""
+        """Begin to read tensors and write the results of `unpack` into targets; otherwise as `start`."""
         try:
             return Reading([self._pool.submit(self._unpack, pieces, unpack, targets, what, count)], what)
         except BaseException as error:
@@ -184,9 +184,9 @@ class Reader:
         target: torch.Tensor,
         dtype: torch.dtype | None,
     ) -> None:
-        """Read bytes to rows of a tensor, which have a dtype in the file, or to blocks, if that is None.
+        """Read bytes into rows of a tensor, stored as `dtype`; or, if that is None, into whole blocks.
 
-        Rows, which may be cast or turned, come through memory of this thread.
+        Rows, which may be cast or transposed, are first read into a buffer of this thread.
         """
         block = 1 if file.direct is None else BLOCK
         if dtype is None:
@@ -203,7 +203,7 @@ class Reader:
         count(got)
 
     def _buffer(self, size: int) -> memoryview:
-        """Memory of this thread, which begins at a page."""
+        """Return this thread's buffer, which begins at a page."""
         buffer = getattr(self._buffers, "memory", None)
         if buffer is None or len(buffer) < size:
             self._buffers.memory = buffer = pages(max(size, _REQUEST_BYTES + 2 * BLOCK))
@@ -225,7 +225,7 @@ class Reader:
 
 
 def _requests(piece: Piece, target: torch.Tensor, blocks: torch.Tensor | None) -> Iterator[tuple]:
-    """For each request of a piece its first byte, number of bytes, target, and the dtype of rows; None for blocks."""
+    """Yield each request of a piece: first byte, number of bytes, target, and the rows' dtype, or None for blocks."""
     if blocks is not None:
         around = piece.begin % BLOCK
         size = around + piece.nbytes
@@ -256,7 +256,7 @@ class Reading:
         """Wait for all threads, also after an error: memory that one still writes cannot be used again."""
         first: BaseException | None = None
         for job in self._jobs:
-            # `concurrent.futures.wait` never learns of jobs that the end of their pool cancels.
+            # `concurrent.futures.wait` would hang on jobs that are cancelled when their pool shuts down.
             try:
                 error = job.exception()
             except CancelledError:

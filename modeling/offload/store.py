@@ -1,12 +1,12 @@
-"""The matrices of experts that are offloaded, for all layers of a model: slots, and how a matrix comes to one.
+"""The store of all offloaded experts of a model: slots for matrices, and loading into them.
 
 Experts on disk are read into slots in RAM. Experts in RAM are copied into slots on the accelerator, or their rows are
-computed on the CPU. Where rows are on an accelerator and experts on disk, the slots are in RAM, and a matrix is brought
-from there for one product, or its rows are computed there.
+computed on the CPU. If rows are on an accelerator and experts on disk, the slots are in RAM, and a matrix is copied to
+the accelerator for one product, or its rows are computed on the CPU.
 
-Threads share a store. One waits for a slot only while it has no matrix of the same stack pinned, so that there is
-always a thread that can go on. What an interrupt leaves on its way comes nevertheless, and is found by the next pass.
-Locks are those without Python code between taking and knowing it, where an interrupt could come.
+Threads share a store. A thread waits for a slot only while it has no matrix of the same stack pinned, so that some
+thread can always continue. Loads that an interrupt leaves behind still complete, and the next pass uses them. Locks are
+acquired in C, so that an interrupt cannot come between acquiring one and entering its block.
 """
 
 import threading
@@ -29,8 +29,8 @@ from .reading import Reader, Reading, closed
 
 # Number of matrices that are read ahead of their product.
 _LOOK_AHEAD = 8
-# Up to so many rows of an expert are computed in RAM, from where one read of its matrix takes less time than its way
-# over the link to an accelerator. More rows would cost the host products. No accelerator was timed.
+# Most rows of an expert that the CPU computes: reading its matrix in RAM takes less time than copying it to an
+# accelerator. More rows would take longer on the CPU. Calculated, not measured.
 _MAX_ROWS_IN_RAM = 4
 _NO_COUNTS = {"hits": 0, "misses": 0, "bytes_read": 0}
 
@@ -40,9 +40,9 @@ class _Slots:
 
     Attributes:
         cache: which matrix is in which slot.
-        shapes: of each part a meta tensor of one matrix.
-        memory: of each part `[slots, bytes]`.
-        copies: how matrices come from RAM; None if they come from disk.
+        shapes: a meta tensor for each part of a matrix.
+        memory: memory for each part, `[slots, bytes]`.
+        copies: copies from RAM; None if matrices come from disk.
     """
 
     def __init__(self, stack: str, experts: Experts, count: int, place: str, device: torch.device):
@@ -53,7 +53,7 @@ class _Slots:
         self.copies = Copies(device, self.memory) if place == "cpu" else None
 
     def parts(self, slot: int, begins: Mapping[int, int]) -> list[torch.Tensor]:
-        """Return the parts of a slot's matrix; those with a first byte in a file begin at the same byte of a unit."""
+        """Return the parts of a slot's matrix, each at the same offset within an alignment unit as in its file."""
         parts = []
         for part, (memory, shape) in enumerate(zip(self.memory, self.shapes, strict=True)):
             first = begins.get(part, 0) % unit_of(shape.nbytes)
@@ -62,14 +62,14 @@ class _Slots:
 
 
 class Store:
-    """The experts of a model that are not on the device that computes.
+    """The offloaded experts of a model.
 
     Args:
-        layers: name to the experts of a layer, on the meta device, with their dtype in memory.
-        stored: name to the places in the files.
+        layers: the experts of each layer by name, on the meta device, with their dtype in memory.
+        stored: location in the files, by name.
         place: "disk" or "cpu".
-        device: of the rows.
-        memory: bytes for recently used experts.
+        device: device of the rows.
+        memory: bytes of the expert cache.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Store:
         self._counts = {layer: Counter(_NO_COUNTS) for layer in layers}
         self._counting, self._lock = threading.Lock(), threading.RLock()
         self.reader = Reader()
-        # When nothing refers to the model any more: no thread and no file outlives it.
+        # Close when the model is garbage-collected, so that no thread or open file outlives it.
         self._end = weakref.finalize(self, self.reader.close, is_waiting=False)
         self.slots: dict[tuple[str, str], _Slots] = {}
         self._in_ram: dict[tuple[str, str], list[torch.Tensor]] = {}
@@ -108,7 +108,7 @@ class Store:
             self.reader.close()
 
     def statistics(self, reset: bool = False) -> dict[str, dict[str, int]]:
-        """Copy the counts of each layer; with `reset` they begin again at 0, and none is lost between."""
+        """Return a copy of each layer's counts; `reset` restarts them from 0 without losing any."""
         with self._counting:
             counts = {layer: dict(counts) for layer, counts in self._counts.items()}
             if reset:
@@ -132,9 +132,9 @@ class Store:
         Args:
             layer: name.
             stack: name.
-            hit: experts, and their numbers of rows.
-            transposed: whether it is a backward pass.
-            may_compute: whether the matrix may be in RAM where the rows are on an accelerator.
+            hit: experts in use, with their numbers of rows.
+            transposed: True in a backward pass.
+            may_compute: matrices may be yielded in RAM although the rows are on an accelerator.
         """
         if not self._end.alive:
             raise closed(f"expert {next(iter(hit), 0)} of {layer}")
@@ -142,8 +142,8 @@ class Store:
         if transposed:
             with self._lock:
                 slots.cache.go_back()
-        # The same experts of the stack that multiplies the results are read behind those of this one. At most as many
-        # as there are slots: more would evict the first ones before they are used.
+        # Then read the same experts of the layer's second stack ahead, but at most as many as there are slots: more
+        # would evict the first ones before they are used.
         ahead = list(hit)[: slots.count] if stack != later and self.place == "disk" else []
         self.prefetch(layer, later, ahead[:1])
         computed = self._computed_in_ram(layer, slots, hit) if self.place == "cpu" and may_compute else {}
@@ -156,7 +156,7 @@ class Store:
                 else:
                     parts = computed[expert]
                     if slots.cache.has_room:
-                        # The accelerator copies it while the CPU computes, and the next pass finds it.
+                        # Copy the matrix to the accelerator while the CPU computes, for the next pass.
                         self.prefetch(layer, stack, [expert], is_counted=True)
                 self.prefetch(layer, later, [expert] if expert in ahead[1:] else [])
                 # Copy synchronously: the slot may get another matrix at the next iteration.
@@ -166,7 +166,7 @@ class Store:
                 yield parts
 
     def prefetch(self, layer: str, stack: str, experts: Sequence[int], is_counted: bool = False) -> None:
-        """Begin to load matrices for which slots are free; `is_counted` if they were counted as misses already."""
+        """Begin to load matrices while slots are free; `is_counted`: they were counted as misses already."""
         for expert in experts:
             with self._lock:
                 entry = self._ask(self.slots[layer, stack], (layer, expert))
@@ -175,7 +175,7 @@ class Store:
                 entry.is_counted |= is_counted
 
     def _computed_in_ram(self, layer: str, slots: _Slots, hit: Mapping[int, int]) -> dict[int, Parts]:
-        """Return the parts of the matrices in RAM whose rows are computed there."""
+        """Return the parts, in RAM, of the matrices whose rows the CPU computes."""
         computed = {}
         for expert, num_rows in hit.items():
             if (layer, expert) not in slots.cache and num_rows <= _MAX_ROWS_IN_RAM:
@@ -220,7 +220,7 @@ class Store:
             pins.popleft()
 
     def _ask(self, slots: _Slots, key: Key) -> Entry | None:
-        """Return the matrix of a key, which comes if it is not there; None if there is no room for it now."""
+        """Return the entry of a key, and start loading if it is missing; None if no slot is free now."""
         entry = slots.cache.get(key)
         if entry is None and (entry := slots.cache.put(key)) is not None:
             try:
@@ -230,7 +230,7 @@ class Store:
                 raise
         return entry
 
-    # Threads write to what is made here, outside of a mode that the caller may be in.
+    # Leave inference mode: other threads, which are not in that mode, write to these tensors.
     @torch.inference_mode(False)
     def _start(self, slots: _Slots, entry: Entry) -> None:
         """Begin to load a matrix into its slot."""
@@ -238,7 +238,7 @@ class Store:
         if slots.copies:
             if not self._end.alive:
                 raise closed(f"expert {expert} of {layer}")
-            # On an accelerator a resident model has memory of its own, at any address.
+            # On an accelerator alignment need not be that of the file: a model in memory is not mapped there either.
             entry.parts = slots.parts(entry.slot, {})
             sources = [part[expert] for part in self._in_ram[layer, slots.stack]]
             self._count(layer, bytes_read=sum(source.nbytes for source in sources))
@@ -268,13 +268,13 @@ class Store:
                 for reading in [self._read(layer, stack, *matrix, {}) for matrix in enumerate(matrices)]:
                     reading.result()
         self.reader.end_threads()
-        # That was loading.
+        # Do not count this: it is part of loading.
         self.statistics(reset=True)
 
     def _read(
         self, layer: str, stack: str, expert: int, parts: Parts, blocks: Mapping[int, torch.Tensor]
     ) -> Reading:
-        """Begin to read a matrix: to its parts, or to the whole blocks of a slot that hold them."""
+        """Begin to read a matrix into its parts, or into the whole blocks of a slot that hold them."""
         pieces, stored = [], self.stored[layer]
         what = f"expert {expert} of {layer}"
 

@@ -15,7 +15,7 @@ from .gathering import is_sharded, joined, size_of
 
 
 def parallel_sizes(distributed_config: Any) -> tuple[int, int]:
-    """Number of devices that share attention heads, and number that share experts; 1 for not shared."""
+    """Return the number of devices for tensor parallelism and for expert parallelism; 1 if unused."""
     tp_size = 1 if distributed_config.tp_plan == {} else size_of(distributed_config, "tp")
     return tp_size, size_of(distributed_config, "ep")
 
@@ -63,13 +63,13 @@ class Distributed(PreTrainedModel):
             check_parallel(model.config, *parallel_sizes(distributed_config))
             model.keep_uneven_experts(size_of(distributed_config, "tp"))
             if parallel_sizes(distributed_config)[1] > 1:
-                # transformers passes over these rules, but peft asks the tensor parallel plan alone.
+                # Remove tensor parallel rules that the expert plan replaces: transformers skips them, peft does not.
                 for rule in model._ep_plan:
                     model._tp_plan.pop(rule, None)
         return super().maybe_distribute_model(model, distributed_config, mesh)
 
     def _expand_parallel_plan(self, plan: dict[str, str]) -> dict[str, str]:
-        # transformers cuts the model into stages after this, and then misses what other stages have.
+        # transformers cuts the model into stages after this, and would report other stages' weights as missing.
         expanded = super()._expand_parallel_plan(plan)
         if size_of(self.config.distributed_config, "pp") == 1:
             return expanded

@@ -16,17 +16,17 @@ from .._private_api import gather
 
 
 def size_of(distributed_config: Any, name: str) -> int:
-    """A size of a model's sharing by processes; unset ones, and those of a model that is not shared, are 1."""
+    """Return a size, such as `tp_size`, from a model's `distributed_config`; 1 if unset or without a config."""
     return getattr(distributed_config, f"{name}_size", None) or 1
 
 
 def is_sharded(tensors: Iterable[Any]) -> bool:
-    """Whether any of these is a `DTensor`, whose shards several processes hold."""
+    """Return True if any of these is a `DTensor`, whose shards several processes hold."""
     return any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
 def broadcast(value: Any) -> Any:
-    """The first process's value, in every process."""
+    """Broadcast the first process's value to every process."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
@@ -58,9 +58,9 @@ def refuse_stages(model: PreTrainedModel) -> None:
 
 
 def sharded_adapter(model: PreTrainedModel) -> dict[str, Any] | None:
-    """What `save_pretrained` writes of a sharded model with an adapter; None where transformers may select it.
+    """Return an adapter's tensors, gathered for saving, if the model is sharded; else None.
 
-    transformers selects in the first process alone, where shards can no longer be gathered.
+    transformers would select them in the first process only, where shards cannot be gathered.
     """
     whole = model.state_dict()
     if not is_sharded(whole.values()):

@@ -1,4 +1,4 @@
-"""What every quantizer of packed modules does in transformers' loader: quantize, read packed folders, check, unpack."""
+"""Base class of quantizers of packed modules, called by transformers' loader to quantize, read, check and unpack."""
 
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +53,7 @@ class PackedQuantizer(HfQuantizer):
     """A mixin that quantizes llamoe's packed modules; name it before transformers' quantizer class."""
 
     layout: Layout | None = None
-    """How the folder that is loaded has packed matrices as linear layers; None for our own, which has stacks."""
+    """The layout of a folder with packed linear layers; None for llamoe's own folders, which have stacks."""
     layers_in_files: tuple[str, ...] = ("",)
     """Ends of the names of linear layers that are read by `layout`."""
 

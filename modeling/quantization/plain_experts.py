@@ -1,7 +1,6 @@
 """A warning of experts that a quantizer has left unquantized.
 
-Most of transformers' quantizers replace only linear layers and silently skip stacks of experts, although these are most
-of a mixture's weights.
+Most of transformers' quantizers silently skip stacks of experts, although these are most of a mixture's weights.
 """
 
 import logging

@@ -24,7 +24,7 @@ class Layout(Protocol):
     """Interface: how a folder stores the matrices of linear layers."""
 
     kinds: ClassVar[tuple[str, ...]]
-    """What may follow a layer's name in the names of its tensors."""
+    """The suffixes of a layer's tensors after its name."""
 
     def parts_of(self, matrices: Sequence[Tensors], sizes: Sizes, form: Format) -> Parts:
         """Return the parts of one packed matrix, made of linear layers of these sizes stacked along the outputs."""

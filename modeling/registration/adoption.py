@@ -16,7 +16,7 @@ from ...configuration.hub import AUTO_CLASSES
 from .._private_api import point_at
 from .auto_classes import CONFIGS, MODELS, PROCESSED
 
-# Stock model type to the one of ours that replaces it.
+# Stock model type to the llamoe model type that replaces it.
 _STAND_INS = {
     stock_type: model_type
     for model_type, config_class in CONFIGS.items()
@@ -25,7 +25,7 @@ _STAND_INS = {
 # Accepted name to stock model types: Llama 4 as a whole includes its parts.
 _NAMES = {name: (name,) for name in _STAND_INS} | {"llama4": ("llama4", "llama4_text", "llama4_vision_model")}
 
-# Stock model types that are adopted, and what ends it.
+# Adopted stock model types, each with the functions that undo the adoption.
 _undo: dict[str, list[Callable[[], None]]] = {}
 
 

@@ -22,9 +22,9 @@ from ..processing import LlamoeProcessor, config_beside
 from ..quantization import register_bitsandbytes, register_quantizers
 
 CONFIGS = {config_class.model_type: config_class for config_class in CONFIG_CLASSES}
-# Name to model class; `register` fills it.
+# Class name to model class; `register` fills it.
 MODELS: dict[str, Any] = {}
-# Model types for whose folders AutoProcessor returns ours, even if they name `Llama4Processor`; `adopt` adds stock's.
+# Model types for which AutoProcessor returns `LlamoeProcessor`, even if the folder names `Llama4Processor`.
 PROCESSED = {LlamoeConfig.model_type}
 
 
@@ -50,7 +50,7 @@ def register(classes: Mapping[str, Any]) -> None:
     for name, model_class in MODELS.items():
         prefixes = model_class._checkpoint_prefixes if model_class._registers_prefixes else {}
         rules: list[Any] = [WeightRenaming("^" + old, new) for old, new in prefixes.items()]
-        # By class name, so that no other class or adapter is affected. Mixtral's rules are registered for its type.
+        # Register these by class name, so that no other class or adapter is affected; Mixtral's by model type, below.
         if model_class._has_experts and model_class.config_class is not LlamoeMixtralConfig:
             rules += copy.deepcopy(SPLIT_LLAMA4)
         if rules:

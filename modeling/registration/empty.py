@@ -1,4 +1,4 @@
-"""The class of ours that a configuration describes, and its model without weights."""
+"""The llamoe class that belongs to a configuration, and an empty model of it."""
 
 import copy
 
@@ -11,14 +11,14 @@ from .auto_classes import MODELS
 
 
 def model_class(config: LlamoeBaseConfig) -> type[nn.Module]:
-    """The class that a configuration describes: a model with its language model head, or a tower."""
+    """Return the model class of a configuration: with a language model head, or a vision tower."""
     served = AUTO_CLASSES[config.model_type]
     names = ("AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel")
     return MODELS[next(served[name] for name in names if name in served)]
 
 
 def empty_model(config: LlamoeBaseConfig) -> nn.Module:
-    """The model of a configuration, without weights: on the meta device."""
+    """Build the model of a configuration on the meta device, without weights."""
     with torch.device("meta"):
-        # Building sets attributes of a configuration.
+        # Copy the configuration: building a model sets attributes of it.
         return model_class(config)(copy.deepcopy(config))

@@ -21,4 +21,4 @@ LAYOUTS: dict[str, Callable[[Mapping[str, Any]], Layout]] = {
     "fp8": FineGrainedFp8.from_config,
     "gptq": Gptq.from_config,
 }
-"""What makes a layout of the `quantization_config` in a folder's config.json, by its `quant_method`."""
+"""Functions from the `quantization_config` in a folder's config.json to its layout, by `quant_method`."""

@@ -55,7 +55,7 @@ class Layout(ABC):
     stacks: ClassVar[tuple[str, ...]] = ()
     """Names of stacks of experts that are stored `[E, I, O]` as the model has them, beside `<name>_scale`."""
     is_int4: ClassVar[bool] = True
-    """Whether int4 holds the codes."""
+    """True if int4 can hold the codes."""
 
     def holds(self, kind: str, dtype: str) -> bool:
         """Return True if a tensor of this kind and dtype (safetensors' spelling) belongs to a packed matrix."""

@@ -119,8 +119,7 @@ struct BlockScales {
   }
 };
 
-// Adds products of one part of R rows, from row r, with the weights of 64 outputs to `sums`. Weights are 4-bit codes
-// (kCodes) or bytes.
+// Adds products of one part of R rows, from row r, with 64 outputs to `sums`. Weights are 4-bit codes (kCodes) or bytes.
 template <int R, bool kCodes>
 void add_part(const ByteRows& x, int64_t r, int64_t part, const Bytes (&weights)[kPart / 4][kVectors],
               const BlockScales& scales, float* sums) {
@@ -197,8 +196,7 @@ void unpack_codes(const uint8_t* codes, const uint32_t* scales, int64_t inputs, 
   }
 }
 
-// Multiplies R rows, from row r, by C outputs of 8 bits. Each output's codes are read in order; the C outputs share
-// each load of the rows.
+// Multiplies R rows, from row r, by C outputs of 8 bits, which share each load of the rows.
 template <int R, int C>
 void int8_outputs(const ByteRows& x, int64_t r, const int8_t* codes, int64_t inputs, float* y, int64_t y_stride) {
   constexpr int kSums = C == 1 ? 4 / R : 1;

@@ -1,5 +1,4 @@
-// Products of rows with plain weights, which are converted to float32, and norms. Weights are output-first (each output
-// is a row) or input-first (each output is a column).
+// Products with plain weights, output-first (an output is a row) or input-first (a column), in float32; and norms.
 
 namespace {
 
