@@ -1,4 +1,4 @@
-"""Experts stacked, as models keep them, or one linear layer for each, as files may have them.
+"""Convert between stacked experts (as in models) and one linear layer per expert (as in files).
 
 Shapes: E experts, H hidden size, I inner size of an expert; gate first.
 
@@ -65,7 +65,7 @@ def fuse_experts(
             raise CheckpointError(f"{tensor.origin} is there a second time: {other.origin}.")
     for experts, matrices in found.items():
         numbers, parts = range(1 + max(number for number, _ in matrices)), [*chain(*_parts(experts).values())]
-        # Names may hold any number: the first that is missing ends this.
+        # Names may hold huge numbers, so stop at the first missing one.
         for place in ((number, part) for number in numbers for part in parts):
             if place not in matrices:
                 missing = source_of("{}.{}.{}.weight".format(experts, *place))
@@ -96,7 +96,7 @@ def stack_rows(
 def _stack_columns(
     gates: list[LazyTensor], ups: list[LazyTensor], downs: list[LazyTensor]
 ) -> tuple[LazyTensor, LazyTensor]:
-    """Make Llama 4's stacks `[E, H, 2I]` and `[E, I, H]` of the same matrices."""
+    """Make Llama 4's stacks `[E, H, 2I]` and `[E, I, H]` of gate, up `[I, H]` and down `[H, I]`."""
     gate, up, down = (stack([tensor.transpose() for tensor in part]) for part in (gates, ups, downs))
     return join([gate, up], 2), down
 
