@@ -34,7 +34,7 @@ class Tensor(FileTensor):
 
     Attributes:
         kind: its type, a member of gguf's `GGMLQuantizationType`.
-        numbers: how many it means.
+        numbers: count of its elements.
     """
 
     def __init__(self, path: Path, name: str, offset: int, kind: Any, shape: list[int]):

@@ -62,7 +62,7 @@ def fuse_experts(
         experts, *matrix = place
         other = found.setdefault(experts, {}).setdefault(tuple(matrix), tensor)
         if other is not tensor:
-            raise CheckpointError(f"{tensor.origin} is there a second time: {other.origin}.")
+            raise CheckpointError(f"{tensor.origin} stores the same matrix as {other.origin}.")
     for experts, matrices in found.items():
         numbers, parts = range(1 + max(number for number, _ in matrices)), [*chain(*_parts(experts).values())]
         # Names may hold huge numbers, so stop at the first missing one.
@@ -81,7 +81,7 @@ def fuse_experts(
         for stacked, tensor in zip(_parts(experts), make(*in_order), strict=True):
             name = f"{experts}.{stacked}"
             if name in result:
-                raise CheckpointError(f"{result[name].origin}: its experts are there one by one, too.")
+                raise CheckpointError(f"{result[name].origin}: its experts are also stored separately.")
             result[name] = tensor
     return result
 
