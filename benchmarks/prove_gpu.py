@@ -92,7 +92,7 @@ class Proof:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether there is a card."""
+        """Return True on a CUDA device."""
         return self.device.type == "cuda"
 
     def say(self, what: str, value: Any) -> None:

@@ -171,7 +171,7 @@ class Tokens(BaseStreamer):
 
 
 def now(model: Any, waiting: Waiting) -> dict[str, float]:
-    """Seconds, bytes that were read, bytes of missed experts, and seconds of reading, until now."""
+    """Return seconds, bytes read, bytes of missed experts, and seconds of reading, so far."""
     missed = counted(model, "misses")
     return {
         "seconds": time.perf_counter(),

@@ -102,7 +102,7 @@ def native_config(config: LlamoeBaseConfig, architecture: str) -> PreTrainedConf
     text = config.get_text_config()
     rope = {name: value for name, value in text.rope_parameters.items() if value is not None}
     if "factor" in rope:
-        # vLLM takes an integer for a list.
+        # vLLM would read an integer factor as a list.
         rope["factor"] = float(rope["factor"])
     fields = data.get("text_config", data)
     fields.update(hidden_act="silu", rope_parameters=rope)

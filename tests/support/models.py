@@ -168,7 +168,7 @@ def filled(model: nn.Module) -> nn.Module:
 
 
 def max_abs(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest absolute difference of two tensors."""
+    """Return the largest absolute difference of two tensors."""
     return (a.float() - b.float()).abs().max().item()
 
 
