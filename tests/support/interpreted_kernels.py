@@ -537,7 +537,7 @@ def has_kernel(graph):
 
 @torch.no_grad()
 def test_a_compiler_is_told_what_is_known(experts, on_a_gpu, launches):
-    """While torch.compile traces, no check runs, and the kernel is used only after an earlier check passed."""
+    """While torch.compile traces, no check runs, and the kernel is used only if an earlier check passed."""
     inputs = make_rows(experts, 5, 1)
     for is_known in (False, False, True):
         if is_known:
