@@ -1,4 +1,4 @@
-"""Runs llama.cpp's converter in this process, with a tokenizer that it does not know; run as a file.
+"""Run llama.cpp's converter with a tokenizer that it does not recognise; run as a script.
 
 python benchmarks/gguf_converter.py LLAMA.CPP/convert_hf_to_gguf.py MODEL --outfile FILE --outtype f32
 

@@ -156,7 +156,7 @@ def measure(case: Case, clock: Clock, rounds: int = ROUNDS) -> dict:
         rows[name] = row
         if case.tolerance and expected:
             largest, mean = difference(outputs, expected)
-            # Written so that NaN fails.
+            # This comparison is false for NaN, so that NaN fails.
             if not (largest <= case.tolerance.largest and mean <= case.tolerance.mean):
                 failures.append(
                     f"{name} differs from {case.reference} by {largest:.3g}, {mean:.3g} deviations"

@@ -147,7 +147,7 @@ def load(who: str, folder: Path, budget: int) -> PreTrainedModel:
     if who == RESIDENT:
         for experts in layers.values():
             for parameter in experts.parameters():
-                # Out of the mapped file.
+                # Copied out of the mapped file.
                 parameter.data = parameter.data.clone()
         return model
     files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]

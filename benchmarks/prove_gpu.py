@@ -92,7 +92,7 @@ class Proof:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether there is a card."""
+        """Return True on a CUDA device."""
         return self.device.type == "cuda"
 
     def say(self, what: str, value: Any) -> None:
@@ -253,7 +253,7 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def parity(proof: Proof) -> None:
-    """Logits and gradients of all families beside the CPU in float32."""
+    """Compare logits and gradients of all families with the CPU in float32."""
     for family in configs():
         inputs = inputs_of(family)
         labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
@@ -350,7 +350,7 @@ def saved(proof: Proof, family: str) -> Path:
 
 @torch.no_grad()
 def formats(proof: Proof) -> None:
-    """Few bits: each packed layer beside its weights unpacked, and the time of a step beside 16 bits."""
+    """Compare quantized layers with their dequantized weights, and the time of a step with 16 bits."""
     for weights in formats_here(proof)[1:]:
         config: Any = (
             llamoe.QuantizationConfig(weights=weights) if weights != "nf4" else _nf4(proof.setting().dtype)
@@ -429,7 +429,7 @@ def offload(proof: Proof) -> None:
         return original(size)
 
     for place in ("cpu", "disk") if proof.is_cuda else ("disk",):
-        # Every expert is copied.
+        # With no row computed in RAM, every expert is copied to the card.
         memory.pinned, store._MAX_ROWS_IN_RAM = pinned, 0
         before = _pinned_bytes()
         try:
@@ -443,7 +443,7 @@ def offload(proof: Proof) -> None:
             proof.judge(
                 "experts in RAM: bytes asked to be locked over theirs", asked[0] / stacks, most=MOST_PINNED
             )
-            # Drivers that Linux does not count say nothing.
+            # Linux does not count the pinned memory of some drivers, so zero proves nothing.
             if (used := _pinned_bytes() - before) > 0:
                 proof.judge("experts in RAM: locked bytes over theirs", used / stacks, most=MOST_PINNED)
         different = 0
@@ -490,7 +490,7 @@ def trains(proof: Proof) -> None:
 
 @torch.no_grad()
 def prompts(proof: Proof) -> None:
-    """Peaks of memory of two prompts and of a loss; on a card that attention has a fused kernel."""
+    """Measure peak memory of two prompts and a loss; on a GPU check that attention is fused."""
     lengths = tuple(length // 32 for length in LENGTHS) if proof.small else LENGTHS
     model = proof.model(proof.layers(4), "bf16")
     names, peaks = set[str](), []

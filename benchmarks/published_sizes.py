@@ -157,7 +157,7 @@ class Waiting:
 
 
 class Tokens(BaseStreamer):
-    """Notes time, bytes and misses when each new token is there."""
+    """A streamer that records time, bytes and misses at each new token."""
 
     def __init__(self, model: Any, waiting: Waiting):
         self.model, self.waiting, self.rows = model, waiting, []
@@ -171,7 +171,7 @@ class Tokens(BaseStreamer):
 
 
 def now(model: Any, waiting: Waiting) -> dict[str, float]:
-    """Seconds, bytes that were read, bytes of missed experts, and seconds of reading, until now."""
+    """Return seconds, bytes read, bytes of missed experts, and seconds of reading, so far."""
     missed = counted(model, "misses")
     return {
         "seconds": time.perf_counter(),
@@ -297,7 +297,7 @@ def run(
         del adapters, optimizer, model, loss, streamer
         gc.collect()
         if kept() is not None:
-            raise RuntimeError("the model is still referred to, and two do not fit")
+            raise RuntimeError("the model is still referenced, and two do not fit into memory")
         begun = time.perf_counter()
         again = PeftModel.from_pretrained(load(), saved).eval()
         found["reload_seconds"] = time.perf_counter() - begun
@@ -343,7 +343,7 @@ def judge(found: dict[str, Any]) -> dict[str, tuple[float, bool]]:
     judged = {}
     for name, figure in figures.items():
         least, most = TARGETS[name]
-        # Where all experts fit, nothing is read.
+        # If all experts fit into memory, nothing is read.
         met = figure is None or ((least is None or figure >= least) and (most is None or figure <= most))
         judged[name] = (figure, met)
     return judged

@@ -55,7 +55,7 @@ def compare(folder: str, device: torch.device) -> dict[str, dict[str, float]]:
 
 
 def _before_and_after(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
-    """Logits before and after a step of training."""
+    """Return logits before and after a training step."""
     # Made first: after a pass without gradients FSDP2 leaves some weights whole, which an optimizer would take.
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     before = _logits(model, ids)

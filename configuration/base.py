@@ -74,7 +74,7 @@ def as_dict(config: PreTrainedConfig) -> dict[str, Any]:
     # transformers writes "eager" itself if a stock model has no other implementation; for ours it would be a choice.
     if data.get("experts_implementation") == "eager" and not isinstance(config, LlamoeBaseConfig):
         del data["experts_implementation"]
-    # Mistral's class does not read them, while AutoConfig takes a file with both for Ministral's.
+    # AutoConfig would read a file with window and layer_types as Ministral; Mistral has no layer_types.
     if data.get("model_type") == "mistral":
         data.pop("layer_types", None)
     return data
@@ -189,7 +189,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
         model_type = given.get("model_type")
         cls._check_model_type(model_type)
         if model_type == "mistral" and "layer_types" in given:
-            # As AutoConfig reads it.
+            # AutoConfig reads it in the same way.
             model_type = "ministral"
             given = {**given, "model_type": model_type}
         if model_type not in (None, cls.model_type):
@@ -267,7 +267,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
 
     @classmethod
     def _from_stock(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Set the fields that the stock class has, but ignores, to what it computes with."""
+        """Set fields that the stock class ignores to the values that it computes with."""
         for name, meaning in cls.meanings.items():
             computed = cls.__dataclass_fields__[name].default
             if meaning.stock == "ignored" and data.get(name, computed) != computed:
@@ -289,7 +289,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
         fail(cls, "model_type", model_type, f"{cls.__name__} does not read this model type", valid)
 
     def stock_type(self) -> str:
-        """Transformers' model type that computes what this configuration says."""
+        """Return transformers' model type with the same outputs."""
         return self.stock_model_type
 
     def parts(self) -> set[str]:

@@ -50,7 +50,7 @@ class DecoderConfig(LlamoeBaseConfig):
     base_model_pp_plan = DECODER_PP
     base_model_fsdp_plan = DECODER_FSDP
     moe_layers: ClassVar[Any] = ()
-    # Kind of attention with a limited view, and the field that limits it.
+    # Kind of local attention to the field that holds its window or chunk size.
     local_attention: ClassVar[tuple[str, str]]
 
     vocab_size: int = field(32000, "structure", least=1)

@@ -15,7 +15,7 @@ from .errors import CheckpointError
 
 # For config.json and similar files: labels for 20,000 classes take a megabyte.
 _MOST_BYTES = 1 << 24
-# For indexes of hundreds of thousands of tensors, and for vocabularies.
+# Larger limit, for vocabularies and indexes of hundreds of thousands of tensors.
 LARGE = 1 << 27
 
 
@@ -52,7 +52,7 @@ def check_regular(path: str | os.PathLike) -> os.stat_result:
 
 
 def write_whole(path: str | os.PathLike, text: str) -> None:
-    """Write a small file; it is there whole, or as it was."""
+    """Write a small file atomically."""
     # A temporary name of its own, since several processes may write the file at once.
     unfinished = Path(f"{os.fspath(path)}.{uuid4().hex}.tmp")
     try:
@@ -63,7 +63,7 @@ def write_whole(path: str | os.PathLike, text: str) -> None:
 
 
 class FileStamp(NamedTuple):
-    """What changes when a file is written or replaced: another one means other content."""
+    """Size, time of writing and identity of a file; a different stamp means that the content may differ."""
 
     size: int
     mtime_ns: int
@@ -77,7 +77,7 @@ def stamp_of(status: os.stat_result) -> FileStamp:
 
 
 def read_json(path: str | os.PathLike, most: int = _MOST_BYTES) -> dict[str, Any]:
-    """The object in a JSON file of at most `most` bytes.
+    """Return the object in a JSON file of at most `most` bytes.
 
     Raises:
         CheckpointError: the file is missing, larger than `most`, no JSON, or no object; an object has a name twice,
@@ -94,7 +94,7 @@ def read_json(path: str | os.PathLike, most: int = _MOST_BYTES) -> dict[str, Any
         content = json.loads(
             raw.decode("utf-8"), object_pairs_hook=without_duplicates, parse_constant=_number
         )
-    # No text, no JSON, or numbers or nesting without end.
+    # Invalid UTF-8 or JSON, or too long numbers or too deep nesting.
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not a valid JSON file ({str(error)[:200]}).") from error
     if not isinstance(content, dict):

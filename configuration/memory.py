@@ -1,4 +1,4 @@
-"""Bytes of the KV cache, for every plan, from a configuration's fields alone.
+"""Compute the bytes of the KV cache from a configuration's fields.
 
 transformers' caches keep, in a chunked or sliding layer, one token less than a chunk or window has, and those of the
 latest pass; in every other layer, all tokens. So a prompt that is read in one pass is held whole by every layer until

@@ -10,7 +10,7 @@ from .parameter_count import count_parameters
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-# By its name, and the former one.
+# The argument's current name, and the former one.
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
 

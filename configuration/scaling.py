@@ -1,4 +1,4 @@
-"""How large a model, and on how many tokens, for a budget of compute.
+"""Compute-optimal model size and number of training tokens (scaling laws).
 
 Dense models by the parametric fit of Hoffmann et al. 2022 (arXiv 2203.15556, approach 3), mixtures by the fit of Abnar
 et al. 2025 (arXiv 2501.12370, equation 6 and table 3), which knows total parameters, tokens and sparsity. Training

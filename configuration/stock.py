@@ -21,14 +21,14 @@ from .vision import LlamoeVisionConfig
 
 CONFIG_CLASSES = tuple(dict.fromkeys(READERS.values()))
 
-# Of several the first family is found. Stock has a single multimodal class.
+# The first matching family is used. Stock has a single multimodal class.
 _STOCK_ARCHITECTURES = {ours: stock for stock, ours in ARCHITECTURES.items()} | {
     "LlamoeModel": "Llama4ForConditionalGeneration"
 }
 
 
 def from_stock(config: PreTrainedConfig | Mapping[str, Any]) -> LlamoeBaseConfig:
-    """Our configuration for a stock one.
+    """Convert a stock configuration to ours.
 
     Args:
         config: A configuration object or the content of a `config.json`, of model type llama, mistral, ministral,

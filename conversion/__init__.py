@@ -1,4 +1,4 @@
-"""Weights in and out: formats of Meta, Mistral AI, open_clip, Hugging Face and llama.cpp, and what is made of them.
+"""Convert checkpoints between the formats of Meta, Mistral AI, open_clip, Hugging Face and llama.cpp.
 
 `open_checkpoint` reads every format as lazy tensors under stock Hugging Face keys. Every command writes views of these
 tensors, block by block.

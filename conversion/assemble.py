@@ -35,7 +35,7 @@ from .tokenizers import Vocabulary, extend_vocabulary, processor_files
 from .upcycle import as_text_model, fresh, zeros
 
 _LLAMA_4_MEAN = _LLAMA_4_STD = (0.5, 0.5, 0.5)
-# Rows of an embedding that are summed at a time.
+# Embedding rows per block of a sum.
 _ROWS = 4096
 
 
@@ -160,7 +160,7 @@ def _join(decoder: Checkpoint, tower: Checkpoint, vocabulary: Vocabulary, seed: 
     assert isinstance(vision, LlamoeVisionConfig)
     before = text.vocab_size
     text.vocab_size = vocabulary.rows
-    # The whole configuration states these once.
+    # The multimodal configuration states these once.
     for part in (text, vision):
         part.architectures = part.dtype = None
     text.eos_token_id = json.loads(vocabulary.files["generation_config.json"])["eos_token_id"]

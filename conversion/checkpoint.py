@@ -120,7 +120,7 @@ def carry_out(plan: Plan, checkpoint: Checkpoint, target: Path, to: str, options
     resume a conversion.
     """
     begun = time.monotonic()
-    # Without the device, which may have another number after a restart.
+    # st_dev is left out: it may change at a restart.
     files = [[str(path.absolute()), *stamp_of(path.stat())[:3]] for path in checkpoint.sources]
     plan.identity = {"source": files, "to": to, **plan.identity}
     if not options.dry_run:
@@ -164,14 +164,14 @@ def take_part(whole: Checkpoint, part: str, reason: str) -> Checkpoint:
 
 
 def expected_shapes(config: LlamoeBaseConfig, place: str = "") -> dict[str, tuple[int, ...]]:
-    """Keys and shapes of the model that a configuration describes, in the model's order; `place` is for messages.
+    """Return key to shape of a configuration's model, in the model's order; `place` is for messages.
 
     Raises:
         CheckpointError: torch or transformers cannot build the model, although the configuration passed our checks.
     """
     try:
         shapes = {name: tuple(tensor.shape) for name, tensor in empty_model(config).state_dict().items()}
-    # Both raise errors of many types.
+    # Both calls raise errors of many types.
     except Exception as error:
         raise CheckpointError(f"{place}: no model can be made of the configuration ({error}).") from error
     tied = tied_head(config)
@@ -213,7 +213,7 @@ def check_model(
 
 
 def check_plain(tensor: LazyTensor) -> None:
-    """Refuse a tensor of a dtype that weights do not have."""
+    """Refuse a tensor that is not float32, float16 or bfloat16."""
     if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
         raise CheckpointError(
             f"{tensor.origin}: has dtype {str(tensor.dtype).removeprefix('torch.')}; plain float32, float16 or "

@@ -1,4 +1,4 @@
-"""Vision towers of open_clip, transformers' CLIP and ours, as ours; on request for another picture size."""
+"""Convert vision towers of open_clip, CLIP and llamoe to llamoe's class, and resize their positions."""
 
 import os
 from dataclasses import replace

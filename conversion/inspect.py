@@ -1,4 +1,4 @@
-"""What a checkpoint is and how much memory it needs, from headers alone: no weight is read."""
+"""Describe a checkpoint and its memory from headers alone: no weight is read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .hf import in_words, read_config
 from .io import LazyTensor
 from .open import family_of, open_checkpoint
 
-# Fields that are shown where a configuration has them.
+# Configuration fields that are shown if present.
 _SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
     "intermediate_size_mlp", "num_local_experts", "num_experts_per_tok", "interleave_moe_layer_step", "vocab_size",
@@ -56,7 +56,7 @@ _WEIGHTS = re.compile(r"\.(safetensors|bin|pth|pt)(\.index\.json)?$")
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint is. `dataclasses.asdict` makes JSON of it.
+    """A description of a checkpoint. `dataclasses.asdict` makes it ready for JSON.
 
     Attributes:
         path: the path that was given.
@@ -190,7 +190,7 @@ def inspect(
     if plan:
         placement = plan_placement(source, context=context, batch=batch, **machine)
     files = {file.name: file.stat().st_size for file in found.sources}
-    # Of packed weights, numbers are counted unpacked, and bytes as they are stored.
+    # Quantized weights: count elements dequantized, and bytes as stored.
     numbers = ((key, tensor.numel, 0) for key, tensor in tensors.items())
     sizes_in_files = ((key, 0, tensor.nbytes) for key, tensor in in_files.items())
     return Inspection(
@@ -220,7 +220,7 @@ def _open(given: str | os.PathLike | Checkpoint) -> Checkpoint:
     if isinstance(given, Checkpoint):
         return given
     path = Path(given)
-    # The name may be too long, or the folder without permission.
+    # The name may be too long, or the folder unreadable.
     with reading(given):
         if not str(given) or not path.exists():
             if str(given) in PRESETS:
@@ -245,7 +245,7 @@ def _cache(config: LlamoeBaseConfig, context: int | None, batch: int) -> tuple[i
 
 
 def _source(found: Checkpoint) -> Source:
-    """Choose what is planned: a checkpoint's files where `from_pretrained` would read them, else its configuration."""
+    """Return the plan's input: the files if `from_pretrained` reads this format, else the configuration."""
     quantization = None if found.quantization is None else found.quantization.to_dict()
     if found.kind != "hf":
         return Source(found.config, quantization)
@@ -263,7 +263,7 @@ def _needs(found: Checkpoint, source: Source) -> dict[str, int]:
         return {found.quantization.weights: sum(stored.values())}
     sizes = {"bfloat16": sum(weight_bytes(source.model, 16).values())}
     for name in ("int8", "int4"):
-        # The groups of a format do not divide every size.
+        # Some sizes are not a multiple of the format's group size.
         with contextlib.suppress(ValueError):
             sizes[name] = sum(packed_bytes(found.config, QuantizationConfig(name)).values())
     return sizes
@@ -318,7 +318,7 @@ def _rope(parameters: dict | None) -> str:
 
 
 def _dtypes_of(tensors: Iterable[LazyTensor]) -> dict[str, tuple[int, int]]:
-    """Dtype to the number of its tensors and their bytes."""
+    """Map each dtype to the number and bytes of its tensors."""
     found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for tensor in tensors:
         count, size = found[tensor.dtype_name]

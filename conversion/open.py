@@ -50,7 +50,7 @@ def open_checkpoint(
     check_source(path)
     if is_gguf(path):
         return open_gguf(path, companions=companions)
-    # Before config.json: timm's folders have one of their own.
+    # Tested before config.json, which timm's folders have, too.
     kind = tower_kind(path)
     if kind == "open_clip":
         return open_open_clip(path, model)

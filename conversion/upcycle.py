@@ -51,7 +51,7 @@ from .hf import save_hf
 from .io import Computed, LazyTensor, Progress, WriteOptions, join, permute_pairs, stack
 from .open import family_of, open_source
 
-# Elements that are drawn at a time.
+# Random elements per block.
 _PIECE = 1 << 20
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -153,7 +153,7 @@ class Mixture:
     def tensors(
         self, name: str, dense: Mapping[str, LazyTensor], config: MixtureConfig
     ) -> dict[str, LazyTensor]:
-        """Router and experts of the mixture layer called `name`. E experts, H hidden size, I inner size.
+        """Return router and experts of the mixture layer `name`, with E experts, hidden size H, inner size I.
 
         Args:
             name: such as "model.layers.3.feed_forward".
@@ -228,7 +228,7 @@ def as_mixtral(dense: Checkpoint, mixture: Mixture) -> Checkpoint:
 
 
 def _fields_of(dense: Checkpoint, config_class: type[MixtureConfig]) -> dict[str, Any]:
-    """Copy the fields of a dense configuration that another class has, too."""
+    """Return the fields of a dense configuration that `config_class` has, too."""
     config = dense.config
     known = {field.name for field in fields(config_class)}
     return {
@@ -289,5 +289,5 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype, std: float, seed: int, nam
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> LazyTensor:
-    """View zeros."""
+    """Return a lazy tensor of zeros."""
     return Computed(lambda: torch.zeros(shape, dtype=dtype), [], shape, dtype, name)

@@ -1,4 +1,4 @@
-"""Teach a decoder to see with a tower that it never met: LLaMA and MetaCLIP, joined by `llamoe assemble`.
+"""Train a decoder to see through a new vision tower: LLaMA and MetaCLIP, joined by `llamoe assemble`.
 
     llamoe assemble my_llama my_metaclip joined
     python examples/align_vision.py

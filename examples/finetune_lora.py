@@ -28,7 +28,7 @@ TRAINING = dict(
 
 
 def load(folder: str) -> tuple[Any, Any]:
-    """The model, and its processor; for a model without a tower its tokenizer."""
+    """Return the model and its processor, or its tokenizer if it has no vision tower."""
     # Folders of transformers' own LLaMA, Mistral, Mixtral and Llama 4 are read as llamoe's models.
     with llamoe.adopt():
         if getattr(transformers.AutoConfig.from_pretrained(folder), "vision_config", None):
@@ -39,7 +39,7 @@ def load(folder: str) -> tuple[Any, Any]:
 
 
 def train(model: Any, processor: Any, examples: list[dict], out: Path) -> transformers.Trainer:
-    """Train what may learn, from the last whole checkpoint if there is one."""
+    """Train the unfrozen parameters, from the last complete checkpoint if there is one."""
     arguments = transformers.TrainingArguments(str(out), remove_unused_columns=False, **TRAINING)
     trainer = transformers.Trainer(model, arguments, lambda rows: collate(processor, rows), examples)
     # Trainer writes this file last.
@@ -58,7 +58,7 @@ def main() -> None:
     print("held-out answers right before:", count_right(model, processor, held_out))
     trainer = train(model, processor, learnt, OUT / "checkpoints")
     trainer.save_model(str(OUT / "adapter"))
-    # Processes may have a part of the weights each.
+    # Each process may hold only a part of the weights.
     if trainer.accelerator.num_processes == 1:
         print("now:", count_right(model, processor, held_out))
 

@@ -15,7 +15,7 @@ import llamoe
 
 
 def read(folder: Path) -> tuple[list[dict], list[dict]]:
-    """The examples that are learnt, and those that are held out."""
+    """Return the training examples and the held-out ones."""
     lines = (folder / "data.jsonl").read_text().rstrip("\n").split("\n")
     examples = [{**example, "folder": folder} for example in map(json.loads, lines)]
     return examples[: -max(1, len(examples) // 10)], examples[-max(1, len(examples) // 10) :]
@@ -42,7 +42,7 @@ def encode(processor: Any, examples: list[dict], answers: list[str], padding_sid
 
 
 def collate(processor: Any, examples: list[dict]) -> dict[str, torch.Tensor]:
-    """A batch in which only answers and their end carry a loss."""
+    """Make a batch in which only answers and their end token have a loss."""
     end = getattr(processor, "tokenizer", processor).eos_token
     batch = encode(processor, examples, [example["answer"] + end for example in examples])
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)

@@ -42,7 +42,7 @@ def load(module: str, is_silent: bool) -> ModuleType:
         loaded = importlib.import_module(module)
     from transformers.utils import logging
 
-    # transformers' advice about configurations is meant for their authors.
+    # transformers' warnings about configurations are meant for model authors.
     logging.set_verbosity_error()
     if not shows_progress(is_silent):
         logging.disable_progress_bar()
@@ -63,7 +63,7 @@ def load_conversion(*sources: Path, is_silent: bool = False) -> ModuleType:
     conversion = load("llamoe.conversion", is_silent)
     from transformers.utils import logging
 
-    # The commands draw their own, and two at once disturb each other.
+    # The commands draw their own progress bars, and two at once overwrite each other.
     logging.disable_progress_bar()
     return conversion
 

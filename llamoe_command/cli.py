@@ -14,7 +14,7 @@ from . import chat_command, doctor_command, read_commands, write_commands  # noq
 from .app import app
 
 _INTERRUPTED = "interrupted; --resume continues a folder that was being written"
-# Commands that write no folder.
+# Commands that only read.
 _WRITE_NOTHING = ("chat", "doctor", "inspect", "verify")
 
 

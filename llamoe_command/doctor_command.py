@@ -1,4 +1,4 @@
-"""The command that shows what is installed here, which devices there are, and which kernels serve them."""
+"""The command that shows installed versions, devices, and the kernels that they use."""
 
 import os
 import platform
@@ -86,7 +86,7 @@ def _requirements(distribution: str, extra: str) -> Iterator[Requirement]:
         is_general = marker is None or marker.evaluate({"extra": ""})
         if is_general != (not extra) or not (marker is None or marker.evaluate({"extra": extra})):
             continue
-        # An extra of llamoe's may ask for another one.
+        # An extra of llamoe may require another extra.
         if requirement.name == distribution:
             for inner in sorted(requirement.extras):
                 yield from _requirements(distribution, inner)

@@ -1,4 +1,4 @@
-"""Bytes of a model by its parts, places on devices and nodes, and how fast it would run there, before a weight is read.
+"""Plan a model's memory, placement on devices and nodes, and speed, before a weight is read.
 
 Reading order: source (what is planned), units (the parts that are placed whole, and their bytes), bandwidths (of
 this machine, or assumed), filling (devices are filled in order, and experts offloaded), speed (seconds of a token),

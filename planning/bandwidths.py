@@ -1,4 +1,4 @@
-"""Bytes a second of memories and links: measured on this machine, or assumed from data sheets."""
+"""Bandwidths of memories and links, measured here or assumed from data sheets."""
 
 import math
 import mmap
@@ -15,13 +15,13 @@ from ..configuration.sizes import bytes_of
 from ..modeling.offload.memory import open_direct, pages
 
 _PIECE, _READERS = 8 << 20, 8
-# Of the largest file, what is read of it.
+# Most bytes of the largest file that are read.
 _MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Bandwidths:
-    """Bytes a second; numbers, or texts like "80GB". The defaults are assumptions, and no measurements.
+    """Bandwidths in bytes per second, as numbers or texts like "80GB"; the defaults are assumed.
 
     Attributes:
         gpu: an accelerator's own memory. 2.0 TB: the data sheet of an A100 with 80 GB; an H100 SXM has 3.35.
@@ -60,7 +60,7 @@ def measure_bandwidths(folder: str | os.PathLike | None = None) -> Bandwidths:
         ValueError: the folder has no file of 1 MB or more.
     """
     drive = {} if folder is None else {"drive": _drive(Path(folder))}
-    # As generating a token reads it, with a matrix that is larger than any cache.
+    # A matrix-vector product reads memory as decoding does; the matrix exceeds every cache.
     matrix, vector = torch.ones(16384, 8192), torch.ones(8192)
     seconds = min(timeit.repeat(lambda: torch.mv(matrix, vector), number=1, repeat=5))
     return Bandwidths(**drive, ram=matrix.nbytes / seconds)
@@ -78,7 +78,7 @@ def _drive(folder: Path) -> float:
         file = os.open(largest, os.O_RDONLY)
 
     def read(first: int) -> int:
-        # One memory for all pieces of a thread: new pages for each would take as long as the drive.
+        # Each thread reuses one buffer: new pages would take as long as the drive.
         memory = pages(_PIECE)
         begins = range(first, size, _READERS * _PIECE)
         return sum(os.preadv(file, [memory[: size - begin]], begin) for begin in begins)

@@ -11,7 +11,7 @@ from ..modeling.registration import empty_model
 from .shares import card_bytes, layers_of_stages
 from .units import Sizes
 
-# Of a parameter in training: its float32 weight and gradient, and two float32 averages of AdamW.
+# Bytes per trained parameter: weight, gradient and AdamW's two averages, in float32.
 _TRAINED_BYTES = 16
 
 
@@ -42,11 +42,11 @@ class NodesPlan:
 
     @property
     def remaining(self) -> int:
-        """Bytes of an accelerator's room that nothing takes."""
+        """Return the unused bytes of an accelerator."""
         return self.room - self.weights - self.cache
 
     def distributed_config(self) -> dict[str, int]:
-        """Arguments of transformers' `DistributedConfig`."""
+        """Return the arguments of transformers' `DistributedConfig`."""
         return {name: size for name, size in self.sizes.items() if size > 1}
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ def _fsdp(model: Any, sizes: Sizes, cards: int, shards: int) -> dict[str, Any]:
     """Plan FSDP2 over so many of the accelerators, which fields of a `NodesPlan` say."""
     # A module is gathered in 16 bits while the one before it is still there.
     gathered = sorted(2 * (unit.weights + unit.experts) // sizes.element_size for unit in sizes.units)[-2:]
-    # The first axis is shared: of fewer experts than accelerators some have one, and others none.
+    # The first axis is sharded: with fewer experts than accelerators, some get one and the rest none.
     numbers = sum(-(-len(weight) // shards) * math.prod(weight.shape[1:]) for weight in model.parameters())
     return {
         "sizes": {"fsdp_size": shards, "dp_replicate_size": cards // shards},

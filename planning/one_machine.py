@@ -181,9 +181,9 @@ def plan_placement(
     if step is not None and placement.memory is not None:
         leaving = (unit for unit, _, place in placement.rows() if place is not None)
         read = sum(bytes_of_step(unit, sizes.chosen, step.tokens * batch) for unit in leaving)
-        # Experts are read forwards and, in the other order, backwards. What was used last is there each time.
+        # The backward pass reads experts in reverse order, so the last used ones are still cached.
         step = replace(step, expert_bytes=round(2 * read * (1 - hit_share)))
-    # A tower generates no token, and a step of training none either.
+    # Towers and training steps generate no tokens.
     generates = step is None and context is not None
     return PlacementPlan(
         device_map=placement.device_map(),
@@ -232,7 +232,7 @@ def _room(gpus: Any, gpu_memory: Any, ram: Any, headroom: int) -> dict[Any, int]
 
 
 def _remaining(placement: Placement, room: dict[Any, int]) -> tuple[dict[Any, int], float]:
-    """Return the bytes of each device that nothing takes, and the share of offloaded experts that is in memory."""
+    """Return each device's unused bytes, and the share of offloaded experts that is in memory."""
     weights, cache, memory = placement.weights(), placement.cache(), placement.memory
     remaining = {
         device: size - weights.get(device, 0) - cache.get(device, 0) for device, size in room.items()

@@ -32,7 +32,7 @@ class Source:
 
     @cached_property
     def model(self) -> Any:
-        """The model without weights; do not change it."""
+        """Return the model without weights; do not change it."""
         return empty_model(self.config)
 
     @property

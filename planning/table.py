@@ -1,4 +1,4 @@
-"""A plan as text: its sizes by part and by device, and what a token waits for."""
+"""Format a plan as text: sizes by part and device, and the time per token by cause."""
 
 import re
 from itertools import groupby
@@ -114,7 +114,7 @@ def _training(step: Any) -> Rows:
 def summarize(names: list[str]) -> str:
     """Join the numbers of names that differ in them alone: `l.0`, `l.1`, `l.2` and `l.4` become `l.0-2,4`."""
     pieces = []
-    # Of several numbers the last one counts.
+    # If names hold several numbers, the last one may differ.
     parts = [re.fullmatch(r"(.+\.)(\d+)(\..*|)", name) or re.fullmatch(r"(.*)()()", name) for name in names]
     for (stem, end), group in groupby(parts, lambda match: (match[1], match[3])):
         numbers = [int(match[2]) for match in group if match[2]]

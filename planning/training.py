@@ -1,4 +1,4 @@
-"""Memory of training LoRA adapters on one machine: what a step holds beside the weights.
+"""Compute the memory of a LoRA training step beyond the weights, on one machine.
 
 Counted is a step of `llamoe.lora_config` under a Trainer: adapters, their gradients and AdamW's averages in float32,
 frozen weights as they are stored, activations in 16 bits. What autograd keeps of a layer follows from the formulas of
@@ -64,7 +64,7 @@ class TrainingPlan:
     def memory(self) -> int:
         """Bytes beside weights and the memory for experts: with checkpointing, AdamW in float32, and without logits."""
         held = self.adapters + self.gradients + self.optimizer + self.unpacked
-        # The loss is done when the layers' own activations are made again.
+        # The maximum, since the loss is freed before checkpointing recomputes a layer's activations.
         return held + max(self.activations, self.loss)
 
 

@@ -1,4 +1,4 @@
-"""The parts of a model that a device holds whole, with their bytes: of a configuration, or of a folder's files.
+"""List a model's units, each of which one device holds whole, with their bytes.
 
 A part is a layer of a decoder or a tower, or what stands beside the layers. A mixture's routed experts count by
 themselves, as they may be offloaded.
@@ -55,7 +55,7 @@ class Unit:
 
     @property
     def one_expert(self) -> int:
-        """Bytes of one expert."""
+        """Return the bytes of one expert."""
         return -(-self.experts // self.num_experts) if self.num_experts else 0
 
 
@@ -83,17 +83,17 @@ class Sizes:
 
     @property
     def element_size(self) -> int:
-        """Bytes of a number in the cache."""
+        """Return the bytes per element of the KV cache."""
         return 4 if self.form == "float32" else 2
 
     @property
     def experts(self) -> int:
-        """Bytes of all routed experts."""
+        """Return the bytes of all routed experts."""
         return sum(unit.experts for unit in self.units)
 
     @property
     def least(self) -> int:
-        """Bytes of one routed expert of each kind, which memory for offloaded ones holds at least."""
+        """Return the bytes of one routed expert of each kind, the least size of an expert cache."""
         return sum({unit.one_expert for unit in self.units}) if self.may_leave else 0
 
     def with_cache(self, per_layer: list[int]) -> "Sizes":
@@ -185,7 +185,7 @@ def packed_bytes(
     Args:
         config: of the model.
         quantization: how weights are stored.
-        are_stored: whether they are so in a folder, or shall be, which decides on what a refusal advises.
+        are_stored: whether a folder is quantized already; it only changes the advice in errors.
 
     Raises:
         ValueError: the format cannot store one of them, or there is none.
@@ -216,7 +216,7 @@ def _unit(
         experts_name,
         routed,
         experts[experts_name].num_experts if experts_name else 0,
-        # An embedding gives one row; as the head, too, it is read whole.
+        # A step reads one embedding row, but a tied head whole.
         is_read=is_read
         or not name.startswith(("vision_model.", "multi_modal_projector"))
         and not name.endswith("embed_tokens"),

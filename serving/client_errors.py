@@ -29,7 +29,7 @@ def _answers_a_request() -> bool:
     """Return whether the server's event loop runs; elsewhere in its process callers catch ValueError."""
     if "transformers.cli.serving.server" not in sys.modules:
         return False
-    # Imported here, since `--help` needs no asyncio.
+    # Imported here, so that `--help` does not load asyncio.
     import asyncio
 
     try:

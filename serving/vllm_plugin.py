@@ -34,7 +34,7 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def register() -> None:
-    """Register our architectures with vLLM; where this vLLM lacks what is needed, warn and leave it as it is."""
+    """Register our architectures with vLLM; only warn if this vLLM lacks the needed hooks."""
     try:
         from vllm import ModelRegistry  # pyright: ignore[reportMissingImports]
         from vllm.model_executor.models import config  # pyright: ignore[reportMissingImports]
@@ -56,7 +56,7 @@ def register() -> None:
         verify_and_update_model_config = staticmethod(replace_config)
 
     for name, native in natives.items():
-        # By its name, so that nothing is imported before it is needed.
+        # Registered by name, so that vLLM imports the class only when it is used.
         ModelRegistry.register_model(name, f"{native.module_name}:{native.class_name}")
     hooks.update(dict.fromkeys(OURS, StockConfigHook))
 
@@ -73,7 +73,7 @@ def replace_config(model_config: Any) -> None:
     model_config.attention_chunk_size = getattr(text, "attention_chunk_size", None)
     model_config.model_arch_config = model_config.get_model_arch_config()
     if hasattr(text, "attn_temperature_tuning"):
-        # The native class reads this from generation settings, and without them goes by the longest context.
+        # Without generation settings, the native class derives this from the longest context.
         tuned = text.attn_temperature_tuning
         model_config.override_generation_config.setdefault("attn_temperature_tuning", tuned)
 
@@ -102,7 +102,7 @@ def native_config(config: LlamoeBaseConfig, architecture: str) -> PreTrainedConf
     text = config.get_text_config()
     rope = {name: value for name, value in text.rope_parameters.items() if value is not None}
     if "factor" in rope:
-        # vLLM takes an integer for a list.
+        # vLLM would read an integer factor as a list.
         rope["factor"] = float(rope["factor"])
     fields = data.get("text_config", data)
     fields.update(hidden_act="silu", rope_parameters=rope)
@@ -112,9 +112,9 @@ def native_config(config: LlamoeBaseConfig, architecture: str) -> PreTrainedConf
         fields["interleave_moe_layer_step"] = _step(text)
         fields["attention_chunk_size"] = text.attention_chunk_size if is_chunked else None
     if isinstance(config, LlamoeConfig):
-        # Ours ties by the text's field, vLLM by the whole's.
+        # Our model reads this field of the text config; vLLM reads the multimodal config's.
         data["tie_word_embeddings"] = text.tie_word_embeddings
-    # Ministral has no class of its own there; Mistral's reads the kinds of its layers.
+    # vLLM has no Ministral class; its Mistral class reads layer_types.
     is_windowed = data["model_type"] in ("mistral", "ministral")
     data["architectures"] = ["MistralForCausalLM" if is_windowed else NATIVE[architecture]]
     return CONFIG_MAPPING[data["model_type"]](**data)
@@ -125,7 +125,7 @@ def _step(text: Any) -> int:
 
 
 def _problems(config: LlamoeBaseConfig) -> Iterator[str]:
-    """Yield what stock's class computes and vLLM's native class does not; `to_stock` refuses what stock does not."""
+    """Yield each feature of stock's class that vLLM's native class lacks."""
     text: Any = config.get_text_config()
     method = (config.to_dict().get("quantization_config") or {}).get("quant_method")
     if method == METHOD:

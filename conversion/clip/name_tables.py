@@ -1,4 +1,4 @@
-"""CLIP's towers as data: keys in open_clip and transformers, and what of open_clip has no place in ours.
+"""Name tables of CLIP's towers: open_clip's and transformers' keys, and open_clip's tensors that are dropped.
 
 The right side of a row holds our keys, those of `LlamoeVisionModel`. The tables only read. Shapes: D width, M inner
 width, P patch side, C channels, G patches a side, E width of the joint space.
@@ -32,7 +32,7 @@ def _pairs(source: str, target: str) -> list[Row]:
     return [Row(f"{source}.{kind}", f"{target}.{kind}") for kind in ("weight", "bias")]
 
 
-# Query, key and value in one tensor.
+# Query, key and value are fused in one tensor.
 _THIRDS = FusedRows(lambda sizes: [1, 1, 1])
 # Reason for dropping the text tower of whole models.
 _TEXT = "part of the text tower, which an image encoder does without"

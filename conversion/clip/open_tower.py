@@ -1,4 +1,4 @@
-"""Opens vision towers of others: open_clip's MetaCLIP, and transformers' CLIP and MetaCLIP 2.
+"""Open open_clip's MetaCLIP towers, and transformers' CLIP and MetaCLIP 2.
 
 The weights do not show their activation: most MetaCLIP releases were trained with QuickGELU, some with GELU, and
 open_clip lists the same weights under architectures with either. It is taken from a description of the weights
@@ -26,13 +26,13 @@ from .pictures import PROCESSOR, from_open_clip
 OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 _CLIP_TYPES = ("clip", "clip_vision_model", "metaclip_2", "metaclip_2_vision_model")
 _WITHOUT_PREFIX = ("embeddings.", "encoder.", "pre_layrnorm.", "post_layernorm.")
-# Checkpoints of these classes, or of no class that is named, have no projection.
+# Checkpoints of these classes, or without a class name, have no projection.
 _BARE = (None, [], ["CLIPVisionModel"], ["MetaClip2VisionModel"])
 _LICENCES = ("LICENSE", "NOTICE", "USE_POLICY")
 
 
 def tower_kind(path: Path) -> str | None:
-    """Return whose vision tower is in a folder or weight file: "open_clip", "clip" (of transformers), or None."""
+    """Return the format of a vision tower's folder or file: "open_clip", "clip" (transformers) or None."""
     if path.is_dir():
         if any((path / name).is_file() for name in OPEN_CLIP_FILES):
             return "open_clip"
@@ -132,7 +132,7 @@ def _checkpoint(
     processor: Mapping[str, Any] | None,
     where: object,
 ) -> Checkpoint:
-    """Make a tower without adapter; `where` is named if the fields make no configuration."""
+    """Make a tower without adapter; errors about its fields name `where`."""
     try:
         config = LlamoeVisionConfig(
             **fields,

@@ -25,7 +25,7 @@ from ..io import LazyTensor
 # OpenAI's CLIP; every MetaCLIP model was trained with the same numbers.
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-# PIL's numbers for the filters; "random" is any in training and bicubic in evaluation.
+# PIL's numbers of the filters; "random" means bicubic in evaluation.
 _RESAMPLE = {"bicubic": 3, "bilinear": 2, "random": 3}
 PROCESSOR = "preprocessor_config.json"
 _RESIZE_MODES = ("shortest", "squash")
@@ -33,7 +33,7 @@ _POSITIONS = "positional_embedding_vlm"
 
 
 def from_open_clip(settings: Mapping[str, Any], image_size: int, origin: str) -> dict[str, Any]:
-    """Content of preprocessor_config.json for an open_clip `preprocess_cfg`; missing keys have open_clip's defaults.
+    """Convert open_clip's `preprocess_cfg` to preprocessor_config.json; missing keys get its defaults.
 
     Raises:
         CheckpointError: `CLIPImageProcessor` does not support a value.

@@ -1,4 +1,4 @@
-"""What Meta's and Mistral AI's folders share: params.json beside consolidated weight files.
+"""Code shared by Meta's and Mistral AI's folders: params.json and consolidated weight files.
 
 Reading order: params, folder.
 """

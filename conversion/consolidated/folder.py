@@ -72,7 +72,7 @@ def measure(params: Params, files: Files, place: str) -> tuple[Params, int]:
             )
     embedding = first["tok_embeddings.weight"]
     rows, columns = embedding.shape
-    # By rows in Llama 3 and 4, by columns before.
+    # Llama 3 and 4 slice rows; earlier models slice columns.
     axis = 0 if columns == dim else 1
     if axis and columns * count != dim:
         raise CheckpointError(
@@ -102,7 +102,7 @@ def measure(params: Params, files: Files, place: str) -> tuple[Params, int]:
 def read_tensors(
     table: Table, files: Files, config: LlamoeBaseConfig, place: str
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """Make a model's tensors of those of all files, and list names that are left out, with the reason."""
+    """Join the tensors of all files, and list omitted names with the reason."""
     tensors, dropped = read_through(table, files, config)
     tensors = fuse_experts(tensors, lambda name: sources_of(table, name)[0])
     for reason in tie_heads(config, tensors).values():
@@ -117,5 +117,5 @@ def is_tuned(folder: Path, instruct: bool | None) -> bool | None:
         return instruct
     folder = folder.absolute()
     name = folder.parent.name if folder.name == "original" else folder.name
-    # A name that does not show it may still belong to a tuned model.
+    # A tuned model's folder may have a name that does not show it.
     return True if _TUNED.search(name) else None

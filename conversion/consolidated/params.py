@@ -1,4 +1,4 @@
-"""Reads and writes `params.json` of Meta and Mistral AI, and `llamoe.json` for fields without a key there.
+"""Read and write `params.json`, and `llamoe.json` for fields that `params.json` lacks.
 
 `params.json` has the keys that its owner's code reads, which may refuse others. A new one is read again as that code
 reads it. A field that would then differ and changes what the model computes is refused by name. Fields that do not
@@ -41,7 +41,7 @@ class Params:
         return cls(_without_nulls(content), origin)
 
     def completed(self, **entries: Any) -> "Params":
-        """Add entries that the tensors show, as if the file had them."""
+        """Return a copy with entries inferred from the tensors."""
         return replace(self, entries={**self.entries, **_without_nulls(entries)})
 
     def __contains__(self, name: str) -> bool:
@@ -130,7 +130,7 @@ def read_dtype(params: Params) -> dict[str, str]:
 
 
 def kept_fields(config: Any, again: Any) -> dict[str, Any]:
-    """Fields of `config` that `again`, read from its new `params.json`, lacks: the content of `llamoe.json`.
+    """Return fields of `config` that `again`, read back from `params.json`, lacks, for `llamoe.json`.
 
     A `ValueError` names a field that changes the output and that Meta's code cannot compute.
     """
@@ -162,14 +162,14 @@ def _rope_content(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     names = {"rope_type", "rope_theta"}
     if parameters.get("rope_type") != "default":
         names |= parameters.keys() - {"type"}
-    # 1 means the whole head, as in all these models.
+    # 1 means that the whole head is rotated, as in all these models.
     if parameters.get("partial_rotary_factor") in (None, 1):
         names.discard("partial_rotary_factor")
     return {name: parameters.get(name) for name in names}
 
 
 def read_kept(config: LlamoeBaseConfig, folder: Path) -> None:
-    """Add the content of a folder's `llamoe.json`, if there is one, to the configuration that `params.json` gave."""
+    """Add a folder's `llamoe.json`, if it exists, to the configuration from `params.json`."""
     if (folder / KEPT).is_file():
         add_kept(config, read_json(folder / KEPT), str(folder / KEPT))
         config.validate()

@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file as lazy tensors. What the bits of a type mean says the package gguf.
+"""Dequantize the tensors of a GGUF file as lazy tensors, by the package gguf.
 
 A row of a tensor is a row of blocks, each of 32 or 256 numbers. Rows are permuted, and experts chosen, as bytes. The
 types Q4_0, Q4_1 and Q4_K have codes of 4 bits with a scale and a smallest value for each 32 numbers, as int4 has: their
@@ -19,7 +19,7 @@ from ...modeling.formats.packed import int4_of
 from ..io import LazyTensor
 
 _GROUP = 32
-# Numbers that are unpacked at a time.
+# Numbers that are dequantized at a time.
 _AT_ONCE = 1 << 22
 
 
@@ -35,7 +35,7 @@ def library(path: Any) -> Any:
 
 
 class Blocks(LazyTensor):
-    """What the blocks of a tensor of two or more axes mean.
+    """The dequantized values of a block-quantized tensor of two or more axes.
 
     Attributes:
         stored: its bytes, `[..., bytes of a row]` uint8.
@@ -48,7 +48,7 @@ class Blocks(LazyTensor):
         self.stored, self.kind = stored, kind
 
     def with_rows(self, change: Callable[[LazyTensor], LazyTensor]) -> "Blocks":
-        """View what a function of the bytes gives, which leaves rows whole."""
+        """View the result of a function of the bytes that keeps rows whole."""
         return Blocks(change(self.stored), self.kind, self.dtype)
 
     def row(self, index: int) -> "Blocks":
@@ -56,7 +56,7 @@ class Blocks(LazyTensor):
         return self.with_rows(lambda stored: stored.row(index))
 
     def codes(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Codes `[O, I]`, scales and values of code 8 `[O, G]` of a matrix; None if the type has no such codes."""
+        """Return codes `[O, I]`, scales and values of code 8 `[O, G]`; None if the type has no such codes."""
         if (read := _CODES.get(self.kind.name)) is None:
             return None
         blocks = self.stored.read().numpy().reshape(-1, library(self.origin).GGML_QUANT_SIZES[self.kind][1])
@@ -75,7 +75,7 @@ class Blocks(LazyTensor):
 
 
 class Matrix(LazyTensor):
-    """Matrices of one linear layer or expert, one above the other, whose codes int4 may take over."""
+    """Matrices of a linear layer or expert, joined by rows; int4 may reuse their codes."""
 
     def __init__(self, matrices: list[LazyTensor], is_input_first: bool = False):
         first = matrices[0]
@@ -84,7 +84,7 @@ class Matrix(LazyTensor):
         self._matrices, self._is_input_first = matrices, is_input_first
 
     def packed_as(self, form: Format) -> list[torch.Tensor] | None:
-        """Return the parts of a format that has the same codes; None for a format that has not."""
+        """Return the parts of a format with the same codes; None for other formats."""
         if not isinstance(form, Int4) or form.group_size != _GROUP:
             return None
         parts = [each.codes() if isinstance(each, Blocks) else None for each in self._matrices]
@@ -102,7 +102,7 @@ def _halves(blocks: np.ndarray) -> np.ndarray:
 
 
 def _nibbles(blocks: np.ndarray) -> np.ndarray:
-    """The codes of runs of bytes, `[..., n]` to `[..., 2, n]`: first the low halves of all bytes, then the high."""
+    """Split bytes `[..., n]` into 4-bit codes `[..., 2, n]`: first all low halves, then all high."""
     return np.stack((blocks & 15, blocks >> 4), -2)
 
 

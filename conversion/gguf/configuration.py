@@ -1,4 +1,4 @@
-"""The configuration that the keys of a GGUF file mean.
+"""Convert the keys of a GGUF file to a configuration.
 
 A key of the architecture that is not known here may change what the model computes, so it is refused. What llama.cpp
 takes for granted of Llama 4 is taken here, too: chunks of 8192 tokens, every fourth layer without rotation.
@@ -19,7 +19,7 @@ from ..consolidated import Params
 from .header import Tensor
 
 ARCHITECTURES = ("llama", "llama4")
-# Keys of an architecture that are read here, or that say nothing about numbers.
+# Keys that are read here, or do not change what the model computes.
 _KNOWN = frozenset(
     "block_count context_length embedding_length feed_forward_length attention.head_count attention.head_count_kv "
     "attention.key_length attention.value_length attention.layer_norm_rms_epsilon attention.sliding_window vocab_size "
@@ -33,7 +33,7 @@ _KNOWN = frozenset(
 def read_config(
     params: Params, tensors: Mapping[str, Tensor]
 ) -> LlamoeDenseConfig | LlamoeMixtralConfig | LlamoeTextConfig:
-    """Make the configuration that keys and tensors mean.
+    """Make a configuration from keys and tensors.
 
     Raises:
         CheckpointError: another architecture, a missing key, or one that may change what the model computes.
@@ -126,7 +126,7 @@ def _read_rope(params: Params, prefix: str, head_dim: int, factors: Tensor | Non
 
 
 def _llama3_scaling(factors: torch.Tensor, theta: float, head_dim: int) -> dict[str, Any] | None:
-    """The parameters of Llama 3's scaling that give these factors, `[head_dim / 2]`; None if none do.
+    """Return the parameters of Llama 3's scaling with these factors `[head_dim / 2]`, or None.
 
     Lengths and their two factors count by their ratio: `low_freq_factor` is 1 in all models. Between both limits
     1 / factor is a line of the frequency: slope and height give the original length and the upper limit. Of one
@@ -139,7 +139,7 @@ def _llama3_scaling(factors: torch.Tensor, theta: float, head_dim: int) -> dict[
     part = (1 / factors.double() - 1 / factor) / (1 - 1 / factor)
     between = (part > 1e-5) & (part < 1 - 1e-5)
     x, y = turns[between], part[between]
-    # Llama 4's and Llama 3.1's.
+    # The original lengths and low-frequency factors of Llama 4 and Llama 3.1.
     tried = [(8192, 1.0), (8192, 4.0)]
     if len(x) > 1:
         slope = (y[0] - y[-1]) / (x[0] - x[-1])

@@ -1,4 +1,4 @@
-"""The header of a GGUF file or of its parts: keys, and where its tensors are.
+"""Read the header of a GGUF file or its parts: keys, and offsets of tensors.
 
 The package gguf reads headers, too, but a vocabulary of 200 000 tokens in 16 seconds and a gigabyte.
 
@@ -30,11 +30,11 @@ _FLOAT32, _STRING, _ARRAY = 6, 8, 9
 
 
 class Tensor(FileTensor):
-    """A tensor as it is stored: numbers of a plain type, or the bytes of blocks.
+    """A stored tensor: numbers of a plain type, or bytes of quantized blocks.
 
     Attributes:
         kind: its type, a member of gguf's `GGMLQuantizationType`.
-        numbers: how many it means.
+        numbers: count of its elements.
     """
 
     def __init__(self, path: Path, name: str, offset: int, kind: Any, shape: list[int]):
@@ -54,11 +54,11 @@ class Tensor(FileTensor):
 
     @property
     def is_plain(self) -> bool:
-        """Whether its numbers are stored as such."""
+        """Return True if the tensor is not quantized."""
         return self.kind.name in _PLAIN
 
     def read_as(self, dtype: torch.dtype) -> LazyTensor:
-        """View the numbers that it means."""
+        """View the dequantized tensor."""
         return self.cast(dtype) if self.is_plain else Blocks(self, self.kind, dtype)
 
 
@@ -85,7 +85,7 @@ def read_header(path: Path) -> tuple[Params, dict[str, Tensor], list[Path]]:
         if missing := [file.name for file in files if not file.is_file()]:
             raise CheckpointError(f"{path}: split.count is {count}, and {listed(missing)} missing beside it.")
         parts = [_read_part(file) for file in files]
-        # The first part has the keys of all.
+        # Only the first part has the model's keys.
         params = Params(parts[0][0], str(files[0]))
         tensors = {name: tensor for _, part in parts for name, tensor in part.items()}
         if params.optional_integer("split.tensors.count") not in (None, len(tensors)):
@@ -107,7 +107,7 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         content = _Content(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
         try:
             return content.read(path, size)
-        # Sizes, types and text that are none.
+        # A damaged file has invalid sizes, types or text.
         except (ValueError, IndexError, struct.error) as error:
             after = f" after {content.last}" if content.last else ""
             raise CheckpointError(
@@ -185,5 +185,5 @@ class _Content:
         if kind == _STRING:
             return self._text()
         [value] = self._numbers(_NUMBERS[kind])
-        # As it was written: 1e-05, not 9.999999747378752e-06.
+        # The shortest decimal of the float32: 1e-05, not 9.999999747378752e-06.
         return float(str(np.float32(value))) if kind == _FLOAT32 else value

@@ -23,7 +23,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16}
 
 
 class _Linear(Operation):
-    """A linear layer; before rotary embedding LLaMA's rows are of neighbouring pairs, and become those of halves."""
+    """A linear layer; LLaMA's q and k rows are permuted from neighbouring pairs to rotated halves."""
 
     def __init__(self, heads: str | None = None):
         self.heads = heads
@@ -146,14 +146,14 @@ def open_gguf(path: Path, *, companions: bool = True) -> Checkpoint:
         written,
         files,
         notes,
-        # By names that show their part of the model, too.
+        # The key holds both names, so that the part of the model is recognised.
         stored={f"{of_files[name]} {name}": tensor for name, tensor in stored.items()},
         in_16_bit=names_in_16_bit(linears, packed.intersection(linears)) if packed else (),
     )
 
 
 def _with_stacks(stored: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, LazyTensor]:
-    """View the numbers of all tensors, and those of single experts as stacks."""
+    """View all tensors dequantized, and single experts as stacks."""
     tensors: dict[str, LazyTensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in stored.items():

@@ -1,4 +1,4 @@
-"""The tokenizer in the keys of a GGUF file as the files of a Hugging Face folder.
+"""Convert the tokenizer in a GGUF file's keys to the files of a Hugging Face folder.
 
 A SentencePiece model is made again of its pieces, and converted as Meta's. Byte-pair vocabularies have their merges in
 the file; of the pattern that splits a text into words the file says only a name.
@@ -16,7 +16,7 @@ from ...configuration.json_files import to_json
 from ..consolidated import Params
 from ..tokenizers import WORD_PATTERNS, begin_with, hf_files_from_meta, model_of_pieces
 
-# llama.cpp's names of the patterns of llamoe's families.
+# llama.cpp's names of the split patterns, by family.
 _PATTERNS = {
     "llama-bpe": "llama-3",
     "llama3": "llama-3",
@@ -26,7 +26,7 @@ _PATTERNS = {
     "tekken": "tekken",
 }
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
-# Tokens that end an answer besides the end of text.
+# Further tokens that end an answer.
 _STOPS = ("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>")
 
 

@@ -1,4 +1,4 @@
-"""Weights that bitsandbytes has packed as lazy tensors of what they mean: its own functions unpack them."""
+"""Dequantize bitsandbytes weights as lazy tensors, by bitsandbytes' own functions."""
 
 import json
 import re
@@ -19,7 +19,7 @@ _BESIDE = re.compile(
 
 @dataclass(frozen=True)
 class Bitsandbytes:
-    """How a folder of bitsandbytes' has packed its linear layers, and each expert's by itself."""
+    """The bitsandbytes format of a folder's linear layers and experts."""
 
     form: Bnb4Bit | Bnb8Bit
     method: ClassVar[str] = "bitsandbytes"
@@ -27,7 +27,7 @@ class Bitsandbytes:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Bitsandbytes":
-        """Make it of a `quantization_config`."""
+        """Read the format from a `quantization_config`."""
         if config.get("load_in_8bit"):
             return cls(Bnb8Bit(torch.bfloat16))
         is_nested = bool(config.get("bnb_4bit_use_double_quant"))
@@ -37,7 +37,7 @@ class Bitsandbytes:
     def unpack(
         self, tensors: Mapping[str, LazyTensor], dtype: torch.dtype
     ) -> tuple[dict[str, LazyTensor], set[str]]:
-        """View what the tensors mean.
+        """View the dequantized tensors.
 
         Returns:
             the weights by the names of plain layers, and the names of packed layers.
@@ -73,7 +73,7 @@ class Bitsandbytes:
 
 
 def _sizes(kinds: Mapping[str, LazyTensor], codes: LazyTensor) -> tuple[int, int]:
-    """Read the sizes of a matrix: codes of 4 bits are a column, and have them in JSON."""
+    """Return a matrix's sizes; 4-bit codes are stored flat, with the sizes in JSON."""
     if "SCB" in kinds:
         return codes.shape[0], codes.shape[1]
     try:

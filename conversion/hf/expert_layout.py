@@ -1,4 +1,4 @@
-"""Experts stacked, as models keep them, or one linear layer for each, as files may have them.
+"""Convert between stacked experts (as in models) and one linear layer per expert (as in files).
 
 Shapes: E experts, H hidden size, I inner size of an expert; gate first.
 
@@ -62,10 +62,10 @@ def fuse_experts(
         experts, *matrix = place
         other = found.setdefault(experts, {}).setdefault(tuple(matrix), tensor)
         if other is not tensor:
-            raise CheckpointError(f"{tensor.origin} is there a second time: {other.origin}.")
+            raise CheckpointError(f"{tensor.origin} stores the same matrix as {other.origin}.")
     for experts, matrices in found.items():
         numbers, parts = range(1 + max(number for number, _ in matrices)), [*chain(*_parts(experts).values())]
-        # Names may hold any number: the first that is missing ends this.
+        # Names may hold huge numbers, so stop at the first missing one.
         for place in ((number, part) for number in numbers for part in parts):
             if place not in matrices:
                 missing = source_of("{}.{}.{}.weight".format(experts, *place))
@@ -81,7 +81,7 @@ def fuse_experts(
         for stacked, tensor in zip(_parts(experts), make(*in_order), strict=True):
             name = f"{experts}.{stacked}"
             if name in result:
-                raise CheckpointError(f"{result[name].origin}: its experts are there one by one, too.")
+                raise CheckpointError(f"{result[name].origin}: its experts are also stored separately.")
             result[name] = tensor
     return result
 
@@ -96,7 +96,7 @@ def stack_rows(
 def _stack_columns(
     gates: list[LazyTensor], ups: list[LazyTensor], downs: list[LazyTensor]
 ) -> tuple[LazyTensor, LazyTensor]:
-    """Make Llama 4's stacks `[E, H, 2I]` and `[E, I, H]` of the same matrices."""
+    """Make Llama 4's stacks `[E, H, 2I]` and `[E, I, H]` of gate, up `[I, H]` and down `[H, I]`."""
     gate, up, down = (stack([tensor.transpose() for tensor in part]) for part in (gates, ups, downs))
     return join([gate, up], 2), down
 

@@ -1,4 +1,4 @@
-"""Quantized weights as lazy tensors: packed from plain ones, and unpacked into what they mean.
+"""Quantize and dequantize weights as lazy tensors.
 
 A packed weight is the matrix of a linear layer, or a stack of experts, and is stored as several tensors, its parts
 (`modeling.quantization`). Which weights are packed, and what their parts are called, is read off an empty model that
@@ -23,9 +23,9 @@ from ...modeling.quantization import LlamoeQuantizer, QuantizedExperts, Quantize
 from ...modeling.registration import empty_model
 from ..io import Computed, LazyTensor, check_finite, dtype_name, stack
 
-# What products of packed weights are computed in, and what the rest of such a model is cast to.
+# Dtype of products with quantized weights, and of a quantized model's other weights.
 _DTYPE = torch.bfloat16
-# Ends of the names that stay in float32 under any dtype of the model.
+# Tensors with this suffix stay in float32 whatever the model's dtype.
 _IN_FLOAT32 = "balancing_bias"
 
 
@@ -66,20 +66,20 @@ class PackedWeight:
         return packed
 
     def parts_of(self, tensor: LazyTensor) -> list[torch.Tensor]:
-        """Read a matrix and quantize it; codes of this format are taken over."""
+        """Read and quantize a matrix; existing codes of this format are reused."""
         packed_as = getattr(tensor, "packed_as", None)
         if packed_as is not None and (parts := packed_as(self.form)) is not None:
             return parts
         matrix = tensor.read()
-        # Here and not in the writer alone: a number that is none may not show in the codes.
+        # Checked before quantizing, since codes may hide nan and infinities from the writer.
         check_finite(self.name, tensor, matrix)
-        # As transformers' loader casts weights before they are quantized.
+        # transformers' loader casts weights before it quantizes them, too.
         matrix = matrix.to(_DTYPE)
         # Transposed as a whole, which torch does in blocks; of a few rows at a time it takes three times as long.
         return self.form.quantize(matrix.T.contiguous() if self.is_input_first else matrix)
 
     def unpack(self, parts: list[LazyTensor]) -> LazyTensor:
-        """View the weight that parts mean."""
+        """View the weight dequantized from its parts."""
         shape = self.sizes[::-1] if self.is_input_first else self.sizes
         if self.num_experts is None:
             return Computed(self._meant, parts, shape, _DTYPE, parts[0].origin)
@@ -158,7 +158,7 @@ def in_words(quantization: QuantizationConfig) -> str:
 def pack_tensors(
     tensors: Mapping[str, LazyTensor], packed: Mapping[str, PackedWeight]
 ) -> dict[str, LazyTensor]:
-    """Make the tensors of a packed folder: the parts of packed weights, and the others in 16 bit.
+    """Make a quantized folder's tensors: parts of quantized weights, and bfloat16 for the rest.
 
     Weights are packed from the dtype that they have: a cast would round what is rounded again.
     """
@@ -177,7 +177,7 @@ def unpack_tensors(
     quantization: QuantizationConfig,
     place: Path,
 ) -> dict[str, LazyTensor]:
-    """Unpack the tensors of a packed folder, without weights of which no part is there.
+    """Dequantize a folder's tensors; weights without any part are left out.
 
     Args:
         tensors: of the folder.
@@ -191,7 +191,7 @@ def unpack_tensors(
     """
     try:
         packed = packed_weights(config, quantization, are_stored=True)
-    # A damaged configuration may name modules in patterns that are none.
+    # A damaged configuration may hold invalid patterns of module names.
     except (ValueError, re.error) as error:
         raise CheckpointError(f"{place}: {error}") from error
     found = dict(tensors)

@@ -1,4 +1,4 @@
-"""Weights that other programs have packed as lazy tensors: what they mean, and int4's parts with the same codes.
+"""Dequantize other programs' weights as lazy tensors, or reuse their codes for int4.
 
 What the bits mean is said in `modeling.formats.packed`; which tensors belong to which weight, and which layers their
 author left in 16 bits, is found as `from_pretrained` finds it (`modeling.quantization`).
@@ -21,7 +21,7 @@ from ..io import LazyTensor, stack
 
 
 class PublishedMatrix(LazyTensor):
-    """What the packed tensors of a linear layer mean, or of an expert's matrices that stand one above the other."""
+    """The dequantized weight of a linear layer, or an expert's matrices joined by rows."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class PublishedMatrix(LazyTensor):
         self._is_input_first = is_input_first
 
     def packed_as(self, form: Format) -> list[torch.Tensor] | None:
-        """Return the parts of a format that has the same codes; None for a format that has not."""
+        """Return the parts of a format with the same codes; None for other formats."""
         if isinstance(form, Int8) and getattr(self._layout, "is_by_output", False):
             unpacked = [self._unpack(each) for each in self._matrices]
             codes, scales = (torch.cat([each[part] for each in unpacked]) for part in range(2))
@@ -69,7 +69,7 @@ class PublishedMatrix(LazyTensor):
 def unpack_published(
     tensors: Mapping[str, LazyTensor], config: LlamoeBaseConfig, layout: Layout, files: list[Path]
 ) -> tuple[dict[str, LazyTensor], list[str], QuantizationConfig]:
-    """View what the tensors of a folder mean that another program has packed.
+    """View the dequantized tensors of a folder that another program quantized.
 
     Args:
         tensors: of the files.
@@ -120,7 +120,7 @@ def unpack_published(
             ]
         )
     packed = {layer for layers in by_weight.values() for layer in layers}
-    # Biases of 0, and scales of activations.
+    # Packed layers may also hold zero biases and activation scales, which are unused.
     unused = [
         name
         for name in found

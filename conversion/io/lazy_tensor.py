@@ -218,7 +218,7 @@ class _View(LazyTensor):
 
     def __init__(self, tensor: LazyTensor, shape: Sequence[int]):
         assert prod(shape) == tensor.numel, (tensor, shape)
-        # Elements of a row of the result, and of a row of the tensor.
+        # Elements per row of the result and of the tensor.
         self.tensor, self.width, self.inner = tensor, prod(shape[1:]), prod(tensor.shape[1:])
         block_rows, elements = None, tensor.block_rows * self.inner
         # A stack that is written as a matrix keeps its blocks.
@@ -227,7 +227,7 @@ class _View(LazyTensor):
         super().__init__(shape, tensor.dtype, tensor.origin, block_rows)
 
     def view(self, *shape):
-        """View under another shape; the tensor itself if that is its own, since it may have codes beside numbers."""
+        """View under another shape; for its own shape return the tensor itself, which may hold codes."""
         return self.tensor if shape == self.tensor.shape else super().view(*shape)
 
     def _read(self, start, stop):

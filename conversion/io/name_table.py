@@ -15,7 +15,7 @@ from ...configuration.errors import CheckpointError
 from .lazy_tensor import LazyTensor, check_alike
 from .operations import KEEP, Operation
 
-# Whether a row applies, from the model's configuration and the numbers in the names.
+# Condition of a row, given the configuration and the numbers in the names.
 Condition = Callable[[Any, Mapping[str, int]], bool]
 
 

@@ -1,4 +1,4 @@
-"""What a target folder will hold: tensors distributed over files, small files, and a fingerprint of it all."""
+"""The planned content of a target folder: sharded tensors, small files and their fingerprint."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ class Progress(Protocol):
     """Receives the progress of writing, or of reading."""
 
     def start(self, total: int) -> None:
-        """Begin; `total` is the number of bytes to read, or to write."""
+        """Start with the total number of bytes to read or write."""
 
     def advance(self, nbytes: int, file: str) -> None:
         """Count bytes that were read, written to a file, or were already there."""

@@ -28,7 +28,7 @@ class FileTensor(LazyTensor):
     def __init__(self, path: Path, name: str, offset: int, dtype: torch.dtype, shape, strides=None):
         super().__init__(shape, dtype, f"{path}: {name}")
         self.path, self.offset = path, offset
-        # None for row-major, as nearly all tensors are.
+        # None means row-major, as nearly all tensors are.
         self.strides = None if strides is None or tuple(strides) == _row_major(self.shape) else tuple(strides)
 
     def _read(self, start, stop):
@@ -44,7 +44,7 @@ class FileTensor(LazyTensor):
         if not count:
             return torch.empty(0, dtype=self.dtype)
         size = self.dtype.itemsize
-        # A file that became shorter is a ValueError.
+        # Mapping a file that became shorter raises a ValueError.
         with reading(self.origin, ValueError):
             mapped = np.memmap(
                 self.path, np.uint8, "c", offset=self.offset + first * size, shape=count * size
@@ -53,7 +53,7 @@ class FileTensor(LazyTensor):
 
 
 def same_place(a: LazyTensor, b: LazyTensor) -> bool:
-    """Return whether two tensors are the same bytes of a file."""
+    """Return True if both tensors are the same bytes of the same file."""
     return (
         isinstance(a, FileTensor)
         and isinstance(b, FileTensor)

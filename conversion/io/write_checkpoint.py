@@ -23,7 +23,7 @@ from .plan import Plan, Progress
 from .preallocated_files import SafetensorsOutput, TorchOutput
 
 _TEMPORARY = ".{}.partial"
-# Elements that are checked for infinities and nan at a time.
+# Elements per block of the check for infinities and nan.
 _CHECKED_AT_ONCE = 1 << 24
 
 
@@ -87,7 +87,7 @@ def _one_run(target: Path) -> Iterator[None]:
         ) from None
     finally:
         if is_new:
-            # It holds what was written, or another run's files.
+            # rmdir fails if the folder is not empty, so no file is lost.
             with suppress(OSError):
                 target.rmdir()
 
@@ -103,7 +103,7 @@ def write(plan: Plan, target: Path, resume: bool = False, progress: Progress | N
         OSError: the disk is full or fails. Whole files stay for `resume`.
     """
     with _one_run(target):
-        # Only now can no other run write there any more.
+        # Checked under the lock, so that no other run writes in between.
         check_target(target, resume)
         _Run(plan, target, progress).write()
 
@@ -122,7 +122,7 @@ class _Run:
         self.made: list[Path] = []
 
     def write(self) -> None:
-        """Write what is missing, and leave whole files only."""
+        """Write the missing files; a failure leaves only complete files."""
         is_begun = not _is_empty(self.target)
         if is_begun:
             _check_same(self.plan, self.target)
@@ -194,7 +194,7 @@ class _Run:
 
 
 def _check_same(plan: Plan, target: Path) -> None:
-    """Refuse to go on with a folder that another plan has begun."""
+    """Refuse to resume a folder that was started with another plan."""
     state = read_json(target / UNFINISHED)
     earlier, made_from = state.get("fingerprint"), state.get("made_from")
     if earlier != plan.fingerprint():

@@ -260,7 +260,7 @@ def _add_dense(params: dict[str, Any], config: LlamoeDenseConfig, generation: in
         params["rope_theta"] = rope.get("rope_theta")
     if rope.get("rope_type") == "llama3":
         params["use_scaled_rope"] = True
-        # Written where they are not the constants of Meta's code, and where a reader would take others.
+        # Written only if they differ from what a reader assumes.
         taken = _scaling(Params(dict(params), "params.json"), 3)
         for (name, key), *defaults in zip(_FACTORS.items(), _SCALING[3], taken, strict=True):
             if any(rope.get(key) != default for default in defaults):

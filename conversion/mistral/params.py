@@ -33,7 +33,7 @@ _RENAMED = {
     "num_local_experts": "num_experts",
     "_sliding_window": "sliding_window",
 }
-# Keys that Mistral AI's files have, and Meta's have not.
+# Keys of Mistral AI's params.json that Meta's lacks.
 OWN_KEYS = frozenset(
     "hidden_dim hidden_size sliding_window _sliding_window moe model_type vision_encoder lora".split()
 )
@@ -106,7 +106,7 @@ def read_config(params: Params) -> LlamoeDenseConfig | LlamoeMixtralConfig:
     mixture = params.part("moe")
     if mixture is None:
         return LlamoeDenseConfig(**fields, architectures=["LlamoeDenseForCausalLM"])
-    # Mixtures have no biases to say anything about.
+    # Mixtures have no biases.
     del fields["attention_bias"], fields["mlp_bias"]
     experts, chosen = (mixture.integer(name) for name in _EXPERTS)
     return LlamoeMixtralConfig(
@@ -118,7 +118,7 @@ def read_config(params: Params) -> LlamoeDenseConfig | LlamoeMixtralConfig:
 
 
 def _read_window(params: Params) -> dict[str, Any]:
-    """Read the window, and which layers have it: a number, maybe as text, or a list that repeats."""
+    """Read the window and its layers from a number, its text, or a list that repeats over layers."""
     given, layers = params.entries.get("sliding_window"), params.integer("n_layers")
     windows = given if isinstance(given, list) else [given]
     windows = [int(window) if str(window).isdecimal() else window for window in windows]

@@ -73,7 +73,7 @@ SPECIAL_TOKENS = {
         0,
     ),
 }  # fmt: skip
-# Tokens by transformers' roles, and those that end an answer besides the end of text.
+# Special tokens by role in transformers, and further tokens that end an answer.
 _BORDERS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
 _ROLES = {
     "llama-3": {**_BORDERS, "pad_token": "<|finetune_right_pad_id|>"},

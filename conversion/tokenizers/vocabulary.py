@@ -19,7 +19,7 @@ MULTIMODAL_TOKENS = ("<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>",
 _PAD = "<|finetune_right_pad|>"
 # Tokens that end an answer in the chat template that is written.
 _ENDS = ("<|eot|>", "<|eom|>")
-# The decoder's companion files that the assembled model replaces.
+# Files of the decoder that the assembled model replaces.
 _REPLACED = (
     "preprocessor_config.json",
     "processor_config.json",

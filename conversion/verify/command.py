@@ -1,4 +1,4 @@
-"""Whether two checkpoints hold the same model: compares tensors, configurations, and outputs for random tokens.
+"""Compare two checkpoints by tensors, configurations and outputs for random tokens.
 
 Both are read as stock keys, whatever their format, and run by this package's own model classes in float32. So the
 comparison shows differences between the two files. An error that our reader makes on both sides alike does not show;
@@ -30,13 +30,13 @@ TOLERANCE = 1e-4
 Formats with the same weights differ only by float32's order of summation, about 1e-6; bfloat16 files are computed in
 float32, too.
 """
-# Tensors listed for printing.
+# Most differing tensors in the printed report.
 _SHOWN = 8
 
 
 @dataclass
 class Verification:
-    """What was compared, and the verdict.
+    """The result of a comparison.
 
     Attributes:
         a, b: both paths.
@@ -69,12 +69,12 @@ class Verification:
 
     @property
     def same_weights(self) -> bool:
-        """Whether keys, shapes and all elements are equal; dtypes may differ."""
+        """Return True if keys, shapes and elements are equal; dtypes may differ."""
         return not self.differences
 
     @property
     def undecided(self) -> dict[str, tuple[Any, Any]]:
-        """The fields of `structure` that leave the function of equal weights open."""
+        """Return fields of `structure` that may change the output of equal weights."""
         # A tied head is compared as a copy of the embedding.
         return {
             name: both for name, both in self.structure.items() if not name.endswith("tie_word_embeddings")
@@ -82,7 +82,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """The verdict, which is one of four words.
+        """Return the verdict, one of four words.
 
         "equal": every number is equal. "rounded": numbers differ by rounding alone. "agree": weights differ, or are
         used in another way, and the outputs agree on `tokens` tokens. "different": none of these.
@@ -97,17 +97,17 @@ class Verification:
 
     @property
     def same_function(self) -> bool:
-        """Whether the verdict is any but "different"."""
+        """Return True unless the verdict is "different"."""
         return self.verdict != "different"
 
     @property
     def first_difference(self) -> str | None:
-        """Key of the first tensor that differs, has another shape, or is on one side only."""
+        """Return the key of the first tensor that differs, has another shape, or is in one model only."""
         return next(iter(self.differences), None)
 
     @property
     def reasons(self) -> list[str]:
-        """The verdict in sentences."""
+        """Return sentences that explain the verdict."""
         weights = "are equal" if self.same_weights else "differ"
         words = {
             "equal": f"every number of {self.compared:,} tensors is equal",

@@ -1,4 +1,4 @@
-"""What two checkpoints have in common, and how it differs as stored: elements of tensors, fields of configurations.
+"""Compare the tensors and configuration fields that two checkpoints share.
 
 Configurations are compared by their effect. Some fields only change how a function is stored (experts, heads, the
 pairing of rotated channels): with other weights it may be the same function. Other fields change the function of the
@@ -25,7 +25,7 @@ from ...modeling.layers import RotaryEmbedding
 from ..checkpoint import Checkpoint, take_part
 from ..io import LazyTensor, blocks
 
-# Elements that are compared at a time.
+# Elements per block of a comparison.
 _PIECE = 1 << 24
 # Fields that are compared with a model of another family, too, which may not have them. The rule of a router is
 # compared only where both have one.
@@ -41,7 +41,7 @@ _SIZES = {
 }
 
 
-# Fields of what follows a tower's encoder.
+# Fields of the adapter and projection behind a tower's encoder.
 _BEHIND = (
     "use_adapter", "pixel_shuffle_ratio", "projector_input_dim", "projector_output_dim", "projector_final_act",
     "projection_dim",
@@ -76,7 +76,7 @@ def shared_parts(first: Checkpoint, second: Checkpoint) -> tuple[list[Checkpoint
 
 
 def _encoder(tower: Checkpoint) -> Checkpoint:
-    """Take a tower without adapter and projection, and with the output for its class token."""
+    """Return a tower without adapter and projection, with its class token's output."""
     config: Any = copy.deepcopy(tower.config)
     config.use_adapter, config.projection_dim = False, None
     config.vision_feature_select_strategy = "full"
@@ -106,7 +106,7 @@ def compare_tensors(a: LazyTensor, b: LazyTensor) -> tuple[float, bool]:
             # The same infinity in both, or nan in both.
             difference[(mine == its) | (mine.isnan() & its.isnan())] = 0
             found = difference.max().item() if len(difference) else 0.0
-            # An infinity on one side is no rounding.
+            # Rounding does not explain an infinity on one side.
             is_rounded &= math.isfinite(found) and (
                 found == 0 or torch.equal(mine.to(narrow), its.to(narrow))
             )
@@ -117,7 +117,7 @@ def compare_tensors(a: LazyTensor, b: LazyTensor) -> tuple[float, bool]:
 def compare_configs(
     a: LlamoeBaseConfig, b: LlamoeBaseConfig
 ) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
-    """Fields of two configurations of one kind that differ and may change what the models compute.
+    """List differing fields of two configurations that may change the models' outputs.
 
     Lengths, scalings and layer lists are compared by their effect: a chunk that is never full, or a rotary scaling of
     one, is no difference.
@@ -149,7 +149,7 @@ def compare_configs(
 
 
 def _structure(config: LlamoeBaseConfig) -> dict[str, Any]:
-    """Every field that may change the function and is not compared by its effect."""
+    """Return each field that may change outputs and is not compared by its effect."""
     unused = fields_without_effect(config)
     names = {name for name, meaning in config.meanings.items() if meaning.effect == "structure"}
     if not isinstance(config, LlamoeVisionConfig):
@@ -206,7 +206,7 @@ def _rotary(config: LlamoeBaseConfig) -> tuple:
     with torch.device("cpu"):
         rotary = RotaryEmbedding(config)
     by_length = None
-    # These depend on the length of the pass.
+    # Both types depend on the length of the sequence.
     if rotary.rope_type in ("dynamic", "longrope"):
         by_length = (sorted(config.rope_parameters.items(), key=str), config.max_position_embeddings)
     return rotary.inv_freq.tolist(), rotary.attention_scaling, by_length

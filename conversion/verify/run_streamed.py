@@ -1,4 +1,4 @@
-"""Runs the model of a checkpoint from its lazy tensors, one matrix at a time.
+"""Run a checkpoint's model from its lazy tensors, one matrix at a time.
 
 A weight is read just before its module computes and freed right after. Of stacked experts,
 only those that a token was sent to are read, one by one. The forward pass is the model's own, on a model without

@@ -160,7 +160,7 @@ def _paint_window(rng: random.Random, picture: Image.Image, items: Sequence["Ite
 
 
 def _compress(rng: random.Random, picture: Image.Image) -> Image.Image:
-    """What a JPEG file of low quality leaves of it."""
+    """Return the picture with JPEG artefacts of low quality."""
     file = io.BytesIO()
     picture.save(file, "JPEG", quality=rng.randrange(20, 70))
     return Image.open(file).convert("RGB")

@@ -15,7 +15,7 @@ from .expert_record import ExpertRecord
 
 # Side of the overlay in pixels, at least: small tiles are enlarged, so that patches have sharp borders.
 _SIDE = 480
-# Of the colours over the picture, which stays visible.
+# Opacity of the colours, under which the picture stays visible.
 _OPACITY = 0.6
 _GOLDEN_RATIO = 0.6180339887
 

@@ -210,7 +210,7 @@ def _picture(path: str) -> dict[str, Any]:
 
 
 def _answered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drop questions without an answer: templates need both in turns."""
+    """Drop questions without an answer: templates require alternating roles."""
     said = [message for message in messages if not _is_failure(message)]
     pairs = pairwise([*said, {"role": "user"}])
     return [message for message, after in pairs if (message["role"], after["role"]) != ("user", "user")]

@@ -50,7 +50,7 @@ def unpack(data, kind):
 
 
 def swapped(weight, heads):
-    """Rows of halves of each head as neighbouring pairs, as llama.cpp rotates LLaMA's."""
+    """Permute each head's rows from rotated halves to neighbouring pairs, as llama.cpp stores LLaMA."""
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 

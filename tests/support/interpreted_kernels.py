@@ -51,13 +51,13 @@ FORMATS = {
     "plain in float16, input-first": (Plain(FP16, True), (131, 67)),
 }
 PACKED = {"int4": Int4(32), "int8": Int8()}
-# Of experts.
+# Sizes of experts.
 SIZES = dict(hidden_size=40, intermediate_size=24)
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
-    """A process that checked nothing yet."""
+    """Clear the results of kernel checks."""
     monkeypatch.setattr(packed_rows, "_FAILURES", {})
 
 
@@ -247,7 +247,7 @@ def test_no_rows_and_no_expert(by_id):
 
 
 def test_it_is_an_operator():
-    """Its shapes without its numbers, that nothing is changed or aliased, and that weights get no gradient."""
+    """Check its fake shapes, that it neither mutates nor aliases inputs, and that weights get no gradient."""
     stack, x, ids = plain_stack(torch.randn(3, 52, 72)), torch.randn(5, 52), torch.randint(3, (5,))
     inputs = x, list(stack.parts), stack.form.key, list(stack.sizes), ids, False, True
     checked = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
@@ -537,7 +537,7 @@ def has_kernel(graph):
 
 @torch.no_grad()
 def test_a_compiler_is_told_what_is_known(experts, on_a_gpu, launches):
-    """Nothing runs while it reads along; it takes the other way until a check found the kernel right."""
+    """While torch.compile traces, no check runs, and the kernel is used only if an earlier check passed."""
     inputs = make_rows(experts, 5, 1)
     for is_known in (False, False, True):
         if is_known:

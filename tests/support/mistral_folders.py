@@ -59,7 +59,7 @@ class MistralCase:
         return "moe" in self.params or "num_local_experts" in self.params
 
     def weights(self, dtype=torch.float32) -> dict[str, torch.Tensor]:
-        """Weights under mistral-inference's names, in which every number is another."""
+        """Draw weights under mistral-inference's names, all elements different."""
         generator = torch.Generator().manual_seed(3)
 
         def draw(*shape, scale=1.0):

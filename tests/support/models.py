@@ -153,7 +153,7 @@ def draw(model_class: type[nn.Module], config, seed: int = 0) -> nn.Module:
     """A model with weights of `make_asymmetric`, without drawing before what its class would begin with."""
     with no_init_weights():
         model = model_class(config)
-    # Which is a part of the initialisation.
+    # Tying weights is a part of the initialisation.
     model.tie_weights()
     return make_asymmetric(model, seed)
 
@@ -168,7 +168,7 @@ def filled(model: nn.Module) -> nn.Module:
 
 
 def max_abs(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest absolute difference of two tensors."""
+    """Return the largest absolute difference of two tensors."""
     return (a.float() - b.float()).abs().max().item()
 
 
@@ -394,7 +394,7 @@ MULTIMODAL = MODELS[-1]
 
 
 def shallow(case):
-    """The case of a class with two layers in each stack: of a mixture those of `SHALLOW`."""
+    """Return a class's case with two layers per stack; mixtures use `SHALLOW`."""
     if not case.is_text:
         fields = SHALLOW_VISION
     elif not case.is_llama4:

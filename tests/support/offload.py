@@ -61,7 +61,7 @@ def save_kind(kind: str, folder: Path, plain: Path) -> None:
     elif kind == "mixtral":
         mixtral().to(torch.bfloat16).save_pretrained(folder)
     else:
-        # Of bitsandbytes' matrices the last block is a half.
+        # With sizes 72 and 52, the last block of bitsandbytes is half full.
         sizes = {"hidden_size": 128, "intermediate_size": 96} if kind in ("int4", "int8") else {}
         make = mixtral if kind.startswith("mixtral") else text_model
         make(**sizes or {"hidden_size": 72, "intermediate_size": 52}).to(torch.bfloat16).save_pretrained(
@@ -85,7 +85,7 @@ def expert_bytes(model) -> int:
 
 
 def counts(model) -> SimpleNamespace:
-    """What all layers together counted."""
+    """Return the statistics summed over all layers."""
     layers = model.experts_statistics().values()
     return SimpleNamespace(
         **{name: sum(layer[name] for layer in layers) for name in ("hits", "misses", "bytes_read")}
