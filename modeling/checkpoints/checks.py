@@ -72,7 +72,7 @@ def check_tensors(model: "PreTrainedModel", tensors: Iterable[Stored], load_conf
     for (key, pattern), found in by_key.items():
         twice = found if pattern is None else by_key.get((key, None), [])
         if pattern is None and len(found) > 1 or pattern is not None and twice:
-            raise CheckpointError(f"{found[-1]} is there a second time: {twice[0]} has it, too.")
+            raise CheckpointError(f"{found[-1]} is stored twice: {twice[0]} has it, too.")
         numbers = sorted(int(match[2]) for each in found if pattern and (match := _NUMBER.search(each.name)))
         gap = next((min(place, number) for place, number in enumerate(numbers) if place != number), None)
         if gap is not None:
@@ -123,8 +123,8 @@ def check_made(model: "PreTrainedModel", loading_info: Any, place: Any) -> None:
                 lost.append(key + wrong.get(key, ""))
     if lost:
         raise CheckpointError(
-            f"{place}: {listed(lost, 5)} cannot be filled from the checkpoint, and packed weights do not begin anew. "
-            f"{_REMEDY}"
+            f"{place}: {listed(lost, 5)} cannot be filled from the checkpoint, and packed weights are not "
+            f"initialized at random. {_REMEDY}"
         )
 
 

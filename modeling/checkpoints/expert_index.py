@@ -129,7 +129,7 @@ def index_experts(
             else:
                 continue
             if other := kinds.get(kind):
-                raise CheckpointError(f"{tensor} is there a second time: {other} has it, too.")
+                raise CheckpointError(f"{tensor} is stored twice: {other} has it, too.")
             kinds[kind] = tensor
             break
     return index
@@ -153,7 +153,7 @@ def check_experts(layer: str, experts: Experts, found: Mapping[str, StoredStack]
                 f"{layer}.{stack} is missing, fused or not. Download or copy the checkpoint again."
             )
         if stored.single and whole:
-            raise CheckpointError(f"{stored.first} is there a second time: {whole} has it, too.")
+            raise CheckpointError(f"{stored.first} is stored twice: {whole} has it, too.")
         if stored.single and experts.is_packed and not experts.format.is_unfused_in_files:
             raise CheckpointError(
                 f"{stored.first} is one expert by itself, where config.json says that experts are packed in stacks."

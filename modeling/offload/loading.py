@@ -219,7 +219,7 @@ class OffloadMixin(nn.Module):
             if any(tensor.is_meta for tensor in [*experts.parameters(), *experts.buffers()]):
                 raise ValueError(
                     f"{experts.name} is {experts.storage}, and its experts are stored one by one or in another dtype, "
-                    "so that its stacks are nowhere whole. Copy the folder that it was loaded from, or load the model "
+                    "so that no file holds its stacks. Copy the folder that it was loaded from, or load the model "
                     "into memory to save it. Adapters are saved by themselves."
                 )
         for store in self._stores():

@@ -57,7 +57,7 @@ DAMAGES = {
         ),
         (
             lambda s: s.update({SCALES: torch.zeros(5, 72, 104)}),
-            r"is there a second time: .*experts\.gate_up_proj",
+            r"is stored twice: .*experts\.gate_up_proj",
         ),
         (lambda s: s.pop(f"{ONE}.absmax"), r"up_proj\.weight\.absmax is missing"),
         (lambda s: s.pop(STATE), r"quant_state\.bitsandbytes__nf4 is missing"),
