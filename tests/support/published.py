@@ -66,7 +66,8 @@ def numbers(kind, num_out, num_in, group_size):
     """Codes, zeros and scales of a matrix; no two outputs or groups are alike, and every code occurs."""
     groups = -(-num_in // group_size) if group_size else 1
     if kind in EIGHT_BITS:
-        codes = (100 * torch.randn(num_out, num_in)).to(torch.float8_e4m3fn).float()
+        # torch 2.11 makes NaN of what is beyond the largest number, 448.
+        codes = (100 * torch.randn(num_out, num_in)).clamp(-448, 448).to(torch.float8_e4m3fn).float()
         codes = codes.round().clamp(-128, 127) if kind == "int8" else codes
         block = {"channel": (1, num_in), "tensor": (num_out, num_in), "block": BLOCK}[EIGHT_BITS[kind]]
         shape = [-(-size // each) for size, each in zip((num_out, num_in), block, strict=True)]
