@@ -47,7 +47,7 @@ def build(setting: Setting, config: Any, weights: str) -> PreTrainedModel:
 
 
 def _fill(module: nn.Module, setting: Setting, made: dict[Any, list[torch.Tensor]]) -> None:
-    """Give a module's own weights random numbers; `made` keeps what was quantized."""
+    """Fill a module's own weights with random numbers; `made` keeps the quantized ones."""
 
     def packed(name: str, form: Format, sizes: tuple[int, ...], count: int) -> None:
         if (form.key, sizes) not in made:

@@ -183,7 +183,7 @@ class _Run:
             self._name(name)
 
     def _name(self, name: str) -> None:
-        """Give a complete file its name."""
+        """Rename a complete file to its final name."""
         os.replace(self._partial(name), self.target / name)
         self.made.append(self.target / name)
 

@@ -4,4 +4,3 @@ Reading order: compare_stored (weights as they are stored), run_streamed (logits
 """
 
 from .command import Verification, verify
-from .compare_stored import compare_configs

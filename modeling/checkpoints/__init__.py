@@ -28,7 +28,7 @@ from .expert_index import (
     suffixes_in_files,
 )
 from .parts import in_units, part_of, sum_by_part
-from .safetensors_files import DTYPE_NAMES, DTYPES, WEIGHT_DTYPES, TensorHeader
+from .safetensors_files import DTYPE_NAMES, DTYPES, TensorHeader
 from .saving import AtomicSaveMixin
 from .state_dicts import TakesWeights
 from .stored import Stored, headers_of, tensors_of

@@ -35,7 +35,6 @@ from .limits import (
 from .packed_rows import (
     GpuMatrix,
     few_rows_limit,
-    has_gpu,
     is_right,
     kernel_failures,
     max_rows_of_matrix,

@@ -95,7 +95,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def of_channels(cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give both channels of each pair their factors: cosines, and sines, negative for the first channel.
+    """Return the factors of every channel: cosines, and sines that are negative for the first channel of a pair.
 
     Args:
         cos: `[B or 1, T, R]`.

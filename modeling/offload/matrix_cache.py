@@ -113,7 +113,7 @@ class MatrixCache:
         return entry
 
     def put(self, key: Key) -> Entry | None:
-        """Give a matrix a slot; None if all are in use."""
+        """Assign a slot to a matrix; return None if all are in use."""
         if self.has_room:
             used = {entry.slot for entry in self._entries.values()}
             slot = next(slot for slot in range(self._slots) if slot not in used)

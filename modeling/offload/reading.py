@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
@@ -126,17 +127,16 @@ class Reader:
         """
         jobs: list[Future] = []
         try:
-            for piece, target, blocks in pieces:
-                file = self.files[piece.path]
-                for request in _requests(piece, target, blocks):
-                    jobs.append(self._pool.submit(self._read, file, what, count, *request))
-        except BaseException as error:
+            with self._unless_closed(what):
+                for piece, target, blocks in pieces:
+                    file = self.files[piece.path]
+                    for request in _requests(piece, target, blocks):
+                        jobs.append(self._pool.submit(self._read, file, what, count, *request))
+        except BaseException:
             # Wait for all threads before the memory is used for another matrix.
             for job in jobs:
                 if not job.cancel():
                     job.exception()
-            if self.is_closed:
-                raise closed(what) from error
             raise
         return Reading(jobs, what)
 
@@ -149,8 +149,14 @@ class Reader:
         count: Callable[[int], None],
     ) -> "Reading":
         """Begin to read tensors and write the results of `unpack` into targets; otherwise as `start`."""
-        try:
+        with self._unless_closed(what):
             return Reading([self._pool.submit(self._unpack, pieces, unpack, targets, what, count)], what)
+
+    @contextmanager
+    def _unless_closed(self, what: str) -> Iterator[None]:
+        """Raise that the model was closed in place of an error that follows from it."""
+        try:
+            yield
         except BaseException as error:
             if self.is_closed:
                 raise closed(what) from error

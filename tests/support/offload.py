@@ -125,7 +125,7 @@ def llamoe_class(folder):
 
 
 def put_in_store(model, place: str, memory, is_remote: bool) -> None:
-    """Give a model's experts a store of another kind; the CPU stands in for an accelerator if `is_remote`."""
+    """Move a model's experts to a store of another kind; the CPU stands in for an accelerator if `is_remote`."""
     from llamoe.modeling.offload.store import Store
 
     (old,) = model._stores()

@@ -18,9 +18,9 @@ def status(name: str) -> int:
 
 
 def settle() -> None:
-    """Give back what is free, and let large tensors lie in maps of their own from now on.
+    """Return free memory to the system, and allocate large tensors by mmap from now on.
 
-    Between others in the heap, what is given back counts or not by chance.
+    Memory that is freed between other blocks of the heap may or may not be returned, by chance.
     """
     allocator, M_MMAP_THRESHOLD = ctypes.CDLL(None), -3
     assert allocator.mallopt(M_MMAP_THRESHOLD, 1 << 16)
