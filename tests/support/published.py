@@ -144,7 +144,8 @@ def _by_compressed_tensors(kind, codes, zero, scale, group_size):
 
 # Gate and up of an expert together fill blocks of 64 outputs, but each alone does not.
 _SIZES = SIZES | {"head_dim": 32}
-_MIXTURE = dict(intermediate_size=96, num_local_experts=3)
+# Each token takes all experts: a choice of some could change with the order of sums, which processors decide.
+_MIXTURE = dict(intermediate_size=96, num_local_experts=3, num_experts_per_tok=3)
 
 
 def _config(family, changes):
@@ -152,7 +153,7 @@ def _config(family, changes):
         return transformers.LlamaConfig(**_SIZES | {"intermediate_size": 320} | changes)
     fields = _SIZES | _MIXTURE | changes
     if family == "mixtral":
-        return transformers.MixtralConfig(**fields, num_experts_per_tok=2)
+        return transformers.MixtralConfig(**fields)
     fields = dict(intermediate_size_mlp=320, interleave_moe_layer_step=2, attention_chunk_size=16) | fields
     return transformers.Llama4TextConfig(**fields) if family == "llama4" else stock_multimodal_config(fields)
 
@@ -199,7 +200,6 @@ def publish(path, family, kind, group_size=32, kept=(), packs=(), spelling="stoc
     plain, numbers_by_name = {}, {}
     for name, weight in stock.state_dict().items():
         weight.copy_((torch.randn_like(weight) * 0.1 + ("norm" in name)).bfloat16())
-        _choose_by_tokens(name, weight)
         for layer, matrix in named_matrices(family, name, weight, spelling):
             is_packed = layer.endswith(packs) if packs and not _is_linear(name) else _is_linear(name)
             if not is_packed or any(each in layer for each in kept):
@@ -214,16 +214,6 @@ def publish(path, family, kind, group_size=32, kept=(), packs=(), spelling="stoc
     (path / "config.json").write_text(json.dumps(content))
     save_file(plain, path / "model.safetensors", {"format": "pt"})
     return Published(path, stock, numbers_by_name)
-
-
-def _choose_by_tokens(name, weight):
-    """Let embeddings and routers be such that tokens choose their experts, and no rounding changes the choice."""
-    if name.endswith("embed_tokens.weight"):
-        tokens = torch.arange(len(weight))
-        weight[tokens, tokens % 3] = 3
-        weight[tokens, (tokens + 1) % 3] = 1.5
-    elif name.endswith(("router.weight", "mlp.gate.weight")):
-        weight[:3, :3] += torch.eye(3)
 
 
 def _is_linear(name):

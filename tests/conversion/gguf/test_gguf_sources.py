@@ -20,14 +20,13 @@ from llamoe.conversion import convert, inspect, open_checkpoint, quantize, verif
 from llamoe.modeling.quantization import QuantizedExperts, QuantizedLinear
 
 FAMILIES = ("llama", "mixtral", "llama4")
-TWO_EXPERTS = {"llama4": {"num_experts_per_tok": 2}}
 HALF_STEP = 2.0**-8
 # Rows are not quantized on their way through a model.
 FLOAT = QuantizationConfig(activations="float")
 
 
 def write(path, family, kind="Q4_0", others=(), config=None, **options):
-    return write_gguf(path, family, kind, others, TWO_EXPERTS.get(family, {}) | (config or {}), **options)
+    return write_gguf(path, family, kind, others, config or {}, **options)
 
 
 def packed_weights(model):
