@@ -1,7 +1,7 @@
 """Every use of private functions of Python, torch and transformers, with its reason; those of peft are in `adapters`.
 
 Overridden private methods of transformers' classes are in the derived classes. A function here is removed once there is
-a public way. All were checked with torch 2.11 and 2.15, transformers 5.23 and 5.24.
+a public way. All were checked with torch 2.11 and 2.15, transformers 5.24.
 """
 
 import functools

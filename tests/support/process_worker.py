@@ -259,20 +259,6 @@ def expert(name):
     return compare(name, expert_parallel())
 
 
-@check("heads", "experts", "stages")
-def refused(what):
-    """What devices cannot share is told before a weight is read: the folders' weights have other shapes."""
-    try:
-        if what == "heads":
-            load("dense", num_attention_heads=3, num_key_value_heads=3, distributed_config=tensor_parallel())
-        elif what == "stages":
-            load("multimodal", distributed_config=DistributedConfig(pp_size=2))
-        else:
-            load("text", num_local_experts=5, distributed_config=expert_parallel())
-    except ValueError as error:
-        return {"message": str(error)}
-
-
 @check("multimodal")
 def text_of(name):
     """The text model of a multimodal folder, whose keys are renamed, straight into shards."""
