@@ -1,6 +1,6 @@
 """Every branch on a library's version.
 
-Supported: torch >= 2.11, transformers >= 5.24 and < 6, accelerate >= 1.15, peft >= 0.21.2. All other files use only
+Supported: torch >= 2.13, transformers >= 5.24 and < 6, accelerate >= 1.15, peft >= 0.21.2. All other files use only
 what both ends of these ranges share.
 """
 

@@ -57,13 +57,10 @@ class Distributed(PreTrainedModel):
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, distributed_config, **kwargs):
         """Gather the shards; `save_pretrained` calls this in every process."""
-        # Nothing is sharded, or the shards have been gathered already.
+        if distributed_config is None:
+            state_dict = joined(state_dict)
+        # transformers would gather the model's shards even where those of a given state dict have been gathered.
         if not is_sharded(state_dict.values()):
             return state_dict if kwargs.get("save_on_this_rank", True) else {}
-        tp_size, *others = (size_of(distributed_config, name) for name in ("tp", "fsdp", "dp_replicate"))
-        # Tensor or expert parallelism alone.
-        if distributed_config is None or (tp_size > 1 and others == [1, 1]):
-            state_dict = joined(state_dict)
-        return super().gather_sharded_state_dict_for_save(
-            model_to_save, state_dict, distributed_config, **kwargs
-        )
+        gather = super().gather_sharded_state_dict_for_save
+        return gather(model_to_save, state_dict, distributed_config, **kwargs)

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from .._private_api import gather
-
 
 def size_of(config: Any, name: str) -> int:
     """Return a size, such as `tp_size`, from a model's config or its `distributed_config`; 1 if unset."""
@@ -56,7 +54,9 @@ def sharded_adapter(model: PreTrainedModel) -> dict[str, Any] | None:
 
 def joined(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Gather the shards of each tensor; all processes that have a shard call this, in the same order."""
-    return {
-        name: gather(value).detach().cpu() if isinstance(value, torch.Tensor) else value
-        for name, value in state_dict.items()
-    }
+    whole = dict(state_dict)
+    for name, value in state_dict.items():
+        if isinstance(value, torch.Tensor):
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            whole[name] = value.detach().cpu()
+    return whole
