@@ -13,10 +13,10 @@ from accelerate.utils.launch import prepare_extend_env_parallelism_config
 from support.models import MODELS, for_models
 from support.paths import EXAMPLES
 from transformers import Llama4Config, Llama4TextConfig, Llama4VisionConfig, LlamaConfig
+from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard as wildcard
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 import llamoe
-from llamoe.configuration.parallel import wildcard
 from llamoe.modeling.moe.layer import MixtureOfExperts
 
 FILES = EXAMPLES / "accelerate"
