@@ -262,7 +262,8 @@ class LlamoePreTrainedModel(
             config = copy.deepcopy(config)
         else:
             # Read the config as transformers does, overridden by arguments that are its fields.
-            kept = {name: kwargs.pop(name) for name in ("config", "quantization_config") if name in kwargs}
+            others = ("config", "quantization_config", "dtype", "torch_dtype")
+            kept = {name: kwargs.pop(name) for name in others if name in kwargs}
             config, kwargs = cls.config_class.from_dict(config.to_dict(), return_unused_kwargs=True, **kwargs)
             kwargs |= kept
         vars(config.get_text_config()).pop("quantization_config", None)
