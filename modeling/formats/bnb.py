@@ -41,15 +41,13 @@ class Bnb(Format):
     Attributes:
         compute_dtype: dtype of the products.
         count: number of stacked matrices of equal sizes that are quantized separately.
-        kinds: name suffixes of a matrix's tensors in files.
-        kinds_of_parts: name suffixes of those tensors that are parts.
+        kinds: name suffixes of a matrix's tensors in files, first of those that are parts.
     """
 
     compute_dtype: torch.dtype
     count: int = 1
     is_unfused_in_files = True
     kinds: ClassVar[tuple[str, ...]]
-    kinds_of_parts: ClassVar[tuple[str, ...]]
     stacks = ()
 
     def sizes_of_one(self, sizes: Sizes) -> Sizes:
@@ -81,7 +79,7 @@ class Bnb(Format):
         """Return the parts of one matrix from its tensors in a file.
 
         Args:
-            tensors: by name suffix; those of `kinds_of_parts` may be on the meta device.
+            tensors: by name suffix.
             sizes: of this matrix.
 
         Raises:
@@ -95,7 +93,7 @@ class Bnb(Format):
             raise CheckpointError(f"{error}. {_REMEDY}") from error
         parts = [part.float() if part.is_floating_point() else part for part in parts]
         shapes = self.parts((self.count * sizes[0], sizes[1]))
-        for kind, part, ((_, *shape), dtype) in zip(self.kinds_of_parts, parts, shapes, strict=False):
+        for kind, part, ((_, *shape), dtype) in zip(self.kinds, parts, shapes, strict=False):
             if [*part.shape] != shape or part.dtype != dtype:
                 found = f"shape {[*part.shape]} and dtype {part.dtype}"
                 raise CheckpointError(f"{kind} has {found}, not shape {shape} and dtype {dtype}. {_REMEDY}")
@@ -132,9 +130,10 @@ class Bnb4Bit(Bnb):
 
     quant_type: str = "nf4"
     is_nested: bool = False
-    kinds_of_parts = ("weight", "weight.absmax", "weight.nested_absmax")
     kinds = (
-        *kinds_of_parts,
+        "weight",
+        "weight.absmax",
+        "weight.nested_absmax",
         "weight.quant_map",
         "weight.nested_quant_map",
         "weight.quant_state.bitsandbytes__nf4",
@@ -239,8 +238,7 @@ class Bnb8Bit(Bnb):
     """
 
     suffixes = ("", "_scb")
-    kinds_of_parts = ("weight", "SCB")
-    kinds = (*kinds_of_parts, "weight_format")
+    kinds = ("weight", "SCB", "weight_format")
 
     @property
     def key(self) -> str:

@@ -5,7 +5,7 @@ packed_quantizer (base class of quantizers), published (folders that other progr
 llamoe's formats), bnb (for bitsandbytes'). The formats themselves are in `formats`.
 """
 
-from .bnb import naming_plain_layers, parts_in_files, register_bitsandbytes
+from .bnb import naming_plain_layers, register_bitsandbytes
 from .packed import QuantizedExperts, QuantizedLinear, packed_modules
 from .published import Matrices, by_expert, layout_of, names_in_16_bit, own_config
 from .quantizer import LlamoeQuantizer, register_quantizers, take_activations

@@ -7,12 +7,11 @@ or Mixtral's `w1`, `w3` and `w2`.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,10 +19,9 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from ...configuration.errors import CheckpointError
 from .._private_api import replace_quantizer
-from ..checkpoints import DTYPES, WEIGHT, AtomicSaveMixin, Stored, expert_of, headers_of
-from ..formats import Bnb, Bnb4Bit, Bnb8Bit, Sizes
+from ..checkpoints import WEIGHT, AtomicSaveMixin, expert_of, headers_of
+from ..formats import Bnb4Bit, Bnb8Bit
 from ..layers import Linear
 from ..moe import PARTS_OF_STACKS, STACKS, Experts, Router
 from .packed import QuantizedExperts, packed_modules
@@ -122,29 +120,6 @@ def _packed_in(files: Iterable[str]) -> set[str]:
         if (expert := expert_of(stored.name.replace(".block_sparse_moe.", ".mlp.")))
         and (expert.kind != WEIGHT or stored.dtype in ("U8", "I8"))
     }
-
-
-def parts_in_files(form: Bnb, sizes: Sizes, headers: Mapping[str, Stored]) -> list[Stored | torch.Tensor]:
-    """Return, for each part of one matrix, the header of its tensor, or the value if files hold it as JSON text.
-
-    Args:
-        form: format of the stack with this matrix.
-        sizes: of an expert's part of the stack.
-        headers: of the matrix's tensors, by name suffix.
-    """
-    tensors = {}
-    for kind, stored in headers.items():
-        dtype = DTYPES[stored.dtype]
-        if kind in form.kinds_of_parts:
-            tensors[kind] = torch.empty(stored.shape, dtype=dtype, device="meta")
-        else:
-            content = numpy.fromfile(stored.origin, "u1", stored.content.nbytes, offset=stored.content.begin)
-            tensors[kind] = torch.from_numpy(content).view(dtype).view(stored.shape)
-    try:
-        parts = form.from_file(tensors, form.sizes_of_one(sizes))
-    except CheckpointError as error:
-        raise CheckpointError(f"{headers[WEIGHT]}: {error}") from error
-    return [headers[form.kinds_of_parts[n]] if part.is_meta else part for n, part in enumerate(parts)]
 
 
 def _unfused(
