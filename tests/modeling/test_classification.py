@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from support.models import (
+    DENSE,
     LENGTH,
     SHALLOW,
     SHALLOW_VISION,
@@ -196,6 +197,19 @@ def test_head_over_other_folders_finds_the_model(kind, source, tmp_path):
     assert_same_weights(model.base_model.state_dict(), reference.base_model.state_dict())
     if kind != "QuestionAnswering":
         assert model.num_labels == 3 and len(model.score.weight) == 3
+
+
+def test_mistrals_answering_head_is_only_read(tmp_path):
+    """Its names are those of stock's Mistral, which our class does not write."""
+    reference = stock_model(transformers.MistralForQuestionAnswering, transformers.MistralConfig(**DENSE))
+    reference.save_pretrained(tmp_path / "stock")
+    model = ours("QuestionAnswering").from_pretrained(tmp_path / "stock")
+    with torch.no_grad():
+        given, expected = (m(**rows("none")).end_logits for m in (model, reference))
+    assert max_abs(given, expected) < 2e-5
+    with pytest.raises(ValueError, match="layout"):
+        model.save_pretrained(tmp_path / "back", layout="stock")
+    assert not (tmp_path / "back").exists()
 
 
 # The mixture
