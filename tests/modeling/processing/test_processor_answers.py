@@ -99,24 +99,6 @@ def question(picture=PICTURE):
     return {"role": "user", "content": content}
 
 
-@pytest.mark.parametrize("kind", ["ours", "stock", "tokenizer"])
-def test_stop_strings_work_with_every_tokenizer(kind, tiny):
-    """`transformers serve` gives the processor that it has, and maps `stop` to `stop_strings`."""
-    model, processor = tiny
-    given = {
-        "ours": processor,
-        "stock": Llama4Processor.from_pretrained(TINY),
-        "tokenizer": processor.tokenizer,
-    }[kind]
-    inputs = processor.apply_chat_template(
-        [question()], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-    )
-    output = model.generate(
-        **inputs, stop_strings=["circle on"], tokenizer=given, max_new_tokens=30, do_sample=False
-    )
-    assert processor.decode(output[0, inputs["input_ids"].shape[1] :]) == "a red circle on"
-
-
 # The assistant's tokens
 
 ANSWERS = ["a red circle.", "a red circle on the left."]
