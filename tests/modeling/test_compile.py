@@ -79,14 +79,21 @@ def test_images_inside_the_graph_are_in_their_places():
     assert max_abs(after, run(model, **inputs)) < TOLERANCE
 
 
-def test_few_graphs_for_all_lengths():
-    """The first is compiled as it is, the second for all that are longer than a chunk; with padding."""
-    case = CASES["LlamoeForCausalLM"]
-    model, backend = case.make_small(**CHUNKED), Counting()
+@pytest.mark.parametrize("name", ["LlamoeForCausalLM", "LlamoeMixtralForCausalLM"])
+def test_few_graphs_for_all_lengths(name):
+    """The first is compiled as it is, the second for all that are longer than a chunk or window.
+
+    With padding; or with positions, which say nothing of the length.
+    """
+    case = CASES[name]
+    fields = CHUNKED if case.is_llama4 else {"num_hidden_layers": 1}
+    model, backend = case.make_small(**fields), Counting()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     graphs = []
     for length in (29, 41, 70):
-        inputs = case.inputs(padding=(0, 3), length=length)
+        inputs = case.inputs(padding=(0, 3 * case.is_llama4), length=length)
+        if not case.is_llama4:
+            inputs = {"input_ids": inputs["input_ids"], "position_ids": torch.arange(length)[None]}
         assert max_abs(run(compiled, **inputs), run(model, **inputs)) < TOLERANCE
         graphs.append(backend.graphs)
     assert graphs[0] == 1 and graphs[1] == graphs[2] <= 2, graphs

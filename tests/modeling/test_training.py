@@ -105,30 +105,6 @@ def test_a_resumed_training_equals_one_that_was_not_stopped(case, is_adapted, tm
         assert torch.equal(resumed.state_dict()[name], tensor), name
 
 
-ACCUMULATION = {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}
-SMOOTHING, NEFTUNE = {"label_smoothing_factor": 0.2}, {"neftune_noise_alpha": 8.0}
-
-
-@pytest.mark.parametrize(
-    ("case", "options"),
-    [
-        (DENSE, {}),
-        (MIXTRAL, NEFTUNE),
-        (MIXTRAL, {**ACCUMULATION, **SMOOTHING}),
-        (TEXT, SMOOTHING),
-        # Trainer shifts no labels for stock's class with pictures, to smooth them: see the next test.
-        (MULTIMODAL, {**ACCUMULATION, **NEFTUNE}),
-    ],
-    ids=lambda value: "-".join(value) or "plain" if isinstance(value, dict) else value.name,
-)
-def test_trainer_loses_what_stock_loses(case, options, tmp_path):
-    """Step by step, from the same weights: 8 examples, and the loss before each of the updates."""
-    given, expected = (losses_of(trainer_of(model, tmp_path, rows(case), **options)) for model in pair(case))
-    assert len(given) == 8 // 2 // options.get("gradient_accumulation_steps", 1)
-    assert given == pytest.approx(expected, rel=2e-4)
-    assert given[0] == pytest.approx(expected[0], rel=1e-5)
-
-
 @pytest.mark.parametrize("case", HEADS, **ids)
 def test_label_smoothing_predicts_the_next_token(case, tmp_path):
     """Trainer knows by the model's class name whether to shift; without it it would train to repeat the input."""
