@@ -52,7 +52,10 @@ def test_it_is_stocks_loss(case):
 
 
 KEPT = {
+    "all": 0,
     "last": 5,
+    "positions": torch.tensor([2, 41, 30]),
+    "flags": torch.tensor([True, False] * 21 + [True]),
     "positions of each row": torch.tensor([[0, 3, 2], [5, 5, 1], [41, 42, 7]]),
     "mask": torch.arange(3 * 43).view(3, 43) % 7 < torch.tensor([[1], [5], [3]]),
 }
@@ -61,7 +64,7 @@ KEPT = {
 @heads
 @pytest.mark.parametrize("kept", KEPT)
 def test_labels_of_kept_tokens(case, kept):
-    """Logits and loss are stock's where a row has positions of its own, and where a mask lets rows have any number."""
+    """Logits and loss are stock's, also where rows have positions of their own, or a mask lets them have any number."""
     ours, ids = case.make_small(), case.inputs(padding=(0, 0, 0), length=43)["input_ids"]
     ids[ids == IMAGE_TOKEN] = 5
     kept = KEPT[kept]
