@@ -17,7 +17,7 @@ from ...configuration.errors import CheckpointError
 from ...configuration.hub import as_json, our_files
 from ...configuration.quantization import METHOD
 from ...configuration.sizes import bytes_of
-from ...modeling.checkpoints import check_shards, find_weights, sum_by_part, wrapper_prefix
+from ...modeling.checkpoints import find_weights, sum_by_part
 from ...modeling.formats.packed import Layout
 from ...modeling.quantization import layout_of, names_in_16_bit, own_config
 from ...modeling.registration import model_class
@@ -51,7 +51,9 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
     folder = Path(folder)
     config, quantization, layout = read_config(folder / "config.json")
     tensors, others, sources = open_shards(folder)
-    prefix = wrapper_prefix(tensors)
+    # torch.compile and data parallelism put a prefix in front of every name.
+    wrapped = re.match(r"((_orig_mod|module)\.)+", os.path.commonprefix([*tensors]))
+    prefix = wrapped[0] if wrapped else ""
     tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     dropped = {name: f"no tensor but a {kind}" for name, kind in others.items()}
     dropped |= dict.fromkeys(filter(_COMPUTED.fullmatch, tensors), "computed from the configuration")
@@ -117,16 +119,21 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
             "the index of either in several files."
         )
     tensors: dict[str, LazyTensor] = {}
-    held: dict[str, Path] = {}
     others: dict[str, str] = {}
     for path in weights.files:
         opened, more = open_weights(path)
         others |= more
         for name, tensor in opened.items():
-            if name in held:
-                raise CheckpointError(f"{path}: {name!r} is in {held[name]} too.")
-            tensors[name], held[name] = tensor, path
-    check_shards(weights, held)
+            if name in tensors:
+                raise CheckpointError(f"{tensor.origin}: there is a second one, {tensors[name].origin}.")
+            if weights.index and weights.index.parent / weights.weight_map.get(name, "") != path:
+                raise CheckpointError(f"{weights.index}: does not say that {name!r} is in {path}.")
+            tensors[name] = tensor
+    for name, shard in weights.weight_map.items():
+        if name not in tensors:
+            raise CheckpointError(
+                f"{weights.index}: says that {name!r} is in {shard}, which does not hold it."
+            )
     return tensors, others, weights.files
 
 

@@ -7,12 +7,10 @@ state_dicts (check of `load_state_dict`), device_map, parts, whole_folders (dete
 """
 
 from .checkpoint_files import (
-    check_shards,
     current_loading,
     find_weights,
     loading,
     read_header,
-    wrapper_prefix,
 )
 from .checks import check_complete, check_files, check_made, check_tensors
 from .conversions import SPLIT_LLAMA4, fuse_in_place, transposed_for_shards

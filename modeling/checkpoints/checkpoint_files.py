@@ -152,26 +152,3 @@ def _is_inside(name: str) -> bool:
     parts = re.split(r"[/\\]", name)
     is_name = "\0" not in name and all(len(part.encode(errors="replace")) <= 255 for part in parts)
     return is_name and ".." not in parts and bool(parts[0]) and ":" not in parts[0]
-
-
-def check_shards(found: WeightFiles, held: Mapping[str, Path]) -> None:
-    """Compare an index with the content of its files: `held` maps each tensor to the file that holds it.
-
-    Raises:
-        CheckpointError: a tensor is not in the file that the index names, or the index does not name it.
-    """
-    if found.index is None:
-        return
-    named = {shard: found.index.parent / shard for shard in set(found.weight_map.values())}
-    for name, shard in found.weight_map.items():
-        if held.get(name) != named[shard]:
-            raise CheckpointError(f"{found.index}: says that {name!r} is in {shard}, which does not hold it.")
-    for name, path in held.items():
-        if name not in found.weight_map:
-            raise CheckpointError(f"{found.index}: does not name {name!r}, which {path} holds.")
-
-
-def wrapper_prefix(names: Iterable[str]) -> str:
-    """Return the prefix that torch.compile or data parallelism has added to every name; empty if none."""
-    match = re.match(r"((_orig_mod|module)\.)*", os.path.commonprefix(list(names)))
-    return match[0] if match else ""

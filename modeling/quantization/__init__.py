@@ -10,4 +10,4 @@ from .bnb import naming_plain_layers, parts_in_files, register_bitsandbytes
 from .packed import QuantizedExperts, QuantizedLinear, packed_modules
 from .plain_experts import warn_of_plain_experts
 from .published import Matrices, by_expert, layout_of, names_in_16_bit, own_config
-from .quantizer import LlamoeQuantizer, register_quantizers, take_activations
+from .quantizer import LlamoeQuantizer, is_kept, register_quantizers, take_activations

@@ -117,7 +117,7 @@ def logits(model):
         ("pictures", dict(to="int4", keep=["o_proj", "layers.1.self_attn.k_proj"])),
         ("pictures", dict(to="int8", search=False, linears=False)),
         ("tied", dict(to="int8")),
-        ("balanced", dict(to="int4", keep=["o_proj", "layers.1.self_attn.k_proj"])),
+        ("balanced", dict(to="int4", keep="layers.0")),
         ("biases", dict(to="int4")),
     ],
     ids=str,

@@ -140,7 +140,7 @@ DAMAGE = {
     "a shard cut short": ("shards", cut("model-00002*"), "model-00002"),
     "a shard that the index lacks": ("shards", index(lambda names: names.pop(NORM)), NORM),
     "an index that leaves the folder": ("shards", index(lambda names: names.update(OUTSIDE)), "outside"),
-    "a tensor in two shards": ("shards", second_copy, "too"),
+    "a tensor in two shards": ("shards", second_copy, "there is a second one"),
     "one file beside shards": ("shards", write("model.safetensors", safetensors({})), "both"),
     "code in a pickle": ("bin", lambda folder: code(folder / "pytorch_model.bin"), "pytorch_model.bin"),
     "a list in a pickle": ("bin", saved([torch.ones(3)]), "not a dictionary"),
