@@ -32,7 +32,6 @@ from .quantization import (
     naming_plain_layers,
     own_config,
     take_activations,
-    warn_of_plain_experts,
 )
 
 # Quantization methods whose quantizers take the stacked experts one by one, or leave them unchanged. The others expect
@@ -195,8 +194,6 @@ class LlamoePreTrainedModel(
             result = super().from_pretrained(name_or_path, *model_args, **kwargs)
             model = result[0] if isinstance(result, tuple) else result
             attach_stores(model)
-        if getattr(model, "is_quantized", False):
-            warn_of_plain_experts(model)
         return result
 
     @classmethod

@@ -18,7 +18,7 @@ from ..configuration import LlamoeVisionConfig, QuantizationConfig
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.quantization import METHOD
 from ..modeling.checkpoints import owner_of, sum_by_part
-from ..modeling.formats import Bnb4Bit, Bnb8Bit, Separate
+from ..modeling.formats import Bnb4Bit, Bnb8Bit
 from ..modeling.quantization import LlamoeQuantizer, QuantizedExperts, QuantizedLinear
 from ..modeling.registration import empty_model
 from .source import Source
@@ -174,7 +174,7 @@ def weight_bytes(model: Any, bits: int) -> dict[str, int]:
         sizes[name] = max(2, bits // 8) * tensor.numel()
         if form is not None and _is_expert(name):
             stack = name.rpartition(".")[2]
-            stack_format = Separate(form, 2 if stack == "gate_up_proj" else 1)
+            stack_format = replace(form, count=2 if stack == "gate_up_proj" else 1)
             sizes[name] = owner.num_experts * stack_format.nbytes(owner.sizes_of(stack))
         elif form is not None and isinstance(owner, nn.Linear) and name.endswith("weight") and not is_kept:
             sizes[name] = form.nbytes(tuple(tensor.shape))
