@@ -46,7 +46,7 @@ class Distributed(PreTrainedModel):
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, distributed_config, **kwargs):
         """Gather the shards; `save_pretrained` calls this in every process."""
-        if distributed_config is None:
+        if distributed_config is None and is_sharded(state_dict.values()):
             state_dict = joined(state_dict)
         # transformers would gather the model's shards even where those of a given state dict have been gathered.
         if not is_sharded(state_dict.values()):
