@@ -21,7 +21,6 @@ from support.models import (
 )
 from support.tables import in_turn
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -104,17 +103,6 @@ def test_stock_folder_loads_by_its_path(pair, files, tmp_path):
             (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     model = load_whole(PAIRS[pair][2], tmp_path)
     assert max_abs(logits(model), logits(stock)) < 2e-5 * logits(stock).std()
-
-
-@for_pairs
-def test_stock_folder_still_is_stock_for_the_auto_classes(pair, tmp_path):
-    """llamoe is imported here, and yet overwrites nothing."""
-    stock = save_stock(pair, tmp_path)
-    auto = AutoModelForImageTextToText if pair == "multimodal" else AutoModelForCausalLM
-    assert type(auto.from_pretrained(tmp_path)) is type(stock)
-    assert type(AutoConfig.from_pretrained(tmp_path)) is type(stock.config)
-    assert type(AutoModel.from_pretrained(tmp_path)).__module__.startswith("transformers.")
-    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)).__module__.startswith("transformers.")
 
 
 @for_pairs
@@ -215,33 +203,6 @@ def test_config_of_nobody_we_know(pair, tmp_path):
     for wrong in (None, str(tmp_path), {"hidden_size": 72}):
         with pytest.raises(ValueError, match=rf"{model_class.__name__} .*{type(wrong).__name__}"):
             model_class(wrong)
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong", "layout"),
-    [
-        ("LlamoeDenseForCausalLM", "LlamoeForCausalLM", "llamoe"),
-        ("LlamoeDenseForSequenceClassification", "LlamoeForConditionalGeneration", "stock"),
-        ("LlamoeForCausalLM", "LlamoeForConditionalGeneration", "llamoe"),
-        ("LlamoeForCausalLM", "LlamoeDenseForCausalLM", "stock"),
-        ("LlamoeForConditionalGeneration", "LlamoeDenseModel", "stock"),
-        ("LlamoeVisionModel", "LlamoeForCausalLM", "llamoe"),
-    ],
-)
-def test_the_wrong_class_names_the_right_one(name, wrong, layout, tmp_path):
-    right = getattr(llamoe, name)
-    make_config = {
-        "LlamoeDenseConfig": stock_dense_config,
-        "LlamoeTextConfig": stock_text_config,
-        "LlamoeConfig": stock_multimodal_config,
-        "LlamoeVisionConfig": lambda: stock_multimodal_config().vision_config,
-    }[right.config_class.__name__]
-    right(make_config()).save_pretrained(tmp_path, layout=layout)
-    with pytest.raises(ValueError, match=rf"{right.config_class.__name__} reads"):
-        getattr(llamoe, wrong).from_pretrained(tmp_path)
-    edit_json(tmp_path / "config.json", model_type="qwen2", architectures=["Qwen2ForCausalLM"])
-    with pytest.raises(ValueError, match="qwen2"):
-        getattr(llamoe, wrong).from_pretrained(tmp_path)
 
 
 # Parts of multimodal folders

@@ -7,7 +7,6 @@ import torch
 import transformers
 from support import programs
 from support.models import (
-    assert_same_weights,
     make_asymmetric,
     max_abs,
     stock_dense_config,
@@ -17,7 +16,6 @@ from support.models import (
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
-    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
@@ -302,28 +300,6 @@ def test_unchanged_script_gets_our_classes_and_stock_results(folders, tmp_path):
         expected |= {"pictures": "LlamoeForConditionalGeneration", "text of pictures": "LlamoeForCausalLM"}
     assert classes == expected
     assert_close(ours, stock)
-
-
-@pytest.mark.parametrize(
-    ("auto", "name", "part"),
-    [
-        (AutoModelForCausalLM, "LlamoeForCausalLM", "language_model"),
-        (AutoModel, "LlamoeModel", "model"),
-        (transformers.AutoModelForTextEncoding, "LlamoeTextModel", "language_model.model"),
-        (AutoModelForImageTextToText, "LlamoeForConditionalGeneration", ""),
-        (transformers.AutoModelForMultimodalLM, "LlamoeForConditionalGeneration", ""),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_parts_of_a_stock_multimodal_folder(auto, name, part, folders):
-    with llamoe.adopt("llama4"):
-        model, info = auto.from_pretrained(folders / "pictures", output_loading_info=True)
-    assert not any(info.values()), info
-    whole = llamoe.LlamoeForConditionalGeneration.from_pretrained(folders / "pictures")
-    expected = whole.get_submodule(part) if part != "model" else whole.model
-    assert type(model) is type(expected) is getattr(llamoe, name)
-    assert type(model.config) is model.config_class
-    assert_same_weights(model.state_dict(), expected.state_dict())
 
 
 def test_config_stays_stock_and_its_object_as_it_was(folders):
