@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support import programs
@@ -14,7 +13,6 @@ from support.models import (
     MULTIMODAL,
     assert_same_weights,
     load_whole,
-    max_abs,
     run,
     text_config,
 )
@@ -239,46 +237,6 @@ def test_device_maps(text, tmp_path):
     rest = {"": "disk", **{f"model.layers.{layer}.feed_forward.experts": "cpu" for layer in (1, 3)}}
     placed = llamoe.LlamoeForCausalLM.from_pretrained(folder, device_map=rest)
     assert torch.equal(run(placed, **inputs), expected)
-
-
-def torchao():
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    return transformers.TorchAoConfig(Int8WeightOnlyConfig())
-
-
-# transformers 5 does not quantize with hqq while it loads, whatever the checkpoint.
-QUANTIZATIONS = {
-    "bitsandbytes-4": ("bitsandbytes", lambda: transformers.BitsAndBytesConfig(load_in_4bit=True)),
-    "bitsandbytes-8": ("bitsandbytes", lambda: transformers.BitsAndBytesConfig(load_in_8bit=True)),
-    "torchao": ("torchao", torchao),
-    "quanto": ("optimum.quanto", lambda: transformers.QuantoConfig(weights="int8")),
-}
-
-
-@pytest.mark.parametrize("name", QUANTIZATIONS)
-def test_quantizers_see_the_same_model(name, tmp_path):
-    """Quantized while loading, from fused and from split experts: the same numbers and logits."""
-    package, make = QUANTIZATIONS[name]
-    pytest.importorskip(package)
-    # 64 divides the sizes, which int8 and 4 bit kernels want on a CPU.
-    sizes = dict(
-        hidden_size=128, intermediate_size=64, intermediate_size_mlp=192, vocab_size=128, head_dim=64
-    )
-    model = TEXT.make(num_local_experts=3, **sizes).bfloat16()
-    model.save_pretrained(tmp_path / "fused")
-    write(tmp_path / "split", model, split(model.state_dict()))
-    options = {"quantization_config": make(), "dtype": torch.bfloat16, "device_map": "cpu"}
-    loaded = [
-        llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / each, **options) for each in ("fused", "split")
-    ]
-    stacks = [{n: p for n, p in m.named_parameters() if ".experts." in n} for m in loaded]
-    assert_same_weights(stacks[1], stacks[0])
-    assert stacks[0].keys() == {n for n in model.state_dict() if ".experts." in n}
-    inputs = {"input_ids": torch.randint(3, 90, (2, 23), generator=torch.Generator().manual_seed(1))}
-    logits = [run(m, **inputs) for m in loaded]
-    assert torch.equal(*logits)
-    assert 0 < max_abs(logits[0], run(model, **inputs)), "nothing was quantized"
 
 
 # Memory

@@ -27,7 +27,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
-    LlamaForTokenClassification,
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto import modeling_auto
@@ -110,7 +109,6 @@ def folders(tmp_path_factory):
     for name, model_class in {
         "lm": LlamaForCausalLM,
         "sequences": LlamaForSequenceClassification,
-        "tokens": LlamaForTokenClassification,
     }.items():
         stock_model(model_class, stock_dense_config(num_labels=5, **size)).save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
@@ -231,8 +229,6 @@ pipe = pipeline("text-generation", root + "/lm")
 note("text", pipe, pipe("what is in the", max_new_tokens=12, do_sample=False))
 pipe = pipeline("text-classification", root + "/sequences", top_k=None)
 note("sequences", pipe, pipe(["this is a red circle", "what ?"]))
-pipe = pipeline("token-classification", root + "/tokens")
-note("tokens", pipe, pipe("this is a red circle"))
 if len(sys.argv) > 2:
     from PIL import Image
     picture = Image.new("RGB", (60, 40), (200, 30, 60))
@@ -294,7 +290,6 @@ def test_unchanged_script_gets_our_classes_and_stock_results(folders, tmp_path):
         "model": "LlamoeDenseForCausalLM",
         "text": "LlamoeDenseForCausalLM",
         "sequences": "LlamoeDenseForSequenceClassification",
-        "tokens": "LlamoeDenseForTokenClassification",
     }
     if pictures:
         expected |= {"pictures": "LlamoeForConditionalGeneration", "text of pictures": "LlamoeForCausalLM"}
