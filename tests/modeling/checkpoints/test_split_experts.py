@@ -17,7 +17,6 @@ from support.models import (
     text_config,
 )
 from support.tables import in_turn
-from transformers import Llama4ForCausalLM
 
 import llamoe
 from llamoe.configuration.errors import CheckpointError
@@ -127,18 +126,6 @@ def test_parts_of_a_multimodal_folder_are_read(name, tmp_path):
     assert [tensor.tolist() for tensor in given.values()] == [tensor.tolist() for tensor in expected.values()]
 
 
-def test_base_model_and_head_read_one_another(tmp_path):
-    model = TEXT.make()
-    write(tmp_path / "head", model, split(model.state_dict()))
-    base, info = llamoe.LlamoeTextModel.from_pretrained(tmp_path / "head", output_loading_info=True)
-    assert set(info["unexpected_keys"]) <= {"lm_head.weight"} and not info["missing_keys"]
-    assert_same_weights(base.state_dict(), model.model.state_dict())
-    write(tmp_path / "base", base, split(base.state_dict()))
-    again, info = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "base", output_loading_info=True)
-    assert info["missing_keys"] == {"lm_head.weight"}
-    assert_same_weights(again.model.state_dict(), model.model.state_dict())
-
-
 def test_renamed_keys_are_read(tmp_path, text):
     folder, model, state = text
     renamed = {
@@ -208,13 +195,6 @@ def test_what_is_saved_is_stacked(case, original_format, tmp_path):
     with safe_open(tmp_path / "saved/model.safetensors", "pt") as file:
         stacks = {name.rpartition(".experts.")[2] for name in file.keys() if ".experts." in name}
     assert stacks == {"gate_up_proj", "down_proj"}
-
-
-def test_saved_folder_is_stocks(text, tmp_path):
-    folder, model, _ = text
-    llamoe.LlamoeForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "saved", layout="stock")
-    stock = load_whole(Llama4ForCausalLM, tmp_path / "saved")
-    assert_same_weights(stock.state_dict(), model.state_dict())
 
 
 # Places

@@ -18,7 +18,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
     Llama4Config,
     Llama4ForCausalLM,
     Llama4ForConditionalGeneration,
@@ -306,20 +305,6 @@ def test_config_stays_stock_and_its_object_as_it_was(folders):
         AutoModelForCausalLM.from_pretrained(folders / "pictures", config=config)
         assert type(AutoConfig.from_pretrained(folders / "lm")) is LlamaConfig
     assert type(config) is Llama4Config and config.to_dict() == before | {"dtype": config.to_dict()["dtype"]}
-
-
-def test_keywords_reach_the_adopted_model(folders):
-    with llamoe.adopt():
-        model = AutoModelForSequenceClassification.from_pretrained(
-            folders / "lm", num_labels=3, dtype="bfloat16", attn_implementation="eager"
-        )
-        mixture = AutoModelForSequenceClassification.from_pretrained(folders / "pictures", num_labels=7)
-        short = AutoModelForCausalLM.from_pretrained(folders / "lm", num_hidden_layers=2)
-    assert type(model) is llamoe.LlamoeDenseForSequenceClassification
-    assert model.score.weight.shape == (3, 72) and model.dtype == torch.bfloat16
-    assert model.config._attn_implementation == "eager"
-    assert type(mixture) is llamoe.LlamoeForSequenceClassification and mixture.score.weight.shape == (7, 72)
-    assert len(short.model.layers) == 2
 
 
 def test_adopted_model_saves_as_ours_or_as_stock(folders, tmp_path):
