@@ -182,12 +182,6 @@ def test_overrides_by_keyword(tmp_path):
         llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, num_experts_per_tok=6)
 
 
-def test_a_name_among_the_arguments(tmp_path):
-    save_stock("text", tmp_path)
-    model = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, name_or_path="owner/name")
-    assert model.config._name_or_path == str(tmp_path)  # as in stock: where it was read from
-
-
 @for_pairs
 def test_config_of_nobody_we_know(pair, tmp_path):
     save_stock(pair, tmp_path)
