@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from support.conversions import (
     sums,
 )
 from support.meta_releases import expert_size, hidden_size, read_ranks
+from support.mistral_folders import MistralCase
 from support.models import deviation_in_range, load_whole, max_abs
 from support.tokenizer_files import rank_table
 from transformers import AutoConfig, AutoTokenizer
@@ -197,20 +197,30 @@ def test_a_tokenizer_decides_between_llama_2_and_3(tmp_path):
     assert (config.rope_parameters["rope_theta"], config.bos_token_id) == (500000.0, 256)
 
 
-@pytest.mark.parametrize(("instruct", "template"), [(None, True), (True, True), (False, False)])
-@pytest.mark.parametrize(
-    "write",
+def in_8_bits(source, target, **options):
     # 60 inputs are none that int8 stores.
+    return quantize(source, target, to="int8", keep=[".*self_attn", "gate_proj", "up_proj"], **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "write", "instruct", "template"),
     [
-        convert,
-        partial(quantize, to="int8", keep=[f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up")]),
+        ("llama", convert, None, True),
+        ("llama", convert, True, True),
+        ("llama", convert, False, False),
+        ("mistral", convert, None, True),
+        ("mistral", convert, False, False),
+        ("llama", in_8_bits, False, False),
     ],
-    ids=["convert", "quantize"],
 )
-def test_it_can_be_said_whether_a_model_was_tuned(write, instruct, template, tmp_path):
-    """Llama 2 not tuned has no template, and text that spells a special token is not read as one."""
-    META_LLAMA_2.write(tmp_path / "meta", META_LLAMA_2.weights(), 1)
-    write(tmp_path / "meta", tmp_path / "hf", instruct=instruct)
+def test_it_can_be_said_whether_a_model_was_tuned(kind, write, instruct, template, tmp_path):
+    """A model that is not tuned has no template, and text that spells a special token is not read as one."""
+    if kind == "llama":
+        META_LLAMA_2.write(tmp_path / "source", META_LLAMA_2.weights(), 1)
+    else:
+        MistralCase(kind, {"vocab_size": 310}).write(tmp_path / "source")
+        (tmp_path / "source" / "tokenizer.model").write_bytes(META_LLAMA_2.tokenizer())
+    write(tmp_path / "source", tmp_path / "hf", instruct=instruct)
     assert (tmp_path / "hf" / "chat_template.jinja").is_file() == template
     settings = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
     assert settings.get("split_special_tokens", False) != template

@@ -158,19 +158,6 @@ def test_special_tokens_that_tekken_names_have_their_names(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "instruct", "has_template"),
-    [("mistral-instruct", None, True), ("mistral", None, True), ("mistral", False, False), ("x", True, True)],
-)
-def test_a_template_is_written_unless_the_model_is_known_to_be_a_base_model(
-    name, instruct, has_template, tmp_path
-):
-    source = MistralCase(name, {"vocab_size": SIZE}).write(tmp_path / name)
-    (source / "tokenizer.model.v3").write_bytes(model_of(3))
-    convert(source, tmp_path / "hf", instruct=instruct)
-    assert (tmp_path / "hf" / "chat_template.jinja").exists() == has_template
-
-
-@pytest.mark.parametrize(
     ("messages", "words"),
     [
         ([("assistant", "a")], "message 1 has the role assistant"),
