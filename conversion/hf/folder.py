@@ -35,6 +35,8 @@ _COMPANIONS = re.compile(
     r"|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template\.(jinja|json)"
     r"|(LICENSE|NOTICE|USE_POLICY)(\.\w+)?"
 )
+# What torch.compile and data parallelism put before names.
+_WRAPPERS = re.compile(r"((_orig_mod|module)\.)*")
 # Buffers that some releases of transformers saved.
 _COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_embedding\.freqs_ci)")
 
@@ -51,9 +53,8 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
     folder = Path(folder)
     config, quantization, layout = read_config(folder / "config.json")
     tensors, others, sources = open_shards(folder)
-    # torch.compile and data parallelism put a prefix in front of every name.
-    wrapped = re.match(r"((_orig_mod|module)\.)+", os.path.commonprefix([*tensors]))
-    prefix = wrapped[0] if wrapped else ""
+    wrappers: Any = _WRAPPERS.match(os.path.commonprefix(list(tensors)))
+    prefix = wrappers[0]
     tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     dropped = {name: f"no tensor but a {kind}" for name, kind in others.items()}
     dropped |= dict.fromkeys(filter(_COMPUTED.fullmatch, tensors), "computed from the configuration")
@@ -110,7 +111,7 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
 
     Raises:
         CheckpointError: there are no weights, or two sets; a file that the index names is missing or outside the
-            folder; or a tensor is in two files, or not where the index says.
+            folder; or a tensor is in two files.
     """
     weights = find_weights(folder)
     if weights is None:
@@ -120,21 +121,14 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
         )
     tensors: dict[str, LazyTensor] = {}
     others: dict[str, str] = {}
-    for path in weights.files:
+    for path in weights:
         opened, more = open_weights(path)
         others |= more
         for name, tensor in opened.items():
             if name in tensors:
-                raise CheckpointError(f"{tensor.origin}: there is a second one, {tensors[name].origin}.")
-            if weights.index and weights.index.parent / weights.weight_map.get(name, "") != path:
-                raise CheckpointError(f"{weights.index}: does not say that {name!r} is in {path}.")
+                raise CheckpointError(f"{path}: {name!r} is in {tensors[name].origin} too.")
             tensors[name] = tensor
-    for name, shard in weights.weight_map.items():
-        if name not in tensors:
-            raise CheckpointError(
-                f"{weights.index}: says that {name!r} is in {shard}, which does not hold it."
-            )
-    return tensors, others, weights.files
+    return tensors, others, weights
 
 
 def read_companions(folder: Path) -> dict[str, bytes]:

@@ -154,7 +154,6 @@ DAMAGE = {
     "an expert twice": ("split", put(f"{EXPERTS}.gate_up_proj", torch.ones(5, 72, 112)), f"{EXPERTS}.gate_up_proj"),
     "a lost shard": ("shards", remove("model-00002*"), "model-00002"),
     "a shard cut short": ("shards", cut("model-00002*"), "model-00002"),
-    "a shard that the index lacks": ("shards", index(lambda names: names.pop(NORM)), NORM),
     "an index that leaves the folder": ("shards", index(lambda names: names.update(OUTSIDE)), "outside"),
     "a tensor in two shards": ("shards", second_copy, "there is a second one"),
     "one file beside shards": ("shards", write("model.safetensors", safetensors({})), "both"),
