@@ -126,7 +126,7 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
         others |= more
         for name, tensor in opened.items():
             if name in tensors:
-                raise CheckpointError(f"{path}: {name!r} is in {tensors[name].origin} too.")
+                raise CheckpointError(f"{tensor.origin}: there is a second one, {tensors[name].origin}.")
             tensors[name] = tensor
     return tensors, others, weights
 
