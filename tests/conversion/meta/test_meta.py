@@ -23,7 +23,9 @@ from support.tokenizer_files import rank_table
 from transformers import AutoConfig, AutoTokenizer
 
 import llamoe
+from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import convert, open_checkpoint, quantize
+from llamoe.conversion.io import WriteOptions
 from llamoe.conversion.io.name_table import Drop
 from llamoe.conversion.meta.folder import open_meta, save_meta
 from llamoe.conversion.meta.name_tables import llama4_table, llama_table
@@ -224,3 +226,28 @@ def test_it_can_be_said_whether_a_model_was_tuned(kind, write, instruct, templat
     assert (tmp_path / "hf" / "chat_template.jinja").is_file() == template
     settings = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
     assert settings.get("split_special_tokens", False) != template
+
+
+@pytest.mark.parametrize(
+    ("case", "shards", "words"),
+    [
+        (META_LLAMA_2, 6, "shards = 6: .* divide 2,"),
+        (META_MAVERICK, 2, "shards = 2: .* divide 3,"),
+        (META_SCOUT, 3, "shards = 3: .* divide 2,"),
+        (META_LLAMA_2, 0, "shards=0"),
+    ],
+)
+def test_files_that_heads_cannot_be_divided_by_are_refused(case, shards, words, tmp_path):
+    folder = case.write(tmp_path / "meta", case.weights(), 1)
+    with pytest.raises(ValueError, match=words):
+        save_meta(open_meta(folder), tmp_path / "to", shards=shards)
+    assert not (tmp_path / "to").exists()
+
+
+def test_dtypes_that_one_tensor_of_metas_cannot_mix_are_refused(tmp_path):
+    checkpoint = open_meta(META_SCOUT.write(tmp_path / "meta", META_SCOUT.weights(), 1))
+    name = "language_model.model.layers.0.self_attn.k_proj.weight"
+    checkpoint.tensors[name] = checkpoint.tensors[name].cast(torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"bfloat16.*float32.*Choose a dtype"):
+        save_meta(checkpoint, tmp_path / "to", shards=2)
+    save_meta(checkpoint, tmp_path / "to", WriteOptions(dtype="float32"), shards=2)
