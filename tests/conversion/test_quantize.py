@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.lazy_tensors import InMemory
 from support.models import draw, multimodal_config
 from support.paths import EXAMPLES
 
@@ -15,7 +16,7 @@ from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import convert, open_checkpoint, quantize, verify
 from llamoe.conversion.hf import packed_weights
 from llamoe.conversion.hf.packed_weights import pack_tensors
-from llamoe.conversion.io.lazy_tensor import LazyTensor, blocks
+from llamoe.conversion.io.lazy_tensor import blocks
 from llamoe.modeling import formats
 
 # Outputs are multiples of 16 and inputs of 32, as the formats want them.
@@ -176,18 +177,6 @@ def test_converting_gives_what_the_bits_mean(name, to, saved, packed, tmp_path):
     assert not other.same_function and other.outputs
 
 
-class Counted(LazyTensor):
-    """A tensor that notes what is read of it."""
-
-    def __init__(self, key, tensor, reads):
-        super().__init__(tensor.shape, tensor.dtype, tensor.origin)
-        self.key, self.tensor, self.reads = key, tensor, reads
-
-    def _read(self, start, stop):
-        self.reads.append((self.key, start, stop))
-        return self.tensor.read(start, stop)
-
-
 @pytest.mark.parametrize("name", ["text", "mixtral"])
 def test_a_block_is_one_expert_which_is_read_and_packed_once(name, saved, monkeypatch):
     source = open_checkpoint(saved(name)[0])
@@ -196,7 +185,7 @@ def test_a_block_is_one_expert_which_is_read_and_packed_once(name, saved, monkey
     monkeypatch.setattr(
         formats.Int4, "quantize", lambda self, weight: packed.append(weight.shape) or once(self, weight)
     )
-    counted = {key: Counted(key, tensor, reads) for key, tensor in source.tensors.items()}
+    counted = {key: InMemory(tensor.read(), key, reads) for key, tensor in source.tensors.items()}
     weights = packed_weights(source.config, llamoe.QuantizationConfig("int4"), are_stored=False)
     result = pack_tensors(counted, weights)
     assert not reads

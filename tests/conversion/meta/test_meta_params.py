@@ -6,10 +6,12 @@ import random
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.conversions import META_LLAMA_2
 from transformers import AutoConfig
 
 import llamoe
 from llamoe.configuration import PRESETS
+from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.checkpoint import Checkpoint, expected_shapes
 from llamoe.conversion.consolidated.params import Params, add_kept
 from llamoe.conversion.convert import convert
@@ -327,3 +329,20 @@ def test_as_many_files_as_metas_releases_have_are_written_where_no_number_is_giv
 def test_a_tower_alone_has_no_format_of_metas(tmp_path):
     with pytest.raises(ValueError, match="vision tower alone"):
         save_meta(Checkpoint(tmp_path, "clip", llamoe.preset("metaclip-b32"), {}), tmp_path / "to")
+
+
+def test_what_changes_no_number_is_kept_beside_params_json():
+    text = dict(router_aux_loss_coef=0.25, attn_temperature_tuning=4, max_position_embeddings=1048576)
+    config = llamoe.preset("llama-4-maverick", text_config=text, image_token_index=7)
+    _, kept = write_params(config, 4)
+    assert kept["image_token_index"] == 7
+    assert {name: kept["text_config"][name] for name in text} == text
+
+
+def test_the_file_beside_params_json_decides_nothing_that_is_computed(tmp_path):
+    source = META_LLAMA_2.write(tmp_path / "meta", META_LLAMA_2.weights(), 1)
+    (source / "llamoe.json").write_text('{"max_position_embeddings": 777}')
+    assert open_meta(source).config.max_position_embeddings == 777
+    (source / "llamoe.json").write_text('{"rms_norm_eps": 0.5}')
+    with pytest.raises(CheckpointError, match=r"llamoe\.json: rms_norm_eps = 0\.5"):
+        open_meta(source)
