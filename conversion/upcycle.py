@@ -230,16 +230,16 @@ def as_mixtral(dense: Checkpoint, mixture: Mixture) -> Checkpoint:
 def _fields_of(dense: Checkpoint, config_class: type[MixtureConfig]) -> dict[str, Any]:
     """Return the fields of a dense configuration that `config_class` has, too."""
     config = dense.config
-    known = {field.name for field in fields(config_class)}
+    shared = {field.name for field in fields(config_class)}
     return {
         field.name: copy.deepcopy(getattr(config, field.name))
         for field in fields(config)
-        if field.name in known
+        if field.name in shared
     }
 
 
 def _under(config: MixtureConfig, dense: Checkpoint, mixture: Mixture | None) -> Checkpoint:
-    """Rename and reorder the dense tensors for another configuration, with its mixture layers."""
+    """Rename and reorder the dense tensors for another configuration, and add its mixture layers."""
     tensors = {}
     for key, tensor in dense.tensors.items():
         match = _LAYER.fullmatch(key)
@@ -261,15 +261,15 @@ def _under(config: MixtureConfig, dense: Checkpoint, mixture: Mixture | None) ->
 
 
 def _rename(rest: str, is_moe: bool, config: MixtureConfig) -> str:
-    place = f"{config.feed_forward_name}.{'shared_expert.' if is_moe else ''}"
-    return place + rest.removeprefix("mlp.") if rest.startswith("mlp.") else rest
+    prefix = f"{config.feed_forward_name}.{'shared_expert.' if is_moe else ''}"
+    return prefix + rest.removeprefix("mlp.") if rest.startswith("mlp.") else rest
 
 
 def _reorder(rest: str, tensor: LazyTensor, config: MixtureConfig) -> LazyTensor:
     """Reorder rows of q and k, weights and biases, to the order of pairs of a configuration."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    place, _, name = rest.rpartition(".")[0].rpartition(".")
-    if place != "self_attn" or name not in heads:
+    module, _, name = rest.rpartition(".")[0].rpartition(".")
+    if module != "self_attn" or name not in heads:
         return tensor
     return permute_pairs(tensor, heads[name], to_halves=not config.rope_interleave)
 

@@ -155,8 +155,8 @@ def tower_companions(path: Path) -> dict[str, bytes]:
 
 def _companions(path: Path, processor: Mapping[str, Any] | None) -> dict[str, bytes]:
     """Collect the licence files of a folder and the settings of its image processor."""
-    found = read_companions(path) if path.is_dir() else {}
-    kept = {name: content for name, content in found.items() if name.startswith(_LICENCES)}
+    files = read_companions(path) if path.is_dir() else {}
+    kept = {name: content for name, content in files.items() if name.startswith(_LICENCES)}
     return kept if processor is None else {**kept, PROCESSOR: to_json(processor)}
 
 

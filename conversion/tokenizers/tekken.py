@@ -1,9 +1,9 @@
-"""The tokenizer of newer models of Mistral AI, tekken.json, to tokenizer.json.
+"""Convert the tokenizer of Mistral AI's newer models, tekken.json.
 
-The file holds tokens in base64 with their ranks, of which the model may have the first ones only, the pattern that
-splits a text into words, and since version 11 the special tokens. Special tokens have the first ids, so a token's id is
-its rank and their number. Text that spells a special token becomes that token here, since templates write them as text;
-mistral-common never reads one from text.
+The file holds tokens in base64 with their ranks, the pattern that splits a text into words, and since version 11 the
+special tokens. The model may have only the first of the tokens. Special tokens have the first ids, so a token's id is
+its rank plus the number of special tokens. Chat templates write special tokens as text, so text that spells one becomes
+that token; mistral-common never makes a special token of text.
 
 Source: `tekken.py` of mistralai/mistral-common.
 """
@@ -14,7 +14,7 @@ import json
 from .source_tokenizer import SourceTokenizer, refuse
 from .tiktoken_tables import build_json
 
-# Special tokens of files that name none.
+# Special tokens of files before version 11, which do not name them.
 _UNNAMED = (
     "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] "
     "[IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
@@ -26,7 +26,7 @@ def read(content: bytes, origin: str) -> SourceTokenizer:
     """Read a tekken.json; ids equal mistral-common's for texts without special tokens, `<s>` in front.
 
     Raises:
-        CheckpointError: it is damaged, or lacks one of the tokens that have a role.
+        CheckpointError: it is damaged, or lacks one of the tokens in `_ROLES`.
     """
     try:
         data = json.loads(content)
