@@ -12,7 +12,7 @@ import base64
 import json
 
 from .source_tokenizer import SourceTokenizer, refuse
-from .tiktoken_tables import build_json
+from .tiktoken_tables import BYTES, build_json
 
 # Special tokens of files before version 11, which do not name them.
 _UNNAMED = (
@@ -42,13 +42,13 @@ def read(content: bytes, origin: str) -> SourceTokenizer:
         version, pattern = int(config["version"].removeprefix("v")), config["pattern"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         refuse(origin, f"is not a tekken.json ({error!r})")
-    if list(ranks.values()) != list(range(size - specials)):
-        last = size - specials - 1
-        refuse(origin, f"has {len(ranks)} different tokens, not one for each rank from 0 to {last}")
-    if missing := [token for token in _ROLES.values() if token not in special]:
-        refuse(origin, f"has no {missing[0]}")
-    if len(special) != specials or any(bytes([byte]) not in ranks for byte in range(256)):
-        refuse(origin, "has a special token twice, or a byte without a token")
+    if list(ranks.values()) != list(range(size - specials)) or not BYTES <= ranks.keys():
+        problem = (
+            f"is not one token for each rank from 0 to {size - specials - 1}, with every byte among them"
+        )
+        refuse(origin, f"has {len(ranks)} different tokens, which {problem}")
+    if len(special) != specials or not {*_ROLES.values()} <= special.keys():
+        refuse(origin, f"has a special token twice, or lacks one of {', '.join(_ROLES.values())}")
     return SourceTokenizer(
         "tekken",
         "mistral",

@@ -14,7 +14,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from .source_tokenizer import SourceTokenizer, begin_with, refuse
 
-_BYTES = {bytes([byte]) for byte in range(256)}
+BYTES = {bytes([byte]) for byte in range(256)}
 _SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _OTHERS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -109,7 +109,7 @@ def read(content: bytes, origin: str) -> dict[bytes, int]:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except ValueError as error:
         refuse(origin, f"is no table of tokens in base64 and their ranks ({error})")
-    if sorted(ranks.values()) != list(range(len(lines))) or not _BYTES <= ranks.keys():
+    if sorted(ranks.values()) != list(range(len(lines))) or not BYTES <= ranks.keys():
         refuse(origin, f"its {len(lines)} lines are not one token for each rank, with every byte among them")
     return ranks
 

@@ -184,9 +184,9 @@ def test_of_several_tokenizers_the_newest_is_taken(tmp_path):
     [
         (b'{"config": 3}', "nor a tekken.json"),
         (tekken(config=3), "is not a tekken.json"),
-        (tekken(vocab=tekken()["vocab"][:-3]), "not one for each rank from 0 to 264"),
-        (tekken(vocab=tekken()["vocab"][1:]), "not one for each rank"),
-        (tekken(special_tokens=[{"rank": 1, "token_str": "<s>"}]), "no </s>"),
+        (tekken(vocab=tekken()["vocab"][:-3]), "not one token for each rank from 0 to 264"),
+        (tekken(vocab=tekken()["vocab"][1:]), "not one token for each rank"),
+        (tekken(special_tokens=[{"rank": 1, "token_str": "<s>"}]), "lacks one of <s>, </s>"),
         (tekken(), "30 special tokens and 265 others, and LlamoeMixtralConfig.vocab_size is 53"),
     ],
     ids=["another-file", "no-config", "cut", "shifted", "no-end", "another-model"],
