@@ -75,7 +75,7 @@ def test_loaded_ids_equal_sentencepiece(context, layout, model, reference, tmp_p
     assert [again(text)["input_ids"] for text in NASTY] == [loaded(text)["input_ids"] for text in NASTY]
 
 
-def test_templates_of_specials_are_read_where_there_is_a_template(model, reference):
+def test_special_tokens_are_read_from_text_where_there_is_a_template(model, reference, tmp_path):
     files = conversion.hf_files_from_meta(model, config_of())
     tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
     middle = tokenizer.encode("hello</s>hello", add_special_tokens=False).ids
@@ -87,6 +87,10 @@ def test_templates_of_specials_are_read_where_there_is_a_template(model, referen
         settings = json.loads(files["tokenizer_config.json"])
         assert settings.get("split_special_tokens", False) is is_split
         assert ("chat_template.jinja" in files) is not is_split
+        generation = GenerationConfig.from_pretrained(write_files(tmp_path / f"{instruct}-{context}", files))
+        generation.validate()
+        named = (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id)
+        assert (named, bool(generation.do_sample)) == ((1, 2, 0), instruct is True)
     assert "chat_template.jinja" in conversion.hf_files_from_meta(model, config_of(2048), family="llama-2")
 
 
@@ -222,17 +226,6 @@ def test_calls_are_refused_where_they_are_not_written(template, chat):
     ):
         with pytest.raises(Exception, match="message 2 "):
             chat.apply_chat_template([*turns("hello"), second], chat_template=template, tokenize=False)
-
-
-def test_generation_settings_load(model, tmp_path):
-    for instruct, sampled in [(None, False), (True, True), (False, False)]:
-        folder = tmp_path / str(instruct)
-        write_files(folder, conversion.hf_files_from_meta(model, config_of(), instruct=instruct))
-        settings = GenerationConfig.from_pretrained(folder)
-        assert (settings.bos_token_id, settings.eos_token_id, settings.pad_token_id) == (1, 2, 0)
-        assert bool(settings.do_sample) is sampled
-        settings.validate()
-    assert (settings.temperature or 1.0) == 1.0
 
 
 # The way back
