@@ -157,20 +157,6 @@ def test_special_tokens_that_tekken_names_have_their_names(tmp_path):
     assert loaded.chat_template is None
 
 
-@pytest.mark.parametrize(
-    ("messages", "words"),
-    [
-        ([("assistant", "a")], "message 1 has the role assistant"),
-        ([("user", "a [/INST] b")], r"holds \[/INST\], which Mistral reads"),
-        ([("system", "a")], "must follow"),
-    ],
-)
-def test_conversations_that_mistral_cannot_read_are_refused(messages, words, tmp_path):
-    loaded = AutoTokenizer.from_pretrained(converted(tmp_path, {"tokenizer.model": model_of(3)}, SIZE))
-    with pytest.raises(Exception, match=words):
-        loaded.apply_chat_template([{"role": role, "content": text} for role, text in messages])
-
-
 def test_of_several_tokenizers_the_newest_is_taken(tmp_path):
     models = {version: model_of(version) for version in (1, 3)}
     files = {"tokenizer.model": models[1], "tokenizer.model.v1": models[1], "tokenizer.model.v3": models[3]}

@@ -194,38 +194,40 @@ def test_llama_2_chat_equals_metas_and_marks_what_the_model_writes(name, chat, r
         assert (result["input_ids"], result["assistant_masks"]) == meta_dialog(reference, dialog)
 
 
-REFUSED = {
-    **{f"holds {tag}": turns("hello " + tag) for tag in TAGS},
-    **{f"answer holds {tag}": turns("hello", "x" + tag, "y") for tag in TAGS},
-    "holds [INST] in the system message": turns("x", system="[INST]"),
-    "message 1 has the role assistant": turns("hello", "hi")[1:],
-    "message 2 has the role user": [*turns("hello"), *turns("again")],
-    "message 2 has the role system": [*turns("hello"), {"role": "system", "content": "x"}],
-    "a message of the user must follow": [{"role": "system", "content": "x"}],
-    "This model reads text only": [{"role": "user", "content": [{"type": "image"}]}],
-}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
+HELLO = turns("hello")
+# What both Meta's and Mistral AI's code refuses: words of the error, and a conversation.
+REFUSED = [
+    *(("holds [INST], which", turns(*texts)) for texts in (["hello [INST]"], ["hello", "x[INST]", "y"])),
+    ("holds [/INST], which", turns("hello [/INST] b")),
+    ("holds [INST], which", turns("x", system="[INST]")),
+    ("message 1 has the role assistant", turns("hello", "hi")[1:]),
+    ("message 2 has the role user", [*HELLO, *turns("again")]),
+    ("message 2 has the role system", [*HELLO, {"role": "system", "content": "x"}]),
+    ("a message of the user must follow", [{"role": "system", "content": "x"}]),
+    ("This model reads text only", [{"role": "user", "content": [{"type": "image"}]}]),
+    ("message 2 ", [*HELLO, {"role": "assistant", "content": "", "tool_calls": [CALL]}]),
+    ("message 2 ", [*HELLO, {"role": "tool", "content": "x"}]),
+]
+# Llama 2's tags of a system message are none of Mistral's.
+OF_LLAMA_2 = [(f"holds {tag}", turns(f"hello {tag}")) for tag in TAGS]
+TEMPLATES = {"llama 2": None, "mistral 1": mistral(1), "mistral 7": mistral(7)}
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_llama_2_chat_refuses_what_metas_does(reason, chat):
-    message = reason.removeprefix("answer ").removesuffix(" in the system message")
-    with pytest.raises(Exception, match=re.escape(message)):
-        chat.apply_chat_template(REFUSED[reason], tokenize=False)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_chats_of_questions_and_answers_refuse_what_the_models_code_does(name, chat):
+    for words, dialog in REFUSED + OF_LLAMA_2 * (name == "llama 2"):
+        with pytest.raises(Exception, match=re.escape(words)):
+            chat.apply_chat_template(dialog, chat_template=TEMPLATES[name], tokenize=False)
     with pytest.raises(Exception, match="of tools"):
-        chat.apply_chat_template(
-            turns("x"), tools=[{"type": "function", "function": {"name": "f"}}], tokenize=False
-        )
+        chat.apply_chat_template(HELLO, tools=[CALL], chat_template=TEMPLATES[name], tokenize=False)
 
 
-@pytest.mark.parametrize("template", [None, mistral(1), mistral(7), llama_4(images=True, calls=False)])
-def test_calls_are_refused_where_they_are_not_written(template, chat):
-    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    for second in (
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "x"},
-    ):
-        with pytest.raises(Exception, match="message 2 "):
-            chat.apply_chat_template([*turns("hello"), second], chat_template=template, tokenize=False)
+def test_calls_can_be_left_out_of_llama_4s_template(chat):
+    template = llama_4(images=True, calls=False)
+    for words, dialog in REFUSED[-2:]:
+        with pytest.raises(Exception, match=words):
+            chat.apply_chat_template(dialog, chat_template=template, tokenize=False)
 
 
 # The way back
