@@ -33,9 +33,9 @@ from ..io import (
 
 
 class _Rotated(Operation):
-    """Rows of a projection before rotary embedding: Meta rotates neighbouring channels, Hugging Face rotates halves.
+    """Permutes the rows of a query or key projection: Meta rotates neighbouring channels, Hugging Face rotates halves.
 
-    Files hold whole heads, so each file's rows are permuted alone.
+    Files hold whole heads, so each file's rows are permuted separately.
     """
 
     def __init__(self, heads: str):
@@ -53,9 +53,9 @@ class _Rotated(Operation):
 
 
 class _Experts(Operation):
-    """Experts stacked in one tensor: of one projection, or of gate and up side by side.
+    """Joins a layer's experts in one tensor: the down projections, or gate and up projections side by side.
 
-    Where it is `flat`, Meta's tensor is a matrix with the rows of all experts.
+    With `flat`, Meta's tensor is a matrix with the rows of all experts, else a stack with an expert each.
     """
 
     def __init__(self, flat: bool):
