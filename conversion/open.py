@@ -76,8 +76,8 @@ def open_checkpoint(
 def open_tower(path: str | os.PathLike, *, model: str | None = None) -> Checkpoint:
     """Open a vision tower of any format, or that of a multimodal model; for the arguments see `convert_vision`.
 
-    `companions` of the result hold preprocessor_config.json if the source says how pictures are prepared, and always for
-    a source of open_clip, which has defaults.
+    `companions` of the result hold preprocessor_config.json if the source says how pictures are prepared, and always
+    for a source of open_clip, which has defaults.
 
     Raises:
         CheckpointError: beside the reasons of `open_checkpoint`, there is no tower.

@@ -1,7 +1,7 @@
 """Reads folders in Mistral AI's format: Mistral and Mixtral.
 
-Such a folder holds params.json and weights: consolidated.safetensors, or consolidated.00.pth and so on. If a dense model
-has several files, each holds a slice of every large tensor; each file of a mixture holds some of the tensors, whole.
+Such a folder holds params.json and weights: consolidated.safetensors, or consolidated.00.pth and so on. If a dense
+model has several files, each holds a slice of every large tensor; each file of a mixture holds some whole tensors.
 Tensors outside of experts have the names of Meta's LLaMA, are sliced along the same axes, and have rows of q and k in
 the same order.
 
