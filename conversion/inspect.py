@@ -67,7 +67,8 @@ class Inspection:
         stored: elements in the weight files, a tied head counted once; None without weights.
         dtypes: dtype to number of tensors and bytes.
         quantization: how the weights are packed, as config.json says it; None for plain ones.
-        files, bytes: weight files with their bytes, and the bytes of all.
+        files: name of each weight file to its bytes.
+        bytes: bytes of all weight files.
         parts: part of the model to stored parameters and bytes.
         context, batch: tokens and rows that the cache is computed for; a tower has no context.
         cache: bytes of its keys and values in bfloat16.
@@ -246,7 +247,7 @@ def _cache(config: LlamoeBaseConfig, context: int | None, batch: int) -> tuple[i
 
 
 def _source(checkpoint: Checkpoint) -> Source:
-    """Return the plan's input: the files if `from_pretrained` reads this format, else the configuration."""
+    """Return what a plan is made of: the stored tensors if `from_pretrained` reads this format, else the configuration."""
     quantization = None if checkpoint.quantization is None else checkpoint.quantization.to_dict()
     if checkpoint.kind != "hf":
         return Source(checkpoint.config, quantization)
@@ -272,7 +273,7 @@ def _needs(checkpoint: Checkpoint, source: Source) -> dict[str, int]:
 
 
 def _arguments(plan: PlacementPlan) -> str:
-    """Write the arguments of `from_pretrained`, as far as they fit into a line."""
+    """Write the arguments of `from_pretrained` for a plan, or how to get them if they are too long for a line."""
     if len(plan.device_map) <= 2:
         return ", ".join(f"{name}={value!r}" for name, value in plan.arguments().items())
     memory = "" if plan.experts_memory is None else f", experts_memory={plan.experts_memory}"

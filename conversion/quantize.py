@@ -1,4 +1,4 @@
-"""Quantized weights, written block by block: the folder that a quantized model saves, without loading the model."""
+"""Write the folder that a quantized model would save, block by block, without loading the model."""
 
 import os
 import re

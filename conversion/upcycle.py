@@ -153,7 +153,7 @@ class Mixture:
         Args:
             name: such as "model.layers.3.feed_forward".
             dense: the dense feed-forward's gate_proj and up_proj, `[I, H]`, and down_proj, `[H, I]`.
-            config: the mixture's; a shared expert says that the routed ones begin as zero.
+            config: configuration of the mixture; with a shared expert, the routed ones begin as zero.
 
         Returns:
             the model's three tensors by key: `[E, H]`, `[E, H, 2 I]` and `[E, I, H]`; the experts with their last two

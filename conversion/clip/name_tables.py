@@ -14,14 +14,14 @@ from ..io import TRANSPOSED, Drop, FusedRows, Operation, Row
 
 
 class _ClassLast(Operation):
-    """Positions `[1 + G * G, D]`: the class token's row moves from the first place to the last."""
+    """Moves the class token's row of positions `[1 + G * G, D]` from the first place to the last."""
 
     def convert(self, tensors, sizes):
         return [tensors[0].map(lambda rows: torch.cat([rows[1:], rows[:1]]))]
 
 
 class _Flatten(Operation):
-    """A strided convolution `[D, C, P, P]` as a linear layer `[D, C * P * P]`: same elements, same order."""
+    """Views the weight of a strided convolution `[D, C, P, P]` as that of a linear layer `[D, C * P * P]`."""
 
     def convert(self, tensors, sizes):
         return [tensors[0].view(tensors[0].shape[0], prod(tensors[0].shape[1:]))]

@@ -56,7 +56,7 @@ def open_open_clip(path: Path, model: str | None) -> Checkpoint:
         file = next(path / name for name in OPEN_CLIP_FILES if (path / name).is_file())
     # Distributed training adds this prefix.
     tensors = _renamed(open_weights(file)[0], lambda name: name.removeprefix("module."))
-    # The configuration belongs to the file only where both have the names that open_clip gives them.
+    # open_clip_config.json describes the weights beside it only if these have open_clip's own file name.
     described, settings = file.with_name(OPEN_CLIP_CONFIG), {}
     if file.name in OPEN_CLIP_FILES and described.is_file():
         if model is not None:
@@ -132,7 +132,7 @@ def _checkpoint(
     processor: Mapping[str, Any] | None,
     where: object,
 ) -> Checkpoint:
-    """Make a tower without adapter; errors about its fields name `where`."""
+    """Make a tower without adapter; `where` is the file with its fields, for errors."""
     try:
         config = LlamoeVisionConfig(
             **fields,

@@ -126,7 +126,7 @@ def read_decoder(params: Params) -> dict[str, Any]:
 
 
 def read_dtype(params: Params) -> dict[str, str]:
-    """Return the dtype of the weights as a field, if the tensors showed one."""
+    """Return the dtype of the weights as a field, if `measure` has completed the parameters by it."""
     return {"dtype": params.entries["dtype"]} if "dtype" in params else {}
 
 

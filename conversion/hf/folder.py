@@ -48,8 +48,8 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
     in config.json.
 
     Raises:
-        CheckpointError: a file is missing or damaged, the architecture is unknown, weights are quantized by others,
-            tensors are missing, unknown, or contradict config.json's shapes, or the tokenizer is another model's.
+        CheckpointError: a file is missing or damaged, architecture or quantization are unknown, tensors are missing,
+            unknown, or contradict config.json's shapes, or the tokenizer is another model's.
     """
     folder = Path(folder)
     config, quantization, layout = read_config(folder / "config.json")
@@ -105,7 +105,7 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
 
 
 def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], list[Path]]:
-    """Open a folder's tensors by name; list types of other entries by name, and the files.
+    """Open the weights of a folder: name to tensor, name to type of the entries that are no tensors, and the files.
 
     Raises:
         CheckpointError: there are no weights, or two sets; a file that the index names is missing or outside the

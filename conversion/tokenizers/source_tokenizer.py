@@ -49,7 +49,7 @@ class SourceTokenizer:
 
 
 def refuse(origin: str, problem: str) -> NoReturn:
-    """Raise the error for a damaged file."""
+    """Raise the error for a damaged file, which should be downloaded again."""
     raise CheckpointError(f"{origin}: {problem}. Take the file from the release again.")
 
 
