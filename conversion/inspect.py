@@ -247,7 +247,7 @@ def _cache(config: LlamoeBaseConfig, context: int | None, batch: int) -> tuple[i
 
 
 def _source(checkpoint: Checkpoint) -> Source:
-    """Return what a plan is made of: the stored tensors if `from_pretrained` reads this format, else the configuration."""
+    """Return what a plan is made of: the stored tensors if `from_pretrained` reads them, else the configuration."""
     quantization = None if checkpoint.quantization is None else checkpoint.quantization.to_dict()
     if checkpoint.kind != "hf":
         return Source(checkpoint.config, quantization)

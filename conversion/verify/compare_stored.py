@@ -76,7 +76,7 @@ def shared_parts(first: Checkpoint, second: Checkpoint) -> tuple[list[Checkpoint
 
 
 def _encoder(tower: Checkpoint) -> Checkpoint:
-    """Return a tower without adapter and projection, so that its output is that of the encoder, with the class token."""
+    """Return a tower without adapter and projection, whose output is that of the encoder, with the class token."""
     config: Any = copy.deepcopy(tower.config)
     config.use_adapter, config.projection_dim = False, None
     config.vision_feature_select_strategy = "full"

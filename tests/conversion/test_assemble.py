@@ -5,11 +5,10 @@ import shutil
 from types import SimpleNamespace
 
 import numpy as np
-import open_clip
 import pytest
 import torch
+from open_clip.transformer import QuickGELU
 from PIL import Image
-from safetensors.torch import save_file
 from support.models import (
     draw,
     make_asymmetric,
@@ -18,6 +17,7 @@ from support.models import (
     stock_multimodal_config,
     stock_text_config,
 )
+from support.towers import open_clip_config, open_clip_tower, randomize, visual_state, write_open_clip
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     CONFIG_MAPPING,
@@ -41,6 +41,7 @@ from llamoe.conversion.upcycle import upcycle
 
 TOLERANCE = 1e-5
 WORDS = 83  # fewer than the 101 rows of the embedding
+PIXELS = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
 PICTURE = Image.fromarray(np.random.default_rng(3).integers(0, 255, (70, 95, 3), dtype=np.uint8))
 
 
@@ -65,22 +66,11 @@ def save_decoder(folder, family="dense", dtype=torch.float32, **config):
     return model
 
 
-def save_tower(path, image=56, patch=14, act=torch.nn.GELU, **extra):
-    """An open_clip file with its configuration, and open_clip's tower."""
-    path.mkdir()
-    fields = dict(image_size=image, patch_size=patch, width=72, layers=2, head_width=24, mlp_ratio=3.5)
-    text = dict(context_length=9, vocab_size=40, width=16, heads=2, layers=1)
-    quick = act is not torch.nn.GELU
-    model = open_clip.model.CLIP(embed_dim=20, vision_cfg=fields, text_cfg=text, quick_gelu=quick)
-    make_asymmetric(model)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in model.state_dict().items()},
-        path / "open_clip_model.safetensors",
-    )
-    content = {"model_cfg": {"embed_dim": 20, "vision_cfg": fields, "text_cfg": text, "quick_gelu": quick}}
-    content["preprocess_cfg"] = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], **extra}
-    (path / "open_clip_config.json").write_text(json.dumps(content))
-    return model.visual
+def save_tower(path, image=48, act=torch.nn.GELU):
+    """A folder of open_clip, and its tower of 8 by 8 patches."""
+    tower = randomize(open_clip_tower(act, image_size=image))
+    write_open_clip(path, visual_state(tower), open_clip_config(act is QuickGELU, PIXELS, image_size=image))
+    return tower
 
 
 @pytest.fixture(scope="module")
@@ -143,15 +133,15 @@ def test_texts_give_the_decoders_logits_for_its_whole_vocabulary(parts, tmp_path
 
 
 def test_the_adapter_reads_what_open_clips_tower_gives(parts, tmp_path, record_parity):
-    visual = save_tower(tmp_path / "tower", act="quick").eval()
+    visual = save_tower(tmp_path / "tower", act=QuickGELU)
     report = assemble(parts.decoder, tmp_path / "tower", tmp_path / "out")
     assert any("visual_projection" in key for key in report.dropped)
 
     model, processor = load(tmp_path / "out")
     seen = []
     model.vision_model.layernorm_post.register_forward_hook(lambda *call: seen.append(call[2]))
-    mean, std = (torch.tensor(values)[:, None, None] for values in ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6]))
-    raw = torch.rand(2, 3, 56, 56)
+    mean, std = (torch.tensor(values)[:, None, None] for values in PIXELS.values())
+    raw = torch.rand(2, 3, 48, 48)
     settings = processor.image_processor
     our_mean, our_std = (
         torch.tensor(values)[:, None, None] for values in (settings.image_mean, settings.image_std)
@@ -159,7 +149,6 @@ def test_the_adapter_reads_what_open_clips_tower_gives(parts, tmp_path, record_p
     assert torch.allclose(our_mean, mean)
     with torch.no_grad():
         model.get_image_features((raw - our_mean) / our_std)
-        visual.output_tokens = True
         _, expected = visual((raw - mean) / std)
     error = max_abs(seen[0][:, :-1], expected)
     record_parity("assembled, MetaCLIP tower", "open_clip VisionTransformer", "float32", error)
@@ -168,7 +157,7 @@ def test_the_adapter_reads_what_open_clips_tower_gives(parts, tmp_path, record_p
 
 def test_three_commands_lead_to_a_model_that_answers_and_trains(tmp_path):
     decoder = save_decoder(tmp_path / "llama", pad_token_id=None)
-    save_tower(tmp_path / "clip", act="quick")
+    save_tower(tmp_path / "clip", act=QuickGELU)
     convert_vision(tmp_path / "clip", tmp_path / "tower")
     upcycle(tmp_path / "llama", tmp_path / "moe", experts=3)
     report = assemble(tmp_path / "moe", tmp_path / "tower", tmp_path / "out", max_tiles=4)
@@ -180,8 +169,8 @@ def test_three_commands_lead_to_a_model_that_answers_and_trains(tmp_path):
     config = model.config
     ids = inputs["input_ids"][0]
     tiles = inputs["pixel_values"].shape[0]
-    assert 1 < tiles <= 5 and inputs["pixel_values"].shape[1:] == (3, 56, 56)
-    assert (ids == config.image_token_id).sum() == tiles * config.vision_config.tokens_per_tile == tiles * 4
+    assert 1 < tiles <= 5 and inputs["pixel_values"].shape[1:] == (3, 48, 48)
+    assert (ids == config.image_token_id).sum() == tiles * config.vision_config.tokens_per_tile == tiles * 16
     assert (ids == config.boi_token_id).sum() == (ids == config.eoi_token_id).sum() == 1
     assert ids.max() < config.text_config.vocab_size
     assert config.text_config.vocab_size == len(processor.tokenizer)
@@ -230,21 +219,21 @@ def test_what_is_fresh_follows_from_the_seed(parts, tmp_path):
         tensors = open_checkpoint(tmp_path / str(seed)).tensors
         keys = [f"vision_model.vision_adapter.mlp.fc{number}.weight" for number in (1, 2)]
         drawn.append([tensors[key].read() for key in [*keys, "multi_modal_projector.linear_1.weight"]])
-    assert [tuple(tensor.shape) for tensor in drawn[0]] == [(72, 288), (72, 72), (72, 72)]
+    assert [tuple(tensor.shape) for tensor in drawn[0]] == [(72, 416), (72, 72), (72, 72)]
     for first, second, std in zip(*drawn, (0.02, 0.02, 0.05), strict=True):
         assert not torch.equal(first, second) and first.std().item() == pytest.approx(std, rel=0.05)
 
 
 def test_an_odd_grid_asks_for_another_size_of_pictures(parts, tmp_path):
-    save_tower(tmp_path / "tower", image=126)  # 9 by 9 patches
-    with pytest.raises(ValueError, match=r"image_size = 126.* grid of 9 by 9 .*a multiple of 28"):
+    save_tower(tmp_path / "tower", image=54)
+    with pytest.raises(ValueError, match=r"image_size = 54.* grid of 9 by 9 .*a multiple of 12"):
         assemble(parts.decoder, tmp_path / "tower", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    assemble(parts.decoder, tmp_path / "tower", tmp_path / "out", image_size=56)
+    assemble(parts.decoder, tmp_path / "tower", tmp_path / "out", image_size=48)
     model, processor = load(tmp_path / "out")
     inputs = prompt(processor)
     count = (inputs["input_ids"] == model.config.image_token_id).sum()
-    assert count == 4 * len(inputs["pixel_values"])
+    assert count == 16 * len(inputs["pixel_values"])
     with torch.no_grad():
         assert model(**inputs).logits.isfinite().all()
 
@@ -320,7 +309,7 @@ def others(parts, tmp_path_factory):
         ("bare", "tower", {}, r"tokenizer\.json: there is none, nor a tokenizer\.model"),
         ("decoder", "tower", dict(seed=-1), "seed=-1"),
         ("decoder", "tower", dict(max_tiles=0), "max_tiles=0"),
-        ("decoder", "tower", dict(image_size=60), "image_size = 60"),
+        ("decoder", "tower", dict(image_size=54), "image_size = 54"),
         ("decoder", "tower", dict(layout="stock"), "cannot express"),
     ],
     ids=str,
