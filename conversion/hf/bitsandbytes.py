@@ -12,6 +12,7 @@ from ...configuration.errors import CheckpointError
 from ...modeling.formats import Bnb4Bit, Bnb8Bit
 from ..io import Computed, LazyTensor
 
+# Names of the tensors that bitsandbytes stores beside the codes of a weight.
 _BESIDE = re.compile(
     r"(.+)\.(weight\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\..+)|SCB|weight_format)"
 )
