@@ -6,7 +6,7 @@ Logits, losses and gradients are in `test_parity.py`, heads in `test_classificat
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.models import load_whole, max_abs, stock_mixtral_config, stock_model
+from support.models import load_whole, max_abs, random_ids, stock_mixtral_config, stock_model
 from torch.nn import functional as F
 from transformers import MixtralForCausalLM
 
@@ -14,9 +14,7 @@ import llamoe
 from llamoe import LlamoeMixtralForCausalLM
 from llamoe.modeling.kernels import rows_of_torch
 
-
-def ids(length=50, rows=2):
-    return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(1))
+IDS = random_ids(2, 50)
 
 
 def pair(folder, **overrides):
@@ -63,7 +61,7 @@ def test_folders_go_both_ways_bit_for_bit(layout, tmp_path):
     assert all(torch.equal(expected[name], written[name]) for name in written)
     reader = MixtralForCausalLM if layout == "stock" else LlamoeMixtralForCausalLM
     again = load_whole(reader, tmp_path / "ours")
-    assert torch.equal(again(ids()).logits, (stock if layout == "stock" else ours)(ids()).logits)
+    assert torch.equal(again(IDS).logits, (stock if layout == "stock" else ours)(IDS).logits)
     # Stock's files are un-fused, whatever files the model came from.
     if layout == "llamoe":
         again.save_pretrained(tmp_path / "again", layout="stock")
@@ -101,4 +99,4 @@ def test_a_layer_on_disk(tmp_path):
         tmp_path / "stock", device_map=places, offload_folder=tmp_path / "offload"
     )
     assert placed.model.layers[1].mlp.experts.down_proj.device.type == "meta"
-    assert max_abs(placed(ids()).logits, stock(ids()).logits) <= 1e-4
+    assert max_abs(placed(IDS).logits, stock(IDS).logits) <= 1e-4
