@@ -17,7 +17,6 @@ from support.models import (
     generate,
     max_abs,
     new_tokens,
-    run,
 )
 from support.tables import in_turn
 from transformers import DynamicCache
@@ -91,19 +90,6 @@ def test_tokens_and_scores_are_those_of_stock(case, way):
 
 
 # Against each row by itself
-
-
-@for_models("is_head")
-def test_generate_on_a_padded_batch_equals_each_row_alone(case):
-    """Twelve tokens, over a border of each row's chunks; the reference is the argmax of a pass without a cache."""
-    model, inputs = case.make_small(), case.inputs(length=PROMPT)
-    together = new_tokens(model, inputs, max_new_tokens=12)
-    for row in range(len(PADDING)):
-        alone = case.row(inputs, row)
-        assert torch.equal(new_tokens(model, alone, max_new_tokens=12)[0], together[row])
-        ids = torch.cat([alone["input_ids"], together[row : row + 1]], 1)
-        whole = alone | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        assert torch.equal(run(model, **whole, use_cache=False)[0, -13:-1].argmax(-1), together[row])
 
 
 @pytest.mark.parametrize(

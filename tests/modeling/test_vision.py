@@ -224,6 +224,15 @@ class TestSwitches:
         assert result.last_hidden_state.shape == (TILES, 4, 44)
         check_close(result.pooler_output, expected)
 
+    def test_full_keeps_the_class_token_last(self):
+        """Where no adapter folds the patches; open_clip's own numbers are in the tests of conversions."""
+        plain = our_tower(use_adapter=False, projection_dim=24)
+        whole = our_tower(plain, use_adapter=False, projection_dim=24, vision_feature_select_strategy="full")
+        states, expected = whole(random_tiles()).last_hidden_state, plain(random_tiles())
+        assert states.shape == (TILES, 17, SIZES["hidden_size"])
+        check_close(states[:, :-1], expected.last_hidden_state)
+        check_close(states[:, -1] @ plain.visual_projection.weight.T, expected.pooler_output)
+
 
 class TestModelContract:
     def test_fresh_weights(self):

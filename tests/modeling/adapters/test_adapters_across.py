@@ -354,6 +354,17 @@ def test_adapter_of_another_base_is_refused(kind, how, tmp_path):
     assert torch.equal(run(model, **inputs), before)
 
 
+@both_ways
+def test_a_file_that_lacks_a_tensor_is_refused(how, tmp_path):
+    """peft would draw it anew."""
+    ours, _ = pair(DENSE)
+    file = adapter_of(tmp_path, ours) / "adapter_model.safetensors"
+    _, *others = load_file(file).items()
+    save_file(dict(others), file)
+    with pytest.raises(ValueError, match="the adapter has no "):
+        load(ours, tmp_path / "other", how)
+
+
 METHODS = {
     "IA3Config": {},
     "LoHaConfig": {},
