@@ -22,8 +22,6 @@ from support.tables import in_turn
 from transformers import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from llamoe.modeling._compat import CACHE
-
 # With eight new tokens or more, a chunk border lies among them: attention_chunk_size is 16 in the tiny configs.
 PROMPT = 29
 
@@ -181,7 +179,7 @@ def test_a_conversation_goes_on_with_another_picture():
     second = torch.randn(1, *inputs["pixel_values"].shape[1:])
     expected = new_tokens(model, {**whole, "pixel_values": torch.cat([first["pixel_values"], second])})
     past = result.past_key_values
-    given = new_tokens(model, {**whole, "pixel_values": second}, **{CACHE: past})
+    given = new_tokens(model, {**whole, "pixel_values": second}, cache=past)
     assert torch.equal(given, expected)
 
 

@@ -73,7 +73,11 @@ def test_folders_go_both_ways_bit_for_bit(layout, tmp_path):
 EXPERT = "model.layers.1.block_sparse_moe.experts"
 BROKEN = {
     "an expert's matrix is missing": (f"{EXPERT}.3.w3.weight", None, r"experts\.3\.w3\.weight is missing"),
-    "another shape": (f"{EXPERT}.2.w2.weight", (52, 72), r"experts\.down_proj: .*\[72, 52\].*\[52, 72\]"),
+    "another shape": (
+        f"{EXPERT}.2.w2.weight",
+        (52, 72),
+        r"experts\.down_proj: 2\.w2\.weight .*\[52, 72\].*\[72, 52\]",
+    ),
 }
 
 

@@ -385,7 +385,7 @@ def test_adapters_on_plain_experts(num_tokens, top_k, factor, on_a_gpu, nobody_c
 def test_linear_layers(on_a_gpu, launches, monkeypatch):
     """Few rows by the kernel, more by an unpacked matrix; the gradient of rows, too."""
     layer = QuantizedLinear(torch.nn.Linear(190, 112, device="meta"), Int4(64))
-    for name, part in layer.quantize(torch.randn(112, 190) / 190**0.5).items():
+    for name, part in layer.quantize(torch.randn(112, 190) / 190**0.5, "weight").items():
         getattr(layer, name).data.copy_(part)
     torch.nn.init.normal_(layer.bias)
     truth = layer.dequantized(FP32).double()

@@ -15,7 +15,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DataCollatorWithFlattening
 
 import llamoe
-from llamoe.modeling._compat import CACHE
 from llamoe.modeling.attention import implementation as implementation_module
 
 CASES = {case.name: case for case in MODELS}
@@ -202,8 +201,6 @@ def test_keywords_reach_the_implementation_untouched(case):
         model = case.make_small()
         model.set_attn_implementation("untouched")
         names = ["block_table", "attention_instances"]
-        # From transformers 5.24 on this is a model's own argument.
-        names += ["cache"] if CACHE == "past_key_values" else []
         given = {name: object() for name in names}
         lengths = torch.tensor([0, 20, 53], dtype=torch.int32)
         positions = torch.arange(53)[None]
