@@ -1,7 +1,5 @@
 """Continuous batching (`generate_batch`) of every head: each prompt as by itself, or refused."""
 
-from dataclasses import fields
-
 import pytest
 import torch
 from support.models import MODELS, for_models, new_tokens
@@ -14,14 +12,7 @@ HEADS = [case for case in MODELS if case.is_head]
 
 
 def batching(page_size=4, **options):
-    # Older releases have another name for it.
-    name = (
-        "page_size"
-        if "page_size" in {field.name for field in fields(ContinuousBatchingConfig)}
-        else "block_size"
-    )
-    sizes = {name: page_size, "num_blocks": 24, "max_batch_tokens": 24}
-    return ContinuousBatchingConfig(**sizes, **options)
+    return ContinuousBatchingConfig(page_size=page_size, num_blocks=24, max_batch_tokens=24, **options)
 
 
 def prompts(*lengths):

@@ -18,8 +18,8 @@ from support.models import (
     text_config,
 )
 from support.tables import in_turn
-from transformers import DynamicCache, QuantizedCache, StaticCache, cache_utils
-from transformers.generation import utils as generation_utils
+from transformers import DynamicCache, QuantizedCache, StaticCache
+from transformers.cache_utils import Fp8QuantizedLayer
 
 import llamoe
 
@@ -79,8 +79,6 @@ def tokens_without_a_kind(case, beams):
 )
 def test_kinds_of_cache_give_the_same_tokens(case, kind, beams, streams):
     """On a padded batch, of which each row begins its chunks elsewhere."""
-    if case.has_images and "pieces" in kind and not hasattr(generation_utils, "_slice_mm_encoder_output"):
-        pytest.skip("this transformers prefills in pieces for texts only")
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
     kind = KINDS[kind](model.config.get_text_config()) if callable(KINDS[kind]) else KINDS[kind]
     given = new_tokens(model, inputs, **kind, **kinds_options(beams))
@@ -113,14 +111,11 @@ def quantized(backend):
 @pytest.mark.parametrize(("case", "beams"), in_turn(HEADS, [1, 3]), ids=named)
 def test_fp8_caches(case, beams, monkeypatch):
     """Kept in float64 by the same layers, it changes nothing; in 8 bits, a little. Stock refuses chunked layers."""
-    layer = getattr(cache_utils, "Fp8QuantizedLayer", None)
-    if layer is None:
-        pytest.skip("this transformers has no fp8 cache")
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
     options = kinds_options(beams)
     expected = new_tokens(model, inputs, **options)
-    monkeypatch.setattr(layer, "fp8_dtype", torch.float64)
-    monkeypatch.setattr(layer, "fp8_max", 1.0)
+    monkeypatch.setattr(Fp8QuantizedLayer, "fp8_dtype", torch.float64)
+    monkeypatch.setattr(Fp8QuantizedLayer, "fp8_max", 1.0)
     assert torch.equal(new_tokens(model, inputs, **options, **quantized("fp8")), expected)
     monkeypatch.undo()
     options = dict(return_dict_in_generate=True, output_logits=True, max_new_tokens=2, eos_token_id=-1)
