@@ -11,22 +11,16 @@ pytestmark = pytest.mark.slow
 HEADS = [case for case in MODELS if case.is_head]
 
 
-def batching(page_size=4, **options):
-    return ContinuousBatchingConfig(page_size=page_size, num_blocks=24, max_batch_tokens=24, **options)
-
-
 def prompts(*lengths):
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(3, 90, (length,), generator=generator).tolist() for length in lengths]
 
 
-def settings(count, **options):
-    return GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1, **options)
-
-
-def batch(model, inputs, count, **options):
-    options = {"continuous_batching_config": batching(), "warmup": False, **options}
-    results = model.generate_batch(inputs, generation_config=settings(count), **options)
+def batch(model, inputs, count):
+    settings = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1)
+    sizes = ContinuousBatchingConfig(page_size=4, num_blocks=24, max_batch_tokens=24)
+    options = {"generation_config": settings, "continuous_batching_config": sizes, "warmup": False}
+    results = model.generate_batch(inputs, **options)
     assert [result.prompt_ids for result in results.values()] == inputs
     return [result.generated_tokens for result in results.values()]
 

@@ -40,3 +40,9 @@ def mixtral_folder(folders) -> Path:
 def ids() -> torch.Tensor:
     """Two rows of 23 tokens."""
     return torch.randint(3, 199, (2, 23), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture
+def without_gradients():
+    with torch.no_grad():
+        yield

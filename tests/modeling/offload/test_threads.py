@@ -11,7 +11,6 @@ import torch
 from support.offload import expert_bytes, freeze_experts, load_both, put_in_store, text_model, without_kernels
 
 import llamoe
-from llamoe.modeling.offload.matrix_cache import MatrixCache
 from llamoe.modeling.offload.memory import slots_of
 
 pytestmark = pytest.mark.slow
@@ -178,48 +177,6 @@ def test_a_forked_process_has_slots_of_its_own(size):
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert bool((memory == 1).all())
-
-
-class Arriving:
-    """A matrix on its way, and what becomes of it."""
-
-    def __init__(self, is_done=False, is_lost=False):
-        self.is_done, self.is_lost = is_done, is_lost
-
-    def done(self):
-        return self.is_done
-
-    def failed(self):
-        return self.is_lost
-
-
-def test_a_slot_that_is_written_to_is_nobody_else_s():
-    """Also where nobody waits for the matrix any more, as after an interrupt."""
-    cache = MatrixCache(1)
-    first = cache.put("a")
-    first.arrival = Arriving()
-    assert cache.put("b") is None
-    first.arrival.is_done = True
-    pins = cache.pins()
-    pins.append(first)
-    assert cache.put("b") is None
-    # Whoever pinned it has ended without letting go.
-    del pins
-    assert cache.put("b").slot == first.slot
-
-
-def test_a_lost_matrix_is_read_again_while_others_meet_its_error():
-    """Else threads that ask again and again could keep each other's errors for ever."""
-    cache = MatrixCache(2)
-    pins, first = cache.pins(), cache.put("a")
-    pins.append(first)
-    first.arrival = Arriving(is_done=True, is_lost=True)
-    assert cache.get("a") is None
-    second = cache.put("a")
-    second.arrival = Arriving(is_done=True)
-    pins.clear()
-    assert cache.get("a") is second
-    assert {second.slot, cache.put("b").slot} == {0, 1}
 
 
 @pytest.mark.parametrize("slots", [1, 3])
