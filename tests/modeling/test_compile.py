@@ -19,7 +19,6 @@ from support.models import (
 )
 from torch.export import Dim
 from transformers import CompileConfig, StaticCache
-from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
 import llamoe
 from llamoe.modeling.attention.cache import RingLayer
@@ -260,19 +259,6 @@ def test_hidden_positions_in_a_graph(name):
     inputs["position_ids"] = torch.where(mask == 1, clean, torch.tensor([-40, 2**40, -1]).repeat(18)[:53])
     exported = torch.export.export(model, (), {**inputs, "use_cache": False}, strict=True).module()
     assert max_abs(main_output(exported(**inputs, use_cache=False))[mask == 1], expected) < TOLERANCE
-
-
-@DECODERS
-def test_export_of_a_decoding_step(name):
-    """transformers' wrapper for ExecuTorch: the cache is in the program, one token goes in; over a chunk's border."""
-    case = CASES[name]
-    model = case.make_small(**(CHUNKED if case.is_llama4 else {}))
-    model.generation_config.update(use_cache=True, cache_implementation="static")
-    ids = case.inputs(padding=(0,), length=24)["input_ids"]
-    wrapped = TorchExportableModuleForDecoderOnlyLM(model, batch_size=1, max_cache_len=40)
-    program = wrapped.export(input_ids=ids[:, :1], cache_position=torch.tensor([0])).module()
-    steps = [program(input_ids=ids[:, i : i + 1], cache_position=torch.tensor([i])) for i in range(24)]
-    assert max_abs(torch.cat(steps, 1), run(model, input_ids=ids)) < TOLERANCE
 
 
 @DECODERS

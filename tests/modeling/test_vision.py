@@ -74,16 +74,6 @@ class TestEqualsStock:
         assert max_abs(result, exact) <= 2 * max_abs(reference, exact)
 
 
-class TestTiles:
-    def test_tiles_do_not_see_each_other(self):
-        model, pixels = our_tower(), random_tiles()
-        together = model(pixels).last_hidden_state
-        alone = torch.cat([model(tile[None]).last_hidden_state for tile in pixels])
-        reversed_order = model(pixels.flip(0)).last_hidden_state.flip(0)
-        check_close(together, alone)
-        check_close(reversed_order, together)
-
-
 class TestCasts:
     """Rotary angles survive what loses stock's complex buffer."""
 
