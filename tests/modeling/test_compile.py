@@ -21,7 +21,6 @@ from torch.export import Dim
 from transformers import CompileConfig, StaticCache
 
 import llamoe
-from llamoe.modeling.attention.cache import RingLayer
 from llamoe.modeling.moe.layer import MixtureOfExperts
 
 pytestmark = pytest.mark.slow
@@ -190,16 +189,6 @@ def test_rings_leave_other_caches_alone():
     assert [type(layer).__name__ for layer in past.layers] == changed != kinds
     assert [type(layer).__name__ for layer in untouched.layers] == kinds
     assert past.get_seq_length() == 20 and past.get_max_length() == untouched.get_max_length()
-
-
-@pytest.mark.parametrize("num_new", [0, 1, 2, 7])
-def test_a_ring_takes_any_number_of_tokens(num_new):
-    ring, tokens = RingLayer(4, 4), torch.randn(1, 1, 3 + num_new, 2)
-    ring.update(*[tokens[:, :, :3]] * 2)
-    ring.update(*[tokens[:, :, 3:]] * 2)
-    kept = [*range(tokens.shape[2])][-4:]
-    places = [i % 4 for i in kept]
-    assert torch.equal(ring.keys[:, :, places], tokens[:, :, kept])
 
 
 # Export
