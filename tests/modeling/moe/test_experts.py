@@ -32,11 +32,6 @@ from llamoe.modeling.moe.products import (
 CUDA = torch.device("cuda", 0)
 
 
-def computed_by(implementation, experts):
-    experts.config._experts_implementation = implementation
-    return experts
-
-
 # Which implementation
 
 
@@ -294,7 +289,7 @@ def test_float64_gradients_are_the_derivatives(is_output_first, implementation):
     """
     sizes = dict(hidden_size=6, intermediate_size=5)
     experts = make_experts(sizes, torch.float64, 3, is_output_first)
-    computed_by(implementation, experts)
+    experts.config._experts_implementation = implementation
     x, ids, weights = make_rows(experts, 4, 2, torch.float64)
 
     def call(x, weights, gate_up, down):

@@ -2,9 +2,7 @@
 
 import copy
 import json
-import os
 import shutil
-import threading
 from contextlib import closing
 
 import pytest
@@ -21,21 +19,6 @@ ON_DISK = {"experts": "disk"}
 
 def load(folder, **kwargs):
     return llamoe.LlamoeForCausalLM.from_pretrained(folder, dtype="auto", **kwargs).eval()
-
-
-@pytest.fixture
-def nothing_left():
-    """Checks that no thread and no file is left."""
-
-    def now():
-        threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("llamoe")}
-        links = (f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd"))
-        files = [os.readlink(link) for link in links if os.path.lexists(link)]
-        return threads, sorted(file for file in files if file.endswith(".safetensors"))
-
-    before = now()
-    yield
-    assert now() == before
 
 
 def refused(message: str, folder, **kwargs) -> str:

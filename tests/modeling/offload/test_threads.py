@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from support.models import run
 from support.offload import expert_bytes, freeze_experts, load_both, put_in_store, text_model, without_kernels
 
 import llamoe
@@ -181,7 +182,7 @@ def test_a_forked_process_has_slots_of_its_own(size):
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_closing_ends_other_threads_with_a_sentence(slots, logits_and_model):
-    before = set(_threads())
+    before = set(threading.enumerate())
     asked, expected, model = logits_and_model(slots)
 
     def work(index):
@@ -197,35 +198,24 @@ def test_closing_ends_other_threads_with_a_sentence(slots, logits_and_model):
     for error in found:
         assert isinstance(error, llamoe.CheckpointError), error
         assert "closed by model.close()" in str(error)
-    assert set(_threads()) <= before
-
-
-def _threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("llamoe-experts")]
-
-
-def _files(folder):
-    links = (f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd"))
-    return [link for link in links if os.path.lexists(link) and str(folder) in os.readlink(link)]
+    assert not [new for new in set(threading.enumerate()) - before if new.name.startswith("llamoe")]
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc, which Linux has")
-def test_nothing_outlives_a_model(tmp_path, ids):
-    text_model().save_pretrained(tmp_path)
-    before = set(_threads())
+def test_nothing_outlives_a_model(nothing_left, text_folder, ids):
+    before = nothing_left()
     # What is freed here is freed without Python's search for cycles.
     gc.disable()
     try:
         for _ in range(5):
-            model = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, experts_memory="80KB").eval()
-            with torch.no_grad():
-                model(ids[:1, :2])
-            assert set(_threads()) > before
-            assert _files(tmp_path)
+            model = llamoe.LlamoeForCausalLM.from_pretrained(text_folder, experts_memory="80KB").eval()
+            run(model, input_ids=ids[:1, :2])
+            threads, files = nothing_left()
+            assert threads > before[0] and len(files) > len(before[1])
             del model
             # They end without anybody who waits for them.
             end = time.monotonic() + 30
-            while set(_threads()) != before or _files(tmp_path):
+            while nothing_left() != before:
                 assert time.monotonic() < end
                 time.sleep(0.01)
     finally:
