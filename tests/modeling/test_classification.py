@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from support.models import (
+    DENSE,
     LENGTH,
     SHALLOW,
     SHALLOW_VISION,
@@ -131,16 +132,24 @@ def test_folders_go_both_ways(heads, max_shard_size, tmp_path):
 
 
 @for_kinds
-def test_dtypes(kind, tmp_path):
-    _, model = pair(kind, num_hidden_layers=2)
-    model.bfloat16().save_pretrained(tmp_path)
-    loaded = ours(kind).from_pretrained(tmp_path, dtype="auto")
-    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
-    config = llamoe.LlamoeDenseConfig.from_pretrained(tmp_path)
-    assert config.dtype == torch.bfloat16
-    made = ours(kind)(config)  # stock's would be in two dtypes here, and could not run
-    assert {p.dtype for p in made.parameters()} == {torch.float32}
-    made(**rows())
+def test_a_head_has_its_models_dtype(kind):
+    """Stock's would be made in two dtypes here, and could not run."""
+    model = ours(kind)(llamoe.LlamoeDenseConfig(**DENSE, dtype="bfloat16"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    model(**rows())
+
+
+def test_mistrals_answering_head_is_only_read(tmp_path):
+    """Its names are those of stock's Mistral, which our class does not write."""
+    reference = stock_model(transformers.MistralForQuestionAnswering, transformers.MistralConfig(**DENSE))
+    reference.save_pretrained(tmp_path / "stock")
+    model = ours("QuestionAnswering").from_pretrained(tmp_path / "stock")
+    with torch.no_grad():
+        given, expected = (m(**rows("none")).end_logits for m in (model, reference))
+    assert max_abs(given, expected) < 2e-5
+    with pytest.raises(ValueError, match="layout"):
+        model.save_pretrained(tmp_path / "back", layout="stock")
+    assert not (tmp_path / "back").exists()
 
 
 # The mixture

@@ -11,7 +11,6 @@ import pytest
 import torch
 from support.models import (
     MODELS,
-    TOKENS_PER_TILE,
     assert_same_gradients,
     loss_and_gradients,
     main_output,
@@ -20,10 +19,8 @@ from support.models import (
 )
 from torch.export import Dim
 from transformers import CompileConfig, StaticCache
-from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
 import llamoe
-from llamoe.modeling.attention.cache import RingLayer
 from llamoe.modeling.moe.layer import MixtureOfExperts
 
 pytestmark = pytest.mark.slow
@@ -63,20 +60,6 @@ class Counting:
 
 
 # The forward pass; models without a head are in the graphs of those with one
-
-
-def test_images_inside_the_graph_are_in_their_places():
-    """The whole model is one graph: other pictures give other logits from it, in their own rows only."""
-    case = CASES["LlamoeForConditionalGeneration"]
-    model, inputs = case.make_small(**CHUNKED), case.inputs()
-    backend = Counting()
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    before = run(compiled, **inputs)
-    inputs["pixel_values"][2] += 1.0  # the tile of row 2
-    after = run(compiled, **inputs)
-    changed = [(after[row] - before[row]).abs().max().item() > 1e-3 for row in range(3)]
-    assert changed == [False, False, True] and backend.graphs == 1 and TOKENS_PER_TILE > 1
-    assert max_abs(after, run(model, **inputs)) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["LlamoeForCausalLM", "LlamoeMixtralForCausalLM"])
@@ -208,16 +191,6 @@ def test_rings_leave_other_caches_alone():
     assert past.get_seq_length() == 20 and past.get_max_length() == untouched.get_max_length()
 
 
-@pytest.mark.parametrize("num_new", [0, 1, 2, 7])
-def test_a_ring_takes_any_number_of_tokens(num_new):
-    ring, tokens = RingLayer(4, 4), torch.randn(1, 1, 3 + num_new, 2)
-    ring.update(*[tokens[:, :, :3]] * 2)
-    ring.update(*[tokens[:, :, 3:]] * 2)
-    kept = [*range(tokens.shape[2])][-4:]
-    places = [i % 4 for i in kept]
-    assert torch.equal(ring.keys[:, :, places], tokens[:, :, kept])
-
-
 # Export
 
 
@@ -275,19 +248,6 @@ def test_hidden_positions_in_a_graph(name):
     inputs["position_ids"] = torch.where(mask == 1, clean, torch.tensor([-40, 2**40, -1]).repeat(18)[:53])
     exported = torch.export.export(model, (), {**inputs, "use_cache": False}, strict=True).module()
     assert max_abs(main_output(exported(**inputs, use_cache=False))[mask == 1], expected) < TOLERANCE
-
-
-@DECODERS
-def test_export_of_a_decoding_step(name):
-    """transformers' wrapper for ExecuTorch: the cache is in the program, one token goes in; over a chunk's border."""
-    case = CASES[name]
-    model = case.make_small(**(CHUNKED if case.is_llama4 else {}))
-    model.generation_config.update(use_cache=True, cache_implementation="static")
-    ids = case.inputs(padding=(0,), length=24)["input_ids"]
-    wrapped = TorchExportableModuleForDecoderOnlyLM(model, batch_size=1, max_cache_len=40)
-    program = wrapped.export(input_ids=ids[:, :1], cache_position=torch.tensor([0])).module()
-    steps = [program(input_ids=ids[:, i : i + 1], cache_position=torch.tensor([i])) for i in range(24)]
-    assert max_abs(torch.cat(steps, 1), run(model, input_ids=ids)) < TOLERANCE
 
 
 @DECODERS

@@ -17,7 +17,6 @@ from support.models import (
     generate,
     max_abs,
     new_tokens,
-    run,
 )
 from support.tables import in_turn
 from transformers import DynamicCache
@@ -89,19 +88,6 @@ def test_tokens_and_scores_are_those_of_stock(case, way):
 
 
 # Against each row by itself
-
-
-@for_models("is_head")
-def test_generate_on_a_padded_batch_equals_each_row_alone(case):
-    """Twelve tokens, over a border of each row's chunks; the reference is the argmax of a pass without a cache."""
-    model, inputs = case.make_small(), case.inputs(length=PROMPT)
-    together = new_tokens(model, inputs, max_new_tokens=12)
-    for row in range(len(PADDING)):
-        alone = case.row(inputs, row)
-        assert torch.equal(new_tokens(model, alone, max_new_tokens=12)[0], together[row])
-        ids = torch.cat([alone["input_ids"], together[row : row + 1]], 1)
-        whole = alone | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        assert torch.equal(run(model, **whole, use_cache=False)[0, -13:-1].argmax(-1), together[row])
 
 
 @pytest.mark.parametrize(
@@ -246,17 +232,21 @@ def test_all_logits_may_be_kept(case):
 # Prompts that are not padded on the left
 
 
+def on_the_right(inputs, padding):
+    """The same rows without pictures, the first one's padding behind its tokens."""
+    inputs = {name: value.clone() for name, value in without_images(inputs).items()}
+    for value in inputs.values():
+        value[0] = value[0].roll(-padding)
+    return inputs
+
+
 @for_models("is_head", "is_llama4")
 @pytest.mark.parametrize("padding", [3, 20])
 def test_prompts_padded_on_the_right_are_refused(case, padding):
     """Chunks lie where a row's real tokens say; the sentence is about the prompts, not about caches or positions."""
     model, inputs = case.make_small(), case.inputs(padding=(padding, 0))
-    inputs.pop("pixel_values", None)
-    inputs["input_ids"][inputs["input_ids"] == IMAGE_TOKEN] = 5
-    on_the_left = new_tokens(model, inputs)[0]
-    inputs = {name: value.clone() for name, value in inputs.items()}
-    for value in inputs.values():
-        value[0] = value[0].roll(-padding)
+    on_the_left = new_tokens(model, without_images(inputs))[0]
+    inputs = on_the_right(inputs, padding)
     for options in ({}, {"cache_implementation": "static"}, {"use_cache": False}, {"num_beams": 2}):
         with pytest.raises(ValueError, match=r'last token of row 0 counts as padding.*padding_side = "left"'):
             new_tokens(model, inputs, **options)
@@ -290,11 +280,7 @@ def test_right_padding_within_a_chunk_is_stocks(case, options):
     """A warning, and the tokens that stock gives; also where there are no chunks, and by the pad tokens alone."""
     # Stock's temperature counts padding, ours does not.
     text = dict(attention_chunk_size=LENGTH + 7, attn_temperature_tuning=False) if case.is_llama4 else {}
-    model, inputs = case.make_small(**text), case.inputs(padding=(3, 0))
-    inputs.pop("pixel_values", None)
-    inputs["input_ids"][inputs["input_ids"] == IMAGE_TOKEN] = 5
-    for value in inputs.values():
-        value[0] = value[0].roll(-3)
+    model, inputs = case.make_small(**text), on_the_right(case.inputs(padding=(3, 0)), 3)
     if "mask" in options:
         options, inputs = {}, {"input_ids": inputs["input_ids"]}
     if "cache_implementation" in options:

@@ -176,20 +176,14 @@ def test_the_head_is_called_as_a_module():
 
 
 @pytest.mark.slow
-def test_one_graph(forget_compiled_code, monkeypatch):
+def test_one_graph(monkeypatch):
+    torch._dynamo.reset()
     monkeypatch.setattr(module, "PIECE_LOGITS", 5 * PIECE)
     model, (inputs, labels) = DENSE.make_small(num_hidden_layers=1).train(), labelled(DENSE)
     model.config.skip_logits = True
     expected = loss_and_gradients(model, inputs, labels=labels)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same_gradients(loss_and_gradients(model, inputs, compiled, labels=labels), expected)
-
-
-@pytest.fixture
-def forget_compiled_code():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Bytes(TorchDispatchMode):

@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 from support.models import (
-    MODELS,
     SHALLOW_MODELS,
     assert_same_gradients,
     assert_same_weights,
@@ -17,7 +16,7 @@ from support.models import (
     run,
 )
 from support.tables import in_turn
-from transformers import AutoConfig, AutoModel, DynamicCache
+from transformers import AutoConfig, DynamicCache
 
 
 def named(value):
@@ -38,17 +37,6 @@ def test_auto_classes_give_our_class(case, tmp_path):
     assert_same_weights(loaded.state_dict(), model.state_dict())
     made = case.auto_class.from_config(config)
     assert type(made) is case.model_class and made.state_dict().keys() == model.state_dict().keys()
-
-
-def test_auto_model_gives_the_base_class_of_a_head(tmp_path):
-    """transformers' convention: AutoModel on a head's folder loads the model below the head."""
-    for case in MODELS:
-        if case.is_head:
-            model = case.make()
-            model.save_pretrained(tmp_path / case.name)
-            base, info = AutoModel.from_pretrained(tmp_path / case.name, output_loading_info=True)
-            assert type(base) is type(model.model) and not info["missing_keys"], info
-            assert_same_weights(base.state_dict(), model.model.state_dict())
 
 
 def pickled(model):

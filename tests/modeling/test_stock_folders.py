@@ -261,15 +261,6 @@ def test_a_file_of_mistrals_may_leave_out_its_defaults():
         assert without.layer_types is None and without.attention_types() == ["full_attention"] * 32
 
 
-def test_fields_of_ours_that_are_given_beside_a_stock_folder_are_taken(folders):
-    config = llamoe.LlamoeDenseConfig.from_pretrained(folders / "llama", sliding_window=8, skip_logits=True)
-    assert (config.sliding_window, config.skip_logits) == (8, True)
-    config = llamoe.LlamoeConfig.from_pretrained(
-        folders / "llama4", skip_logits=True, text_config={"router_z_loss_coef": 0.5}
-    )
-    assert (config.text_config.skip_logits, config.text_config.router_z_loss_coef) == (True, 0.5)
-
-
 @pytest.mark.parametrize("window", [0, -1, None])
 def test_a_window_that_no_layer_has_may_be_any(window):
     assert llamoe.from_stock(stock_dense_config(sliding_window=window)).sliding_window is None

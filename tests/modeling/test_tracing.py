@@ -6,6 +6,7 @@ experts that these were sent to would be repeated for every other input, in sile
 
 import pytest
 import torch
+from support.mixtures import SIZES
 from support.models import MODELS, main_output, make_asymmetric, max_abs, run, stock_text_config
 from support.tables import in_turn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -23,11 +24,6 @@ CASES = {case.name: case for case in MODELS}
 TRACED = [case for case in MODELS if case.is_head or not case.is_text]
 # Sums in another order.
 TOLERANCE = 1e-5
-# torch's grouped product takes multiples of 16 bytes: the second, not the first.
-SIZES = {
-    "odd": dict(hidden_size=70, intermediate_size=51),
-    "aligned": dict(hidden_size=64, intermediate_size=48),
-}
 # Every warning of the tracer that a value is read: checks of inputs, whose outcome is not used.
 quietly = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 

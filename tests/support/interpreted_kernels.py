@@ -1,6 +1,6 @@
 """The Triton kernels run by Triton's interpreter: their products, experts by them, the check before their first use.
 
-`test_under_the_interpreter` starts this in a process of its own, as Triton reads TRITON_INTERPRET when it is imported.
+`test_packed_rows` starts this in a process of its own, as Triton reads TRITON_INTERPRET when it is imported.
 Truth is float64: of int4 the layout written out here.
 """
 

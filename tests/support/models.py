@@ -393,6 +393,16 @@ def for_models(*wanted, models=MODELS):
     return pytest.mark.parametrize("case", chosen, ids=lambda case: case.name)
 
 
+def random_ids(rows, length, seed=0):
+    """Ids of tokens that are no special ones, `[rows, length]`."""
+    return torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padding_mask(padding, length):
+    """Zeros on so many tokens at the beginning of each row."""
+    return (torch.arange(length) >= torch.tensor(padding)[:, None]).long()
+
+
 def main_output(output):
     return output.logits if "logits" in output else output.last_hidden_state
 

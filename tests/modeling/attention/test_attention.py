@@ -44,11 +44,6 @@ def make(case, implementation):
     return model
 
 
-def pair(case, implementation):
-    """A model with `eager`, and the same with another implementation."""
-    return make(case, "eager"), make(case, implementation)
-
-
 def truth_of(case, **inputs):
     """The numbers of `eager`."""
     return run(make(case, "eager"), **inputs)
@@ -257,21 +252,19 @@ def test_sdpa_computes_in_the_place_of_others(case, name, flash, monkeypatch, ca
     logging.Logger.warning_once.cache_clear()
     functions = llamoe.modeling.attention.layer.ALL_ATTENTION_FUNCTIONS
     monkeypatch.setitem(functions, name, None)
-    truth, model = pair(case, name)
-    inputs = case.inputs()
-    mask = inputs.get("attention_mask")
+    model, inputs = make(case, name), case.inputs()
     for _ in range(2):
-        assert_equal(run(model, **inputs), run(truth, **inputs), mask)
+        assert_equal(run(model, **inputs), truth_of(case, **inputs), inputs.get("attention_mask"))
     assert sum(name in record.message for record in caplog.records) == 1
 
 
 def test_a_block_mask_on_a_cpu():
-    truth, model = pair(DENSE, "flex_attention")
+    model = make(DENSE, "flex_attention")
     ids = DENSE.inputs(padding=(0, 0))["input_ids"]
     blocks = create_block_mask(lambda b, h, q, k: (q >= k) & (k >= 3 * b), 2, None, 53, 53, "cpu")
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
-    expected = run(truth, input_ids=ids, attention_mask=mask, position_ids=torch.arange(53)[None])
+    expected = truth_of(DENSE, input_ids=ids, attention_mask=mask, position_ids=torch.arange(53)[None])
     assert_equal(run(model, input_ids=ids, attention_mask=blocks), expected, mask)
 
 
@@ -280,6 +273,5 @@ def test_a_block_mask_on_a_cpu():
 def test_compiled_flex_attention_equals_eager(case, monkeypatch):
     """As it runs on a GPU, compiled; half a minute of C++."""
     monkeypatch.setattr(implementation_module, "FOR_GPUS", ())
-    truth, model = pair(case, "flex_attention")
-    inputs = case.inputs()
-    assert_equal(run(model, **inputs), run(truth, **inputs), inputs["attention_mask"])
+    model, inputs = make(case, "flex_attention"), case.inputs()
+    assert_equal(run(model, **inputs), truth_of(case, **inputs), inputs["attention_mask"])

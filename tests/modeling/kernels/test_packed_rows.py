@@ -1,13 +1,13 @@
 """The Triton kernels as far as a machine without a GPU can tell: that they compile for each, and how.
 
-Their numbers and the check before their first use are proven by `interpreted_kernels`, which
-`test_under_the_interpreter` starts.
+Their numbers and the check before their first use are proven by `interpreted_kernels`, which a process of its own runs.
 """
 
 import ast
 import contextlib
 import re
 import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support.few_bits import packed
+from support.paths import ROOT, SUPPORT, environment
 from support.tables import in_turn
 
 from llamoe.modeling.formats import Int4, Int8, Plain, has_gpu_kernel
@@ -110,6 +111,21 @@ def test_triton_is_imported_only_when_a_kernel_runs():
             imported = [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
             assert not [line for line in imported if "triton" in line], path
     assert (folder / "kernels/packed_rows_triton.py").exists()
+
+
+def test_under_the_interpreter():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, SUPPORT / "interpreted_kernels.py"],
+        cwd=ROOT,
+        env=environment(TRITON_INTERPRET="1"),
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^\d+ passed(, \d+ warnings?)? in", done.stdout, re.MULTILINE), done.stdout
 
 
 def matrix_of(form, sizes=SIZES):

@@ -32,11 +32,6 @@ from llamoe.modeling.moe.products import (
 CUDA = torch.device("cuda", 0)
 
 
-def computed_by(implementation, experts):
-    experts.config._experts_implementation = implementation
-    return experts
-
-
 # Which implementation
 
 
@@ -214,19 +209,6 @@ def test_weights_in_any_strides(spacing, num_tokens):
         assert max_abs(parameter.grad, getattr(expected, name).grad) < 1e-4, name
 
 
-def stock_pair(sizes):
-    stock_config = stock_text_config(**SIZES[sizes])
-    stock = make_asymmetric(Llama4TextMoe(stock_config))
-    ours = MixtureOfExperts(llamoe.from_stock(stock_config))  # outside of a model; `llamoe` is the default
-    ours.load_state_dict(stock.state_dict())
-    x = torch.randn(7, SIZES[sizes]["hidden_size"], generator=torch.Generator().manual_seed(1))
-    return stock, ours, x
-
-
-def main(output):
-    return output[0] if isinstance(output, tuple) else output
-
-
 @pytest.mark.parametrize("is_output_first", [False, True])
 def test_gradients_have_their_stacks_strides(is_output_first):
     """Another layout would be copied into this one. An expert without tokens has zeros."""
@@ -285,9 +267,11 @@ TRANSFORMS = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_of_torch_func(transform):
     """Operators of ours would lose the experts' part."""
-    stock, ours, x = stock_pair("odd")
-    follow = TRANSFORMS[transform]
-    given, expected = (follow(lambda x, m=m: main(m(x)), x) for m in (ours, stock))
+    config, follow = stock_text_config(**SIZES["odd"]), TRANSFORMS[transform]
+    stock, ours = make_asymmetric(Llama4TextMoe(config)), MixtureOfExperts(llamoe.from_stock(config))
+    ours.load_state_dict(stock.state_dict())
+    x = torch.randn(7, 70, generator=torch.Generator().manual_seed(1))
+    given, expected = follow(ours, x), follow(lambda x: stock(x)[0], x)
     assert max_abs(given, expected) < 1e-5 * expected.abs().max()
     ours.experts.__class__ = type("Packed", (Experts,), {"storage": "int4"})
     with pytest.raises(ValueError, match=r"packed or offloaded.*do not follow transforms of torch.func"):
@@ -305,7 +289,7 @@ def test_float64_gradients_are_the_derivatives(is_output_first, implementation):
     """
     sizes = dict(hidden_size=6, intermediate_size=5)
     experts = make_experts(sizes, torch.float64, 3, is_output_first)
-    computed_by(implementation, experts)
+    experts.config._experts_implementation = implementation
     x, ids, weights = make_rows(experts, 4, 2, torch.float64)
 
     def call(x, weights, gate_up, down):

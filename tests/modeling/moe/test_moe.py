@@ -15,7 +15,6 @@ from support.models import make_asymmetric, max_abs, stock_mixtral_config, stock
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 import llamoe
-from llamoe.modeling.moe.experts import Experts
 from llamoe.modeling.moe.layer import MixtureOfExperts
 
 # What decides how scores are made and used, in every combination that a config accepts.
@@ -143,10 +142,8 @@ def test_capacity_drops_none_in_inference_or_where_every_token_fits(factor, trai
     assert max_abs(block(x), plain(x)) == 0
 
 
-def test_the_router_is_no_linear_layer():
-    assert not isinstance(training_block().router, torch.nn.Linear)
-
-
-def test_declared_in_the_order_that_peft_relies_on():
-    config = llamoe.from_stock(stock_text_config())
-    assert [name for name, _ in Experts(config).named_parameters()] == ["gate_up_proj", "down_proj"]
+def test_peft_finds_what_it_relies_on():
+    """A router that is no linear layer, and stacks in this order."""
+    block = training_block()
+    assert not isinstance(block.router, torch.nn.Linear)
+    assert [name for name, _ in block.experts.named_parameters()] == ["gate_up_proj", "down_proj"]

@@ -1,7 +1,7 @@
 """Experts of 16 and 32 bits by the Triton kernels: which are taken, and, on a GPU, that they are right there.
 
-The kernels' numbers are proven by `interpreted_kernels`, which `test_under_the_interpreter` starts. That they run on a
-card, in graphs and without asking the host, is for the tests marked `gpu`.
+The kernels' numbers are proven by `interpreted_kernels`, which `kernels/test_packed_rows.py` starts. That they run on
+a card, in graphs and without asking the host, is for the tests marked `gpu`.
 """
 
 import pytest
@@ -30,14 +30,6 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 
-def has_kernels(monkeypatch, num_rows=4, dtype=BF16, device=CUDA, needs_gradient=False, sizes="odd"):
-    """Whether experts of these numbers that lie on a device have kernels that a check finds right."""
-    monkeypatch.setattr(Experts, "device", device)
-    fits = lambda form, *_: knows_gpu_kernel(form, dtype) and not packed_rows.why_no_gpu_kernel(device)  # noqa: E731
-    monkeypatch.setattr(moe_experts, "has_gpu_kernel", fits)
-    return make_experts(sizes, dtype).has_kernels(num_rows, needs_gradient)
-
-
 @pytest.mark.parametrize(
     ("fits", "case"),
     [
@@ -49,30 +41,29 @@ def has_kernels(monkeypatch, num_rows=4, dtype=BF16, device=CUDA, needs_gradient
         (False, {"dtype": torch.float64}),
         (False, {"device": torch.device("cpu")}),
         (False, {"device": torch.device("meta")}),
+        # Weights that autocast would cast.
+        (False, {"dtype": torch.float32, "product_dtype": BF16}),
+        # No Triton, a card of AMD's, an old one.
+        (False, {"llamoe.modeling.kernels.packed_rows._HAS_TRITON": False}),
+        (False, {"torch.version.hip": "6.4"}),
+        (False, {"torch.cuda.get_device_capability": lambda device: (7, 5)}),
     ],
-    ids=str,
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else value,
 )
 def test_what_fits(hopper, fits, case, monkeypatch):
-    assert has_kernels(monkeypatch, **case) is fits
-
-
-def test_weights_that_autocast_would_cast_do_not_fit(hopper, monkeypatch):
-    monkeypatch.setattr(Experts, "product_dtype", lambda self: BF16)
-    assert has_kernels(monkeypatch, dtype=BF16) and not has_kernels(monkeypatch, dtype=torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("llamoe.modeling.kernels.packed_rows._HAS_TRITON", False),
-        ("torch.version.hip", "6.4"),
-        ("torch.cuda.get_device_capability", lambda device: (7, 5)),
-    ],
-    ids=["no Triton", "AMD", "an old GPU"],
-)
-def test_where_kernels_cannot_run(hopper, monkeypatch, name, value):
-    monkeypatch.setattr(name, value)
-    assert not has_kernels(monkeypatch)
+    """A check of the kernel, where there is one, finds it right."""
+    case = {"num_rows": 4, "dtype": BF16, "device": CUDA, "needs_gradient": False, "sizes": "odd", **case}
+    for name, value in case.items():
+        if "." in name:
+            monkeypatch.setattr(name, value)
+    if "product_dtype" in case:
+        monkeypatch.setattr(Experts, "product_dtype", lambda self: case["product_dtype"])
+    device, dtype = case["device"], case["dtype"]
+    monkeypatch.setattr(Experts, "device", device)
+    right = lambda form, *_: knows_gpu_kernel(form, dtype) and not packed_rows.why_no_gpu_kernel(device)  # noqa: E731
+    monkeypatch.setattr(moe_experts, "has_gpu_kernel", right)
+    experts = make_experts(case["sizes"], dtype)
+    assert experts.has_kernels(case["num_rows"], case["needs_gradient"]) is fits
 
 
 # On a GPU

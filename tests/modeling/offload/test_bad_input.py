@@ -2,9 +2,7 @@
 
 import copy
 import json
-import os
 import shutil
-import threading
 from contextlib import closing
 
 import pytest
@@ -15,26 +13,12 @@ from support.offload import check_equal, expert_bytes, load_both, mixtral, text_
 import llamoe
 from llamoe.modeling.offload import OffloadedExperts
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
 ON_DISK = {"experts": "disk"}
 
 
 def load(folder, **kwargs):
     return llamoe.LlamoeForCausalLM.from_pretrained(folder, dtype="auto", **kwargs).eval()
-
-
-@pytest.fixture
-def nothing_left():
-    """Checks that no thread and no file is left."""
-
-    def now():
-        threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("llamoe")}
-        links = (f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd"))
-        files = [os.readlink(link) for link in links if os.path.lexists(link)]
-        return threads, sorted(file for file in files if file.endswith(".safetensors"))
-
-    before = now()
-    yield
-    assert now() == before
 
 
 def refused(message: str, folder, **kwargs) -> str:
@@ -146,15 +130,13 @@ def test_models_are_not_cast(text_folder, ids):
         with pytest.raises(ValueError, match="layers.1.feed_forward.experts .*torch.float32.*dtype="):
             cast()
     resident, model = load_both(text_folder)
-    with torch.no_grad():
-        assert torch.equal(resident(ids).logits, model.to("cpu").float()(ids).logits)
+    assert torch.equal(resident(ids).logits, model.to("cpu").float()(ids).logits)
 
 
 def test_loading_other_weights_into_it_is_refused(text_folder):
     resident, model = load_both(text_folder, 2)
-    with torch.no_grad():
-        for parameter in resident.parameters():
-            parameter.mul_(2)
+    for parameter in resident.parameters():
+        parameter.mul_(2)
     with pytest.raises(RuntimeError, match=r"layers\.\d\..*experts.*disk"):
         model.load_state_dict(resident.state_dict())
 
@@ -168,8 +150,7 @@ def test_copies_share_the_store_keep_hooks_and_survive_the_first(text_folder, id
     twin = copy.deepcopy(model)
     assert twin._stores() == model._stores()
     del model
-    with torch.no_grad():
-        assert torch.equal(resident(ids).logits, twin(ids).logits)
+    assert torch.equal(resident(ids).logits, twin(ids).logits)
     assert len(called) == 2
     assert twin.lm_head.weight.data_ptr() != resident.lm_head.weight.data_ptr()
 
@@ -177,14 +158,13 @@ def test_copies_share_the_store_keep_hooks_and_survive_the_first(text_folder, id
 def test_a_model_can_be_saved_into_its_own_folder(tmp_path, ids):
     text_model().save_pretrained(tmp_path)
     resident, model = load_both(tmp_path, 2)
-    with torch.no_grad():
-        before = resident(ids).logits
-        model.save_pretrained(tmp_path)
-        assert torch.equal(load(tmp_path)(ids).logits, before)
-        # The file that this model reads from is another now.
-        with pytest.raises(llamoe.CheckpointError, match="model.safetensors: has changed"):
-            model(ids)
-        assert torch.equal(load(tmp_path, experts_memory="60KB")(ids).logits, before)
+    before = resident(ids).logits
+    model.save_pretrained(tmp_path)
+    assert torch.equal(load(tmp_path)(ids).logits, before)
+    # The file that this model reads from is another now.
+    with pytest.raises(llamoe.CheckpointError, match="model.safetensors: has changed"):
+        model(ids)
+    assert torch.equal(load(tmp_path, experts_memory="60KB")(ids).logits, before)
 
 
 def test_refused_saving_leaves_the_own_folder_as_it_was(tmp_path, ids):
