@@ -38,9 +38,8 @@ _PREFIX = re.compile(r"^(language_model\\?\.)?(model\\?\.)?(?=layers\\?\.)")
 
 def format_for(config: QuantizationConfig) -> Format:
     """Return the format that a config selects."""
-    form: Any = format_of(
-        config.weights if config.group_size is None else f"{config.weights}:{config.group_size}"
-    )
+    size = "" if config.group_size is None else f":{config.group_size}"
+    form: Any = format_of(config.weights + size)
     chosen = {"search": config.search, "in_bytes": config.activations == "int8"}
     return replace(form, **{name: value for name, value in chosen.items() if hasattr(form, name)})
 
@@ -48,8 +47,8 @@ def format_for(config: QuantizationConfig) -> Format:
 def take_activations(stored: Any, options: dict[str, Any]) -> str | None:
     """Return the `activations` that the user requests for a packed folder; None keeps the folder's own.
 
-    transformers ignores all other fields of the user's config, with a warning. A config that requests only
-    `activations` is removed from the options, so that nothing is reported.
+    transformers ignores all other fields of the user's config, with a warning; a config without others is removed from
+    the options.
 
     Args:
         stored: the folder's config or its dict, or None.
@@ -58,8 +57,11 @@ def take_activations(stored: Any, options: dict[str, Any]) -> str | None:
     Raises:
         ConfigurationError: both configs are of llamoe's formats, and they differ in what is stored.
     """
-    holds, asked = _as_config(stored), _as_config(options.get("quantization_config"))
-    if holds is None or asked is None:
+    holds, asked = (
+        QuantizationConfig(**each) if isinstance(each, dict) and each.get("quant_method") == METHOD else each
+        for each in (stored, options.get("quantization_config"))
+    )
+    if not isinstance(holds, QuantizationConfig) or not isinstance(asked, QuantizationConfig):
         return None
     for field in asked.given & {"weights", "group_size"}:
         if getattr(holds, field) != getattr(asked, field):
@@ -72,17 +74,13 @@ def take_activations(stored: Any, options: dict[str, Any]) -> str | None:
     return asked.activations if "activations" in asked.given else None
 
 
-def _as_config(config: Any) -> QuantizationConfig | None:
-    """Return a config of llamoe's formats, given itself or its dict; None for other configs."""
-    if isinstance(config, dict) and config.get("quant_method") == METHOD:
-        return QuantizationConfig(**config)
-    return config if isinstance(config, QuantizationConfig) else None
-
-
 class LlamoeQuantizer(PackedQuantizer):
     """Loads, saves and dequantizes models in llamoe's formats; loads other programs' folders as int4."""
 
     quantization_config: QuantizationConfig
+    # Adapters train on packed weights, and compilers know their products as custom operators.
+    is_trainable = True  # pyright: ignore[reportAssignmentType]
+    is_compileable = True  # pyright: ignore[reportAssignmentType]
 
     @property
     def checks_shapes(self) -> bool:
@@ -192,16 +190,6 @@ class LlamoeQuantizer(PackedQuantizer):
 
     def is_serializable(self) -> bool:
         """True: packed weights can be saved."""
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        """True: adapters can be trained on packed weights."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        """True: products are custom operators, which can be compiled."""
         return True
 
 
