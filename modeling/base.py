@@ -213,6 +213,7 @@ class LlamoePreTrainedModel(
             return info, None
         tensors = checkpoints.tensors_of(state_dict or {}) or checkpoints.headers_of(files)
         checkpoints.check_tensors(model, tensors, load_config)
+        checkpoints.fuse_in_place(load_config.weight_mapping or ())
         replace_with_offloaded(model, files, load_config)
         checkpoints.settle_places(model, load_config)
         # Set it on this instance, right before loading: transformers then does not report these keys as unexpected.

@@ -74,10 +74,10 @@ def read_source(model: Any) -> Source:
             str(DTYPES.get(header.dtype, header.dtype)).removeprefix("torch."),
             _loaded(key, header, layout),
         )
-        for file in weights.files
+        for file in weights
         for key, header in read_header(file).items()
     }
-    return _source(config, stored, all(str(file).endswith(".safetensors") for file in weights.files))
+    return _source(config, stored, all(str(file).endswith(".safetensors") for file in weights))
 
 
 def _loaded(key: str, header: TensorHeader, layout: Layout | None) -> int:

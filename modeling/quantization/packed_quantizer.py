@@ -9,7 +9,6 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer
 
 from ...configuration.errors import CheckpointError
-from ..checkpoints import fuse_in_place
 from ..formats import Bnb
 from ..formats.packed import Layout
 from .packed import holds_packed, packed_modules
@@ -82,9 +81,6 @@ class PackedQuantizer(HfQuantizer):
             first = reading_rules(self.layout, self.layers_in_files)
             names = {name for rule in first for name in rule.source_patterns}
             return [*first, *(rule for rule in rules if names.isdisjoint(rule.source_patterns))]
-        if not self.pre_quantized and packed_modules(model):
-            # Stack lazily: a copy of the stack that is quantized next would double its memory.
-            return fuse_in_place(rules)
         return rules
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
