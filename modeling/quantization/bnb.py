@@ -21,7 +21,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .._private_api import replace_quantizer
 from ..checkpoints import WEIGHT, AtomicSaveMixin, expert_of, headers_of
-from ..formats import Bnb4Bit, Bnb8Bit
+from ..formats import Bnb
 from ..layers import Linear
 from ..moe import PARTS_OF_STACKS, STACKS, Experts, Router
 from .packed import QuantizedExperts, packed_modules
@@ -36,12 +36,12 @@ class QuantizesExperts(PackedQuantizer):
     # Folders of transformers 4 may have quantized routers, which were linear layers.
     layers_in_files = (".feed_forward.router", ".mlp.gate")
 
-    def _format(self, dtype: torch.dtype) -> Bnb4Bit | Bnb8Bit:
+    def _format(self, dtype: torch.dtype) -> Bnb:
         config = self.quantization_config
         if config.load_in_8bit:
-            return Bnb8Bit(dtype)
-        kind, is_nested = config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant
-        return Bnb4Bit(config.bnb_4bit_compute_dtype, quant_type=kind, is_nested=is_nested)
+            return Bnb(dtype, "int8")
+        is_nested = config.bnb_4bit_use_double_quant
+        return Bnb(config.bnb_4bit_compute_dtype, config.bnb_4bit_quant_type, is_nested)
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         super()._process_model_before_weight_loading(model, **kwargs)
