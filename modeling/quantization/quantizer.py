@@ -14,10 +14,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.quantizers import register_quantization_config, register_quantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
-from transformers.utils import logging
 
 from ...configuration import LlamoeVisionConfig
-from ...configuration.checks import listed
 from ...configuration.errors import ConfigurationError
 from ...configuration.hub import is_ours, is_saving_stock
 from ...configuration.quantization import METHOD, QuantizationConfig
@@ -29,8 +27,6 @@ from ..moe import Experts
 from .packed import QuantizedExperts, QuantizedLinear, packed_modules
 from .packed_quantizer import PackedQuantizer
 from .published import Matrices, check_int4, find_packed, follow_files
-
-logger = logging.get_logger("llamoe")
 
 # Prefixes of layer names in classes with a head and in multimodal classes.
 _PREFIX = re.compile(r"^(language_model\\?\.)?(model\\?\.)?(?=layers\\?\.)")
@@ -88,30 +84,17 @@ class LlamoeQuantizer(PackedQuantizer):
         return self.layout is None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuse device maps that packed weights do not support.
-
-        Raises:
-            ValueError: modules on disk.
-        """
-        places = device_map.items() if isinstance(device_map, dict) else ()
-        if on_disk := [name or "the whole model" for name, place in places if place == "disk"]:
+        """Raise a `ValueError` if a device map puts modules on disk, where they would not be packed."""
+        if isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError(
-                f"device_map puts {listed(map(repr, on_disk))} on disk, from where packed weights are not read. Routed "
-                'experts alone can stay there, by this name: device_map={"experts": "disk"}. Put all else on "cpu".'
+                "device_map puts modules on disk, from where packed weights are not read. Routed experts alone can "
+                'stay there, by this name: device_map={"experts": "disk"}. Put all else on "cpu".'
             )
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return bfloat16, and warn if another dtype was requested; keep it if the folder becomes plain weights."""
+        """Return bfloat16, the dtype of the products; keep the dtype if the folder becomes plain weights."""
         layout = current_loading().layout
-        if layout is not None and not layout.is_int4:
-            return dtype
-        if dtype != torch.bfloat16:
-            logger.warning(
-                "%s weights are multiplied in bfloat16: the model is cast from %s.",
-                self.quantization_config.weights,
-                str(dtype).removeprefix("torch."),
-            )
-        return torch.bfloat16
+        return torch.bfloat16 if layout is None or layout.is_int4 else dtype
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         config = self.quantization_config
