@@ -119,10 +119,7 @@ def _unfused(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the experts as the linear layers that files store, by name below the experts; without copying codes.
 
-    Args:
-        experts: in one of bitsandbytes' formats.
-        storage: dtype in which files hold the bytes of 4-bit codes.
-        dtype: of unpacked weights, which files record.
+    Files hold the bytes of 4-bit codes as `storage`, and record the dtype of unpacked weights.
     """
     for number, stack in itertools.product(range(experts.num_experts), STACKS):
         form: Any = experts.formats[stack]

@@ -44,11 +44,7 @@ def take_activations(stored: Any, options: dict[str, Any]) -> str | None:
     """Return the `activations` that the user requests for a packed folder; None keeps the folder's own.
 
     transformers ignores all other fields of the user's config, with a warning; a config without others is removed from
-    the options.
-
-    Args:
-        stored: the folder's config or its dict, or None.
-        options: the keyword arguments of `from_pretrained`.
+    the options, the keyword arguments of `from_pretrained`.
 
     Raises:
         ConfigurationError: both configs are of llamoe's formats, and they differ in what is stored.
