@@ -18,7 +18,7 @@ from ..configuration import LlamoeVisionConfig, QuantizationConfig
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.quantization import METHOD
 from ..modeling.checkpoints import owner_of, sum_by_part
-from ..modeling.formats import Bnb4Bit, Bnb8Bit
+from ..modeling.formats import Bnb
 from ..modeling.quantization import LlamoeQuantizer, QuantizedExperts, QuantizedLinear
 from ..modeling.registration import empty_model
 from .source import Source
@@ -26,7 +26,7 @@ from .source import Source
 # Dtype or format by the bits of a weight.
 _FORMS = {32: "float32", 16: "bfloat16", 8: "int8", 4: "int4"}
 # How bitsandbytes stores a linear layer, or a matrix of an expert, by the bits of a weight.
-_FORMATS = {8: Bnb8Bit(torch.bfloat16), 4: Bnb4Bit(torch.bfloat16)}
+_FORMATS = {8: Bnb(torch.bfloat16, "int8"), 4: Bnb(torch.bfloat16, "nf4")}
 
 
 @dataclass(frozen=True)

@@ -132,31 +132,30 @@ def test_folders_that_others_have_quantized(family, method, tmp_path):
     assert offloaded.experts_statistics() and torch.equal(logits(offloaded), logits(own))
 
 
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
 @pytest.mark.parametrize(
-    "skip", ["experts", "model.layers.1", r".*\.3\.up_proj", "feed_forward.experts.0.gate_proj"]
+    ("family", "method", "skip"),
+    [
+        *(("mixtral", method, LINEARS) for method in FEW),
+        ("llama4", "nf4", ["experts"]),
+        ("llama4", "nf4", ["model.layers.1"]),
+        ("llama4", "nf4", [r".*\.3\.up_proj"]),
+        ("llama4", "nf4", ["feed_forward.experts.0.gate_proj"]),
+    ],
 )
-def test_names_to_skip_leave_experts_alone(skip, tmp_path):
-    model = load(folder_of("llama4"), "llama4", "nf4", quantize={"llm_int8_skip_modules": ["lm_head", skip]})
-    assert not packed_modules(model)
-    plain = load(folder_of("llama4"), "llama4")
-    assert torch.equal(
-        model.model.layers[1].feed_forward.experts.down_proj,
-        plain.model.layers[1].feed_forward.experts.down_proj,
-    )
+def test_names_to_skip_leave_layers_or_experts_alone(family, method, skip, tmp_path):
+    model = load(folder_of(family), family, method, quantize={"llm_int8_skip_modules": ["lm_head", *skip]})
+    linears = [m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt)]
+    assert bool(linears) != bool(packed_modules(model)) == (skip == LINEARS)
+    if linears:
+        plain, state = load(folder_of(family), family).state_dict(), model.state_dict()
+        assert all(torch.equal(state[name], plain[name]) for name in plain if ".experts." in name)
     expected = logits(model)
     model.save_pretrained(tmp_path)
-    assert torch.equal(logits(llamoe.LlamoeForCausalLM.from_pretrained(tmp_path)), expected)
-
-
-@pytest.mark.parametrize("method", FEW)
-def test_experts_alone_are_packed(method, tmp_path):
-    linears = {"llm_int8_skip_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"]}
-    model = load(folder_of("mixtral"), "mixtral", method, quantize=linears)
-    assert not any(isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt) for module in model.modules())
-    expected = logits(model)
-    model.save_pretrained(tmp_path)
-    again = load(tmp_path, "mixtral")
-    assert packed_modules(again) and torch.equal(logits(again), expected)
+    again = load(tmp_path, family)
+    assert torch.equal(logits(again), expected)
     unpacked = again.dequantize(dtype=torch.bfloat16)
     assert not packed_modules(unpacked) and distance(logits(unpacked), expected) < CLOSE
 
