@@ -86,6 +86,12 @@ class QuantizesExperts(PackedQuantizer):
             return
         # In some folders the experts of only some layers are quantized.
         stored = _packed_in(checkpoint_files) if self.pre_quantized and checkpoint_files else None
+        if stored is not None and (dtype := _plain_dtype(checkpoint_files)):
+            # transformers loads plain weights in the files' dtype, whatever the user requests. Others follow.
+            for module in model.modules():
+                if isinstance(module, Router | Experts):
+                    for parameter in module.parameters(recurse=False):
+                        parameter.data = parameter.data.to(dtype)
         for name, module in list(model.named_modules()):
             if not isinstance(module, Experts) or module.is_packed:
                 continue
@@ -140,6 +146,12 @@ class BitsAndBytes4BitQuantizer(QuantizesExperts, Bnb4BitHfQuantizer):
 
 class BitsAndBytes8BitQuantizer(QuantizesExperts, Bnb8BitHfQuantizer):
     """The quantizer for `load_in_8bit=True`."""
+
+
+def _plain_dtype(files: Iterable[str]) -> torch.dtype | None:
+    """Return the dtype of the embedding in these files, which is that of all plain weights; None without one."""
+    names = (stored for stored in headers_of(files) if stored.name.endswith("embed_tokens.weight"))
+    return next((DTYPES[stored.dtype] for stored in names), None)
 
 
 def _packed_in(files: Iterable[str]) -> set[str]:

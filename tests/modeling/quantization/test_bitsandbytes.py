@@ -87,6 +87,16 @@ def test_saved_and_loaded_again(family, method, tmp_path):
     assert (logits(unpacked) - expected).norm() < 0.1 * expected.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("method", "family"), in_turn(FEW, FAMILIES))
+def test_a_folder_keeps_its_dtype(family, method, dtype, tmp_path):
+    """transformers does not cast the plain weights of such a folder; a router in another dtype would not fit them."""
+    model = load(folder_of(family), family, method)
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path, family, dtype=dtype)
+    assert torch.equal(logits(again), logits(model))
+
+
 @pytest.mark.parametrize("method", FEW)
 def test_stock_classes_load_the_stock_layout(method, tmp_path):
     """Llama 4's own patch for folders of bitsandbytes makes a linear layer of each expert."""
