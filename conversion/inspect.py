@@ -33,6 +33,7 @@ from ..planning import (
     Source,
     packed_bytes,
     plan_placement,
+    read_source,
     rows_of,
     weight_bytes,
 )
@@ -185,7 +186,7 @@ def inspect(
     config, tensors, in_files = found.config, found.tensors, found.stored or found.tensors
     context, cached = _cache(config, context, batch)
     counted = count_parameters(config)
-    source = _source(found)
+    source = _source(found, machine.get("quantization") is not None)
     placement: Any = None
     if plan:
         placement = plan_placement(source, context=context, batch=batch, **machine)
@@ -244,9 +245,12 @@ def _cache(config: LlamoeBaseConfig, context: int | None, batch: int) -> tuple[i
     return context, sum(cache_bytes(config, context, batch, piece=context))
 
 
-def _source(found: Checkpoint) -> Source:
+def _source(found: Checkpoint, is_quantized_next: bool) -> Source:
     """Return the plan's input: the files if `from_pretrained` reads this format, else the configuration."""
     quantization = None if found.quantization is None else found.quantization.to_dict()
+    if found.stored and found.kind not in ("hf", "gguf") and not is_quantized_next:
+        # Another program has packed the weights: plan the bytes of the loaded model.
+        return read_source(found.path)
     if found.kind != "hf":
         return Source(found.config, quantization)
     stored = {

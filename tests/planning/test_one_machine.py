@@ -236,8 +236,13 @@ def test_experts_stay_in_their_layers_where_nothing_reads_them_elsewhere(tmp_pat
     half = sum(plan_placement(tmp_path / "half", gpus=0, ram="1GB", headroom=0).weights.values())
     found = plan_placement(tmp_path / "packed", gpus=0, ram="1GB", headroom=0)
     assert found.form == "bitsandbytes 4" and 0.25 * half < found.weights["cpu"] < 0.7 * half
-    little = plan_placement(tmp_path / "packed", gpus=0, ram=found.weights["cpu"], context=20, headroom=0)
-    assert little.experts_memory is None and "experts" not in little.device_map
+    # Packed layers are not read from disk.
+    cases = (tmp_path / "packed", None, found.weights["cpu"]), (DENSE.make_config(), 4, "50kB")
+    for source, bits, ram in cases:
+        with pytest.raises(ValueError, match="does not fit"):
+            plan_placement(source, gpus=0, ram=ram, bits=bits, context=20, headroom=0)
+    beside = plan_placement(tmp_path / "packed", gpus=[2e5], ram="1GB", context=20, headroom=0)
+    assert "and bitsandbytes refuses that" in str(beside)
 
 
 def test_stocks_configurations_are_taken_as_ours():
