@@ -248,8 +248,9 @@ def _cache(config: LlamoeBaseConfig, context: int | None, batch: int) -> tuple[i
 def _source(found: Checkpoint, is_quantized_next: bool) -> Source:
     """Return the plan's input: the files if `from_pretrained` reads this format, else the configuration."""
     quantization = None if found.quantization is None else found.quantization.to_dict()
-    if found.stored and found.kind not in ("hf", "gguf") and not is_quantized_next:
-        # Another program has packed the weights: plan the bytes of the loaded model.
+    is_packed_by_others = found.stored and found.kind not in ("hf", "gguf")
+    if (is_packed_by_others or found.kind == "configuration") and not is_quantized_next:
+        # The configuration says how another program has packed the weights: plan the bytes of the loaded model.
         return read_source(found.path)
     if found.kind != "hf":
         return Source(found.config, quantization)

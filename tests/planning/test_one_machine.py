@@ -318,7 +318,7 @@ def test_this_machine_is_the_default():
         (dict(gpu_memory="-3GB"), "gpu_memory='-3GB'"), (dict(gpus=0, ram=True), "ram=True"),
         (dict(ram="nan"), "ram='nan'"), (dict(gpus=0, ram="4GB"), "headroom=4 GB"),
         (dict(bits=5), "bits=5"), (dict(batch=0), "batch=0"),
-        (dict(context=0), "context=0"), (dict(prefill=0), "piece=0"),
+        (dict(context=0), "context=0"), (dict(prefill=0), "prefill=0"),
         (dict(quantization="int3"), "quantization='int3'"), (dict(quantization="int4:big"), "quantization='int4:big'"),
         (dict(quantization="int4", bits=4), "bits=4 and quantization='int4': give one"),
         (dict(quantization="int8:32"), "group_size=32: choose 32, 64, 128, 256 for int4"),
