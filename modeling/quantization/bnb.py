@@ -87,11 +87,11 @@ class QuantizesExperts(PackedQuantizer):
         # In some folders the experts of only some layers are quantized.
         stored = _packed_in(checkpoint_files) if self.pre_quantized and checkpoint_files else None
         if stored is not None and (dtype := _plain_dtype(checkpoint_files)):
-            # transformers loads plain weights in the files' dtype, whatever the user requests. Others follow.
-            for module in model.modules():
-                if isinstance(module, Router | Experts):
-                    for parameter in module.parameters(recurse=False):
-                        parameter.data = parameter.data.to(dtype)
+            # Whatever dtype is requested, transformers loads plain weights in the files' dtype. Biases, routers and
+            # experts, which it would cast, must follow.
+            for parameter in model.parameters():
+                if type(parameter) is nn.Parameter:
+                    parameter.data = parameter.data.to(dtype)
         for name, module in list(model.named_modules()):
             if not isinstance(module, Experts) or module.is_packed:
                 continue
@@ -149,9 +149,9 @@ class BitsAndBytes8BitQuantizer(QuantizesExperts, Bnb8BitHfQuantizer):
 
 
 def _plain_dtype(files: Iterable[str]) -> torch.dtype | None:
-    """Return the dtype of the embedding in these files, which is that of all plain weights; None without one."""
-    names = (stored for stored in headers_of(files) if stored.name.endswith("embed_tokens.weight"))
-    return next((DTYPES[stored.dtype] for stored in names), None)
+    """Return the dtype of norms in these files, which is that of all plain weights; None without one."""
+    norms = (stored for stored in headers_of(files) if stored.name.endswith("input_layernorm.weight"))
+    return next((DTYPES[stored.dtype] for stored in norms), None)
 
 
 def _packed_in(files: Iterable[str]) -> set[str]:

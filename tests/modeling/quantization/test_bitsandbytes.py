@@ -20,8 +20,8 @@ from support.bitsandbytes_models import (
     published,
     same,
 )
-from support.few_bits import CLOSE, distance
-from support.models import draw, max_abs, stock_dense_config
+from support.few_bits import CLOSE, distance, save
+from support.models import draw, max_abs, stock_dense_config, vision_config
 from support.routing import recorded_choices, routed_to
 from support.tables import in_turn
 from torch import nn
@@ -95,6 +95,17 @@ def test_a_folder_keeps_its_dtype(family, method, dtype, tmp_path):
     model.save_pretrained(tmp_path)
     again = load(tmp_path, family, dtype=dtype)
     assert torch.equal(logits(again), logits(model))
+
+
+def test_a_tower_keeps_its_dtype(tmp_path):
+    """Norms have weights, which transformers does not cast, and biases, which it would."""
+    folder = save(draw(llamoe.LlamoeVisionModel, vision_config()).bfloat16())
+    quantization = BitsAndBytesConfig(load_in_4bit=True)
+    model = llamoe.LlamoeVisionModel.from_pretrained(folder, quantization_config=quantization)
+    model.save_pretrained(tmp_path)
+    again = llamoe.LlamoeVisionModel.from_pretrained(tmp_path, dtype=torch.float16)
+    pixels = torch.randn(1, 3, 56, 56)
+    assert torch.equal(again(pixels).last_hidden_state, model(pixels).last_hidden_state)
 
 
 @pytest.mark.parametrize("method", FEW)
