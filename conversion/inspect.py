@@ -33,6 +33,7 @@ from ..planning import (
     Source,
     packed_bytes,
     plan_placement,
+    read_source,
     rows_of,
     weight_bytes,
 )
@@ -187,7 +188,7 @@ def inspect(
     in_files = checkpoint.stored or tensors
     context, cached = _cache(config, context, batch)
     counted = count_parameters(config)
-    source = _source(checkpoint)
+    source = _source(checkpoint, machine.get("quantization") is not None)
     placement: Any = None
     if plan:
         placement = plan_placement(source, context=context, batch=batch, **machine)
@@ -246,9 +247,13 @@ def _cache(config: LlamoeBaseConfig, context: int | None, batch: int) -> tuple[i
     return context, sum(cache_bytes(config, context, batch, piece=context))
 
 
-def _source(checkpoint: Checkpoint) -> Source:
-    """Return what a plan is made of: the stored tensors if `from_pretrained` reads them, else the configuration."""
+def _source(checkpoint: Checkpoint, is_quantized_next: bool) -> Source:
+    """Return the plan's input: the files if `from_pretrained` reads this format, else the configuration."""
     quantization = None if checkpoint.quantization is None else checkpoint.quantization.to_dict()
+    is_packed_by_others = checkpoint.stored and checkpoint.kind not in ("hf", "gguf")
+    if (is_packed_by_others or checkpoint.kind == "configuration") and not is_quantized_next:
+        # The configuration says how another program has packed the weights: plan the bytes of the loaded model.
+        return read_source(checkpoint.path)
     if checkpoint.kind != "hf":
         return Source(checkpoint.config, quantization)
     stored = {

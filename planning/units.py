@@ -71,7 +71,7 @@ class Sizes:
         chosen: experts that a token is given in each mixture; 0 without mixtures.
         may_leave: whether routed experts can be offloaded, which takes safetensors files, plain, in llamoe's formats,
             or in a layout of `formats.packed`.
-        is_packed: whether weights are in one of these formats or layouts, whose layers cannot stay on disk.
+        is_packed: whether weights are quantized, whose layers cannot stay on disk.
     """
 
     units: tuple[Unit, ...]
@@ -155,7 +155,7 @@ def sizes_of(source: Source, bits: int | None, quantization: QuantizationConfig 
         chosen=text.num_experts_per_tok if getattr(text, "moe_layers", None) else 0,
         may_leave=source.are_safetensors
         and (not source.quantization or source.method == METHOD or reads_single_experts),
-        is_packed=METHOD in (source.method, form.split()[0]) or source.layout is not None,
+        is_packed=bool(source.quantization or quantization) or bits in (4, 8),
     )
 
 

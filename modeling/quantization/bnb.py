@@ -48,8 +48,15 @@ class QuantizesExperts(PackedQuantizer):
         # In some folders the experts of only some layers are quantized.
         files = kwargs.get("checkpoint_files")
         stored = _packed_in(files) if self.pre_quantized and files else None
-        for name, module in [*model.named_modules()]:
-            if not isinstance(module, Experts) or module.is_packed:
+        stacks = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
+        if stacks and stored is not None and (dtype := _plain_dtype(files)):
+            # Whatever dtype is requested, transformers loads plain weights in the files' dtype. Biases, routers and
+            # experts, which it would cast, must follow.
+            for parameter in model.parameters():
+                if type(parameter) is nn.Parameter:
+                    parameter.data = parameter.data.to(dtype)
+        for name, module in stacks:
+            if module.is_packed:
                 continue
             if self._takes(name, module) if stored is None else name.rpartition("layers.")[2] in stored:
                 form = self._format(module.dtype)
@@ -102,6 +109,12 @@ class BitsAndBytes4BitQuantizer(QuantizesExperts, Bnb4BitHfQuantizer):
 
 class BitsAndBytes8BitQuantizer(QuantizesExperts, Bnb8BitHfQuantizer):
     """The quantizer for `load_in_8bit=True`."""
+
+
+def _plain_dtype(files: Iterable[str]) -> torch.dtype | None:
+    """Return the dtype of norms in these files, which is that of all plain weights; None without one."""
+    norms = (stored for stored in headers_of(files) if stored.name.endswith("input_layernorm.weight"))
+    return next((DTYPES[stored.dtype] for stored in norms), None)
 
 
 def _packed_in(files: Iterable[str]) -> set[str]:

@@ -18,8 +18,8 @@ from support.bitsandbytes_models import (
     published,
     same,
 )
-from support.few_bits import CLOSE, distance
-from support.models import draw, max_abs, stock_dense_config
+from support.few_bits import CLOSE, distance, save
+from support.models import draw, max_abs, stock_dense_config, vision_config
 from support.routing import recorded_choices, routed_to
 from support.tables import in_turn
 from torch import nn
@@ -83,6 +83,27 @@ def test_saved_and_loaded_again(family, method, tmp_path):
     assert not any(getattr(m, "is_packed", False) for m in unpacked.modules())
     # Weights are rounded to bfloat16 once more, in 8 bits rows no longer.
     assert (logits(unpacked) - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("method", "family"), in_turn(FEW, FAMILIES))
+def test_a_folder_keeps_its_dtype(family, method, dtype, tmp_path):
+    """transformers does not cast the plain weights of such a folder; a router in another dtype would not fit them."""
+    model = load(folder_of(family), family, method)
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path, family, dtype=dtype)
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_a_tower_keeps_its_dtype(tmp_path):
+    """Norms have weights, which transformers does not cast, and biases, which it would."""
+    folder = save(draw(llamoe.LlamoeVisionModel, vision_config()).bfloat16())
+    quantization = BitsAndBytesConfig(load_in_4bit=True)
+    model = llamoe.LlamoeVisionModel.from_pretrained(folder, quantization_config=quantization)
+    model.save_pretrained(tmp_path)
+    again = llamoe.LlamoeVisionModel.from_pretrained(tmp_path, dtype=torch.float16)
+    pixels = torch.randn(1, 3, 56, 56)
+    assert torch.equal(again(pixels).last_hidden_state, model(pixels).last_hidden_state)
 
 
 @pytest.mark.parametrize("method", FEW)
