@@ -20,7 +20,7 @@ from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .._private_api import replace_quantizer
-from ..checkpoints import WEIGHT, AtomicSaveMixin, expert_of, headers_of
+from ..checkpoints import DTYPES, WEIGHT, AtomicSaveMixin, expert_of, headers_of
 from ..formats import Bnb
 from ..layers import Linear
 from ..moe import PARTS_OF_STACKS, STACKS, Experts, Router
