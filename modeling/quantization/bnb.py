@@ -49,7 +49,8 @@ class QuantizesExperts(PackedQuantizer):
         files = kwargs.get("checkpoint_files")
         stored = _packed_in(files) if self.pre_quantized and files else None
         stacks = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
-        if stacks and stored is not None and (dtype := _plain_dtype(files)):
+        is_ours = isinstance(model, AtomicSaveMixin)
+        if is_ours and stored is not None and (dtype := _plain_dtype(files)):
             # Whatever dtype is requested, transformers loads plain weights in the files' dtype. Biases, routers and
             # experts, which it would cast, must follow.
             for parameter in model.parameters():
