@@ -5,6 +5,7 @@ author left in 16 bits, is found as `from_pretrained` finds it (`modeling.quanti
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import torch
 from ...configuration import QuantizationConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...modeling.formats import Format, Int4, Int8
-from ...modeling.formats.packed import Layout, Unpacked, weight_of
+from ...modeling.formats.packed import EightBits, Layout, Unpacked, weight_of
 from ...modeling.moe import Experts
-from ...modeling.quantization import LlamoeQuantizer, by_expert, own_config
+from ...modeling.quantization import LlamoeQuantizer, by_expert, of_stack, own_config
 from ...modeling.registration import empty_model
-from ..io import LazyTensor, stack
+from ..io import Computed, LazyTensor, stack
 
 
 class PublishedMatrix(LazyTensor):
@@ -66,6 +67,13 @@ class PublishedMatrix(LazyTensor):
         return (matrix.T if self._is_input_first else matrix)[start:stop]
 
 
+def _in_stack(
+    layout: EightBits, is_transposed: bool, dtype: torch.dtype, *tensors: torch.Tensor
+) -> torch.Tensor:
+    *codes, scale = tensors
+    return layout.weight_in_stack(codes, scale, is_transposed).to(dtype)
+
+
 def unpack_published(
     tensors: Mapping[str, LazyTensor], config: LlamoeBaseConfig, layout: Layout, files: list[Path]
 ) -> tuple[dict[str, LazyTensor], list[str], QuantizationConfig]:
@@ -102,15 +110,20 @@ def unpack_published(
             unpacked[weight] = PublishedMatrix(layout, [*opened.values()], module.weight.shape, dtype)
             continue
         num_out, num_in = module.sizes_of(name)
-        if name in layout.stacks:
-            [(codes, scales)] = [(kinds[name], kinds[f"{name}_scale"]) for kinds in opened.values()]
-            matrices = [
-                {"weight": codes.row(number).transpose(), "weight_scale": scales.row(number)}
-                for number in range(module.num_experts)
-            ]
-            sizes = num_out, num_in
+        if stacked := of_stack(opened):
+            scales = stacked[name + layout.in_stacks[1]]
+            codes = [[kinds["weight"] for kinds in matrices] for matrices in by_expert(opened)]
             unpacked[weight] = stack(
-                [PublishedMatrix(layout, [kinds], sizes, dtype, is_input_first=True) for kinds in matrices]
+                [
+                    Computed(
+                        partial(_in_stack, layout, module.is_transposed, dtype),
+                        [*(codes[number] if codes else [stacked[name].row(number)]), scales.row(number)],
+                        module.stack_shape(name)[1:],
+                        dtype,
+                        scales.origin,
+                    )
+                    for number in range(module.num_experts)
+                ]
             )
             continue
         unpacked[weight] = stack(

@@ -9,5 +9,5 @@ in `formats`.
 from .bnb import naming_plain_layers, parts_in_files, register_bitsandbytes
 from .packed import QuantizedExperts, QuantizedLinear, packed_modules
 from .plain_experts import warn_of_plain_experts
-from .published import Matrices, by_expert, layout_of, names_in_16_bit, own_config
+from .published import Matrices, by_expert, layout_of, names_in_16_bit, of_stack, own_config
 from .quantizer import LlamoeQuantizer, register_quantizers, take_activations

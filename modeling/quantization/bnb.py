@@ -41,6 +41,7 @@ class BnbLayout:
         "SCB",
         "weight_format",
     )
+    in_stacks: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, form: Bnb4Bit | Bnb8Bit):
         self.form = Separate(form, 1)

@@ -5,7 +5,7 @@ them to the parts of a packed module, or, for a plain module, to the plain weigh
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
@@ -23,8 +23,15 @@ Tensors = Mapping[str, torch.Tensor]
 class Layout(Protocol):
     """Interface: how a folder stores the matrices of linear layers."""
 
-    kinds: ClassVar[tuple[str, ...]]
-    """The suffixes of a layer's tensors after its name."""
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The suffixes of a layer's tensors after its name."""
+        ...
+
+    @property
+    def in_stacks(self) -> tuple[str, ...]:
+        """The suffixes of a stack's codes and scales after its name; empty if layers are stored one by one."""
+        ...
 
     def parts_of(self, matrices: Sequence[Tensors], sizes: Sizes, form: Format) -> Parts:
         """Return the parts of one packed matrix, made of linear layers of these sizes stacked along the outputs."""
@@ -34,6 +41,12 @@ class Layout(Protocol):
         """Return a layer's weight `[O, I]`, unpacked unless it is plain already."""
         ...
 
+    def weight_in_stack(
+        self, codes: Sequence[torch.Tensor], scale: torch.Tensor, is_transposed: bool
+    ) -> torch.Tensor:
+        """Return an expert's matrix from codes and a scale in the order of axes of the stacks that hold them."""
+        ...
+
 
 def reading_rules(layout: Layout, layers: Iterable[str] = ("",)) -> list[WeightConverter]:
     """Return the rules for stacks of experts, and for linear layers with these name suffixes."""
@@ -41,25 +54,20 @@ def reading_rules(layout: Layout, layers: Iterable[str] = ("",)) -> list[WeightC
     rules = [
         WeightConverter(
             [
-                f".experts.*.{part}.{kind}"
-                for part in PLACES
-                if PLACES[part][0] == stack
-                for kind in layout.kinds
+                *(
+                    f".experts.*.{part}.{kind}"
+                    for part in PLACES
+                    if PLACES[part][0] == stack
+                    for kind in layout.kinds
+                ),
+                # The longer name first, for it begins with the shorter.
+                *(f".experts.{stack}{suffix}" for suffix in reversed(layout.in_stacks)),
             ],
             f".experts.{stack}",
             [_ReadStack(layout)],
             force_cpu=True,
         )
         for stack in PARTS_OF_STACKS[True]
-    ]
-    rules += [
-        WeightConverter(
-            [f".experts.{stack}_scale", f".experts.{stack}"],
-            f".experts.{stack}",
-            [_ReadWhole(layout)],
-            force_cpu=True,
-        )
-        for stack in getattr(layout, "stacks", ())
     ]
     return rules + [
         WeightConverter(
@@ -118,15 +126,29 @@ class _ReadStack(_Reads):
         path, _, stack = full_layer_name.rpartition(".")
         experts = model.get_submodule(path)
         matrices: list[dict[str, list[torch.Tensor]]] = [{} for _ in PARTS_OF_STACKS[True][stack]]
+        stacked = {}
         for pattern, tensors in input_dict.items():
             part, _, kind = pattern.removeprefix(".experts.*.").partition(".")
-            matrices[PLACES[part][1]][kind] = tensors
-        counts = {pattern: len(tensors) for pattern, tensors in input_dict.items()}
-        if {*counts.values()} != {experts.num_experts} or not all(matrices):
+            if part in PLACES:
+                matrices[PLACES[part][1]][kind] = tensors
+            else:
+                stacked[pattern.removeprefix(f".experts.{stack}")] = tensors[0]
+        if set(stacked) == {""}:
+            return {full_layer_name: stacked[""]}
+        counts = {pattern: len(tensors) for pattern, tensors in input_dict.items() if "*" in pattern}
+        if "" not in stacked and ({*counts.values()} != {experts.num_experts} or not all(matrices)):
             raise CheckpointError(
                 f"the checkpoint has so many tensors of each kind: {counts}, where num_local_experts in config.json is "
                 f"{experts.num_experts}. Quantize the original checkpoint again."
             )
+        if stacked:
+            whole = torch.empty(experts.stack_shape(stack), dtype=experts.dtype)
+            codes = [stacked[""]] if "" in stacked else [kinds["weight"] for kinds in matrices]
+            scales = stacked[self.layout.in_stacks[1]]
+            for number, matrix in enumerate(whole):
+                parts = [each[number] for each in codes]
+                matrix.copy_(self.layout.weight_in_stack(parts, scales[number], experts.is_transposed))
+            return {full_layer_name: whole}
         sizes = shape_of_one(experts, stack)
         by_expert = (
             [{kind: tensors[number] for kind, tensors in kinds.items()} for kinds in matrices]
@@ -143,23 +165,3 @@ class _ReadStack(_Reads):
             for whole, part in zip(wholes.values(), parts, strict=True):
                 whole[number] = part
         return {f"{path}.{part}": whole for part, whole in wholes.items()}
-
-
-class _ReadWhole(_Reads):
-    """Make a plain stack from a stored stack with a scale for each output of an expert."""
-
-    @torch.no_grad()
-    def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
-        """Return the stack by its name in the model."""
-        path, _, stack = full_layer_name.rpartition(".")
-        experts = model.get_submodule(path)
-        tensors = {name.rpartition(".")[2]: tensors[0] for name, tensors in input_dict.items()}
-        if (scales := tensors.get(f"{stack}_scale")) is None:
-            return {full_layer_name: tensors[stack]}
-        whole = torch.empty(experts.stack_shape(stack), dtype=experts.dtype)
-        for matrix, codes, scale in zip(whole, tensors[stack], scales, strict=True):
-            layer = {"weight": codes.T, "weight_scale": scale}
-            matrix.copy_(self.layout.weight_of(layer, experts.sizes_of(stack)).T)
-        return {full_layer_name: whole}

@@ -10,15 +10,15 @@ from typing import Any
 
 from .awq import Awq
 from .compressed_tensors import CompressedTensors
-from .eight_bits import EightBits, FbgemmFp8, FineGrainedFp8
+from .eight_bits import EightBits, fbgemm_fp8, fine_grained_fp8
 from .gptq import Gptq
 from .layout import Layout, Unpacked, int4_of, int4_parts, weight_of
 
 LAYOUTS: dict[str, Callable[[Mapping[str, Any]], Layout]] = {
     "awq": Awq.from_config,
     "compressed-tensors": CompressedTensors.from_config,
-    "fbgemm_fp8": FbgemmFp8.from_config,
-    "fp8": FineGrainedFp8.from_config,
+    "fbgemm_fp8": fbgemm_fp8,
+    "fp8": fine_grained_fp8,
     "gptq": Gptq.from_config,
 }
 """Functions from the `quantization_config` in a folder's config.json to its layout, by `quant_method`."""

@@ -23,6 +23,7 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 class Awq(Layout):
     """Weights of 4 bits in the format `gemm`."""
 
+    group_size: int | None
     method = "awq"
     kinds = ("qweight", "qzeros", "scales")
 

@@ -25,6 +25,7 @@ class CompressedTensors(Layout):
         is_symmetric: whether there are no zero points.
     """
 
+    group_size: int | None
     is_symmetric: bool = True
     method = "compressed-tensors"
     kinds = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")

@@ -27,6 +27,7 @@ class Gptq(Layout):
         has_true_zeros: zero points are stored unchanged, not minus 1.
     """
 
+    group_size: int | None
     has_true_zeros: bool = False
     method = "gptq"
     kinds = ("qweight", "qzeros", "scales", "g_idx")

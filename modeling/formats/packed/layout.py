@@ -5,8 +5,7 @@ Shapes: O outputs, I inputs, G groups of inputs.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -39,23 +38,22 @@ class Unpacked(NamedTuple):
     group_of_input: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
 class Layout(ABC):
     """The layout in which a folder stores the matrices of linear layers, including those of single experts.
 
     Attributes:
         group_size: inputs that share a scale; None for one scale an output.
+        method: the `quant_method` in config.json.
+        kinds: the last parts of all names that a matrix's tensors may have; the first is that of the codes.
+        in_stacks: what follows a stack's name in the names of its codes and scales; empty if files have no stacks.
+        is_int4: int4 can hold the codes.
     """
 
     group_size: int | None
-    method: ClassVar[str]
-    """The `quant_method` in config.json."""
-    kinds: ClassVar[tuple[str, ...]]
-    """The last parts of all names that a matrix's tensors may have; the first is that of the codes."""
-    stacks: ClassVar[tuple[str, ...]] = ()
-    """Names of stacks of experts that are stored `[E, I, O]` as the model has them, beside `<name>_scale`."""
-    is_int4: ClassVar[bool] = True
-    """True if int4 can hold the codes."""
+    method: str
+    kinds: tuple[str, ...]
+    in_stacks: tuple[str, ...] = ()
+    is_int4: bool = True
 
     def holds(self, kind: str, dtype: str) -> bool:
         """Return True if a tensor of this kind and dtype (safetensors' spelling) belongs to a packed matrix."""
