@@ -4,6 +4,7 @@ What the bits mean is said in `modeling.formats.packed`; which tensors belong to
 author left in 16 bits, is found as `from_pretrained` finds it (`modeling.quantization`).
 """
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -93,7 +94,6 @@ def unpack_published(
         CheckpointError: a packed tensor is missing, or has not the shape that config.json means.
     """
     model: Any = empty_model(config)
-    names = set(model.state_dict())
     quantizer = LlamoeQuantizer(own_config(layout), pre_quantized=True)
     by_weight = quantizer.read_published(model, map(str, files), layout)
     dtype = config.dtype if config.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
@@ -132,13 +132,8 @@ def unpack_published(
                 for kinds in by_expert(opened)
             ]
         )
-    packed = {layer for layers in by_weight.values() for layer in layers}
-    # Packed layers may also hold zero biases and activation scales, which are unused.
-    unused = [
-        name
-        for name in found
-        if name not in names
-        and (name.rpartition(".")[0] in packed or name.endswith((".k_scale", ".v_scale")))
-    ]
+    # Zero biases of packed layers, and scales of activations.
+    passed_over = {*model._keys_passed_over}
+    unused = [name for name in found if f"^{re.escape(name)}$" in passed_over]
     plain = {name: tensor for name, tensor in found.items() if name not in unused}
     return plain | unpacked, unused, quantizer.quantization_config

@@ -29,7 +29,7 @@ logger = logging.get_logger("llamoe")
 # Tensors beside a packed layer that are ignored: biases of 0, and scales of activations.
 _PASSED_OVER = ("bias", "input_scale", "output_scale", "input_zero_point", "activation_scale")
 # Scales of a quantized KV cache, beside the attention layers.
-_OF_CACHE = ("k_scale", "v_scale")
+_OF_CACHE = ("k_scale", "v_scale", "kv_scale")
 _REMEDY = "Download or copy the checkpoint again."
 
 
@@ -118,7 +118,8 @@ def find_packed(
             continue
         if kind == "bias" and content(stored.origin)[stored.name][...].any():
             raise CheckpointError(f"{stored} is not 0, but this model's layer has no bias.")
-        model._keys_passed_over = [*model._keys_passed_over, f"^{re.escape(name_in_model(stored.name))}$"]
+        names = stored.name, name_in_model(stored.name)
+        model._keys_passed_over = [*model._keys_passed_over, *(f"^{re.escape(name)}$" for name in names)]
     return matrices
 
 

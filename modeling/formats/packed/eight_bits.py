@@ -114,18 +114,20 @@ class EightBits(Layout):
 
 
 def fine_grained_fp8(config: Mapping[str, Any]) -> EightBits:
-    """Return the layout of transformers' format `fp8`.
+    """Return the layout of the method `fp8`, of transformers or AutoFP8.
 
     Raises:
         ConfigurationError: invalid blocks, or experts in another dtype.
     """
-    block = config.get("weight_block_size", (128, 128)) or _BLOCKS["tensor"]
+    block = config.get("weight_block_size") or _BLOCKS["tensor"]
     if not _is_block(block):
         raise unread("weight_block_size", block, "a number of outputs and one of inputs")
     if config.get("expert_dtype", "fp8") != "fp8":
         raise unread("expert_dtype", config["expert_dtype"], "'fp8'")
     _warn(f"8 bits, {config.get('activation_scheme', 'dynamic')}")
-    return EightBits(tuple(block), method="fp8", kinds=("weight", "weight_scale_inv"))
+    # AutoFP8's configs have no such field.
+    scale = "weight_scale_inv" if "weight_block_size" in config else "weight_scale"
+    return EightBits(tuple(block), method="fp8", kinds=("weight", scale))
 
 
 def fbgemm_fp8(config: Mapping[str, Any]) -> EightBits:

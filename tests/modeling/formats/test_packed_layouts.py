@@ -121,8 +121,3 @@ def test_what_is_not_read_is_refused_by_its_name(config, says):
     with pytest.raises(ConfigurationError, match=r"^config.json: quantization_config\.") as caught:
         layout_of(config)
     assert says in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_rules_that_only_leave_layers_out_are_no_mixture():
-    assert layout_of(changed("gptq", dynamic={"-:.*gate": {}})).group_size == 32
-    assert layout_of(changed("awq", version="GEMM")).group_size == 32
