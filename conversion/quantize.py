@@ -4,10 +4,9 @@ import os
 import re
 from collections.abc import Sequence
 
-from transformers.quantizers.quantizers_utils import should_convert_module
-
 from ..configuration import QuantizationConfig
 from ..configuration.quantization import WEIGHTS
+from ..modeling.quantization import is_kept
 from .checkpoint import Checkpoint, Report
 from .hf import save_hf
 from .io import Progress, WriteOptions
@@ -23,7 +22,7 @@ def quantize(
     experts: bool = True,
     linears: bool = True,
     search: bool = True,
-    keep: Sequence[str] | None = None,
+    keep: list[str] | str | None = None,
     instruct: bool | None = None,
     shard_size: int | str = "5GB",
     resume: bool = False,
@@ -47,7 +46,7 @@ def quantize(
         experts: whether routed experts are quantized.
         linears: whether linear layers of the decoder are quantized.
         search: whether scales are searched that minimise the squared error, which takes longer.
-        keep: names of more modules that stay in 16 bit, or the ends of their names (`modules_to_not_convert`).
+        keep: `modules_to_not_convert` of `QuantizationConfig`: a name, or names, of more modules that stay in 16 bit.
         instruct: as in `convert`.
         shard_size, resume, dry_run, progress: as in `WriteOptions`.
 
@@ -62,8 +61,7 @@ def quantize(
     if to not in WEIGHTS:
         raise ValueError(f"to = {to!r}: valid are {' and '.join(map(repr, WEIGHTS))}.")
     options = WriteOptions("llamoe", None, shard_size, resume, dry_run, progress)
-    names = list(keep or ()) or None
-    quantization = QuantizationConfig(to, group_size, experts, linears, search, names)
+    quantization = QuantizationConfig(to, group_size, experts, linears, search, keep or None)
     checkpoint = open_source(source, target, resume, instruct=instruct, may_be_packed=True)
     if checkpoint.kind == "hf":
         check_unpacked(checkpoint)
@@ -74,8 +72,9 @@ def quantize(
                 f"group_size = {group_size}: {source} has groups of {stored}, whose codes are taken over. Leave it out."
             )
         quantization.group_size = stored
-    quantization.modules_to_not_convert = [*dict.fromkeys([*(names or ()), *checkpoint.in_16_bit])] or None
-    _check_names(names or [], checkpoint)
+    names = quantization.modules_to_not_convert or []
+    _check_names(names, checkpoint)
+    quantization.modules_to_not_convert = [*dict.fromkeys([*names, *checkpoint.in_16_bit])] or None
     identity = {"quantization": quantization.to_dict()}
     return save_hf(checkpoint, target, options, identity=identity, quantization=quantization)
 
@@ -85,7 +84,7 @@ def _check_names(names: Sequence[str], checkpoint: Checkpoint) -> None:
     modules = {key.rpartition(".")[0] for key in checkpoint.tensors}
     for name in names:
         try:
-            is_there = not all(should_convert_module(module, [name]) for module in modules)
+            is_there = any(is_kept(module, [name]) for module in modules)
         except re.error:
             is_there = False
         if not is_there:

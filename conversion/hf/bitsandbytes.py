@@ -62,11 +62,9 @@ class Bitsandbytes:
 
         def matrix(*tensors: torch.Tensor) -> torch.Tensor:
             try:
-                parts = self.form.from_file(dict(zip(kinds, tensors, strict=True)), sizes)
-            except (ValueError, KeyError, AssertionError) as error:
-                raise CheckpointError(
-                    f"{origin}: is not as config.json says, or damaged ({error})."
-                ) from error
+                parts = self.form.parts_of([dict(zip(kinds, tensors, strict=True))], sizes, self.form)
+            except CheckpointError as error:
+                raise CheckpointError(f"{origin}: {error}") from error
             return self.form.matrix(parts, sizes, dtype)
 
         return Computed(matrix, [*kinds.values()], sizes, dtype, origin)

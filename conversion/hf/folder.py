@@ -17,7 +17,7 @@ from ...configuration.errors import CheckpointError
 from ...configuration.hub import as_json, our_files
 from ...configuration.quantization import METHOD
 from ...configuration.sizes import bytes_of
-from ...modeling.checkpoints import check_shards, find_weights, sum_by_part, wrapper_prefix
+from ...modeling.checkpoints import find_weights, sum_by_part
 from ...modeling.formats.packed import Layout
 from ...modeling.quantization import layout_of, names_in_16_bit, own_config
 from ...modeling.registration import model_class
@@ -35,6 +35,8 @@ _COMPANIONS = re.compile(
     r"|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template\.(jinja|json)"
     r"|(LICENSE|NOTICE|USE_POLICY)(\.\w+)?"
 )
+# What torch.compile and data parallelism put before names.
+_WRAPPERS = re.compile(r"((_orig_mod|module)\.)*")
 # Buffers that some releases of transformers saved.
 _COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_embedding\.freqs_ci)")
 
@@ -51,7 +53,8 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
     folder = Path(folder)
     config, quantization, layout = read_config(folder / "config.json")
     tensors, others, sources = open_shards(folder)
-    prefix = wrapper_prefix(tensors)
+    wrappers: Any = _WRAPPERS.match(os.path.commonprefix(list(tensors)))
+    prefix = wrappers[0]
     tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     dropped = {name: f"no tensor but a {kind}" for name, kind in others.items()}
     dropped |= dict.fromkeys(filter(_COMPUTED.fullmatch, tensors), "computed from the configuration")
@@ -108,7 +111,7 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
 
     Raises:
         CheckpointError: there are no weights, or two sets; a file that the index names is missing or outside the
-            folder; or a tensor is in two files, or not where the index says.
+            folder; or a tensor is in two files.
     """
     weights = find_weights(folder)
     if weights is None:
@@ -117,17 +120,15 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
             "the index of either in several files."
         )
     tensors: dict[str, LazyTensor] = {}
-    held: dict[str, Path] = {}
     others: dict[str, str] = {}
-    for path in weights.files:
+    for path in weights:
         opened, more = open_weights(path)
         others |= more
         for name, tensor in opened.items():
-            if name in held:
-                raise CheckpointError(f"{path}: {name!r} is in {held[name]} too.")
-            tensors[name], held[name] = tensor, path
-    check_shards(weights, held)
-    return tensors, others, weights.files
+            if name in tensors:
+                raise CheckpointError(f"{path}: {name!r} is in {tensors[name].origin} too.")
+            tensors[name] = tensor
+    return tensors, others, weights
 
 
 def read_companions(folder: Path) -> dict[str, bytes]:

@@ -71,8 +71,7 @@ def open_meta(
             "convert again"
         )
     elif companions:
-        family = f"llama-{generation}" if looks_like_table(tokenizer) else None
-        translated = hf_files_from_meta(tokenizer, config, instruct=tuned, family=family, origin=str(path))
+        translated = hf_files_from_meta(tokenizer, config, instruct=tuned, origin=str(path))
     kind = "meta-llama4" if generation == 4 else "meta-llama"
     return Checkpoint(folder, kind, config, tensors, dropped | left_out, translated, paths, notes)
 

@@ -96,10 +96,6 @@ def _qkv_shares(sizes: Any) -> list[int]:
     return [text.num_attention_heads, text.num_key_value_heads, text.num_key_value_heads]
 
 
-def _is_mixture(sizes: Any, numbers: Mapping[str, int]) -> bool:
-    return numbers["i"] in sizes.get_text_config().moe_layers
-
-
 _FLAT, _STACKED = _Experts(flat=True), _Experts(flat=False)
 _QKV = FusedRows(_qkv_shares)
 _GATE_AND_UP = FusedRows(lambda sizes: [1, 1])
@@ -161,8 +157,6 @@ _SHARED = "feed_forward.shared_expert."
 _LLAMA4_RELEASE = (
     _layer("attention.wqkv.layer_norm_weight", "input_layernorm.weight"),
     _layer("attention.wqkv.weight", [f"self_attn.{name}_proj.weight" for name in "qkv"], _QKV, axis=0),
-    # Where the other name of this norm is written, in a dense layer, the next row is the first that applies.
-    replace(_layer("feed_forward.norm.weight", "post_attention_layernorm.weight"), when=_is_mixture),
     _layer("feed_forward.mlp.layer_norm_weight", "post_attention_layernorm.weight"),
     _layer("feed_forward.mlp.fc1_weight", _DENSE_GATE_AND_UP, _GATE_AND_UP, axis=0),
     _layer("feed_forward.mlp.fc2_weight", "feed_forward.down_proj.weight", axis=1),
@@ -245,9 +239,15 @@ def llama4_table(config: LlamoeBaseConfig, to_write: bool = False) -> Table:
 
     Written are the names of the releases. A table for reading has both sets of names in any layer.
     """
-    chosen = _LLAMA4_SHARED + _LLAMA4_RELEASE
-    if not to_write:
-        chosen = tuple(replace(row, when=None) for row in chosen + _LLAMA4_UNFUSED)
+    # This name of a norm belongs to layers with experts, the one in `_LLAMA4_RELEASE` to dense layers. The first row
+    # that matches is taken.
+    norm = "feed_forward.norm.weight", "post_attention_layernorm.weight"
+    if to_write:
+        mixtures = config.get_text_config().moe_layers
+        norms = [Row(f"layers.{i}.{norm[0]}", f"model.layers.{i}.{norm[1]}") for i in mixtures]
+        chosen = (*norms, *_LLAMA4_SHARED, *_LLAMA4_RELEASE)
+    else:
+        chosen = (_layer(*norm), *_LLAMA4_SHARED, *_LLAMA4_RELEASE, *_LLAMA4_UNFUSED)
     if not isinstance(config, LlamoeConfig):
         return chosen + _LLAMA4_DROPPED
     prefixed = tuple(

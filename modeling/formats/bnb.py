@@ -3,22 +3,25 @@
 bitsandbytes' own functions quantize and unpack them; a product unpacks one expert's matrix first, on every device.
 Files store each matrix as the tensors of a linear layer, with the name suffixes "weight", "weight.absmax", "SCB" …
 An expert's gate and up are one stack here, but two linear layers in files, with separate blocks and nested statistics
-(`Separate`).
+(`Bnb.count`).
 
-bitsandbytes is imported when a matrix is quantized, unpacked or read.
+bitsandbytes is imported when a matrix is quantized or unpacked.
 
 Shapes: O outputs, I inputs, B blocks of a matrix.
 """
 
-from collections.abc import Mapping
+import json
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from ...configuration.errors import CheckpointError
-from .format import MAKERS, Format, Parts, Sizes, format_of
+from .format import MAKERS, Format, Parts, Sizes
 
 # Weights of a block, as in bitsandbytes' linear layers; with double quantization, blocks that share a nested scale.
 BLOCKSIZE, NESTED_BLOCKSIZE = 64, 256
@@ -30,24 +33,112 @@ _REMEDY = "The checkpoint is damaged, or is not that of this config.json: quanti
 
 
 @dataclass(frozen=True)
-class Bnb4Bit(Format):
-    """Codes of 4 bits and a scale for each block of weights, as in `Linear4bit`.
+class Bnb(Format):
+    """A format of bitsandbytes', which is also the `reading.Layout` of folders in it.
 
-    Parts: codes `[ceil(O * I / 2)]` uint8, and scales `[B]` float32, called absmax. With double quantization the scales
-    are uint8 codes; then follow their own scales `[ceil(B / 256)]` float32, called nested absmax, and the mean of the
-    scales `[]` float32, called offset.
+    Parts have an axis for the matrix in front.
 
     Attributes:
         compute_dtype: dtype of the products.
-        quant_type: "nf4" or "fp4".
-        is_nested: the scales are quantized, too (double quantization).
-        kinds: name suffixes of those tensors in files that are parts.
+        count: number of stacked matrices of equal sizes that are quantized separately.
+        kinds: name suffixes of a matrix's tensors in files, first of those that are parts.
     """
 
     compute_dtype: torch.dtype
+    count: int = 1
+    is_unfused_in_files = True
+    kinds: ClassVar[tuple[str, ...]]
+    stacks = ()
+
+    def sizes_of_one(self, sizes: Sizes) -> Sizes:
+        """Return the sizes of one of the matrices."""
+        return sizes[0] // self.count, sizes[1]
+
+    def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
+        ones = [self._quantize_one(matrix) for matrix in weight_OI.chunk(self.count)]
+        return [torch.stack(part) for part in zip(*ones, strict=True)]
+
+    def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
+        ones = [self._unpack_one(one, self.sizes_of_one(sizes), dtype) for one in zip(*parts, strict=True)]
+        return ones[0] if len(ones) == 1 else torch.cat(ones)
+
+    def parts_of(
+        self, matrices: Sequence[Mapping[str, torch.Tensor]], sizes: Sizes, form: Format
+    ) -> list[torch.Tensor]:
+        """Return the parts of matrices of these sizes, such as an expert's gate and up."""
+        ones = [self.from_file(tensors, sizes) for tensors in matrices]
+        return [torch.stack(part) for part in zip(*ones, strict=True)]
+
+    def weight_of(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> torch.Tensor:
+        """Return the weight of a layer, unpacked unless it is plain already."""
+        if set(tensors) == {"weight"} and tensors["weight"].is_floating_point():
+            return tensors["weight"]
+        return self._unpack_one(self.from_file(tensors, sizes), sizes, self.compute_dtype)
+
+    def from_file(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
+        """Return the parts of one matrix from its tensors in a file.
+
+        Args:
+            tensors: by name suffix.
+            sizes: of this matrix.
+
+        Raises:
+            CheckpointError: a tensor is missing, has another shape or dtype, or is of another format.
+        """
+        try:
+            parts = self._read_one(tensors, sizes)
+        except KeyError as error:
+            raise CheckpointError(f"{error} is missing. {_REMEDY}") from error
+        except ValueError as error:
+            raise CheckpointError(f"{error}. {_REMEDY}") from error
+        parts = [part.float() if part.is_floating_point() else part for part in parts]
+        shapes = self.parts((self.count * sizes[0], sizes[1]))
+        for kind, part, ((_, *shape), dtype) in zip(self.kinds, parts, shapes, strict=False):
+            if [*part.shape] != shape or part.dtype != dtype:
+                found = f"shape {[*part.shape]} and dtype {part.dtype}"
+                raise CheckpointError(f"{kind} has {found}, not shape {shape} and dtype {dtype}. {_REMEDY}")
+        return parts
+
+    @abstractmethod
+    def for_file(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return one matrix's tensors for files, by name suffix; `dtype` is that of unpacked weights."""
+
+    # Functions for one matrix, whose parts have no axis in front.
+
+    @abstractmethod
+    def _quantize_one(self, weight_OI: torch.Tensor) -> list[torch.Tensor]: ...
+
+    @abstractmethod
+    def _unpack_one(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _read_one(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Bnb4Bit(Bnb):
+    """Codes of 4 bits and a scale for each block of weights, as in `Linear4bit`.
+
+    Parts of one matrix: codes `[ceil(O * I / 2)]` uint8, and scales `[B]` float32, called absmax. With double
+    quantization the scales are uint8 codes; then follow their own scales `[ceil(B / 256)]` float32, called nested
+    absmax, and the mean of the scales `[]` float32, called offset.
+
+    Attributes:
+        quant_type: "nf4" or "fp4".
+        is_nested: the scales are quantized, too (double quantization).
+    """
+
     quant_type: str = "nf4"
     is_nested: bool = False
-    kinds = ("weight", "weight.absmax", "weight.nested_absmax")
+    kinds = (
+        "weight",
+        "weight.absmax",
+        "weight.nested_absmax",
+        "weight.quant_map",
+        "weight.nested_quant_map",
+        "weight.quant_state.bitsandbytes__nf4",
+        "weight.quant_state.bitsandbytes__fp4",
+    )
 
     @property
     def suffixes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -56,18 +147,18 @@ class Bnb4Bit(Format):
     @property
     def key(self) -> str:
         dtype, nested = str(self.compute_dtype).removeprefix("torch."), ":nested" if self.is_nested else ""
-        return f"bitsandbytes-4bit:{dtype}:{self.quant_type}{nested}"
+        return f"bitsandbytes-4bit:{dtype}:{self.count}:{self.quant_type}{nested}"
 
     def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        numbers = sizes[0] * sizes[1]
+        numbers, count = math.prod(self.sizes_of_one(sizes)), self.count
         blocks = -(-numbers // BLOCKSIZE)
-        codes = ((-(-numbers // 2),), torch.uint8)
+        codes = ((count, -(-numbers // 2)), torch.uint8)
         if not self.is_nested:
-            return [codes, ((blocks,), torch.float32)]
-        nested = (-(-blocks // NESTED_BLOCKSIZE),)
-        return [codes, ((blocks,), torch.uint8), (nested, torch.float32), ((), torch.float32)]
+            return [codes, ((count, blocks), torch.float32)]
+        nested = (count, -(-blocks // NESTED_BLOCKSIZE))
+        return [codes, ((count, blocks), torch.uint8), (nested, torch.float32), ((count,), torch.float32)]
 
-    def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
+    def _quantize_one(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
         from bitsandbytes.functional import quantize_4bit, quantize_blockwise
 
         numbers = weight_OI.reshape(-1)
@@ -83,7 +174,7 @@ class Bnb4Bit(Format):
         codes_of_scales, state = quantize_blockwise(absmax - offset, blocksize=NESTED_BLOCKSIZE)
         return [torch.cat(codes), codes_of_scales, state.absmax, offset]
 
-    def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
+    def _unpack_one(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
         from bitsandbytes.functional import dequantize_4bit
 
         codes = parts[0]
@@ -110,35 +201,26 @@ class Bnb4Bit(Format):
             **nested,
         )
 
-    def from_file(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
-        """Return the parts of a matrix from its tensors in a file; those of `kinds` may be on the meta device.
-
-        Raises:
-            ValueError: the tensors are not of this format. (`KeyError` or `AssertionError`: one is missing.)
-        """
-        from bitsandbytes.functional import QuantState
-
-        beside = {kind: tensor for kind, tensor in tensors.items() if kind != "weight"}
-        # Give no device, so that tensors stay where they are.
-        state: Any = QuantState.from_dict(beside, None)  # pyright: ignore[reportArgumentType]
-        given = [state.quant_type, state.blocksize, state.shape, state.state2 and state.state2.blocksize]
-        wanted = [self.quant_type, BLOCKSIZE, torch.Size(sizes), NESTED_BLOCKSIZE if self.is_nested else None]
+    def _read_one(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
+        state = tensors[f"weight.quant_state.bitsandbytes__{self.quant_type}"]
+        facts = json.loads(bytes(state.tolist()))
+        names = ("quant_type", "blocksize", "shape", "nested_blocksize")
+        given = [facts.get(name) for name in names]
+        wanted = [self.quant_type, BLOCKSIZE, [*sizes], NESTED_BLOCKSIZE if self.is_nested else None]
         if given != wanted:
-            names = "type, block size, shape and block size of nested scales"
-            raise ValueError(f"{names} are {given}, not {wanted}")
+            raise ValueError(f"{', '.join(names)} are {given}, not {wanted}")
         # A file may store the bytes of the codes in any dtype.
-        parts = [tensors["weight"].contiguous().view(torch.uint8).flatten(), state.absmax]
-        tables = {self.quant_type: state.code}
+        parts = [tensors["weight"].contiguous().view(torch.uint8).flatten(), tensors["weight.absmax"]]
+        tables = {self.quant_type: tensors["weight.quant_map"]}
         if self.is_nested:
-            parts += [state.state2.absmax, state.offset]
-            tables["dynamic"] = state.state2.code
+            parts += [tensors["weight.nested_absmax"], torch.tensor(facts["nested_offset"])]
+            tables["dynamic"] = tensors["weight.nested_quant_map"]
         for name, table in tables.items():
             if not torch.allclose(table, code_of(name, table.device), rtol=0, atol=1e-6):
                 raise ValueError(f"the {name} table has other numbers than bitsandbytes' codes have")
         return parts
 
     def for_file(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return a matrix's tensors for files, by name suffix; `dtype` is that of unpacked weights."""
         state = self._state(parts, sizes, dtype)
         # Copy the lookup table, which matrices share: safetensors refuses one tensor under two names.
         state.code = state.code.clone()
@@ -147,36 +229,36 @@ class Bnb4Bit(Format):
 
 
 @dataclass(frozen=True)
-class Bnb8Bit(Format):
+class Bnb8Bit(Bnb):
     """Codes of 8 bits and a scale for each output, as in `Linear8bitLt`.
 
-    Parts: codes `[O, I]` int8, and the largest absolute weight of each output, `[O]` float32, which bitsandbytes calls
-    SCB; a weight is `code * SCB / 127`. Weights are as in LLM.int8(), but rows stay in the products' dtype: they are
-    not rounded to 8 bits, so outliers need no treatment. Attributes and methods are those of `Bnb4Bit`.
+    Parts of one matrix: codes `[O, I]` int8, and the largest absolute weight of each output, `[O]` float32, which
+    bitsandbytes calls SCB; a weight is `code * SCB / 127`. Weights are as in LLM.int8(), but rows stay in the products'
+    dtype: they are not rounded to 8 bits, so outliers need no treatment.
     """
 
-    compute_dtype: torch.dtype
     suffixes = ("", "_scb")
-    kinds = ("weight", "SCB")
+    kinds = ("weight", "SCB", "weight_format")
 
     @property
     def key(self) -> str:
-        return f"bitsandbytes-8bit:{str(self.compute_dtype).removeprefix('torch.')}"
+        return f"bitsandbytes-8bit:{str(self.compute_dtype).removeprefix('torch.')}:{self.count}"
 
     def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return [(tuple(sizes), torch.int8), ((sizes[0],), torch.float32)]
+        num_out, num_in = self.sizes_of_one(sizes)
+        return [((self.count, num_out, num_in), torch.int8), ((self.count, num_out), torch.float32)]
 
-    def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
+    def _quantize_one(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
         from bitsandbytes.functional import int8_vectorwise_quant
 
         return list(int8_vectorwise_quant(weight_OI.contiguous().to(torch.float16))[:2])
 
-    def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
+    def _unpack_one(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
         from bitsandbytes.functional import int8_vectorwise_dequant
 
         return int8_vectorwise_dequant(*parts).to(dtype)
 
-    def from_file(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
+    def _read_one(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
         if (layout := tensors.get("weight_format")) is not None and layout.any():
             raise ValueError("weight_format is not 0, but a layout of old GPUs")
         return [tensors["weight"], tensors["SCB"]]
@@ -184,71 +266,6 @@ class Bnb8Bit(Format):
     def for_file(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         # 0 is the row-major layout, the only one that current bitsandbytes has.
         return {"weight": parts[0], "SCB": parts[1], "weight_format": torch.tensor(0, dtype=torch.uint8)}
-
-
-@dataclass(frozen=True)
-class Separate(Format):
-    """The format of stacked matrices that are quantized separately: parts have an axis for the matrix in front.
-
-    Attributes:
-        form: format of each matrix.
-        count: number of matrices, which have equal sizes.
-    """
-
-    form: Bnb4Bit | Bnb8Bit
-    count: int
-    is_unfused_in_files = True
-
-    @property
-    def suffixes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.form.suffixes
-
-    @property
-    def compute_dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.form.compute_dtype
-
-    @property
-    def key(self) -> str:
-        return f"separate:{self.count}:{self.form.key}"
-
-    def sizes_of_one(self, sizes: Sizes) -> Sizes:
-        """Return the sizes of one of the matrices."""
-        return sizes[0] // self.count, sizes[1]
-
-    def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return [((self.count, *shape), dtype) for shape, dtype in self.form.parts(self.sizes_of_one(sizes))]
-
-    def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        ones = [self.form.quantize(matrix) for matrix in weight_OI.chunk(self.count)]
-        return [torch.stack(part) for part in zip(*ones, strict=True)]
-
-    def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-        ones = [self.form.matrix(one, self.sizes_of_one(sizes), dtype) for one in zip(*parts, strict=True)]
-        return ones[0] if len(ones) == 1 else torch.cat(ones)
-
-    def from_file(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
-        """Return the parts of one of the matrices from its tensors in a checkpoint.
-
-        Args:
-            tensors: by the suffix after the linear layer's name.
-            sizes: of this matrix.
-
-        Raises:
-            CheckpointError: a tensor is missing, has another shape or dtype, or is of another format.
-        """
-        try:
-            parts = self.form.from_file(tensors, sizes)
-        except KeyError as error:
-            raise CheckpointError(f"{error} is missing. {_REMEDY}") from error
-        except (AssertionError, ValueError) as error:
-            raise CheckpointError(f"{' '.join(str(error).split())}. {_REMEDY}") from error
-        parts = [part.float() if part.is_floating_point() else part for part in parts]
-        for kind, part, (shape, dtype) in zip(self.form.kinds, parts, self.form.parts(sizes), strict=False):
-            found = f"shape {[*part.shape]} and dtype {part.dtype}"
-            wanted = f"shape {[*shape]} and dtype {dtype}"
-            if found != wanted:
-                raise CheckpointError(f"{kind} has {found}, not {wanted}. {_REMEDY}")
-        return parts
 
 
 @lru_cache
@@ -259,6 +276,7 @@ def code_of(name: str, device: torch.device) -> torch.Tensor:
     return create_dynamic_map().to(device) if name == "dynamic" else get_4bit_type(name, device=device)
 
 
-MAKERS["bitsandbytes-4bit"] = lambda dtype, kind, *nested: Bnb4Bit(getattr(torch, dtype), kind, bool(nested))
-MAKERS["bitsandbytes-8bit"] = lambda dtype: Bnb8Bit(getattr(torch, dtype))
-MAKERS["separate"] = lambda count, *form: Separate(format_of(":".join(form)), int(count))  # pyright: ignore
+MAKERS["bitsandbytes-4bit"] = lambda dtype, count, kind, *nested: Bnb4Bit(
+    getattr(torch, dtype), int(count), kind, bool(nested)
+)
+MAKERS["bitsandbytes-8bit"] = lambda dtype, count: Bnb8Bit(getattr(torch, dtype), int(count))

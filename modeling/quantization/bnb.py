@@ -7,11 +7,11 @@ or Mixtral's `w1`, `w3` and `w2`.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,43 +19,13 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from ...configuration.errors import CheckpointError
 from .._private_api import replace_quantizer
-from ..checkpoints import DTYPES, WEIGHT, AtomicSaveMixin, Stored, expert_of, headers_of
-from ..formats import Bnb4Bit, Bnb8Bit, Parts, Separate, Sizes
+from ..checkpoints import WEIGHT, AtomicSaveMixin, expert_of, headers_of
+from ..formats import Bnb4Bit, Bnb8Bit
 from ..layers import Linear
 from ..moe import PARTS_OF_STACKS, STACKS, Experts, Router
 from .packed import QuantizedExperts, packed_modules
 from .packed_quantizer import PackedQuantizer
-
-_BESIDE_WEIGHT = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-_STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
-
-
-class BnbLayout:
-    """The `reading.Layout` of folders in one of bitsandbytes' formats."""
-
-    kinds: ClassVar[tuple[str, ...]] = (
-        "weight",
-        *(f"weight.{kind}" for kind in _BESIDE_WEIGHT + _STATES),
-        "SCB",
-        "weight_format",
-    )
-
-    def __init__(self, form: Bnb4Bit | Bnb8Bit):
-        self.form = Separate(form, 1)
-
-    def parts_of(self, matrices: Sequence[Mapping[str, torch.Tensor]], sizes: Sizes, form: Any) -> Parts:
-        """Return the parts of an expert's gate and up, or of its down."""
-        ones = [self.form.from_file(tensors, sizes) for tensors in matrices]
-        return [torch.stack(part) for part in zip(*ones, strict=True)]
-
-    def weight_of(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> torch.Tensor:
-        """Return the weight of a layer, which may be plain."""
-        if set(tensors) == {"weight"} and tensors["weight"].is_floating_point():
-            return tensors["weight"]
-        parts = [part[None] for part in self.form.from_file(tensors, sizes)]
-        return self.form.matrix(parts, sizes, self.form.compute_dtype)
 
 
 class QuantizesExperts(PackedQuantizer):
@@ -93,9 +63,9 @@ class QuantizesExperts(PackedQuantizer):
             if takes:
                 form = self._format(module.dtype)
                 with torch.device("meta"):
-                    packed = QuantizedExperts(module, Separate(form, 1), gate_up_form=Separate(form, 2))
+                    packed = QuantizedExperts(module, form, gate_up_form=replace(form, count=2))
                 model.set_submodule(name, packed)
-                self.layout = BnbLayout(form) if self.pre_quantized else None
+                self.layout = form if self.pre_quantized else None
 
     def _takes(self, path: str, experts: Experts) -> bool:
         """Return True unless `llm_int8_skip_modules` names these experts or a part of them."""
@@ -152,31 +122,6 @@ def _packed_in(files: Iterable[str]) -> set[str]:
     }
 
 
-def parts_in_files(
-    form: Separate, sizes: Sizes, headers: Mapping[str, Stored]
-) -> list[Stored | torch.Tensor]:
-    """Return, for each part of one matrix, the header of its tensor, or the value if files hold it as JSON text.
-
-    Args:
-        form: format of the stack with this matrix.
-        sizes: of an expert's part of the stack.
-        headers: of the matrix's tensors, by name suffix.
-    """
-    tensors = {}
-    for kind, stored in headers.items():
-        dtype = DTYPES[stored.dtype]
-        if kind in form.form.kinds:
-            tensors[kind] = torch.empty(stored.shape, dtype=dtype, device="meta")
-        else:
-            content = numpy.fromfile(stored.origin, "u1", stored.content.nbytes, offset=stored.content.begin)
-            tensors[kind] = torch.from_numpy(content).view(dtype).view(stored.shape)
-    try:
-        parts = form.from_file(tensors, form.sizes_of_one(sizes))
-    except CheckpointError as error:
-        raise CheckpointError(f"{headers[WEIGHT]}: {error}") from error
-    return [headers[form.form.kinds[n]] if part.is_meta else part for n, part in enumerate(parts)]
-
-
 def _unfused(
     path: str, experts: QuantizedExperts, storage: torch.dtype, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -195,7 +140,7 @@ def _unfused(
             parts = [torch.from_dlpack(part[number, place]) for part in experts.parts(stack)]
             if parts[0].dtype == torch.uint8:
                 parts[0] = parts[0].view(storage)
-            tensors = form.form.for_file(parts, form.sizes_of_one(experts.sizes[stack]), dtype)
+            tensors = form.for_file(parts, form.sizes_of_one(experts.sizes[stack]), dtype)
             yield from ((f"{path}.{number}.{name}.{kind}", tensor) for kind, tensor in tensors.items())
 
 

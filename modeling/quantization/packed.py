@@ -3,13 +3,13 @@
 They have the attribute `is_packed`, by which `moe` and `parallel` recognise them without importing this folder.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..formats import Format, Sizes
+from ..formats import Format, Parts, Sizes
 from ..layers import Linear
 from ..moe import STACKS, Experts, OutputFirstExperts, multiply_one
 
@@ -60,6 +60,38 @@ class Packed(nn.Module):
             part: torch.empty(shape, dtype=dtype, device=device)
             for part, (shape, dtype) in self.part_shapes(name).items()
         }
+
+    def weight_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a dequantized weight, in the model family's order of axes."""
+        return self.sizes[name]
+
+    def matrices(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
+        """View the matrices `[O, I]` of a weight of `weight_shape`."""
+        return [weight]
+
+    @torch.no_grad()
+    def fill(self, name: str, matrices: Iterable[Parts], device: torch.device) -> dict[str, torch.Tensor]:
+        """Make the parts of a weight, by name, from those of its matrices, one after the other."""
+        wholes = self.empty_parts(name, device)
+        for number, parts in enumerate(matrices):
+            for whole, part in zip(wholes.values(), parts, strict=True):
+                (whole[number] if self.stacked else whole).copy_(part)
+        return wholes
+
+    def quantize(self, weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+        """Quantize a weight to its parts, by name."""
+        form = self.formats[name]
+        return self.fill(name, (form.quantize(each) for each in self.matrices(weight)), weight.device)
+
+    @torch.no_grad()
+    def dequantized_weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantize a weight."""
+        parts = [getattr(self, part) for part in self.part_shapes(name)]
+        weight = torch.empty(self.weight_shape(name), dtype=dtype, device=parts[0].device)
+        for number, matrix in enumerate(self.matrices(weight)):
+            of_one = [part[number] for part in parts] if self.stacked else parts
+            matrix.copy_(self.formats[name].matrix(of_one, self.sizes[name], dtype))
+        return weight
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         # `model.to(dtype)` must not cast scales: kernels read one dtype, and rounding would change the weights.
@@ -125,16 +157,6 @@ class QuantizedLinear(Packed, nn.Linear):
             y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    @torch.no_grad()
-    def quantize(self, weight: torch.Tensor, name: str = "weight") -> dict[str, torch.Tensor]:
-        """Quantize a weight `[out_features, in_features]` to its parts, by name."""
-        return dict(zip(self.part_shapes(name), self.format.quantize(weight), strict=True))
-
-    @torch.no_grad()
-    def dequantized_weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantize the weight, `[out_features, in_features]`; `name` is "weight"."""
-        return self.format.matrix(self.parts(), self.sizes[name], dtype).to(dtype).contiguous()
-
     def dequantized(self, dtype: torch.dtype) -> nn.Linear:
         """Return an ordinary layer with the dequantized weight."""
         with torch.device("meta"):
@@ -173,25 +195,13 @@ class QuantizedExperts(Packed, Experts):
 
     def stack_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the dequantized stack, in the model family's order of axes."""
-        num_out, num_in = self.sizes[name]
-        return (self.num_experts, *((num_in, num_out) if self.is_transposed else (num_out, num_in)))
+        return (self.num_experts, *self.sizes[name][:: -1 if self.is_transposed else 1])
 
-    @torch.no_grad()
-    def quantize(self, weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
-        """Quantize a stack, in the family's order of axes, to its parts, by name, one expert after the other."""
-        wholes = self.empty_parts(name, weight.device)
-        for expert, matrix in enumerate(weight.mT if self.is_transposed else weight):
-            for whole, part in zip(wholes.values(), self.formats[name].quantize(matrix), strict=True):
-                whole[expert] = part
-        return wholes
+    weight_shape = stack_shape
 
-    @torch.no_grad()
-    def dequantized_weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantize a stack, in the family's order."""
-        stack = torch.empty(self.stack_shape(name), dtype=dtype, device=getattr(self, name).device)
-        for matrix, *parts in zip(stack.mT if self.is_transposed else stack, *self.parts(name), strict=True):
-            matrix.copy_(self.formats[name].matrix(parts, self.sizes[name], dtype))
-        return stack
+    def matrices(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
+        """View the matrices `[O, I]` of a stack."""
+        return [*(weight.mT if self.is_transposed else weight)]
 
     def dequantized(self, dtype: torch.dtype) -> Experts:
         """Return ordinary experts with the dequantized stacks."""

@@ -9,9 +9,10 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer
 
 from ...configuration.errors import CheckpointError
-from ..checkpoints import fuse_in_place
+from ..formats import Bnb
+from ..formats.packed import Layout
 from .packed import holds_packed, packed_modules
-from .reading import Layout, reading_rules
+from .reading import reading_rules
 
 
 class QuantizeWeight(ConversionOps):
@@ -40,7 +41,7 @@ class QuantizeWeight(ConversionOps):
         [weight] = input_dict.values()
         weight = weight[0] if isinstance(weight, list) else weight
         # transformers does not check the shapes of quantized weights.
-        wanted = module.stack_shape(name) if module.stacked else module.sizes[name]
+        wanted = module.weight_shape(name)
         if tuple(weight.shape) != wanted:
             raise CheckpointError(
                 f"{full_layer_name} has shape {[*weight.shape]}, but the model that config.json describes has "
@@ -52,7 +53,7 @@ class QuantizeWeight(ConversionOps):
 class PackedQuantizer(HfQuantizer):
     """A mixin that quantizes llamoe's packed modules; name it before transformers' quantizer class."""
 
-    layout: Layout | None = None
+    layout: Layout | Bnb | None = None
     """The layout of a folder with packed linear layers; None for llamoe's own folders, which have stacks."""
     layers_in_files: tuple[str, ...] = ("",)
     """Ends of the names of linear layers that are read by `layout`."""
@@ -80,9 +81,6 @@ class PackedQuantizer(HfQuantizer):
             first = reading_rules(self.layout, self.layers_in_files)
             names = {name for rule in first for name in rule.source_patterns}
             return [*first, *(rule for rule in rules if names.isdisjoint(rule.source_patterns))]
-        if not self.pre_quantized and packed_modules(model):
-            # Stack lazily: a copy of the stack that is quantized next would double its memory.
-            return fuse_in_place(rules)
         return rules
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:

@@ -135,7 +135,7 @@ class LlamoeQuantizer(PackedQuantizer):
             check_int4(config, candidates, matrices)
         form = format_for(config)
         for name, module in candidates.items():
-            if _is_kept(name, config.modules_to_not_convert or ()):
+            if is_kept(name, config.modules_to_not_convert or ()):
                 continue
             with torch.device("meta"):
                 packed = (QuantizedExperts if isinstance(module, Experts) else QuantizedLinear)(module, form)
@@ -205,7 +205,7 @@ class LlamoeQuantizer(PackedQuantizer):
         return True
 
 
-def _is_kept(name: str, kept: Iterable[str]) -> bool:
+def is_kept(name: str, kept: Iterable[str]) -> bool:
     """Return True if one of these names matches the module, whatever prefix its model class adds."""
     # A folder may be loaded by another class than the one that saved it, with another prefix.
     names = [name, _PREFIX.sub("", name)]

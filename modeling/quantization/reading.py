@@ -1,45 +1,27 @@
 """Rules for transformers' loader to read folders that store packed linear layers, also for each expert.
 
 The loader collects the tensors of a linear layer, or of the layers of all experts of a stack. An operation converts
-them to the parts of a packed module, or, for a plain module, to the plain weight. The folder's `Layout` does it.
+them to the parts of a packed module, or, for a plain module, to the plain weight. The folder's layout does it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ...configuration.errors import CheckpointError
 from ..checkpoints import shape_of_one
-from ..formats import Format, Parts, Sizes
-from ..moe import PARTS_OF_STACKS, PLACES
+from ..formats import Bnb
+from ..formats.packed import Layout
+from ..moe import PARTS_OF_STACKS, PLACES, STACKS
 from .packed import Packed
 
-Tensors = Mapping[str, torch.Tensor]
-"""The tensors of a linear layer, by what follows its name."""
 
-
-class Layout(Protocol):
-    """Interface: how a folder stores the matrices of linear layers."""
-
-    kinds: ClassVar[tuple[str, ...]]
-    """The suffixes of a layer's tensors after its name."""
-
-    def parts_of(self, matrices: Sequence[Tensors], sizes: Sizes, form: Format) -> Parts:
-        """Return the parts of one packed matrix, made of linear layers of these sizes stacked along the outputs."""
-        ...
-
-    def weight_of(self, tensors: Tensors, sizes: Sizes) -> torch.Tensor:
-        """Return a layer's weight `[O, I]`, unpacked unless it is plain already."""
-        ...
-
-
-def reading_rules(layout: Layout, layers: Iterable[str] = ("",)) -> list[WeightConverter]:
+def reading_rules(layout: Layout | Bnb, layers: Iterable[str] = ("",)) -> list[WeightConverter]:
     """Return the rules for stacks of experts, and for linear layers with these name suffixes."""
-    # Convert on the CPU, where files are mapped: otherwise the loader copies all tensors to the GPU first.
     rules = [
-        WeightConverter(
+        (
             [
                 f".experts.*.{part}.{kind}"
                 for part in PLACES
@@ -47,64 +29,30 @@ def reading_rules(layout: Layout, layers: Iterable[str] = ("",)) -> list[WeightC
                 for kind in layout.kinds
             ],
             f".experts.{stack}",
-            [_ReadStack(layout)],
-            force_cpu=True,
         )
-        for stack in PARTS_OF_STACKS[True]
+        for stack in STACKS
     ]
     rules += [
-        WeightConverter(
-            [f".experts.{stack}_scale", f".experts.{stack}"],
-            f".experts.{stack}",
-            [_ReadWhole(layout)],
-            force_cpu=True,
-        )
-        for stack in getattr(layout, "stacks", ())
+        ([f".experts.{stack}_scale", f".experts.{stack}"], f".experts.{stack}") for stack in layout.stacks
     ]
-    return rules + [
-        WeightConverter(
-            [f"{layer}.{kind}" for kind in layout.kinds],
-            f"{layer}.weight",
-            [_ReadLinear(layout)],
-            force_cpu=True,
-        )
-        for layer in layers
-    ]
+    rules += [([f"{layer}.{kind}" for kind in layout.kinds], f"{layer}.weight") for layer in layers]
+    # Convert on the CPU, where files are mapped: otherwise the loader copies all tensors to the GPU first.
+    return [WeightConverter(*names, [_Read(layout, names[1])], force_cpu=True) for names in rules]
 
 
-class _Reads(ConversionOps):
+class _Read(ConversionOps):
+    """Make the parts of a weight, or the plain weight if it is not packed here, one expert after the other.
+
+    Args:
+        layout: of the tensors in files.
+        target: the pattern of the weight's name.
+    """
+
     # transformers reads this attribute of operations; without it, it would cast the tensors before the conversion.
     hf_quantizer = True
 
-    def __init__(self, layout: Layout):
-        self.layout = layout
-
-
-class _ReadLinear(_Reads):
-    """Make the parts of a linear layer's weight, or the weight if the layer is not packed here."""
-
-    @torch.no_grad()
-    def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        input_dict: dict[str, Any],
-        target_patterns: Sequence[str] = (),
-        full_layer_name: str = "",
-        model: Any = None,
-        **kwargs: Any,
-    ) -> dict[str, torch.Tensor]:
-        """Return the tensors by their names in the model."""
-        path, _, name = full_layer_name.rpartition(".")
-        module, layer = model.get_submodule(path), target_patterns[0].removesuffix("weight")
-        tensors = {pattern.removeprefix(layer): found[0] for pattern, found in input_dict.items()}
-        if not isinstance(module, Packed):
-            weight = self.layout.weight_of(tensors, tuple(module.weight.shape))
-            return {full_layer_name: weight.to(module.weight.dtype)}
-        parts = self.layout.parts_of([tensors], module.sizes[name], module.format)
-        return dict(zip((f"{path}.{part}" for part in module.part_shapes(name)), parts, strict=True))
-
-
-class _ReadStack(_Reads):
-    """Make the parts of a stack, or the stack if it is not packed here, one expert after the other."""
+    def __init__(self, layout: Layout | Bnb, target: str):
+        self.layout, self.target = layout, target
 
     @torch.no_grad()
     def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -115,51 +63,55 @@ class _ReadStack(_Reads):
         Raises:
             CheckpointError: an expert lacks a tensor that others have.
         """
-        path, _, stack = full_layer_name.rpartition(".")
-        experts = model.get_submodule(path)
-        matrices: list[dict[str, list[torch.Tensor]]] = [{} for _ in PARTS_OF_STACKS[True][stack]]
-        for pattern, tensors in input_dict.items():
-            part, _, kind = pattern.removeprefix(".experts.*.").partition(".")
-            matrices[PLACES[part][1]][kind] = tensors
-        counts = {pattern: len(tensors) for pattern, tensors in input_dict.items()}
-        if {*counts.values()} != {experts.num_experts} or not all(matrices):
-            raise CheckpointError(
-                f"the checkpoint has so many tensors of each kind: {counts}, where num_local_experts in config.json is "
-                f"{experts.num_experts}. Quantize the original checkpoint again."
+        path, _, name = full_layer_name.rpartition(".")
+        module = model.get_submodule(path)
+        if name not in STACKS:
+            layer = self.target.removesuffix("weight")
+            tensors = {pattern.removeprefix(layer): found[0] for pattern, found in input_dict.items()}
+            if not isinstance(module, Packed):
+                weight = self.layout.weight_of(tensors, tuple(module.weight.shape))
+                return {full_layer_name: weight.to(module.weight.dtype)}
+            sizes, matrices = module.sizes[name], iter([[tensors]])
+        elif self.target not in input_dict:
+            sizes, matrices = shape_of_one(module, name), _by_expert(module, name, input_dict)
+        elif len(input_dict) == 1:
+            return {full_layer_name: input_dict[self.target][0]}
+        else:
+            stack, scales = (input_dict[self.target + suffix][0] for suffix in ("", "_scale"))
+            sizes = module.sizes_of(name)
+            matrices = (
+                [{"weight": codes.T, "weight_scale": scale}]
+                for codes, scale in zip(stack, scales, strict=True)
             )
-        sizes = shape_of_one(experts, stack)
-        by_expert = (
-            [{kind: tensors[number] for kind, tensors in kinds.items()} for kinds in matrices]
-            for number in range(experts.num_experts)
-        )
-        if not isinstance(experts, Packed):
-            whole = torch.empty(experts.stack_shape(stack), dtype=experts.dtype)
-            for matrix, layers in zip(whole.mT if experts.is_transposed else whole, by_expert, strict=True):
-                matrix.copy_(torch.cat([self.layout.weight_of(tensors, sizes) for tensors in layers]))
-            return {full_layer_name: whole}
-        wholes = experts.empty_parts(stack, torch.device("cpu"))
-        for number, layers in enumerate(by_expert):
-            parts = self.layout.parts_of(layers, sizes, experts.formats[stack])
-            for whole, part in zip(wholes.values(), parts, strict=True):
-                whole[number] = part
-        return {f"{path}.{part}": whole for part, whole in wholes.items()}
-
-
-class _ReadWhole(_Reads):
-    """Make a plain stack from a stored stack with a scale for each output of an expert."""
-
-    @torch.no_grad()
-    def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
-        """Return the stack by its name in the model."""
-        path, _, stack = full_layer_name.rpartition(".")
-        experts = model.get_submodule(path)
-        tensors = {name.rpartition(".")[2]: tensors[0] for name, tensors in input_dict.items()}
-        if (scales := tensors.get(f"{stack}_scale")) is None:
-            return {full_layer_name: tensors[stack]}
-        whole = torch.empty(experts.stack_shape(stack), dtype=experts.dtype)
-        for matrix, codes, scale in zip(whole, tensors[stack], scales, strict=True):
-            layer = {"weight": codes.T, "weight_scale": scale}
-            matrix.copy_(self.layout.weight_of(layer, experts.sizes_of(stack)).T)
+        if isinstance(module, Packed):
+            parts = (self.layout.parts_of(layers, sizes, module.formats[name]) for layers in matrices)
+            filled = module.fill(name, parts, torch.device("cpu"))
+            return {f"{path}.{part}": tensor for part, tensor in filled.items()}
+        whole = torch.empty(module.stack_shape(name), dtype=module.dtype)
+        for matrix, layers in zip(whole.mT if module.is_transposed else whole, matrices, strict=True):
+            matrix.copy_(torch.cat([self.layout.weight_of(tensors, sizes) for tensors in layers]))
         return {full_layer_name: whole}
+
+
+def _by_expert(
+    experts: Any, stack: str, found: Mapping[str, list[torch.Tensor]]
+) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """Return, for each expert, the tensors of its linear layers by kind, gate before up.
+
+    Args:
+        experts: the module.
+        stack: the stack that they become.
+        found: the tensors of all experts, by the pattern of their names.
+    """
+    layers: list[dict[str, list[torch.Tensor]]] = [{} for _ in PARTS_OF_STACKS[True][stack]]
+    for pattern, tensors in found.items():
+        part, _, kind = pattern.removeprefix(".experts.*.").partition(".")
+        layers[PLACES[part][1]][kind] = tensors
+    counts = {pattern: len(tensors) for pattern, tensors in found.items()}
+    if {*counts.values()} != {experts.num_experts} or not all(layers):
+        raise CheckpointError(
+            f"the checkpoint has so many tensors of each kind: {counts}, where num_local_experts in config.json is "
+            f"{experts.num_experts}. Quantize the original checkpoint again."
+        )
+    for number in range(experts.num_experts):
+        yield [{kind: tensors[number] for kind, tensors in kinds.items()} for kinds in layers]

@@ -117,7 +117,7 @@ def logits(model):
         ("pictures", dict(to="int4", keep=["o_proj", "layers.1.self_attn.k_proj"])),
         ("pictures", dict(to="int8", search=False, linears=False)),
         ("tied", dict(to="int8")),
-        ("balanced", dict(to="int4", keep=["o_proj", "layers.1.self_attn.k_proj"])),
+        ("balanced", dict(to="int4", keep="layers.0")),
         ("biases", dict(to="int4")),
     ],
     ids=str,
@@ -214,7 +214,7 @@ def test_a_block_is_one_expert_which_is_read_and_packed_once(name, saved, monkey
             assert reads == expected and len(packed) == len(expected)
 
 
-@pytest.mark.parametrize(("to", "value"), [("int4", torch.nan), ("int8", torch.inf), ("int8", torch.nan)])
+@pytest.mark.parametrize(("to", "value"), [("int4", torch.nan), ("int8", torch.inf)])
 def test_weights_that_are_no_numbers_are_refused(to, value, saved, tmp_path):
     shutil.copytree(saved("text")[0], tmp_path / "model")
     state = tensors_in(tmp_path / "model")
@@ -255,40 +255,3 @@ def test_what_is_quantized_or_has_nothing_to_quantize_is_refused(saved, packed, 
     with pytest.raises(ValueError, match="no weights of a decoder"):
         quantize(tmp_path / "tower", tmp_path / "again", to="int4")
     assert not (tmp_path / "again").exists()
-
-
-Q_SCALE = "model.layers.0.self_attn.q_proj.weight_scale"
-K_PROJ = "model.layers.0.self_attn.k_proj.weight"
-
-
-@pytest.mark.parametrize(
-    ("spoil", "fields", "named"),
-    [
-        (lambda state: state.pop(Q_SCALE), {}, "q_proj.weight_scale missing"),
-        (lambda state: state.pop(Q_SCALE.removesuffix("_scale")), {}, "q_proj.weight missing"),
-        (
-            lambda state: state.update({K_PROJ: torch.zeros(32, 128).bfloat16()}),
-            {},
-            r"k_proj.weight: is bfloat16 \[32, 128\].*int4:32.*uint8 \[32, 64\]",
-        ),
-        (lambda state: state.update({"model.layers.0.scale": torch.zeros(3)}), {}, "model.layers.0.scale"),
-        (None, dict(format_version=2), "format_version=2"),
-        (None, dict(weights="int5"), "weights='int5'"),
-        (None, dict(modules_to_not_convert=["("]), "model.safetensors|packed"),
-        (None, dict(group_size=256), "128 inputs"),
-    ],
-)
-def test_a_damaged_packed_folder_is_told_by_name(spoil, fields, named, packed, tmp_path):
-    folder = shutil.copytree(packed("dense", "int4"), tmp_path / "packed")
-    if spoil:
-        state = tensors_in(folder)
-        for file in folder.glob("model*.safetensors*"):
-            file.unlink()
-        spoil(state)
-        save_file(state, folder / "model.safetensors")
-    config = config_in(folder)
-    config["quantization_config"] |= fields
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=named):
-        convert(folder, tmp_path / "plain")
-    assert not (tmp_path / "plain").exists()

@@ -75,7 +75,11 @@ def test_folders_go_both_ways_bit_for_bit(layout, tmp_path):
 EXPERT = "model.layers.1.block_sparse_moe.experts"
 BROKEN = {
     "an expert's matrix is missing": (f"{EXPERT}.3.w3.weight", None, r"experts\.3\.w3\.weight is missing"),
-    "another shape": (f"{EXPERT}.2.w2.weight", (52, 72), r"experts\.down_proj: .*\[72, 52\].*\[52, 72\]"),
+    "another shape": (
+        f"{EXPERT}.2.w2.weight",
+        (52, 72),
+        r"experts\.down_proj: 2\.w2\.weight .*\[52, 72\].*\[72, 52\]",
+    ),
 }
 
 
@@ -102,37 +106,3 @@ def test_a_layer_on_disk(tmp_path):
     )
     assert placed.model.layers[1].mlp.experts.down_proj.device.type == "meta"
     assert max_abs(placed(ids()).logits, stock(ids()).logits) <= 1e-4
-
-
-def test_lora_on_one_square_expert_merges(tmp_path):
-    """peft takes a stack of one expert for a linear layer's weight, which output-first it is."""
-    from peft import LoraConfig, get_peft_model
-
-    _, ours = pair(tmp_path, num_local_experts=1, num_experts_per_tok=1, intermediate_size=72)
-    config = LoraConfig(
-        target_modules=["q_proj"], target_parameters=["experts.down_proj"], init_lora_weights=False
-    )
-    adapted = get_peft_model(ours, config).eval()
-    with torch.no_grad():
-        expected = adapted(ids()).logits
-        assert max_abs(adapted.merge_and_unload()(ids()).logits, expected) <= 1e-4
-
-
-@pytest.mark.slow
-def test_positions_leave_a_compiled_graph_open_to_all_lengths(tmp_path):
-    _, ours = pair(tmp_path, num_hidden_layers=1)
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    compiled = torch.compile(ours, backend=backend, dynamic=True)
-    with torch.no_grad():
-        for length in (7, 9, 20):
-            positions = torch.arange(length)[None]
-            compiled(ids(length), position_ids=positions, use_cache=False)
-    torch._dynamo.reset()
-    # One for all of them, and one more where a window first ends within the row.
-    assert len(graphs) <= 2

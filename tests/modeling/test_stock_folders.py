@@ -248,6 +248,19 @@ def test_other_layers_are_written_as_the_type_that_has_them(folders):
         llamoe.LlamoeDenseConfig(read_from="mixtral")
 
 
+def test_a_file_of_mistrals_may_leave_out_its_defaults():
+    config = llamoe.LlamoeDenseConfig.from_dict({"model_type": "mistral"})
+    assert (config.sliding_window, config.num_key_value_heads, config.intermediate_size) == (4096, 8, 14336)
+    other = llamoe.LlamoeDenseConfig.from_dict(config.to_dict(), num_hidden_layers=3, sliding_window=7)
+    assert other.layer_types is None and other.attention_types() == LOCAL
+    for content, more in (
+        (config.to_dict(), {"sliding_window": None}),
+        ({"model_type": "mistral", "sliding_window": None}, {}),
+    ):
+        without = llamoe.LlamoeDenseConfig.from_dict(content, **more)
+        assert without.layer_types is None and without.attention_types() == ["full_attention"] * 32
+
+
 def test_fields_of_ours_that_are_given_beside_a_stock_folder_are_taken(folders):
     config = llamoe.LlamoeDenseConfig.from_pretrained(folders / "llama", sliding_window=8, skip_logits=True)
     assert (config.sliding_window, config.skip_logits) == (8, True)

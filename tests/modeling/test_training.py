@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.models import MODELS, MULTIMODAL, draw, for_models, main_output, max_abs, run
+from support.models import (
+    MODELS,
+    MULTIMODAL,
+    draw,
+    loss_and_gradients,
+    main_output,
+    max_abs,
+    rms,
+    run,
+)
 from support.tables import in_turn
 from transformers import Trainer, TrainingArguments
 
@@ -94,30 +103,6 @@ def test_a_resumed_training_equals_one_that_was_not_stopped(case, is_adapted, tm
     assert losses_of(trainer, resume_from_checkpoint=str(tmp_path / "checkpoint-2")) == losses
     for name, tensor in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], tensor), name
-
-
-ACCUMULATION = {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}
-SMOOTHING, NEFTUNE = {"label_smoothing_factor": 0.2}, {"neftune_noise_alpha": 8.0}
-
-
-@pytest.mark.parametrize(
-    ("case", "options"),
-    [
-        (DENSE, {}),
-        (MIXTRAL, NEFTUNE),
-        (MIXTRAL, {**ACCUMULATION, **SMOOTHING}),
-        (TEXT, SMOOTHING),
-        # Trainer shifts no labels for stock's class with pictures, to smooth them: see the next test.
-        (MULTIMODAL, {**ACCUMULATION, **NEFTUNE}),
-    ],
-    ids=lambda value: "-".join(value) or "plain" if isinstance(value, dict) else value.name,
-)
-def test_trainer_loses_what_stock_loses(case, options, tmp_path):
-    """Step by step, from the same weights: 8 examples, and the loss before each of the updates."""
-    given, expected = (losses_of(trainer_of(model, tmp_path, rows(case), **options)) for model in pair(case))
-    assert len(given) == 8 // 2 // options.get("gradient_accumulation_steps", 1)
-    assert given == pytest.approx(expected, rel=2e-4)
-    assert given[0] == pytest.approx(expected[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("case", HEADS, **ids)
@@ -210,17 +195,6 @@ def test_frozen_layers_pass_gradients_on_to_an_adapter(case, reentrant):
         assert max_abs(results[1][name], gradient) <= 1e-4 * gradient.abs().max(), name
 
 
-@for_models("is_text")
-def test_gradients_reach_given_embeddings(case):
-    model = case.make_small()
-    inputs = case.inputs()
-    inputs.pop("pixel_values", None)
-    embeds = model.get_input_embeddings()(inputs.pop("input_ids").clamp(max=90)).detach().requires_grad_()
-    main_output(model(inputs_embeds=embeds, **inputs)).square().mean().backward()
-    real = inputs["attention_mask"].bool()
-    assert (embeds.grad.abs().amax(-1)[real] > 0).all()
-
-
 # Mixed precision
 
 
@@ -243,9 +217,9 @@ def under_autocast(model, batch):
     ids=lambda value: getattr(value, "name", value),
 )
 def test_bfloat16_autocast_errs_as_stock_does(case, implementation):
-    """Float32 weights; each side against itself without autocast."""
+    """Float32 weights; each side against itself without autocast. No router has a choice that rounding could flip."""
     # Multiples of 8, which `grouped_mm` needs in bfloat16.
-    sizes = {"intermediate_size": 56} if case.has_experts else {}
+    sizes = {"intermediate_size": 56, "num_experts_per_tok": 5} if case.has_experts else {}
     ours, stock = pair(case, **sizes)
     if case.has_experts:
         ours.set_experts_implementation(implementation)
@@ -254,16 +228,15 @@ def test_bfloat16_autocast_errs_as_stock_does(case, implementation):
     given = under_autocast(ours, batch)
     expected = under_autocast(stock, batch)
     assert given.logits.dtype == expected.logits.dtype == torch.bfloat16
-    error, its_error = ((x.logits.float() - reference).abs().amax(-1) for x in (given, expected))
-    # A token that rounding sends to another expert differs in full; the median token is free of those.
-    assert 0 < error.median() <= 2 * its_error.median()
+    error, its_error = (rms(x.logits.float() - reference) for x in (given, expected))
+    assert 0 < error <= 2 * its_error
     assert given.loss.item() == pytest.approx(ours(**batch).loss.item(), rel=2e-2)
     assert all(parameter.grad.dtype == torch.float32 for parameter in ours.parameters())
-    gradients = {name: p.grad.clone() for name, p in ours.named_parameters()}
-    theirs = {name: p.grad.clone() for name, p in stock.named_parameters()}
-    ours.zero_grad()
-    ours(**batch).loss.backward()
-    exact = {name: p.grad for name, p in ours.named_parameters()}
+    gradients, theirs = (
+        {name: p.grad.clone() for name, p in model.named_parameters()} for model in (ours, stock)
+    )
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    _, exact = loss_and_gradients(ours, inputs, labels=batch["labels"])
     norm = sum(g.square().sum() for g in exact.values()).sqrt()
     errors = [
         sum((side[name] - exact[name]).square().sum() for name in exact).sqrt() / norm

@@ -384,6 +384,30 @@ def test_what_is_quantized_is_what_transformers_replaces_and_experts(case):
         assert plan.device_map == {"": 0} and plan.weights == {0: expected}
 
 
+@pytest.mark.parametrize(
+    ("kind", "group_size"),
+    [("symmetric", 32), ("asymmetric", 64), ("awq", None), ("fp8", None), ("int8", None)],
+)
+def test_downloads_that_others_packed_are_planned_as_they_are_loaded(kind, group_size, tmp_path):
+    """Bytes are those of the loaded model, and experts that do not fit are read from the files."""
+    published = pytest.importorskip("support.published")
+    sizes = {"hidden_size": 256, "intermediate_size": 128, "intermediate_size_mlp": 384}
+    published.publish(tmp_path, "llama4", kind, group_size, config=sizes)
+    arguments = {"gpus": 0, "headroom": 0, "context": 40}
+    plan = plan_placement(tmp_path, ram="1GB", **arguments)
+    loaded = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, **plan.arguments())
+    tensors = [*loaded.named_parameters(), *loaded.named_buffers()]
+    held = {name: tensor.nbytes for name, tensor in tensors if "rotary" not in name}
+    assert plan.weights == {"cpu": sum(held.values())}
+    assert plan.experts == {"cpu": sum(size for name, size in held.items() if is_expert(name))}
+    away = plan_placement(tmp_path, ram=plan.weights["cpu"] + plan.cache["cpu"] - 100, **arguments)
+    assert away.device_map == {"": "cpu", "experts": "disk"} and away.experts == {"disk": plan.experts["cpu"]}
+    offloaded = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, **away.arguments())
+    ids = torch.arange(30)[None]
+    assert torch.equal(offloaded(ids).logits, loaded(ids).logits)
+    offloaded.close()
+
+
 def test_plans_in_bitsandbytes_formats_say_what_makes_them(tmp_path):
     arguments = {"gpus": 0, "headroom": 0, "bits": 4, "context": 40}
     TEXT.make().save_pretrained(tmp_path)

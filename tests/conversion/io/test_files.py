@@ -80,12 +80,6 @@ def test_tensors_are_unwrapped(tmp_path, wrap):
     assert ("epoch" in others) == ("epoch" in wrap({}))
 
 
-def test_tensors_beside_a_wrapper_are_refused(tmp_path):
-    torch.save({"state_dict": {"x": BASE}, "lora.weight": BASE}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=r"has lora\.weight beside 'state_dict'"):
-        open_pickle(tmp_path / "x.pt")
-
-
 def test_rows_of_a_transposed_stack_are_read_alone(tmp_path, monkeypatch):
     """Else a stack of experts that was saved as a view would be read whole for every expert."""
     stack = torch.randn(6, 5, 8).transpose(1, 2)
@@ -98,24 +92,6 @@ def test_rows_of_a_transposed_stack_are_read_alone(tmp_path, monkeypatch):
     for row in range(6):
         assert torch.equal(tensor.read(row, row + 1), stack[row : row + 1])
     assert sum(read) == stack.numel()
-
-
-def test_format_before_zip_files_is_refused(tmp_path):
-    torch.save({"x": BASE}, tmp_path / "x.pth", _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match=r"x\.pth.*torch before 1\.6 has to be saved again"):
-        open_pickle(tmp_path / "x.pth")
-
-
-def test_what_is_no_dictionary_of_tensors_is_refused(tmp_path):
-    torch.save([BASE], tmp_path / "list.pth")
-    with pytest.raises(CheckpointError, match="holds a list, not a dictionary"):
-        open_pickle(tmp_path / "list.pth")
-    torch.save({3: BASE}, tmp_path / "key.pth")
-    with pytest.raises(CheckpointError, match="a key is 3"):
-        open_pickle(tmp_path / "key.pth")
-    torch.save({"x": BASE[0].to_sparse()}, tmp_path / "sparse.pth")
-    with pytest.raises(CheckpointError, match=r"sparse\.pth"):
-        open_pickle(tmp_path / "sparse.pth")
 
 
 def test_file_that_shrinks_while_it_is_read_names_the_tensor(tmp_path):

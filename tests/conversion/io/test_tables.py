@@ -10,8 +10,8 @@ from llamoe.conversion.io.name_table import Drop, Row, read_through, write_throu
 TABLE = [
     Row("embed", "model.embed", axis=1),
     Row("layers.{i}.w", "model.{i}.weight", axis=0),
-    Row("layers.{i}.norm", "model.{i}.norm", when=lambda sizes, numbers: numbers["i"] % 2 == 0),
-    Row("layers.{i}.other_norm", "model.{i}.norm", when=lambda sizes, numbers: numbers["i"] % 2 == 1),
+    Row("layers.0.norm", "model.0.norm"),
+    Row("layers.{i}.other_norm", "model.{i}.norm"),
     Drop("layers.{i}.rope", "computed"),
     Drop("*._extra", "of no use"),
 ]

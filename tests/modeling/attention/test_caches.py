@@ -22,7 +22,6 @@ from transformers import DynamicCache, QuantizedCache, StaticCache, cache_utils
 from transformers.generation import utils as generation_utils
 
 import llamoe
-from llamoe.modeling._compat import CACHE
 
 HEADS = [case for case in MODELS if case.is_head]  # the last two have chunks
 PROMPT, NEW = 29, 20  # over the chunk borders at 32 and 48
@@ -227,7 +226,6 @@ def test_static_windows_have_room_for_a_chunk(heads):
     assert max_abs(torch.cat(parts, 1), model(input_ids=long).logits) < 2e-5
 
 
-@pytest.mark.skipif(CACHE != "cache", reason="transformers before 5.24 has one name for the cache")
 @for_models("is_text")
 def test_the_cache_has_two_names(case):
     model, inputs = case.make().eval(), case.row(case.inputs(), 2)

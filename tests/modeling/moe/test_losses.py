@@ -1,7 +1,5 @@
 """Router losses and loads against hand-written formulas and transformers' own Mixtral loss."""
 
-import math
-
 import pytest
 import torch
 from support.models import MULTIMODAL, make_asymmetric, stock_text_config
@@ -27,13 +25,6 @@ def logits(num_layers=1, num_tokens=12, seed=0):
 MASK = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
 
 
-@pytest.mark.parametrize("top_k", [1, 2])
-@pytest.mark.parametrize("mask", [None, MASK], ids=["no-mask", "mask"])
-def test_balancing_of_one_layer_equals_mixtrals(top_k, mask):
-    ours = load_balancing_loss(logits(), routers(top_k), mask)
-    assert ours.item() == pytest.approx(load_balancing_loss_func(logits(), E, top_k, mask).item(), rel=1e-6)
-
-
 def test_layers_are_balanced_one_by_one():
     # Two layers that each send everything to one expert, but to different ones: pooled, they would look half balanced.
     first, second = torch.full((12, 2), -30.0), torch.full((12, 2), -30.0)
@@ -42,14 +33,6 @@ def test_layers_are_balanced_one_by_one():
     pooled = load_balancing_loss((first, second), routers(1, 2, 2), is_pooled=True)
     assert pooled.item() == pytest.approx(1.0)
     assert load_balancing_loss_func((first, second), 2, 1).item() == pytest.approx(1.0)
-
-
-def test_z_loss_is_the_mean_squared_logsumexp():
-    (layer,) = logits()
-    by_hand = sum(math.log(sum(math.exp(v) for v in row)) ** 2 for row in layer.tolist()) / len(layer)
-    assert router_z_loss((layer,)).item() == pytest.approx(by_hand, rel=1e-5)
-    kept = layer[MASK.flatten().bool()]
-    assert router_z_loss((layer,), MASK).item() == pytest.approx(router_z_loss((kept,)).item(), rel=1e-5)
 
 
 def test_expert_load_counts_real_tokens():

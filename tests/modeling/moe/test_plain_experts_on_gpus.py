@@ -7,7 +7,7 @@ card, in graphs and without asking the host, is for the tests marked `gpu`.
 import pytest
 import torch
 from support.mixtures import forced, make_experts
-from support.models import make_asymmetric, stock_text_config
+from support.models import stock_text_config
 from torch import nn
 
 import llamoe
@@ -90,7 +90,9 @@ def draw(num_rows, num_experts, hidden_size, intermediate_size, **where):
 
 def experts_of(gate_up, down):
     """Experts that have these weights."""
-    experts = Experts(llamoe.from_stock(stock_text_config()))
+    config = llamoe.from_stock(stock_text_config())
+    config._experts_implementation = "llamoe"
+    experts = Experts(config)
     experts.num_experts = len(down)
     experts.gate_up_proj, experts.down_proj = (
         nn.Parameter(stack, requires_grad=False) for stack in (gate_up, down)
@@ -98,17 +100,20 @@ def experts_of(gate_up, down):
     return experts
 
 
+def one_each(x, ids):
+    """Inputs of experts that send each row to one of them."""
+    return x, ids[:, None], torch.ones(len(ids), 1, dtype=x.dtype, device=x.device)
+
+
 def by_kernels(x, gate_up, down, ids):
     """Each row's expert, by kernels that are forced."""
-    ones = torch.ones(len(ids), 1, dtype=x.dtype, device=x.device)
     with forced("kernels"):
-        return experts_of(gate_up, down)(x, ids[:, None], ones)
+        return experts_of(gate_up, down)(*one_each(x, ids))
 
 
 def plain_version(x, gate_up, down, ids):
     """By PyTorch's own operations, in a loop on the host."""
-    ones = torch.ones(len(ids), 1, dtype=x.dtype, device=x.device)
-    return experts_of(gate_up, down).loop_over_experts(x, ids[:, None], ones)
+    return experts_of(gate_up, down).loop_over_experts(*one_each(x, ids))
 
 
 def check_on_gpu(given, inputs):
@@ -164,10 +169,10 @@ def test_weights_beyond_two_to_the_31_elements_on_a_gpu():
 def test_compiled_into_one_graph_on_a_gpu():
     """With `reduce-overhead`, which records a CUDA graph, for several inputs and without a recompilation."""
     x, gate_up, down, ids = draw(5, 6, **SCOUT)
-    experts, ones = experts_of(gate_up, down), torch.ones(5, 1, device="cuda", dtype=torch.bfloat16)
+    experts = experts_of(gate_up, down)
 
     def scaled(x, ids, scores):
-        return experts(x * scores, ids[:, None], ones) + x
+        return experts(*one_each(x * scores, ids)) + x
 
     compiled = torch.compile(scaled, fullgraph=True, mode="reduce-overhead", dynamic=False)
     with forced("kernels"), torch._dynamo.config.patch(error_on_recompile=True):
@@ -183,24 +188,14 @@ def test_compiled_into_one_graph_on_a_gpu():
 # On a GPU, with the check before the first use
 
 
-def experts_on_gpu(dtype=torch.bfloat16, **sizes):
-    sizes = dict(num_local_experts=6, hidden_size=1024, intermediate_size=512) | sizes
-    config = llamoe.from_stock(stock_text_config(**sizes))
-    config._experts_implementation = "llamoe"
-    experts = make_asymmetric(Experts(config)).requires_grad_(False)
-    return experts.to("cuda", dtype)
-
-
-def rows_on_gpu(experts, num_rows):
-    x = torch.randn(num_rows, experts.down_proj.shape[2], device="cuda", dtype=experts.down_proj.dtype)
-    ids = torch.randint(experts.num_experts, (num_rows, 1), device="cuda")
-    return x, ids, torch.ones_like(ids, dtype=x.dtype)
+def drawn_experts(num_rows, hidden_size=1024, intermediate_size=512, dtype=torch.bfloat16):
+    """Six experts, and rows for them."""
+    x, gate_up, down, ids = draw(num_rows, 6, hidden_size, intermediate_size, device="cuda", dtype=dtype)
+    return experts_of(gate_up, down), one_each(x, ids)
 
 
 def assert_near(given, experts, inputs):
-    experts.config._experts_implementation = "eager"
-    expected = experts(*inputs).float()
-    experts.config._experts_implementation = "llamoe"
+    expected = experts.loop_over_experts(*inputs).float()
     assert expected.std() > 0.01
     assert (given.float() - expected).abs().max() < 4 * torch.finfo(given.dtype).eps * expected.abs().max()
 
@@ -216,8 +211,7 @@ def nothing_known(monkeypatch):
 @pytest.mark.parametrize("sizes", [(1024, 512), (72, 51)], ids=str)
 def test_first_use_on_a_gpu(sizes, dtype, nothing_known):
     """The kernel is checked for both stacks and found right."""
-    experts = experts_on_gpu(dtype, hidden_size=sizes[0], intermediate_size=sizes[1])
-    inputs = rows_on_gpu(experts, 5)
+    experts, inputs = drawn_experts(5, *sizes, dtype)
     assert_near(experts(*inputs), experts, inputs)
     assert list(packed_rows._FAILURES.values()) == ["", ""]
 
@@ -226,8 +220,7 @@ def test_first_use_on_a_gpu(sizes, dtype, nothing_known):
 @torch.no_grad()
 def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
     """Checked before, used within; nothing is checked while it is captured."""
-    experts = experts_on_gpu()
-    inputs = rows_on_gpu(experts, 5)
+    experts, inputs = drawn_experts(5)
     experts(*inputs)
     torch.cuda.synchronize()
     launched = []
@@ -240,7 +233,7 @@ def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
     with torch.cuda.graph(graph):
         captured = experts(*inputs)
     assert launched == [1, 1]
-    for tensor, new in zip(inputs, rows_on_gpu(experts, 5), strict=True):
+    for tensor, new in zip(inputs, drawn_experts(5)[1], strict=True):
         tensor.copy_(new)
     graph.replay()
     assert_near(captured, experts, inputs)
@@ -260,8 +253,7 @@ def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("num_rows", [5, 40])
 def test_the_host_waits_for_the_check_only(num_rows, nothing_known):
-    experts = experts_on_gpu()
-    inputs = rows_on_gpu(experts, num_rows)
+    experts, inputs = drawn_experts(num_rows)
     experts(*inputs)
     torch.cuda.set_sync_debug_mode("error")
     try:

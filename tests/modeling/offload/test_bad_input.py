@@ -3,7 +3,9 @@
 import copy
 import json
 import os
+import shutil
 import threading
+from contextlib import closing
 
 import pytest
 import torch
@@ -26,18 +28,13 @@ def nothing_left():
 
     def now():
         threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("llamoe")}
-        files = [
-            os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd") if _exists(each)
-        ]
+        links = (f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd"))
+        files = [os.readlink(link) for link in links if os.path.lexists(link)]
         return threads, sorted(file for file in files if file.endswith(".safetensors"))
 
     before = now()
     yield
     assert now() == before
-
-
-def _exists(descriptor: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{descriptor}")
 
 
 def refused(message: str, folder, **kwargs) -> str:
@@ -81,50 +78,48 @@ def test_several_processes_are_refused(text_folder):
     refused("for one process", text_folder, experts_memory="1MB", distributed_config=parallel)
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda tensors, name: tensors.pop(name), r"layers\.1\..*experts?\D*3"),
-        (
-            lambda tensors, name: tensors.update({name: tensors[name][:, :-1].contiguous()}),
-            r"layers\.1\..*experts\.3.*79",
-        ),
-        # 5 experts are 0 to 4.
-        (
-            lambda tensors, name: tensors.update({name.replace(".3.", ".5."): tensors[name].clone()}),
-            r"one too many beside .*num_local_experts in config\.json is 5",
-        ),
-    ],
-    ids=["missing", "of another shape", "beyond the last"],
-)
-def test_an_expert_that_does_not_fit_is_named(change, named, tmp_path, nothing_left):
-    mixtral().save_pretrained(tmp_path, layout="stock")
+EXPERT_3 = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+DAMAGES = {
+    "missing": (EXPERT_3, lambda name, tensor: {}, r"layers\.1\..*experts?\D*3"),
+    "of another shape": (
+        EXPERT_3,
+        lambda name, tensor: {name: tensor[:, :-1]},
+        r"layers\.1\..*experts\.3.*79",
+    ),
+    # 5 experts are 0 to 4.
+    "beyond the last": (
+        EXPERT_3,
+        lambda name, tensor: {name: tensor, name.replace(".3.", ".5."): tensor.clone()},
+        r"one too many beside .*num_local_experts in config\.json is 5",
+    ),
+    "without scales": (
+        "model.layers.1.mlp.experts.3.w3.weight.absmax",
+        lambda name, tensor: {},
+        r"w3\.weight\.absmax is missing",
+    ),
+    "of fewer codes": (
+        "model.layers.1.mlp.experts.3.w3.weight",
+        lambda name, tensor: {name: tensor[:-1]},
+        r"expert 3 of .*layers\.1\S*: weight has shape \[\d+\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_expert_is_named(damage, folders, tmp_path, nothing_left):
+    """When the model is loaded, or, of bitsandbytes' ones, when a token chooses the expert."""
+    name, change, message = DAMAGES[damage]
+    if name == EXPERT_3:
+        mixtral().save_pretrained(tmp_path, layout="stock")
+    else:
+        shutil.copytree(folders["mixtral in nf4"], tmp_path, dirs_exist_ok=True)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
-    change(tensors, "model.layers.1.block_sparse_moe.experts.3.w2.weight")
+    tensors |= {key: tensor.contiguous() for key, tensor in change(name, tensors.pop(name)).items()}
     save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(ValueError, match=named):
-        llamoe.LlamoeMixtralForCausalLM.from_pretrained(tmp_path, experts_memory="1MB")
-
-
-@pytest.mark.parametrize(
-    ("kind", "change", "named"),
-    [
-        ("weight.absmax", None, r"w3\.weight\.absmax is missing"),
-        ("weight", lambda tensor: tensor[:-1].clone(), r"w3.weight: weight has shape \[\d+\]"),
-    ],
-)
-def test_a_damaged_expert_of_bitsandbytes_is_named(kind, change, named, folders, tmp_path, nothing_left):
-    for file in folders["mixtral in nf4"].iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(tmp_path / "model.safetensors")
-    name = next(name for name in tensors if name.endswith(f"layers.1.mlp.experts.3.w3.{kind}"))
-    tensor = tensors.pop(name)
-    if change is not None:
-        tensors[name] = change(tensor).contiguous()
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(llamoe.CheckpointError, match=named):
-        llamoe.LlamoeMixtralForCausalLM.from_pretrained(tmp_path, experts_memory="1MB")
+    load = llamoe.LlamoeMixtralForCausalLM.from_pretrained
+    with pytest.raises(ValueError, match=message), closing(load(tmp_path, experts_memory="1MB")) as model:
+        model(torch.arange(3, 73)[None])
 
 
 def test_a_stack_with_another_number_of_experts_is_refused(tmp_path, text_folder, nothing_left):

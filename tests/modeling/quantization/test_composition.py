@@ -109,8 +109,7 @@ def test_experts_implementations(family, weights, name):
 def test_processes_do_not_share_packed_weights(family, sizes):
     """`from_pretrained` asks this of the empty model in each process."""
     model = packed(family, "int4")
-    given = ", ".join(f"{name} = {size}" for name, size in sizes.items() if size > 1)
-    with pytest.raises(ValueError, match=rf"^{given}: model\.layers\.0\.self_attn\.q_proj"):
+    with pytest.raises(ValueError, match="^distributed_config: .* is quantized, and cannot be shared"):
         type(model).maybe_distribute_model(model, SimpleNamespace(**sizes), mesh=object())
 
 

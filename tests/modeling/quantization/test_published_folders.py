@@ -127,11 +127,12 @@ def test_a_multimodal_folder(family, tmp_path):
     check_saving(model, tmp_path / "saved", family)
 
 
-def test_auto_classes_after_adoption(tmp_path):
+@pytest.mark.parametrize("dtype", [{}, {"dtype": "auto"}, {"torch_dtype": torch.bfloat16}], ids=str)
+def test_auto_classes_after_adoption(dtype, tmp_path):
     published = publish(tmp_path, family := "llama4", "awq")
     with llamoe.adopt():
-        model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=FLOAT)
-    assert type(model) is OURS[family]
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=FLOAT, **dtype)
+    assert type(model) is OURS[family] and model.dtype == torch.bfloat16
     assert distance(logits(model), logits(published.stock)) < CLOSE
 
 

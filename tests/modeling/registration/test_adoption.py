@@ -183,8 +183,8 @@ def test_unknown_model_type(function):
 
 def test_blocks_nest_and_restore_what_was_before():
     before = answers()
-    with llamoe.adopt("llama") as adoption:
-        assert adoption.model_types == ("llama",) and adopted() == {"llama"}
+    with llamoe.adopt("llama"):
+        assert adopted() == {"llama"}
         with llamoe.adopt("llama", "llama4_text"):
             assert adopted() == {"llama", "llama4_text"}
         assert adopted() == {"llama"}
