@@ -435,5 +435,5 @@ def test_transformers_own_config_asks_for_its_quantizer(tmp_path):
     ours = OURS["llama"].from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(weight, ours[name]) for name, weight in theirs.state_dict().items())
     publish(tmp_path, "mixtral", "float8", group_size=None)
-    with pytest.raises(ValueError, match="mixture whose experts are quantized with 'compressed-tensors'"):
+    with pytest.raises(ValueError, match="mixture whose experts are quantized with quant_method 'compressed-tensors'"):
         load(published, "mixtral", quantization_config=CompressedTensorsConfig(dequantize=True))
