@@ -28,7 +28,7 @@ STOCK = dict(
     [
         dict(weights="int3"), dict(weights=4), dict(group_size=48), dict(group_size=64.0),
         dict(group_size="64"), dict(group_size=32, weights="int8"), dict(experts="yes"), dict(search=1),
-        dict(experts=False, linears=False), dict(modules_to_not_convert=5), dict(modules_to_not_convert=[""]),
+        dict(experts=False, linears=False), dict(modules_to_not_convert=3), dict(modules_to_not_convert=[""]),
         dict(bits=4), dict(quant_method="gptq"), dict(format_version=2), dict(format_version=True),
     ],
     ids=str,
