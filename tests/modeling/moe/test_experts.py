@@ -38,7 +38,7 @@ CUDA = torch.device("cuda", 0)
 
 @for_models()
 def test_llamoe_is_the_default_everywhere(case, monkeypatch):
-    """Of the parts of a multimodal model too: on a GPU `generate` swaps the whole when one of them says `grouped_mm`."""
+    """Of all parts of a multimodal model: on a GPU `generate` swaps the whole when one of them says `grouped_mm`."""
     model = case.make()
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     with model._optimize_model_for_decode() if case.is_head else nullcontext():
