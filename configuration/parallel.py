@@ -14,8 +14,6 @@ transformers warns of rules for parts that a model lacks, such as the dense laye
   backward.
 """
 
-import re
-
 ATTENTION_TP = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",
@@ -85,8 +83,3 @@ VISION_FSDP = {"model.layers.*": "free_full_weight"}
 HEAD_TP = {"lm_head": "colwise_gather_output"}
 HEAD_PP = {"lm_head": (["hidden_states"], ["logits"])}
 HEAD_FSDP = {"lm_head": "keep_full_weight"}
-
-
-def wildcard(name: str) -> str:
-    """Replace layer numbers in a name of a module or parameter by `*`, as plans spell it."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -20,7 +20,7 @@ class QuantizationConfig(QuantizationConfigMixin):
     """Routed experts and linear layers of the decoder in 4 or 8 bits, for `from_pretrained(quantization_config=…)`.
 
     Embeddings, output head, norms, routers, vision tower and projector stay in 16 bit. Products are computed in
-    bfloat16: a model of another dtype is cast, which a warning says.
+    bfloat16, to which a model of another dtype is cast.
 
     For a folder that is quantized already it may choose `activations` alone; what else is given must be the folder's.
 

@@ -1,4 +1,4 @@
-"""Quantized weights, written block by block: the folder that a quantized model saves, without loading the model."""
+"""Write the folder that a quantized model would save, block by block, without loading the model."""
 
 import os
 import re
@@ -35,14 +35,15 @@ def quantize(
     by bit, and `from_pretrained` loads it as it is. Weights of float32 and float16 are rounded to bfloat16 first. One
     matrix is in memory at a time, of a stack that of one expert.
 
-    Of weights that others have packed in 4 bits int4 takes the codes over. What their author left in 16 bit stays so.
+    If another program has packed the source in 4 bits (GPTQ, AWQ and others), int4 keeps its codes. Modules that the
+    source has in 16 bit stay so.
 
     Args:
         source: a model of any format that `open_checkpoint` reads, but not what `quantize` wrote.
         target: the folder to write.
         to: "int4" (a scale and a zero point for each group of inputs) or "int8" (a scale for each output).
-        group_size: for int4: inputs that share a scale: 32, 64, 128 or 256; None takes the source's, if others have
-            packed it in 4 bits, and else 32.
+        group_size: for int4: inputs that share a scale: 32, 64, 128 or 256. None takes that of a source which another
+            program has packed in 4 bits, and 32 for others.
         experts: whether routed experts are quantized.
         linears: whether linear layers of the decoder are quantized.
         search: whether scales are searched that minimise the squared error, which takes longer.
@@ -69,7 +70,7 @@ def quantize(
         stored = checkpoint.quantization.group_size
         if group_size not in (None, stored):
             raise ValueError(
-                f"group_size = {group_size}: {source} has groups of {stored}, whose codes are taken over. Leave it out."
+                f"group_size = {group_size}: {source} has groups of {stored}, whose codes are kept. Leave it out."
             )
         quantization.group_size = stored
     names = quantization.modules_to_not_convert or []

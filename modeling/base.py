@@ -282,11 +282,6 @@ class LlamoePreTrainedModel(
         if method is None and (quantization.get("load_in_8bit") or quantization.get("load_in_4bit")):
             # Early configs of bitsandbytes have no quant_method.
             method = "bitsandbytes"
-        if method is None:
-            raise ValueError(
-                f"{cls.__name__} cannot load this mixture: quantization_config in its config.json has no quant_method. "
-                "Load the unquantized checkpoint."
-            )
         # The method may be a member of transformers' enum `QuantizationMethod`.
         method = getattr(method, "value", method)
         if not str(method).startswith(_QUANTIZERS_FOR_MIXTURES):

@@ -18,7 +18,7 @@ from ..configuration import LlamoeVisionConfig, QuantizationConfig
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.quantization import METHOD
 from ..modeling.checkpoints import owner_of, sum_by_part
-from ..modeling.formats import Bnb4Bit, Bnb8Bit
+from ..modeling.formats import Bnb
 from ..modeling.quantization import LlamoeQuantizer, QuantizedExperts, QuantizedLinear
 from ..modeling.registration import empty_model
 from .source import Source
@@ -26,7 +26,7 @@ from .source import Source
 # Dtype or format by the bits of a weight.
 _FORMS = {32: "float32", 16: "bfloat16", 8: "int8", 4: "int4"}
 # How bitsandbytes stores a linear layer, or a matrix of an expert, by the bits of a weight.
-_FORMATS = {8: Bnb8Bit(torch.bfloat16), 4: Bnb4Bit(torch.bfloat16)}
+_FORMATS = {8: Bnb(torch.bfloat16, "int8"), 4: Bnb(torch.bfloat16, "nf4")}
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Sizes:
         chosen: experts that a token is given in each mixture; 0 without mixtures.
         may_leave: whether routed experts can be offloaded, which takes safetensors files, plain, in llamoe's formats,
             or in a layout of `formats.packed`.
-        is_packed: whether weights are in one of these formats or layouts, whose layers cannot stay on disk.
+        is_packed: whether weights are quantized, whose layers cannot stay on disk.
     """
 
     units: tuple[Unit, ...]
@@ -155,7 +155,7 @@ def sizes_of(source: Source, bits: int | None, quantization: QuantizationConfig 
         chosen=text.num_experts_per_tok if getattr(text, "moe_layers", None) else 0,
         may_leave=source.are_safetensors
         and (not source.quantization or source.method == METHOD or reads_single_experts),
-        is_packed=METHOD in (source.method, form.split()[0]) or source.layout is not None,
+        is_packed=bool(source.quantization or quantization) or bits in (4, 8),
     )
 
 

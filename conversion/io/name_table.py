@@ -71,16 +71,16 @@ def read_through(
     names = list(dict.fromkeys(name for file in files for name in file))
     rows = [row for row in table if isinstance(row, Row)]
     drops = [(_regex(drop.pattern), drop.reason) for drop in table if isinstance(drop, Drop)]
-    found, unknown = _sort_names(names, [row.sources for row in rows])
+    groups, unknown = _sort_names(names, [row.sources for row in rows])
     dropped = {name: reason for name in unknown for regex, reason in drops if regex.fullmatch(name)}
-    where = _place(files)
+    where = _file_of(files)
     _refuse_unknown([name for name in unknown if name not in dropped], where)
     results: dict[str, LazyTensor] = {}
-    for (index, numbers), group in found.items():
+    for (index, numbers), group in groups.items():
         row, values = rows[index], dict(numbers)
         keys = [pattern.format_map(values) for pattern in row.sources]
         for file in files:
-            _refuse_missing([key for key in keys if key not in file], group, _place([file]))
+            _refuse_missing([key for key in keys if key not in file], group, _file_of([file]))
         parts = [[file[key] for file in files] for key in keys]
         _check_parts(parts, row.axis)
         for pattern, tensor in zip(row.targets, row.operation.forward(parts, row.axis, sizes), strict=True):
@@ -105,11 +105,11 @@ def write_through(
         CheckpointError: a name is unknown, missing or ambiguous, or a size is not divisible by the number of files.
     """
     rows = [row for row in table if isinstance(row, Row)]
-    found, unknown = _sort_names(tensors, [row.targets for row in rows])
-    where = _place([tensors])
+    groups, unknown = _sort_names(tensors, [row.targets for row in rows])
+    where = _file_of([tensors])
     _refuse_unknown(unknown, where)
     results: list[dict[str, LazyTensor]] = [{} for _ in range(files)]
-    for (index, numbers), group in found.items():
+    for (index, numbers), group in groups.items():
         row, values = rows[index], dict(numbers)
         keys = [pattern.format_map(values) for pattern in row.targets]
         _refuse_missing([key for key in keys if key not in group], group, where)
@@ -148,17 +148,17 @@ def _sort_names(
 ) -> tuple[dict[tuple[int, tuple[tuple[str, int], ...]], set[str]], list[str]]:
     """Sort names by the first row whose patterns they match, and by their numbers; list those that match none."""
     regexes = [[_regex(pattern) for pattern in row] for row in patterns]
-    found: dict[tuple[int, tuple[tuple[str, int], ...]], set[str]] = {}
+    groups: dict[tuple[int, tuple[tuple[str, int], ...]], set[str]] = {}
     unknown = []
     for name in names:
         for index, alternatives in enumerate(regexes):
             if match := next((match for regex in alternatives if (match := regex.fullmatch(name))), None):
                 numbers = {letter: int(number) for letter, number in match.groupdict().items()}
-                found.setdefault((index, tuple(sorted(numbers.items()))), set()).add(name)
+                groups.setdefault((index, tuple(sorted(numbers.items()))), set()).add(name)
                 break
         else:
             unknown.append(name)
-    return found, unknown
+    return groups, unknown
 
 
 def _regex(pattern: str) -> re.Pattern[str]:
@@ -166,8 +166,8 @@ def _regex(pattern: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>0|[1-9][0-9]*)", escaped))
 
 
-def _place(files: Sequence[Mapping[str, LazyTensor]]) -> str:
-    """Return the file of the first tensor for messages, if its origin has one."""
+def _file_of(files: Sequence[Mapping[str, LazyTensor]]) -> str:
+    """Return the file of the first tensor and a colon, to begin a message; empty if its origin names no file."""
     origin = next((tensor.origin for file in files for tensor in file.values()), "")
     return f"{origin.rpartition(': ')[0]}: " if ": " in origin else ""
 

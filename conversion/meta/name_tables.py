@@ -1,9 +1,9 @@
-"""Meta's names and shapes as data: LLaMA 1, 2 and 3, and Llama 4 with its two sets of names and its vision tower.
+"""Name tables from Meta's formats to Hugging Face's: LLaMA 1, 2 and 3, and Llama 4 with its vision tower.
 
-The target side is stock Hugging Face. A row's axis is the axis of a file's tensor along which model-parallel files are
-sliced. Where a matrix holds the rows of all experts, each file holds a slice of every expert's rows. Meta's code
-accepts Llama 4 under the names of the releases, with fused projections and flat experts, and under the names of its
-modules. A file may mix them, and so may the table for reading.
+A row's axis is that along which model-parallel files hold slices of a tensor. Of a matrix with the rows of all experts,
+each file holds a slice of every expert's rows. Meta's code accepts Llama 4 under two sets of names: those of the
+releases, with fused projections and flat experts, and those of its modules. A file may mix both, so the table for
+reading has both.
 
 Sources: the modules and load hooks of meta-llama/llama (LLaMA 1 and 2) and of meta-llama/llama-models (Llama 3 and 4),
 and the axes in its `reshard_mp`.
@@ -33,9 +33,9 @@ from ..io import (
 
 
 class _Rotated(Operation):
-    """Rows of a projection before rotary embedding: Meta rotates neighbouring channels, Hugging Face rotates halves.
+    """Permutes the rows of a query or key projection: Meta rotates neighbouring channels, Hugging Face rotates halves.
 
-    Files hold whole heads, so each file's rows are permuted alone.
+    Files hold whole heads, so each file's rows are permuted separately.
     """
 
     def __init__(self, heads: str):
@@ -53,9 +53,9 @@ class _Rotated(Operation):
 
 
 class _Experts(Operation):
-    """Experts stacked in one tensor: of one projection, or of gate and up side by side.
+    """Joins a layer's experts in one tensor: the down projections, or gate and up projections side by side.
 
-    Where it is `flat`, Meta's tensor is a matrix with the rows of all experts.
+    With `flat`, Meta's tensor is a matrix with the rows of all experts, else a stack with an expert each.
     """
 
     def __init__(self, flat: bool):
@@ -143,7 +143,7 @@ _LLAMA = (
     Drop("layers.{i}.attention.inner_attention.rope.freqs", _COMPUTED),
 )
 
-# The decoder of Llama 4: names that both sets share.
+# The decoder of Llama 4: names that are in both sets.
 _LLAMA4_SHARED = (
     Row("tok_embeddings.weight", "model.embed_tokens.weight", axis=0),
     *_ENDS,

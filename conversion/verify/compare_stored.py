@@ -76,7 +76,7 @@ def shared_parts(first: Checkpoint, second: Checkpoint) -> tuple[list[Checkpoint
 
 
 def _encoder(tower: Checkpoint) -> Checkpoint:
-    """Return a tower without adapter and projection, whose output has the class token, too."""
+    """Return a tower without adapter and projection, whose output is that of the encoder, with the class token."""
     config: Any = copy.deepcopy(tower.config)
     config.use_adapter, config.projection_dim = False, None
     config.vision_feature_select_strategy = "full"
@@ -105,12 +105,12 @@ def compare_tensors(a: LazyTensor, b: LazyTensor) -> tuple[float, bool]:
             difference = (mine - its).abs()
             # The same infinity in both, or nan in both.
             difference[(mine == its) | (mine.isnan() & its.isnan())] = 0
-            found = difference.max().item() if len(difference) else 0.0
+            worst = difference.max().item() if len(difference) else 0.0
             # Rounding does not explain an infinity on one side.
-            is_rounded &= math.isfinite(found) and (
-                found == 0 or torch.equal(mine.to(narrow), its.to(narrow))
+            is_rounded &= math.isfinite(worst) and (
+                worst == 0 or torch.equal(mine.to(narrow), its.to(narrow))
             )
-            largest = max(largest, found) if found == found and largest == largest else math.nan
+            largest = math.nan if math.isnan(worst + largest) else max(largest, worst)
     return largest, is_rounded
 
 
@@ -129,8 +129,8 @@ def compare_configs(
     if isinstance(a, LlamoeConfig) and isinstance(b, LlamoeConfig):
         for part in a.sub_configs:
             inner = compare_configs(getattr(a, part), getattr(b, part))
-            for found, fields in zip((structure, function), inner, strict=True):
-                found.update({f"{part}.{name}": both for name, both in fields.items()})
+            for fields, differing in zip((structure, function), inner, strict=True):
+                fields.update({f"{part}.{name}": both for name, both in differing.items()})
         if a.image_token_index != b.image_token_index:
             function["image_token_index"] = (a.image_token_index, b.image_token_index)
         return structure, function

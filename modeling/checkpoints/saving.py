@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from ...configuration.hub import MODULE_NAME, is_our_module
 from .._private_api import registered_conversions
-from ..parallel import broadcast, is_sharded, is_shared, joined, sharded_adapter, size_of
+from ..parallel import is_sharded, is_shared, joined, sharded_adapter, size_of
 from .whole_folders import sync
 
 # If shards of a job's processes exist, transformers reads no other weights.
@@ -191,7 +191,9 @@ class AtomicSaveMixin(PreTrainedModel):
             with place as folder, registered_conversions(self):
                 # Each of the processes writes a part.
                 if distributed_checkpoint and has_to_wait:
-                    folder = broadcast(folder)
+                    folders = [folder]
+                    dist.broadcast_object_list(folders, src=0)
+                    (folder,) = folders
                 super().save_pretrained(
                     folder,
                     is_main_process=is_main_process,

@@ -4,4 +4,4 @@ Reading order: gathering, distribution.
 """
 
 from .distribution import Distributed
-from .gathering import broadcast, is_sharded, is_shared, joined, sharded_adapter, size_of
+from .gathering import is_sharded, is_shared, joined, sharded_adapter, size_of

@@ -4,6 +4,7 @@ The plans are data (`configuration.parallel`); here they are applied to a model,
 """
 
 from transformers import PreTrainedModel
+from transformers.distributed.pipeline_parallel import PipelineIdentityLayer, apply_pipeline_parallelism
 
 from .gathering import is_sharded, joined, size_of
 
@@ -31,33 +32,21 @@ class Distributed(PreTrainedModel):
                 for rule in model._ep_plan:
                     model._tp_plan.pop(rule, None)
             if size_of(distributed_config, "pp") > 1:
-                model._take_stage(mesh.get_mesh("pp"))
+                # transformers does it only after it has looked for the modules of each rule, of which some go.
+                apply_pipeline_parallelism(model, mesh.get_mesh("pp"))
+                for name, module in model.named_modules():
+                    if isinstance(module, PipelineIdentityLayer):
+                        model._tp_plan.pop(name, None)
         return super().maybe_distribute_model(model, distributed_config, mesh)
-
-    def _take_stage(self, mesh) -> None:
-        """Cut the model down to this process's stage of a pipeline, also its rules of tensor parallelism.
-
-        transformers does it once more, after it has looked for the modules of each rule, of which some are gone then.
-        """
-        from transformers.distributed.pipeline_parallel import (
-            PipelineIdentityLayer,
-            apply_pipeline_parallelism,
-        )
-
-        apply_pipeline_parallelism(self, mesh)
-        for name, module in self.named_modules():
-            if isinstance(module, PipelineIdentityLayer):
-                self._tp_plan.pop(name, None)
 
     def keep_uneven_experts(self, tp_size: int) -> None:
         """Keep experts whole on each device if devices do not divide their width, which torch 2.14 cannot split."""
         if self.config.get_text_config().intermediate_size % tp_size:
-            for rule in [rule for rule in self._tp_plan if ".experts" in rule]:
-                del self._tp_plan[rule]
+            self._tp_plan = {rule: style for rule, style in self._tp_plan.items() if ".experts" not in rule}
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, distributed_config, **kwargs):
         """Gather the shards; `save_pretrained` calls this in every process."""
-        if distributed_config is None:
+        if distributed_config is None and is_sharded(state_dict.values()):
             state_dict = joined(state_dict)
         # transformers would gather the model's shards even where those of a given state dict have been gathered.
         if not is_sharded(state_dict.values()):

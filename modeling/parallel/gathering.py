@@ -23,13 +23,6 @@ def is_sharded(tensors: Iterable[Any]) -> bool:
     return any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
-def broadcast(value: Any) -> Any:
-    """Broadcast the first process's value to every process."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
 def is_shared(model: PreTrainedModel, state_dict: dict[str, Any] | None) -> bool:
     """Return True if all processes must save a model together: the given part of it, or for None all of it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -16,14 +16,10 @@ from .reading import reading_rules
 
 
 class QuantizeWeight(ConversionOps):
-    """The operation by which transformers' loader quantizes a weight that it has read, before it reads the next.
+    """The operation by which transformers' loader quantizes a weight that it has read, before it reads the next."""
 
-    Args:
-        others: makes transformers' operation, for weights of other modules.
-    """
-
-    def __init__(self, others: Callable[[], ConversionOps]):
-        self._others = others
+    def __init__(self, of_other_modules: Callable[[], ConversionOps]):
+        self._of_other_modules = of_other_modules
 
     @torch.no_grad()
     def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -37,7 +33,8 @@ class QuantizeWeight(ConversionOps):
         path, _, name = full_layer_name.rpartition(".")
         module = model.get_submodule(path)
         if not holds_packed(model, full_layer_name):
-            return self._others().convert(input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
+            operation = self._of_other_modules()
+            return operation.convert(input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
         [weight] = input_dict.values()
         weight = weight[0] if isinstance(weight, list) else weight
         # transformers does not check the shapes of quantized weights.
@@ -60,15 +57,17 @@ class PackedQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Return True if loading quantizes this weight."""
-        if holds_packed(model, param_name):
-            return not self.pre_quantized
-        return super().param_needs_quantization(model, param_name, **kwargs)
+        is_ours = holds_packed(model, param_name)
+        return (
+            not self.pre_quantized
+            if is_ours
+            else super().param_needs_quantization(model, param_name, **kwargs)
+        )
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
         """Return the bytes per element; transformers would use the plain dtype's for weights yet to be quantized."""
-        if holds_packed(model, param_name):
-            return param.element_size()
-        return super().param_element_size(model, param_name, param)
+        is_ours = holds_packed(model, param_name)
+        return param.element_size() if is_ours else super().param_element_size(model, param_name, param)
 
     def get_quantize_ops(self) -> ConversionOps:
         """Return the operation that quantizes a weight: ours for packed modules, else transformers'."""

@@ -96,13 +96,7 @@ class _Read(ConversionOps):
 def _by_expert(
     experts: Any, stack: str, found: Mapping[str, list[torch.Tensor]]
 ) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Return, for each expert, the tensors of its linear layers by kind, gate before up.
-
-    Args:
-        experts: the module.
-        stack: the stack that they become.
-        found: the tensors of all experts, by the pattern of their names.
-    """
+    """Yield, for each expert, the tensors of its linear layers by kind, gate before up."""
     layers: list[dict[str, list[torch.Tensor]]] = [{} for _ in PARTS_OF_STACKS[True][stack]]
     for pattern, tensors in found.items():
         part, _, kind = pattern.removeprefix(".experts.*.").partition(".")

@@ -16,10 +16,9 @@ from ...configuration.hub import AUTO_CLASSES
 from .._private_api import point_at
 from .auto_classes import MODELS, PROCESSED
 
-# Stock model type to the llamoe model type that replaces it.
-_STAND_INS = {name: reader.model_type for name, reader in READERS.items() if name != reader.model_type}
 # Accepted name to stock model types: Llama 4 as a whole includes its parts.
-_NAMES = {name: (name,) for name in _STAND_INS} | {"llama4": ("llama4", "llama4_text", "llama4_vision_model")}
+_NAMES = {name: (name,) for name in READERS if name not in AUTO_CLASSES}
+_NAMES["llama4"] = ("llama4", "llama4_text", "llama4_vision_model")
 
 # Adopted stock model types, each with what undoes the adoption.
 _undo: dict[str, ExitStack] = {}
@@ -63,16 +62,16 @@ def release(*model_types: str) -> None:
 
 
 def _stock_types(function: str, names: tuple[str, ...]) -> list[str]:
-    for name in names:
-        if name not in list(_NAMES):
-            valid = ", ".join(map(repr, _NAMES))
-            raise ValueError(f"llamoe.{function}({name!r}): llamoe has no models for it; valid: {valid}.")
+    if unknown := [name for name in names if name not in list(_NAMES)]:
+        raise ValueError(
+            f"llamoe.{function}: no models for {unknown}; valid: {', '.join(map(repr, _NAMES))}."
+        )
     return list(dict.fromkeys(model_type for name in names or _NAMES for model_type in _NAMES[name]))
 
 
 def _point_auto_classes(model_type: str) -> ExitStack:
     undo = ExitStack()
-    for auto_name, name in AUTO_CLASSES[_STAND_INS[model_type]].items():
+    for auto_name, name in AUTO_CLASSES[READERS[model_type].model_type].items():
         undo.callback(point_at(getattr(transformers, auto_name), CONFIG_MAPPING[model_type], MODELS[name]))
     PROCESSED.add(model_type)
     undo.callback(PROCESSED.discard, model_type)

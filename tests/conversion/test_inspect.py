@@ -127,6 +127,17 @@ def test_a_plan_is_that_of_the_library(family, saved, monkeypatch):
     }
 
 
+@pytest.mark.parametrize("kind", ["symmetric", "fp8"])
+def test_a_plan_of_weights_that_others_packed_is_that_of_the_library(kind, tmp_path):
+    published = pytest.importorskip("support.published")
+    published.publish(tmp_path, "mixtral", kind, 32 if kind == "symmetric" else None)
+    machine = {"gpus": 0, "ram": "5GB"}
+    assert inspect(tmp_path, plan=True, **machine).placement == llamoe.plan_placement(tmp_path, **machine)
+    # Without the files nobody knows the bytes.
+    with pytest.raises(ValueError, match="give the folder with the weights"):
+        inspect(tmp_path / "config.json", plan=True, **machine)
+
+
 def test_a_plan_of_a_preset_says_where_its_experts_are():
     found = inspect("llama-4-scout", plan=True, gpus=1, gpu_memory="14.5GB", ram="64GB", bits=4, context=1024)
     rows = dict(found.sections())["plan"]

@@ -6,9 +6,10 @@ Logits, losses and gradients are in `test_parity.py`, heads in `test_classificat
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.models import load_whole, random_ids, stock_mixtral_config, stock_model
+from support.models import assert_same_weights, load_whole, random_ids, stock_mixtral_config, stock_model
 from torch.nn import functional as F
 from transformers import MixtralForCausalLM
+from transformers.core_model_loading import MergeModulelist
 
 import llamoe
 from llamoe import LlamoeMixtralForCausalLM
@@ -68,3 +69,11 @@ def test_folders_go_both_ways_bit_for_bit(layout, tmp_path):
         written = load_file(tmp_path / "again/model.safetensors")
         assert written.keys() == given.keys()
         assert all(torch.equal(given[name], written[name]) for name in given)
+
+
+def test_experts_are_fused_in_place(tmp_path, monkeypatch):
+    """transformers' operations would copy the matrices of gate and up three times."""
+    stock = stock_model(MixtralForCausalLM, stock_mixtral_config())
+    stock.save_pretrained(tmp_path)
+    monkeypatch.setattr(MergeModulelist, "convert", lambda *_, **__: pytest.fail("stacked by transformers"))
+    assert_same_weights(load_whole(LlamoeMixtralForCausalLM, tmp_path).state_dict(), stock.state_dict())

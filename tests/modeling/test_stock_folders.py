@@ -245,7 +245,7 @@ def test_other_layers_are_written_as_the_type_that_has_them(folders):
     )
     # Stock's Ministral needs a number.
     assert to_stock(config)["model_type"] == "llama"
-    with pytest.raises(ValueError, match="read_from = 'mixtral': no such model type"):
+    with pytest.raises(ValueError, match="read_from = 'mixtral': no such choice"):
         llamoe.LlamoeDenseConfig(read_from="mixtral")
 
 

@@ -236,8 +236,13 @@ def test_experts_stay_in_their_layers_where_nothing_reads_them_elsewhere(tmp_pat
     half = sum(plan_placement(tmp_path / "half", gpus=0, ram="1GB", headroom=0).weights.values())
     found = plan_placement(tmp_path / "packed", gpus=0, ram="1GB", headroom=0)
     assert found.form == "bitsandbytes 4" and 0.25 * half < found.weights["cpu"] < 0.7 * half
-    little = plan_placement(tmp_path / "packed", gpus=0, ram=found.weights["cpu"], context=20, headroom=0)
-    assert little.experts_memory is None and "experts" not in little.device_map
+    # Packed layers are not read from disk.
+    cases = (tmp_path / "packed", None, found.weights["cpu"]), (DENSE.make_config(), 4, "50kB")
+    for source, bits, ram in cases:
+        with pytest.raises(ValueError, match="does not fit"):
+            plan_placement(source, gpus=0, ram=ram, bits=bits, context=20, headroom=0)
+    beside = plan_placement(tmp_path / "packed", gpus=[2e5], ram="1GB", context=20, headroom=0)
+    assert "and bitsandbytes refuses that" in str(beside)
 
 
 def test_stocks_configurations_are_taken_as_ours():
@@ -313,7 +318,7 @@ def test_this_machine_is_the_default():
         (dict(gpu_memory="-3GB"), "gpu_memory='-3GB'"), (dict(gpus=0, ram=True), "ram=True"),
         (dict(ram="nan"), "ram='nan'"), (dict(gpus=0, ram="4GB"), "headroom=4 GB"),
         (dict(bits=5), "bits=5"), (dict(batch=0), "batch=0"),
-        (dict(context=0), "context=0"), (dict(prefill=0), "piece=0"),
+        (dict(context=0), "context=0"), (dict(prefill=0), "prefill=0"),
         (dict(quantization="int3"), "quantization='int3'"), (dict(quantization="int4:big"), "quantization='int4:big'"),
         (dict(quantization="int4", bits=4), "bits=4 and quantization='int4': give one"),
         (dict(quantization="int8:32"), "group_size=32: choose 32, 64, 128, 256 for int4"),

@@ -391,7 +391,7 @@ SPLIT = {
 @check(
     *[
         f"{name} {kind}"
-        for name in ("text", "top1", "multimodal", "lone")
+        for name in ("text", "top1", "mixtral", "multimodal", "lone")
         for kind in (*SPLIT, "accelerate")
         # A single expert is shared by no two devices.
         if name != "lone" or "expert" not in kind

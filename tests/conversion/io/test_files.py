@@ -38,7 +38,7 @@ def same(given, expected):
 def test_torch_file_gives_every_tensor(tmp_path):
     """Strided ones and parts of a shared storage, too, as in old files of Meta."""
     torch.save(TENSORS, tmp_path / "x.pth")
-    given, others = open_pickle(tmp_path / "x.pth")
+    given, others = open_weights(tmp_path / "x.pth")
     assert others == {}
     assert given.keys() == TENSORS.keys()
     for name, expected in TENSORS.items():
@@ -49,22 +49,16 @@ def test_torch_file_gives_every_tensor(tmp_path):
             assert isinstance(given[name], FileTensor), "its numbers stay in the file"
 
 
-def test_safetensors_file_gives_every_tensor(tmp_path):
-    save_file(
-        {name: tensor.contiguous().clone() for name, tensor in TENSORS.items()}, tmp_path / "x.safetensors"
-    )
-    given = open_weights(tmp_path / "x.safetensors")[0]
-    assert given.keys() == TENSORS.keys()
-    for name, expected in TENSORS.items():
-        assert same(given[name].read(), expected), name
-        assert given[name].origin == f"{tmp_path / 'x.safetensors'}: {name}"
-
-
-def test_format_is_told_by_content(tmp_path):
-    save_file({"x": BASE}, tmp_path / "x.bin")
-    torch.save({"x": BASE}, tmp_path / "y.bin")
-    assert torch.equal(open_weights(tmp_path / "x.bin")[0]["x"].read(), BASE)
-    assert torch.equal(open_weights(tmp_path / "y.bin")[0]["x"].read(), BASE)
+def test_safetensors_file_gives_every_tensor_and_is_told_by_its_content(tmp_path):
+    plain = {name: tensor.contiguous().clone() for name, tensor in TENSORS.items()}
+    save_file(plain, tmp_path / "x.safetensors")
+    save_file(plain, tmp_path / "x.bin")
+    for path in (tmp_path / "x.safetensors", tmp_path / "x.bin"):
+        given = open_weights(path)[0]
+        assert given.keys() == TENSORS.keys()
+        for name, expected in TENSORS.items():
+            assert same(given[name].read(), expected), name
+            assert given[name].origin == f"{path}: {name}"
 
 
 @pytest.mark.parametrize(

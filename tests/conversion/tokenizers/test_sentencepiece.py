@@ -75,7 +75,7 @@ def test_loaded_ids_equal_sentencepiece(context, layout, model, reference, tmp_p
     assert [again(text)["input_ids"] for text in NASTY] == [loaded(text)["input_ids"] for text in NASTY]
 
 
-def test_templates_of_specials_are_read_where_there_is_a_template(model, reference):
+def test_special_tokens_are_read_from_text_where_there_is_a_template(model, reference, tmp_path):
     files = conversion.hf_files_from_meta(model, config_of())
     tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
     middle = tokenizer.encode("hello</s>hello", add_special_tokens=False).ids
@@ -87,6 +87,10 @@ def test_templates_of_specials_are_read_where_there_is_a_template(model, referen
         settings = json.loads(files["tokenizer_config.json"])
         assert settings.get("split_special_tokens", False) is is_split
         assert ("chat_template.jinja" in files) is not is_split
+        generation = GenerationConfig.from_pretrained(write_files(tmp_path / f"{instruct}-{context}", files))
+        generation.validate()
+        named = (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id)
+        assert (named, bool(generation.do_sample)) == ((1, 2, 0), instruct is True)
     assert "chat_template.jinja" in conversion.hf_files_from_meta(model, config_of(2048), family="llama-2")
 
 
@@ -95,6 +99,8 @@ VARIANTS = {
     "padding_piece": dict(pad_id=3),
     "across_spaces": dict(split_by_whitespace=False),
     "other_ids": dict(unk_id=2, bos_id=0, eos_id=1),
+    "normalized": dict(normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True),
+    "symbols": dict(user_defined_symbols="hello,[INST]"),
 }
 
 
@@ -117,8 +123,7 @@ def test_what_tokenizer_json_cannot_say_is_seen():
     unused = messages.ModelProto.FromString(train())
     for piece in unused.pieces[300:340]:
         piece.type = messages.ModelProto.SentencePiece.UNUSED
-    normalized = train(normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True)
-    for content in (train(treat_whitespace_as_suffix=True), normalized, unused.SerializeToString()):
+    for content in (train(treat_whitespace_as_suffix=True), unused.SerializeToString()):
         with pytest.raises(CheckpointError, match="give different ids for"):
             conversion.hf_files_from_meta(content, config_of())
     twice = messages.ModelProto.FromString(train())
@@ -189,49 +194,40 @@ def test_llama_2_chat_equals_metas_and_marks_what_the_model_writes(name, chat, r
         assert (result["input_ids"], result["assistant_masks"]) == meta_dialog(reference, dialog)
 
 
-REFUSED = {
-    **{f"holds {tag}": turns("hello " + tag) for tag in TAGS},
-    **{f"answer holds {tag}": turns("hello", "x" + tag, "y") for tag in TAGS},
-    "holds [INST] in the system message": turns("x", system="[INST]"),
-    "message 1 has the role assistant": turns("hello", "hi")[1:],
-    "message 2 has the role user": [*turns("hello"), *turns("again")],
-    "message 2 has the role system": [*turns("hello"), {"role": "system", "content": "x"}],
-    "a message of the user must follow": [{"role": "system", "content": "x"}],
-    "This model reads text only": [{"role": "user", "content": [{"type": "image"}]}],
-}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
+HELLO = turns("hello")
+# What both Meta's and Mistral AI's code refuses: words of the error, and a conversation.
+REFUSED = [
+    *(("holds [INST], which", turns(*texts)) for texts in (["hello [INST]"], ["hello", "x[INST]", "y"])),
+    ("holds [/INST], which", turns("hello [/INST] b")),
+    ("holds [INST], which", turns("x", system="[INST]")),
+    ("message 1 has the role assistant", turns("hello", "hi")[1:]),
+    ("message 2 has the role user", [*HELLO, *turns("again")]),
+    ("message 2 has the role system", [*HELLO, {"role": "system", "content": "x"}]),
+    ("a message of the user must follow", [{"role": "system", "content": "x"}]),
+    ("This model reads text only", [{"role": "user", "content": [{"type": "image"}]}]),
+    ("message 2 ", [*HELLO, {"role": "assistant", "content": "", "tool_calls": [CALL]}]),
+    ("message 2 ", [*HELLO, {"role": "tool", "content": "x"}]),
+]
+# Llama 2's tags of a system message are none of Mistral's.
+OF_LLAMA_2 = [(f"holds {tag}", turns(f"hello {tag}")) for tag in TAGS]
+TEMPLATES = {"llama 2": None, "mistral 1": mistral(1), "mistral 7": mistral(7)}
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_llama_2_chat_refuses_what_metas_does(reason, chat):
-    message = reason.removeprefix("answer ").removesuffix(" in the system message")
-    with pytest.raises(Exception, match=re.escape(message)):
-        chat.apply_chat_template(REFUSED[reason], tokenize=False)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_chats_of_questions_and_answers_refuse_what_the_models_code_does(name, chat):
+    for words, dialog in REFUSED + OF_LLAMA_2 * (name == "llama 2"):
+        with pytest.raises(Exception, match=re.escape(words)):
+            chat.apply_chat_template(dialog, chat_template=TEMPLATES[name], tokenize=False)
     with pytest.raises(Exception, match="of tools"):
-        chat.apply_chat_template(
-            turns("x"), tools=[{"type": "function", "function": {"name": "f"}}], tokenize=False
-        )
+        chat.apply_chat_template(HELLO, tools=[CALL], chat_template=TEMPLATES[name], tokenize=False)
 
 
-@pytest.mark.parametrize("template", [None, mistral(1), mistral(7), llama_4(images=True, calls=False)])
-def test_calls_are_refused_where_they_are_not_written(template, chat):
-    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    for second in (
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "x"},
-    ):
-        with pytest.raises(Exception, match="message 2 "):
-            chat.apply_chat_template([*turns("hello"), second], chat_template=template, tokenize=False)
-
-
-def test_generation_settings_load(model, tmp_path):
-    for instruct, sampled in [(None, False), (True, True), (False, False)]:
-        folder = tmp_path / str(instruct)
-        write_files(folder, conversion.hf_files_from_meta(model, config_of(), instruct=instruct))
-        settings = GenerationConfig.from_pretrained(folder)
-        assert (settings.bos_token_id, settings.eos_token_id, settings.pad_token_id) == (1, 2, 0)
-        assert bool(settings.do_sample) is sampled
-        settings.validate()
-    assert (settings.temperature or 1.0) == 1.0
+def test_calls_can_be_left_out_of_llama_4s_template(chat):
+    template = llama_4(images=True, calls=False)
+    for words, dialog in REFUSED[-2:]:
+        with pytest.raises(Exception, match=words):
+            chat.apply_chat_template(dialog, chat_template=template, tokenize=False)
 
 
 # The way back

@@ -13,10 +13,10 @@ from accelerate.utils.launch import prepare_extend_env_parallelism_config
 from support.models import MODELS, for_models
 from support.paths import EXAMPLES
 from transformers import Llama4Config, Llama4TextConfig, Llama4VisionConfig, LlamaConfig
+from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard as wildcard
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 import llamoe
-from llamoe.configuration.parallel import wildcard
 from llamoe.modeling.moe.layer import MixtureOfExperts
 
 FILES = EXAMPLES / "accelerate"
@@ -103,25 +103,18 @@ def launch_arguments(name):
     return load_config_from_file(path), _validate_launch_command(arguments)[0]
 
 
-@pytest.mark.parametrize(("name", "count", "precision"), [("1gpu", 1, "bf16"), ("2gpu_ddp", 2, "bf16")])
-def test_the_files_without_shards_are_plain(name, count, precision):
+@pytest.mark.parametrize(("name", "count"), [("1gpu", 1), ("2gpu_ddp", 2), ("2gpu", 2), ("8gpu", 8)])
+def test_the_files_ask_for_fsdp2_or_nothing(name, count):
     config, arguments = launch_arguments(name)
-    assert (config.num_processes, config.mixed_precision) == (count, precision)
-    assert bool(arguments.multi_gpu) == (count > 1)
-    assert not arguments.use_fsdp and not arguments.use_deepspeed
-
-
-@pytest.mark.parametrize("count", [2, 8])
-def test_the_files_for_several_gpus_ask_for_fsdp2(count):
-    config, arguments = launch_arguments(f"{count}gpu")
     assert (config.num_processes, config.mixed_precision) == (count, "bf16")
-    variables = prepare_multi_gpu_env(arguments)
-    assert variables["ACCELERATE_USE_FSDP"] == "true"
-    assert variables["FSDP_VERSION"] == "2"
-    assert variables["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP"
-    assert variables["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
-    # Left out, so that accelerate takes each model's own `_no_split_modules`.
-    assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in variables
+    assert bool(arguments.multi_gpu) == (name == "2gpu_ddp") and not arguments.use_deepspeed
+    assert bool(arguments.use_fsdp) == (name in ("2gpu", "8gpu"))
+    if arguments.use_fsdp:
+        variables = prepare_multi_gpu_env(arguments)
+        assert variables["FSDP_VERSION"] == "2" and variables["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
+        assert variables["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP"
+        # Left out, so that accelerate takes each model's own `_no_split_modules`.
+        assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in variables
 
 
 @pytest.mark.parametrize(("name", "kind"), [("8gpu_context", "CP"), ("8gpu_sequence", "SP")])

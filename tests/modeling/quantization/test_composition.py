@@ -1,7 +1,6 @@
 """Quantized models together with everything else: each pair works, or is refused by name before a weight is read."""
 
 import copy
-import logging
 import re
 from functools import partial
 from types import SimpleNamespace
@@ -154,14 +153,11 @@ def test_offloaded_weights_compute_but_are_not_unpacked(weights):
     ("family", "dtype", "weights"),
     [("dense", torch.float32, "int8"), ("text", torch.bfloat16, "int4"), ("mixtral", torch.float16, "int8")],
 )
-def test_checkpoints_of_each_dtype(family, weights, dtype, monkeypatch, caplog):
+def test_checkpoints_of_each_dtype(family, weights, dtype, monkeypatch):
     route_by_position(monkeypatch)
     plain = AutoModelForCausalLM.from_pretrained(folder(family, dtype), dtype=torch.float32)
-    with caplog.at_level(logging.WARNING, logger="llamoe"):
-        model = load(folder(family, dtype), weights)
+    model = load(folder(family, dtype), weights)
     assert model.dtype == torch.bfloat16
-    says = f"{weights} weights are multiplied in bfloat16: the model is cast from {str(dtype)[6:]}."
-    assert (says in caplog.text) == (dtype != torch.bfloat16)
     error = distance(logits(model), logits(plain))
     assert {"int4": 0.05, "int8": 0.005}[weights] < error < {"int4": 0.25, "int8": 0.03}[weights]
 
