@@ -39,8 +39,6 @@ def named(value):
 
 HEADS = [case for case in MODELS if case.is_head]
 DENSE, MIXTRAL, TEXT = HEADS[:3]
-# One with a window in every layer, and one with chunks and pictures.
-TWO_HEADS = pytest.mark.parametrize("case", [MIXTRAL, MULTIMODAL], ids=named)
 
 
 def without_images(inputs):
@@ -190,7 +188,7 @@ def smaller(case, **text):
     return draw(case.model_class, case.make_config(num_hidden_layers=2, **text))
 
 
-@TWO_HEADS
+@pytest.mark.parametrize("case", [MIXTRAL, MULTIMODAL], ids=named)
 def test_assisted_tokens_are_those_without_an_assistant(case):
     """Over the chunk borders at 32 and 48, with many a draft taken back; stock's assistant drafts, too."""
     (model, stock), inputs = pair(case), without_images(case.row(case.inputs(length=PROMPT), 1))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.models import IMAGE_TOKEN, MODELS, assert_same_gradients, loss_and_gradients, max_abs
+from support.models import IMAGE_TOKEN, MODELS, assert_same_gradients, for_models, loss_and_gradients, max_abs
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,10 +14,7 @@ import llamoe
 from llamoe.modeling import loss as module
 from llamoe.modeling.loss import loss_without_logits
 
-HEADS = [case for case in MODELS if case.is_head]
-DENSE, MIXTRAL, TEXT, MULTIMODAL = HEADS
-ids = {"ids": lambda case: case.name}
-heads = pytest.mark.parametrize("case", HEADS, **ids)
+DENSE, MIXTRAL, _, MULTIMODAL = [case for case in MODELS if case.is_head]
 # Of a vocabulary of 101 and three rows: several pieces, the last shorter than the others.
 PIECE = 3 * 101 * 4
 # Arguments of a pass without logits and of one with them, whose gradients differ by the order of sums.
@@ -39,7 +36,7 @@ def labelled(case):
     return inputs, labels
 
 
-@heads
+@for_models("is_head")
 def test_it_is_stocks_loss(case):
     """By transformers' model with the same weights, of all tokens and as a part of a larger batch."""
     ours, (inputs, labels) = case.make_small(), labelled(case)
@@ -61,7 +58,7 @@ KEPT = {
 }
 
 
-@heads
+@for_models("is_head")
 @pytest.mark.parametrize("kept", KEPT)
 def test_labels_of_kept_tokens(case, kept):
     """Logits and loss are stock's, also where rows have positions of their own, or a mask lets them have any number."""

@@ -89,22 +89,13 @@ def test_resized_vocabulary(case, tied, tmp_path):
     assert torch.equal(run(case.model_class.from_pretrained(tmp_path), **inputs), output.logits)
 
 
-@for_models("stock_name")
-def test_parameters_and_modules_are_those_of_stock(case):
-    model = case.make()
-    assert model.num_parameters() == case.stock_of(model).num_parameters()
-    names = {type(module).__name__ for module in model.modules()}
-    assert model._no_split_modules and set(model._no_split_modules) <= names
-
-
 # Outputs
 
 
 @for_models()
-def test_forward_is_deterministic_and_changes_no_input(case):
+def test_forward_changes_no_input(case):
     model, inputs = case.make(), case.inputs()
     given, expected = copy.deepcopy(inputs), run(model, **inputs)
-    assert torch.equal(run(model, **inputs), expected)
     assert all(torch.equal(inputs[name], given[name]) for name in given)
     if case.is_text:  # any number but zero shows a token
         inputs["attention_mask"] = 2 * inputs["attention_mask"]

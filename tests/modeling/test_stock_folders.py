@@ -58,6 +58,7 @@ MIXTURE = dict(router_name="router", experts_are_output_first=1, pools_router_lo
 KEPT = dict(use_sliding_window=False, _has_experts=True)
 ROUTING = dict(router_score_function="softmax", apply_router_weight_on_input=False, router_balancing="bias")
 WINDOW = dict(**DENSE, sliding_window=8)
+WITHOUT_BIASES = dict(NAMES, **KEPT, attention_bias=True, mlp_bias=True, moe_layers=[0])
 FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM",
@@ -69,13 +70,13 @@ FAMILIES = {
         "MistralForCausalLM",
         "LlamoeDenseForCausalLM",
         lambda: transformers.MistralConfig(**WINDOW),
-        dict(NAMES, **KEPT, attention_bias=True, mlp_bias=True, moe_layers=[0]),
+        WITHOUT_BIASES,
     ),
     "ministral": Family(
         "MinistralForCausalLM",
         "LlamoeDenseForCausalLM",
         lambda: transformers.MinistralConfig(**WINDOW, layer_types=HALF),
-        dict(NAMES, **KEPT, attention_bias=True, mlp_bias=True, moe_layers=[0]),
+        WITHOUT_BIASES,
     ),
     "mixtral": Family(
         "MixtralForCausalLM",

@@ -114,10 +114,8 @@ class Call(torch.nn.Module):
         self.model, self.names = model, names
 
     def forward(self, *values):
-        return main_output(self.model(**dict(zip(self.names, values, strict=True)), **self.options()))
-
-    def options(self):
-        return {"use_cache": False} if "input_ids" in self.names else {}
+        options = {"use_cache": False} if "input_ids" in self.names else {}
+        return main_output(self.model(**dict(zip(self.names, values, strict=True)), **options))
 
 
 @quietly

@@ -80,10 +80,6 @@ def losses_of(trainer, **options):
 # Trainer
 
 
-def saving(**options):
-    return {"save_strategy": "steps", "save_steps": 2, **options}
-
-
 @pytest.mark.parametrize(
     ("case", "is_adapted"),
     [(DENSE, False), (MULTIMODAL, False), (MIXTRAL, False), (MIXTRAL, True), (TEXT, True)],
@@ -98,8 +94,8 @@ def test_a_resumed_training_equals_one_that_was_not_stopped(case, is_adapted, tm
         return get_peft_model(model, llamoe.lora_config(model, r=2)) if is_adapted else model
 
     whole, resumed = make(0), make(5)
-    losses = losses_of(trainer_of(whole, tmp_path, rows(case), **saving()))
-    trainer = trainer_of(resumed, tmp_path / "again", rows(case), **saving())
+    losses = losses_of(trainer_of(whole, tmp_path, rows(case), save_strategy="steps", save_steps=2))
+    trainer = trainer_of(resumed, tmp_path / "again", rows(case), save_strategy="steps", save_steps=2)
     assert losses_of(trainer, resume_from_checkpoint=str(tmp_path / "checkpoint-2")) == losses
     for name, tensor in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], tensor), name

@@ -165,12 +165,6 @@ class TestFeatureLayer:
 
 
 class TestSwitches:
-    def test_adapter_widths_are_independent(self):
-        model = our_tower(intermediate_size=200, projector_input_dim=36, projector_output_dim=28)
-        assert model.vision_adapter.mlp.fc1.weight.shape == (36, 480)
-        assert model.vision_adapter.mlp.fc2.weight.shape == (28, 36)
-        assert model(random_tiles()).last_hidden_state.shape == (TILES, 4, 28)
-
     def test_final_activation(self):
         with_act, without = our_tower(), our_tower(projector_final_act=False)
         linear = without(random_tiles()).last_hidden_state
@@ -205,13 +199,15 @@ class TestSwitches:
         check_close(model(random_tiles()).last_hidden_state, reference)
         assert max_abs(model.train()(random_tiles()).last_hidden_state, reference) > 1e-3
 
-    def test_projection_beside_the_adapter(self):
-        model = our_tower(projection_dim=24)
-        plain = our_tower(use_adapter=False)
+    def test_projection_beside_an_adapter_of_any_widths(self):
+        widths = dict(projector_input_dim=36, projector_output_dim=28)
+        model = our_tower(intermediate_size=200, projection_dim=24, **widths)
+        assert model.vision_adapter.mlp.fc1.weight.shape == (36, 480)
+        plain = our_tower(intermediate_size=200, use_adapter=False)
         plain.load_state_dict(model.state_dict(), strict=False)
         result = model(random_tiles())
         expected = plain(random_tiles()).pooler_output @ model.visual_projection.weight.T
-        assert result.last_hidden_state.shape == (TILES, 4, 44)
+        assert result.last_hidden_state.shape == (TILES, 4, 28)
         check_close(result.pooler_output, expected)
 
     def test_full_keeps_the_class_token_last(self):

@@ -195,29 +195,28 @@ def test_square_experts_alone_are_refused(targets, intermediate_size, how, tmp_p
 @pytest.mark.parametrize("rank", [4, 3, 5])
 def test_adapters_of_experts_swap_for_the_same_layout_and_rank(rank, tmp_path):
     """peft's hotswap, by its own function and by transformers', which turns stock's round before."""
-    ours, stock = pair(TEXT, hidden_size=72, intermediate_size=52)
+    ours, stock = pair(TEXT)
     # No `rank_pattern`: of two ranks the function gives all layers one scale, on stock models too.
     options = dict(target_modules=["v_proj"], target_parameters=EXPERTS[1:])
     first, second = adapted(ours, **options), adapted(ours, seed=5, r=rank, **options)
     of_stock = adapted(stock, seed=7, **options)
     for name, model in (("first", first), ("second", second), ("stock", of_stock)):
         model.save_pretrained(tmp_path / name)
+    swapped, loaded = (load(ours, tmp_path / "first", how) for how in WAYS)
+    swap = partial(hotswap_adapter, swapped, adapter_name="default", torch_device="cpu")
     inputs = inputs_of(TEXT)
-    swapped = load(ours, tmp_path / "first", "PeftModel")
-    loaded = load(ours, tmp_path / "first", "load_adapter")
     with pytest.raises(ValueError, match=r"hotswap: .*the same rank and layout"):
-        hotswap_adapter(swapped, tmp_path / "stock", "default", torch_device="cpu")
+        swap(tmp_path / "stock")
     loaded.load_adapter(tmp_path / "stock", "default", hotswap=True)
     assert max_abs(run(loaded, **inputs), run(of_stock, **inputs)) < 1e-5
     if rank == 4:
-        hotswap_adapter(swapped, tmp_path / "second", "default", torch_device="cpu")
+        swap(tmp_path / "second")
         loaded.load_adapter(tmp_path / "second", "default", hotswap=True)
         assert max_abs(run(loaded, **inputs), run(second, **inputs)) < 1e-5
     else:
         with pytest.raises(ValueError, match=r"hotswap: .*the same rank and layout"):
-            hotswap_adapter(swapped, tmp_path / "second", "default", torch_device="cpu")
-    expected = run(second if rank == 4 else first, **inputs)
-    assert max_abs(run(swapped, **inputs), expected) < 1e-5
+            swap(tmp_path / "second")
+    assert max_abs(run(swapped, **inputs), run(second if rank == 4 else first, **inputs)) < 1e-5
 
 
 def test_adapter_for_a_model_on_disk_is_refused(tmp_path):

@@ -13,12 +13,11 @@ MIXTRAL, TEXT, MULTIMODAL = (
     for name in ("LlamoeMixtralForCausalLM", "LlamoeForCausalLM", "LlamoeForConditionalGeneration")
 )
 STACKS = ["experts.down_proj", "experts.gate_up_proj"]
-# Both layers have experts.
-TWO_MIXTURES = dict(moe_layers=[0, 1])
 
 
 def make(case):
-    return case.make(**(TWO_MIXTURES if case.is_llama4 else {}))
+    """A model of two layers with experts, if it has them."""
+    return case.make(**({"moe_layers": [0, 1]} if case.is_llama4 else {}))
 
 
 def adapted_parts(model):

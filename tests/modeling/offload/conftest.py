@@ -33,11 +33,6 @@ def text_folder(folders) -> Path:
     return folders["text"]
 
 
-@pytest.fixture(scope="session")
-def mixtral_folder(folders) -> Path:
-    return folders["mixtral"]
-
-
 @pytest.fixture
 def ids() -> torch.Tensor:
     """Two rows of 23 tokens."""

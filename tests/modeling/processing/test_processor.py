@@ -58,16 +58,10 @@ BATCHES = {
 }
 
 
-def ours_like(processor):
-    return llamoe.LlamoeProcessor(
-        processor.image_processor, processor.tokenizer, patch_size=14, pixel_shuffle_ratio=0.5
-    )
-
-
 def test_ours_gives_what_stocks_does(processor, tmp_path):
     from transformers import AutoProcessor
 
-    mine = ours_like(processor)
+    mine = make_processor(llamoe.LlamoeProcessor)
     for text, sizes in BATCHES.values():
         pictures = [picture(*size, seed=seed) for seed, size in enumerate(sizes)] or None
         given, expected = (
@@ -115,9 +109,9 @@ def test_pictures_are_counted_for_each_text(rows, texts, message, processor):
         images = [[picture(60, 60, seed) for seed in range(count)] for count in rows]
     if message is not None:
         with pytest.raises(ValueError, match=message):
-            ours_like(processor)(text=texts, images=images, padding=True)
+            make_processor(llamoe.LlamoeProcessor)(text=texts, images=images, padding=True)
         return
-    inputs = ours_like(processor)(text=texts, images=images, padding=True)
+    inputs = make_processor(llamoe.LlamoeProcessor)(text=texts, images=images, padding=True)
     assert len(inputs.get("pixel_values", [])) == 5 * sum(rows) and "input_ids" in inputs
 
 
@@ -127,7 +121,7 @@ def test_pictures_are_counted_for_each_text(rows, texts, message, processor):
 )
 def test_our_processor_loads_without_our_import(order, processor, tmp_path):
     model = llamoe.LlamoeForConditionalGeneration(stock_multimodal_config())
-    parts = {"processor": ours_like(processor), "model": model}
+    parts = {"processor": make_processor(llamoe.LlamoeProcessor), "model": model}
     for name in order:
         parts[name].save_pretrained(tmp_path / "folder")
     code = """
