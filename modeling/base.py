@@ -286,9 +286,9 @@ class LlamoePreTrainedModel(
         method = getattr(method, "value", method)
         if not str(method).startswith(_QUANTIZERS_FOR_MIXTURES):
             raise ValueError(
-                f"{cls.__name__} cannot load a mixture whose experts are quantized with {method!r}: those that are "
-                "plain, or packed in a format of docs/packed_downloads.md, are read here. Load the model that it was "
-                "made of, if memory is short with quantization_config=llamoe.QuantizationConfig('int4') or "
+                f"{cls.__name__} cannot load a mixture whose experts are quantized with quant_method {method!r}: those "
+                "that are plain, or packed in a format of docs/packed_downloads.md, are read here. Load the model that "
+                "it was made of, if memory is short with quantization_config=llamoe.QuantizationConfig('int4') or "
                 "BitsAndBytesConfig. Servers such as vLLM may take the folder as it is."
             )
 

@@ -12,6 +12,7 @@ from ..configuration.base import LlamoeBaseConfig
 from ..configuration.json_files import read_json
 from ..modeling.checkpoints import DTYPES, TensorHeader, find_weights, read_header
 from ..modeling.formats.packed import Layout
+from ..modeling.moe import STACKS
 from ..modeling.quantization import layout_of
 from ..modeling.registration import empty_model
 
@@ -42,6 +43,16 @@ class Source:
     def layout(self) -> Layout | None:
         """Return the layout of weights that another program has packed; None for others."""
         return layout_of(self.quantization) if self.quantization else None
+
+    @property
+    def has_stacked_scales(self) -> bool:
+        """Return True if scales of all experts are one tensor, so that no expert can be read alone."""
+        names = [
+            stack + suffix
+            for stack in STACKS
+            for suffix in (self.layout.in_stacks[1:] if self.layout else ())
+        ]
+        return any(key.endswith(tuple(names)) for key in self.stored or ())
 
     @property
     def method(self) -> str:
@@ -85,7 +96,7 @@ def _loaded(key: str, header: TensorHeader, layout: Layout | None) -> int:
     kind = key.rpartition(".")[2]
     if layout is None or not layout.holds(kind, header.dtype):
         return header.nbytes
-    if kind not in (layout.kinds[0], *layout.stacks):
+    if kind != layout.kinds[0] and kind not in STACKS:
         # Scales and zero points are counted with the codes.
         return 0
     # In int4 each byte holds two codes, and each group four bytes of scale and offset; 8 bits become 16.

@@ -141,7 +141,7 @@ def sizes_of(source: Source, bits: int | None, quantization: QuantizationConfig 
     names = {module: name for name, module in model.named_modules()}
     experts = {name: module for module, name in names.items() if name.endswith(".experts")}
     # Stacks of experts that are packed whole cannot be read expert by expert.
-    reads_single_experts = source.layout is not None and not source.layout.stacks
+    reads_single_experts = source.layout is not None and not source.has_stacked_scales
     numbers = ((name, tensor.numel(), 0) for name, tensor in model.named_parameters())
     stored = ((name, 0, size) for tensors in held.values() for name, size in tensors)
     return Sizes(

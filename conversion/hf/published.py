@@ -4,7 +4,9 @@ What the bits mean is said in `modeling.formats.packed`; which tensors belong to
 author left in 16 bits, is found as `from_pretrained` finds it (`modeling.quantization`).
 """
 
+import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,11 @@ import torch
 from ...configuration import QuantizationConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...modeling.formats import Format, Int4, Int8
-from ...modeling.formats.packed import Layout, Unpacked, weight_of
+from ...modeling.formats.packed import EightBits, Layout, Unpacked, weight_of
 from ...modeling.moe import Experts
-from ...modeling.quantization import LlamoeQuantizer, by_expert, own_config
+from ...modeling.quantization import LlamoeQuantizer, by_expert, of_stack, own_config
 from ...modeling.registration import empty_model
-from ..io import LazyTensor, stack
+from ..io import Computed, LazyTensor, stack
 
 
 class PublishedMatrix(LazyTensor):
@@ -66,6 +68,13 @@ class PublishedMatrix(LazyTensor):
         return (matrix.T if self._is_input_first else matrix)[start:stop]
 
 
+def _in_stack(
+    layout: EightBits, is_transposed: bool, dtype: torch.dtype, *tensors: torch.Tensor
+) -> torch.Tensor:
+    *codes, scale = tensors
+    return layout.weight_in_stack(codes, scale, is_transposed).to(dtype)
+
+
 def unpack_published(
     tensors: Mapping[str, LazyTensor], config: LlamoeBaseConfig, layout: Layout, files: list[Path]
 ) -> tuple[dict[str, LazyTensor], list[str], QuantizationConfig]:
@@ -85,7 +94,6 @@ def unpack_published(
         CheckpointError: a packed tensor is missing, or has not the shape that config.json means.
     """
     model: Any = empty_model(config)
-    names = set(model.state_dict())
     quantizer = LlamoeQuantizer(own_config(layout), pre_quantized=True)
     by_weight = quantizer.read_published(model, map(str, files), layout)
     dtype = config.dtype if config.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
@@ -102,15 +110,20 @@ def unpack_published(
             unpacked[weight] = PublishedMatrix(layout, [*opened.values()], module.weight.shape, dtype)
             continue
         num_out, num_in = module.sizes_of(name)
-        if name in layout.stacks:
-            [(codes, scales)] = [(kinds[name], kinds[f"{name}_scale"]) for kinds in opened.values()]
-            matrices = [
-                {"weight": codes.row(number).transpose(), "weight_scale": scales.row(number)}
-                for number in range(module.num_experts)
-            ]
-            sizes = num_out, num_in
+        if stacked := of_stack(opened):
+            scales = stacked[name + layout.in_stacks[1]]
+            codes = [[kinds["weight"] for kinds in matrices] for matrices in by_expert(opened)]
             unpacked[weight] = stack(
-                [PublishedMatrix(layout, [kinds], sizes, dtype, is_input_first=True) for kinds in matrices]
+                [
+                    Computed(
+                        partial(_in_stack, layout, module.is_transposed, dtype),
+                        [*(codes[number] if codes else [stacked[name].row(number)]), scales.row(number)],
+                        module.stack_shape(name)[1:],
+                        dtype,
+                        scales.origin,
+                    )
+                    for number in range(module.num_experts)
+                ]
             )
             continue
         unpacked[weight] = stack(
@@ -119,13 +132,8 @@ def unpack_published(
                 for kinds in by_expert(opened)
             ]
         )
-    packed = {layer for layers in by_weight.values() for layer in layers}
-    # Packed layers may also hold zero biases and activation scales, which are unused.
-    unused = [
-        name
-        for name in found
-        if name not in names
-        and (name.rpartition(".")[0] in packed or name.endswith((".k_scale", ".v_scale")))
-    ]
+    # Zero biases of packed layers, and scales of activations.
+    passed_over = {*model._keys_passed_over}
+    unused = [name for name in found if f"^{re.escape(name)}$" in passed_over]
     plain = {name: tensor for name, tensor in found.items() if name not in unused}
     return plain | unpacked, unused, quantizer.quantization_config

@@ -55,7 +55,7 @@ class Bnb(Format):
     is_nested: bool = False
     count: int = 1
     is_unfused_in_files = True
-    stacks = ()
+    in_stacks = ()
 
     @property
     def key(self) -> str:

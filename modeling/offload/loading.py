@@ -18,6 +18,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enable
 from ...configuration.sizes import bytes_of
 from ..checkpoints import current_loading, device_of, names_in_model
 from ..moe import STACKS, Experts
+from ..quantization import of_stack
 from .budget import bytes_of_expert, default_size
 from .experts import OffloadedExperts, offloaded_in
 from .pieces import find_packed_pieces, find_pieces
@@ -122,10 +123,10 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
         )
     taken: dict[str, Any] = {name: layers[name] for name in chosen}
     layout, matrices = current_loading().layout, current_loading().matrices or {}
-    if layout is not None and getattr(layout, "stacks", ()):
+    if any(of_stack(matrices.get(f"{name}.{stack}", {})) for name in taken for stack in STACKS):
         raise ValueError(
-            f"{next(iter(taken))} is packed as a whole stack by another program, and is not read from disk or RAM: "
-            "write a folder by `llamoe quantize FOLDER TARGET --to int4`, and load that."
+            f"{next(iter(taken))} has another program's stacks of scales, and is not read from disk or RAM: write "
+            "a folder by `llamoe quantize FOLDER TARGET --to int4`, and load that."
         )
     quantizer = load_config.hf_quantizer
     if quantizer and not quantizer.pre_quantized and any(experts.is_packed for experts in taken.values()):

@@ -7,5 +7,5 @@ llamoe's formats), bnb (for bitsandbytes'). The formats themselves are in `forma
 
 from .bnb import naming_plain_layers, register_bitsandbytes
 from .packed import QuantizedExperts, QuantizedLinear, packed_modules
-from .published import Matrices, by_expert, layout_of, names_in_16_bit, own_config
+from .published import Matrices, by_expert, layout_of, names_in_16_bit, of_stack, own_config
 from .quantizer import LlamoeQuantizer, is_kept, register_quantizers, take_activations

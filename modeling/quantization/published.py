@@ -29,7 +29,7 @@ logger = logging.get_logger("llamoe")
 # Tensors beside a packed layer that are ignored: biases of 0, and scales of activations.
 _PASSED_OVER = ("bias", "input_scale", "output_scale", "input_zero_point", "activation_scale")
 # Scales of a quantized KV cache, beside the attention layers.
-_OF_CACHE = ("k_scale", "v_scale")
+_OF_CACHE = ("k_scale", "v_scale", "kv_scale")
 _REMEDY = "Download or copy the checkpoint again."
 
 
@@ -57,12 +57,19 @@ Matrices = dict[str, dict[str, dict[str, Stored]]]
 
 
 def by_expert(layers: Mapping[str, Kinds]) -> list[list[Kinds]]:
-    """List the tensors of a stack's linear layers for each expert, gate before up."""
+    """List the tensors of a stack's linear layers for each expert, gate before up; empty if none is one by one."""
     experts: dict[int, dict[int, Kinds]] = {}
     for layer, kinds in layers.items():
+        if layer.endswith(".experts"):
+            continue
         number, part = layer.split(".")[-2:]
         experts.setdefault(int(number), {})[PLACES[part][1]] = kinds
     return [[kinds for _, kinds in sorted(experts[number].items())] for number in sorted(experts)]
+
+
+def of_stack(layers: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the tensors, by kind, that hold all experts of a stack; empty if all are of single experts."""
+    return next((kinds for layer, kinds in layers.items() if layer.endswith(".experts")), {})
 
 
 def find_packed(
@@ -111,24 +118,31 @@ def find_packed(
             continue
         if kind == "bias" and content(stored.origin)[stored.name][...].any():
             raise CheckpointError(f"{stored} is not 0, but this model's layer has no bias.")
-        model._keys_passed_over = [*model._keys_passed_over, f"^{re.escape(name_in_model(stored.name))}$"]
+        names = stored.name, name_in_model(stored.name)
+        model._keys_passed_over = [*model._keys_passed_over, *(f"^{re.escape(name)}$" for name in names)]
     return matrices
 
 
 def _check_matrices(model: nn.Module, weight: str, layers: Mapping[str, Any], layout: Layout) -> None:
     """Check that each matrix of a weight has its tensors in the shapes of the model."""
     path, _, name = weight.rpartition(".")
-    module = model.get_submodule(path)
-    if name in layout.stacks:
-        experts: Any = module
-        num_out, num_in = experts.sizes_of(name)
-        count = experts.num_experts
-        shapes = {name: (count, num_in, num_out), f"{name}_scale": (count, num_out)}
+    module: Any = model.get_submodule(path)
+    is_stacked = bool(of_stack(layers))
+    if isinstance(module, Experts):
+        sizes = module.sizes_of(name) if is_stacked else shape_of_one(module, name)
     else:
-        sizes = shape_of_one(module, name) if isinstance(module, Experts) else tuple(module.weight.shape)
-        shapes = layout.shapes(sizes)
+        sizes = tuple(module.weight.shape)
+    shapes = layout.shapes(sizes)
+    stacked = {}
+    if is_stacked:
+        for suffix, shape in zip(layout.in_stacks, shapes.values(), strict=True):
+            stacked[name + suffix] = module.num_experts, *(shape[::-1] if module.is_transposed else shape)
+        shapes = {"weight": shape_of_one(module, name)}
+        if len(layers) > 1:
+            # The codes are stored expert by expert, only scales in a stack.
+            del stacked[name]
     for layer, kinds in layers.items():
-        for kind, shape in shapes.items():
+        for kind, shape in (stacked if layer.endswith(".experts") else shapes).items():
             if (stored := kinds.get(kind)) is None:
                 beside = next(iter(kinds.values()))
                 raise CheckpointError(f"{beside}: {layer}.{kind} is missing beside it. {_REMEDY}")
@@ -140,7 +154,7 @@ def _check_matrices(model: nn.Module, weight: str, layers: Mapping[str, Any], la
                 )
             # Codes of another integer size would be unpacked wrongly, and scales must be floats.
             codes = r"I32" if layout.is_int4 else r"I8|F8_\w+"
-            if not re.fullmatch(r"B?F\d+" if "scale" in kind else codes, stored.dtype):
+            if not re.fullmatch(r"B?F\d+|F8_E8M0" if "scale" in kind else codes, stored.dtype):
                 raise CheckpointError(
                     f"{stored} has dtype {stored.dtype}, which this layout does not. {_REMEDY}"
                 )

@@ -4,7 +4,7 @@ The loader collects the tensors of a linear layer, or of the layers of all exper
 them to the parts of a packed module, or, for a plain module, to the plain weight. The folder's layout does it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,17 +23,18 @@ def reading_rules(layout: Layout | Bnb, layers: Iterable[str] = ("",)) -> list[W
     rules = [
         (
             [
-                f".experts.*.{part}.{kind}"
-                for part in PLACES
-                if PLACES[part][0] == stack
-                for kind in layout.kinds
+                *(
+                    f".experts.*.{part}.{kind}"
+                    for part in PLACES
+                    if PLACES[part][0] == stack
+                    for kind in layout.kinds
+                ),
+                # The longer name first, for it begins with the shorter.
+                *(f".experts.{stack}{suffix}" for suffix in reversed(layout.in_stacks)),
             ],
             f".experts.{stack}",
         )
         for stack in STACKS
-    ]
-    rules += [
-        ([f".experts.{stack}_scale", f".experts.{stack}"], f".experts.{stack}") for stack in layout.stacks
     ]
     rules += [([f"{layer}.{kind}" for kind in layout.kinds], f"{layer}.weight") for layer in layers]
     # Convert on the CPU, where files are mapped: otherwise the loader copies all tensors to the GPU first.
@@ -72,16 +73,17 @@ class _Read(ConversionOps):
                 weight = self.layout.weight_of(tensors, tuple(module.weight.shape))
                 return {full_layer_name: weight.to(module.weight.dtype)}
             sizes, matrices = module.sizes[name], iter([[tensors]])
-        elif self.target not in input_dict:
-            sizes, matrices = shape_of_one(module, name), _by_expert(module, name, input_dict)
-        elif len(input_dict) == 1:
-            return {full_layer_name: input_dict[self.target][0]}
+        elif stacked := {
+            suffix: input_dict[self.target + suffix][0]
+            for suffix in self.layout.in_stacks
+            if self.target + suffix in input_dict
+        }:
+            return {full_layer_name: self._of_stacks(module, name, input_dict, stacked)}
         else:
-            stack, scales = (input_dict[self.target + suffix][0] for suffix in ("", "_scale"))
-            sizes = module.sizes_of(name)
+            sizes, kinds_of_parts = shape_of_one(module, name), _parts_of_experts(module, name, input_dict)
             matrices = (
-                [{"weight": codes.T, "weight_scale": scale}]
-                for codes, scale in zip(stack, scales, strict=True)
+                [{kind: tensors[number] for kind, tensors in kinds.items()} for kinds in kinds_of_parts]
+                for number in range(module.num_experts)
             )
         if isinstance(module, Packed):
             parts = (self.layout.parts_of(layers, sizes, module.formats[name]) for layers in matrices)
@@ -92,20 +94,45 @@ class _Read(ConversionOps):
             matrix.copy_(torch.cat([self.layout.weight_of(tensors, sizes) for tensors in layers]))
         return {full_layer_name: whole}
 
+    def _of_stacks(
+        self,
+        experts: Any,
+        name: str,
+        found: Mapping[str, list[torch.Tensor]],
+        stacked: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return a stack in 16 bits from scales of all experts together; the codes may be those of single experts."""
+        if set(stacked) == {""}:
+            return stacked[""]
+        if "" in stacked:
+            codes: list[Any] = [stacked[""]]
+        else:
+            codes = [kinds["weight"] for kinds in _parts_of_experts(experts, name, found)]
+        scales = stacked[self.layout.in_stacks[1]]
+        whole = torch.empty(experts.stack_shape(name), dtype=experts.dtype)
+        for number, matrix in enumerate(whole):
+            parts = [each[number] for each in codes]
+            matrix.copy_(self.layout.weight_in_stack(parts, scales[number], experts.is_transposed))
+        return whole
 
-def _by_expert(
+
+def _parts_of_experts(
     experts: Any, stack: str, found: Mapping[str, list[torch.Tensor]]
-) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Yield, for each expert, the tensors of its linear layers by kind, gate before up."""
+) -> list[dict[str, list[torch.Tensor]]]:
+    """Return the tensors of all experts' linear layers by kind, gate before up.
+
+    Raises:
+        CheckpointError: an expert lacks a tensor that others have.
+    """
     layers: list[dict[str, list[torch.Tensor]]] = [{} for _ in PARTS_OF_STACKS[True][stack]]
+    counts = {}
     for pattern, tensors in found.items():
-        part, _, kind = pattern.removeprefix(".experts.*.").partition(".")
-        layers[PLACES[part][1]][kind] = tensors
-    counts = {pattern: len(tensors) for pattern, tensors in found.items()}
+        if pattern.startswith(".experts.*."):
+            part, _, kind = pattern.removeprefix(".experts.*.").partition(".")
+            layers[PLACES[part][1]][kind], counts[pattern] = tensors, len(tensors)
     if {*counts.values()} != {experts.num_experts} or not all(layers):
         raise CheckpointError(
             f"the checkpoint has so many tensors of each kind: {counts}, where num_local_experts in config.json is "
             f"{experts.num_experts}. Quantize the original checkpoint again."
         )
-    for number in range(experts.num_experts):
-        yield [{kind: tensors[number] for kind, tensors in kinds.items()} for kinds in layers]
+    return layers

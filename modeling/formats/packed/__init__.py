@@ -1,24 +1,22 @@
 """Layouts of quantized weights in published folders, and their conversion to int4.
 
-Reading order: layout (the interface, and the conversion), eight_bits (which become plain weights), compressed_tensors,
-gptq, awq. 4-bit codes are kept as they are; only scales are rounded. The packages that wrote the folders are not
-needed.
+Reading order: layout (the interface, and the conversion), eight_bits (which become plain weights), four_bits
+(compressed-tensors, GPTQ, AWQ). 4-bit codes are kept as they are; only scales are rounded. The packages that wrote the
+folders are not needed.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .awq import Awq
-from .compressed_tensors import CompressedTensors
-from .eight_bits import EightBits, FbgemmFp8, FineGrainedFp8
-from .gptq import Gptq
+from .eight_bits import EightBits, fbgemm_fp8, fine_grained_fp8
+from .four_bits import awq, compressed_tensors, gptq
 from .layout import Layout, Unpacked, int4_of, int4_parts, weight_of
 
 LAYOUTS: dict[str, Callable[[Mapping[str, Any]], Layout]] = {
-    "awq": Awq.from_config,
-    "compressed-tensors": CompressedTensors.from_config,
-    "fbgemm_fp8": FbgemmFp8.from_config,
-    "fp8": FineGrainedFp8.from_config,
-    "gptq": Gptq.from_config,
+    "awq": awq,
+    "compressed-tensors": compressed_tensors,
+    "fbgemm_fp8": fbgemm_fp8,
+    "fp8": fine_grained_fp8,
+    "gptq": gptq,
 }
 """Functions from the `quantization_config` in a folder's config.json to its layout, by `quant_method`."""

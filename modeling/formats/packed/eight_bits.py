@@ -2,14 +2,17 @@
 
 `weight` is `[O, I]`. There is a scale for the whole matrix, for each output, or for each block of outputs and inputs.
 compressed-tensors (`float-quantized`, `int-quantized`) and fbgemm name it `weight_scale`; transformers' `fp8` names it
-`weight_scale_inv`, although it is a factor, too. fbgemm stores experts in Llama 4's stacks.
+`weight_scale_inv`, although it is a factor, too.
+
+Experts are stored one by one, or in the model's stacks: fbgemm's of Llama 4 with `gate_up_proj_scale` beside
+`gate_up_proj`. transformers stores Mixtral's `fp8` codes one by one, and their scales in stacks.
 
 Shapes: O outputs, I inputs, E experts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -20,23 +23,27 @@ from .layout import Layout, Unpacked, unread
 
 logger = logging.get_logger("llamoe")
 
+STACKS = ("gate_up_proj", "down_proj")
 _BLOCKS = {"tensor": (0, 0), "channel": (1, 0)}
 
 
 @dataclass(frozen=True)
 class EightBits(Layout):
-    """Weights of 8 bits as compressed-tensors stores them.
+    """Weights of 8 bits.
 
     Attributes:
         block: outputs and inputs that share a scale; 0 for all of them.
         dtype: prefix of the weights' dtype in safetensors' spelling.
+        method: the `quant_method` in config.json.
+        kinds: the last parts of the names of codes and scales.
     """
 
     block: tuple[int, int] = (1, 0)
     dtype: str = "F8"
-    method = "compressed-tensors"
-    kinds = ("weight", "weight_scale")
-    is_int4: ClassVar[bool] = False
+    method: str = "compressed-tensors"
+    kinds: tuple[str, str] = ("weight", "weight_scale")
+    group_size = None
+    is_int4 = False
 
     @classmethod
     def from_scheme(cls, weights: Mapping[str, Any], activations: Mapping[str, Any] | None) -> "EightBits":
@@ -58,15 +65,23 @@ class EightBits(Layout):
         if activations:
             is_dynamic = "dynamic" if activations.get("dynamic") else "static"
             _warn(f"{activations.get('num_bits')} bits, {is_dynamic}")
-        return cls(None, tuple(block), "F8" if kind == "float" else "I8")
+        return cls(tuple(block), "F8" if kind == "float" else "I8")
 
     @property
     def is_by_output(self) -> bool:
         """True if the format int8 can hold the codes and scales unchanged."""
         return self.dtype == "I8" and self.block == (1, 0)
 
+    @property
+    def in_stacks(self) -> tuple[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What follows a stack's name in the names of its codes and scales."""
+        return "", self.kinds[1].removeprefix("weight")
+
     def holds(self, kind: str, dtype: str) -> bool:
-        return kind == self.kinds[1] or kind == "weight" and dtype.startswith(self.dtype)
+        codes, scales = zip(
+            self.kinds, *((stack, stack + self.in_stacks[1]) for stack in STACKS), strict=True
+        )
+        return kind in scales or kind in codes and dtype.startswith(self.dtype)
 
     def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         scales = tuple(-(-size // each) if each else 1 for size, each in zip(sizes, self.block, strict=True))
@@ -81,44 +96,44 @@ class EightBits(Layout):
         groups = torch.arange(sizes[1]) // self.block[1] if self.block[1] else None
         return Unpacked(tensors["weight"], scale, torch.zeros_like(scale), groups)
 
+    def weight_in_stack(
+        self, codes: Sequence[torch.Tensor], scale: torch.Tensor, is_transposed: bool
+    ) -> torch.Tensor:
+        """Return an expert's matrix as the model's stack has it, `[O, I]` or transposed.
 
-class FineGrainedFp8(EightBits):
-    """Weights of 8 bits in transformers' format `fp8`."""
-
-    method = "fp8"
-    kinds = ("weight", "weight_scale_inv")
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Layout:
-        """The layout that a `quantization_config` means.
-
-        Raises:
-            ConfigurationError: invalid blocks, or experts in another dtype.
+        Args:
+            codes: the matrix, or gate and up, in the stack's order of axes.
+            scale: in the same order.
+            is_transposed: whether that is `[I, O]`.
         """
-        block = config.get("weight_block_size", (128, 128)) or _BLOCKS["tensor"]
-        if not _is_block(block):
-            raise unread("weight_block_size", block, "a number of outputs and one of inputs")
-        if config.get("expert_dtype", "fp8") != "fp8":
-            raise unread("expert_dtype", config["expert_dtype"], "'fp8'")
-        _warn(f"8 bits, {config.get('activation_scheme', 'dynamic')}")
-        return cls(None, tuple(block))
+        matrix = torch.cat([each.view(torch.uint8) for each in codes]).view(codes[0].dtype)
+        if is_transposed:
+            matrix, scale = matrix.T, scale.T
+        weight = self.weight_of({"weight": matrix, self.kinds[1]: scale}, (matrix.shape[0], matrix.shape[1]))
+        return weight.T if is_transposed else weight
 
 
-class FbgemmFp8(EightBits):
-    """Weights of 8 bits in the format `fbgemm_fp8`, experts as stacks `[E, I, O]` with a scale for each output."""
+def fine_grained_fp8(config: Mapping[str, Any]) -> EightBits:
+    """Return the layout of the method `fp8`, of transformers or AutoFP8.
 
-    method = "fbgemm_fp8"
-    stacks = ("gate_up_proj", "down_proj")
+    Raises:
+        ConfigurationError: invalid blocks, or experts in another dtype.
+    """
+    block = config.get("weight_block_size") or _BLOCKS["tensor"]
+    if not _is_block(block):
+        raise unread("weight_block_size", block, "a number of outputs and one of inputs")
+    if config.get("expert_dtype", "fp8") != "fp8":
+        raise unread("expert_dtype", config["expert_dtype"], "'fp8'")
+    _warn(f"8 bits, {config.get('activation_scheme', 'dynamic')}")
+    # AutoFP8's configs have no such field.
+    scale = "weight_scale_inv" if "weight_block_size" in config else "weight_scale"
+    return EightBits(tuple(block), method="fp8", kinds=("weight", scale))
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Layout:
-        """The layout that a `quantization_config` means."""
-        _warn("8 bits, dynamic")
-        return cls(None)
 
-    def holds(self, kind: str, dtype: str) -> bool:
-        is_stack = kind in self.stacks and dtype.startswith(self.dtype)
-        return is_stack or kind.removesuffix("_scale") in self.stacks or super().holds(kind, dtype)
+def fbgemm_fp8(config: Mapping[str, Any]) -> EightBits:
+    """Return the layout of the format `fbgemm_fp8`."""
+    _warn("8 bits, dynamic")
+    return EightBits(method="fbgemm_fp8")
 
 
 def _is_block(block: Any) -> bool:

@@ -5,15 +5,13 @@ Shapes: O outputs, I inputs, G groups of inputs.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 from transformers.utils import logging
 
 from ....configuration.errors import ConfigurationError
-from ....configuration.quantization import GROUP_SIZES
 from ..format import Format, Sizes
 from ..int4 import Int4
 from ..int4_layout import pack
@@ -39,23 +37,22 @@ class Unpacked(NamedTuple):
     group_of_input: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
 class Layout(ABC):
     """The layout in which a folder stores the matrices of linear layers, including those of single experts.
 
     Attributes:
         group_size: inputs that share a scale; None for one scale an output.
+        method: the `quant_method` in config.json.
+        kinds: the last parts of all names that a matrix's tensors may have; the first is that of the codes.
+        in_stacks: what follows a stack's name in the names of its codes and scales; empty if files have no stacks.
+        is_int4: int4 can hold the codes.
     """
 
     group_size: int | None
-    method: ClassVar[str]
-    """The `quant_method` in config.json."""
-    kinds: ClassVar[tuple[str, ...]]
-    """The last parts of all names that a matrix's tensors may have; the first is that of the codes."""
-    stacks: ClassVar[tuple[str, ...]] = ()
-    """Names of stacks of experts that are stored `[E, I, O]` as the model has them, beside `<name>_scale`."""
-    is_int4: ClassVar[bool] = True
-    """True if int4 can hold the codes."""
+    method: str
+    kinds: tuple[str, ...]
+    in_stacks: tuple[str, ...] = ()
+    is_int4: bool = True
 
     def holds(self, kind: str, dtype: str) -> bool:
         """Return True if a tensor of this kind and dtype (safetensors' spelling) belongs to a packed matrix."""
@@ -86,19 +83,12 @@ class Layout(ABC):
         """Return the number of groups G of a matrix with this many inputs."""
         return 1 if self.group_size is None else -(-num_in // self.group_size)
 
-
-def nibbles(words: torch.Tensor) -> torch.Tensor:
-    """Unpack eight codes from each 32-bit word, lowest bits first: `[..., n]` int32 to `[..., 8 n]` uint8."""
-    bytes_ = words.contiguous().view(torch.uint8)
-    return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)
-
-
-def groups_out_of_order(groups: torch.Tensor | None, size: int | None) -> torch.Tensor | None:
-    """Return the group of each input, `[I]`; None if groups are consecutive inputs or not stored."""
-    if groups is None or size is None or (groups < 0).all():
-        return None
-    in_order = torch.arange(len(groups), device=groups.device) // size
-    return None if torch.equal(groups, in_order.to(groups.dtype)) else groups.long()
+    def _groups_out_of_order(self, groups: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the group of each input, `[I]`; None if groups are consecutive inputs or not stored."""
+        if groups is None or self.group_size is None or (groups < 0).all():
+            return None
+        in_order = torch.arange(len(groups), device=groups.device) // self.group_size
+        return None if torch.equal(groups, in_order.to(groups.dtype)) else groups.long()
 
 
 def weight_of(unpacked: Unpacked, layout: Layout, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -144,19 +134,6 @@ def int4_of(codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, form
     codes = F.pad(codes, (0, 2 * half - codes.shape[1]), value=8)
     scale, offset = (each.expand(-1, num_groups) for each in (scale, offset))
     return [pack(codes.contiguous()), torch.stack((scale.T, offset.T), -1).to(torch.bfloat16)]
-
-
-def checked_size(size: Any) -> int | None:
-    """Return the group size if int4 supports it; None for one scale per output, which configs write as -1.
-
-    Raises:
-        ConfigurationError: another size.
-    """
-    if size not in (None, -1, *GROUP_SIZES):
-        raise unread(
-            "group_size", size, f"one of {', '.join(map(str, GROUP_SIZES))}, or -1 for one scale an output,"
-        )
-    return None if size == -1 else size
 
 
 def unread(key: str, value: Any, known: str) -> ConfigurationError:

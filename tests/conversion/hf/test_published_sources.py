@@ -157,6 +157,44 @@ def test_stacks_in_8_bits_with_their_scales(family, tmp_path):
         OURS[family].from_pretrained(published.path)
 
 
+@pytest.mark.parametrize("options", [{"weight_block_size": (32, 64)}, {"weight_block_size": None}], ids=str)
+def test_mixtral_as_transformers_saves_it_in_fp8(options, tmp_path, monkeypatch):
+    """Expert by expert, with the scales in stacks; without blocks an expert's gate and up have one scale."""
+    from transformers import FineGrainedFP8Config
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    stock = publish(
+        tmp_path / "published", "mixtral", "float8", None, config={"intermediate_size": 192}
+    ).stock
+    stock.bfloat16().save_pretrained(tmp_path / "stock")
+    # Quantizing needs no GPU, which it asks for.
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **kwargs: None)
+    quantized = type(stock).from_pretrained(
+        tmp_path / "stock", quantization_config=FineGrainedFP8Config(**options)
+    )
+    quantized.save_pretrained(tmp_path / "fp8")
+    stored = tensors_in(tmp_path / "fp8")
+    path, block = "model.layers.1.block_sparse_moe.experts", options["weight_block_size"] or (384, 128)
+    codes = torch.cat([stored[f"{path}.2.{part}.weight"].float() for part in ("w1", "w3")])
+    scale = stored[f"{path}.gate_up_proj_scale_inv"][2]
+    expected = codes * scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    model = OURS["mixtral"].from_pretrained(tmp_path / "fp8", dtype=torch.bfloat16)
+    held = model.state_dict()
+    assert torch.equal(held["model.layers.1.mlp.experts.gate_up_proj"][2], expected.bfloat16())
+    # Measured: 0.026, as far as 8 bits are from 16.
+    for name, weight in stock.state_dict().items():
+        assert distance(held[name].float(), weight.float()) < 0.03, name
+    convert(tmp_path / "fp8", tmp_path / "plain")
+    again = OURS["mixtral"].from_pretrained(tmp_path / "plain").state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in held.items())
+    with pytest.raises(ValueError, match="stacks of scales"):
+        OURS["mixtral"].from_pretrained(tmp_path / "fp8", device_map={"experts": "disk"})
+    del stored[f"{path}.down_proj_scale_inv"]
+    save_file(stored, tmp_path / "fp8" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.safetensors: .*w2\.weight_scale_inv is missing"):
+        OURS["mixtral"].from_pretrained(tmp_path / "fp8")
+
+
 def test_options_of_quantize(tmp_path):
     published = publish(tmp_path / "published", "mixtral", "gptq")
     quantize(published.path, tmp_path / "packed", to="int4", linears=False, keep=["layers.1.mlp.experts"])

@@ -1,7 +1,10 @@
 """Codes of published layouts, and int4's parts of them."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.published import KINDS, config_of, numbers, pack, weight_of
 
 from llamoe.configuration.errors import ConfigurationError
@@ -47,14 +50,22 @@ def test_codes_are_taken_over_exactly(kind, group_size):
     check_values(parts, form, codes, zero, scale, group_size)
 
 
-def test_a_zero_of_zero_borrows_from_its_neighbour_in_the_first_version_of_gptq():
-    codes, zero, scale = numbers("gptq_v2", *SIZES, 64)
-    zero[::3] = 0
-    tensors = pack("gptq_v2", codes, zero, scale, 64)
-    # Whole words, as GPTQModel subtracts.
-    tensors["qzeros"] -= 0x11111111
-    unpacked = layout_of(config_of("gptq", 64)).unpack(tensors, SIZES)
-    assert torch.equal(unpacked.zero.long(), zero)
+@pytest.mark.parametrize("packer", ["AutoAWQ", "GPTQModel awq", "AutoGPTQ", "GPTQModel v1", "GPTQModel v2"])
+def test_what_the_formats_own_packers_made_of_a_matrix(packer):
+    """Some zeros are 0, which version 1 of GPTQ borrows from a neighbour; groups of GPTQ are out of order."""
+    file = load_file(Path(__file__).with_name("packers.safetensors"))
+    codes, zero, scale, groups = (file[name] for name in ("codes", "zero", "scale", "groups"))
+    tensors = {
+        name.partition(".")[2]: tensor for name, tensor in file.items() if name.startswith(f"{packer}.")
+    }
+    kind = {"AutoAWQ": "awq", "GPTQModel awq": "awq", "GPTQModel v2": "gptq_v2"}.get(packer, "gptq")
+    groups = torch.arange(64) // 32 if kind == "awq" else groups.long()
+    if packer == "AutoGPTQ":
+        # It spoils the neighbours of such zeros.
+        zero = zero.clamp(min=1)
+    layout = layout_of(config_of(kind, 32))
+    expected = (codes.float() - zero.float()[:, groups]) * scale.float()[:, groups]
+    assert torch.equal(weight_of_unpacked(layout.unpack(tensors, codes.shape), layout), expected)
 
 
 def test_groups_out_of_order_are_quantized_anew():
@@ -110,8 +121,3 @@ def test_what_is_not_read_is_refused_by_its_name(config, says):
     with pytest.raises(ConfigurationError, match=r"^config.json: quantization_config\.") as caught:
         layout_of(config)
     assert says in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_rules_that_only_leave_layers_out_are_no_mixture():
-    assert layout_of(changed("gptq", dynamic={"-:.*gate": {}})).group_size == 32
-    assert layout_of(changed("awq", version="GEMM")).group_size == 32

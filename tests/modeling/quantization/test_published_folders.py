@@ -14,6 +14,7 @@ from transformers.utils.logging import warning_once
 
 import llamoe
 from llamoe.configuration import CheckpointError
+from llamoe.conversion import open_checkpoint
 from llamoe.modeling.quantization import QuantizedExperts, packed_modules
 
 FAMILIES = ("llama", "mixtral", "llama4")
@@ -99,6 +100,108 @@ def test_logits_are_those_of_the_weights_that_the_folder_means(family, kind, opt
     check_weights(model, published, size, family, options.get("spelling", "stock"))
     assert distance(logits(model), logits(published.stock)) < CLOSE
     check_saving(model, tmp_path / "saved", family)
+
+
+def two_groups(config):
+    """Name experts and attention apart, with equal weights."""
+    [group] = config["config_groups"].values()
+    other = json.loads(json.dumps(group)) | {"targets": ["re:.*experts.*"]}
+    other["weights"]["observer"] = "mse"
+    config["config_groups"] = {"group_0": group | {"targets": ["re:.*self_attn.*"]}, "group_1": other}
+
+
+def rename(**names):
+    return lambda config: [config.update({new: config.pop(old)}) for old, new in names.items()]
+
+
+def of_auto_fp8(config):
+    config.clear()
+    config.update(
+        quant_method="fp8", activation_scheme="static", ignored_layers=["lm_head"], kv_cache_scheme="static"
+    )
+
+
+def beside(**kinds):
+    """Add tensors beside the codes of each layer."""
+
+    def change(tensors):
+        for name in [
+            name for name in tensors if name.endswith(("weight_packed", "proj.weight", ".w1.weight"))
+        ]:
+            layer, size = name.rpartition(".")[0], tensors[name].shape
+            tensors.update({f"{layer}.{kind}": make(size) for kind, make in kinds.items()})
+
+    return change
+
+
+def without(*kinds):
+    return lambda tensors: [tensors.pop(name) for name in list(tensors) if name.endswith(kinds)]
+
+
+def nothing(_):
+    pass
+
+
+def in_order(size):
+    return torch.arange(8 * size[1], dtype=torch.int32) // 32
+
+
+VARIANTS = {
+    "rules of GPTQModel for layers left out": (
+        "gptq", dict(sym=True, modules_in_block_to_quantize=[["w1"]], dynamic={"-:.*gate.*": {}}), nothing
+    ),
+    "gptq_v2 as GPTQModel's own field": ("gptq_v2", rename(checkpoint_format="format"), nothing),
+    "gptq without g_idx and biases": ("gptq", nothing, without("g_idx", "bias")),
+    "AutoAWQ's own fields": ("awq", rename(bits="w_bit", group_size="q_group_size"), nothing),
+    "awq in capitals, no names": ("awq", dict(version="GEMM", modules_to_not_convert=None), nothing),
+    "two groups": ("symmetric", two_groups, nothing),
+    "groups' own format": (
+        "symmetric",
+        lambda c: c["config_groups"]["group_0"].update(format=c.pop("format")) or c.update(format="mixed-precision"),
+        nothing,
+    ),
+    "actorder": ("asymmetric", nothing, beside(weight_g_idx=in_order)),
+    "zeros of symmetric weights": (
+        "symmetric", nothing, beside(weight_zero_point=lambda s: torch.zeros(s[0], 1, dtype=torch.int8))
+    ),
+    "zeros of weights that are said to be symmetric": (
+        "asymmetric", lambda c: c["config_groups"]["group_0"]["weights"].update(symmetric=True), nothing
+    ),
+    "no shapes, a cache in 8 bits": (
+        "symmetric",
+        dict(kv_cache_scheme={"num_bits": 8}, ignore=["re:.*router.*", "lm_head"]),
+        lambda t: without("weight_shape")(t)
+        or t.update({f"model.layers.1.self_attn.{part}_scale": torch.ones(1) for part in ("k", "v", "kv")}),
+    ),
+    "AutoFP8": ("float8 whole", of_auto_fp8, beside(input_scale=torch.ones)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_folders_say_in_other_words_changes_no_weight(variant, tmp_path):
+    kind, fields, change = VARIANTS[variant]
+    size = None if kind in EIGHT_BITS else 32
+    published = publish(tmp_path, "mixtral", kind, size)
+    content = json.loads((tmp_path / "config.json").read_text())
+    if callable(fields):
+        fields(content["quantization_config"])
+    else:
+        content["quantization_config"] |= fields
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    edit(published, change)
+    options = {} if kind in EIGHT_BITS else {"quantization_config": FLOAT}
+    model, info = OURS["mixtral"].from_pretrained(tmp_path, output_loading_info=True, **options)
+    assert not any(info.values())
+    assert distance(logits(model), logits(published.stock)) < CLOSE
+    expected = published.stock.state_dict()
+    for name, tensor in open_checkpoint(tmp_path).tensors.items():
+        assert torch.equal(tensor.read(), expected[name].bfloat16()), name
+
+
+def test_mixtral_whose_experts_are_named_as_transformers_5_names_them(tmp_path):
+    published = publish(tmp_path, "mixtral", "symmetric", spelling="mlp")
+    assert "model.layers.0.mlp.experts.2.gate_proj" in published.numbers
+    assert distance(logits(load(published, "mixtral")), logits(published.stock)) < CLOSE
 
 
 @pytest.mark.parametrize("family", ["llama4", "multimodal"])
@@ -332,5 +435,5 @@ def test_transformers_own_config_asks_for_its_quantizer(tmp_path):
     ours = OURS["llama"].from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(weight, ours[name]) for name, weight in theirs.state_dict().items())
     publish(tmp_path, "mixtral", "float8", group_size=None)
-    with pytest.raises(ValueError, match="mixture whose experts are quantized with 'compressed-tensors'"):
+    with pytest.raises(ValueError, match="mixture whose experts are quantized with quant_method 'compressed-tensors'"):
         load(published, "mixtral", quantization_config=CompressedTensorsConfig(dequantize=True))
