@@ -29,13 +29,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 import llamoe
 from llamoe.modeling.adapters.expert_layout import exchange_factors
 
-CASES = {case.name: case for case in SHALLOW_MODELS}
-HEADS = [case for case in SHALLOW_MODELS if case.stock_name and case.is_head]
-TEXT = CASES["LlamoeForCausalLM"]
-DENSE = CASES["LlamoeDenseForCausalLM"]
-MIXTRAL = CASES["LlamoeMixtralForCausalLM"]
-MULTIMODAL = CASES["LlamoeForConditionalGeneration"]
-
+HEADS = [case for case in SHALLOW_MODELS if case.is_head]
+DENSE, MIXTRAL, TEXT, MULTIMODAL = HEADS
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Of which `linear` embeds patches and `linear_1` is the projector.
 TOWER = ["fc1", "fc2", "linear", "linear_1"]

@@ -7,11 +7,7 @@ from support.tables import in_turn
 
 import llamoe
 
-CASES = {case.name: case for case in SHALLOW_MODELS}
-MIXTRAL, TEXT, MULTIMODAL = (
-    CASES[name]
-    for name in ("LlamoeMixtralForCausalLM", "LlamoeForCausalLM", "LlamoeForConditionalGeneration")
-)
+_, MIXTRAL, TEXT, MULTIMODAL = [case for case in SHALLOW_MODELS if case.is_head]
 STACKS = ["experts.down_proj", "experts.gate_up_proj"]
 
 

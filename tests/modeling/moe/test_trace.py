@@ -6,11 +6,7 @@ from support.models import MODELS, random_ids
 
 import llamoe
 
-CASES = {case.name: case for case in MODELS}
-TEXT, MIXTRAL, WHOLE = (
-    CASES[name]
-    for name in ("LlamoeForCausalLM", "LlamoeMixtralForCausalLM", "LlamoeForConditionalGeneration")
-)
+_, MIXTRAL, TEXT, WHOLE = [case for case in MODELS if case.is_head]
 
 
 @pytest.mark.parametrize(
