@@ -28,7 +28,7 @@ from ..layers import Linear
 from ..moe import Experts
 from .packed import QuantizedExperts, QuantizedLinear, packed_modules
 from .packed_quantizer import PackedQuantizer
-from .published import Matrices, check_int4, find_packed, follow_files
+from .published import Matrices, find_packed, follow_files
 
 logger = logging.get_logger("llamoe")
 
@@ -132,7 +132,8 @@ class LlamoeQuantizer(PackedQuantizer):
                 # After dequantization the model is plain: transformers removes its config and quantizer.
                 config.dequantize = True  # pyright: ignore[reportAttributeAccessIssue]
                 return
-            check_int4(config, candidates, matrices)
+            if others := sorted({weight.rpartition(".")[0] for weight in matrices} - set(candidates)):
+                logger.warning("Packed in the folder, and held in 16 bits here: %s.", listed(others, 5))
         form = format_for(config)
         for name, module in candidates.items():
             if _is_kept(name, config.modules_to_not_convert or ()):

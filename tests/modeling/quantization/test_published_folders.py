@@ -331,7 +331,7 @@ def test_what_is_missing_or_does_not_fit_is_named_with_its_file(kind, change, sa
 
 def test_outputs_that_int4_cannot_hold_are_refused(tmp_path):
     published = publish(tmp_path, "llama", "gptq", config={"intermediate_size": 328}, group_size=None)
-    with pytest.raises(ValueError, match=r"model\.safetensors: .*(gate|up)_proj.* 328 outputs"):
+    with pytest.raises(ValueError, match=r"(gate|up)_proj.* 328 outputs"):
         load(published, "llama")
 
 
