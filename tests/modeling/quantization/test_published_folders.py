@@ -393,7 +393,7 @@ def test_no_weight_is_made_in_16_or_32_bits_on_its_way(tmp_path, monkeypatch):
     from llamoe.modeling.formats.packed import layout
 
     published = publish(tmp_path, "mixtral", "awq")
-    monkeypatch.setattr(layout, "weight_of", lambda *_: pytest.fail("unpacked"))
+    monkeypatch.setattr(layout.Layout, "_weight_of", lambda *_: pytest.fail("unpacked"))
     assert any(isinstance(module, QuantizedExperts) for module in load(published, "mixtral").modules())
 
 
