@@ -1,4 +1,4 @@
-"""Run a saved model in llama.cpp, from GGUF files in bfloat16, q8_0 and q4_0.
+"""Run a saved model in llama.cpp, from GGUF files in bfloat16, q8_0, q4_0 and q4_1.
 
 llama.cpp's converter, which makes the files, is part of its sources and not of llama-cpp-python:
 `LLAMA_CPP_CONVERTER` in the environment is the path of convert_hf_to_gguf.py, with the folders gguf-py and conversion
@@ -17,7 +17,7 @@ from pathlib import Path
 from .harness import LeftOut
 
 VARIABLE = "LLAMA_CPP_CONVERTER"
-TYPES = ("bf16", "q8_0", "q4_0")
+TYPES = ("bf16", "q8_0", "q4_0", "q4_1")
 CONTEXT = 4096
 
 
@@ -54,7 +54,7 @@ def make_files(model: Path) -> dict[str, Path]:
 
     options = llama_cpp.llama_model_quantize_default_params()
     options.nthread, options.quantize_output_tensor = 1, False
-    for kind in ("q8_0", "q4_0"):
+    for kind in TYPES[1:]:
         options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}")
         names = str(files["bf16"]).encode(), str(files[kind]).encode()
         if status := llama_cpp.llama_model_quantize(*names, ctypes.byref(options)):

@@ -2,11 +2,11 @@
 
     python -m benchmarks.published_sizes                      # Mixtral 8x7B in int4: 25 GB of disk, 12 GB of memory
     python -m benchmarks.published_sizes --preset llama-4-scout --ram 20GB
+    python -m benchmarks.published_sizes --preset llama-4-scout --ram 20GB --weights w4a16    # as it is downloaded
 
-Nothing is downloaded. The folder is written by `llamoe quantize`'s own code, so that names, shapes, files and headers
-are its; the numbers are drawn: codes are pieces of one random block, each matrix at an offset of its own. It is removed
-afterwards. Then one process does what a user does: plan, load, a prompt and new tokens, a long prompt, steps of LoRA
-with routed experts, save, load again. Routing is what random weights make of it, close to even.
+Nothing is downloaded: the folder's numbers are drawn (`drawn_folders`). It is removed afterwards. Then one process does
+what a user does: plan, load, a prompt and new tokens, a long prompt, steps of LoRA with routed experts, save, load
+again. Routing is what random weights make of it, close to even.
 
 Bytes are those that the kernel read for the process (`/proc/self/io`); the peak is the process's, mapped pages among
 it. "While misses are read" is the time in which a thread waits for the drive. Memory for the resident weights is
@@ -24,7 +24,6 @@ import time
 import weakref
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from peft import PeftModel, get_peft_model
@@ -33,15 +32,11 @@ from transformers.generation.streamers import BaseStreamer
 
 import llamoe
 from llamoe.configuration.base import LlamoeBaseConfig
-from llamoe.configuration.quantization import as_quantization
 from llamoe.configuration.sizes import bytes_of
-from llamoe.conversion.checkpoint import Checkpoint, expected_shapes
-from llamoe.conversion.hf import save_hf
-from llamoe.conversion.io import LazyTensor, WriteOptions
-from llamoe.modeling.formats import Int4, Int8
 from llamoe.modeling.offload import reading
 from llamoe.modeling.registration import model_class
 
+from .drawn_folders import W4A16, write
 from .machine import about_line, describe
 from .processes import bytes_read, counted, forget, in_process, status
 
@@ -50,7 +45,6 @@ RESULTS = Path(__file__).parent / "results"
 NEW_TOKENS, SHORT, LONG, STEPS, ROW, RANK = 16, 16, 256, 3, 32, 8
 # Seconds after which a drive has forgotten what it has just taken, and reads as fast as on another day.
 SETTLING = 30
-STD = 0.02
 # Figure to the least and the most that is wanted; None for no bound.
 TARGETS: dict[str, tuple[float | None, float | None]] = {
     "load_seconds": (None, 20.0),
@@ -59,78 +53,6 @@ TARGETS: dict[str, tuple[float | None, float | None]] = {
     "peak_over_budget_gb": (None, 1.0),
     "tokens_over_forecast": (0.8, 1.25),
 }
-
-
-class Drawn(LazyTensor):
-    """A weight in bfloat16: ones for norms, drawn for others, zeros for what is packed."""
-
-    def __init__(
-        self, name: str, shape: tuple[int, ...], generator: torch.Generator, blanks: dict[Any, torch.Tensor]
-    ):
-        super().__init__(shape, torch.bfloat16, name)
-        self._generator, self._blanks = generator, blanks
-
-    def _read(self, start: int, stop: int) -> torch.Tensor:
-        shape = self._piece_shape(start, stop)
-        if len(shape) == 3:
-            if shape not in self._blanks:
-                self._blanks[shape] = torch.zeros(shape, dtype=self.dtype)
-            return self._blanks[shape]
-        if "norm" in self.origin:
-            return torch.ones(shape, dtype=self.dtype)
-        return torch.randn(shape, generator=self._generator).mul_(STD).to(self.dtype)
-
-
-class Draws:
-    """Parts of packed matrices, whose codes are pieces of one random block."""
-
-    def __init__(self, generator: torch.Generator, size: int = 1 << 26):
-        self.block = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
-        self.lock, self.begin = threading.Lock(), 0
-
-    def quantize(self, form: Any, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        """Replace `form.quantize`: draw a matrix whose numbers have the deviation of fresh weights."""
-        (shape, dtype), (scales_shape, scales_dtype) = form.parts(tuple(weight_OI.shape))
-        codes = torch.empty(shape, dtype=dtype)
-        scales = torch.empty(scales_shape, dtype=scales_dtype)
-        with self.lock:
-            begin = self.begin
-            # A prime, so that no two matrices begin alike.
-            self.begin = (begin + 15_485_863) % len(self.block)
-        flat, at = codes.view(-1).view(torch.uint8), 0
-        while at < len(flat):
-            piece = self.block[begin : begin + len(flat) - at]
-            flat[at : at + len(piece)] = piece
-            at, begin = at + len(piece), 0
-        if isinstance(form, Int4):
-            # Codes from 0 to 15 are about 7.5 on average, and 8 means the offset.
-            scales[..., 0], scales[..., 1] = STD / 4.61, STD / 9.22
-        else:
-            scales.fill_(STD / 73.9)
-        return [codes, scales]
-
-
-def write(config: LlamoeBaseConfig, target: Path, weights: str, seed: int = 0) -> dict[str, Any]:
-    """Write a packed folder of this shape, as `llamoe quantize` would; bytes, seconds and files.
-
-    Args:
-        config: of the model.
-        target: an empty folder, or none yet.
-        weights: format, as "int4:128".
-        seed: of all draws.
-    """
-    generator, blanks = torch.Generator().manual_seed(seed), {}
-    tensors = {name: Drawn(name, shape, generator, blanks) for name, shape in expected_shapes(config).items()}
-    draws = Draws(generator)
-
-    def quantize(form: Any, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        return draws.quantize(form, weight_OI)
-
-    source = Checkpoint(Path("<drawn>"), "hf", config, tensors)
-    with mock.patch.object(Int4, "quantize", quantize), mock.patch.object(Int8, "quantize", quantize):
-        options = WriteOptions("llamoe", None, "5GB")
-        report = save_hf(source, target, options, quantization=as_quantization(weights))
-    return {"bytes": report.bytes, "seconds": report.seconds, "files": len(report.files)}
 
 
 class Waiting:
@@ -407,11 +329,12 @@ def page(
         bounds = ", ".join(f"at {word} {bound:g}" for word, bound in both if bound is not None)
         given = "nothing was read" if figure is None else f"{figure:.3f}"
         judged.append(f"- {target.replace('_', ' ')}: {given}, {bounds}: {'met' if met else 'MISSED'}")
+    writer = "llm-compressor" if weights == W4A16 else "`llamoe quantize`"
     lines = [
         f"# {name} in {weights}, on one machine",
         "",
-        "Shape, names and files are the published model's as `llamoe quantize` writes them; the numbers are drawn, so "
-        "that routing is close to even, and nothing is said of answers.",
+        f"Shape, names and files are the published model's as {writer} writes them; the numbers are drawn, so that "
+        "routing is close to even, and nothing is said of answers.",
         "",
         "| | measured | the plan |",
         "|---|---|---|",

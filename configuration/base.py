@@ -58,8 +58,6 @@ ARCHITECTURES = {
     "Llama4ForConditionalGeneration": "LlamoeForConditionalGeneration",
 }
 
-_COMPOSITE_TYPES = ("llama4", "llamoe")
-
 # Names of the fields of all configurations: a field of the whole may stand in a part, and the reverse. transformers 4
 # wrote the first.
 _KNOWN_NAMES = {"tie_encoder_decoder", "num_labels"}
@@ -213,9 +211,9 @@ class LlamoeBaseConfig(PreTrainedConfig):
     def _warn_of_misspelt(cls, given: Iterable[str]) -> None:
         """Warn once of each name that nearly spells a field; unknown ones are kept, as stock keeps them."""
         names = [*(field.name for field in fields(cls)), *cls.attribute_map, "num_labels"]
-        for name in given:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
-            if near and name not in _KNOWN_NAMES:
+        # The search takes milliseconds, and usual names are known.
+        for name in set(given) - _KNOWN_NAMES:
+            if near := difflib.get_close_matches(name, names, n=1, cutoff=0.85):
                 logger.warning_once(
                     f"{cls.__name__} has no field {name!r}, which changes nothing. Did you mean {near[0]!r}?"
                 )
@@ -224,7 +222,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
     def _part_of(cls, data: dict[str, Any]) -> dict[str, Any]:
         """Return this class's part of a multimodal configuration, with the fields that the whole sets for all parts."""
         whole = data.get("model_type")
-        if whole is not None and whole not in _COMPOSITE_TYPES:
+        if whole not in (None, "llama4", "llamoe"):
             cls._check_model_type(whole)
         part = data[cls.base_config_key]
         part = as_dict(part) if isinstance(part, PreTrainedConfig) else dict(part)
@@ -247,11 +245,9 @@ class LlamoeBaseConfig(PreTrainedConfig):
         stock_names = theirs.keys() | stock.attribute_map.keys()
 
         def is_foreign(name: str) -> bool:
-            if name in stock_names:
-                return False
-            if name in ours or name in reader.attribute_map:
-                return True
-            return hasattr(reader, name) and (not hasattr(stock, name) or callable(getattr(reader, name)))
+            is_ours = name in reader.attribute_map or hasattr(reader, name)
+            is_stocks = hasattr(stock, name) and not callable(getattr(reader, name, None))
+            return is_ours and not (is_stocks or name in stock_names)
 
         foreign = set(filter(is_foreign, given))
         for name in foreign:

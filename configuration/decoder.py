@@ -16,9 +16,6 @@ from .checks import enumerate_words, fail
 from .fields import field
 from .parallel import DECODER_FSDP, DECODER_PP, DENSE_TP
 
-# Kinds of layers, for which transformers has keys in other models' rope_parameters.
-LAYER_TYPES = ("full_attention", "chunked_attention", "sliding_attention")
-
 
 @dataclass(frozen=True)
 class LayerPlan:
@@ -28,20 +25,20 @@ class LayerPlan:
         layer_idx: Position of the layer, from 0.
         attention_type: "full_attention"; "chunked_attention" if a token sees only its own chunk; "sliding_attention" if
             it sees a number of tokens before it.
+        is_moe: Whether the feed-forward is a mixture of experts.
+        intermediate_size: Inner width of the feed-forward; in a mixture, of each expert and of the shared one.
         use_rope: Whether queries and keys are rotated.
         use_qk_norm: Whether rotated queries and keys are divided by their root mean square.
         use_temperature_tuning: Whether queries are scaled up with their position.
-        is_moe: Whether the feed-forward is a mixture of experts.
-        intermediate_size: Inner width of the feed-forward; in a mixture, of each expert and of the shared one.
     """
 
     layer_idx: int
     attention_type: str
-    use_rope: bool
-    use_qk_norm: bool
-    use_temperature_tuning: bool
     is_moe: bool
     intermediate_size: int
+    use_rope: bool = True
+    use_qk_norm: bool = False
+    use_temperature_tuning: bool = False
 
 
 class DecoderConfig(LlamoeBaseConfig):
@@ -72,7 +69,7 @@ class DecoderConfig(LlamoeBaseConfig):
     rope_parameters: dict | None = field(None, "function", part="rotation")
     rope_interleave: bool = field(False, "structure", part="rotation")
     attention_dropout: float | None = field(0.0, "training", least=0, below=1)
-    skip_logits: bool | str = field(False, "training")
+    skip_logits: bool | str = field(False, "training", choices=(False, True, "always"))
 
     def attention_types(self) -> list[str]:
         """List the kind of attention of each layer, by the current values of the fields."""
@@ -93,10 +90,10 @@ class DecoderConfig(LlamoeBaseConfig):
         }
         return {name for name, is_there in has.items() if is_there}
 
-    def _check_layer_idx(self, layer_idx: int) -> None:
-        if not 0 <= layer_idx < self.num_hidden_layers:
-            problem = f"no such layer among num_hidden_layers = {self.num_hidden_layers}"
-            fail(self, "layer_plan(layer_idx)", layer_idx, problem, f"0 to {self.num_hidden_layers - 1}")
+    def layer_plan(self, layer_idx: int) -> LayerPlan:
+        """Return the plan of layer `layer_idx`."""
+        is_moe = layer_idx in self.moe_layers
+        return LayerPlan(layer_idx, self.attention_types()[layer_idx], is_moe, self.intermediate_size)
 
     def __post_init__(self, **kwargs):
         """Fill the fields that follow from others."""
@@ -109,11 +106,9 @@ class DecoderConfig(LlamoeBaseConfig):
                 valid = f"a multiple of {heads}, or any size with head_dim set"
                 fail(self, "hidden_size", hidden, problem, valid)
             self.head_dim = hidden // heads
-        kinds = [key for key in self.rope_parameters or () if key in LAYER_TYPES]
-        if kinds:
+        if any(key.endswith("_attention") for key in self.rope_parameters or ()):
             problem = "one rotary embedding serves all layers"
-            valid = f"the keys of {kinds[0]!r} at the top level"
-            fail(self, "rope_parameters", self.rope_parameters, problem, valid)
+            fail(self, "rope_parameters", self.rope_parameters, problem, "one set of them at the top level")
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
@@ -123,9 +118,6 @@ class DecoderConfig(LlamoeBaseConfig):
             problem = f"must divide num_attention_heads = {heads}"
             valid = enumerate_words(n for n in range(1, heads + 1) if heads % n == 0)
             fail(self, "num_key_value_heads", kv_heads, problem, valid)
-        if self.skip_logits not in (False, True, "always"):
-            problem = "no such choice of passes that compute the loss alone"
-            fail(self, "skip_logits", self.skip_logits, problem, '"always", True (in training), or False')
 
     def validate_layer_type(self) -> None:
         """Check the kinds of attention; cut lists to the number of layers, as stock does.
@@ -165,17 +157,6 @@ class WindowedConfig(DecoderConfig):
     sliding_window: int | None = field(None, "function", part="window", stock="model type")
     layer_types: list[str] | None = field(None, "function", part="window", stock="model type")
 
-    def __post_init__(self, **kwargs):
-        """Fill the fields that follow from others."""
-        count = self.num_hidden_layers
-        if (
-            self.sliding_window is not None
-            and (self.layer_types or [])[:count] == ["sliding_attention"] * count
-        ):
-            # As in Mistral, the window alone applies to every layer, also if the number of layers is raised later.
-            self.layer_types = None
-        super().__post_init__(**kwargs)
-
     @classmethod
     def _override(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
         """Apply overrides; an overridden window applies to all layers unless `layer_types` mixes kinds."""
@@ -190,19 +171,6 @@ class WindowedConfig(DecoderConfig):
             return self.layer_types
         kind = "full_attention" if self.sliding_window is None else "sliding_attention"
         return [kind] * self.num_hidden_layers
-
-    def layer_plan(self, layer_idx: int) -> LayerPlan:
-        """Return the plan of layer `layer_idx`."""
-        self._check_layer_idx(layer_idx)
-        return LayerPlan(
-            layer_idx=layer_idx,
-            attention_type=self.attention_types()[layer_idx],
-            use_rope=True,
-            use_qk_norm=False,
-            use_temperature_tuning=False,
-            is_moe=layer_idx in self.moe_layers,
-            intermediate_size=self.intermediate_size,
-        )
 
 
 class LlamoeDenseConfig(WindowedConfig):
@@ -252,17 +220,11 @@ class LlamoeDenseConfig(WindowedConfig):
     pretraining_tp: int | None = field(1, "none")
     attention_bias: bool = field(False, "structure")
     mlp_bias: bool = field(False, "structure")
-    read_from: str | None = field(None, "none")
+    read_from: str | None = field(None, "none", choices=(None, "mistral", "ministral"))
 
     @classmethod
     def _from_stock(cls, data):
         return data | ({"read_from": data["model_type"]} if data["model_type"] in cls.stock_relatives else {})
-
-    def validate_architecture(self) -> None:
-        """Check sizes and heads, and what was read."""
-        super().validate_architecture()
-        if self.read_from not in (None, *self.stock_relatives):
-            fail(self, "read_from", self.read_from, "no such model type", "'mistral', 'ministral' or None")
 
     def stock_type(self) -> str:
         """llama; with a window mistral, or ministral where only some layers have it; or what was read, if wider."""

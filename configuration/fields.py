@@ -13,7 +13,7 @@ field of ours defaults to what transformers computes.
 import dataclasses
 from typing import Any, Literal, NamedTuple
 
-from .checks import fail
+from .checks import enumerate_words, fail
 
 Effect = Literal["structure", "function", "training", "none"]
 
@@ -32,6 +32,7 @@ class Meaning(NamedTuple):
         stock: what transformers' class does with a field of this name. "read": computes with it, if it has the field;
             "ignored": computes with the default, whatever it says; "model type": its model types differ in it.
         least, below, most: the smallest number that is valid, the first one that is too large, and the largest one.
+        choices: the valid values; empty where others than these are.
     """
 
     effect: Effect = "function"
@@ -40,6 +41,7 @@ class Meaning(NamedTuple):
     least: float | None = None
     below: float | None = None
     most: float = _MOST
+    choices: tuple[Any, ...] = ()
 
     @property
     def has_effect(self) -> bool:
@@ -47,7 +49,9 @@ class Meaning(NamedTuple):
         return self.effect in ("structure", "function")
 
     def check(self, owner: Any, name: str, value: Any) -> None:
-        """Raise a `ConfigurationError` for a number, or the length of a list, outside of the valid ones."""
+        """Raise a `ConfigurationError` for a value that is no choice, or a number or length of a list out of range."""
+        if self.choices and value not in self.choices:
+            fail(owner, name, value, "no such choice", enumerate_words(map(repr, self.choices)))
         if isinstance(value, (list, tuple, dict)) and len(value) > _MOST_OF_STRUCTURE:
             fail(owner, name, value, "is beyond reason", f"at most {_MOST_OF_STRUCTURE} entries")
         if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -14,12 +14,11 @@ from typing import Any
 
 from .json_files import write_whole
 
-HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
-
 
 def _decoder(family: str, base: str = "") -> dict[str, str]:
     """Map Auto classes to the classes of a family of decoders, whose base may have another name."""
-    heads = {f"AutoModel{head}": f"{family}{head}" for head in HEADS}
+    names = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
+    heads = {f"AutoModel{head}": f"{family}{head}" for head in names}
     return {"AutoModel": base or f"{family}Model", **heads}
 
 

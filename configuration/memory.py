@@ -8,12 +8,10 @@ the next pass, and a plan must leave room for it.
 from .base import LlamoeBaseConfig
 from .sizes import count_of
 
-_DEFAULT_CONTEXT = 8192
-
 
 def default_context(config: LlamoeBaseConfig) -> int:
     """Return the default number of tokens of a planned cache: 8192, or the model's limit if lower."""
-    return min(_DEFAULT_CONTEXT, config.get_text_config().max_position_embeddings)
+    return min(8192, config.get_text_config().max_position_embeddings)
 
 
 def cache_tokens(config: LlamoeBaseConfig, context: int, piece: int = 1) -> list[int]:

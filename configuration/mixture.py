@@ -9,6 +9,7 @@ Transformer (Fedus et al., 2021, arXiv:2101.03961) for the load-balancing loss a
 al., 2022, arXiv:2202.08906) for the z-loss, Wang et al. (2024, arXiv:2408.15664) for the bias that balances.
 """
 
+from dataclasses import replace
 from typing import ClassVar
 
 from .checks import fail
@@ -59,7 +60,7 @@ class MixtureConfig(DecoderConfig):
     router_aux_loss_coef: float = field(0.001, "training", least=0)
     router_jitter_noise: float = field(0.0, "training", least=0, below=1)
 
-    router_score_function: str = field("softmax", "structure", part="router")
+    router_score_function: str = field("softmax", "structure", part="router", choices=("sigmoid", "softmax"))
     router_pre_softmax: bool = field(False, "structure", part="router")
     norm_topk_prob: bool = field(False, "structure", part="router")
     apply_router_weight_on_input: bool = field(False, "structure", part="router")
@@ -67,7 +68,7 @@ class MixtureConfig(DecoderConfig):
     router_z_loss_coef: float = field(0.0, "training", least=0)
     router_dropout: float = field(0.0, "training", least=0, below=1)
     expert_capacity_factor: float | None = field(None, "training", least=1e-6)
-    router_balancing: str | None = field(None, "structure", part="router")
+    router_balancing: str | None = field(None, "structure", part="router", choices=("bias", None))
     output_expert_load: bool = field(False, "training")
 
     def validate_architecture(self) -> None:
@@ -76,15 +77,9 @@ class MixtureConfig(DecoderConfig):
         chosen, experts = self.num_experts_per_tok, self.num_local_experts
         if self.moe_layers and not 1 <= chosen <= experts:
             fail(self, "num_experts_per_tok", chosen, f"of num_local_experts = {experts}", f"1 to {experts}")
-        if self.router_score_function not in ("sigmoid", "softmax"):
-            problem = "no such function of a router's logits"
-            fail(self, "router_score_function", self.router_score_function, problem, '"sigmoid" or "softmax"')
         if self.router_pre_softmax and self.router_score_function != "softmax":
             problem = f"there is no softmax where router_score_function is {self.router_score_function!r}"
             fail(self, "router_pre_softmax", True, problem, 'False, or router_score_function="softmax"')
-        if self.router_balancing not in (None, "bias"):
-            problem = "no such way to balance without a loss"
-            fail(self, "router_balancing", self.router_balancing, problem, '"bias" or None')
 
 
 class LlamoeTextConfig(MixtureConfig):
@@ -179,17 +174,13 @@ class LlamoeTextConfig(MixtureConfig):
 
     def layer_plan(self, layer_idx: int) -> LayerPlan:
         """Return the plan of layer `layer_idx`."""
-        self._check_layer_idx(layer_idx)
-        use_rope = bool(self.no_rope_layers[layer_idx])
-        is_moe = layer_idx in self.moe_layers
-        return LayerPlan(
-            layer_idx=layer_idx,
-            attention_type=self.layer_types[layer_idx],
+        plan, use_rope = super().layer_plan(layer_idx), bool(self.no_rope_layers[layer_idx])
+        return replace(
+            plan,
+            intermediate_size=plan.intermediate_size if plan.is_moe else self.intermediate_size_mlp,
             use_rope=use_rope,
             use_qk_norm=self.use_qk_norm and use_rope,
             use_temperature_tuning=bool(self.attn_temperature_tuning) and not use_rope,
-            is_moe=is_moe,
-            intermediate_size=self.intermediate_size if is_moe else self.intermediate_size_mlp,
         )
 
     def validate_layer_type(self) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from .base import LlamoeBaseConfig, as_dict, logger
+from .base import LlamoeBaseConfig, as_dict
 from .checks import fail
 from .fields import field
 from .mixture import LlamoeTextConfig
@@ -123,7 +123,7 @@ class LlamoeConfig(LlamoeBaseConfig):
         The class defaults do not, as in stock (the tower ends with 4096 channels, the projector reads 7680). So this
         is not a part of `validate`; a model's constructor calls it.
         """
-        vision, text = self.vision_config, self.text_config
+        vision = self.vision_config
         # Fields may have been assigned since.
         vision.validate()
         if not vision.use_adapter:
@@ -133,11 +133,3 @@ class LlamoeConfig(LlamoeBaseConfig):
             problem = f"differs from vision_config.projector_output_dim = {vision.projector_output_dim}"
             valid = f"{vision.projector_output_dim} (or change both)"
             fail(self, "vision_config.vision_output_dim", vision.vision_output_dim, problem, valid)
-        if not 0 <= self.image_token_index < text.vocab_size:
-            # No error: stock runs such a model on texts without images.
-            logger.warning(
-                "LlamoeConfig.image_token_index = %d is outside text_config.vocab_size = %d: the model cannot be "
-                "given images.",
-                self.image_token_index,
-                text.vocab_size,
-            )

@@ -14,12 +14,6 @@ transformers warns of rules for parts that a model lacks, such as the dense laye
   backward.
 """
 
-import re
-
-from transformers import PreTrainedConfig
-
-from .checks import enumerate_words, fail
-
 ATTENTION_TP = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",
@@ -89,27 +83,3 @@ VISION_FSDP = {"model.layers.*": "free_full_weight"}
 HEAD_TP = {"lm_head": "colwise_gather_output"}
 HEAD_PP = {"lm_head": (["hidden_states"], ["logits"])}
 HEAD_FSDP = {"lm_head": "keep_full_weight"}
-
-
-def wildcard(name: str) -> str:
-    """Replace layer numbers in a name of a module or parameter by `*`, as plans spell it."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
-def check_parallel(config: PreTrainedConfig, tp_size: int, ep_size: int) -> None:
-    """Check that the devices of tensor and of expert parallelism, 1 for none, share heads and experts evenly.
-
-    Raises:
-        ValueError: `tp_size` does not divide the attention heads, or `ep_size` the experts.
-    """
-    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
-        sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), tp_size)
-        if getattr(part, "moe_layers", None):
-            sizes["num_local_experts"] = ep_size
-        for name, devices in sizes.items():
-            value = getattr(part, name, devices)
-            if value % devices:
-                problem = f"cannot be shared evenly by {devices} devices"
-                divisors = [n for n in range(1, value + 1) if value % n == 0]
-                valid = f"a multiple of {devices}, or {enumerate_words(divisors)} devices"
-                fail(part, name, value, problem, valid)

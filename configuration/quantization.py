@@ -20,7 +20,7 @@ class QuantizationConfig(QuantizationConfigMixin):
     """Routed experts and linear layers of the decoder in 4 or 8 bits, for `from_pretrained(quantization_config=…)`.
 
     Embeddings, output head, norms, routers, vision tower and projector stay in 16 bit. Products are computed in
-    bfloat16: a model of another dtype is cast, which a warning says.
+    bfloat16, to which a model of another dtype is cast.
 
     For a folder that is quantized already it may choose `activations` alone; what else is given must be the folder's.
 
@@ -34,8 +34,8 @@ class QuantizationConfig(QuantizationConfigMixin):
             quantizing knows it, not a stored folder.
         activations: what llamoe's kernels for CPUs do to rows: "int8" (the default) quantizes them to 8 bits, with a
             scale for each 32 inputs, which is up to twice as fast; "float" leaves them as they are, as training does.
-        modules_to_not_convert: names of more modules that stay in 16 bit, with or without what stands before `layers`,
-            or the ends of their names, or None.
+        modules_to_not_convert: a name, or names, of more modules that stay in 16 bit, with or without what stands
+            before `layers`, or the ends of their names; or None.
         format_version: version of the layout in files.
     """
 
@@ -49,7 +49,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         experts: bool = True,
         linears: bool = True,
         search: bool = True,
-        modules_to_not_convert: list[str] | None = None,
+        modules_to_not_convert: list[str] | str | None = None,
         format_version: int = FORMAT_VERSION,
         activations: str | None = None,
         **kwargs: Any,
@@ -63,7 +63,8 @@ class QuantizationConfig(QuantizationConfigMixin):
         self.experts = experts
         self.linears = linears
         self.search = search
-        self.modules_to_not_convert = modules_to_not_convert
+        names = modules_to_not_convert
+        self.modules_to_not_convert = [names] if isinstance(names, str) else names
         self.format_version = format_version
         self.activations = ACTIVATIONS[0] if activations is None else activations
         # `quant_method` is what transformers writes beside our fields.

@@ -28,9 +28,6 @@ def llama_recipe(
         output_dir: for checkpoints.
         config: of the model; its size chooses the learning rate, 1.5e-4 from 20 billion parameters on, else 3e-4.
         options: further arguments of `TrainingArguments`, or other values for these.
-
-    Raises:
-        ValueError: a training of `max_steps` steps would end before its warm-up does.
     """
     from transformers import TrainingArguments
 
@@ -51,10 +48,4 @@ def llama_recipe(
             recipe["activation_checkpointing_kwargs"] = {"use_reentrant": False}
     if "lr_scheduler_type" not in options:
         recipe.setdefault("lr_scheduler_kwargs", {"min_lr_rate": 0.1})
-    steps, warm_up = recipe.get("max_steps", -1), recipe["warmup_steps"]
-    if 0 < steps <= warm_up:
-        raise ValueError(
-            f"llama_recipe: max_steps = {steps} end within the {warm_up} steps of warm-up, before the learning rate is "
-            "reached; give a smaller warmup_steps, too."
-        )
     return TrainingArguments(output_dir=str(output_dir), **recipe)

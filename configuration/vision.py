@@ -64,7 +64,9 @@ class LlamoeVisionConfig(LlamoeBaseConfig):
     image_size: int | list[int] | tuple[int, int] = field(448, "function", least=1, most=1 << 16)
     patch_size: int | list[int] | tuple[int, int] = field(14, "function", least=1, most=1 << 16)
     norm_eps: float = field(1e-5, "function", stock="ignored", least=0)
-    vision_feature_select_strategy: str = field("default", "function", stock="ignored")
+    vision_feature_select_strategy: str = field(
+        "default", "function", stock="ignored", choices=("default", "full")
+    )
     initializer_range: float = field(0.02, "none", least=0)
     pixel_shuffle_ratio: float = field(0.5, "function", part="adapter")
     projector_input_dim: int = field(4096, "structure", part="adapter", least=1)
@@ -139,8 +141,6 @@ class LlamoeVisionConfig(LlamoeBaseConfig):
         if not -count - 1 <= self.vision_feature_layer <= count:
             problem = f"no such hidden state among num_hidden_layers + 1 = {count + 1}"
             fail(self, "vision_feature_layer", self.vision_feature_layer, problem, f"{-count - 1} to {count}")
-        if strategy not in ("default", "full"):
-            fail(self, "vision_feature_select_strategy", strategy, "unknown strategy", "'default' or 'full'")
         if not self.use_adapter:
             return
         ratio = self.pixel_shuffle_ratio

@@ -108,7 +108,7 @@ def assemble(
 
 
 def _open_decoder(text: str | Path, target: str | Path, resume: bool) -> Checkpoint:
-    """Open a decoder as one of Llama 4's family; a multimodal model without its tower."""
+    """Open a model's decoder as one of Llama 4's family; the tower of a multimodal model is left out."""
     checkpoint = open_source(text, target, resume)
     config = checkpoint.config
     if isinstance(config, LlamoeVisionConfig):
@@ -131,9 +131,9 @@ def _open_decoder(text: str | Path, target: str | Path, resume: bool) -> Checkpo
 
 
 def _with_adapter(tower: Checkpoint, hidden_size: int) -> Checkpoint:
-    """Add an adapter to a tower's configuration, and drop the projection, which a decoder does not use.
+    """Add an adapter to a tower's configuration if it has none, and drop its projection, which a decoder does not use.
 
-    A new adapter has the decoder's width, and merges two by two patches, as Llama 4's.
+    A new adapter has the decoder's width and merges two by two patches into one, as Llama 4's does.
     """
     config = copy.deepcopy(tower.config)
     assert isinstance(config, LlamoeVisionConfig)
@@ -160,7 +160,7 @@ def _join(decoder: Checkpoint, tower: Checkpoint, vocabulary: Vocabulary, seed: 
     assert isinstance(vision, LlamoeVisionConfig)
     before = text.vocab_size
     text.vocab_size = vocabulary.rows
-    # The multimodal configuration states these once.
+    # The multimodal configuration has these for both parts.
     for part in (text, vision):
         part.architectures = part.dtype = None
     text.eos_token_id = json.loads(vocabulary.files["generation_config.json"])["eos_token_id"]

@@ -29,17 +29,18 @@ class Checkpoint:
 
     Attributes:
         path: file or folder that it was opened from.
-        kind: "meta-llama", "meta-llama4", "mistral", "hf", "gguf", "open_clip" or "clip"; of weights that others
-            have packed the `quant_method`, such as "gptq".
+        kind: "meta-llama", "meta-llama4", "mistral", "hf", "gguf", "open_clip" or "clip"; if another program has packed
+            the weights, its `quant_method`, such as "gptq".
         config: a configuration of llamoe.
         tensors: key of stock's modules to tensor, with stacked experts.
         dropped: source key to the reason why the tensor is not in `tensors`.
-        companions: file name to content of the small files that come along, in Hugging Face's form.
+        companions: file name to content of tokenizer, template and licence files, as a Hugging Face folder has them.
         sources: the weight files.
         notes: what a user should know about how the source was read.
-        quantization: of a folder of packed weights, how they are stored; `tensors` are what they mean.
-        stored: of such a folder, key to tensor as the files have them.
-        in_16_bit: of weights that others have packed, the modules that stay in 16 bits, or the ends of their names.
+        quantization: llamoe's format in which the weights are stored, or which holds another program's codes exactly;
+            None for plain weights and all other formats. `tensors` are dequantized.
+        stored: if weights are packed, key to tensor as the files have them.
+        in_16_bit: if another program has packed weights, names of modules that it left in 16 bit, or their endings.
     """
 
     path: Path
@@ -116,8 +117,8 @@ def _shorten(names: list[str]) -> str:
 def carry_out(plan: Plan, checkpoint: Checkpoint, target: Path, to: str, options: WriteOptions) -> Report:
     """Write a plan unless this is a dry run, and report on it.
 
-    The plan's identity gets names, sizes, times and inodes of the source's files, so that a changed source cannot
-    resume a conversion.
+    Names, sizes, times and inodes of the source's files become part of the plan's identity, so that a conversion is not
+    resumed from a changed source.
     """
     begun = time.monotonic()
     # st_dev is left out: it may change at a restart.
@@ -164,7 +165,7 @@ def take_part(whole: Checkpoint, part: str, reason: str) -> Checkpoint:
 
 
 def expected_shapes(config: LlamoeBaseConfig, place: str = "") -> dict[str, tuple[int, ...]]:
-    """Return key to shape of a configuration's model, in the model's order; `place` is for messages.
+    """Return key to shape of a configuration's model, in the model's order; `place`, a file or folder, begins errors.
 
     Raises:
         CheckpointError: torch or transformers cannot build the model, although the configuration passed our checks.
@@ -187,8 +188,8 @@ def check_model(
 ) -> dict[str, LazyTensor]:
     """Compare tensors with the model that a configuration describes, and return them in the model's order.
 
-    `sources_of` gives the names under which a missing tensor is reported; `advice` ends a sentence on one that does not
-    fit.
+    `place` is the file or folder for errors. `sources_of` maps a key to the names that the files should have for it;
+    `advice` ends an error about a tensor that does not fit.
 
     Raises:
         CheckpointError: one is missing, unknown, of another shape, or of a dtype that weights do not have.
@@ -222,7 +223,7 @@ def check_plain(tensor: LazyTensor) -> None:
 
 
 def tied_head(config: LlamoeBaseConfig) -> dict[str, str]:
-    """Map the key of the output head to that of the embedding where the configuration ties them; else empty."""
+    """Map the key of the output head to that of the embedding; empty if the configuration does not tie them."""
     # A tower has no such field.
     if not getattr(config.get_text_config(), "tie_word_embeddings", False):
         return {}
@@ -231,9 +232,9 @@ def tied_head(config: LlamoeBaseConfig) -> dict[str, str]:
 
 
 def tie_heads(config: LlamoeBaseConfig, tensors: dict[str, LazyTensor]) -> dict[str, str]:
-    """Drop an output head that is tied to the embedding from `tensors`; return its key with the reason.
+    """Remove an output head that is tied to the embedding from `tensors`; return its key with the reason.
 
-    Reading the embedding compares the two, since transformers ties only equal tensors.
+    Reading the embedding then compares both: with different tensors transformers does not tie the head.
 
     Raises:
         CheckpointError: embedding and head differ in shape or dtype.

@@ -33,6 +33,7 @@ from ..planning import (
     Source,
     packed_bytes,
     plan_placement,
+    read_source,
     rows_of,
     weight_bytes,
 )
@@ -60,20 +61,21 @@ class Inspection:
 
     Attributes:
         path: the path that was given.
-        kind: form of the source: a kind of `open_checkpoint`; "preset" or "configuration" without weights.
-        family: sort of model.
+        kind: `Checkpoint.kind`, or without weights "preset" or "configuration".
+        family: kind of model, in words.
         sizes: fields of the configuration that determine the size.
         parameters: `count_parameters` of the configuration: total, and active for one token.
         stored: elements in the weight files, a tied head counted once; None without weights.
         dtypes: dtype to number of tensors and bytes.
         quantization: how the weights are packed, as config.json says it; None for plain ones.
-        files, bytes: weight files with their bytes, and the bytes of all.
+        files: name of each weight file to its bytes.
+        bytes: bytes of all weight files.
         parts: part of the model to stored parameters and bytes.
         context, batch: tokens and rows that the cache is computed for; a tower has no context.
         cache: bytes of its keys and values in bfloat16.
-        needs: "bfloat16", and "int8" and "int4" as `llamoe quantize` writes them, to the bytes of the weights; without
-            a format that cannot store the model. Of packed weights the stored format alone.
-        dropped: tensors of the source that no model uses, and why.
+        needs: bytes of the weights in "bfloat16", and in "int8" and "int4" as `llamoe quantize` writes them, as far as
+            these can store the model. For packed weights, the stored format alone.
+        dropped: key of each tensor that the model does not use to the reason.
         placement: where each part would go on a machine; None if nobody asked.
         seconds: duration.
     """
@@ -181,35 +183,36 @@ def inspect(
     if train:
         context = DEFAULT_TOKENS if context is None else context
         machine |= {"adapters": 8 if rank is None else rank, "adapt_experts": adapt_experts is not False}
-    found = _open(path)
-    config, tensors, in_files = found.config, found.tensors, found.stored or found.tensors
+    checkpoint = _open(path)
+    config, tensors = checkpoint.config, checkpoint.tensors
+    in_files = checkpoint.stored or tensors
     context, cached = _cache(config, context, batch)
     counted = count_parameters(config)
-    source = _source(found)
+    source = _source(checkpoint, machine.get("quantization") is not None)
     placement: Any = None
     if plan:
         placement = plan_placement(source, context=context, batch=batch, **machine)
-    files = {file.name: file.stat().st_size for file in found.sources}
-    # Quantized weights: count elements dequantized, and bytes as stored.
+    files = {file.name: file.stat().st_size for file in checkpoint.sources}
+    # Of quantized weights, count the elements of the dequantized tensors and the bytes of the stored ones.
     numbers = ((key, tensor.numel, 0) for key, tensor in tensors.items())
     sizes_in_files = ((key, 0, tensor.nbytes) for key, tensor in in_files.items())
     return Inspection(
-        path=str(found.path),
-        kind=found.kind,
+        path=str(checkpoint.path),
+        kind=checkpoint.kind,
         family=family_of(config),
         sizes=_sizes_of(config),
         parameters={"total": counted.total, "active": counted.active},
         stored=sum(tensor.numel for tensor in tensors.values()) if tensors else None,
         dtypes=_dtypes_of(in_files.values()),
-        quantization=found.quantization and found.quantization.to_dict(),
+        quantization=checkpoint.quantization and checkpoint.quantization.to_dict(),
         files=files,
         bytes=sum(files.values()),
         parts=sum_by_part([*numbers, *sizes_in_files], isinstance(config, LlamoeVisionConfig)),
         context=context,
         batch=batch,
         cache=cached,
-        needs=_needs(found, source),
-        dropped=dict(found.dropped),
+        needs=_needs(checkpoint, source),
+        dropped=dict(checkpoint.dropped),
         placement=placement,
         seconds=time.perf_counter() - begin,
     )
@@ -244,33 +247,38 @@ def _cache(config: LlamoeBaseConfig, context: int | None, batch: int) -> tuple[i
     return context, sum(cache_bytes(config, context, batch, piece=context))
 
 
-def _source(found: Checkpoint) -> Source:
+def _source(checkpoint: Checkpoint, is_quantized_next: bool) -> Source:
     """Return the plan's input: the files if `from_pretrained` reads this format, else the configuration."""
-    quantization = None if found.quantization is None else found.quantization.to_dict()
-    if found.kind != "hf":
-        return Source(found.config, quantization)
+    quantization = None if checkpoint.quantization is None else checkpoint.quantization.to_dict()
+    is_packed_by_others = checkpoint.stored and checkpoint.kind not in ("hf", "gguf")
+    if (is_packed_by_others or checkpoint.kind == "configuration") and not is_quantized_next:
+        # The configuration says how another program has packed the weights: plan the bytes of the loaded model.
+        return read_source(checkpoint.path)
+    if checkpoint.kind != "hf":
+        return Source(checkpoint.config, quantization)
     stored = {
-        key: (tensor.dtype_name, tensor.nbytes) for key, tensor in (found.stored or found.tensors).items()
+        key: (tensor.dtype_name, tensor.nbytes)
+        for key, tensor in (checkpoint.stored or checkpoint.tensors).items()
     }
-    are_safetensors = all(file.suffix == ".safetensors" for file in found.sources)
-    return Source(found.config, quantization, stored, are_safetensors)
+    are_safetensors = all(file.suffix == ".safetensors" for file in checkpoint.sources)
+    return Source(checkpoint.config, quantization, stored, are_safetensors)
 
 
-def _needs(found: Checkpoint, source: Source) -> dict[str, int]:
+def _needs(checkpoint: Checkpoint, source: Source) -> dict[str, int]:
     """Count bytes of the weights in bfloat16, int8 and int4; of packed weights in their format alone."""
-    if found.quantization is not None:
-        stored = packed_bytes(found.config, found.quantization, are_stored=True)
-        return {found.quantization.weights: sum(stored.values())}
+    if checkpoint.quantization is not None:
+        stored = packed_bytes(checkpoint.config, checkpoint.quantization, are_stored=True)
+        return {checkpoint.quantization.weights: sum(stored.values())}
     sizes = {"bfloat16": sum(weight_bytes(source.model, 16).values())}
     for name in ("int8", "int4"):
         # Some sizes are not a multiple of the format's group size.
         with contextlib.suppress(ValueError):
-            sizes[name] = sum(packed_bytes(found.config, QuantizationConfig(name)).values())
+            sizes[name] = sum(packed_bytes(checkpoint.config, QuantizationConfig(name)).values())
     return sizes
 
 
 def _arguments(plan: PlacementPlan) -> str:
-    """Write the arguments of `from_pretrained`, as far as they fit into a line."""
+    """Write the arguments of `from_pretrained` for a plan, or how to get them if they are too long for a line."""
     if len(plan.device_map) <= 2:
         return ", ".join(f"{name}={value!r}" for name, value in plan.arguments().items())
     memory = "" if plan.experts_memory is None else f", experts_memory={plan.experts_memory}"
@@ -319,8 +327,8 @@ def _rope(parameters: dict | None) -> str:
 
 def _dtypes_of(tensors: Iterable[LazyTensor]) -> dict[str, tuple[int, int]]:
     """Map each dtype to the number and bytes of its tensors."""
-    found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    sizes: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for tensor in tensors:
-        count, size = found[tensor.dtype_name]
-        found[tensor.dtype_name] = (count + 1, size + tensor.nbytes)
-    return dict(found)
+        count, size = sizes[tensor.dtype_name]
+        sizes[tensor.dtype_name] = (count + 1, size + tensor.nbytes)
+    return dict(sizes)

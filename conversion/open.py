@@ -50,7 +50,7 @@ def open_checkpoint(
     check_source(path)
     if is_gguf(path):
         return open_gguf(path, companions=companions)
-    # Tested before config.json, which timm's folders have, too.
+    # Tested before Hugging Face's format: folders of open_clip on the Hub have timm's config.json, too.
     kind = tower_kind(path)
     if kind == "open_clip":
         return open_open_clip(path, model)
@@ -76,8 +76,8 @@ def open_checkpoint(
 def open_tower(path: str | os.PathLike, *, model: str | None = None) -> Checkpoint:
     """Open a vision tower of any format, or that of a multimodal model; for the arguments see `convert_vision`.
 
-    Its companions hold preprocessor_config.json where the source states how pictures are prepared, or is of open_clip,
-    which has defaults for it.
+    `companions` of the result hold preprocessor_config.json if the source says how pictures are prepared, and always
+    for a source of open_clip, which has defaults.
 
     Raises:
         CheckpointError: beside the reasons of `open_checkpoint`, there is no tower.
@@ -88,8 +88,9 @@ def open_tower(path: str | os.PathLike, *, model: str | None = None) -> Checkpoi
         tower.config.architectures = ["LlamoeVisionModel"]
     if not isinstance(tower.config, LlamoeVisionConfig):
         raise CheckpointError(f"{path}: is no vision tower, but {family_of(tower.config)}.")
-    own = tower.companions if tower.kind in ("open_clip", "clip") else tower_companions(Path(path))
-    return replace(tower, companions=own)
+    if tower.kind in ("open_clip", "clip"):
+        return tower
+    return replace(tower, companions=tower_companions(Path(path)))
 
 
 def open_source(

@@ -1,35 +1,30 @@
-"""Upcycling: a dense LLaMA becomes a mixture of experts that computes the same function.
+"""Upcycling: make a mixture of experts from a dense LLaMA that computes the same function.
 
-**Upcycling** (Komatsuzaki et al. 2022, arXiv:2212.05055) makes every expert of a mixture from the one feed-forward of
-a dense model. In Llama 4's mixture, a layer maps a token x to
+The method is that of Komatsuzaki et al. 2022, arXiv:2212.05055. Llama 4's mixture maps a token x to
 
     y(x) = shared(x) + sum of e_i(s_i x) over the chosen experts i,    s_i = sigmoid(w_i . x).
 
-`upcycle` sets shared = f, the dense feed-forward. Every routed expert gets the gate and up projections of f and a down
-projection of zero. Then e_i(z) = 0 for every z, so y = f exactly, for any router, any number of chosen experts, any
-jitter, dropout or capacity.
+The shared expert gets the dense feed-forward f. Routed experts get the gate and up projections of f, and a down
+projection of zero. So e_i(z) = 0 for every z, and y = f for any router, number of chosen experts, jitter, dropout or
+capacity. Copies of f as routed experts, as in the paper, would not do: SwiGLU is not homogeneous, so f(s x) is no
+multiple of f(x), and s is unknown.
 
-Copies of f as routed experts, as in the paper, cannot work here: SwiGLU is not homogeneous, so f(s x) is not a multiple
-of f(x), and s is unknown.
+Training begins at the down projections. With h(s x) the inner state of an expert, their gradient h(s x)^T dL/dy is not
+zero, and it differs between experts, as each gets other tokens. Gates, up projections and routers get gradients through
+the down projections, so from the second step on, as with LoRA's zero factor.
 
-*Among the weights of the zero function*, a down projection of zero learns best. With h(s x) the inner state, the
-gradient of the down projection is h(s x)^T dL/dy: the dense model's own features, for the tokens of that expert only,
-which makes the experts differ. It is not zero at the first step. Gate, up and router get gradients through the down
-projection, so they follow from the second step on, as with LoRA's zero factor.
+Feed-forwards are equal bit by bit, since a finite number times zero is zero and f(x) + 0 is f(x). Llama 4 rotates
+neighbouring channels and Hugging Face's LLaMA channels half a head apart, so rows of q and k are permuted within their
+heads. Products of queries and keys are then summed in another order, so logits differ by rounding (about 1e-6 in
+float32).
 
-*Bits.* A finite inner state times zero is zero and f(x) + 0 is f(x), so feed-forwards are equal bit by bit. Llama 4
-rotates neighbouring channels and Hugging Face's LLaMA rotates channels half a head apart, so rows of q and k are
-permuted within their heads. The rotated values are the same bits in another order. The product of a query and a key is
-summed in that order, so logits differ by rounding (about 1e-6 in float32).
-
-**Mixtral's mixtures** need none of this. There the scores multiply outputs, and those of the chosen experts sum to 1:
+In Mixtral's mixture scores multiply outputs, and those of the chosen experts sum to 1:
 
     y(x) = sum of p_i e_i(x) over the chosen experts i,    p = softmax of the logits / its sum over the chosen.
 
-Every e_i is f, as in the paper, so y = f for any router, up to the rounding of sum p_i f(x). Each expert gets gradients
-of its own tokens at once, which makes the experts differ. As long as they are equal, no choice is better than another
-and the routers' gradient is zero; they follow from the second step on. Rows of q and k stay in Hugging Face's order,
-and windows stay.
+Every e_i is f, as in the paper, so y = f for any router, up to rounding. Rows of q and k, and windows, stay. While the
+experts are equal, the gradient of the router is zero. Each expert gets gradients of its own tokens at once, so experts
+differ and routers learn from the second step on.
 """
 
 import copy
@@ -75,8 +70,8 @@ def upcycle(
 ) -> Report:
     """Make a mixture of experts from a dense LLaMA.
 
-    The result computes the same function as the source, whatever its routers choose; the module's
-    docstring proves it. Tokenizer, chat template and generation configuration come along.
+    The result computes the same function as the source, whatever its routers choose; the module's docstring proves it.
+    Tokenizer, chat template and generation configuration are copied.
 
     Args:
         source: a dense LLaMA of any format that `open_checkpoint` reads.
@@ -158,7 +153,7 @@ class Mixture:
         Args:
             name: such as "model.layers.3.feed_forward".
             dense: the dense feed-forward's gate_proj and up_proj, `[I, H]`, and down_proj, `[H, I]`.
-            config: the mixture's; a shared expert says that the routed ones begin as zero.
+            config: configuration of the mixture; with a shared expert, the routed ones begin as zero.
 
         Returns:
             the model's three tensors by key: `[E, H]`, `[E, H, 2 I]` and `[E, I, H]`; the experts with their last two
@@ -230,16 +225,16 @@ def as_mixtral(dense: Checkpoint, mixture: Mixture) -> Checkpoint:
 def _fields_of(dense: Checkpoint, config_class: type[MixtureConfig]) -> dict[str, Any]:
     """Return the fields of a dense configuration that `config_class` has, too."""
     config = dense.config
-    known = {field.name for field in fields(config_class)}
+    shared = {field.name for field in fields(config_class)}
     return {
         field.name: copy.deepcopy(getattr(config, field.name))
         for field in fields(config)
-        if field.name in known
+        if field.name in shared
     }
 
 
 def _under(config: MixtureConfig, dense: Checkpoint, mixture: Mixture | None) -> Checkpoint:
-    """Rename and reorder the dense tensors for another configuration, with its mixture layers."""
+    """Rename and reorder the dense tensors for another configuration, and add its mixture layers."""
     tensors = {}
     for key, tensor in dense.tensors.items():
         match = _LAYER.fullmatch(key)
@@ -261,15 +256,15 @@ def _under(config: MixtureConfig, dense: Checkpoint, mixture: Mixture | None) ->
 
 
 def _rename(rest: str, is_moe: bool, config: MixtureConfig) -> str:
-    place = f"{config.feed_forward_name}.{'shared_expert.' if is_moe else ''}"
-    return place + rest.removeprefix("mlp.") if rest.startswith("mlp.") else rest
+    prefix = f"{config.feed_forward_name}.{'shared_expert.' if is_moe else ''}"
+    return prefix + rest.removeprefix("mlp.") if rest.startswith("mlp.") else rest
 
 
 def _reorder(rest: str, tensor: LazyTensor, config: MixtureConfig) -> LazyTensor:
     """Reorder rows of q and k, weights and biases, to the order of pairs of a configuration."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    place, _, name = rest.rpartition(".")[0].rpartition(".")
-    if place != "self_attn" or name not in heads:
+    module, _, name = rest.rpartition(".")[0].rpartition(".")
+    if module != "self_attn" or name not in heads:
         return tensor
     return permute_pairs(tensor, heads[name], to_halves=not config.rope_interleave)
 

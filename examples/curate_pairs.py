@@ -18,7 +18,7 @@ WRAPPED = (",", ".", ";", ":", "?", "!", "`")
 
 
 class Matcher:
-    """Finds the entries that a caption contains as whole words."""
+    """A search for the entries that a caption contains as whole words."""
 
     def __init__(self, entries: Sequence[str]):
         self.ids = {tuple(entry.split(" ")): number for number, entry in enumerate(entries)}

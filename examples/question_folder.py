@@ -1,4 +1,4 @@
-"""A folder of questions and answers, about pictures or not: batches for training, and how many a model answers.
+"""Read a folder of questions and answers, about pictures or not; make batches of them, and count right answers.
 
 `data.jsonl` in the folder has an example in each line, {"image": "cat.png", "question": "...", "answer": "..."},
 without "image" where there is no picture. The last tenth is held out.
@@ -22,7 +22,7 @@ def read(folder: Path) -> tuple[list[dict], list[dict]]:
 
 
 def encode(processor: Any, examples: list[dict], answers: list[str], padding_side: str = "right") -> Any:
-    """Tokens and pixels of the questions in the model's own chat template, with answers behind them."""
+    """Return tokens and pixels of the questions in the model's chat template, with answers behind them."""
     # LLaMA 1 and 2 have no token for padding, which is masked out.
     tokenizer = getattr(processor, "tokenizer", processor)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -53,7 +53,7 @@ def collate(processor: Any, examples: list[dict]) -> dict[str, torch.Tensor]:
 
 @torch.inference_mode()
 def count_right(model: Any, processor: Any, examples: list[dict]) -> str:
-    """For each "kind" of question the share of answers that are given word by word."""
+    """Return the share of exact answers for each "kind" of question, as a sentence."""
     right = defaultdict(list)
     for start in range(0, len(examples), 32):
         batch = examples[start : start + 32]
@@ -62,4 +62,4 @@ def count_right(model: Any, processor: Any, examples: list[dict]) -> str:
         texts = processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         for example, text in zip(batch, texts, strict=True):
             right[example.get("kind", "answers")].append(text.strip() == example["answer"].strip())
-    return ", ".join(f"{sum(each) / len(each):.1%} of {len(each)} {kind}" for kind, each in right.items())
+    return ", ".join(f"{sum(equal) / len(equal):.1%} of {len(equal)} {kind}" for kind, equal in right.items())

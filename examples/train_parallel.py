@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/train_parallel.py        # fsdp
     torchrun --nproc-per-node 2 examples/train_parallel.py ep
 
-* ddp: every process has the whole model and its own rows of the batch; gradients are averaged.
+* ddp: every process has the whole model and a part of the batch's rows; gradients are averaged.
 * fsdp: as ddp, but each process keeps a shard of every weight, and a layer is gathered while it runs (FSDP2).
 * tp: tensor parallel: all processes work on the same rows; each has a slice of every layer's heads and widths.
 * ep: expert parallel: as tp, but each process has some of the experts, whole. The model must be a mixture.

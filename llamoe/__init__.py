@@ -12,10 +12,6 @@ _here = _os.path.dirname(_os.path.abspath(__file__))
 if not _os.path.isdir(_os.path.join(_here, "modeling")):
     __path__.append(_os.path.dirname(_here))
 
-from llamoe.modeling._compat import require_supported_transformers as _require  # noqa: E402
-
-_require()
-
 from llamoe.configuration import (  # noqa: E402
     PRESETS,
     CheckpointError,

@@ -1,7 +1,7 @@
-"""The command line program, and how a command is declared.
+"""The typer application, and the decorator that declares a command.
 
-A command of `llamoe.conversion` has the options of its function, and prints the function's report. Heavy imports stand
-inside of functions: help and mistakes are shown before torch is imported, which takes seconds.
+A command that calls a function of `llamoe.conversion` has the same options, and prints the function's report.
+Imports of torch take seconds, so they stand inside of functions: help and mistakes in options are shown at once.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ app = typer.Typer(
 
 
 def load(module: str, is_silent: bool) -> ModuleType:
-    """Import a module that imports torch and transformers, which takes seconds.
+    """Import and return a module that imports torch and transformers; show a status line meanwhile.
 
-    transformers is told to draw its progress bars only where ours are.
+    transformers' progress bars are disabled unless progress is shown.
     """
     with status("loading torch and transformers …", is_silent):
         loaded = importlib.import_module(module)
@@ -50,13 +50,13 @@ def load(module: str, is_silent: bool) -> ModuleType:
 
 
 def load_conversion(*sources: Path, is_silent: bool = False) -> ModuleType:
-    """`llamoe.conversion`, imported once it is known that the sources exist: that takes seconds.
+    """Check that the sources exist, then import and return `llamoe.conversion`.
 
     Raises:
         ValueError: a source does not exist.
     """
     for path in sources:
-        # The function reports a path that cannot be read.
+        # Paths without permission are reported by the command's function.
         with contextlib.suppress(OSError):
             if not path.exists():
                 raise ValueError(f"{path}: no such file or folder.")
@@ -69,19 +69,20 @@ def load_conversion(*sources: Path, is_silent: bool = False) -> ModuleType:
 
 
 def writes(function: str, without: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
-    """Register a command that calls a function of `llamoe.conversion`, and prints its report.
+    """Return a decorator that registers a command, which calls a function of `llamoe.conversion` and prints its report.
 
-    The decorated function is the command's declaration: its arguments, its options besides the shared ones, its help.
+    The decorated function has no body: its signature declares the arguments and the options besides the shared ones,
+    and its docstring is the help.
 
     Args:
         function: the function's name.
-        without: shared options that it does not have.
+        without: names of shared options that the command lacks.
     """
 
     def register(declaration: Callable) -> Callable:
         shared = signatures.signature(shared_options).parameters.values()
-        named = [*signatures.signature(declaration).parameters.values()]
-        named += [option for option in shared if option.name not in without]
+        options = [*signatures.signature(declaration).parameters.values()]
+        options += [option for option in shared if option.name not in without]
 
         @functools.wraps(declaration)
         def run(*, as_json: bool, quiet: bool, **given: Any) -> None:
@@ -93,8 +94,8 @@ def writes(function: str, without: tuple[str, ...] = ()) -> Callable[[Callable],
                 report = getattr(conversion, function)(**given, progress=progress)
             print_sections(dataclasses.asdict(report), report.sections(), as_json)
 
-        run.__signature__ = signatures.Signature(named)  # pyright: ignore[reportAttributeAccessIssue]
-        run.__annotations__ = {option.name: option.annotation for option in named}
+        run.__signature__ = signatures.Signature(options)  # pyright: ignore[reportAttributeAccessIssue]
+        run.__annotations__ = {option.name: option.annotation for option in options}
         return app.command()(run)
 
     return register
@@ -107,7 +108,7 @@ def _print_version(is_asked: bool) -> None:
 
 
 @app.callback()
-def _options_of_all(
+def _global_options(
     version: Annotated[
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),

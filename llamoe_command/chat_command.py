@@ -1,4 +1,4 @@
-"""The command that opens a page to talk with a model."""
+"""The command `llamoe chat`, which opens a page to talk with a model."""
 
 import json
 from importlib.util import find_spec
@@ -14,55 +14,63 @@ from .options import Quiet
 @app.command()
 def chat(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="A model with its tokenizer or processor.")
+        Path, typer.Argument(metavar="FOLDER", help="Folder of the model and its tokenizer or processor.")
     ],
     host: Annotated[
-        str, typer.Option(help="Address to listen on. The default is reached from this machine alone.")
+        str,
+        typer.Option(help="Address to listen on. The default accepts connections from this machine only."),
     ] = "127.0.0.1",
     port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="Port. The default is the first free one from 7860 on."),
+        typer.Option(
+            min=1, max=65535, help="Port to listen on. The default is the first free one from 7860 on."
+        ),
     ] = None,
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
-        typer.Option(metavar="<dtype>", help="auto (as saved), bfloat16, float16 or float32."),
+        typer.Option(
+            metavar="<dtype>", help="Dtype of weights: auto (as saved), bfloat16, float16 or float32."
+        ),
     ] = "auto",
-    device_map: Annotated[str, typer.Option(help="Where the model is placed: auto, cpu, cuda, ...")] = "auto",
+    device_map: Annotated[
+        str, typer.Option(help="Device of the model: cpu, cuda, cuda:1, or auto.")
+    ] = "auto",
     experts_memory: Annotated[
         str | None,
         typer.Option(
             metavar="<size>",
-            help="Leave a mixture's experts on disk, with so much memory for recent ones: 8GB.",
+            help="Read a mixture's experts from disk while it runs, and keep recently used ones in this much "
+            'memory, such as "8GB". By default all experts are loaded.',
         ),
     ] = None,
     plan: Annotated[
         Path | None,
         typer.Option(
             metavar="<file>",
-            help="Place the model as `llamoe inspect FOLDER --plan --save FILE` has planned it.",
+            help="Place the model by a plan that `llamoe inspect FOLDER --plan --save FILE` wrote.",
         ),
     ] = None,
     adapter: Annotated[
         Path | None,
         typer.Option(
-            metavar="<folder>", help="An adapter for the model, which the page switches on and off."
+            metavar="<folder>", help="Folder of a peft adapter for the model; the page has a switch for it."
         ),
     ] = None,
     picture: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="<file>", help="A picture to click on in the page. It can be given several times."
+            metavar="<file>", help="A picture to offer as an example. Give the option once for each picture."
         ),
     ] = None,
     open_browser: Annotated[
-        bool, typer.Option("--open/--no-open", help="Whether to open the page in a browser.")
+        bool, typer.Option("--open/--no-open", help="Open the page in a browser.")
     ] = True,
     quiet: Quiet = False,
 ) -> None:
     """Talk with a model in a local web page, and see which experts answer.
 
-    Drop a picture, ask, and watch the answer come. The page shows, for each layer, the expert that took each part of
-    the picture and each token of the answer.
+    Type a question, with a picture if the model takes pictures. For each layer of a mixture the page shows which expert
+    was chosen for each part of the picture and for each token of the answer.
 
         llamoe chat examples/llamoe-tiny
     """
@@ -74,10 +82,15 @@ def chat(
     if plan is not None:
         if device_map != "auto" or experts_memory is not None:
             raise ValueError("--plan places the model: leave --device-map and --experts-memory out.")
-        found = json.loads(plan.read_bytes())
-        if not isinstance(found, dict) or not found.keys() <= placement.keys():
-            raise ValueError(f"--plan {plan}: give what `llamoe inspect FOLDER --plan --save FILE` wrote.")
-        placement |= found
+        try:
+            arguments = json.loads(plan.read_bytes())
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict) or not arguments.keys() <= placement.keys():
+            raise ValueError(
+                f"--plan {plan}: is no file that `llamoe inspect FOLDER --plan --save FILE` writes."
+            )
+        placement |= arguments
     if missing := [name for name in ("gradio", "matplotlib") if find_spec(name) is None]:
         raise ValueError(f"the page needs {' and '.join(missing)}: pip install 'llamoe[page]'")
     page = load("llamoe_command.page.serve", quiet)

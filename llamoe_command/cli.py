@@ -1,4 +1,4 @@
-"""The command `llamoe`: all commands, and what becomes of errors.
+"""Run the command `llamoe`, and turn errors into messages and exit statuses.
 
 Results go to standard output, as text or with `--json` as JSON; progress and errors go to standard error. Exit status:
 0 for success, 1 if `verify` finds different models, 2 for wrong options or an unusable source, 3 if reading or writing
@@ -9,19 +9,19 @@ import json
 import sys
 from typing import NoReturn
 
-# Each registers its commands.
+# Importing these modules registers their commands.
 from . import chat_command, doctor_command, read_commands, write_commands  # noqa: F401
 from .app import app
 
 _INTERRUPTED = "interrupted; --resume continues a folder that was being written"
-# Commands that only read.
+# Commands that write no folder, so that --resume does not apply.
 _WRITE_NOTHING = ("chat", "doctor", "inspect", "verify")
 
 
 def main(args: list[str] | None = None) -> None:
     """Run the command and exit with its status."""
     given = sys.argv[1:] if args is None else args
-    # Read here, since errors are JSON too where the options cannot be parsed.
+    # Searched here, since errors are printed as JSON even if the options cannot be parsed.
     as_json = "--json" in given
     interrupted = "interrupted" if given and given[0] in _WRITE_NOTHING else _INTERRUPTED
     try:

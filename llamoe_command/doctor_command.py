@@ -1,4 +1,4 @@
-"""The command that shows installed versions, devices, and the kernels that they use."""
+"""The command `llamoe doctor`, which shows installed versions, devices, and the kernels that they use."""
 
 import os
 import platform
@@ -22,7 +22,7 @@ EXTRAS = {
     "packed": "GGUF files as sources of conversions",
     "evaluate": "evaluating with lm-eval, training with TRL",
 }
-"""Purpose of each extra; those of developers are left out."""
+"""Purpose of each optional dependency group of the package, without the groups for developers."""
 _IMPORTED_AS = {"open-clip-torch": "open_clip", "pillow": "PIL", "protobuf": "google.protobuf"}
 _VARIABLES = (
     "ATEN_CPU_CAPABILITY", "CUDA_VISIBLE_DEVICES", "CXX", "HF_HUB_OFFLINE", "OMP_NUM_THREADS",
@@ -34,10 +34,10 @@ Rows = list[tuple[str, str]]
 
 @app.command()
 def doctor(as_json: AsJson = False, quiet: Quiet = False) -> None:
-    """Show what is installed, which devices there are, and which kernels serve them.
+    """Show the installed versions, the devices, and the kernels that multiply matrices on them.
 
-    What is missing comes with one line of advice.
-    The C++ kernels for this processor are compiled and tested, which takes a few seconds once.
+    For each missing package a line says how to install it. The first run compiles and tests the C++ kernels for this
+    processor, which takes a few seconds.
 
         llamoe doctor
     """
@@ -61,7 +61,7 @@ def doctor(as_json: AsJson = False, quiet: Quiet = False) -> None:
 
 
 def _versions(advice: list[str]) -> Rows:
-    """Return the version of each package that llamoe needs or can use, without importing any."""
+    """Return the versions of packages that llamoe needs or can use, without importing them; advise on missing ones."""
     rows = [("python", f"{platform.python_version()} ({platform.system()} {platform.machine()})")]
     rows += [("llamoe", version("llamoe"))]
     for extra, purpose in {"": "llamoe itself", **EXTRAS}.items():
@@ -80,7 +80,7 @@ def _versions(advice: list[str]) -> Rows:
 
 
 def _requirements(distribution: str, extra: str) -> Iterator[Requirement]:
-    """Yield what a distribution requires, or what an extra of it adds."""
+    """Yield the requirements of a distribution, or those that one of its extras adds."""
     for requirement in map(Requirement, requires(distribution) or ()):
         marker = requirement.marker
         is_general = marker is None or marker.evaluate({"extra": ""})
@@ -96,14 +96,14 @@ def _requirements(distribution: str, extra: str) -> Iterator[Requirement]:
 
 def _version(name: str) -> str | None:
     try:
-        found = find_spec(_IMPORTED_AS.get(name, name.replace("-", "_")))
-        return version(name) if found is not None else None
+        module = find_spec(_IMPORTED_AS.get(name, name.replace("-", "_")))
+        return version(name) if module is not None else None
     except (PackageNotFoundError, ImportError, ValueError):
         return None
 
 
 def _cpu(advice: list[str]) -> Rows:
-    """Return the processor and what multiplies its matrices."""
+    """Return the processor, its memory, and the kernels that multiply matrices on it."""
     import psutil
     import torch
 
@@ -125,7 +125,9 @@ def _cpu(advice: list[str]) -> Rows:
         few = f"llamoe's C++ kernels for {cpp_instructions()}, compiled and tested here"
     else:
         few = f"torch's products, no C++ kernels: {absence[0]}"
-        advice.append(f"a token in few bits takes two to six times as long without C++ kernels; {absence[1]}")
+        advice.append(
+            f"int4 and int8 models generate two to six times slower without C++ kernels; {absence[1]}"
+        )
     rows.append(("products of few rows, int4, int8", few))
     for dtype in (torch.bfloat16, torch.float16):
         is_cast = rows_of_torch(dtype) is not None and SHORTCUTS_ARE_ON
@@ -135,24 +137,26 @@ def _cpu(advice: list[str]) -> Rows:
 
 
 def _experts(advice: list[str]) -> str:
-    """Return the experts implementation of a new model."""
+    """Return the name of the experts implementation that new models use."""
     from llamoe.modeling.moe import IMPLEMENTATION
 
     name = os.environ.get("LLAMOE_EXPERTS", IMPLEMENTATION)
     if name != IMPLEMENTATION:
-        advice.append(f"LLAMOE_EXPERTS names {name}; unset it, and llamoe chooses by sizes, dtype and device")
+        advice.append(
+            f"LLAMOE_EXPERTS names {name}; unset it to let llamoe choose by sizes, dtype and device"
+        )
     return name
 
 
 def _gpus(advice: list[str]) -> Rows:
-    """Return each GPU with its memory and what multiplies packed weights on it."""
+    """Return each GPU, its memory, and the kernel that multiplies int4 and int8 weights on it."""
     import torch
 
     from llamoe.modeling.checkpoints import in_units
     from llamoe.modeling.kernels import why_no_gpu_kernel
 
     if not torch.cuda.is_available():
-        return [("", "torch sees none here")]
+        return [("", "torch finds no GPU")]
     rows: Rows = []
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)

@@ -1,6 +1,6 @@
-"""Arguments and options that several commands have.
+"""Arguments and options that several commands share.
 
-Names and defaults are those of the functions of `llamoe.conversion`.
+Their names and defaults equal those of the functions of `llamoe.conversion`.
 """
 
 from pathlib import Path
@@ -9,29 +9,33 @@ from typing import Annotated, Literal
 import typer
 
 Source = Annotated[
-    Path, typer.Argument(metavar="SOURCE", help="Folder or file to read. Its format is recognised.")
+    Path, typer.Argument(metavar="SOURCE", help="Folder or file to read. Its format is detected.")
 ]
 Target = Annotated[
-    Path, typer.Argument(metavar="TARGET", help="Folder to write. It must be empty, or not exist.")
+    Path, typer.Argument(metavar="TARGET", help="Folder to write. It must be empty or missing.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Quiet = Annotated[
     bool,
-    typer.Option("--quiet", "-q", help="Show no progress. Without a terminal a line is written each minute."),
+    typer.Option(
+        "--quiet",
+        "-q",
+        help="Show no progress: no bar on a terminal, no line each minute in a log.",
+    ),
 ]
 Instruct = Annotated[
     bool | None,
     typer.Option(
         "--instruct/--no-instruct",
-        help="Whether a model of Meta's or Mistral AI's was tuned for conversations. This decides on chat template, "
-        "stop tokens and sampling. The default goes by the folder's name.",
+        help="Whether a model from Meta or Mistral AI was tuned for conversations. This selects chat template, stop "
+        "tokens and sampling. By default the folder's name decides.",
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Random seed.")]
+Seed = Annotated[int, typer.Option(help="Seed of the random numbers.")]
 ModelOfFile = Annotated[
     str | None,
     typer.Option(
-        help="Architecture of an open_clip file without open_clip_config.json beside it, by open_clip's name, such as "
+        help="open_clip's name for the architecture of an open_clip file without open_clip_config.json, such as "
         '"ViT-L-14-quickgelu".'
     ),
 ]
@@ -46,22 +50,23 @@ def shared_options(
         ),
     ] = None,
     shard_size: Annotated[
-        str, typer.Option(help='Largest size of a weight file, such as "5GB" or "500MB".')
+        str, typer.Option(help='Largest size of each weight file, such as "5GB" or "500MB".')
     ] = "5GB",
     layout: Annotated[
         Literal["stock", "llamoe"] | None,
         typer.Option(
-            help="Model type in config.json: that of transformers (stock) or of llamoe. The default is stock if "
-            "transformers can express the model."
+            help="Model type in config.json: stock, which transformers loads without llamoe, or llamoe. The default is "
+            "stock if transformers has a class for the model."
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue a TARGET that an earlier run left unfinished.")
+        bool, typer.Option("--resume", help="Continue an unfinished TARGET of an earlier run.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and plan everything, but write nothing.")
+        bool,
+        typer.Option("--dry-run", help="Check SOURCE and options and print the report, but write nothing."),
     ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Declares the options of the commands that write a folder."""
+    """Declare, by this signature, the options that all commands share that write a folder."""

@@ -1,4 +1,4 @@
-"""Output of the command: progress on standard error, results on standard output as text or JSON."""
+"""Print progress to standard error, and results to standard output as text or JSON."""
 
 import contextlib
 import json
@@ -20,50 +20,50 @@ from rich.progress import (
 
 
 class Bar:
-    """Shows bytes, rate and time left; an `io.Progress`."""
+    """A progress bar with bytes, rate and time left, as an `io.Progress`."""
 
     def __init__(self, progress: Progress):
         self.progress = progress
-        # Until the number of bytes is known: sources are opened and tokenizers converted before.
+        # The number of bytes is unknown while sources are opened and tokenizers converted.
         self.task = progress.add_task("preparing", total=None)
 
     def start(self, total: int) -> None:
-        """Begin, or begin with something else; `total` is the number of bytes."""
+        """Start counting from zero, to `total` bytes."""
         self.progress.reset(self.task, total=total)
 
     def advance(self, nbytes: int, file: str) -> None:
-        """Count bytes of a file."""
+        """Add bytes that were read from a file."""
         self.progress.update(self.task, advance=nbytes, description=escape(file))
 
 
 class Lines:
-    """Says once a minute how far it is, for logs; an `io.Progress`."""
+    """A line a minute with bytes and time left, for logs, as an `io.Progress`."""
 
     MINUTE = 60.0
 
     def __init__(self) -> None:
         self.total = self.done = 0
-        self.begun = self.said = time.monotonic()
+        self.begun = self.printed = time.monotonic()
 
     def start(self, total: int) -> None:
-        """Begin, or begin with something else; `total` is the number of bytes."""
+        """Start counting from zero, to `total` bytes."""
         self.total, self.done, self.begun = total, 0, time.monotonic()
 
     def advance(self, nbytes: int, file: str) -> None:
-        """Count bytes of a file."""
+        """Add bytes that were read from a file."""
         self.done += nbytes
         now = time.monotonic()
-        if now - self.said < self.MINUTE:
+        if now - self.printed < self.MINUTE:
             return
-        self.said = now
+        self.printed = now
         left = (now - self.begun) * (self.total - self.done) / max(self.done, 1) / 60
         share = f"{self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB"
         print(f"{file}: {share}, about {left:.0f} min left", file=sys.stderr, flush=True)
 
 
 def shows_progress(is_silent: bool) -> bool:
-    """Return whether progress is drawn: standard error is a terminal, and the user did not choose `--quiet`."""
-    # rich's own answer is yes in a pipe, too, where FORCE_COLOR is set, as build servers do.
+    """Return True if progress is drawn: standard error is a terminal, and the user did not choose `--quiet`."""
+    # rich would draw into a pipe, too, if FORCE_COLOR is set, as on build servers.
     return not is_silent and sys.stderr.isatty()
 
 
@@ -86,7 +86,7 @@ def progress_bar(is_silent: bool) -> Iterator[Bar | Lines | None]:
 
 @contextlib.contextmanager
 def status(text: str, is_silent: bool) -> Iterator[None]:
-    """Show a line on a terminal while something takes a while."""
+    """Show a status line on a terminal while the block runs."""
     if not shows_progress(is_silent):
         yield
         return
@@ -97,7 +97,7 @@ def status(text: str, is_silent: bool) -> Iterator[None]:
 def print_sections(
     content: dict[str, Any], sections: list[tuple[str, list[tuple[str, str]]]], as_json: bool
 ) -> None:
-    """Print a result: as JSON its content, else titles with rows of label and text."""
+    """Print a result: its content as JSON, or its sections as titles with rows of label and text."""
     if as_json:
         print(json.dumps(content, indent=2, default=str))
         return

@@ -1,4 +1,4 @@
-"""Commands that write a folder: each calls one function of `llamoe.conversion` with the same options."""
+"""The commands that write a folder: each calls one function of `llamoe.conversion` with the same options."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,26 +14,27 @@ def convert(
     source: Source,
     target: Target,
     to: Annotated[
-        Literal["hf", "meta"],
-        typer.Option(help="Format of TARGET: Hugging Face's or Meta's."),
+        Literal["hf", "meta"], typer.Option(help="Format of TARGET: Hugging Face's (hf) or Meta's (meta).")
     ] = "hf",
     shards: Annotated[
         int | None,
         typer.Option(
             help="With --to meta: number of files that each tensor is split over. It must divide the key/value heads. "
-            "The default is that of Meta's releases of this size."
+            "The default is the number in Meta's release of this size."
         ),
     ] = None,
     experts: Annotated[
         Literal["fused", "split"],
         typer.Option(
-            help="With --to hf: stack the experts as transformers does, or write a linear layer for each."
+            help="With --to hf: write one tensor for all experts of a layer (fused), as transformers does, or separate "
+            "tensors for each expert (split)."
         ),
     ] = "fused",
     checksums: Annotated[
         bool,
         typer.Option(
-            "--checksums", help="First compare SOURCE with its checklist.chk and the checksums in .pth files."
+            "--checksums",
+            help="First check SOURCE against its checklist.chk and the checksums in its .pth files.",
         ),
     ] = False,
     instruct: Instruct = None,
@@ -41,7 +42,7 @@ def convert(
         str | None,
         typer.Option(
             metavar="<scaling>",
-            help="Rotary scaling of the result, in place of what SOURCE says: JSON with a rope_type, or entries that "
+            help="Scaling of rotary embeddings in TARGET, instead of SOURCE's: JSON with a rope_type, or entries that "
             "change, such as factor=32.",
         ),
     ] = None,
@@ -55,7 +56,7 @@ def convert(
 
         llamoe convert chat meta --to meta --shards 2           # back, in two files
 
-        llamoe convert Llama-4-Scout scout --experts split      # experts one by one
+        llamoe convert Llama-4-Scout scout --experts split      # unfused experts
 
         llamoe convert Llama-3.2-mine mine --rope-scaling factor=32
     """
@@ -68,15 +69,16 @@ def vision(
     image_size: Annotated[
         int | None,
         typer.Option(
-            help="New side of the pictures in pixels. The position grid is resized as open_clip does it."
+            help="Side of TARGET's square pictures in pixels; position embeddings are interpolated. The default is "
+            "SOURCE's."
         ),
     ] = None,
     model: ModelOfFile = None,
 ) -> None:
     """Convert a vision tower: open_clip's MetaCLIP, Hugging Face's CLIP and MetaCLIP 2, or llamoe's.
 
-    The weights do not show which activation they were trained with.
-    MetaCLIP's first releases use QuickGELU.
+    An open_clip file does not store which activation the tower was trained with. MetaCLIP's first releases use
+    QuickGELU, which --model names.
 
         llamoe vision l14_400m.pt tower --model ViT-L-14-quickgelu --image-size 336
     """
@@ -90,20 +92,20 @@ def upcycle(
     family: Annotated[
         Literal["llama4", "mixtral"] | None,
         typer.Option(
-            help="Kind of mixture: Llama 4's, with a shared expert, or Mixtral's. The default is mixtral for a SOURCE "
-            "with a sliding window, else llama4."
+            help="Kind of mixture: llama4, with a shared expert, or mixtral. The default is mixtral if SOURCE has a "
+            "sliding window, else llama4."
         ),
     ] = None,
     interleave: Annotated[
         int,
         typer.Option(
-            help="Distance between mixture layers: 1 for every layer, as in Mixtral always, 2 for every second."
+            help="Distance between mixture layers: 1 makes every layer a mixture, 2 every second. Mixtral needs 1."
         ),
     ] = 1,
     top_k: Annotated[
         int | None,
         typer.Option(
-            help="Number of experts that a token is sent to. The default is 1 in Llama 4's mixtures, 2 in Mixtral's."
+            help="Number of experts that compute each token. The default is 1 for llama4, 2 for mixtral."
         ),
     ] = None,
     seed: Seed = 0,
@@ -125,13 +127,13 @@ def gqa(
     source: Source,
     target: Target,
     kv_heads: Annotated[
-        int, typer.Option(help="Number of key/value heads of the result. It must divide SOURCE's.")
+        int, typer.Option(help="Number of key/value heads of TARGET. It must divide SOURCE's number.")
     ],
 ) -> None:
     """Merge groups of key/value heads, to turn multi-head attention into grouped-query attention.
 
     Each group of heads is replaced by its mean (Ainslie et al. 2023).
-    The result needs some further training.
+    TARGET needs further training to regain quality.
 
         llamoe gqa llama-2-7b llama-2-7b-gqa --kv-heads 8
     """
@@ -142,7 +144,7 @@ def assemble(
     text: Annotated[
         Path,
         typer.Argument(
-            metavar="TEXT", help="The decoder with its tokenizer: a LLaMA, a mixture, or a Llama 4."
+            metavar="TEXT", help="Folder of the decoder and its tokenizer: a LLaMA, a mixture, or a Llama 4."
         ),
     ],
     vision: Annotated[
@@ -150,16 +152,19 @@ def assemble(
     ],
     target: Target,
     image_size: Annotated[
-        int | None, typer.Option(help="Side of a tile in pixels. The default is the tower's.")
+        int | None,
+        typer.Option(help="Side of a square tile of a picture in pixels. The default is the tower's."),
     ] = None,
-    max_tiles: Annotated[int, typer.Option(help="Largest number of tiles that a picture is cut into.")] = 16,
+    max_tiles: Annotated[
+        int, typer.Option(help="Largest number of tiles into which a picture is split.")
+    ] = 16,
     model: ModelOfFile = None,
     seed: Seed = 0,
 ) -> None:
     """Join a decoder and a vision tower into one multimodal checkpoint, ready for training.
 
     The projector, and the adapter if the tower has none, are initialised at random.
-    Image tokens, a processor and a chat template are added.
+    Tokens for pictures, a processor and a chat template are added.
 
         llamoe assemble moe tower multimodal
     """
@@ -167,47 +172,46 @@ def assemble(
 
 @writes("quantize", without=("dtype", "layout"))
 def quantize(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A model of any format, in 16 or 32 bit.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A model of any format, in 16 or 32 bits.")
+    ],
     target: Target,
     to: Annotated[
         Literal["int4", "int8"],
         typer.Option(
-            help="4 bits with a scale for each group of inputs, or 8 bits with one for each output."
+            help="int4: 4 bits, with a scale for each group of inputs; int8: 8 bits, with a scale for each output."
         ),
     ],
     group_size: Annotated[
         int | None,
         typer.Option(
-            help="With --to int4: inputs that share a scale, 32, 64, 128 or 256. The default is 32."
+            help="With --to int4: number of inputs that share a scale: 32, 64, 128 or 256. The default is 32."
         ),
     ] = None,
-    experts: Annotated[
-        bool, typer.Option("--experts/--no-experts", help="Whether routed experts are quantized.")
-    ] = True,
+    experts: Annotated[bool, typer.Option("--experts/--no-experts", help="Quantize routed experts.")] = True,
     linears: Annotated[
-        bool,
-        typer.Option("--linears/--no-linears", help="Whether the decoder's linear layers are quantized."),
+        bool, typer.Option("--linears/--no-linears", help="Quantize the decoder's linear layers.")
     ] = True,
     search: Annotated[
         bool,
         typer.Option(
             "--search/--no-search",
-            help="Whether scales are searched that round best, or span the largest weights, which is faster.",
+            help="Search scales with the least rounding error, or take them from the largest weights: faster.",
         ),
     ] = True,
     keep: Annotated[
         list[str] | None,
         typer.Option(
             metavar="<name>",
-            help="A module that stays in 16 bit, or the end of the names of several. It can be given several times.",
+            help="Name of a module that stays in 16 bits, or the end of several names. Give the option once for each.",
         ),
     ] = None,
     instruct: Instruct = None,
 ) -> None:
     """Store a model's experts and linear layers in 4 or 8 bits.
 
-    Embeddings, output head, norms, routers, vision tower and projector stay in 16 bit.
-    from_pretrained loads TARGET as it is, and convert makes 16 bit of it again.
+    Embeddings, output head, norms, routers, vision tower and projector stay in 16 bits.
+    from_pretrained loads TARGET as it is; `llamoe convert` turns it back into 16 bits.
 
         llamoe quantize mixtral-8x7b mixtral-int4 --to int4
 

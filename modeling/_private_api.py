@@ -1,7 +1,7 @@
 """Every use of private functions of Python, torch and transformers, with its reason; those of peft are in `adapters`.
 
 Overridden private methods of transformers' classes are in the derived classes. A function here is removed once there is
-a public way. All were checked with torch 2.11 and 2.15, transformers 5.23 and 5.24.
+a public way. All were checked with torch 2.13 and 2.15, transformers 5.24.
 """
 
 import functools
@@ -14,10 +14,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -49,14 +47,6 @@ def torch_modes_active() -> bool:
     return is_under_functorch() or is_forward_ad or has_modes() or bool(_has_any_global_hook())
 
 
-def is_exporting() -> bool:
-    """Return True while `torch.export` traces.
-
-    In torch 2.11 `torch.compiler.is_exporting` is true in every compilation; the flag behind it is right everywhere.
-    """
-    return torch.compiler._is_exporting_flag
-
-
 def has_mkldnn_products(dtype: torch.dtype) -> bool:
     """Return True if oneDNN multiplies matrices of this 16-bit dtype on this CPU."""
     is_half = dtype == torch.float16
@@ -79,27 +69,6 @@ def save_without_storage(content: dict[str, torch.Tensor], path: Any) -> None:
         fakes = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in content.items()}
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(fakes, path)
-
-
-def gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a tensor that is sharded over one mesh axis; return other tensors unchanged.
-
-    torch 2.11's `full_tensor` refuses packed columns (gate and up, each split by itself).
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor
-    try:
-        return tensor.full_tensor()
-    except ValueError:
-        placement: Any = tensor.placements[0]
-        mesh = tensor.device_mesh
-        if tensor.shape[placement.dim] % (mesh.size() * placement.split_factor):
-            raise
-        local = tensor.to_local().contiguous()
-        shards = [local.new_empty(local.shape) for _ in range(mesh.size())]
-        dist.all_gather(shards, local, group=mesh.get_group())
-        pieces = [shard.chunk(placement.split_factor, placement.dim) for shard in shards]
-        return torch.cat([shard[i] for i in range(placement.split_factor) for shard in pieces], placement.dim)
 
 
 def mask_implementations() -> Mapping[str, Callable]:
@@ -172,9 +141,6 @@ def publish(model_classes: Iterable[type]) -> None:
                 setattr(module, model_class.__name__, model_class)
 
 
-_ABSENT = object()
-
-
 def point_at(auto_class: type, config_class: type, model_class: type) -> Callable[[], None]:
     """Make `auto_class` return `model_class` for a stock config; transformers has no public way.
 
@@ -182,16 +148,14 @@ def point_at(auto_class: type, config_class: type, model_class: type) -> Callabl
         a function that undoes it, unless something else has replaced the entry since.
     """
     entries = auto_class._model_mapping._extra_content
-    before = entries.get(config_class, _ABSENT)
+    before = entries.get(config_class)
     entries[config_class] = model_class
 
     def undo() -> None:
-        if entries.get(config_class) is not model_class:
-            return
-        if before is _ABSENT:
+        if entries.get(config_class) is model_class:
             del entries[config_class]
-        else:
-            entries[config_class] = before
+            if before is not None:
+                entries[config_class] = before
 
     return undo
 

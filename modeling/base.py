@@ -32,7 +32,6 @@ from .quantization import (
     naming_plain_layers,
     own_config,
     take_activations,
-    warn_of_plain_experts,
 )
 
 # Quantization methods whose quantizers take the stacked experts one by one, or leave them unchanged. The others expect
@@ -195,8 +194,6 @@ class LlamoePreTrainedModel(
             result = super().from_pretrained(name_or_path, *model_args, **kwargs)
             model = result[0] if isinstance(result, tuple) else result
             attach_stores(model)
-        if getattr(model, "is_quantized", False):
-            warn_of_plain_experts(model)
         return result
 
     @classmethod
@@ -216,6 +213,7 @@ class LlamoePreTrainedModel(
             return info, None
         tensors = checkpoints.tensors_of(state_dict or {}) or checkpoints.headers_of(files)
         checkpoints.check_tensors(model, tensors, load_config)
+        checkpoints.fuse_in_place(load_config.weight_mapping or ())
         replace_with_offloaded(model, files, load_config)
         checkpoints.settle_places(model, load_config)
         # Set it on this instance, right before loading: transformers then does not report these keys as unexpected.
@@ -265,7 +263,8 @@ class LlamoePreTrainedModel(
             config = copy.deepcopy(config)
         else:
             # Read the config as transformers does, overridden by arguments that are its fields.
-            kept = {name: kwargs.pop(name) for name in ("config", "quantization_config") if name in kwargs}
+            others = ("config", "quantization_config", "dtype", "torch_dtype")
+            kept = {name: kwargs.pop(name) for name in others if name in kwargs}
             config, kwargs = cls.config_class.from_dict(config.to_dict(), return_unused_kwargs=True, **kwargs)
             kwargs |= kept
         vars(config.get_text_config()).pop("quantization_config", None)
@@ -283,18 +282,13 @@ class LlamoePreTrainedModel(
         if method is None and (quantization.get("load_in_8bit") or quantization.get("load_in_4bit")):
             # Early configs of bitsandbytes have no quant_method.
             method = "bitsandbytes"
-        if method is None:
-            raise ValueError(
-                f"{cls.__name__} cannot load this mixture: quantization_config in its config.json has no quant_method. "
-                "Load the unquantized checkpoint."
-            )
         # The method may be a member of transformers' enum `QuantizationMethod`.
         method = getattr(method, "value", method)
         if not str(method).startswith(_QUANTIZERS_FOR_MIXTURES):
             raise ValueError(
-                f"{cls.__name__} cannot load a mixture whose experts are quantized with {method!r}: those that are "
-                "plain, or packed in a format of docs/packed_downloads.md, are read here. Load the model that it was "
-                "made of, if memory is short with quantization_config=llamoe.QuantizationConfig('int4') or "
+                f"{cls.__name__} cannot load a mixture whose experts are quantized with quant_method {method!r}: those "
+                "that are plain, or packed in a format of docs/packed_downloads.md, are read here. Load the model that "
+                "it was made of, if memory is short with quantization_config=llamoe.QuantizationConfig('int4') or "
                 "BitsAndBytesConfig. Servers such as vLLM may take the folder as it is."
             )
 

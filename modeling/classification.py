@@ -19,7 +19,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from ..configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig
-from ._compat import CACHE, takes_cache
+from ._compat import takes_cache
 from .attention import mask_of_new_tokens
 from .base import LlamoePreTrainedModel
 from .input_checks import check_classes, check_labels
@@ -124,7 +124,7 @@ class SequenceClassifier(RouterLossMixin, Head, GenericForSequenceClassification
         return LlamoeSequenceClassifierOutputWithPast(
             loss=loss,
             logits=logits,
-            **{CACHE: getattr(outputs, CACHE)},
+            cache=outputs.cache,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             aux_loss=aux_loss,

@@ -27,7 +27,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from ..configuration import LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig
 from ..configuration.decoder import DecoderConfig
 from ..configuration.parallel import HEAD_FSDP, HEAD_PP, HEAD_TP
-from ._compat import CACHE, takes_cache
+from ._compat import takes_cache
 from .attention import (
     Attention,
     CheckpointedWithGradients,
@@ -178,13 +178,13 @@ class DecoderModel(CheckpointedWithGradients, LlamoePreTrainedModel):
                 attention_mask=mask_mapping[attention_type],
                 position_ids=position_ids,
                 # transformers removes the argument of this name under gradient checkpointing.
-                **{CACHE: past_key_values},
+                cache=past_key_values,
                 # Implementations without masks read the positions.
                 sliding_window=inputs.rules[attention_type].window,
                 **kwargs,
             )
         return MoeModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states), **{CACHE: past_key_values if use_cache else None}
+            last_hidden_state=self.norm(hidden_states), cache=past_key_values if use_cache else None
         )
 
 
@@ -349,7 +349,7 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
             loss=loss,
             aux_loss=aux_loss,
             logits=logits,
-            **{CACHE: getattr(outputs, CACHE)},
+            cache=outputs.cache,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             router_logits=router_logits if balance else None,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, PreTrainedConfig, ProcessorMixin
 
-from ._compat import CACHE, CACHE_OF_A_PASS
+from ._compat import CACHE_OF_A_PASS
 from .attention import rules_of
 from .moe import check_kernels
 
@@ -25,7 +25,7 @@ class Generation(GenerationMixin):
         check_kernels(self)  # pyright: ignore[reportArgumentType]
         if "past_key_values" in kwargs:
             # transformers 5.24 renamed this argument, and would warn of the former name.
-            kwargs[CACHE] = kwargs.pop("past_key_values")
+            kwargs["cache"] = kwargs.pop("past_key_values")
         if "pixel_values" in kwargs and kwargs["pixel_values"] is None:
             # Remove None for a prompt without pictures: newer releases would try to encode it.
             del kwargs["pixel_values"]
@@ -39,8 +39,8 @@ class Generation(GenerationMixin):
         """Return the inputs of one step of `generate`, with the cache as `past_key_values`, as peft expects."""
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
-        if CACHE in inputs:
-            inputs[CACHE_OF_A_PASS] = inputs.pop(CACHE)
+        if "cache" in inputs:
+            inputs[CACHE_OF_A_PASS] = inputs.pop("cache")
         return inputs
 
     def _prepare_cache_for_generation(

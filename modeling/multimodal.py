@@ -20,7 +20,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 
 from ..configuration import LlamoeConfig
-from ._compat import PAGED_CACHE, takes_cache
+from ._compat import takes_cache
 from .base import LlamoePreTrainedModel
 from .decoder import LlamoeCausalLMOutputWithPast, LlamoeForCausalLM, LlamoeTextModel
 from .generation import Generation
@@ -141,7 +141,7 @@ class MultimodalModel(LlamoePreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds.")
         images = (mm_encoder_outputs or {}).get("image")
-        if images is None and pixel_values is None and PAGED_CACHE not in kwargs:
+        if images is None and pixel_values is None and "paged_cache" not in kwargs:
             self._check_no_image_tokens(input_ids, past_key_values)
         inputs_embeds, image_hidden_states = self._merge(input_ids, inputs_embeds, pixel_values, images)
         outputs = self.language_model(

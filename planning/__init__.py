@@ -9,7 +9,7 @@ nodes (a model on several machines), one_machine (on one; the entrance).
 from .bandwidths import Bandwidths, measure_bandwidths
 from .nodes import NodesPlan
 from .one_machine import PlacementPlan, plan_placement
-from .source import Source
+from .source import Source, read_source
 from .table import rows_of
 from .training import DEFAULT_TOKENS, TrainingPlan
 from .units import packed_bytes, weight_bytes
@@ -24,6 +24,7 @@ __all__ = [
     "measure_bandwidths",
     "packed_bytes",
     "plan_placement",
+    "read_source",
     "rows_of",
     "weight_bytes",
 ]

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..configuration import LlamoeConfig, LlamoeVisionConfig, cache_bytes
-from ..configuration.parallel import check_parallel
 from ..configuration.sizes import GB
 from ..modeling.registration import empty_model
 from .shares import card_bytes, layers_of_stages
@@ -117,11 +116,9 @@ def _divisors(number: int) -> list[int]:
 
 
 def _divides(config: Any, tp: int) -> bool:
-    try:
-        check_parallel(config, tp, 1)
-    except ValueError:
-        return False
-    return True
+    parts = (config, *(getattr(config, name) for name in config.sub_configs))
+    heads = ("num_attention_heads", "num_key_value_heads")
+    return not any(getattr(part, name, tp) % tp for part in parts for name in heads)
 
 
 def _fsdp(model: Any, sizes: Sizes, cards: int, shards: int) -> dict[str, Any]:

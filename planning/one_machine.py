@@ -154,7 +154,7 @@ def plan_placement(
         context = prefill = None
     else:
         context = default_context(config) if context is None else context
-        prefill = context if prefill is None else min(prefill, context)
+        prefill = context if prefill is None else min(count_of("prefill", prefill), context)
         sizes = sizes.with_cache(cache_bytes(config, context, batch, sizes.element_size, prefill))
     if count_of("nodes", nodes) > 1 or training:
         gpu_sizes = {size for device, size in room.items() if device != "cpu"}

@@ -5,9 +5,8 @@ from bisect import bisect
 from types import SimpleNamespace
 from typing import Any
 
+from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 from transformers.distributed.pipeline_parallel import PipelineStage
-
-from ..configuration.parallel import wildcard
 
 
 def layers_of_stages(layers: int, stages: int) -> list[tuple[int, int]]:
@@ -36,7 +35,7 @@ def card_bytes(model: Any, tp: int, ep: int, pp: int, element_size: int) -> list
 
 def _share(model: Any, name: str, shape: tuple[int, ...], tp: int, ep: int) -> tuple[int, ...]:
     """Return the shape of the first process's part of a weight."""
-    rule = wildcard(name)
+    rule = replace_layer_number_by_wildcard(name)
     if ep > 1 and rule in model._ep_plan:
         return -(-shape[0] // ep), *shape[1:]
     style = model.tp_plan.get(rule) or model.tp_plan.get(rule.rpartition(".")[0], "")

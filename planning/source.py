@@ -10,7 +10,10 @@ from typing import Any
 from ..configuration import from_stock, preset
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.json_files import read_json
-from ..modeling.checkpoints import DTYPES, find_weights, read_header
+from ..modeling.checkpoints import DTYPES, TensorHeader, find_weights, read_header
+from ..modeling.formats.packed import Layout
+from ..modeling.moe import STACKS
+from ..modeling.quantization import layout_of
 from ..modeling.registration import empty_model
 
 
@@ -21,7 +24,8 @@ class Source:
     Attributes:
         config: of any of our models.
         quantization: how its weights are quantized, as config.json says it; None for plain ones.
-        stored: key to name of the dtype and bytes of each tensor, as files have them; None without files.
+        stored: key to name of the dtype and bytes of each tensor, as files have them, or as the loaded model has them
+            if another program has packed them; None without files.
         are_safetensors: whether these are safetensors files, out of which experts can be read one by one.
     """
 
@@ -34,6 +38,21 @@ class Source:
     def model(self) -> Any:
         """Return the model without weights; do not change it."""
         return empty_model(self.config)
+
+    @cached_property
+    def layout(self) -> Layout | None:
+        """Return the layout of weights that another program has packed; None for others."""
+        return layout_of(self.quantization) if self.quantization else None
+
+    @property
+    def has_stacked_scales(self) -> bool:
+        """Return True if scales of all experts are one tensor, so that no expert can be read alone."""
+        names = [
+            stack + suffix
+            for stack in STACKS
+            for suffix in (self.layout.in_stacks[1:] if self.layout else ())
+        ]
+        return any(key.endswith(tuple(names)) for key in self.stored or ())
 
     @property
     def method(self) -> str:
@@ -60,12 +79,32 @@ def read_source(model: Any) -> Source:
     config, weights = from_stock(read_json(path / "config.json")), find_weights(path)
     if weights is None:
         return _source(config)
+    layout = _source(config).layout
     stored = {
-        key: (str(DTYPES.get(header.dtype, header.dtype)).removeprefix("torch."), header.nbytes)
-        for file in weights.files
+        key: (
+            str(DTYPES.get(header.dtype, header.dtype)).removeprefix("torch."),
+            _loaded(key, header, layout),
+        )
+        for file in weights
         for key, header in read_header(file).items()
     }
-    return _source(config, stored, all(str(file).endswith(".safetensors") for file in weights.files))
+    return _source(config, stored, all(str(file).endswith(".safetensors") for file in weights))
+
+
+def _loaded(key: str, header: TensorHeader, layout: Layout | None) -> int:
+    """Return the bytes that a tensor of a file takes in the loaded model."""
+    kind = key.rpartition(".")[2]
+    if layout is None or not layout.holds(kind, header.dtype):
+        return header.nbytes
+    if kind != layout.kinds[0] and kind not in STACKS:
+        # Scales and zero points are counted with the codes.
+        return 0
+    # In int4 each byte holds two codes, and each group four bytes of scale and offset; 8 bits become 16.
+    return (
+        header.nbytes + header.nbytes * 8 // (layout.group_size or 128)
+        if layout.is_int4
+        else 2 * header.nbytes
+    )
 
 
 def _source(config: Any, *files: Any) -> Source:

@@ -74,7 +74,8 @@ def _offloaded(plan: Any) -> list[str]:
         )
     outside = sum(plan.weights.get(place, 0) for place in ("cpu", "disk") if place != main) - offloaded
     if outside > 0:
-        refused = ", and bitsandbytes refuses that" if plan.form in _IN_FEW_BITS and main != "cpu" else ""
+        is_refused = plan.form in _IN_FEW_BITS or plan.form.startswith("bitsandbytes")
+        refused = ", and bitsandbytes refuses that" if is_refused else ""
         where = "on no accelerator" if main != "cpu" else "on disk"
         lines.append(
             f"{outside / GB:.2f} GB are {where}: every forward moves them to device {main}{refused}."

@@ -18,7 +18,7 @@ from ..configuration import LlamoeVisionConfig, QuantizationConfig
 from ..configuration.base import LlamoeBaseConfig
 from ..configuration.quantization import METHOD
 from ..modeling.checkpoints import owner_of, sum_by_part
-from ..modeling.formats import Bnb4Bit, Bnb8Bit, Separate
+from ..modeling.formats import Bnb
 from ..modeling.quantization import LlamoeQuantizer, QuantizedExperts, QuantizedLinear
 from ..modeling.registration import empty_model
 from .source import Source
@@ -26,7 +26,7 @@ from .source import Source
 # Dtype or format by the bits of a weight.
 _FORMS = {32: "float32", 16: "bfloat16", 8: "int8", 4: "int4"}
 # How bitsandbytes stores a linear layer, or a matrix of an expert, by the bits of a weight.
-_FORMATS = {8: Bnb8Bit(torch.bfloat16), 4: Bnb4Bit(torch.bfloat16)}
+_FORMATS = {8: Bnb(torch.bfloat16, "int8"), 4: Bnb(torch.bfloat16, "nf4")}
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,9 @@ class Sizes:
         parts: part of the model to its parameters and bytes.
         form: dtype or format of the weights, as text.
         chosen: experts that a token is given in each mixture; 0 without mixtures.
-        may_leave: whether routed experts can be offloaded, which takes safetensors files, plain or in llamoe's formats.
-        is_packed: whether weights are in llamoe's formats, whose layers cannot stay on disk.
+        may_leave: whether routed experts can be offloaded, which takes safetensors files, plain, in llamoe's formats,
+            or in a layout of `formats.packed`.
+        is_packed: whether weights are quantized, whose layers cannot stay on disk.
     """
 
     units: tuple[Unit, ...]
@@ -139,6 +140,8 @@ def sizes_of(source: Source, bits: int | None, quantization: QuantizationConfig 
     is_tower = isinstance(source.config, LlamoeVisionConfig)
     names = {module: name for name, module in model.named_modules()}
     experts = {name: module for module, name in names.items() if name.endswith(".experts")}
+    # Stacks of experts that are packed whole cannot be read expert by expert.
+    reads_single_experts = source.layout is not None and not source.has_stacked_scales
     numbers = ((name, tensor.numel(), 0) for name, tensor in model.named_parameters())
     stored = ((name, 0, size) for tensors in held.values() for name, size in tensors)
     return Sizes(
@@ -150,8 +153,9 @@ def sizes_of(source: Source, bits: int | None, quantization: QuantizationConfig 
         parts=sum_by_part([*numbers, *stored], is_tower),
         form=form,
         chosen=text.num_experts_per_tok if getattr(text, "moe_layers", None) else 0,
-        may_leave=source.are_safetensors and (not source.quantization or source.method == METHOD),
-        is_packed=METHOD in (source.method, form.split()[0]),
+        may_leave=source.are_safetensors
+        and (not source.quantization or source.method == METHOD or reads_single_experts),
+        is_packed=bool(source.quantization or quantization) or bits in (4, 8),
     )
 
 
@@ -170,7 +174,7 @@ def weight_bytes(model: Any, bits: int) -> dict[str, int]:
         sizes[name] = max(2, bits // 8) * tensor.numel()
         if form is not None and _is_expert(name):
             stack = name.rpartition(".")[2]
-            stack_format = Separate(form, 2 if stack == "gate_up_proj" else 1)
+            stack_format = replace(form, count=2 if stack == "gate_up_proj" else 1)
             sizes[name] = owner.num_experts * stack_format.nbytes(owner.sizes_of(stack))
         elif form is not None and isinstance(owner, nn.Linear) and name.endswith("weight") and not is_kept:
             sizes[name] = form.nbytes(tuple(tensor.shape))
@@ -268,6 +272,8 @@ def _stem(name: str) -> str:
 
 
 def _form_of(source: Source) -> str:
+    if source.layout is not None:
+        return f"{METHOD} int4" if source.layout.is_int4 else "bfloat16"
     if content := source.quantization:
         bits = 4 if content.get("load_in_4bit") else 8 if content.get("load_in_8bit") else ""
         return f"{source.method} {content.get('weights', bits)}".strip()

@@ -9,7 +9,17 @@ from support import programs
 from transformers import MistralConfig, MistralForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import llamoe
-from benchmarks import block, cpu, decoder, harness, offload, processes, prove_gpu, published_sizes
+from benchmarks import (
+    block,
+    cpu,
+    decoder,
+    drawn_folders,
+    harness,
+    offload,
+    processes,
+    prove_gpu,
+    published_sizes,
+)
 from benchmarks.harness import FLOAT32, OURS, STOCK, Case, ProcessorClock
 from benchmarks.machine import describe
 from benchmarks.weights import Setting
@@ -130,7 +140,7 @@ PUBLISHED = dict(
 def test_a_published_size_is_written_as_quantize_does(tmp_path):
     """Names, shapes, dtypes and small files; the numbers are drawn, and of the deviation of fresh weights."""
     config = llamoe.preset("mixtral-8x7b", **PUBLISHED)
-    published_sizes.write(config, tmp_path / "drawn", "int4:64")
+    drawn_folders.write(config, tmp_path / "drawn", "int4:64")
     llamoe.LlamoeMixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
     quantize(tmp_path / "plain", tmp_path / "made", to="int4", group_size=64, search=False)
     drawn, made = (load_file(tmp_path / name / "model.safetensors") for name in ("drawn", "made"))
@@ -143,19 +153,31 @@ def test_a_published_size_is_written_as_quantize_does(tmp_path):
     assert configs[0] == configs[1]
     model = llamoe.LlamoeMixtralForCausalLM.from_pretrained(tmp_path / "drawn")
     weight = model.model.layers[1].mlp.experts.dequantized_weight("gate_up_proj", torch.float32)
-    assert weight.std().item() == pytest.approx(published_sizes.STD, rel=0.05) and abs(weight.mean()) < 1e-3
+    assert weight.std().item() == pytest.approx(drawn_folders.STD, rel=0.05) and abs(weight.mean()) < 1e-3
     assert not torch.equal(weight[0], weight[1])
 
 
-def test_a_published_size_runs_as_a_user_runs_it(tmp_path, monkeypatch):
+SCOUT = llamoe.LlamoeTextConfig(
+    **PUBLISHED | dict(intermediate_size=256),
+    intermediate_size_mlp=384,
+    num_local_experts=7,
+    moe_layers=[0, 1, 2],
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "ram"),
+    [(llamoe.preset("mixtral-8x7b", **PUBLISHED), "int4:64", "3.9MB"), (SCOUT, "w4a16", "5.4MB")],
+    ids=["quantized", "downloaded"],
+)
+def test_a_published_size_runs_as_a_user_runs_it(config, weights, ram, tmp_path, monkeypatch):
     programs.in_place_of_subprocess(monkeypatch, processes)
     rates = llamoe.Bandwidths()
     monkeypatch.setattr(published_sizes, "SETTLING", 0)
     monkeypatch.setattr(llamoe, "measure_bandwidths", lambda *_: rates)
-    config = llamoe.preset("mixtral-8x7b", **PUBLISHED)
-    # Memory for two fifths of the experts; so small ones come through the page cache.
-    given = dict(ram="3.9MB", headroom="0GB", tokens=5, prompt=23, row=11, steps=2)
-    written, found = published_sizes.measure(config, "int4:64", tmp_path, **given)
+    # Memory for some of the experts; so small ones come through the page cache.
+    given = dict(ram=ram, headroom="0GB", tokens=5, prompt=23, row=11, steps=2)
+    written, found = published_sizes.measure(config, weights, tmp_path, **given)
     assert list(tmp_path.iterdir()) == []
     assert 0 < found["experts_memory"] < found["offloaded"] < written["bytes"]
     assert found["decode"]["missed_bytes"] > 0 and found["reloaded_is_equal"]
@@ -164,17 +186,17 @@ def test_a_published_size_runs_as_a_user_runs_it(tmp_path, monkeypatch):
     judged = published_sizes.judge(found)
     assert set(judged) == set(published_sizes.TARGETS) and judged["load_seconds"][1]
     about = {**describe(CPU), "command": "c"}
-    assert "| logits then | equal |" in published_sizes.page(about, "small", "int4", written, found)
+    assert "| logits then | equal |" in published_sizes.page(about, "small", weights, written, found)
 
 
 def test_the_proof_of_a_gpu_runs_on_a_cpu_with_small_sizes(tmp_path, capsys, monkeypatch):
-    """Each of its ten steps; results are written, and a check that fails decides of the exit status."""
+    """All ten steps run, results are written, and a failed check sets the exit status."""
     assert prove_gpu.main(["--small", "--output", str(tmp_path)]) == 0, capsys.readouterr().out[-3000:]
     found = json.loads((tmp_path / "prove_gpu.json").read_text())
     judged = {check["step"] for check in found["checks"] if check["passed"] is not None}
     assert judged == set(prove_gpu.STEPS) - {"facts", "speed"}
     page = (tmp_path / "prove_gpu.md").read_text()
-    assert page.count("\n| ") == len(found["checks"]) + 1 and "**failed**" not in page
+    assert page.count("\n| ") == len(found["checks"]) + 1 and "FAILED" not in page
 
     def fail(proof):
         proof.judge("a number", 3.0, most=2.0)
@@ -183,6 +205,6 @@ def test_the_proof_of_a_gpu_runs_on_a_cpu_with_small_sizes(tmp_path, capsys, mon
     monkeypatch.setitem(prove_gpu.STEPS, "speed", fail)
     assert prove_gpu.main(["--small", "--steps", "speed", "--output", str(tmp_path)]) == 1
     page = (tmp_path / "prove_gpu.md").read_text()
-    assert page.count("**failed**") == 2 and "RuntimeError: no such kernel" in page
+    assert page.count("FAILED") == 2 and "RuntimeError: no such kernel" in page
     if not torch.cuda.is_available():
         assert prove_gpu.main([]) == 2 and "needs a CUDA device" in capsys.readouterr().err

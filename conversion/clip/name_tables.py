@@ -1,10 +1,9 @@
-"""Name tables of CLIP's towers: open_clip's and transformers' keys, and open_clip's tensors that are dropped.
+"""Name tables of CLIP's towers, from the keys of open_clip and of transformers to those of `LlamoeVisionModel`.
 
-The right side of a row holds our keys, those of `LlamoeVisionModel`. The tables only read. Shapes: D width, M inner
-width, P patch side, C channels, G patches a side, E width of the joint space.
+Towers are not written in these formats, so the operations have no inverse. Shapes: D width, P patch side, C channels, G
+patches a side.
 
-Sources: open_clip's `transformer.py`; transformers' CLIP and MetaCLIP 2. Published sizes and releases are read from
-open_clip itself (`open_clip_config.py`).
+Sources: open_clip's `transformer.py`; transformers' CLIP and MetaCLIP 2.
 """
 
 from math import prod
@@ -15,14 +14,14 @@ from ..io import TRANSPOSED, Drop, FusedRows, Operation, Row
 
 
 class _ClassLast(Operation):
-    """Positions `[1 + G * G, D]`: the class token's row moves from the first place to the last."""
+    """Moves the class token's row of positions `[1 + G * G, D]` from the first place to the last."""
 
     def convert(self, tensors, sizes):
         return [tensors[0].map(lambda rows: torch.cat([rows[1:], rows[:1]]))]
 
 
 class _Flatten(Operation):
-    """A strided convolution `[D, C, P, P]` as a linear layer `[D, C * P * P]`: same elements, same order."""
+    """Views the weight of a strided convolution `[D, C, P, P]` as that of a linear layer `[D, C * P * P]`."""
 
     def convert(self, tensors, sizes):
         return [tensors[0].view(tensors[0].shape[0], prod(tensors[0].shape[1:]))]
@@ -32,7 +31,7 @@ def _pairs(source: str, target: str) -> list[Row]:
     return [Row(f"{source}.{kind}", f"{target}.{kind}") for kind in ("weight", "bias")]
 
 
-# Query, key and value are fused in one tensor.
+# Query, key and value in one tensor.
 _THIRDS = FusedRows(lambda sizes: [1, 1, 1])
 # Reason for dropping the text tower of whole models.
 _TEXT = "part of the text tower, which an image encoder does without"

@@ -24,7 +24,7 @@ def side_of(value: Any, name: str, where: object) -> Any:
 
 
 def read_model_cfg(model: Mapping[str, Any], where: object) -> dict[str, Any]:
-    """Fields of `LlamoeVisionConfig` in a `model_cfg` of open_clip; `where` names its place in errors.
+    """Convert a `model_cfg` of open_clip to fields of `LlamoeVisionConfig`; `where` names its file in errors.
 
     Raises:
         CheckpointError: it cannot be read, or describes a part that ours does not have.

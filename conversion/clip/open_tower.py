@@ -56,7 +56,7 @@ def open_open_clip(path: Path, model: str | None) -> Checkpoint:
         file = next(path / name for name in OPEN_CLIP_FILES if (path / name).is_file())
     # Distributed training adds this prefix.
     tensors = _renamed(open_weights(file)[0], lambda name: name.removeprefix("module."))
-    # The configuration belongs to the file only where both have the names that open_clip gives them.
+    # open_clip_config.json describes the weights beside it only if these have open_clip's own file name.
     described, settings = file.with_name(OPEN_CLIP_CONFIG), {}
     if file.name in OPEN_CLIP_FILES and described.is_file():
         if model is not None:
@@ -132,7 +132,7 @@ def _checkpoint(
     processor: Mapping[str, Any] | None,
     where: object,
 ) -> Checkpoint:
-    """Make a tower without adapter; errors about its fields name `where`."""
+    """Make a tower without adapter; `where` is the file with its fields, for errors."""
     try:
         config = LlamoeVisionConfig(
             **fields,
@@ -155,8 +155,8 @@ def tower_companions(path: Path) -> dict[str, bytes]:
 
 def _companions(path: Path, processor: Mapping[str, Any] | None) -> dict[str, bytes]:
     """Collect the licence files of a folder and the settings of its image processor."""
-    found = read_companions(path) if path.is_dir() else {}
-    kept = {name: content for name, content in found.items() if name.startswith(_LICENCES)}
+    files = read_companions(path) if path.is_dir() else {}
+    kept = {name: content for name, content in files.items() if name.startswith(_LICENCES)}
     return kept if processor is None else {**kept, PROCESSOR: to_json(processor)}
 
 

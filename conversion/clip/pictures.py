@@ -1,4 +1,4 @@
-"""How pictures are prepared for a tower, and a tower for pictures of another size. Shapes: G patches a side, D width.
+"""Convert the settings that prepare pictures for a tower, and resize a tower. Shapes: G patches a side, D width.
 
 transformers' preprocessor_config.json and open_clip's `preprocess_cfg` state the same: resize by the short side and
 crop the centre, or squash to a square; bicubic; a mean and a standard deviation for each channel. transformers' class

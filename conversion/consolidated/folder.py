@@ -57,7 +57,7 @@ def open_files(paths: Sequence[Path]) -> tuple[list[dict[str, LazyTensor]], dict
 
 
 def measure(params: Params, files: Files, place: str) -> tuple[Params, int]:
-    """Complete the parameters by vocabulary and dtype, and return the axis along which files slice the embedding.
+    """Complete the parameters by vocabulary size and dtype of the tensors; return them and the embedding's sliced axis.
 
     Raises:
         CheckpointError: params.json and the tensors, or the number of files, contradict each other.
@@ -102,7 +102,7 @@ def measure(params: Params, files: Files, place: str) -> tuple[Params, int]:
 def read_tensors(
     table: Table, files: Files, config: LlamoeBaseConfig, place: str
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """Join the tensors of all files, and list omitted names with the reason."""
+    """Join the tensors of all files under our keys; return them, and the names that are left out with the reason."""
     tensors, dropped = read_through(table, files, config)
     tensors = fuse_experts(tensors, lambda name: sources_of(table, name)[0])
     for reason in tie_heads(config, tensors).values():
@@ -112,7 +112,7 @@ def read_tensors(
 
 
 def is_tuned(folder: Path, instruct: bool | None) -> bool | None:
-    """Return whether a model was tuned for conversations, by `instruct`, else the folder's name, else None."""
+    """Return `instruct` if it is given, else True if the folder's name says that the model is tuned, else None."""
     if instruct is not None:
         return instruct
     folder = folder.absolute()

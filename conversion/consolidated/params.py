@@ -1,8 +1,9 @@
 """Read and write `params.json`, and `llamoe.json` for fields that `params.json` lacks.
 
-`params.json` has the keys that its owner's code reads, which may refuse others. A new one is read again as that code
-reads it. A field that would then differ and changes what the model computes is refused by name. Fields that do not
-change the output (context length, token ids, training options) go into `llamoe.json`, which only llamoe opens.
+Meta's code may refuse unknown keys in `params.json`, and has no keys for some of our fields. So what is written is read
+back as Meta's code reads it, and compared. A field that differs is refused by name if it changes what the model
+computes. Otherwise (context length, token ids, training options) it is written to `llamoe.json`, which only llamoe
+reads.
 """
 
 import math
@@ -19,7 +20,7 @@ from ...configuration.fields import fields_without_effect
 from ..io import read_json
 
 KEPT = "llamoe.json"
-# Fields without effect that a reader would otherwise guess from the folder's name or from the LLaMA generation.
+# Fields that are always written there, since a reader guesses them from the folder's name or the LLaMA generation.
 _ALWAYS_KEPT = frozenset(
     "max_position_embeddings pad_token_id bos_token_id eos_token_id boi_token_index eoi_token_index "
     "image_token_index".split()
@@ -125,14 +126,14 @@ def read_decoder(params: Params) -> dict[str, Any]:
 
 
 def read_dtype(params: Params) -> dict[str, str]:
-    """Return the dtype of the weights as a field, if the tensors showed one."""
+    """Return the dtype of the weights as a field, if `measure` has completed the parameters by it."""
     return {"dtype": params.entries["dtype"]} if "dtype" in params else {}
 
 
 def kept_fields(config: Any, again: Any) -> dict[str, Any]:
-    """Return fields of `config` that `again`, read back from `params.json`, lacks, for `llamoe.json`.
+    """Return the fields of `config` that `again`, the configuration read back from `params.json`, has lost.
 
-    A `ValueError` names a field that changes the output and that Meta's code cannot compute.
+    A `ValueError` names a lost field that changes what the model computes.
     """
     kept: dict[str, Any] = {}
     free = fields_without_effect(config)
@@ -176,7 +177,7 @@ def read_kept(config: LlamoeBaseConfig, folder: Path) -> None:
 
 
 def add_kept(config: LlamoeBaseConfig, kept: Mapping[str, Any], origin: str) -> None:
-    """Set fields that do not change what the model computes."""
+    """Set the fields of a `llamoe.json`, which may be only those that do not change what the model computes."""
     free = fields_without_effect(config)
     for name, part in kept.items():
         if name in getattr(config, "sub_configs", {}) and isinstance(part, Mapping):

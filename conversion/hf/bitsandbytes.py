@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import torch
 
 from ...configuration.errors import CheckpointError
-from ...modeling.formats import Bnb4Bit, Bnb8Bit
+from ...modeling.formats import Bnb
 from ..io import Computed, LazyTensor
 
+# Names of the tensors that bitsandbytes stores beside the codes of a weight.
 _BESIDE = re.compile(
     r"(.+)\.(weight\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\..+)|SCB|weight_format)"
 )
@@ -21,7 +22,7 @@ _BESIDE = re.compile(
 class Bitsandbytes:
     """The bitsandbytes format of a folder's linear layers and experts."""
 
-    form: Bnb4Bit | Bnb8Bit
+    form: Bnb
     method: ClassVar[str] = "bitsandbytes"
     is_int4: ClassVar[bool] = False
 
@@ -29,10 +30,10 @@ class Bitsandbytes:
     def from_config(cls, config: Mapping[str, Any]) -> "Bitsandbytes":
         """Read the format from a `quantization_config`."""
         if config.get("load_in_8bit"):
-            return cls(Bnb8Bit(torch.bfloat16))
+            return cls(Bnb(torch.bfloat16, "int8"))
         is_nested = bool(config.get("bnb_4bit_use_double_quant"))
         kind = config.get("bnb_4bit_quant_type", "fp4")
-        return cls(Bnb4Bit(torch.bfloat16, quant_type=kind, is_nested=is_nested))
+        return cls(Bnb(torch.bfloat16, kind, is_nested))
 
     def unpack(
         self, tensors: Mapping[str, LazyTensor], dtype: torch.dtype
@@ -62,11 +63,9 @@ class Bitsandbytes:
 
         def matrix(*tensors: torch.Tensor) -> torch.Tensor:
             try:
-                parts = self.form.from_file(dict(zip(kinds, tensors, strict=True)), sizes)
-            except (ValueError, KeyError, AssertionError) as error:
-                raise CheckpointError(
-                    f"{origin}: is not as config.json says, or damaged ({error})."
-                ) from error
+                parts = self.form.parts_of([dict(zip(kinds, tensors, strict=True))], sizes, self.form)
+            except CheckpointError as error:
+                raise CheckpointError(f"{origin}: {error}") from error
             return self.form.matrix(parts, sizes, dtype)
 
         return Computed(matrix, [*kinds.values()], sizes, dtype, origin)

@@ -30,8 +30,8 @@ def _parts(experts: str) -> Mapping[str, tuple[str, ...]]:
     return PARTS_OF_STACKS[not experts.endswith(_OF_MIXTRAL)]
 
 
-def _place(name: str) -> tuple[str, int, str] | None:
-    """Split an expert's weight into its experts' name in the model, number and part; None for other names."""
+def _split_name(name: str) -> tuple[str, int, str] | None:
+    """Split the name of an expert's matrix into the layer's experts, its number and its part; None for other names."""
     expert = expert_of(name.replace(_IN_FILES, _OF_MIXTRAL))
     if expert is None or expert.kind != WEIGHT:
         return None
@@ -52,23 +52,23 @@ def fuse_experts(
     Raises:
         CheckpointError: a layer's experts are not numbered from 0, differ in shape or dtype, or are stored twice.
     """
-    found: dict[str, dict[tuple[int, str], LazyTensor]] = {}
+    layers: dict[str, dict[tuple[int, str], LazyTensor]] = {}
     result: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
-        place = _place(name)
-        if place is None:
+        parts_of_name = _split_name(name)
+        if parts_of_name is None:
             result[name.replace(".block_sparse_moe.", ".mlp.")] = tensor
             continue
-        experts, *matrix = place
-        other = found.setdefault(experts, {}).setdefault(tuple(matrix), tensor)
+        experts, *matrix = parts_of_name
+        other = layers.setdefault(experts, {}).setdefault(tuple(matrix), tensor)
         if other is not tensor:
             raise CheckpointError(f"{tensor.origin} stores the same matrix as {other.origin}.")
-    for experts, matrices in found.items():
+    for experts, matrices in layers.items():
         numbers, parts = range(1 + max(number for number, _ in matrices)), [*chain(*_parts(experts).values())]
         # Names may hold huge numbers, so stop at the first missing one.
-        for place in ((number, part) for number in numbers for part in parts):
-            if place not in matrices:
-                missing = source_of("{}.{}.{}.weight".format(experts, *place))
+        for key in ((number, part) for number in numbers for part in parts):
+            if key not in matrices:
+                missing = source_of("{}.{}.{}.weight".format(experts, *key))
                 there = next(iter(matrices.values())).origin
                 raise CheckpointError(
                     f"{missing} missing, though {there} is there; the checkpoint is not whole."

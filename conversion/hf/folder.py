@@ -17,7 +17,7 @@ from ...configuration.errors import CheckpointError
 from ...configuration.hub import as_json, our_files
 from ...configuration.quantization import METHOD
 from ...configuration.sizes import bytes_of
-from ...modeling.checkpoints import check_shards, find_weights, sum_by_part, wrapper_prefix
+from ...modeling.checkpoints import find_weights, sum_by_part
 from ...modeling.formats.packed import Layout
 from ...modeling.quantization import layout_of, names_in_16_bit, own_config
 from ...modeling.registration import model_class
@@ -35,6 +35,8 @@ _COMPANIONS = re.compile(
     r"|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template\.(jinja|json)"
     r"|(LICENSE|NOTICE|USE_POLICY)(\.\w+)?"
 )
+# What torch.compile and data parallelism put before names.
+_WRAPPERS = re.compile(r"((_orig_mod|module)\.)*")
 # Buffers that some releases of transformers saved.
 _COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_embedding\.freqs_ci)")
 
@@ -42,16 +44,18 @@ _COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_embedding\.freqs_ci)")
 def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint:
     """Open a Hugging Face folder of LLaMA, Mistral, Mixtral, Llama 4 or llamoe; see `open_checkpoint`.
 
-    Of packed weights, what they mean is given: llamoe's in bfloat16, others' in the dtype of config.json.
+    Packed weights are opened as lazy tensors that dequantize them: to bfloat16 if llamoe packed them, else to the dtype
+    in config.json.
 
     Raises:
-        CheckpointError: a file is missing or damaged, the architecture is unknown, weights are quantized by others,
-            tensors are missing, unknown, or contradict config.json's shapes, or the tokenizer is another model's.
+        CheckpointError: a file is missing or damaged, architecture or quantization are unknown, tensors are missing,
+            unknown, or contradict config.json's shapes, or the tokenizer is another model's.
     """
     folder = Path(folder)
     config, quantization, layout = read_config(folder / "config.json")
     tensors, others, sources = open_shards(folder)
-    prefix = wrapper_prefix(tensors)
+    wrappers: Any = _WRAPPERS.match(os.path.commonprefix(list(tensors)))
+    prefix = wrappers[0]
     tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     dropped = {name: f"no tensor but a {kind}" for name, kind in others.items()}
     dropped |= dict.fromkeys(filter(_COMPUTED.fullmatch, tensors), "computed from the configuration")
@@ -64,37 +68,34 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
         stored = kept
         dtype = config.dtype if config.dtype in (torch.float16, torch.float32) else torch.bfloat16
         kept, packed = layout.unpack(kept, dtype)
-        notes.append("the weights are packed by bitsandbytes, and read as what they mean")
+        notes.append("the weights are packed by bitsandbytes, and dequantized")
     elif layout is not None:
         stored = {name.replace(".block_sparse_moe.", ".mlp."): tensor for name, tensor in kept.items()}
         kept, unused, followed = unpack_published(kept, config, layout, sources)
         dropped |= dict.fromkeys(unused, "is 0, or of activations, which are not quantized")
         quantization = followed if layout.is_int4 else None
         in_16_bit = followed.modules_to_not_convert or ()
-        notes.append(f"the weights are packed by {layout.method}, and read as what they mean")
+        notes.append(f"the weights are packed by {layout.method}, and dequantized")
     elif quantization is not None:
         stored = kept
         kept = unpack_tensors(stored, config, quantization, folder)
-        notes.append(
-            f"the weights are stored as {in_words(quantization)}; what they mean is taken, in bfloat16"
-        )
+        notes.append(f"the weights are stored as {in_words(quantization)}, and dequantized to bfloat16")
     kept = check_model(config, fuse_experts(kept), str(folder))
     if packed:
-        stacks = (
-            ".experts." in name and f"{name.partition('.experts.')[0]}.experts" or name for name in packed
-        )
-        linears = dict.fromkeys(name.rpartition(".")[0] for name in kept if "_proj" in name)
+        # Packed layers are named as in the file, an expert each; modules are named as in the model, a stack each.
+        stacks = (re.sub(r"(\.experts)\..*", r"\1", name) for name in packed)
         names = {name.replace(".block_sparse_moe.", ".mlp.") for name in stacks}
+        linears = dict.fromkeys(name.rpartition(".")[0] for name in kept if "_proj" in name)
         in_16_bit = names_in_16_bit(linears, names.intersection(linears))
-    found = read_companions(folder)
-    notes += check_companions(found, config, str(folder)) if companions else []
+    small_files = read_companions(folder)
+    notes += check_companions(small_files, config, str(folder)) if companions else []
     return Checkpoint(
         folder,
         layout.method if layout else "hf",
         config,
         kept,
         dropped,
-        found,
+        small_files,
         sources,
         notes,
         quantization=quantization,
@@ -104,11 +105,11 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
 
 
 def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], list[Path]]:
-    """Open a folder's tensors by name; list types of other entries by name, and the files.
+    """Open the weights of a folder: name to tensor, name to type of the entries that are no tensors, and the files.
 
     Raises:
         CheckpointError: there are no weights, or two sets; a file that the index names is missing or outside the
-            folder; or a tensor is in two files, or not where the index says.
+            folder; or a tensor is in two files.
     """
     weights = find_weights(folder)
     if weights is None:
@@ -117,32 +118,30 @@ def open_shards(folder: Path) -> tuple[dict[str, LazyTensor], dict[str, str], li
             "the index of either in several files."
         )
     tensors: dict[str, LazyTensor] = {}
-    held: dict[str, Path] = {}
     others: dict[str, str] = {}
-    for path in weights.files:
+    for path in weights:
         opened, more = open_weights(path)
         others |= more
         for name, tensor in opened.items():
-            if name in held:
-                raise CheckpointError(f"{path}: {name!r} is in {held[name]} too.")
-            tensors[name], held[name] = tensor, path
-    check_shards(weights, held)
-    return tensors, others, weights.files
+            if name in tensors:
+                raise CheckpointError(f"{tensor.origin}: there is a second one, {tensors[name].origin}.")
+            tensors[name] = tensor
+    return tensors, others, weights
 
 
 def read_companions(folder: Path) -> dict[str, bytes]:
     """Read the small files of a folder that belong to the model: tokenizer, templates, processor."""
-    found = {
+    files = {
         path.name: read_bytes(path)
         for path in sorted(folder.iterdir())
         if path.is_file() and _COMPANIONS.fullmatch(path.name)
     }
     templates = folder / "additional_chat_templates"
     if templates.is_dir():
-        found |= {
+        files |= {
             f"{templates.name}/{path.name}": read_bytes(path) for path in sorted(templates.glob("*.jinja"))
         }
-    return found
+    return files
 
 
 def save_hf(
@@ -160,8 +159,8 @@ def save_hf(
         checkpoint, target, options: what is written, and where and how.
         experts: "fused" stacks the experts of Llama 4 as stock does; "split" writes a linear layer for each expert, as
             is always done for Mixtral, whose stock files have nothing else.
-        identity: what else shaped the checkpoint; a resumed run must have the same.
-        quantization: packs the weights, which only the layout "llamoe" can say; experts stay fused.
+        identity: options of the command that shaped the checkpoint; a resumed run must have the same.
+        quantization: how the weights are packed, for which the layout has to be "llamoe"; experts stay fused.
 
     Raises:
         ValueError: an option is unknown, stock cannot express the model, or a tensor is missing, unknown or of another
@@ -191,8 +190,8 @@ def save_hf(
     if quantization is not None:
         before = ((name, tensor.nbytes, 0) for name, tensor in plain.items())
         after = ((name, 0, tensor.nbytes) for name, tensor in tensors.items())
-        found = sum_by_part(chain(before, after))
-        report.parts = dict(sorted(found.items(), key=lambda entry: -entry[1][0]))
+        sizes = sum_by_part(chain(before, after))
+        report.parts = dict(sorted(sizes.items(), key=lambda entry: -entry[1][0]))
         words = in_words(quantization)
         report.notes.append(f"{words}: {len(packed):,} weights; everything else is in bfloat16")
     return report
@@ -204,11 +203,11 @@ def read_config(
     """Read the configuration in a config.json of stock or llamoe, and how weights are packed.
 
     Returns:
-        the configuration; int4 or int8 as which the packed weights load, None for others; and their layout, if others
-        have packed them.
+        the configuration; llamoe's quantization as which packed weights load, or None; and the layout of weights that
+        another program has packed, or None.
 
     Raises:
-        CheckpointError: it cannot be read, or has weights in a format that is not read.
+        CheckpointError: the file cannot be read, or names a quantization that llamoe does not read.
     """
     data = read_json(path)
     packed = data.pop("quantization_config", None)
@@ -223,8 +222,8 @@ def read_config(
             return from_stock(data), None, Bitsandbytes.from_config(packed)
         if not isinstance(packed, dict) or (layout := layout_of(packed)) is None:
             raise CheckpointError(
-                f"quantization_config is {str(packed)[:99]}, which is not read. Give the model that these weights were "
-                "made of, in 16 or 32 bit."
+                f"quantization_config is {str(packed)[:99]}, which is not read. Give the model that was "
+                "quantized, in 16 or 32 bit."
             )
         return from_stock(data), own_config(layout) if layout.is_int4 else None, layout
     except ValueError as error:
@@ -232,7 +231,7 @@ def read_config(
 
 
 def _config_files(config: LlamoeBaseConfig, layout: str | None) -> tuple[dict[str, bytes], str]:
-    """Make config.json with the files that belong to it, and the layout that was chosen."""
+    """Make config.json and, in llamoe's layout, the files with its code; return them by name, and the layout."""
     config = copy.deepcopy(config)
     config.architectures = [model_class(config).__name__]
     for part in (getattr(config, name) for name in config.sub_configs):

@@ -99,9 +99,9 @@ class LazyTensor(ABC):
     def map(
         self, function: Callable[[torch.Tensor], torch.Tensor], shape: Sequence[int] | None = None
     ) -> "LazyTensor":
-        """View the result of a function of the whole tensor, which it must not change; of the same dtype.
+        """View the result of a function of the whole tensor, of the same dtype and, if none is given, the same shape.
 
-        The shape is the same unless another is given.
+        The function must not change its argument.
         """
         return Computed(function, [self], self.shape if shape is None else shape, self.dtype, self.origin)
 
@@ -125,7 +125,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_alike(tensors: Sequence[LazyTensor], why: str = "") -> None:
-    """Raise a `CheckpointError` if one has another shape or dtype than the first; `why` ends the sentence."""
+    """Raise a `CheckpointError` if a tensor has another shape or dtype than the first; `why` ends the message."""
     first = tensors[0]
     for tensor in tensors[1:]:
         if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
@@ -214,7 +214,7 @@ class _Cut(LazyTensor):
 
 
 class _View(LazyTensor):
-    """Any reshape: rows of the result are a run of elements, and the rows that cover the run are read."""
+    """A reshaped tensor: to read some of its rows, the rows of the original that hold their elements are read."""
 
     def __init__(self, tensor: LazyTensor, shape: Sequence[int]):
         assert prod(shape) == tensor.numel, (tensor, shape)
@@ -227,7 +227,7 @@ class _View(LazyTensor):
         super().__init__(shape, tensor.dtype, tensor.origin, block_rows)
 
     def view(self, *shape):
-        """View under another shape; for its own shape return the tensor itself, which may hold codes."""
+        """View under another shape; under the original shape return the tensor itself, which may be a packed weight."""
         return self.tensor if shape == self.tensor.shape else super().view(*shape)
 
     def _read(self, start, stop):
@@ -266,7 +266,7 @@ class _Transposed(LazyTensor):
 
 
 class Computed(LazyTensor):
-    """The result of a function of whole tensors, which it must not change; for matrices and smaller tensors."""
+    """The result of a function of whole tensors, for matrices and smaller tensors; it must not change its arguments."""
 
     def __init__(
         self,

@@ -1,12 +1,12 @@
 """Name tables: how the tensors of one format map to those of another, as data that works in both directions.
 
-A row states: the tensors of these names, split over files along this axis, become those tensors by this operation. A
-name that no row has is an error, and so is a row whose tensors are missing. A tensor that is dropped on purpose has a
-row of its own with the reason.
+A `Row` states that the tensors of some names, split over files along an axis, become the tensors of other names by an
+operation. Names that no row has are an error, and so are missing ones. A `Drop` names a tensor that is left out on
+purpose, with the reason.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,27 +15,22 @@ from ...configuration.errors import CheckpointError
 from .lazy_tensor import LazyTensor, check_alike
 from .operations import KEEP, Operation
 
-# Condition of a row, given the configuration and the numbers in the names.
-Condition = Callable[[Any, Mapping[str, int]], bool]
-
 
 @dataclass(frozen=True)
 class Row:
     """Tensors of one format and the tensors of the other that they become.
 
     Attributes:
-        source: names with `{i}` (or any other letter) for numbers.
-        target: names in the other format, with the same letters.
+        source: one name or several, with `{i}` (or any other letter) for numbers.
+        target: one name or several of the other format, with the same letters.
         operation: how the source becomes the target.
         axis: axis of the source tensors along which files hold parts; None where each file has a copy.
-        when: whether the row applies for these numbers in this model; None for always.
     """
 
     source: str | tuple[str, ...]
     target: str | tuple[str, ...]
     operation: Operation = KEEP
     axis: int | None = None
-    when: Condition | None = None
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -76,16 +71,16 @@ def read_through(
     names = list(dict.fromkeys(name for file in files for name in file))
     rows = [row for row in table if isinstance(row, Row)]
     drops = [(_regex(drop.pattern), drop.reason) for drop in table if isinstance(drop, Drop)]
-    found, unknown = _sort_names(names, [row.sources for row in rows], rows, sizes)
+    groups, unknown = _sort_names(names, [row.sources for row in rows])
     dropped = {name: reason for name in unknown for regex, reason in drops if regex.fullmatch(name)}
-    where = _place(files)
+    where = _file_of(files)
     _refuse_unknown([name for name in unknown if name not in dropped], where)
     results: dict[str, LazyTensor] = {}
-    for (index, numbers), group in found.items():
+    for (index, numbers), group in groups.items():
         row, values = rows[index], dict(numbers)
         keys = [pattern.format_map(values) for pattern in row.sources]
         for file in files:
-            _refuse_missing([key for key in keys if key not in file], group, _place([file]))
+            _refuse_missing([key for key in keys if key not in file], group, _file_of([file]))
         parts = [[file[key] for file in files] for key in keys]
         _check_parts(parts, row.axis)
         for pattern, tensor in zip(row.targets, row.operation.forward(parts, row.axis, sizes), strict=True):
@@ -110,11 +105,11 @@ def write_through(
         CheckpointError: a name is unknown, missing or ambiguous, or a size is not divisible by the number of files.
     """
     rows = [row for row in table if isinstance(row, Row)]
-    found, unknown = _sort_names(list(tensors), [row.targets for row in rows], rows, sizes)
-    where = _place([tensors])
+    groups, unknown = _sort_names(tensors, [row.targets for row in rows])
+    where = _file_of([tensors])
     _refuse_unknown(unknown, where)
     results: list[dict[str, LazyTensor]] = [{} for _ in range(files)]
-    for (index, numbers), group in found.items():
+    for (index, numbers), group in groups.items():
         row, values = rows[index], dict(numbers)
         keys = [pattern.format_map(values) for pattern in row.targets]
         _refuse_missing([key for key in keys if key not in group], group, where)
@@ -149,25 +144,21 @@ def _check_parts(parts: list[list[LazyTensor]], axis: int | None) -> None:
 
 
 def _sort_names(
-    names: Iterable[str], patterns: Sequence[tuple[str, ...]], rows: Sequence[Row], sizes: Any
+    names: Iterable[str], patterns: Sequence[tuple[str, ...]]
 ) -> tuple[dict[tuple[int, tuple[tuple[str, int], ...]], set[str]], list[str]]:
-    """Sort names by the row and the numbers that they match, and list those that match none."""
+    """Sort names by the first row whose patterns they match, and by their numbers; list those that match none."""
     regexes = [[_regex(pattern) for pattern in row] for row in patterns]
-    found: dict[tuple[int, tuple[tuple[str, int], ...]], set[str]] = {}
+    groups: dict[tuple[int, tuple[tuple[str, int], ...]], set[str]] = {}
     unknown = []
     for name in names:
         for index, alternatives in enumerate(regexes):
-            match = next((match for regex in alternatives if (match := regex.fullmatch(name))), None)
-            if match is None:
-                continue
-            numbers = {letter: int(number) for letter, number in match.groupdict().items()}
-            condition = rows[index].when
-            if condition is None or condition(sizes, numbers):
-                found.setdefault((index, tuple(sorted(numbers.items()))), set()).add(name)
+            if match := next((match for regex in alternatives if (match := regex.fullmatch(name))), None):
+                numbers = {letter: int(number) for letter, number in match.groupdict().items()}
+                groups.setdefault((index, tuple(sorted(numbers.items()))), set()).add(name)
                 break
         else:
             unknown.append(name)
-    return found, unknown
+    return groups, unknown
 
 
 def _regex(pattern: str) -> re.Pattern[str]:
@@ -175,8 +166,8 @@ def _regex(pattern: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>0|[1-9][0-9]*)", escaped))
 
 
-def _place(files: Sequence[Mapping[str, LazyTensor]]) -> str:
-    """Return the file of the first tensor for messages, if its origin has one."""
+def _file_of(files: Sequence[Mapping[str, LazyTensor]]) -> str:
+    """Return the file of the first tensor and a colon, to begin a message; empty if its origin names no file."""
     origin = next((tensor.origin for file in files for tensor in file.values()), "")
     return f"{origin.rpartition(': ')[0]}: " if ": " in origin else ""
 

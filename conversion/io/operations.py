@@ -1,4 +1,4 @@
-"""What the rows of a name table do to their tensors: rename, transpose, join files' slices, fuse projections."""
+"""Operations of the rows of a name table: rename, transpose, join the slices in several files, split projections."""
 
 import math
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from .lazy_tensor import Computed, LazyTensor, blocks, join
 
 
 class Operation:
-    """What a row does to its tensors; this class only renames them.
+    """An operation that renames tensors, and the base class of all others.
 
-    A subclass overrides `convert` and `revert`, which get whole tensors, or, where every file holds pieces of several
-    tensors, `forward` and `inverse`.
+    A subclass overrides `convert` and `revert`, which get whole tensors, or `forward` and `inverse`, which get each
+    file's, if a file's tensor holds slices of several whole tensors.
     """
 
     def forward(self, parts: list[list[LazyTensor]], axis: int | None, sizes: Any) -> list[LazyTensor]:
@@ -59,14 +59,14 @@ class _Transposed(Operation):
 
 
 TRANSPOSED = _Transposed()
-"""A matrix that the other format stores transposed."""
+"""The operation for a matrix that the other format stores transposed."""
 
 
 class FusedRows(Operation):
-    """Projections fused by rows; each file holds its slice of every projection.
+    """Splits projections whose rows are stored in one tensor, of which each file holds a slice of every projection.
 
     Attributes:
-        shares: from the model's configuration to the projections' rows, in any unit.
+        shares: function from the model's configuration to the projections' relative numbers of rows.
     """
 
     def __init__(self, shares: Callable[[Any], list[int]]):
@@ -106,9 +106,10 @@ class FusedRows(Operation):
 
 
 def permute_pairs(tensor: LazyTensor, heads: int, *, to_halves: bool) -> LazyTensor:
-    """View the rows of a projection that is rotated, in another order within each head.
+    """View a query or key projection with its rows reordered within each head, for another rotary embedding.
 
-    `to_halves` goes from neighbouring pairs, r0 i0 r1 i1 ..., to halves, r0 r1 ... i0 i1 ...; else back.
+    With `to_halves`, channels that are rotated together go from neighbours, r0 i0 r1 i1 ..., to halves,
+    r0 r1 ... i0 i1 ...; without, back.
     """
 
     def permute(rows: torch.Tensor) -> torch.Tensor:
@@ -143,7 +144,7 @@ def are_equal(a: LazyTensor, b: LazyTensor) -> bool:
 
 
 def one_of(copies: list[LazyTensor], why: str) -> LazyTensor:
-    """View the first of several copies; reading it compares them. `why` ends the error.
+    """View the first of several copies of a tensor; reading it compares them. `why` ends the error's sentence.
 
     Raises:
         CheckpointError: they differ in shape or dtype.

@@ -18,7 +18,7 @@ from ...configuration.json_files import LARGE, check_regular, reading
 from ...modeling.checkpoints import DTYPES, TensorHeader, read_header, read_torch
 from .lazy_tensor import LazyTensor
 
-# Keys under which a torch file may hold its tensors.
+# Keys under which a torch file may hold the dictionary of its tensors.
 _WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
 
 
@@ -36,7 +36,7 @@ class FileTensor(LazyTensor):
         count = prod(shape)
         if self.strides is None or not count:
             return self._bytes(start * prod(self.shape[1:]), count).view(shape)
-        # Reads all from the rows' first to last element: nearly the whole tensor if axis 0 is not the slowest.
+        # Read everything between the rows' first and last element: nearly all if axis 0 has not the largest stride.
         span = 1 + sum((size - 1) * step for size, step in zip(shape, self.strides, strict=True))
         return self._bytes(start * self.strides[0], span).as_strided(shape, self.strides)
 
@@ -156,10 +156,10 @@ def check_sums(paths: Sequence[Path]) -> None:
         sums = {line[1].lstrip("*"): line[0].lower() for line in lines if len(line) == 2}
         if path.name in sums:
             with open(path, "rb") as file:
-                found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-            if found != sums[path.name]:
+                computed = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+            if computed != sums[path.name]:
                 raise CheckpointError(
-                    f"{path}: its MD5 sum is {found}, but checklist.chk says {sums[path.name]}. Download it again."
+                    f"{path}: its MD5 sum is {computed}, but checklist.chk says {sums[path.name]}. Download it again."
                 )
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:

@@ -2,8 +2,8 @@
 
 A file is created in full size under a temporary name, filled, flushed to the disk and renamed. The file that makes a
 folder a checkpoint (the index of several shards, Meta's params.json) is written last. Until then the file `UNFINISHED`
-states what is made from which source. With it a later run continues after the last complete file. Nothing finished,
-and nothing that is being written, is overwritten.
+states what is made from which source. With it a later run continues after the last complete file. A finished target,
+or one that another run is writing, is refused.
 """
 
 import json

@@ -41,7 +41,7 @@ from .params import (
     write_params,
 )
 
-# Most bytes of weights in a file of Meta's releases, Llama 4's excepted, and most files.
+# The largest file of weights, in bytes, and the largest number of files in Meta's releases before Llama 4.
 _LARGEST_FILE, _MOST_FILES = 17.5e9, 8
 
 
@@ -71,8 +71,7 @@ def open_meta(
             "convert again"
         )
     elif companions:
-        family = f"llama-{generation}" if looks_like_table(tokenizer) else None
-        translated = hf_files_from_meta(tokenizer, config, instruct=tuned, family=family, origin=str(path))
+        translated = hf_files_from_meta(tokenizer, config, instruct=tuned, origin=str(path))
     kind = "meta-llama4" if generation == 4 else "meta-llama"
     return Checkpoint(folder, kind, config, tensors, dropped | left_out, translated, paths, notes)
 
@@ -88,9 +87,9 @@ def _find_tokenizer(folder: Path) -> tuple[Path | None, bytes | None]:
 def _find_generation(params: Params, files: Files, tokenizer: bytes | None) -> int:
     """Infer the LLaMA generation, 1 to 4.
 
-    Parameters and names identify Llama 4. Llama 3 has scaled rotary embeddings or a tiktoken tokenizer; without a
-    tokenizer, a large vocabulary or Llama 3's rotary base counts. LLaMA 1 stores rotary frequencies in each layer,
-    Llama 2 once. Where they were removed, norms of 1e-6 mean LLaMA 1, whose smaller sizes have it.
+    Llama 4 shows in parameters or names of tensors. Llama 3 has scaled rotary embeddings or a tiktoken tokenizer; a
+    folder without tokenizer is taken for Llama 3 if it has a large vocabulary or Llama 3's rotary base. LLaMA 1 stores
+    rotary frequencies in each layer, Llama 2 once. If the frequencies were removed, norm_eps = 1e-6 means LLaMA 1.
     """
     tensors = files[0]
     of_llama4 = re.compile(r"vision_embeddings\..*|.*(attention\.wqkv\.weight|feed_forward\.router_DE)")
@@ -114,7 +113,7 @@ def _find_generation(params: Params, files: Files, tokenizer: bytes | None) -> i
 
 
 def _head_is_embedding(params: Params, files: Files) -> bool:
-    """Return whether a dense model's head is its embedding: the same bytes; of Llama 3.2 also a copy, or none."""
+    """Return True if a dense model's head is its embedding: the same bytes, or in Llama 3.2 equal or not stored."""
     pairs = [(file.get("tok_embeddings.weight"), file.get("output.weight")) for file in files]
     if all(
         embedding is not None and head is not None and same_place(embedding, head)
@@ -127,7 +126,7 @@ def _head_is_embedding(params: Params, files: Files) -> bool:
 
 
 def _measure_feed_forwards(params: Params, files: Files) -> Params:
-    """Complete the parameters by hidden sizes and, if params.json leaves it open, the number of experts."""
+    """Complete the parameters by sizes of tensors: hidden sizes and, if params.json has -1, the number of experts."""
     first = files[0]
 
     def whole(suffix: str, axis: int) -> int | None:
@@ -158,8 +157,8 @@ def save_meta(
 ) -> Report:
     """Write a checkpoint in Meta's format; for `shards` see `convert`.
 
-    Dense models are written as Llama 3 if their tokenizer, vocabulary or rotary embedding is Llama 3's, else as LLaMA
-    2; mixtures as Llama 4.
+    A dense model is written as Llama 3 if its tokenizer, vocabulary or rotary embedding is Llama 3's, else as Llama 2;
+    a model of Llama 4's family as Llama 4.
     """
     target, config = Path(target), checkpoint.config
     if isinstance(config, LlamoeVisionConfig):
@@ -172,7 +171,7 @@ def save_meta(
         tokenizer = meta_tokenizer_file(checkpoint.companions, config)
         if not tokenizer:
             notes.append("the source has no tokenizer: no tokenizer.model is written")
-    # The weights are useful without it.
+    # The weights are useful without a tokenizer.
     except CheckpointError as error:
         notes.append(f"no tokenizer.model is written: {error}")
     generation = _generation_to_write(config, tokenizer.get("tokenizer.model"))

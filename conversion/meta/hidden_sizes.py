@@ -1,4 +1,4 @@
-"""Meta's formulas for the hidden sizes of feed-forwards, and parameters for which they give a size.
+"""Meta's formulas for hidden sizes, and their inverse: parameters from which Meta's code computes a given size.
 
 Sources: the feed-forwards of meta-llama/llama (LLaMA 1 and 2) and meta-llama/llama-models (Llama 3 and 4).
 """

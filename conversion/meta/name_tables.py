@@ -1,9 +1,9 @@
-"""Meta's names and shapes as data: LLaMA 1, 2 and 3, and Llama 4 with its two sets of names and its vision tower.
+"""Name tables from Meta's formats to Hugging Face's: LLaMA 1, 2 and 3, and Llama 4 with its vision tower.
 
-The target side is stock Hugging Face. A row's axis is the axis of a file's tensor along which model-parallel files are
-sliced. Where a matrix holds the rows of all experts, each file holds a slice of every expert's rows. Meta's code
-accepts Llama 4 under the names of the releases, with fused projections and flat experts, and under the names of its
-modules. A file may mix them, and so may the table for reading.
+A row's axis is that along which model-parallel files hold slices of a tensor. Of a matrix with the rows of all experts,
+each file holds a slice of every expert's rows. Meta's code accepts Llama 4 under two sets of names: those of the
+releases, with fused projections and flat experts, and those of its modules. A file may mix both, so the table for
+reading has both.
 
 Sources: the modules and load hooks of meta-llama/llama (LLaMA 1 and 2) and of meta-llama/llama-models (Llama 3 and 4),
 and the axes in its `reshard_mp`.
@@ -33,9 +33,9 @@ from ..io import (
 
 
 class _Rotated(Operation):
-    """Rows of a projection before rotary embedding: Meta rotates neighbouring channels, Hugging Face rotates halves.
+    """Permutes the rows of a query or key projection: Meta rotates neighbouring channels, Hugging Face rotates halves.
 
-    Files hold whole heads, so each file's rows are permuted alone.
+    Files hold whole heads, so each file's rows are permuted separately.
     """
 
     def __init__(self, heads: str):
@@ -53,9 +53,9 @@ class _Rotated(Operation):
 
 
 class _Experts(Operation):
-    """Experts stacked in one tensor: of one projection, or of gate and up side by side.
+    """Joins a layer's experts in one tensor: the down projections, or gate and up projections side by side.
 
-    Where it is `flat`, Meta's tensor is a matrix with the rows of all experts.
+    With `flat`, Meta's tensor is a matrix with the rows of all experts, else a stack with an expert each.
     """
 
     def __init__(self, flat: bool):
@@ -94,10 +94,6 @@ class _Experts(Operation):
 def _qkv_shares(sizes: Any) -> list[int]:
     text = sizes.get_text_config()
     return [text.num_attention_heads, text.num_key_value_heads, text.num_key_value_heads]
-
-
-def _is_mixture(sizes: Any, numbers: Mapping[str, int]) -> bool:
-    return numbers["i"] in sizes.get_text_config().moe_layers
 
 
 _FLAT, _STACKED = _Experts(flat=True), _Experts(flat=False)
@@ -147,7 +143,7 @@ _LLAMA = (
     Drop("layers.{i}.attention.inner_attention.rope.freqs", _COMPUTED),
 )
 
-# The decoder of Llama 4: names that both sets share.
+# The decoder of Llama 4: names that are in both sets.
 _LLAMA4_SHARED = (
     Row("tok_embeddings.weight", "model.embed_tokens.weight", axis=0),
     *_ENDS,
@@ -161,8 +157,6 @@ _SHARED = "feed_forward.shared_expert."
 _LLAMA4_RELEASE = (
     _layer("attention.wqkv.layer_norm_weight", "input_layernorm.weight"),
     _layer("attention.wqkv.weight", [f"self_attn.{name}_proj.weight" for name in "qkv"], _QKV, axis=0),
-    # Where the other name of this norm is written, in a dense layer, the next row is the first that applies.
-    replace(_layer("feed_forward.norm.weight", "post_attention_layernorm.weight"), when=_is_mixture),
     _layer("feed_forward.mlp.layer_norm_weight", "post_attention_layernorm.weight"),
     _layer("feed_forward.mlp.fc1_weight", _DENSE_GATE_AND_UP, _GATE_AND_UP, axis=0),
     _layer("feed_forward.mlp.fc2_weight", "feed_forward.down_proj.weight", axis=1),
@@ -245,9 +239,15 @@ def llama4_table(config: LlamoeBaseConfig, to_write: bool = False) -> Table:
 
     Written are the names of the releases. A table for reading has both sets of names in any layer.
     """
-    chosen = _LLAMA4_SHARED + _LLAMA4_RELEASE
-    if not to_write:
-        chosen = tuple(replace(row, when=None) for row in chosen + _LLAMA4_UNFUSED)
+    # This name of a norm belongs to layers with experts, the one in `_LLAMA4_RELEASE` to dense layers. The first row
+    # that matches is taken.
+    norm = "feed_forward.norm.weight", "post_attention_layernorm.weight"
+    if to_write:
+        mixtures = config.get_text_config().moe_layers
+        norms = [Row(f"layers.{i}.{norm[0]}", f"model.layers.{i}.{norm[1]}") for i in mixtures]
+        chosen = (*norms, *_LLAMA4_SHARED, *_LLAMA4_RELEASE)
+    else:
+        chosen = (_layer(*norm), *_LLAMA4_SHARED, *_LLAMA4_RELEASE, *_LLAMA4_UNFUSED)
     if not isinstance(config, LlamoeConfig):
         return chosen + _LLAMA4_DROPPED
     prefixed = tuple(

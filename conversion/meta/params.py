@@ -17,18 +17,19 @@ from .hidden_sizes import expert_size, feed_forward_size, fit_dense, fit_mixture
 
 # Original context length of Llama 3's rotary scaling: a constant in Meta's code, as is the factor for low frequencies.
 _SCALED_FROM, _LOW_FACTOR = 8192, 1.0
-# Entries of params.json and of the rotary parameters, and their defaults: constants in Llama 3's code, default values
-# in Llama 4's.
+# The entries of params.json for rotary scaling, as they are named in `rope_parameters`; and by generation the values
+# that Meta's code has without them: for Llama 3 these are constants, which no entry changes.
 _FACTORS = {"rope_scaling_factor": "factor", "rope_high_freq_factor": "high_freq_factor"}
 _SCALING = {3: (8.0, 4.0), 4: (16.0, 1.0)}
-# Width, heads and key-value heads of Llama 3.2 1B and 3B. Their params.json say nothing of the factor, and Llama 3's
-# code has a constant; their published configurations have this one.
+# Width, heads and key-value heads of Llama 3.2 1B and 3B. Their params.json lack the factor and Llama 3's code has the
+# constant above, but their published configurations have this one.
 _LLAMA_32, _FACTOR_OF_LLAMA_32 = ((2048, 32, 8), (3072, 24, 8)), 32.0
 # Larger vocabularies are tiktoken's (Llama 3: 128256); SentencePiece's have 32000 to 32016 pieces.
 LARGEST_SENTENCEPIECE = 65536
 # The rotary base of Llama 3 and 4; no earlier dense model has it.
 LLAMA3_THETA = 500000.0
-# Number of special tokens after the ranks of a tiktoken vocabulary; below, the offsets of those that a config names.
+# Number of special tokens, which follow all others in the vocabulary; and the offsets among them of Llama 4's tokens
+# that a configuration names.
 _SPECIALS = {3: 256, 4: 2048}
 _LLAMA4_IDS = {"bos": 0, "eos": (1, 7, 8), "pad": 18, "boi": 80, "eoi": 81, "image": 92}
 
@@ -53,7 +54,7 @@ def is_llama_32(params: Params) -> bool:
 
 
 def note_defaults(params: Params, config: LlamoeBaseConfig) -> list[str]:
-    """Note absent keys whose default in Meta's code differs from Hugging Face's published configuration."""
+    """Return notes on absent keys for which Meta's code and Hugging Face's published configurations differ."""
     if isinstance(config, LlamoeDenseConfig):
         scaled = (config.rope_parameters or {}).get("rope_type") == "llama3"
         if scaled and "rope_scaling_factor" not in params and config.hidden_size < 4096:

@@ -1,9 +1,9 @@
 """Reads folders in Mistral AI's format: Mistral and Mixtral.
 
-Such a folder holds params.json and weights: consolidated.safetensors, or consolidated.00.pth and so on. Several files
-of a dense model hold a slice of every large tensor each, those of a mixture hold some of the tensors each. Dense
-tensors have the names of LLaMA, and files are sliced along the same axes. Q and k are rotated in neighbouring pairs, as
-Meta's.
+Such a folder holds params.json and weights: consolidated.safetensors, or consolidated.00.pth and so on. If a dense
+model has several files, each holds a slice of every large tensor; each file of a mixture holds some whole tensors.
+Tensors outside of experts have the names of Meta's LLaMA, are sliced along the same axes, and have rows of q and k in
+the same order.
 
 Sources: `Transformer` and `MoeLayer` of mistralai/mistral-inference; for the first release of Mixtral transformers'
 former script convert_mixtral_weights_to_hf.py.
@@ -33,12 +33,12 @@ from ..meta import llama_table
 from ..tokenizers import hf_files_from_meta
 from .params import OWN_KEYS, read_config, read_params
 
-# Endings of weight files; Meta has .pth only.
+# Endings of weight files.
 _ENDINGS = ("safetensors", "pth", "pt")
 
 
 class _ExpertsInOneMatrix(Operation):
-    """Operation that makes a layer's stacks of w1, w3 and transposed w2, each with the rows of all experts."""
+    """Makes a layer's two stacks from three matrices with the rows of all experts: w1, w3, and w2 transposed."""
 
     def convert(self, tensors, sizes):
         check_alike(tensors)

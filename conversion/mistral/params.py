@@ -59,12 +59,12 @@ _OFF = frozenset(
     "attn_temperature_tuning moe.first_k_dense_replace moe.num_shared_experts rope_scaling yarn llama_4_scaling "
     "vision_encoder multimodal lora quantization quantization_config".split()
 )
-# A key without effect on what the model computes, whatever it says.
+# A key that is ignored, since it has no effect on what the model computes.
 _NO_EFFECT = "max_batch_size"
 
 
 def read_params(content: Mapping[str, Any], origin: str) -> tuple[Params, dict[str, str]]:
-    """Return params.json under mistral-inference's names, and its keys without effect, with the reason."""
+    """Rename the entries of params.json as in mistral-inference; return them, and ignored keys with the reason."""
     given = Params.of(content, origin)
     entries: dict[str, Any] = {}
     for name, value in given.entries.items():
@@ -118,7 +118,7 @@ def read_config(params: Params) -> LlamoeDenseConfig | LlamoeMixtralConfig:
 
 
 def _read_window(params: Params) -> dict[str, Any]:
-    """Read the window and its layers from a number, its text, or a list that repeats over layers."""
+    """Read the window and its layers from a number, a number as text, or a list that repeats over the layers."""
     given, layers = params.entries.get("sliding_window"), params.integer("n_layers")
     windows = given if isinstance(given, list) else [given]
     windows = [int(window) if str(window).isdecimal() else window for window in windows]

@@ -16,8 +16,8 @@ with a line break may get other tokens, since the break merges with the header's
 The model's own output stands between `generation` and `endgeneration`, including the end token. These marks produce no
 text; `apply_chat_template(return_assistant_tokens_mask=True)` and trainers use them.
 
-turns.jinja has questions and answers in turn, headers.jinja messages with headers. Words in capitals are filled in
-here.
+turns.jinja is for formats that alternate questions and answers, headers.jinja for messages with headers. The words in
+capitals in both files are replaced here.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ _IMAGE = """{%- elif part['type'] == 'image' -%}
 
 
 def llama_2() -> str:
-    """Return the chat template of Llama 2; like Meta's code it refuses tags in messages and roles out of turn."""
+    """Return the chat template of Llama 2; like Meta's code it refuses tags in messages and roles in a wrong order."""
     words = {
         "TITLE": "Llama 2 chat.",
         "BEGIN": "",
@@ -45,24 +45,24 @@ def llama_2() -> str:
 
 
 LAST_OF_MISTRAL = 13
-"""The last version that `mistral` writes; the next one has settings in front of a conversation."""
+"""The last version of Mistral AI's format that `mistral` writes; the next one begins a conversation with settings."""
 
 
 def mistral(version: int) -> str:
-    """Return the chat template of Mistral AI's format of conversations, by its version."""
-    begin, here, tags = "{{- bos_token -}}\n", "false", ["[INST]", "[/INST]"]
+    """Return the chat template of a version of Mistral AI's format of conversations."""
+    begin, merges, tags = "{{- bos_token -}}\n", "false", ["[INST]", "[/INST]"]
     if version >= 7:
         tags += ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"]
         system = "'[SYSTEM_PROMPT]' + text_of(messages[0]) + '[/SYSTEM_PROMPT]'"
         begin += f"{{%- if first -%}}\n    {{{{- {system} -}}}}\n{{%- endif -%}}\n"
     else:
-        here = "loop.index0 == 1" if version == 1 else "loop.index0 + 2 >= loop.length"
+        merges = "loop.index0 == 1" if version == 1 else "loop.index0 + 2 >= loop.length"
     words = {
         "TITLE": f"Mistral instruct, version {version}.",
         "BEGIN": begin,
         "TAGS": str(tags),
         "MODEL": "Mistral",
-        "MERGES": here,
+        "MERGES": merges,
         "MERGED": "text_of(messages[0]) + '\\n\\n' + content",
         # In version 1 the borders are text.
         "QUESTION": f"'[INST]{' ' * (version == 1)}' + content + '{' ' * (version == 1)}[/INST]'",

@@ -1,10 +1,10 @@
-"""Meta's or Mistral AI's tokenizer of any kind: read, compared with the model, and made the files of a folder.
+"""Read Meta's or Mistral AI's tokenizer, compare it with the model, and make a Hugging Face folder's files from it.
 
-Functions map file names to bytes and write nothing to disk. The original file stays in the folder, so that
-the way back gives the same bytes.
+Files are dictionaries from names to bytes; nothing is written to disk. The original tokenizer is among them, so that a
+conversion back to Meta's format has it byte by byte.
 
-The files name transformers' general tokenizer class, which uses tokenizer.json as it is. `LlamaTokenizer` rebuilds the
-steps when it loads and gives other ids.
+tokenizer_config.json names transformers' general tokenizer class, which uses tokenizer.json as it is. `LlamaTokenizer`
+builds the steps anew when it loads and gives other ids.
 """
 
 from typing import Any
@@ -29,8 +29,8 @@ def check_tokenizer(
     Args:
         content: of the file.
         config: a configuration of llamoe to compare with, or None.
-        family: "llama-1" to "llama-4" or "mistral". None infers it from the kind of file and the number of tokens, and
-            tells LLaMA 1 from Llama 2 by `max_position_embeddings`.
+        family: of a SentencePiece model: "llama-1", "llama-2" or "mistral"; None tells LLaMA 1 from Llama 2 by
+            `max_position_embeddings`. Of other kinds of files it follows from the file and the number of tokens.
         origin: the file, for messages.
 
     Raises:
@@ -40,7 +40,7 @@ def check_tokenizer(
     kind = kind_of(content, origin)
     if kind == "tiktoken":
         ranks = tiktoken_tables.read(content, origin)
-        return tiktoken_tables.of_family(ranks, _family_of_table(len(ranks), text, family, origin), content)
+        return tiktoken_tables.of_family(ranks, _family_of_table(len(ranks), text, origin), content)
     if kind == "tekken":
         tokenizer, file = tekken.read(content, origin), "tekken.json"
         specials = len(tokenizer.special_ids)
@@ -79,15 +79,12 @@ def kind_of(content: bytes, origin: str) -> str:
     )
 
 
-def _family_of_table(ranks: int, text: Any, family: str | None, origin: str) -> str:
-    if family not in (None, *SPECIAL_TOKENS):
-        raise CheckpointError(f"{origin}: a tiktoken table, and {family} has a SentencePiece model.")
+def _family_of_table(ranks: int, text: Any, origin: str) -> str:
+    """Tell Llama 3 from Llama 4 by the number of special tokens, which is what the embedding has beyond the ranks."""
     if text is None:
         # The releases have 128000 and 200000 ranks.
-        return family or ("llama-3" if ranks < 160_000 else "llama-4")
-    totals = {
-        name: ranks + len(special) for name, special in SPECIAL_TOKENS.items() if family in (None, name)
-    }
+        return "llama-3" if ranks < 160_000 else "llama-4"
+    totals = {name: ranks + len(special) for name, special in SPECIAL_TOKENS.items()}
     for name, total in totals.items():
         if total == text.vocab_size:
             return name

@@ -1,7 +1,7 @@
-"""The processor of a multimodal folder: transformers' `Llama4Processor` with the sizes of the model's tower.
+"""Make the processor's files of a multimodal folder, for the sizes of the model's tower.
 
-It cuts pictures into tiles of the tower's size and writes one `<|patch|>` token for each output of the adapter. A
-folder with these files also loads where only transformers is imported.
+The processor is transformers' `Llama4Processor`, so the files also load without llamoe. It cuts pictures into tiles of
+the tower's size and writes one `<|patch|>` token for each output of the tower's adapter.
 """
 
 import json
@@ -79,10 +79,10 @@ def processor_files(
 
 
 def processor_of_layout(companions: Mapping[str, bytes], layout: str) -> dict[str, bytes]:
-    """Return the companions with a processor_config.json that loads in a folder of this layout.
+    """Return a folder's small files with processor_config.json adapted to the layout of config.json.
 
-    "llamoe" adds an `auto_map`, so that `trust_remote_code=True` finds `LlamoeProcessor`. "stock" removes it and names
-    `Llama4Processor`, which reads the same files.
+    The layout "llamoe" adds an `auto_map`, so that `trust_remote_code=True` finds `LlamoeProcessor`. The layout "stock"
+    removes it and names `Llama4Processor`, which reads the same files.
     """
     if "processor_config.json" not in companions:
         return dict(companions)

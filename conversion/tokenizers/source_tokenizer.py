@@ -1,4 +1,4 @@
-"""Meta's or Mistral AI's tokenizer of whatever kind, and what the kinds share when tokenizer.json is made of them."""
+"""The class of a parsed tokenizer of Meta's or Mistral AI's, and functions that all kinds of files share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,13 +16,14 @@ class SourceTokenizer:
     Attributes:
         kind: "sentencepiece", "tiktoken" or "tekken".
         family: "llama-1" to "llama-4", or "mistral".
-        content: of the file.
+        content: content of the file.
         size: number of tokens, special ones included.
         special_ids: special token to id.
-        roles: tokens by transformers' roles: bos_token, eos_token, pad_token, and unk_token if it is not tiktoken's.
-        to_json: gives the content of tokenizer.json.
+        roles: "bos_token", "eos_token", "pad_token" and, unless it is a tiktoken table, "unk_token" to the token.
+        to_json: function that makes the content of tokenizer.json.
         stops: tokens that end an answer besides the end of text.
-        version: of Mistral AI's format of conversations; 2 and 3 differ in tools alone, and are 3 for SentencePiece.
+        version: version of Mistral AI's format of conversations. Versions 2 and 3 differ in tools alone, and a
+            SentencePiece model of either counts as 3.
     """
 
     kind: str
@@ -36,7 +37,7 @@ class SourceTokenizer:
     version: int = 0
 
     def settings(self) -> dict[str, Any]:
-        """Return the entries of tokenizer_config.json that every such tokenizer has."""
+        """Return the entries of tokenizer_config.json that all kinds share."""
         return {
             "tokenizer_class": "TokenizersBackend",
             "clean_up_tokenization_spaces": False,
@@ -48,7 +49,7 @@ class SourceTokenizer:
 
 
 def refuse(origin: str, problem: str) -> NoReturn:
-    """Raise the error for a damaged file."""
+    """Raise the error for a damaged file, which should be downloaded again."""
     raise CheckpointError(f"{origin}: {problem}. Take the file from the release again.")
 
 

@@ -1,9 +1,9 @@
-"""The tokenizer of newer models of Mistral AI, tekken.json, to tokenizer.json.
+"""Convert the tokenizer of Mistral AI's newer models, tekken.json.
 
-The file holds tokens in base64 with their ranks, of which the model may have the first ones only, the pattern that
-splits a text into words, and since version 11 the special tokens. Special tokens have the first ids, so a token's id is
-its rank and their number. Text that spells a special token becomes that token here, since templates write them as text;
-mistral-common never reads one from text.
+The file holds tokens in base64 with their ranks, the pattern that splits a text into words, and since version 11 the
+special tokens. The model may have only the first of the tokens. Special tokens have the first ids, so a token's id is
+its rank plus the number of special tokens. Chat templates write special tokens as text, so text that spells one becomes
+that token; mistral-common never makes a special token of text.
 
 Source: `tekken.py` of mistralai/mistral-common.
 """
@@ -12,9 +12,9 @@ import base64
 import json
 
 from .source_tokenizer import SourceTokenizer, refuse
-from .tiktoken_tables import build_json
+from .tiktoken_tables import BYTES, build_json
 
-# Special tokens of files that name none.
+# Special tokens of files before version 11, which do not name them.
 _UNNAMED = (
     "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] "
     "[IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
@@ -26,7 +26,7 @@ def read(content: bytes, origin: str) -> SourceTokenizer:
     """Read a tekken.json; ids equal mistral-common's for texts without special tokens, `<s>` in front.
 
     Raises:
-        CheckpointError: it is damaged, or lacks one of the tokens that have a role.
+        CheckpointError: it is damaged, or lacks one of the tokens in `_ROLES`.
     """
     try:
         data = json.loads(content)
@@ -42,13 +42,13 @@ def read(content: bytes, origin: str) -> SourceTokenizer:
         version, pattern = int(config["version"].removeprefix("v")), config["pattern"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         refuse(origin, f"is not a tekken.json ({error!r})")
-    if list(ranks.values()) != list(range(size - specials)):
-        last = size - specials - 1
-        refuse(origin, f"has {len(ranks)} different tokens, not one for each rank from 0 to {last}")
-    if missing := [token for token in _ROLES.values() if token not in special]:
-        refuse(origin, f"has no {missing[0]}")
-    if len(special) != specials or any(bytes([byte]) not in ranks for byte in range(256)):
-        refuse(origin, "has a special token twice, or a byte without a token")
+    if list(ranks.values()) != list(range(size - specials)) or not BYTES <= ranks.keys():
+        problem = (
+            f"is not one token for each rank from 0 to {size - specials - 1}, with every byte among them"
+        )
+        refuse(origin, f"has {len(ranks)} different tokens, which {problem}")
+    if len(special) != specials or not {*_ROLES.values()} <= special.keys():
+        refuse(origin, f"has a special token twice, or lacks one of {', '.join(_ROLES.values())}")
     return SourceTokenizer(
         "tekken",
         "mistral",

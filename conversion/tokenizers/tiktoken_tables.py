@@ -1,8 +1,8 @@
-"""The tokenizer of Llama 3 and 4: a tiktoken table of ranks to tokenizer.json.
+"""Convert the tokenizer of Llama 3 and 4, a tiktoken table of ranks.
 
-A line of the table is a token in base64, a space, and its rank, which is also its id. Special tokens follow the ranks.
-Their names and number are in Meta's code, not in the file: 256 for Llama 3, 2048 for Llama 4, whatever the number of
-ranks. The pattern that splits a text into words is in Meta's code, too.
+A line of the table is a token in base64, a space, and its rank, which is also its id. Special tokens have the ids after
+the last rank. They are not in the file but in Meta's code: 256 for Llama 3, 2048 for Llama 4, for any number of ranks.
+The pattern that splits a text into words is in Meta's code, too.
 """
 
 import base64
@@ -14,11 +14,11 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from .source_tokenizer import SourceTokenizer, begin_with, refuse
 
-_BYTES = {bytes([byte]) for byte in range(256)}
+BYTES = {bytes([byte]) for byte in range(256)}
 _SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _OTHERS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-# Patterns that split a text into words, by family: Meta's, of which Llama 4's is that of OpenAI's o200k, and that of
+# Patterns that split a text into words. Llama 4's is the same as that of OpenAI's o200k. "tekken" is the pattern in
 # Mistral AI's published tekken.json.
 WORD_PATTERNS = {
     "llama-3": rf"{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_OTHERS}",
@@ -84,7 +84,6 @@ _STOPS = {"llama-3": ("<|eom_id|>", "<|eot_id|>"), "llama-4": ("<|eom|>", "<|eot
 
 def of_family(ranks: Mapping[bytes, int], family: str, content: bytes) -> SourceTokenizer:
     """Make the tokenizer of a table; ids equal tiktoken's for texts without special tokens, bos in front."""
-    # Special tokens follow the ranks.
     special = {token: len(ranks) + offset for offset, token in enumerate(SPECIAL_TOKENS[family])}
     roles, size = _ROLES[family], len(ranks) + len(special)
     return SourceTokenizer(
@@ -110,7 +109,7 @@ def read(content: bytes, origin: str) -> dict[bytes, int]:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except ValueError as error:
         refuse(origin, f"is no table of tokens in base64 and their ranks ({error})")
-    if sorted(ranks.values()) != list(range(len(lines))) or not _BYTES <= ranks.keys():
+    if sorted(ranks.values()) != list(range(len(lines))) or not BYTES <= ranks.keys():
         refuse(origin, f"its {len(lines)} lines are not one token for each rank, with every byte among them")
     return ranks
 
@@ -123,7 +122,7 @@ def build_json(
     Args:
         ranks: token to rank.
         pattern: regular expression of a word.
-        special: special token to id, before or behind all tokens.
+        special: special token to id; these ids are before or behind those of all other tokens.
         bos: the special token in front of a text.
         first: id of the token of rank 0.
     """
@@ -134,7 +133,7 @@ def build_json(
 
 
 class _FromRanks(TikTokenConverter):
-    """transformers' converter, of ranks that are in memory, and may follow the special tokens."""
+    """transformers' converter for ranks that are in memory, and whose ids may follow those of the special tokens."""
 
     def __init__(self, ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int], first: int):
         super().__init__(ranks, pattern, extra_special_tokens=list(special))
@@ -142,7 +141,7 @@ class _FromRanks(TikTokenConverter):
 
     @staticmethod
     def load_tiktoken_bpe(tiktoken_url: Any) -> dict[bytes, int]:
-        """Return the ranks that take the file's place."""
+        """Return the ranks, which are given in place of a file."""
         return tiktoken_url
 
     def extract_vocab_merges_from_model(self, tiktoken_url: Any) -> tuple[dict[str, int], list]:
@@ -150,7 +149,7 @@ class _FromRanks(TikTokenConverter):
         vocab, merges = super().extract_vocab_merges_from_model(tiktoken_url)
         if not self.first:
             return vocab, merges
-        # New special tokens get ids behind all others, so that those with lower ids stand in the vocabulary.
+        # The converter gives new special tokens the last ids, so put those that have the first ids into the vocabulary.
         return {**self.special, **{token: self.first + rank for token, rank in vocab.items()}}, merges
 
 

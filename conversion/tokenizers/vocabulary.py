@@ -1,4 +1,4 @@
-"""A folder's tokenizer.json: compared with the embedding, extended by special tokens, and led back to Meta's file."""
+"""Compare a folder's tokenizer.json with the embedding, add special tokens to it, and find its tokenizer.model."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,13 @@ from ...configuration.json_files import reading, to_json
 from . import chat_templates
 from .folder_files import check_tokenizer
 from .processors import IMAGE_TOKENS
-from .tiktoken_tables import SPECIAL_TOKENS
 
-# Tokens that an assembled model needs: for pictures, and the message borders in the chat template `llama_4`.
+# Tokens that an assembled model needs: those of pictures, and those around messages in the chat template `llama_4`.
 MULTIMODAL_TOKENS = ("<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>", *IMAGE_TOKENS)
 _PAD = "<|finetune_right_pad|>"
-# Tokens that end an answer in the chat template that is written.
+# Tokens that end an answer in the chat template of Llama 4.
 _ENDS = ("<|eot|>", "<|eom|>")
-# Files of the decoder that the assembled model replaces.
+# Files of the decoder's folder that the assembled model has no use for, or writes anew.
 _REPLACED = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -29,23 +28,18 @@ _REPLACED = (
 
 
 def extend_tokenizer(
-    companions: Mapping[str, bytes], special_tokens: Sequence[str] = MULTIMODAL_TOKENS
+    companions: Mapping[str, bytes], special_tokens: Sequence[str]
 ) -> tuple[dict[str, bytes], dict[str, int]]:
     """Add special tokens to a folder's tokenizer; every text without them keeps its ids.
 
-    The companions hold tokenizer.json, or a tokenizer.model to make it from.
+    `companions` are the folder's small files by name: tokenizer.json, or a tokenizer.model to make it from.
 
     Returns:
-        all companions with the changed ones replaced, and the ids of `special_tokens`. New ids follow all old ones.
+        all files, with those of the tokenizer changed, and the ids of `special_tokens`. New ids follow all old ones.
 
     Raises:
         CheckpointError: there is no tokenizer, or it is damaged.
-        ValueError: a token is empty.
     """
-    if not all(special_tokens):
-        raise ValueError(
-            f"special_tokens is {list(special_tokens)!r}: names that are not empty were expected."
-        )
     files = dict(companions)
     if "tokenizer.json" not in files:
         if "tokenizer.model" not in files:
@@ -82,7 +76,7 @@ def extend_tokenizer(
 
 
 def token_ids(companions: Mapping[str, bytes]) -> dict[str, int]:
-    """Map each token to its id, for all tokens in the companions' tokenizer.json, special ones included."""
+    """Map each token of tokenizer.json to its id, special tokens included."""
     try:
         return Tokenizer.from_buffer(companions["tokenizer.json"]).get_vocab(with_added_tokens=True)
     # The library raises nothing more specific.
@@ -91,10 +85,10 @@ def token_ids(companions: Mapping[str, bytes]) -> dict[str, int]:
 
 
 def check_companions(companions: Mapping[str, bytes], config: Any, origin: str) -> list[str]:
-    """Refuse a vocabulary with ids beyond the embedding; fewer tokens than rows are usual.
+    """Refuse a tokenizer.json with ids beyond the embedding's rows; fewer tokens than rows are usual.
 
-    Returned are notes on added tokens without a row, such as a padding token that is never read. `origin` is the
-    folder, for messages.
+    An added token may lie beyond them, as a padding token that the model never reads does; returned are notes on such
+    tokens. `origin` is the folder, for messages.
     """
     if "tokenizer.json" not in companions:
         return []
@@ -113,7 +107,7 @@ def check_companions(companions: Mapping[str, bytes], config: Any, origin: str) 
 
 
 def read_part(companions: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """Read the object in one of the small JSON files around a tokenizer; empty if there is no such file."""
+    """Read one of the small JSON files beside the weights; empty if there is no such file."""
     if name not in companions:
         return {}
     with reading(name, ValueError):
@@ -121,13 +115,11 @@ def read_part(companions: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def meta_tokenizer_file(companions: Mapping[str, bytes], config: Any) -> dict[str, bytes]:
-    """Return Meta's tokenizer.model, by name, for the tokenizer of a Hugging Face folder; empty where it has none.
-
-    It is the folder's own, byte by byte.
+    """Return a Hugging Face folder's tokenizer.model unchanged, by its name; empty for a folder without tokenizer.
 
     Raises:
-        CheckpointError: there is a tokenizer.json alone, or one with a token in the embedding that a tokenizer.model
-            does not have.
+        CheckpointError: the folder has a tokenizer.json alone, or the tokenizer.model has not as many tokens as the
+            embedding has rows.
     """
     original = companions.get("tokenizer.model")
     if original is None:
@@ -137,29 +129,21 @@ def meta_tokenizer_file(companions: Mapping[str, bytes], config: Any) -> dict[st
             "tokenizer.json: no tokenizer.model is made of it. Add the original tokenizer.model of the model's release "
             "to the source's folder."
         )
-    tokenizer, rows = check_tokenizer(original), config.get_text_config().vocab_size
-    size = tokenizer.size
-    if tokenizer.kind == "tiktoken":
-        size += max(map(len, SPECIAL_TOKENS.values())) - len(tokenizer.special_ids)
-    if "tokenizer.json" in companions:
-        for token, index in token_ids(companions).items():
-            if size <= index < rows:
-                raise CheckpointError(
-                    f"tokenizer.json: gives {token!r} the id {index}, which is not in the tokenizer.model beside it."
-                )
     check_tokenizer(original, config)
     return {"tokenizer.model": original}
 
 
 @dataclass
 class Vocabulary:
-    """The decoder's vocabulary, extended by the tokens that pictures need.
+    """The decoder's vocabulary, extended by the tokens that pictures and messages need.
 
     Attributes:
-        files: all companion files, with the extended tokenizer.
-        ids: token ids that pictures and messages need.
-        known: number of tokens that the tokenizer had.
-        rows: number of rows that the embedding needs.
+        files: the decoder's small files by name, with the extended tokenizer.
+        ids: those tokens and their ids.
+        known: number of tokens before.
+        rows: number of rows that the embedding needs now.
+        pad_token_id: id of the padding token.
+        notes: what a user should know of the changes.
     """
 
     files: dict[str, bytes]
@@ -171,7 +155,7 @@ class Vocabulary:
 
 
 def extend_vocabulary(companions: Mapping[str, bytes], config: Any) -> Vocabulary:
-    """Add the tokens that pictures and messages need, after all ids that are in use."""
+    """Add the tokens that pictures and messages need, behind all tokens and all rows of the embedding."""
     files, _ = extend_tokenizer(companions, ())
     present, before = token_ids(files), config.vocab_size
     known = max(present.values(), default=-1) + 1

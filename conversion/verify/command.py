@@ -1,8 +1,8 @@
 """Compare two checkpoints by tensors, configurations and outputs for random tokens.
 
-Both are read as stock keys, whatever their format, and run by this package's own model classes in float32. So the
-comparison shows differences between the two files. An error that our reader makes on both sides alike does not show;
-this project's tests compare the readers and the models with other implementations.
+Both are opened under Hugging Face's keys, whatever their format, and run by llamoe's model classes in float32. So the
+comparison shows differences between the files. It cannot show an error of llamoe's that affects both sides alike; the
+tests compare readers and models with other implementations.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ class Verification:
         compared: number of tensors compared.
         differences: key of each tensor that differs to how it does, in the order of a's model.
         is_rounded: whether all are equal once the wider of both dtypes is rounded to the narrower.
-        structure: configuration fields that differ but may describe the same function (experts, heads, pairing of
-            rotated channels, the routing rule); the outputs decide.
-        function: configuration fields that change the function of the same weights, even if few tokens show it.
-        outputs: each output that was computed to its largest difference in standard deviations; nan where one is not
-            finite, infinite where only one model has it, or in another shape. Empty if none was computed.
+        structure: configuration fields that differ, but with other weights may give the same function (experts, heads,
+            pairing of rotated channels, the routing rule), to both values. The outputs decide.
+        function: configuration fields that differ and change what the same weights compute, even if few tokens show
+            it, to both values.
+        outputs: name of each output that was computed to its largest difference in standard deviations: nan where one
+            is not finite, infinite where only one model has it or the shapes differ. Empty if none was computed.
         tokens: number of random tokens that outputs were computed for.
         notes: what else a user should know about what was compared.
         seconds: duration.
@@ -73,14 +74,6 @@ class Verification:
         return not self.differences
 
     @property
-    def undecided(self) -> dict[str, tuple[Any, Any]]:
-        """Return fields of `structure` that may change the output of equal weights."""
-        # A tied head is compared as a copy of the embedding.
-        return {
-            name: both for name, both in self.structure.items() if not name.endswith("tie_word_embeddings")
-        }
-
-    @property
     def verdict(self) -> str:
         """Return the verdict, one of four words.
 
@@ -91,7 +84,7 @@ class Verification:
             return "different"
         if self.outputs:
             return "agree" if all(apart <= TOLERANCE for apart in self.outputs.values()) else "different"
-        if self.undecided:
+        if self.structure:
             return "different"
         return "equal" if self.same_weights else "rounded" if self.is_rounded else "different"
 
@@ -118,7 +111,7 @@ class Verification:
         reasons = [words[self.verdict]]
         if self.first_difference is not None and not self.is_rounded:
             reasons.append(f"the first tensor that differs is {self.first_difference}")
-        fields = self.function or (self.undecided if not self.outputs else {})
+        fields = self.function or (self.structure if not self.outputs else {})
         if fields:
             both = "; ".join(f"{name}: {a} and {b}" for name, (a, b) in fields.items())
             reasons.append(f"the configurations differ in {both}")
@@ -157,13 +150,14 @@ def verify(
 ) -> Verification:
     """Compare two checkpoints of any formats: keys, shapes, weights, configurations and, if these differ, outputs.
 
-    Weights are compared block by block, two blocks in memory at a time. Where they are not equal, or a configuration
-    leaves the function of equal weights open, both models run one after the other on the same random tokens (and
-    pictures), in float32, one matrix in memory at a time. Outputs that agree show nothing of experts to which no token
-    was sent, and of other tokens: `Verification.verdict` says on how many they agree.
+    Weights are compared block by block, with two blocks in memory at a time. If they are not equal within rounding, or
+    the configurations differ in a field of `Verification.structure`, both models run one after the other on the same
+    random tokens (and pictures), in float32, with one matrix in memory at a time. Outputs that agree prove nothing for
+    other tokens, nor for experts to which no token was sent.
 
-    A multimodal model is compared with a decoder by its decoder, and with a tower by its tower, without an adapter or
-    projection that only one of them has. Models with different numbers of tokens are compared on the common ones.
+    Of a multimodal model that is compared with a decoder, the decoder is taken. If it is compared with a tower, its
+    tower is taken, without an adapter or projection that only one of both has. Models with vocabularies of different
+    sizes are compared on the tokens that both have.
 
     Args:
         a: a folder or file that `open_checkpoint` reads, or its result.
@@ -201,7 +195,7 @@ def verify(
     if progress:
         progress.start(sum(tensor.nbytes for part in parts for tensor in part.tensors.values()))
     _compare_tensors(result, parts, progress)
-    is_open = not (result.same_weights or result.is_rounded) or bool(result.undecided)
+    is_open = bool(structure) or not (result.same_weights or result.is_rounded)
     if logits and is_open and not function:
         if not isinstance(configs[0], LlamoeVisionConfig):
             tokens = min(tokens, *map(_longest, configs))
@@ -256,6 +250,6 @@ def _compare_outputs(
 
 
 def _longest(config: LlamoeBaseConfig) -> int:
-    """Return the number of random tokens that a row can have, besides a picture's."""
+    """Return the largest number of tokens in a row, without those of its picture."""
     picture = config.vision_config.tokens_per_tile if isinstance(config, LlamoeConfig) else 0
     return max(config.get_text_config().max_position_embeddings - picture, 1)

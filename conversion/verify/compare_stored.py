@@ -1,8 +1,9 @@
-"""Compare the tensors and configuration fields that two checkpoints share.
+"""Compare the tensors and configuration fields of two checkpoints.
 
-Configurations are compared by their effect. Some fields only change how a function is stored (experts, heads, the
-pairing of rotated channels): with other weights it may be the same function. Other fields change the function of the
-same weights, and a few random tokens may not show it: a chunk is full only after thousands of tokens.
+Fields that differ are of two kinds. Fields of the structure (experts, heads, the pairing of rotated channels) may give
+the same function with other weights, so that only outputs show whether it is the same. Fields of the function change
+what the same weights compute, although a few random tokens may not show it: a chunk of attention is full only after
+thousands of tokens.
 """
 
 import copy
@@ -27,11 +28,10 @@ from ..io import LazyTensor, blocks
 
 # Elements per block of a comparison.
 _PIECE = 1 << 24
-# Fields that are compared with a model of another family, too, which may not have them. The rule of a router is
-# compared only where both have one.
+# Fields that are also compared with a model of another family, which may lack them. A router's fields are compared only
+# if both models have them.
 _SIZES = {
     "model_type",
-    "tie_word_embeddings",
     *(
         name
         for config_class in (LlamoeDenseConfig, LlamoeMixtralConfig, LlamoeTextConfig)
@@ -49,9 +49,9 @@ _BEHIND = (
 
 
 def shared_parts(first: Checkpoint, second: Checkpoint) -> tuple[list[Checkpoint], list[str]]:
-    """List the parts that can be compared with one another, and notes on what was left out.
+    """Return the parts of both models that can be compared, and notes on what was left out.
 
-    For a multimodal model and a decoder that is the decoder. For a multimodal model and a tower it is the tower,
+    For a multimodal model and a decoder, that is the decoder. For a multimodal model and a tower it is the tower,
     without adapter and projection unless both have the same.
 
     Raises:
@@ -76,7 +76,7 @@ def shared_parts(first: Checkpoint, second: Checkpoint) -> tuple[list[Checkpoint
 
 
 def _encoder(tower: Checkpoint) -> Checkpoint:
-    """Return a tower without adapter and projection, with its class token's output."""
+    """Return a tower without adapter and projection, whose output is that of the encoder, with the class token."""
     config: Any = copy.deepcopy(tower.config)
     config.use_adapter, config.projection_dim = False, None
     config.vision_feature_select_strategy = "full"
@@ -105,12 +105,12 @@ def compare_tensors(a: LazyTensor, b: LazyTensor) -> tuple[float, bool]:
             difference = (mine - its).abs()
             # The same infinity in both, or nan in both.
             difference[(mine == its) | (mine.isnan() & its.isnan())] = 0
-            found = difference.max().item() if len(difference) else 0.0
+            worst = difference.max().item() if len(difference) else 0.0
             # Rounding does not explain an infinity on one side.
-            is_rounded &= math.isfinite(found) and (
-                found == 0 or torch.equal(mine.to(narrow), its.to(narrow))
+            is_rounded &= math.isfinite(worst) and (
+                worst == 0 or torch.equal(mine.to(narrow), its.to(narrow))
             )
-            largest = max(largest, found) if found == found and largest == largest else math.nan
+            largest = math.nan if math.isnan(worst + largest) else max(largest, worst)
     return largest, is_rounded
 
 
@@ -119,25 +119,23 @@ def compare_configs(
 ) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
     """List differing fields of two configurations that may change the models' outputs.
 
-    Lengths, scalings and layer lists are compared by their effect: a chunk that is never full, or a rotary scaling of
-    one, is no difference.
+    Lengths, scalings and lists of layers are compared by their effect: a chunk that is never full, or a rotary scaling
+    by one, is no difference.
 
     Returns:
-        fields whose effect the outputs must show (sizes, experts, heads), and fields that change the function whatever
-        the weights are; each field with both values.
+        fields of the structure, and fields of the function (see the module), each with both values.
     """
     structure, function = {}, {}
     if isinstance(a, LlamoeConfig) and isinstance(b, LlamoeConfig):
         for part in a.sub_configs:
             inner = compare_configs(getattr(a, part), getattr(b, part))
-            for found, fields in zip((structure, function), inner, strict=True):
-                found.update({f"{part}.{name}": both for name, both in fields.items()})
+            for fields, differing in zip((structure, function), inner, strict=True):
+                fields.update({f"{part}.{name}": both for name, both in differing.items()})
         if a.image_token_index != b.image_token_index:
             function["image_token_index"] = (a.image_token_index, b.image_token_index)
         return structure, function
     first, second = _structure(a), _structure(b)
     for name, value in first.items():
-        # The rule of a router, for one, is compared only where both families have one.
         if (name in second or name in _SIZES) and value != (other := second.get(name)):
             structure[name] = (value, other)
     mine, its = _function(a), _function(b)
@@ -149,17 +147,18 @@ def compare_configs(
 
 
 def _structure(config: LlamoeBaseConfig) -> dict[str, Any]:
-    """Return each field that may change outputs and is not compared by its effect."""
+    """Return the fields of the structure; None for those without effect in this model."""
     unused = fields_without_effect(config)
     names = {name for name, meaning in config.meanings.items() if meaning.effect == "structure"}
     if not isinstance(config, LlamoeVisionConfig):
         names |= _SIZES
-    unused -= {"tie_word_embeddings"}
+    # A tied head is compared as a copy of the embedding.
+    names -= {"tie_word_embeddings"}
     return {name: None if name in unused else getattr(config, name, None) for name in sorted(names)}
 
 
 def _function(config: LlamoeBaseConfig) -> dict[str, tuple[Any, Any]]:
-    """List each field that the function depends on, as it is shown and as it is compared."""
+    """Return each field of the function: its value for printing, and a value that is equal for equal effects."""
     if isinstance(config, LlamoeVisionConfig):
         return _function_of_tower(config)
     plans = [config.layer_plan(layer_idx) for layer_idx in range(config.num_hidden_layers)]
@@ -182,7 +181,7 @@ def _function(config: LlamoeBaseConfig) -> dict[str, tuple[Any, Any]]:
         name: (getattr(config, name),) * 2 for name in ("hidden_act", "rms_norm_eps")
     }
     for name, values in by_layer.items():
-        # One value if all layers have the same.
+        # Print one value if all layers have the same.
         facts[name] = (values[0] if all(value == values[0] for value in values) else values, values)
     if any(by_layer["layers that rotate"]):
         facts["rope_parameters"] = (config.rope_parameters, _rotary(config))

@@ -1,9 +1,8 @@
 """Run a checkpoint's model from its lazy tensors, one matrix at a time.
 
-A weight is read just before its module computes and freed right after. Of stacked experts,
-only those that a token was sent to are read, one by one. The forward pass is the model's own, on a model without
-weights (on the meta device). Hooks load and free the parameters, so no second implementation could differ. A model of
-any size runs in a little more memory than its largest matrix in float32.
+The model is built on the meta device, without weights. Hooks read a module's weights just before it computes, and free
+them right after. Of stacked experts, only those that a token was sent to are read, one by one. So the forward pass is
+the model's own, and a model of any size runs in a little more memory than its largest matrix in float32.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..io import LazyTensor
 
 
 class Weights:
-    """Source of a model's parameters in float32.
+    """A reader of a model's parameters in float32.
 
     Attributes:
         config: the model's configuration.
@@ -32,7 +31,7 @@ class Weights:
     """
 
     def __init__(self, config: LlamoeBaseConfig, tensors: Mapping[str, LazyTensor]):
-        # As in `from_pretrained`, a tied head that is stored all the same is used as its own weight.
+        # As in `from_pretrained`, a tied head that is stored nevertheless is used as it is stored.
         aliases = {head: tensors[key] for head, key in tied_head(config).items() if key in tensors}
         self.config, self.tensors = config, {**aliases, **tensors}
 
@@ -42,9 +41,9 @@ class Weights:
 
 
 class ExpertsOnDemand(nn.Module):
-    """Replaces `Experts`: reads one expert at a time, and only those that got a token.
+    """A module in place of `Experts` that reads one expert at a time, and only those that a token was sent to.
 
-    The products are those of `Experts.loop_over_experts`, called with one expert.
+    It computes by `Experts.loop_over_experts`, with one expert.
     """
 
     def __init__(self, experts: Experts, name: str, weights: Weights):
@@ -100,6 +99,7 @@ def run(weights: Weights, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def _stream(model: nn.Module, weights: Weights) -> None:
+    """Add hooks to a model without weights, which read the weights of each module and free them."""
     for name, module in list(model.named_modules()):
         if isinstance(module, Experts):
             model.set_submodule(name, ExpertsOnDemand(module, name, weights))
@@ -108,14 +108,14 @@ def _stream(model: nn.Module, weights: Weights) -> None:
         if not empty or isinstance(module, Experts):
             continue
         module.register_forward_pre_hook(
-            lambda module, inputs, prefix=name: _bring(module, prefix, weights), prepend=True
+            lambda module, inputs, prefix=name: _load(module, prefix, weights), prepend=True
         )
         module.register_forward_hook(
             lambda module, inputs, output, empty=empty: module._parameters.update(empty), always_call=True
         )
 
 
-def _bring(module: nn.Module, prefix: str, weights: Weights) -> None:
+def _load(module: nn.Module, prefix: str, weights: Weights) -> None:
     """Load a module's own parameters, not those of its children."""
     for key, value in module._parameters.items():
         if value is not None:

@@ -27,7 +27,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_torchdynamo_exporting
 from transformers.utils.generic import is_flash_attention_requested
 
-from .._compat import CACHE
 from .._private_api import mask_implementations
 from ..kernels import are_single_queries, attend_to_single_queries, is_transformed, widened
 from .cache import keep_exported_tokens, replace_windows
@@ -147,7 +146,7 @@ def _bidirectional_masks(inputs: MaskInputs) -> dict[str, Any]:
         "inputs_embeds": inputs.inputs_embeds,
         "attention_mask": inputs.attention_mask,
         "position_ids": inputs.position_ids,
-        CACHE: inputs.past_key_values,
+        "cache": inputs.past_key_values,
     }
     return {kind: LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[kind](**given) for kind in inputs.rules}
 

@@ -18,7 +18,6 @@ from torch import nn
 from transformers import Cache, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .._compat import PAGED_CACHE, fill_paged_cache
 from ..layers import L2Norm, Linear, rotate
 from .forms import attend_in_form
 from .growing_cache import append_to_cache
@@ -119,8 +118,9 @@ class Attention(nn.Module):
 
         if past_key_values is not None:
             key, value = append_to_cache(past_key_values, key, value, self.layer_idx)
-        elif PAGED_CACHE in kwargs:
-            key, value = fill_paged_cache(key, value, self.layer_idx, kwargs)
+        elif (paged := kwargs.pop("paged_cache", None)) is not None:
+            # The cache of continuous batching changes these arguments.
+            key, value = paged.update(key, value, self.layer_idx, kwargs=kwargs)
 
         implementation = implementation_on(query.device, self.config)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)

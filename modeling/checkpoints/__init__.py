@@ -6,14 +6,7 @@ state_dicts (check of `load_state_dict`), device_map, parts, whole_folders (dete
 (atomic writing of a folder).
 """
 
-from .checkpoint_files import (
-    check_shards,
-    current_loading,
-    find_weights,
-    loading,
-    read_header,
-    wrapper_prefix,
-)
+from .checkpoint_files import current_loading, find_weights, loading, read_header
 from .checks import check_complete, check_files, check_made, check_tensors
 from .conversions import SPLIT_LLAMA4, fuse_in_place, transposed_for_shards
 from .device_map import device_of, owner_of, settle_places

@@ -2,19 +2,18 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...configuration.errors import CheckpointError
 from ...configuration.json_files import LARGE, check_regular, read_json, reading
 from .safetensors_files import TensorHeader, read_safetensors
 from .torch_files import read_torch
 
-_FORMATS = ("safetensors", "bin")
 _STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 
 
@@ -79,72 +78,41 @@ def read_header(path: str | os.PathLike, kind: str | None = None) -> dict[str, T
     return tensors
 
 
-class WeightFiles(NamedTuple):
-    """The files of weights in a folder.
-
-    Attributes:
-        files: sorted by name.
-        index: the file that says which tensor is in which file; None for a single file.
-        weight_map: the index's map from tensor to file name.
-        metadata: the index's metadata; None if missing.
-    """
-
-    files: list[Path]
-    index: Path | None = None
-    weight_map: Mapping[str, str] = {}
-    metadata: Mapping[str, object] | None = None
-
-
-def find_weights(
-    folder: str | os.PathLike, variant: str | None = None, formats: Iterable[str] = _FORMATS
-) -> WeightFiles | None:
+def find_weights(folder: str | os.PathLike) -> list[Path] | None:
     """Find the weight files that transformers reads in a folder: one or many, safetensors before .bin.
 
-    The result is None if the folder has neither a file nor an index under the expected names, of which `variant` is a
-    part, as in `from_pretrained`.
+    The result is None if the folder has neither a file nor an index under the expected names.
 
     Raises:
         CheckpointError: the index cannot be read, names a file outside of the folder or of another format, or there
             are both a single file and an index with its files, of which either may be the older one.
     """
-    infix = f".{variant}" if variant else ""
-    for suffix in formats:
-        single = Path(folder, f"{_STEMS[suffix]}{infix}.{suffix}")
-        index = Path(folder, f"{_STEMS[suffix]}.{suffix}.index{infix}.json")
+    for suffix, stem in _STEMS.items():
+        single, index = Path(folder, f"{stem}.{suffix}"), Path(folder, f"{stem}.{suffix}.index.json")
         if single.is_file():
             # A single file saved over shards leaves their index, but not their files.
-            if index.is_file() and all(path.exists() for path in _read_index(index, suffix).files):
+            if index.is_file() and all(path.exists() for path in _read_index(index, suffix)):
                 raise CheckpointError(
                     f"{folder}: holds both {single.name} and {index.name} with its files, and nothing says which are "
                     "the weights. Remove one of the two."
                 )
-            return WeightFiles([single])
+            return [single]
         if index.is_file():
             return _read_index(index, suffix)
     return None
 
 
-def _read_index(index: Path, suffix: str) -> WeightFiles:
-    content = read_json(index, LARGE)
-    weight_map = content.get("weight_map")
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(name, str) for name in weight_map.values())
-        or not isinstance(content.get("metadata", {}), dict)
-    ):
-        raise CheckpointError(
-            f"{index}: not an index of shards: weight_map should say in which file each tensor is, and metadata be an "
-            "object."
-        )
+def _read_index(index: Path, suffix: str) -> list[Path]:
+    weight_map = read_json(index, LARGE).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index}: weight_map should say in which file each tensor is.")
     names = sorted(set(weight_map.values()))
     for name in names:
         if not _is_inside(name):
             raise CheckpointError(f"{index}: names {name[:200]!r}, which lies outside of the folder.")
         if name.endswith(".safetensors") != (suffix == "safetensors"):
             raise CheckpointError(f"{index}: names {name[:200]!r}, which is no .{suffix} file.")
-    files = [index.parent / name for name in names]
-    return WeightFiles(files, index, weight_map, content.get("metadata"))
+    return [index.parent / name for name in names]
 
 
 def _is_inside(name: str) -> bool:
@@ -152,26 +120,3 @@ def _is_inside(name: str) -> bool:
     parts = re.split(r"[/\\]", name)
     is_name = "\0" not in name and all(len(part.encode(errors="replace")) <= 255 for part in parts)
     return is_name and ".." not in parts and bool(parts[0]) and ":" not in parts[0]
-
-
-def check_shards(found: WeightFiles, held: Mapping[str, Path]) -> None:
-    """Compare an index with the content of its files: `held` maps each tensor to the file that holds it.
-
-    Raises:
-        CheckpointError: a tensor is not in the file that the index names, or the index does not name it.
-    """
-    if found.index is None:
-        return
-    named = {shard: found.index.parent / shard for shard in set(found.weight_map.values())}
-    for name, shard in found.weight_map.items():
-        if held.get(name) != named[shard]:
-            raise CheckpointError(f"{found.index}: says that {name!r} is in {shard}, which does not hold it.")
-    for name, path in held.items():
-        if name not in found.weight_map:
-            raise CheckpointError(f"{found.index}: does not name {name!r}, which {path} holds.")
-
-
-def wrapper_prefix(names: Iterable[str]) -> str:
-    """Return the prefix that torch.compile or data parallelism has added to every name; empty if none."""
-    match = re.match(r"((_orig_mod|module)\.)*", os.path.commonprefix(list(names)))
-    return match[0] if match else ""

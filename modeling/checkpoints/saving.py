@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from ...configuration.hub import MODULE_NAME, is_our_module
 from .._private_api import registered_conversions
-from ..parallel import broadcast, is_sharded, is_shared, joined, refuse_stages, sharded_adapter
+from ..parallel import is_sharded, is_shared, joined, sharded_adapter, size_of
 from .whole_folders import sync
 
 # If shards of a job's processes exist, transformers reads no other weights.
@@ -165,7 +165,11 @@ class AtomicSaveMixin(PreTrainedModel):
             ValueError: a model in pipeline stages, of which no process has all weights, or one inside of a
                 `PeftModel`, whose weights have other names.
         """
-        refuse_stages(self)
+        if (stages := size_of(self.config, "pp")) > 1:
+            raise ValueError(
+                f"save_pretrained: this {type(self).__name__} is in {stages} pipeline stages, and no process has all "
+                "of its weights. Load it without pp_size to save it."
+            )
         if state_dict is None:
             adapted = self._hf_peft_config_loaded
             state_dict = sharded_adapter(self) if adapted else _without_wrappers(self)
@@ -187,7 +191,9 @@ class AtomicSaveMixin(PreTrainedModel):
             with place as folder, registered_conversions(self):
                 # Each of the processes writes a part.
                 if distributed_checkpoint and has_to_wait:
-                    folder = broadcast(folder)
+                    folders = [folder]
+                    dist.broadcast_object_list(folders, src=0)
+                    (folder,) = folders
                 super().save_pretrained(
                     folder,
                     is_main_process=is_main_process,

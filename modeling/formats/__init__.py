@@ -5,7 +5,7 @@ by int4 and int8), int4, int8, bnb, packed (a folder: 4-bit and 8-bit weights of
 plain weights). Formats work on tensors and use no modules.
 """
 
-from .bnb import Bnb4Bit, Bnb8Bit, Separate
+from .bnb import Bnb
 from .format import (
     MAKERS,
     Format,

@@ -3,14 +3,15 @@
 bitsandbytes' own functions quantize and unpack them; a product unpacks one expert's matrix first, on every device.
 Files store each matrix as the tensors of a linear layer, with the name suffixes "weight", "weight.absmax", "SCB" …
 An expert's gate and up are one stack here, but two linear layers in files, with separate blocks and nested statistics
-(`Separate`).
+(`Bnb.count`).
 
-bitsandbytes is imported when a matrix is quantized, unpacked or read.
+bitsandbytes is imported when a matrix is quantized or unpacked.
 
 Shapes: O outputs, I inputs, B blocks of a matrix.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from ...configuration.errors import CheckpointError
-from .format import MAKERS, Format, Parts, Sizes, format_of
+from .format import MAKERS, Format, Parts, Sizes
 
 # Weights of a block, as in bitsandbytes' linear layers; with double quantization, blocks that share a nested scale.
 BLOCKSIZE, NESTED_BLOCKSIZE = 64, 256
@@ -30,46 +31,76 @@ _REMEDY = "The checkpoint is damaged, or is not that of this config.json: quanti
 
 
 @dataclass(frozen=True)
-class Bnb4Bit(Format):
-    """Codes of 4 bits and a scale for each block of weights, as in `Linear4bit`.
+class Bnb(Format):
+    """A format of bitsandbytes', which also reads the linear layers of folders in it, as `formats.packed.Layout` does.
 
-    Parts: codes `[ceil(O * I / 2)]` uint8, and scales `[B]` float32, called absmax. With double quantization the scales
-    are uint8 codes; then follow their own scales `[ceil(B / 256)]` float32, called nested absmax, and the mean of the
-    scales `[]` float32, called offset.
+    Parts have an axis for the matrix in front. Of one matrix they are
+
+    * "int8": codes `[O, I]` int8, and the largest absolute weight of each output, `[O]` float32, which bitsandbytes
+      calls SCB; a weight is `code * SCB / 127`. Weights are as in LLM.int8(), but rows stay in the products' dtype:
+      they are not rounded to 8 bits, so outliers need no treatment.
+    * "nf4" and "fp4": codes `[ceil(O * I / 2)]` uint8, and a scale for each block `[B]` float32, called absmax. With
+      double quantization the scales are uint8 codes; then follow their own scales `[ceil(B / 256)]` float32, called
+      nested absmax, and the mean of the scales `[]` float32, called offset.
 
     Attributes:
         compute_dtype: dtype of the products.
-        quant_type: "nf4" or "fp4".
+        quant_type: "int8", "nf4" or "fp4".
         is_nested: the scales are quantized, too (double quantization).
-        kinds: name suffixes of those tensors in files that are parts.
+        count: number of stacked matrices of equal sizes that are quantized separately.
     """
 
     compute_dtype: torch.dtype
-    quant_type: str = "nf4"
+    quant_type: str
     is_nested: bool = False
-    kinds = ("weight", "weight.absmax", "weight.nested_absmax")
-
-    @property
-    def suffixes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return ("", "_absmax", "_nested_absmax", "_nested_offset")[: 4 if self.is_nested else 2]
+    count: int = 1
+    is_unfused_in_files = True
+    in_stacks = ()
 
     @property
     def key(self) -> str:
-        dtype, nested = str(self.compute_dtype).removeprefix("torch."), ":nested" if self.is_nested else ""
-        return f"bitsandbytes-4bit:{dtype}:{self.quant_type}{nested}"
+        dtype = str(self.compute_dtype).removeprefix("torch.")
+        return f"bitsandbytes:{dtype}:{self.quant_type}:{int(self.is_nested)}:{self.count}"
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self.quant_type == "int8":
+            return "", "_scb"
+        return ("", "_absmax", "_nested_absmax", "_nested_offset")[: 4 if self.is_nested else 2]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Name suffixes of a matrix's tensors in files, first of those that are parts."""
+        if self.quant_type == "int8":
+            return "weight", "SCB", "weight_format"
+        state = f"quant_state.bitsandbytes__{self.quant_type}"
+        beside = "absmax", "nested_absmax", "quant_map", "nested_quant_map", state
+        return "weight", *(f"weight.{kind}" for kind in beside)
+
+    def sizes_of_one(self, sizes: Sizes) -> Sizes:
+        """Return the sizes of one of the matrices."""
+        return sizes[0] // self.count, sizes[1]
 
     def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        numbers = sizes[0] * sizes[1]
-        blocks = -(-numbers // BLOCKSIZE)
-        codes = ((-(-numbers // 2),), torch.uint8)
+        count, (num_out, num_in) = self.count, self.sizes_of_one(sizes)
+        if self.quant_type == "int8":
+            return [((count, num_out, num_in), torch.int8), ((count, num_out), torch.float32)]
+        blocks = -(-num_out * num_in // BLOCKSIZE)
+        codes = ((count, -(-num_out * num_in // 2)), torch.uint8)
         if not self.is_nested:
-            return [codes, ((blocks,), torch.float32)]
-        nested = (-(-blocks // NESTED_BLOCKSIZE),)
-        return [codes, ((blocks,), torch.uint8), (nested, torch.float32), ((), torch.float32)]
+            return [codes, ((count, blocks), torch.float32)]
+        nested = (count, -(-blocks // NESTED_BLOCKSIZE))
+        return [codes, ((count, blocks), torch.uint8), (nested, torch.float32), ((count,), torch.float32)]
 
     def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        from bitsandbytes.functional import quantize_4bit, quantize_blockwise
+        ones = [self._quantize_one(matrix) for matrix in weight_OI.chunk(self.count)]
+        return [torch.stack(part) for part in zip(*ones, strict=True)]
 
+    def _quantize_one(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
+        from bitsandbytes.functional import int8_vectorwise_quant, quantize_4bit, quantize_blockwise
+
+        if self.quant_type == "int8":
+            return list(int8_vectorwise_quant(weight_OI.contiguous().to(torch.float16))[:2])
         numbers = weight_OI.reshape(-1)
         codes, scales = [], []
         for some in numbers.split(_NUMBERS_AT_ONCE if numbers.is_cpu else numbers.numel()):
@@ -84,8 +115,14 @@ class Bnb4Bit(Format):
         return [torch.cat(codes), codes_of_scales, state.absmax, offset]
 
     def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-        from bitsandbytes.functional import dequantize_4bit
+        ones = [self._unpack_one(one, self.sizes_of_one(sizes), dtype) for one in zip(*parts, strict=True)]
+        return ones[0] if len(ones) == 1 else torch.cat(ones)
 
+    def _unpack_one(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
+        from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
+
+        if self.quant_type == "int8":
+            return int8_vectorwise_dequant(*parts).to(dtype)
         codes = parts[0]
         # With sizes that are not multiples of 32, an expert's codes are not aligned as the kernels require.
         if codes.is_cuda and codes.data_ptr() % _ALIGNMENT:
@@ -93,6 +130,7 @@ class Bnb4Bit(Format):
         return dequantize_4bit(codes.view(-1, 1), self._state(parts, sizes, dtype))
 
     def _state(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> Any:
+        """Return bitsandbytes' description of a matrix of 4 bits."""
         from bitsandbytes.functional import QuantState
 
         device = parts[0].device
@@ -110,145 +148,74 @@ class Bnb4Bit(Format):
             **nested,
         )
 
-    def from_file(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
-        """Return the parts of a matrix from its tensors in a file; those of `kinds` may be on the meta device.
-
-        Raises:
-            ValueError: the tensors are not of this format. (`KeyError` or `AssertionError`: one is missing.)
-        """
-        from bitsandbytes.functional import QuantState
-
-        beside = {kind: tensor for kind, tensor in tensors.items() if kind != "weight"}
-        # Give no device, so that tensors stay where they are.
-        state: Any = QuantState.from_dict(beside, None)  # pyright: ignore[reportArgumentType]
-        given = [state.quant_type, state.blocksize, state.shape, state.state2 and state.state2.blocksize]
-        wanted = [self.quant_type, BLOCKSIZE, torch.Size(sizes), NESTED_BLOCKSIZE if self.is_nested else None]
-        if given != wanted:
-            names = "type, block size, shape and block size of nested scales"
-            raise ValueError(f"{names} are {given}, not {wanted}")
-        # A file may store the bytes of the codes in any dtype.
-        parts = [tensors["weight"].contiguous().view(torch.uint8).flatten(), state.absmax]
-        tables = {self.quant_type: state.code}
-        if self.is_nested:
-            parts += [state.state2.absmax, state.offset]
-            tables["dynamic"] = state.state2.code
-        for name, table in tables.items():
-            if not torch.allclose(table, code_of(name, table.device), rtol=0, atol=1e-6):
-                raise ValueError(f"the {name} table has other numbers than bitsandbytes' codes have")
-        return parts
-
     def for_file(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return a matrix's tensors for files, by name suffix; `dtype` is that of unpacked weights."""
+        """Return one matrix's tensors for files, by name suffix; `dtype` is that of unpacked weights."""
+        if self.quant_type == "int8":
+            # 0 is the row-major layout, the only one that current bitsandbytes has.
+            return {"weight": parts[0], "SCB": parts[1], "weight_format": torch.tensor(0, dtype=torch.uint8)}
         state = self._state(parts, sizes, dtype)
         # Copy the lookup table, which matrices share: safetensors refuses one tensor under two names.
         state.code = state.code.clone()
         beside = state.as_dict(packed=True)
         return {"weight": parts[0].view(-1, 1)} | {f"weight.{kind}": part for kind, part in beside.items()}
 
-
-@dataclass(frozen=True)
-class Bnb8Bit(Format):
-    """Codes of 8 bits and a scale for each output, as in `Linear8bitLt`.
-
-    Parts: codes `[O, I]` int8, and the largest absolute weight of each output, `[O]` float32, which bitsandbytes calls
-    SCB; a weight is `code * SCB / 127`. Weights are as in LLM.int8(), but rows stay in the products' dtype: they are
-    not rounded to 8 bits, so outliers need no treatment. Attributes and methods are those of `Bnb4Bit`.
-    """
-
-    compute_dtype: torch.dtype
-    suffixes = ("", "_scb")
-    kinds = ("weight", "SCB")
-
-    @property
-    def key(self) -> str:
-        return f"bitsandbytes-8bit:{str(self.compute_dtype).removeprefix('torch.')}"
-
-    def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return [(tuple(sizes), torch.int8), ((sizes[0],), torch.float32)]
-
-    def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        from bitsandbytes.functional import int8_vectorwise_quant
-
-        return list(int8_vectorwise_quant(weight_OI.contiguous().to(torch.float16))[:2])
-
-    def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-        from bitsandbytes.functional import int8_vectorwise_dequant
-
-        return int8_vectorwise_dequant(*parts).to(dtype)
-
     def from_file(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
-        if (layout := tensors.get("weight_format")) is not None and layout.any():
-            raise ValueError("weight_format is not 0, but a layout of old GPUs")
-        return [tensors["weight"], tensors["SCB"]]
-
-    def for_file(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        # 0 is the row-major layout, the only one that current bitsandbytes has.
-        return {"weight": parts[0], "SCB": parts[1], "weight_format": torch.tensor(0, dtype=torch.uint8)}
-
-
-@dataclass(frozen=True)
-class Separate(Format):
-    """The format of stacked matrices that are quantized separately: parts have an axis for the matrix in front.
-
-    Attributes:
-        form: format of each matrix.
-        count: number of matrices, which have equal sizes.
-    """
-
-    form: Bnb4Bit | Bnb8Bit
-    count: int
-    is_unfused_in_files = True
-
-    @property
-    def suffixes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.form.suffixes
-
-    @property
-    def compute_dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.form.compute_dtype
-
-    @property
-    def key(self) -> str:
-        return f"separate:{self.count}:{self.form.key}"
-
-    def sizes_of_one(self, sizes: Sizes) -> Sizes:
-        """Return the sizes of one of the matrices."""
-        return sizes[0] // self.count, sizes[1]
-
-    def parts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return [((self.count, *shape), dtype) for shape, dtype in self.form.parts(self.sizes_of_one(sizes))]
-
-    def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        ones = [self.form.quantize(matrix) for matrix in weight_OI.chunk(self.count)]
-        return [torch.stack(part) for part in zip(*ones, strict=True)]
-
-    def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-        ones = [self.form.matrix(one, self.sizes_of_one(sizes), dtype) for one in zip(*parts, strict=True)]
-        return ones[0] if len(ones) == 1 else torch.cat(ones)
-
-    def from_file(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
-        """Return the parts of one of the matrices from its tensors in a checkpoint.
-
-        Args:
-            tensors: by the suffix after the linear layer's name.
-            sizes: of this matrix.
+        """Return the parts of one matrix of these sizes from its tensors in a file, by name suffix.
 
         Raises:
             CheckpointError: a tensor is missing, has another shape or dtype, or is of another format.
         """
         try:
-            parts = self.form.from_file(tensors, sizes)
+            parts = (
+                self._read_int8(tensors) if self.quant_type == "int8" else self._read_4_bits(tensors, sizes)
+            )
         except KeyError as error:
             raise CheckpointError(f"{error} is missing. {_REMEDY}") from error
-        except (AssertionError, ValueError) as error:
-            raise CheckpointError(f"{' '.join(str(error).split())}. {_REMEDY}") from error
         parts = [part.float() if part.is_floating_point() else part for part in parts]
-        for kind, part, (shape, dtype) in zip(self.form.kinds, parts, self.form.parts(sizes), strict=False):
-            found = f"shape {[*part.shape]} and dtype {part.dtype}"
-            wanted = f"shape {[*shape]} and dtype {dtype}"
-            if found != wanted:
-                raise CheckpointError(f"{kind} has {found}, not {wanted}. {_REMEDY}")
+        shapes = self.parts((self.count * sizes[0], sizes[1]))
+        for kind, part, ((_, *shape), dtype) in zip(self.kinds, parts, shapes, strict=False):
+            if [*part.shape] != shape or part.dtype != dtype:
+                found = f"shape {[*part.shape]} and dtype {part.dtype}"
+                raise CheckpointError(f"{kind} has {found}, not shape {shape} and dtype {dtype}. {_REMEDY}")
         return parts
+
+    def _read_int8(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        if (layout := tensors.get("weight_format")) is not None and layout.any():
+            raise CheckpointError(f"weight_format is not 0, but a layout of old GPUs. {_REMEDY}")
+        return [tensors["weight"], tensors["SCB"]]
+
+    def _read_4_bits(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
+        facts = json.loads(bytes(tensors[self.kinds[-1]].tolist()))
+        names = ("quant_type", "blocksize", "shape", "nested_blocksize")
+        given = [facts.get(name) for name in names]
+        wanted = [self.quant_type, BLOCKSIZE, [*sizes], NESTED_BLOCKSIZE if self.is_nested else None]
+        if given != wanted:
+            raise CheckpointError(f"{', '.join(names)} are {given}, not {wanted}. {_REMEDY}")
+        # A file may store the bytes of the codes in any dtype.
+        parts = [tensors["weight"].contiguous().view(torch.uint8).flatten(), tensors["weight.absmax"]]
+        tables = {self.quant_type: tensors["weight.quant_map"]}
+        if self.is_nested:
+            parts += [tensors["weight.nested_absmax"], torch.tensor(facts["nested_offset"])]
+            tables["dynamic"] = tensors["weight.nested_quant_map"]
+        for name, table in tables.items():
+            if not torch.allclose(table, code_of(name, table.device), rtol=0, atol=1e-6):
+                raise CheckpointError(
+                    f"the {name} table has other numbers than bitsandbytes' codes have. {_REMEDY}"
+                )
+        return parts
+
+    def parts_of(
+        self, matrices: Sequence[Mapping[str, torch.Tensor]], sizes: Sizes, form: Format
+    ) -> list[torch.Tensor]:
+        """Return the parts of matrices of these sizes, such as an expert's gate and up."""
+        ones = [self.from_file(tensors, sizes) for tensors in matrices]
+        return [torch.stack(part) for part in zip(*ones, strict=True)]
+
+    def weight_of(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> torch.Tensor:
+        """Return the weight of a layer, unpacked unless it is plain already."""
+        if set(tensors) == {"weight"} and tensors["weight"].is_floating_point():
+            return tensors["weight"]
+        return self._unpack_one(self.from_file(tensors, sizes), sizes, self.compute_dtype)
 
 
 @lru_cache
@@ -259,6 +226,6 @@ def code_of(name: str, device: torch.device) -> torch.Tensor:
     return create_dynamic_map().to(device) if name == "dynamic" else get_4bit_type(name, device=device)
 
 
-MAKERS["bitsandbytes-4bit"] = lambda dtype, kind, *nested: Bnb4Bit(getattr(torch, dtype), kind, bool(nested))
-MAKERS["bitsandbytes-8bit"] = lambda dtype: Bnb8Bit(getattr(torch, dtype))
-MAKERS["separate"] = lambda count, *form: Separate(format_of(":".join(form)), int(count))  # pyright: ignore
+MAKERS["bitsandbytes"] = lambda dtype, kind, is_nested, count: Bnb(
+    getattr(torch, dtype), kind, is_nested == "1", int(count)
+)

@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from transformers.utils import is_tracing as transformers_is_tracing
 
-from .._private_api import has_modes, is_exporting, is_traced_by_jit, is_under_functorch
+from .._private_api import has_modes, is_traced_by_jit, is_under_functorch
 
 
 def is_recorded(x: torch.Tensor) -> bool:
@@ -29,7 +29,7 @@ def is_recorded(x: torch.Tensor) -> bool:
 
 def is_exported() -> bool:
     """Return whether `torch.export` or `torch.jit.trace` is recording a program for any number of rows."""
-    return is_exporting() or torch.jit.is_tracing()
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def is_transformed() -> bool:

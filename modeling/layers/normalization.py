@@ -1,10 +1,8 @@
 """RMSNorm and L2Norm, both with float32 statistics for every dtype of activations.
 
-Zhang & Sennrich 2019 (arXiv 1910.07467): `x / sqrt(mean(x ** 2) + eps) * weight`, the mean over the last axis. The
+Zhang & Sennrich 2019 (arXiv 1910.07467): `x / sqrt(mean(x ** 2) + eps) * weight`, the mean over the last axis D. The
 quotient is cast back to the input's dtype *before* it is multiplied by the weight: Meta's order, which decides the last
 bit in bfloat16.
-
-Shapes: D size of the last axis, hidden_size or head_dim; leading axes have any sizes.
 """
 
 import torch
@@ -43,7 +41,3 @@ class L2Norm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize `[..., D]`; the dtype is kept."""
         return rms_norm(x, None, self.eps)
-
-    def extra_repr(self) -> str:
-        """Show eps in `print(model)`."""
-        return f"eps={self.eps}"

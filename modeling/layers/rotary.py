@@ -10,13 +10,7 @@ Frequencies and their scaling (linear, dynamic, yarn, longrope, llama3, proporti
 functions. `dynamic` and `longrope` choose frequencies by the highest position of a forward, so a prefill in pieces can
 differ from one of all tokens: llamoe then matches transformers where all tokens come at once.
 
-A pair (a, b) at position p, whose angle is p times the pair's frequency, becomes
-`(a cos - b sin, b cos + a sin)`.
-
-The vision tower's grid has two axes (`rotary_2d_cos_sin`). Llama 4 splits the R rotated pairs of each head: the first
-half rotates with the patch's column x, the second with its row y. The checkpoint requires this order (Pixtral's is the
-opposite). Coordinates start at one, to tell the first patch from the class token, which is not rotated. Source: Meta's
-llama-models, `models/llama4/vision/encoder.py`.
+A pair (a, b) becomes `(a cos - b sin, b cos + a sin)`; its angle is its position times its frequency.
 
 Shapes: B batch, H heads, T tokens, D head_dim, R = D/2 rotated pairs. Rows of angles are `[B or 1, T, …]`: one row
 serves all rows of the batch that have the same positions.
@@ -31,8 +25,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_u
 class RotaryEmbedding(nn.Module):
     """Cosines and sines of every position's angles, shared by all layers of a decoder.
 
-    The frequencies stay float32 when the model is cast: angles at position 100,000 computed from bfloat16
-    frequencies are off by whole turns.
+    Frequencies stay float32 when the model is cast: in bfloat16, angles at position 100,000 are off by whole turns.
     """
 
     inv_freq: torch.Tensor
@@ -42,23 +35,17 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.config = config
         self.rope_type = config.rope_parameters["rope_type"]
-        # Read and updated by `dynamic_rope_update`.
-        self.max_seq_len_cached = config.max_position_embeddings
+        # Read by `dynamic_rope_update`, which updates `max_seq_len_cached`.
         self.original_max_seq_len = config.max_position_embeddings
-        inv_freq, self.attention_scaling = self._initial_frequencies()
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
-        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+        self.register_buffer("inv_freq", None, persistent=False)
+        self.register_buffer("original_inv_freq", None, persistent=False)
+        self._reset(torch.get_default_device())
 
     @staticmethod
     def compute_default_rope_parameters(config: PreTrainedConfig, **_) -> tuple[torch.Tensor, float]:
-        """`theta ** (-2j / D)` for j < D/2, float32 `[R]`, and an attention factor of one."""
+        """Return `theta ** (-2j / D)` for j < D/2, float32 `[R]`, and an attention factor of one."""
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
-
-    def _initial_frequencies(self) -> tuple[torch.Tensor, float]:
-        if self.rope_type == "default":
-            return self.compute_default_rope_parameters(self.config)
-        return ROPE_INIT_FUNCTIONS[self.rope_type](self.config)
 
     def _apply(self, fn, recurse=True):
         was_meta = self.inv_freq.is_meta
@@ -69,8 +56,10 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def _reset(self, device: torch.device) -> None:
-        inv_freq = self._initial_frequencies()[0].to(device)
-        self.inv_freq, self.original_inv_freq = inv_freq, inv_freq.clone()
+        functions = {**ROPE_INIT_FUNCTIONS, "default": self.compute_default_rope_parameters}
+        inv_freq, self.attention_scaling = functions[self.rope_type](self.config)
+        self.inv_freq = inv_freq.to(device)
+        self.original_inv_freq = self.inv_freq.clone()
         self.max_seq_len_cached = self.original_max_seq_len
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,32 +87,23 @@ def of_channels(cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> tuple
     """Return the factors of every channel: cosines, and sines that are negative for the first channel of a pair.
 
     Args:
-        cos: `[B or 1, T, R]`.
-        sin: likewise.
+        cos, sin: `[B or 1, T, R]`.
         interleave: pair channels (2j, 2j+1); else (j, j + D/2).
 
     Returns:
-        cos and sin, each `[B or 1, T, 1, D]`, for all heads.
+        cos and sin, each `[B or 1, T, 1, D]`.
     """
-    pairs = (cos, cos), (-sin, sin)
-    if interleave:
-        cos, sin = (torch.stack(both, -1).flatten(-2) for both in pairs)
-    else:
-        cos, sin = (torch.cat(both, -1) for both in pairs)
+    cos, sin = (
+        torch.stack(pair, -1).flatten(-2) if interleave else torch.cat(pair, -1)
+        for pair in ((cos, cos), (-sin, sin))
+    )
     return cos[:, :, None], sin[:, :, None]
 
 
 def rotate(x_BTHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> torch.Tensor:
-    """Rotate each pair of channels by its position's angle.
+    """Rotate each pair of channels of queries or keys `[B, T, H, D]` by its position's angle; the dtype is kept.
 
-    Args:
-        x_BTHD: `[B, T, H, D]`, queries or keys in the order of the projections.
-        cos: `[B or 1, T, 1, D]` float32, from `of_channels`.
-        sin: likewise.
-        interleave: pair channels (2j, 2j+1); else (j, j + D/2).
-
-    Returns:
-        `[B, T, H, D]` in the dtype of the input; computed in float32, or float64 for float64 input.
+    The computation is in float32, or in float64 for float64 input. Other arguments are as for `of_channels`.
     """
     if interleave:
         others = x_BTHD.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
@@ -135,20 +115,24 @@ def rotate(x_BTHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleav
 def rotary_2d_cos_sin(
     grid_size: int, head_dim: int, theta: float, device: torch.device | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of every patch's angles.
+    """Return cosines and sines of every patch's angles.
+
+    Llama 4 splits the rotated pairs of each head: the first half rotates with the patch's column x, the second with its
+    row y. The checkpoint requires this order (Pixtral's is the opposite). Coordinates start at one, to tell the first
+    patch from the class token, which is not rotated. Source: Meta's llama-models, `models/llama4/vision/encoder.py`.
 
     Each forward computes them: a buffer could be rounded by a change of the model's dtype, or left empty by
-    construction on the meta device. The table is small (577 x 44 for Llama 4) beside one layer's work.
+    construction on the meta device.
 
     Args:
         grid_size: patches along one side of the image.
         head_dim: channels of an attention head, a multiple of 4.
         theta: base of the frequencies `theta ** (-4j / head_dim)`, j < head_dim / 4, shared by both axes.
-        device: device of the result.
+        device: of the result.
 
     Returns:
-        cos and sin, each `[1, T, 1, D]` float32, as `rotate` takes them for interleaved pairs, for T = grid_size**2
-        + 1: patches row by row, then the class token, with cos 1 and sin 0.
+        cos and sin, each `[1, T, 1, D]` float32, as `rotate` takes them for interleaved pairs: of T - 1 patches row by
+        row, then of the class token, with cos 1 and sin 0.
     """
     exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device) / (head_dim // 2)
     frequencies = 1.0 / (theta**exponents)

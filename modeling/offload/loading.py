@@ -94,8 +94,8 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
     """Replace the requested experts of an empty model, before its weights are read.
 
     Raises:
-        ValueError: the files' format of experts differs from that in memory, or the weights are not in safetensors
-            files.
+        ValueError: the files' format of experts differs from that in memory, experts are to be quantized, or the
+            weights are not in safetensors files.
     """
     request = current_loading().offload
     if request is None:
@@ -127,6 +127,12 @@ def replace_with_offloaded(model: nn.Module, files: list[str] | None, load_confi
         raise ValueError(
             f"{next(iter(taken))} has another program's stacks of scales, and is not read from disk or RAM: write "
             "a folder by `llamoe quantize FOLDER TARGET --to int4`, and load that."
+        )
+    quantizer = load_config.hf_quantizer
+    if quantizer and not quantizer.pre_quantized and any(experts.is_packed for experts in taken.values()):
+        raise ValueError(
+            "Experts on disk or in RAM are read as they are stored, but quantization_config asks for quantized ones: "
+            "write a quantized folder by `llamoe quantize` or save_pretrained, and load that."
         )
     # Use absolute paths: the files are read later, perhaps after a change of the working directory.
     files = [os.path.abspath(file) for file in files]

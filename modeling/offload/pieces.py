@@ -1,9 +1,9 @@
 """Location of each expert's matrix in the files, as pieces of contiguous bytes, for all layouts of experts.
 
 An expert is a slice of a stack that is one tensor; or its gate, up and down are separate tensors, `[out, in]`. A packed
-stack has several parts, each with an axis for experts in front; in bitsandbytes' formats, there is another axis for
-gate and up, which are separate in files. In all layouts a matrix is one or more pieces, which are at most transposed or
-cast when they are read. Tensors packed by other programs are read whole, and converted to int4 (`Unpack`).
+stack has several parts, each with an axis for experts in front. In these layouts a matrix is one or more pieces, which
+are at most transposed or cast when they are read. Linear layers that are packed by bitsandbytes or other programs are
+read whole, and converted to the parts in memory (`Unpack`).
 """
 
 import math
@@ -28,7 +28,7 @@ from ..checkpoints import (
 )
 from ..formats import Parts
 from ..moe import PARTS_OF_STACKS, STACKS, Experts
-from ..quantization import Matrices, by_expert, parts_in_files
+from ..quantization import Matrices, by_expert
 
 
 class Piece(NamedTuple):
@@ -40,8 +40,7 @@ class Piece(NamedTuple):
         shape: as stored.
         dtype: as stored.
         part: which part of the matrix it belongs to.
-        rows: the rows of the part `[out, in]`, or the matrix of a packed part; None for the whole part, in the layout
-            of memory.
+        rows: the rows of the part `[out, in]`; None for the whole part, in the layout of memory.
         is_kept: memory holds the same bytes as the file, at an alignment that kernels can read.
     """
 
@@ -49,9 +48,9 @@ class Piece(NamedTuple):
     begin: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    part: int
-    rows: slice | int | None
-    is_kept: bool
+    part: int = 0
+    rows: slice | None = None
+    is_kept: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -64,38 +63,36 @@ class StoredLayer(NamedTuple):
 
     Attributes:
         pieces: for each stack and expert, its pieces; with `unpack`, the pieces of the tensors to convert.
-        numbers: for each stack and expert, parts that have a value instead of a piece, by the part's number.
         whole: parts of stacks that a file has as one tensor in the model's dtype, with the file and the tensor's name.
         files: all files of the checkpoint, with their sizes and times before the headers were read.
-        unpack: for each stack that another program has packed, the conversion of an expert's tensors to parts.
+        unpack: for each stack of packed linear layers, the conversion of an expert's tensors to parts.
     """
 
     pieces: dict[str, list[list[Piece]]]
-    numbers: dict[str, list[dict[int, torch.Tensor]]]
     whole: dict[str, tuple[str, str]]
     files: dict[str, FileStamp]
     unpack: Mapping[str, "Unpack"] = {}
 
 
 class Unpack(NamedTuple):
-    """Converts tensors packed by another program to the parts of one expert's matrix.
+    """Converts tensors of packed linear layers to the parts of one expert's matrix.
 
     Attributes:
         experts: experts with the format of the parts.
         stack: name of the stack.
         layout: layout of the tensors.
-        kinds: for each linear layer, gate before up, the kinds of its tensors in order.
+        kinds: for each expert and linear layer, gate before up, the kinds of its tensors in order.
     """
 
     experts: Any
     stack: str
     layout: Any
-    kinds: list[list[str]]
+    kinds: list[list[list[str]]]
 
-    def __call__(self, tensors: Iterable[torch.Tensor]) -> Parts:
-        """Return the parts in the layout of memory."""
+    def __call__(self, expert: int, tensors: Iterable[torch.Tensor]) -> Parts:
+        """Return the parts of an expert's matrix in the layout of memory."""
         tensors, sizes = iter(tensors), shape_of_one(self.experts, self.stack)
-        matrices = [{kind: next(tensors) for kind in kinds} for kinds in self.kinds]
+        matrices = [{kind: next(tensors) for kind in kinds} for kinds in self.kinds[expert]]
         if self.experts.is_packed:
             return self.layout.parts_of(matrices, sizes, self.experts.formats[self.stack])
         matrix = torch.cat([self.layout.weight_of(each, sizes) for each in matrices])
@@ -119,36 +116,49 @@ def find_packed_pieces(
     stamps = {str(file): stamp_of(os.stat(file)) for file in files}
     result = {}
     for layer, experts in layers.items():
-        pieces, unpack = {}, {}
+        linears = {stack: matrices.get(f"{layer}.{stack}", {}) for stack in STACKS}
+        found = {stack: by_expert(linears[stack]) for stack in STACKS}
         for stack in STACKS:
-            linears = matrices.get(f"{layer}.{stack}", {})
-            found = by_expert(linears)
             wanted = len(PARTS_OF_STACKS[experts.is_transposed][stack])
-            if [*map(len, found)] != [wanted] * experts.num_experts:
+            if [*map(len, found[stack])] != [wanted] * experts.num_experts:
                 raise CheckpointError(
-                    f"{next(iter(files))}: {len(linears)} matrices of {layer}.{stack} are packed, where config.json "
-                    f"means {experts.num_experts} experts. Download or copy the checkpoint again."
+                    f"{next(iter(files))}: {len(linears[stack])} matrices of {layer}.{stack} are packed, where "
+                    f"config.json means {experts.num_experts} experts. Download or copy the checkpoint again."
                 )
-            pieces[stack] = [
-                [
-                    Piece(
-                        os.path.abspath(tensor.origin),
-                        tensor.content.begin,
-                        tensor.shape,
-                        DTYPES[tensor.dtype],
-                        0,
-                        None,
-                        False,
-                    )
-                    for kinds in linears_of_one
-                    for tensor in kinds.values()
-                ]
-                for linears_of_one in found
-            ]
-            unpack[stack] = Unpack(experts, stack, layout, [[*kinds] for kinds in found[0]])
-        numbers = {stack: [{} for _ in range(experts.num_experts)] for stack in STACKS}
-        result[layer] = StoredLayer(pieces, numbers, {}, stamps, unpack)
+        result[layer] = _packed_linears(experts, found, layout, stamps)
     return result
+
+
+def _packed_linears(
+    experts: Experts,
+    stacks: Mapping[str, list[list[dict[str, Stored]]]],
+    layout: Any,
+    stamps: dict[str, FileStamp],
+) -> StoredLayer:
+    """Return the location of experts whose matrices are packed linear layers.
+
+    Args:
+        experts: as they are in memory.
+        stacks: for each stack and expert, the tensors by kind of its linear layers, gate before up.
+        layout: of these tensors.
+        stamps: of the files.
+    """
+    pieces, unpack = {}, {}
+    for stack, matrices in stacks.items():
+        # Published folders may be given by a relative path.
+        pieces[stack] = [
+            [
+                Piece(
+                    os.path.abspath(stored.origin), stored.content.begin, stored.shape, DTYPES[stored.dtype]
+                )
+                for tensors in linears
+                for stored in tensors.values()
+            ]
+            for linears in matrices
+        ]
+        kinds = [[[*tensors] for tensors in linears] for linears in matrices]
+        unpack[stack] = Unpack(experts, stack, layout, kinds)
+    return StoredLayer(pieces, {}, stamps, unpack)
 
 
 def find_pieces(
@@ -169,25 +179,30 @@ def find_pieces(
     result = {}
     for layer, experts in layers.items():
         check_experts(layer, experts, index[layer])
+        if experts.is_packed and experts.format.is_unfused_in_files:
+            linears = {
+                stack: [
+                    [stored.single[number, place] for place, _ in enumerate(PARTS_OF_STACKS[True][stack])]
+                    for number in range(experts.num_experts)
+                ]
+                for stack, stored in index[layer].items()
+            }
+            result[layer] = _packed_linears(experts, linears, experts.format, stamps)
+            continue
         whole = {
             stack + suffix: (tensor.origin, tensor.name)
             for stack, stored in index[layer].items()
             for suffix, tensor in stored.whole.items()
             if experts.is_packed or experts.dtype == DTYPES[tensor.dtype]
         }
-        pieces, numbers = {}, {}
-        for stack, stored in index[layer].items():
-            pieces[stack], numbers[stack] = _pieces(experts, stack, stored)
-        result[layer] = StoredLayer(pieces, numbers, whole, stamps)
+        pieces = {stack: _pieces(experts, stack, stored) for stack, stored in index[layer].items()}
+        result[layer] = StoredLayer(pieces, whole, stamps)
     return result
 
 
-def _pieces(
-    experts: Any, stack: str, stored: StoredStack
-) -> tuple[list[list[Piece]], list[dict[int, torch.Tensor]]]:
-    """Return the pieces of each expert's matrix, and the tensors without pieces."""
+def _pieces(experts: Any, stack: str, stored: StoredStack) -> list[list[Piece]]:
+    """Return the pieces of each expert's matrix."""
     pieces: list[list[Piece]] = [[] for _ in range(experts.num_experts)]
-    numbers: list[dict[int, torch.Tensor]] = [{} for _ in range(experts.num_experts)]
     memories, alignment = experts.parts(stack), experts.format.alignment
 
     def add(
@@ -196,10 +211,9 @@ def _pieces(
         shape: tuple[int, ...],
         begin: int,
         part: int,
-        rows: slice | int | None = None,
-        dtype: torch.dtype | None = None,
+        rows: slice | None = None,
     ):
-        dtype = dtype or DTYPES[tensor.dtype]
+        dtype = DTYPES[tensor.dtype]
         is_aligned = begin % max(alignment, dtype.itemsize) == 0
         is_kept = rows is None and dtype == memories[part].dtype and is_aligned
         pieces[expert].append(Piece(tensor.origin, begin, shape, dtype, part, rows, is_kept))
@@ -209,22 +223,8 @@ def _pieces(
             size = tensor.content.nbytes // experts.num_experts
             for expert in range(experts.num_experts):
                 add(expert, tensor, tensor.shape[1:], tensor.content.begin + expert * size, part)
-    rows, _ = shape_of_one(experts, stack)
+    num_rows, _ = shape_of_one(experts, stack)
     for (expert, place), kinds in sorted(stored.single.items(), key=lambda item: item[0]):
-        if not experts.is_packed:
-            tensor = kinds[WEIGHT]
-            add(
-                expert, tensor, tensor.shape, tensor.content.begin, 0, slice(place * rows, (place + 1) * rows)
-            )
-            continue
-        for part, tensor in enumerate(parts_in_files(experts.formats[stack], experts.sizes_of(stack), kinds)):
-            memory = memories[part][0]
-            if isinstance(tensor, torch.Tensor):
-                numbers[expert].setdefault(part, torch.empty(memory.shape))[place] = tensor
-                continue
-            # A file may store the bytes of the codes in any dtype.
-            dtype = None if DTYPES[tensor.dtype].is_floating_point and part else memory.dtype
-            is_alone = len(memory) == 1
-            shape = tuple(memory.shape if is_alone else memory.shape[1:])
-            add(expert, tensor, shape, tensor.content.begin, part, None if is_alone else place, dtype)
-    return pieces, numbers
+        tensor, rows = kinds[WEIGHT], slice(place * num_rows, (place + 1) * num_rows)
+        add(expert, tensor, tensor.shape, tensor.content.begin, 0, rows)
+    return pieces

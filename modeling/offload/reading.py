@@ -177,7 +177,11 @@ class Reader:
             self._read(
                 self.files[piece.path], what, count, piece.begin, piece.nbytes, tensors[-1], piece.dtype
             )
-        for target, part in zip(targets, unpack(tensors), strict=True):
+        try:
+            parts = unpack(tensors)
+        except CheckpointError as error:
+            raise CheckpointError(f"{pieces[0].path}: {what}: {error}") from error
+        for target, part in zip(targets, parts, strict=True):
             target.copy_(part)
 
     def _read(

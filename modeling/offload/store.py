@@ -15,6 +15,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 
 import torch
 
@@ -283,15 +284,11 @@ class Store:
 
         if stored.unpack:
             return self.reader.start_unpacking(
-                stored.pieces[stack][expert], stored.unpack[stack], parts, what, count
+                stored.pieces[stack][expert], partial(stored.unpack[stack], expert), parts, what, count
             )
-        for part, numbers in stored.numbers[stack][expert].items():
-            parts[part].copy_(numbers)
         for piece in stored.pieces[stack][expert]:
             target = parts[piece.part]
-            if isinstance(piece.rows, int):
-                target = target[piece.rows]
-            elif piece.rows is not None:
+            if piece.rows is not None:
                 target = (target.T if self.layers[layer].is_transposed else target)[piece.rows]
             pieces.append((piece, target, blocks.get(piece.part)))
         return self.reader.start(pieces, what, count)

@@ -4,11 +4,4 @@ Reading order: gathering, distribution.
 """
 
 from .distribution import Distributed
-from .gathering import (
-    broadcast,
-    is_sharded,
-    is_shared,
-    joined,
-    refuse_stages,
-    sharded_adapter,
-)
+from .gathering import is_sharded, is_shared, joined, sharded_adapter, size_of

@@ -12,12 +12,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from .._private_api import gather
 
-
-def size_of(distributed_config: Any, name: str) -> int:
-    """Return a size, such as `tp_size`, from a model's `distributed_config`; 1 if unset or without a config."""
-    return getattr(distributed_config, f"{name}_size", None) or 1
+def size_of(config: Any, name: str) -> int:
+    """Return a size, such as `tp_size`, from a model's config or its `distributed_config`; 1 if unset."""
+    return getattr(getattr(config, "distributed_config", config), f"{name}_size", None) or 1
 
 
 def is_sharded(tensors: Iterable[Any]) -> bool:
@@ -25,36 +23,13 @@ def is_sharded(tensors: Iterable[Any]) -> bool:
     return any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
-def broadcast(value: Any) -> Any:
-    """Broadcast the first process's value to every process."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
 def is_shared(model: PreTrainedModel, state_dict: dict[str, Any] | None) -> bool:
-    """Return whether all processes must save a model together.
-
-    Args:
-        model: the model.
-        state_dict: the part of it to be written; None for all of it.
-    """
-    config = getattr(model.config, "distributed_config", None)
-    sizes = [size_of(config, name) for name in ("tp", "fsdp", "dp_replicate", "ep")]
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    """Return True if all processes must save a model together: the given part of it, or for None all of it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return False
+    sizes = [size_of(model.config, name) for name in ("tp", "fsdp", "dp_replicate", "ep")]
     # transformers has sharded the model: it waits for all processes even where nothing is left to gather.
     return max(sizes) > 1 or is_sharded(model.parameters() if state_dict is None else state_dict.values())
-
-
-def refuse_stages(model: PreTrainedModel) -> None:
-    """Raise a `ValueError` for a model in pipeline stages: each process has other layers."""
-    stages = size_of(getattr(model.config, "distributed_config", None), "pp")
-    if stages > 1:
-        raise ValueError(
-            f"save_pretrained: this {type(model).__name__} is in {stages} pipeline stages, and no process has all of "
-            "its weights. Load it without pp_size to save it."
-        )
 
 
 def sharded_adapter(model: PreTrainedModel) -> dict[str, Any] | None:
@@ -72,7 +47,9 @@ def sharded_adapter(model: PreTrainedModel) -> dict[str, Any] | None:
 
 def joined(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Gather the shards of each tensor; all processes that have a shard call this, in the same order."""
-    return {
-        name: gather(value).detach().cpu() if isinstance(value, torch.Tensor) else value
-        for name, value in state_dict.items()
-    }
+    whole = dict(state_dict)
+    for name, value in state_dict.items():
+        if isinstance(value, torch.Tensor):
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            whole[name] = value.detach().cpu()
+    return whole

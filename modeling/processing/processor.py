@@ -15,7 +15,6 @@ from transformers.models.llama4.processing_llama4 import Llama4Processor
 
 from ...configuration.hub import MODULE, MODULE_NAME, hub_arguments, is_ours
 from ...configuration.json_files import write_whole
-from ...serving.client_errors import report_to_client
 from .pictures import PictureError, as_rgb, read_picture
 
 
@@ -25,15 +24,6 @@ class LlamoeProcessor(Llama4Processor):
     Pictures become RGB of 8 bits, as by `llamoe.read_picture`. `pixel_values` are float32 with the values of the stock
     class, which computes them in bfloat16.
     """
-
-    @report_to_client()
-    def apply_chat_template(self, conversation, *args, **kwargs):
-        """Return a conversation as one text or as its tokens; arguments as in `Llama4Processor`.
-
-        Raises:
-            ValueError: a picture that cannot be read; `transformers serve` returns its message with status 400.
-        """
-        return super().apply_chat_template(conversation, *args, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):

@@ -7,11 +7,11 @@ or Mixtral's `w1`, `w3` and `w2`.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,44 +19,13 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from ...configuration.errors import CheckpointError
 from .._private_api import replace_quantizer
-from ..checkpoints import DTYPES, WEIGHT, AtomicSaveMixin, Stored, expert_of, headers_of
-from ..formats import Bnb4Bit, Bnb8Bit, Parts, Separate, Sizes
+from ..checkpoints import DTYPES, WEIGHT, AtomicSaveMixin, expert_of, headers_of
+from ..formats import Bnb
 from ..layers import Linear
 from ..moe import PARTS_OF_STACKS, STACKS, Experts, Router
 from .packed import QuantizedExperts, packed_modules
 from .packed_quantizer import PackedQuantizer
-
-_BESIDE_WEIGHT = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-_STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
-
-
-class BnbLayout:
-    """The `reading.Layout` of folders in one of bitsandbytes' formats."""
-
-    kinds: ClassVar[tuple[str, ...]] = (
-        "weight",
-        *(f"weight.{kind}" for kind in _BESIDE_WEIGHT + _STATES),
-        "SCB",
-        "weight_format",
-    )
-    in_stacks: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, form: Bnb4Bit | Bnb8Bit):
-        self.form = Separate(form, 1)
-
-    def parts_of(self, matrices: Sequence[Mapping[str, torch.Tensor]], sizes: Sizes, form: Any) -> Parts:
-        """Return the parts of an expert's gate and up, or of its down."""
-        ones = [self.form.from_file(tensors, sizes) for tensors in matrices]
-        return [torch.stack(part) for part in zip(*ones, strict=True)]
-
-    def weight_of(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> torch.Tensor:
-        """Return the weight of a layer, which may be plain."""
-        if set(tensors) == {"weight"} and tensors["weight"].is_floating_point():
-            return tensors["weight"]
-        parts = [part[None] for part in self.form.from_file(tensors, sizes)]
-        return self.form.matrix(parts, sizes, self.form.compute_dtype)
 
 
 class QuantizesExperts(PackedQuantizer):
@@ -67,36 +36,35 @@ class QuantizesExperts(PackedQuantizer):
     # Folders of transformers 4 may have quantized routers, which were linear layers.
     layers_in_files = (".feed_forward.router", ".mlp.gate")
 
-    def _format(self, dtype: torch.dtype) -> Bnb4Bit | Bnb8Bit:
+    def _format(self, dtype: torch.dtype) -> Bnb:
         config = self.quantization_config
         if config.load_in_8bit:
-            return Bnb8Bit(dtype)
-        return Bnb4Bit(
-            config.bnb_4bit_compute_dtype,
-            quant_type=config.bnb_4bit_quant_type,
-            is_nested=config.bnb_4bit_use_double_quant,
-        )
+            return Bnb(dtype, "int8")
+        is_nested = config.bnb_4bit_use_double_quant
+        return Bnb(config.bnb_4bit_compute_dtype, config.bnb_4bit_quant_type, is_nested)
 
-    def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, device_map: Any = None, checkpoint_files: Any = None, **kwargs: Any
-    ) -> None:
-        super()._process_model_before_weight_loading(
-            model, device_map=device_map, checkpoint_files=checkpoint_files, **kwargs
-        )
-        if not isinstance(model, AtomicSaveMixin):
-            return
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        super()._process_model_before_weight_loading(model, **kwargs)
         # In some folders the experts of only some layers are quantized.
-        stored = _packed_in(checkpoint_files) if self.pre_quantized and checkpoint_files else None
-        for name, module in list(model.named_modules()):
-            if not isinstance(module, Experts) or module.is_packed:
+        files = kwargs.get("checkpoint_files")
+        stored = _packed_in(files) if self.pre_quantized and files else None
+        stacks = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
+        is_ours = isinstance(model, AtomicSaveMixin)
+        if is_ours and stored is not None and (dtype := _plain_dtype(files)):
+            # Whatever dtype is requested, transformers loads plain weights in the files' dtype. Biases, routers and
+            # experts, which it would cast, must follow.
+            for parameter in model.parameters():
+                if type(parameter) is nn.Parameter:
+                    parameter.data = parameter.data.to(dtype)
+        for name, module in stacks:
+            if module.is_packed:
                 continue
-            takes = self._takes(name, module) if stored is None else name.rpartition("layers.")[2] in stored
-            if takes:
+            if self._takes(name, module) if stored is None else name.rpartition("layers.")[2] in stored:
                 form = self._format(module.dtype)
                 with torch.device("meta"):
-                    packed = QuantizedExperts(module, Separate(form, 1), gate_up_form=Separate(form, 2))
+                    packed = QuantizedExperts(module, form, gate_up_form=replace(form, count=2))
                 model.set_submodule(name, packed)
-                self.layout = BnbLayout(form) if self.pre_quantized else None
+                self.layout = form if self.pre_quantized else None
 
     def _takes(self, path: str, experts: Experts) -> bool:
         """Return True unless `llm_int8_skip_modules` names these experts or a part of them."""
@@ -108,10 +76,13 @@ class QuantizesExperts(PackedQuantizer):
         return all(should_convert_module(name, self.modules_to_not_convert) for name in (path, *layers))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        model = super()._process_model_after_weight_loading(model, **kwargs)
-        if isinstance(model, AtomicSaveMixin):
-            _keep_codes_in_order(model)
-        return model
+        # On a CPU with bfloat16 instructions, a 4-bit layer reorders its codes for a kernel in the first forward
+        # without gradients, and rounds its scales. Then scales without double quantization are saved in the wrong
+        # order, backward passes fail, and layers whose outputs are no multiple of 32 do not run.
+        for module in model.modules() if isinstance(model, AtomicSaveMixin) else ():
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.support_avx512bf16_for_cpu = False
+        return super()._process_model_after_weight_loading(model, **kwargs)
 
     def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
         # transformers' function ends in an UnboundLocalError if experts alone were packed.
@@ -125,13 +96,11 @@ class QuantizesExperts(PackedQuantizer):
         if not packed or getattr(model, "_hf_peft_config_loaded", False):
             return super().get_state_dict_and_metadata(model)
         storage = getattr(self.quantization_config, "bnb_4bit_quant_storage", torch.uint8)
-        weights: dict[str, Any] = {}
-        for name, tensor in model.state_dict().items():
-            path = name.rpartition(".")[0]
-            if path not in packed:
-                weights[name] = tensor
-            elif f"{path}.{STACKS[0]}" == name:
-                weights.update(_unfused(path, packed[path], storage, model.dtype))
+        state = model.state_dict()
+        weights = {name: state[name] for name in state if name.rpartition(".")[0] not in packed}
+        for path, experts in packed.items():
+            for name, tensor in _unfused(experts, storage, model.dtype):
+                weights[f"{path}.{name}"] = tensor
         return weights, {}
 
 
@@ -141,6 +110,12 @@ class BitsAndBytes4BitQuantizer(QuantizesExperts, Bnb4BitHfQuantizer):
 
 class BitsAndBytes8BitQuantizer(QuantizesExperts, Bnb8BitHfQuantizer):
     """The quantizer for `load_in_8bit=True`."""
+
+
+def _plain_dtype(files: Iterable[str]) -> torch.dtype | None:
+    """Return the dtype of norms in these files, which is that of all plain weights; None without one."""
+    norms = (stored for stored in headers_of(files) if stored.name.endswith("input_layernorm.weight"))
+    return next((DTYPES[stored.dtype] for stored in norms), None)
 
 
 def _packed_in(files: Iterable[str]) -> set[str]:
@@ -153,41 +128,12 @@ def _packed_in(files: Iterable[str]) -> set[str]:
     }
 
 
-def parts_in_files(
-    form: Separate, sizes: Sizes, headers: Mapping[str, Stored]
-) -> list[Stored | torch.Tensor]:
-    """Return, for each part of one matrix, the header of its tensor, or the value if files hold it as JSON text.
-
-    Args:
-        form: format of the stack with this matrix.
-        sizes: of an expert's part of the stack.
-        headers: of the matrix's tensors, by name suffix.
-    """
-    tensors = {}
-    for kind, stored in headers.items():
-        dtype = DTYPES[stored.dtype]
-        if kind in form.form.kinds:
-            tensors[kind] = torch.empty(stored.shape, dtype=dtype, device="meta")
-        else:
-            content = numpy.fromfile(stored.origin, "u1", stored.content.nbytes, offset=stored.content.begin)
-            tensors[kind] = torch.from_numpy(content).view(dtype).view(stored.shape)
-    try:
-        parts = form.from_file(tensors, form.sizes_of_one(sizes))
-    except CheckpointError as error:
-        raise CheckpointError(f"{headers[WEIGHT]}: {error}") from error
-    return [headers[form.form.kinds[n]] if part.is_meta else part for n, part in enumerate(parts)]
-
-
 def _unfused(
-    path: str, experts: QuantizedExperts, storage: torch.dtype, dtype: torch.dtype
+    experts: QuantizedExperts, storage: torch.dtype, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors of the experts as the linear layers that files store; without copying codes.
+    """Yield the experts as the linear layers that files store, by name below the experts; without copying codes.
 
-    Args:
-        path: of the experts.
-        experts: in one of bitsandbytes' formats.
-        storage: dtype in which files hold the bytes of 4-bit codes.
-        dtype: of unpacked weights, which files record.
+    Files hold the bytes of 4-bit codes as `storage`, and record the dtype of unpacked weights.
     """
     for number, stack in itertools.product(range(experts.num_experts), STACKS):
         form: Any = experts.formats[stack]
@@ -196,29 +142,16 @@ def _unfused(
             parts = [torch.from_dlpack(part[number, place]) for part in experts.parts(stack)]
             if parts[0].dtype == torch.uint8:
                 parts[0] = parts[0].view(storage)
-            tensors = form.form.for_file(parts, form.sizes_of_one(experts.sizes[stack]), dtype)
-            yield from ((f"{path}.{number}.{name}.{kind}", tensor) for kind, tensor in tensors.items())
-
-
-def _keep_codes_in_order(model: nn.Module) -> None:
-    """Stop 4-bit layers from reordering their codes on a CPU.
-
-    On a CPU with bfloat16 instructions, bitsandbytes changes a weight in the first forward without gradients: it
-    reorders the codes for a kernel and rounds the scales. Then scales without double quantization are saved in the
-    wrong order, backward passes fail, and layers whose outputs are no multiple of 32 do not run. The price is slower
-    forward passes, without that kernel.
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            tensors = form.for_file(parts, form.sizes_of_one(experts.sizes[stack]), dtype)
+            yield from ((f"{number}.{name}.{kind}", tensor) for kind, tensor in tensors.items())
 
 
 @contextmanager
 def naming_plain_layers(model: PreTrainedModel) -> Iterator[None]:
-    """List, within the context, all layers that bitsandbytes has not quantized in the model's configuration.
+    """List all layers that bitsandbytes has not quantized in the model's configuration, for files of other programs.
 
-    Other programs need this list: without one they skip only heads. With one they skip nothing else, and would quantize
-    the new head of a classifier, so llamoe's own folders have no list.
+    Without the list these skip only heads. With it they skip nothing else, and would quantize the new head of a
+    classifier, so llamoe's own folders have no list.
     """
     if not isinstance(getattr(model, "hf_quantizer", None), QuantizesExperts):
         yield

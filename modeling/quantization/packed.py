@@ -3,13 +3,13 @@
 They have the attribute `is_packed`, by which `moe` and `parallel` recognise them without importing this folder.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..formats import Format, Sizes
+from ..formats import Format, Parts, Sizes
 from ..layers import Linear
 from ..moe import STACKS, Experts, OutputFirstExperts, multiply_one
 
@@ -37,6 +37,10 @@ class Packed(nn.Module):
         """Show the sizes and the format in `print(model)`."""
         return f"{super().extra_repr()}, format={self.format.exact.key}"
 
+    def parts(self, name: str = "weight") -> list[torch.Tensor]:
+        """Return the parts of a weight."""
+        return [getattr(self, name + suffix) for suffix in self.formats[name].suffixes]
+
     def part_shapes(self, *names: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the shape and dtype of each part of these weights (default: all), by the part's name."""
         return {
@@ -47,19 +51,47 @@ class Packed(nn.Module):
         }
 
     def _make_parts(self) -> None:
-        for weight in self.sizes:
-            for name, part in self.empty_parts(weight, torch.get_default_device()).items():
-                if name == weight:
-                    self.register_parameter(name, nn.Parameter(part, requires_grad=False))
-                else:
-                    self.register_buffer(name, part)
+        for name, (shape, dtype) in self.part_shapes().items():
+            part = torch.empty(shape, dtype=dtype)
+            if name in self.sizes:
+                self.register_parameter(name, nn.Parameter(part, requires_grad=False))
+            else:
+                self.register_buffer(name, part)
 
-    def empty_parts(self, name: str, device: torch.device) -> dict[str, torch.Tensor]:
-        """Make the empty parts of a weight, by name."""
-        return {
+    def weight_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a dequantized weight, in the model family's order of axes."""
+        return self.sizes[name]
+
+    def matrices(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
+        """View the matrices `[O, I]` of a weight of `weight_shape`."""
+        return [weight]
+
+    @torch.no_grad()
+    def fill(self, name: str, matrices: Iterable[Parts], device: torch.device) -> dict[str, torch.Tensor]:
+        """Make the parts of a weight, by name, from those of its matrices, one after the other."""
+        wholes = {
             part: torch.empty(shape, dtype=dtype, device=device)
             for part, (shape, dtype) in self.part_shapes(name).items()
         }
+        for number, parts in enumerate(matrices):
+            for whole, part in zip(wholes.values(), parts, strict=True):
+                (whole[number] if self.stacked else whole).copy_(part)
+        return wholes
+
+    def quantize(self, weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+        """Quantize a weight to its parts, by name."""
+        form = self.formats[name]
+        return self.fill(name, (form.quantize(each) for each in self.matrices(weight)), weight.device)
+
+    @torch.no_grad()
+    def dequantized_weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantize a weight."""
+        parts = self.parts(name)
+        weight = torch.empty(self.weight_shape(name), dtype=dtype, device=parts[0].device)
+        parts_of_matrices = zip(*parts, strict=True) if self.stacked else [parts]
+        for matrix, parts in zip(self.matrices(weight), parts_of_matrices, strict=True):
+            matrix.copy_(self.formats[name].matrix(parts, self.sizes[name], dtype))
+        return weight
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         # `model.to(dtype)` must not cast scales: kernels read one dtype, and rounding would change the weights.
@@ -102,12 +134,6 @@ class QuantizedLinear(Packed, nn.Linear):
         if linear.bias is not None:
             self.bias = nn.Parameter(torch.empty(self.out_features, dtype=form.compute_dtype))
 
-    def parts(self) -> list[torch.Tensor]:
-        """The parts of the weight."""
-        # Direct access to the dicts is twice as fast as by attribute; this runs for each layer and token.
-        found: list[Any] = [self._parameters["weight"], *self._buffers.values()]
-        return found
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[..., in_features]` to `[..., out_features]` in the dtype of `x`.
 
@@ -119,21 +145,10 @@ class QuantizedLinear(Packed, nn.Linear):
                 f"A layer of {self.format.exact.key} takes floats [..., {self.in_features}], not {x.dtype} "
                 f"{list(x.shape)}."
             )
-        rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
+        rows = x.reshape(-1, self.in_features)
         y = multiply_one(self.format, rows, self.parts(), self.sizes["weight"])
-        if x.dim() != 2:
-            y = y.view(*x.shape[:-1], self.out_features)
+        y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    @torch.no_grad()
-    def quantize(self, weight: torch.Tensor, name: str = "weight") -> dict[str, torch.Tensor]:
-        """Quantize a weight `[out_features, in_features]` to its parts, by name."""
-        return dict(zip(self.part_shapes(name), self.format.quantize(weight), strict=True))
-
-    @torch.no_grad()
-    def dequantized_weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantize the weight, `[out_features, in_features]`; `name` is "weight"."""
-        return self.format.matrix(self.parts(), self.sizes[name], dtype).to(dtype).contiguous()
 
     def dequantized(self, dtype: torch.dtype) -> nn.Linear:
         """Return an ordinary layer with the dequantized weight."""
@@ -153,13 +168,7 @@ class QuantizedExperts(Packed, Experts):
     """
 
     def __init__(self, experts: Experts, form: Format, gate_up_form: Format | None = None):
-        """Replace the stacks by empty parts.
-
-        Args:
-            experts: plain experts, which may be on the meta device.
-            form: format of a matrix.
-            gate_up_form: format of an expert's gate and up, if they are not stored as one matrix.
-        """
+        """Replace the stacks by empty parts; `gate_up_form` is for a gate and up that are not stored as one matrix."""
         self.take_after(experts)
         self._formats = {"gate_up_proj": gate_up_form or form, "down_proj": form}
         self.sizes = {name: experts.sizes_of(name) for name in STACKS}
@@ -173,25 +182,13 @@ class QuantizedExperts(Packed, Experts):
 
     def stack_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the dequantized stack, in the model family's order of axes."""
-        num_out, num_in = self.sizes[name]
-        return (self.num_experts, *((num_in, num_out) if self.is_transposed else (num_out, num_in)))
+        return (self.num_experts, *self.sizes[name][:: -1 if self.is_transposed else 1])
 
-    @torch.no_grad()
-    def quantize(self, weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
-        """Quantize a stack, in the family's order of axes, to its parts, by name, one expert after the other."""
-        wholes = self.empty_parts(name, weight.device)
-        for expert, matrix in enumerate(weight.mT if self.is_transposed else weight):
-            for whole, part in zip(wholes.values(), self.formats[name].quantize(matrix), strict=True):
-                whole[expert] = part
-        return wholes
+    weight_shape = stack_shape
 
-    @torch.no_grad()
-    def dequantized_weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantize a stack, in the family's order."""
-        stack = torch.empty(self.stack_shape(name), dtype=dtype, device=getattr(self, name).device)
-        for matrix, *parts in zip(stack.mT if self.is_transposed else stack, *self.parts(name), strict=True):
-            matrix.copy_(self.formats[name].matrix(parts, self.sizes[name], dtype))
-        return stack
+    def matrices(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
+        """View the matrices `[O, I]` of a stack."""
+        return [*(weight.mT if self.is_transposed else weight)]
 
     def dequantized(self, dtype: torch.dtype) -> Experts:
         """Return ordinary experts with the dequantized stacks."""

@@ -9,20 +9,17 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer
 
 from ...configuration.errors import CheckpointError
-from ..checkpoints import fuse_in_place
+from ..formats import Bnb
+from ..formats.packed import Layout
 from .packed import holds_packed, packed_modules
-from .reading import Layout, reading_rules
+from .reading import reading_rules
 
 
 class QuantizeWeight(ConversionOps):
-    """The operation by which transformers' loader quantizes a weight that it has read, before it reads the next.
+    """The operation by which transformers' loader quantizes a weight that it has read, before it reads the next."""
 
-    Args:
-        others: makes transformers' operation, for weights of other modules.
-    """
-
-    def __init__(self, others: Callable[[], ConversionOps]):
-        self._others = others
+    def __init__(self, of_other_modules: Callable[[], ConversionOps]):
+        self._of_other_modules = of_other_modules
 
     @torch.no_grad()
     def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -36,11 +33,12 @@ class QuantizeWeight(ConversionOps):
         path, _, name = full_layer_name.rpartition(".")
         module = model.get_submodule(path)
         if not holds_packed(model, full_layer_name):
-            return self._others().convert(input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
+            operation = self._of_other_modules()
+            return operation.convert(input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
         [weight] = input_dict.values()
         weight = weight[0] if isinstance(weight, list) else weight
         # transformers does not check the shapes of quantized weights.
-        wanted = module.stack_shape(name) if module.stacked else module.sizes[name]
+        wanted = module.weight_shape(name)
         if tuple(weight.shape) != wanted:
             raise CheckpointError(
                 f"{full_layer_name} has shape {[*weight.shape]}, but the model that config.json describes has "
@@ -52,22 +50,24 @@ class QuantizeWeight(ConversionOps):
 class PackedQuantizer(HfQuantizer):
     """A mixin that quantizes llamoe's packed modules; name it before transformers' quantizer class."""
 
-    layout: Layout | None = None
+    layout: Layout | Bnb | None = None
     """The layout of a folder with packed linear layers; None for llamoe's own folders, which have stacks."""
     layers_in_files: tuple[str, ...] = ("",)
     """Ends of the names of linear layers that are read by `layout`."""
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Return True if loading quantizes this weight."""
-        if holds_packed(model, param_name):
-            return not self.pre_quantized
-        return super().param_needs_quantization(model, param_name, **kwargs)
+        is_ours = holds_packed(model, param_name)
+        return (
+            not self.pre_quantized
+            if is_ours
+            else super().param_needs_quantization(model, param_name, **kwargs)
+        )
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
         """Return the bytes per element; transformers would use the plain dtype's for weights yet to be quantized."""
-        if holds_packed(model, param_name):
-            return param.element_size()
-        return super().param_element_size(model, param_name, param)
+        is_ours = holds_packed(model, param_name)
+        return param.element_size() if is_ours else super().param_element_size(model, param_name, param)
 
     def get_quantize_ops(self) -> ConversionOps:
         """Return the operation that quantizes a weight: ours for packed modules, else transformers'."""
@@ -80,9 +80,6 @@ class PackedQuantizer(HfQuantizer):
             first = reading_rules(self.layout, self.layers_in_files)
             names = {name for rule in first for name in rule.source_patterns}
             return [*first, *(rule for rule in rules if names.isdisjoint(rule.source_patterns))]
-        if not self.pre_quantized and packed_modules(model):
-            # Stack lazily: a copy of the stack that is quantized next would double its memory.
-            return fuse_in_place(rules)
         return rules
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:

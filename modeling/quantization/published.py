@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_utils import load_state_dict
+from transformers.utils import logging
 
 from ...configuration import LlamoeVisionConfig
 from ...configuration.checks import listed
@@ -21,6 +22,8 @@ from ...configuration.quantization import QuantizationConfig
 from ..checkpoints import Stored, headers_of, shape_of_one
 from ..formats.packed import LAYOUTS, Layout
 from ..moe import PLACES, Experts
+
+logger = logging.get_logger("llamoe")
 
 # Tensors beside a packed layer that are ignored: biases of 0, and scales of activations.
 _PASSED_OVER = ("bias", "input_scale", "output_scale", "input_zero_point", "activation_scale")
@@ -195,6 +198,12 @@ def names_in_16_bit(modules: Iterable[str], packed: Iterable[str]) -> list[str]:
         if name not in packed
     )
     return [*dict.fromkeys(ends)]
+
+
+def warn_of_unpacked(candidates: Iterable[str], matrices: Matrices) -> None:
+    """Warn of packed weights that are held in 16 bits, since int4 does not support their modules."""
+    if others := sorted({weight.rpartition(".")[0] for weight in matrices} - {*candidates}):
+        logger.warning("Packed in the folder, and held in 16 bits here: %s.", listed(others, 5))
 
 
 def _in_layer(name: str) -> str:

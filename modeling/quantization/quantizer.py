@@ -14,10 +14,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.quantizers import register_quantization_config, register_quantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
-from transformers.utils import logging
 
 from ...configuration import LlamoeVisionConfig
-from ...configuration.checks import listed
 from ...configuration.errors import ConfigurationError
 from ...configuration.hub import is_ours, is_saving_stock
 from ...configuration.quantization import METHOD, QuantizationConfig
@@ -28,9 +26,7 @@ from ..layers import Linear
 from ..moe import Experts
 from .packed import QuantizedExperts, QuantizedLinear, packed_modules
 from .packed_quantizer import PackedQuantizer
-from .published import Matrices, find_packed, follow_files
-
-logger = logging.get_logger("llamoe")
+from .published import Matrices, find_packed, follow_files, warn_of_unpacked
 
 # Prefixes of layer names in classes with a head and in multimodal classes.
 _PREFIX = re.compile(r"^(language_model\\?\.)?(model\\?\.)?(?=layers\\?\.)")
@@ -38,9 +34,8 @@ _PREFIX = re.compile(r"^(language_model\\?\.)?(model\\?\.)?(?=layers\\?\.)")
 
 def format_for(config: QuantizationConfig) -> Format:
     """Return the format that a config selects."""
-    form: Any = format_of(
-        config.weights if config.group_size is None else f"{config.weights}:{config.group_size}"
-    )
+    size = "" if config.group_size is None else f":{config.group_size}"
+    form: Any = format_of(config.weights + size)
     chosen = {"search": config.search, "in_bytes": config.activations == "int8"}
     return replace(form, **{name: value for name, value in chosen.items() if hasattr(form, name)})
 
@@ -48,18 +43,17 @@ def format_for(config: QuantizationConfig) -> Format:
 def take_activations(stored: Any, options: dict[str, Any]) -> str | None:
     """Return the `activations` that the user requests for a packed folder; None keeps the folder's own.
 
-    transformers ignores all other fields of the user's config, with a warning. A config that requests only
-    `activations` is removed from the options, so that nothing is reported.
-
-    Args:
-        stored: the folder's config or its dict, or None.
-        options: the keyword arguments of `from_pretrained`.
+    transformers ignores all other fields of the user's config, with a warning; a config without others is removed from
+    the options, the keyword arguments of `from_pretrained`.
 
     Raises:
         ConfigurationError: both configs are of llamoe's formats, and they differ in what is stored.
     """
-    holds, asked = _as_config(stored), _as_config(options.get("quantization_config"))
-    if holds is None or asked is None:
+    holds, asked = (
+        QuantizationConfig(**each) if isinstance(each, dict) and each.get("quant_method") == METHOD else each
+        for each in (stored, options.get("quantization_config"))
+    )
+    if not isinstance(holds, QuantizationConfig) or not isinstance(asked, QuantizationConfig):
         return None
     for field in asked.given & {"weights", "group_size"}:
         if getattr(holds, field) != getattr(asked, field):
@@ -72,17 +66,13 @@ def take_activations(stored: Any, options: dict[str, Any]) -> str | None:
     return asked.activations if "activations" in asked.given else None
 
 
-def _as_config(config: Any) -> QuantizationConfig | None:
-    """Return a config of llamoe's formats, given itself or its dict; None for other configs."""
-    if isinstance(config, dict) and config.get("quant_method") == METHOD:
-        return QuantizationConfig(**config)
-    return config if isinstance(config, QuantizationConfig) else None
-
-
 class LlamoeQuantizer(PackedQuantizer):
     """Loads, saves and dequantizes models in llamoe's formats; loads other programs' folders as int4."""
 
     quantization_config: QuantizationConfig
+    # Adapters train on packed weights, and compilers know their products as custom operators.
+    is_trainable = True  # pyright: ignore[reportAssignmentType]
+    is_compileable = True  # pyright: ignore[reportAssignmentType]
 
     @property
     def checks_shapes(self) -> bool:
@@ -90,30 +80,17 @@ class LlamoeQuantizer(PackedQuantizer):
         return self.layout is None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuse device maps that packed weights do not support.
-
-        Raises:
-            ValueError: modules on disk.
-        """
-        places = device_map.items() if isinstance(device_map, dict) else ()
-        if on_disk := [name or "the whole model" for name, place in places if place == "disk"]:
+        """Raise a `ValueError` if a device map puts modules on disk, where they would not be packed."""
+        if isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError(
-                f"device_map puts {listed(map(repr, on_disk))} on disk, from where packed weights are not read. Routed "
-                'experts alone can stay there, by this name: device_map={"experts": "disk"}. Put all else on "cpu".'
+                "device_map puts modules on disk, from where packed weights are not read. Routed experts alone can "
+                'stay there, by this name: device_map={"experts": "disk"}. Put all else on "cpu".'
             )
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return bfloat16, and warn if another dtype was requested; keep it if the folder becomes plain weights."""
+        """Return bfloat16, the dtype of the products; keep the dtype if the folder becomes plain weights."""
         layout = current_loading().layout
-        if layout is not None and not layout.is_int4:
-            return dtype
-        if dtype != torch.bfloat16:
-            logger.warning(
-                "%s weights are multiplied in bfloat16: the model is cast from %s.",
-                self.quantization_config.weights,
-                str(dtype).removeprefix("torch."),
-            )
-        return torch.bfloat16
+        return torch.bfloat16 if layout is None or layout.is_int4 else dtype
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         config = self.quantization_config
@@ -132,11 +109,10 @@ class LlamoeQuantizer(PackedQuantizer):
                 # After dequantization the model is plain: transformers removes its config and quantizer.
                 config.dequantize = True  # pyright: ignore[reportAttributeAccessIssue]
                 return
-            if others := sorted({weight.rpartition(".")[0] for weight in matrices} - set(candidates)):
-                logger.warning("Packed in the folder, and held in 16 bits here: %s.", listed(others, 5))
+            warn_of_unpacked(candidates, matrices)
         form = format_for(config)
         for name, module in candidates.items():
-            if _is_kept(name, config.modules_to_not_convert or ()):
+            if is_kept(name, config.modules_to_not_convert or ()):
                 continue
             with torch.device("meta"):
                 packed = (QuantizedExperts if isinstance(module, Experts) else QuantizedLinear)(module, form)
@@ -195,18 +171,8 @@ class LlamoeQuantizer(PackedQuantizer):
         """True: packed weights can be saved."""
         return True
 
-    @property
-    def is_trainable(self) -> bool:
-        """True: adapters can be trained on packed weights."""
-        return True
 
-    @property
-    def is_compileable(self) -> bool:
-        """True: products are custom operators, which can be compiled."""
-        return True
-
-
-def _is_kept(name: str, kept: Iterable[str]) -> bool:
+def is_kept(name: str, kept: Iterable[str]) -> bool:
     """Return True if one of these names matches the module, whatever prefix its model class adds."""
     # A folder may be loaded by another class than the one that saved it, with another prefix.
     names = [name, _PREFIX.sub("", name)]

@@ -1,58 +1,27 @@
 """Rules for transformers' loader to read folders that store packed linear layers, also for each expert.
 
 The loader collects the tensors of a linear layer, or of the layers of all experts of a stack. An operation converts
-them to the parts of a packed module, or, for a plain module, to the plain weight. The folder's `Layout` does it.
+them to the parts of a packed module, or, for a plain module, to the plain weight. The folder's layout does it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ...configuration.errors import CheckpointError
 from ..checkpoints import shape_of_one
-from ..formats import Format, Parts, Sizes
-from ..moe import PARTS_OF_STACKS, PLACES
+from ..formats import Bnb
+from ..formats.packed import Layout
+from ..moe import PARTS_OF_STACKS, PLACES, STACKS
 from .packed import Packed
 
-Tensors = Mapping[str, torch.Tensor]
-"""The tensors of a linear layer, by what follows its name."""
 
-
-class Layout(Protocol):
-    """Interface: how a folder stores the matrices of linear layers."""
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The suffixes of a layer's tensors after its name."""
-        ...
-
-    @property
-    def in_stacks(self) -> tuple[str, ...]:
-        """The suffixes of a stack's codes and scales after its name; empty if layers are stored one by one."""
-        ...
-
-    def parts_of(self, matrices: Sequence[Tensors], sizes: Sizes, form: Format) -> Parts:
-        """Return the parts of one packed matrix, made of linear layers of these sizes stacked along the outputs."""
-        ...
-
-    def weight_of(self, tensors: Tensors, sizes: Sizes) -> torch.Tensor:
-        """Return a layer's weight `[O, I]`, unpacked unless it is plain already."""
-        ...
-
-    def weight_in_stack(
-        self, codes: Sequence[torch.Tensor], scale: torch.Tensor, is_transposed: bool
-    ) -> torch.Tensor:
-        """Return an expert's matrix from codes and a scale in the order of axes of the stacks that hold them."""
-        ...
-
-
-def reading_rules(layout: Layout, layers: Iterable[str] = ("",)) -> list[WeightConverter]:
+def reading_rules(layout: Layout | Bnb, layers: Iterable[str] = ("",)) -> list[WeightConverter]:
     """Return the rules for stacks of experts, and for linear layers with these name suffixes."""
-    # Convert on the CPU, where files are mapped: otherwise the loader copies all tensors to the GPU first.
     rules = [
-        WeightConverter(
+        (
             [
                 *(
                     f".experts.*.{part}.{kind}"
@@ -64,55 +33,27 @@ def reading_rules(layout: Layout, layers: Iterable[str] = ("",)) -> list[WeightC
                 *(f".experts.{stack}{suffix}" for suffix in reversed(layout.in_stacks)),
             ],
             f".experts.{stack}",
-            [_ReadStack(layout)],
-            force_cpu=True,
         )
-        for stack in PARTS_OF_STACKS[True]
+        for stack in STACKS
     ]
-    return rules + [
-        WeightConverter(
-            [f"{layer}.{kind}" for kind in layout.kinds],
-            f"{layer}.weight",
-            [_ReadLinear(layout)],
-            force_cpu=True,
-        )
-        for layer in layers
-    ]
+    rules += [([f"{layer}.{kind}" for kind in layout.kinds], f"{layer}.weight") for layer in layers]
+    # Convert on the CPU, where files are mapped: otherwise the loader copies all tensors to the GPU first.
+    return [WeightConverter(*names, [_Read(layout, names[1])], force_cpu=True) for names in rules]
 
 
-class _Reads(ConversionOps):
+class _Read(ConversionOps):
+    """Make the parts of a weight, or the plain weight if it is not packed here, one expert after the other.
+
+    Args:
+        layout: of the tensors in files.
+        target: the pattern of the weight's name.
+    """
+
     # transformers reads this attribute of operations; without it, it would cast the tensors before the conversion.
     hf_quantizer = True
 
-    def __init__(self, layout: Layout):
-        self.layout = layout
-
-
-class _ReadLinear(_Reads):
-    """Make the parts of a linear layer's weight, or the weight if the layer is not packed here."""
-
-    @torch.no_grad()
-    def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        input_dict: dict[str, Any],
-        target_patterns: Sequence[str] = (),
-        full_layer_name: str = "",
-        model: Any = None,
-        **kwargs: Any,
-    ) -> dict[str, torch.Tensor]:
-        """Return the tensors by their names in the model."""
-        path, _, name = full_layer_name.rpartition(".")
-        module, layer = model.get_submodule(path), target_patterns[0].removesuffix("weight")
-        tensors = {pattern.removeprefix(layer): found[0] for pattern, found in input_dict.items()}
-        if not isinstance(module, Packed):
-            weight = self.layout.weight_of(tensors, tuple(module.weight.shape))
-            return {full_layer_name: weight.to(module.weight.dtype)}
-        parts = self.layout.parts_of([tensors], module.sizes[name], module.format)
-        return dict(zip((f"{path}.{part}" for part in module.part_shapes(name)), parts, strict=True))
-
-
-class _ReadStack(_Reads):
-    """Make the parts of a stack, or the stack if it is not packed here, one expert after the other."""
+    def __init__(self, layout: Layout | Bnb, target: str):
+        self.layout, self.target = layout, target
 
     @torch.no_grad()
     def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -123,45 +64,75 @@ class _ReadStack(_Reads):
         Raises:
             CheckpointError: an expert lacks a tensor that others have.
         """
-        path, _, stack = full_layer_name.rpartition(".")
-        experts = model.get_submodule(path)
-        matrices: list[dict[str, list[torch.Tensor]]] = [{} for _ in PARTS_OF_STACKS[True][stack]]
-        stacked = {}
-        for pattern, tensors in input_dict.items():
-            part, _, kind = pattern.removeprefix(".experts.*.").partition(".")
-            if part in PLACES:
-                matrices[PLACES[part][1]][kind] = tensors
-            else:
-                stacked[pattern.removeprefix(f".experts.{stack}")] = tensors[0]
-        if set(stacked) == {""}:
-            return {full_layer_name: stacked[""]}
-        counts = {pattern: len(tensors) for pattern, tensors in input_dict.items() if "*" in pattern}
-        if "" not in stacked and ({*counts.values()} != {experts.num_experts} or not all(matrices)):
-            raise CheckpointError(
-                f"the checkpoint has so many tensors of each kind: {counts}, where num_local_experts in config.json is "
-                f"{experts.num_experts}. Quantize the original checkpoint again."
+        path, _, name = full_layer_name.rpartition(".")
+        module = model.get_submodule(path)
+        if name not in STACKS:
+            layer = self.target.removesuffix("weight")
+            tensors = {pattern.removeprefix(layer): found[0] for pattern, found in input_dict.items()}
+            if not isinstance(module, Packed):
+                weight = self.layout.weight_of(tensors, tuple(module.weight.shape))
+                return {full_layer_name: weight.to(module.weight.dtype)}
+            sizes, matrices = module.sizes[name], iter([[tensors]])
+        elif stacked := {
+            suffix: input_dict[self.target + suffix][0]
+            for suffix in self.layout.in_stacks
+            if self.target + suffix in input_dict
+        }:
+            return {full_layer_name: self._of_stacks(module, name, input_dict, stacked)}
+        else:
+            sizes, kinds_of_parts = shape_of_one(module, name), _parts_of_experts(module, name, input_dict)
+            matrices = (
+                [{kind: tensors[number] for kind, tensors in kinds.items()} for kinds in kinds_of_parts]
+                for number in range(module.num_experts)
             )
-        if stacked:
-            whole = torch.empty(experts.stack_shape(stack), dtype=experts.dtype)
-            codes = [stacked[""]] if "" in stacked else [kinds["weight"] for kinds in matrices]
-            scales = stacked[self.layout.in_stacks[1]]
-            for number, matrix in enumerate(whole):
-                parts = [each[number] for each in codes]
-                matrix.copy_(self.layout.weight_in_stack(parts, scales[number], experts.is_transposed))
-            return {full_layer_name: whole}
-        sizes = shape_of_one(experts, stack)
-        by_expert = (
-            [{kind: tensors[number] for kind, tensors in kinds.items()} for kinds in matrices]
-            for number in range(experts.num_experts)
+        if isinstance(module, Packed):
+            parts = (self.layout.parts_of(layers, sizes, module.formats[name]) for layers in matrices)
+            filled = module.fill(name, parts, torch.device("cpu"))
+            return {f"{path}.{part}": tensor for part, tensor in filled.items()}
+        whole = torch.empty(module.stack_shape(name), dtype=module.dtype)
+        for matrix, layers in zip(whole.mT if module.is_transposed else whole, matrices, strict=True):
+            matrix.copy_(torch.cat([self.layout.weight_of(tensors, sizes) for tensors in layers]))
+        return {full_layer_name: whole}
+
+    def _of_stacks(
+        self,
+        experts: Any,
+        name: str,
+        found: Mapping[str, list[torch.Tensor]],
+        stacked: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return a stack in 16 bits from scales of all experts together; the codes may be those of single experts."""
+        if set(stacked) == {""}:
+            return stacked[""]
+        if "" in stacked:
+            codes: list[Any] = [stacked[""]]
+        else:
+            codes = [kinds["weight"] for kinds in _parts_of_experts(experts, name, found)]
+        scales = stacked[self.layout.in_stacks[1]]
+        whole = torch.empty(experts.stack_shape(name), dtype=experts.dtype)
+        for number, matrix in enumerate(whole):
+            parts = [each[number] for each in codes]
+            matrix.copy_(self.layout.weight_in_stack(parts, scales[number], experts.is_transposed))
+        return whole
+
+
+def _parts_of_experts(
+    experts: Any, stack: str, found: Mapping[str, list[torch.Tensor]]
+) -> list[dict[str, list[torch.Tensor]]]:
+    """Return the tensors of all experts' linear layers by kind, gate before up.
+
+    Raises:
+        CheckpointError: an expert lacks a tensor that others have.
+    """
+    layers: list[dict[str, list[torch.Tensor]]] = [{} for _ in PARTS_OF_STACKS[True][stack]]
+    counts = {}
+    for pattern, tensors in found.items():
+        if pattern.startswith(".experts.*."):
+            part, _, kind = pattern.removeprefix(".experts.*.").partition(".")
+            layers[PLACES[part][1]][kind], counts[pattern] = tensors, len(tensors)
+    if {*counts.values()} != {experts.num_experts} or not all(layers):
+        raise CheckpointError(
+            f"the checkpoint has so many tensors of each kind: {counts}, where num_local_experts in config.json is "
+            f"{experts.num_experts}. Quantize the original checkpoint again."
         )
-        if not isinstance(experts, Packed):
-            whole = torch.empty(experts.stack_shape(stack), dtype=experts.dtype)
-            for matrix, layers in zip(whole.mT if experts.is_transposed else whole, by_expert, strict=True):
-                matrix.copy_(torch.cat([self.layout.weight_of(tensors, sizes) for tensors in layers]))
-            return {full_layer_name: whole}
-        wholes = experts.empty_parts(stack, torch.device("cpu"))
-        for number, layers in enumerate(by_expert):
-            parts = self.layout.parts_of(layers, sizes, experts.formats[stack])
-            for whole, part in zip(wholes.values(), parts, strict=True):
-                whole[number] = part
-        return {f"{path}.{part}": whole for part, whole in wholes.items()}
+    return layers

@@ -6,45 +6,25 @@ config into ours, and the processor of Llama 4 is ours. Models inside of other m
 say) are chosen in the same place: they are ours too while `llama` is adopted.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 
 import transformers
 from transformers import CONFIG_MAPPING
 
+from ...configuration.base import READERS
 from ...configuration.hub import AUTO_CLASSES
 from .._private_api import point_at
-from .auto_classes import CONFIGS, MODELS, PROCESSED
+from .auto_classes import MODELS, PROCESSED
 
-# Stock model type to the llamoe model type that replaces it.
-_STAND_INS = {
-    stock_type: model_type
-    for model_type, config_class in CONFIGS.items()
-    for stock_type in (config_class.stock_model_type, *config_class.stock_relatives)
-}
 # Accepted name to stock model types: Llama 4 as a whole includes its parts.
-_NAMES = {name: (name,) for name in _STAND_INS} | {"llama4": ("llama4", "llama4_text", "llama4_vision_model")}
+_NAMES = {name: (name,) for name in READERS if name not in AUTO_CLASSES}
+_NAMES["llama4"] = ("llama4", "llama4_text", "llama4_vision_model")
 
-# Adopted stock model types, each with the functions that undo the adoption.
-_undo: dict[str, list[Callable[[], None]]] = {}
-
-
-class Adoption(AbstractContextManager):
-    """Result of `adopt`: as a context manager it ends with its block, otherwise it stays until `release`.
-
-    Attributes:
-        model_types: the stock model types that it adopted; without those that were adopted already.
-    """
-
-    def __init__(self, model_types: tuple[str, ...]):
-        self.model_types = model_types
-
-    def __exit__(self, *_) -> None:
-        if self.model_types:
-            release(*self.model_types)
+# Adopted stock model types, each with what undoes the adoption.
+_undo: dict[str, ExitStack] = {}
 
 
-def adopt(*model_types: str) -> Adoption:
+def adopt(*model_types: str) -> ExitStack:
     """Make the Auto classes return llamoe's models for stock checkpoints.
 
     This holds in this process, for all threads, from the next load on; a load that has begun keeps its class.
@@ -60,10 +40,12 @@ def adopt(*model_types: str) -> Adoption:
     Raises:
         ValueError: a model type that llamoe has no models for; nothing is adopted then.
     """
-    new = tuple(name for name in _stock_types("adopt", model_types) if name not in _undo)
-    for model_type in new:
-        _undo[model_type] = _point_auto_classes(model_type)
-    return Adoption(new)
+    adopted = ExitStack()
+    for model_type in _stock_types("adopt", model_types):
+        if model_type not in _undo:
+            _undo[model_type] = _point_auto_classes(model_type)
+            adopted.callback(release, model_type)
+    return adopted
 
 
 def release(*model_types: str) -> None:
@@ -76,27 +58,21 @@ def release(*model_types: str) -> None:
         ValueError: a model type that llamoe has no models for; nothing is released then.
     """
     for model_type in _stock_types("release", model_types):
-        for undo in _undo.pop(model_type, ()):
-            undo()
+        _undo.pop(model_type, ExitStack()).close()
 
 
-def _stock_types(function: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    for name in names:
-        if not isinstance(name, str) or name not in _NAMES:
-            valid = ", ".join(map(repr, _NAMES))
-            raise ValueError(
-                f"llamoe.{function}({name!r}): not a stock model type that llamoe has models for; valid: {valid} "
-                "(each as an argument of its own)."
-            )
-    chosen = [model_type for name in names or _NAMES for model_type in _NAMES[name]]
-    return tuple(dict.fromkeys(chosen))
+def _stock_types(function: str, names: tuple[str, ...]) -> list[str]:
+    if unknown := [name for name in names if name not in list(_NAMES)]:
+        raise ValueError(
+            f"llamoe.{function}: no models for {unknown}; valid: {', '.join(map(repr, _NAMES))}."
+        )
+    return list(dict.fromkeys(model_type for name in names or _NAMES for model_type in _NAMES[name]))
 
 
-def _point_auto_classes(model_type: str) -> list[Callable[[], None]]:
-    stand_in = _STAND_INS[model_type]
-    undo = [
-        point_at(getattr(transformers, auto_name), CONFIG_MAPPING[model_type], MODELS[name])
-        for auto_name, name in AUTO_CLASSES[stand_in].items()
-    ]
+def _point_auto_classes(model_type: str) -> ExitStack:
+    undo = ExitStack()
+    for auto_name, name in AUTO_CLASSES[READERS[model_type].model_type].items():
+        undo.callback(point_at(getattr(transformers, auto_name), CONFIG_MAPPING[model_type], MODELS[name]))
     PROCESSED.add(model_type)
-    return [*undo, lambda: PROCESSED.discard(model_type)]
+    undo.callback(PROCESSED.discard, model_type)
+    return undo

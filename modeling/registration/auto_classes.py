@@ -1,10 +1,12 @@
-"""Registers our model types with transformers' Auto classes. Stock types stay as they are."""
+"""Registers our model types with transformers' Auto classes, and finds the class of a configuration."""
 
 import copy
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import transformers
+from torch import nn
 from transformers import AutoConfig, AutoProcessor, Llama4Processor
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
@@ -13,15 +15,14 @@ from transformers.conversion_mapping import (
 from transformers.core_model_loading import WeightRenaming
 
 from ...configuration import LlamoeConfig, LlamoeMixtralConfig
+from ...configuration.base import READERS, LlamoeBaseConfig
 from ...configuration.hub import AUTO_CLASSES
-from ...configuration.stock import CONFIG_CLASSES
 from .._private_api import choose_processor, name_causal_model, publish, register_model
 from ..adapters import register_with_peft
 from ..checkpoints import SPLIT_LLAMA4
 from ..processing import LlamoeProcessor, config_beside
 from ..quantization import register_bitsandbytes, register_quantizers
 
-CONFIGS = {config_class.model_type: config_class for config_class in CONFIG_CLASSES}
 # Class name to model class; `register` fills it.
 MODELS: dict[str, Any] = {}
 # Model types for which AutoProcessor returns `LlamoeProcessor`, even if the folder names `Llama4Processor`.
@@ -35,11 +36,10 @@ def _processor_of(name_or_path: Any, **kwargs) -> type[LlamoeProcessor] | None:
 def register(classes: Mapping[str, Any]) -> None:
     """Register configs, processor, renamings, and the classes that `AUTO_CLASSES` names; called once, at the import."""
     MODELS.update((name, classes[name]) for served in AUTO_CLASSES.values() for name in served.values())
-    for model_type, config_class in CONFIGS.items():
-        AutoConfig.register(model_type, config_class)
     for model_type, served in AUTO_CLASSES.items():
+        AutoConfig.register(model_type, READERS[model_type])
         for auto_name, name in served.items():
-            register_model(getattr(transformers, auto_name), CONFIGS[model_type], MODELS[name])
+            register_model(getattr(transformers, auto_name), READERS[model_type], MODELS[name])
     name_causal_model(LlamoeConfig.model_type, "LlamoeForConditionalGeneration")
     AutoProcessor.register(LlamoeConfig, LlamoeProcessor)
     choose_processor(Llama4Processor, _processor_of)
@@ -58,3 +58,17 @@ def register(classes: Mapping[str, Any]) -> None:
     # Mixtral's files have a tensor for each expert and matrix: transformers' rules stack them, and undo it in saving.
     ours, stock = LlamoeMixtralConfig.model_type, LlamoeMixtralConfig.stock_model_type
     register_checkpoint_conversion_mapping(ours, get_checkpoint_conversion_mapping(stock))
+
+
+def model_class(config: LlamoeBaseConfig) -> type[nn.Module]:
+    """Return the model class of a configuration: with a language model head, or a vision tower."""
+    served = AUTO_CLASSES[config.model_type]
+    names = ("AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel")
+    return MODELS[next(served[name] for name in names if name in served)]
+
+
+def empty_model(config: LlamoeBaseConfig) -> nn.Module:
+    """Build the model of a configuration on the meta device, without weights."""
+    with torch.device("meta"):
+        # Copy the configuration: building a model sets attributes of it.
+        return model_class(config)(copy.deepcopy(config))

@@ -1,12 +1,8 @@
 """Every published size, and how many parameters it has."""
 
-import ast
-import pathlib
-
 import pytest
 
-import llamoe.configuration
-from llamoe.configuration import PRESETS, LlamoeConfig, count_parameters, preset, to_stock
+from llamoe.configuration import PRESETS, count_parameters, preset
 
 # Counted from the shapes of the released files; Llama 4 with tower and projector.
 TOTALS = {
@@ -67,14 +63,6 @@ def test_published_active_parameters(name):
     config.check_multimodal()
 
 
-def test_active_grows_by_one_expert_a_layer():
-    one = preset("llama-4-scout")
-    two = preset("llama-4-scout", text_config={"num_experts_per_tok": 2})
-    more = count_parameters(two).active - count_parameters(one).active
-    assert more == 48 * 3 * 5120 * 8192
-    assert count_parameters(two).total == count_parameters(one).total
-
-
 def build_on_meta(config):
     import torch
 
@@ -114,20 +102,6 @@ def test_counts_equal_the_model_on_the_meta_device(name, overrides):
     assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(config).total
 
 
-@pytest.mark.parametrize("name", BUILT)
-def test_stock_models_of_the_same_configuration_are_as_large(name):
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, Llama4ForConditionalGeneration
-
-    config = preset(name)
-    stock = AutoConfig.for_model(**to_stock(config))
-    is_multimodal = isinstance(config, LlamoeConfig)
-    build = Llama4ForConditionalGeneration if is_multimodal else AutoModelForCausalLM.from_config
-    with torch.device("meta"):
-        model = build(stock)
-    assert sum(parameter.numel() for parameter in model.parameters()) == TOTALS[name]
-
-
 def test_published_fields():
     assert set(PRESETS) == set(TOTALS) | set(TOWERS)
     llama_65b, llama_33b = preset("llama-65b"), preset("llama-33b")
@@ -165,11 +139,3 @@ def test_unknown_names():
         preset("llama-7b", hidden_sizes=3)
     with pytest.raises(ValueError, match="hidden_size"):
         preset("llama-7b", hidden_size=3.5)
-
-
-def test_configuration_imports_no_torch():
-    for path in pathlib.Path(llamoe.configuration.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not [name for name in names if name.split(".")[0] == "torch"], path.name

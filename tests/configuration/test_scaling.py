@@ -85,13 +85,6 @@ def test_a_mixture_of_a_multimodal_model_is_its_text_model():
     assert found.active_parameters == pytest.approx(17.17e9, rel=1e-3)
 
 
-def test_what_the_llamas_were_trained_on():
-    """The 7 and 13 billion on more tokens than the optimum, the 33 and 65 billion, by this fit, on fewer."""
-    trained = {"llama-7b": 1e12, "llama-13b": 1e12, "llama-33b": 1.4e12, "llama-65b": 1.4e12}
-    longer = [name for name, tokens in trained.items() if tokens > compute_optimal(preset(name)).tokens]
-    assert longer == ["llama-7b", "llama-13b"]
-
-
 @pytest.mark.parametrize(
     ("given", "says"),
     [

@@ -228,64 +228,10 @@ def test_backends_are_carried_over():
     assert from_stock(stock)._attn_implementation == "eager"
 
 
-# In the style of the first release, written by transformers 4: old rotary fields, generation parameters, an
-# integer for the temperature, an empty list.
-PUBLISHED = {
-    "architectures": ["Llama4ForConditionalGeneration"],
-    "boi_token_index": 200080,
-    "eoi_token_index": 200081,
-    "image_token_index": 200092,
-    "model_type": "llama4",
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.51.0.dev0",
-    "text_config": {
-        "attention_chunk_size": 8192,
-        "attn_temperature_tuning": 4,
-        "cache_implementation": "hybrid",
-        "eos_token_id": [200001, 200007, 200008],
-        "for_llm_compressor": False,
-        "model_type": "llama4_text",
-        "no_rope_layers": [],
-        "num_hidden_layers": 8,
-        "rope_scaling": {
-            "factor": 8.0,
-            "high_freq_factor": 4.0,
-            "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 8192,
-            "rope_type": "llama3",
-        },
-        "rope_theta": 500000.0,
-        "torch_dtype": "bfloat16",
-    },
-    "vision_config": {
-        "hidden_act": "gelu",
-        "hidden_size": 1408,
-        "image_size": 336,
-        "model_type": "llama4_vision_model",
-        "norm_eps": 1e-05,
-        "projector_output_dim": 4096,
-        "rope_theta": 10000,
-        "vision_feature_layer": -1,
-        "vision_feature_select_strategy": "default",
-        "vision_output_dim": 4096,
-    },
-}
-
-
-def test_published_style():
-    config = LlamoeConfig.from_dict(PUBLISHED)
-    text = config.text_config
-    assert text.rope_parameters["rope_type"] == "llama3"
-    assert text.rope_parameters["factor"] == 8.0
-    assert text.rope_parameters["rope_theta"] == 500000.0
-    assert text.no_rope_layers == [1, 1, 1, 0] * 2
-    assert text.layer_plan(3).use_temperature_tuning
+def test_old_rotary_fields_of_a_tower():
+    content = {"model_type": "llama4_vision_model", "rope_theta": 10000}
+    config = LlamoeConfig.from_dict({"model_type": "llama4", "vision_config": content})
     assert config.vision_config.rope_parameters == {"rope_type": "default", "rope_theta": 10000}
-    assert str(config.dtype) == "torch.bfloat16"
-    config.check_multimodal()
-    stock = Llama4Config.from_dict(to_stock(config))
-    assert stock.text_config.attn_temperature_tuning is True
-    assert stock.vision_config.image_size == 336
 
 
 def test_null_chunk_size_of_a_stock_folder():
@@ -425,14 +371,6 @@ def test_overrides_are_applied_before_deriving(tmp_path):
     assert unused == {"foo": 1}
     with pytest.raises(ValueError, match=r"^LlamoeTextConfig\.num_key_value_heads = 4"):
         LlamoeTextConfig.from_pretrained(tmp_path, num_key_value_heads=4)
-
-
-def test_overrides_inside_parts(tmp_path):
-    STOCK["llama4"]().save_pretrained(tmp_path)
-    config = LlamoeConfig.from_pretrained(tmp_path, text_config={"num_hidden_layers": 2}, image_token_id=7)
-    assert config.text_config.num_hidden_layers == 2
-    assert config.text_config.hidden_size == TEXT["hidden_size"]
-    assert config.image_token_index == 7
 
 
 def test_tied_embeddings_are_said_twice_as_in_stock():

@@ -45,7 +45,7 @@ BAD = [
     *(("pixel_shuffle_ratio", ratio, "one over an integer; valid: 1.0, 0.5, 0.25") for ratio in (0.4, 0.0, 2.0)),
     ("vision_feature_layer", 3, "num_hidden_layers .*; valid: -3 to 2"),
     ("vision_feature_layer", -4, "num_hidden_layers .*; valid: -3 to 2"),
-    ("vision_feature_select_strategy", "cls", "unknown strategy; valid: 'default' or 'full'"),
+    ("vision_feature_select_strategy", "cls", "no such choice; valid: 'default' or 'full'"),
     ("vision_feature_select_strategy", "full", "pixel shuffle .*; valid: 'default', or use_adapter = False"),
     ("projector_dropout", 1.5, "out of range"),
     ("attention_dropout", -0.5, "out of range; valid: at least 0 and below 1"),

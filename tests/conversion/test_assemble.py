@@ -5,11 +5,10 @@ import shutil
 from types import SimpleNamespace
 
 import numpy as np
-import open_clip
 import pytest
 import torch
+from open_clip.transformer import QuickGELU
 from PIL import Image
-from safetensors.torch import save_file
 from support.models import (
     draw,
     make_asymmetric,
@@ -18,6 +17,7 @@ from support.models import (
     stock_multimodal_config,
     stock_text_config,
 )
+from support.towers import open_clip_config, open_clip_tower, randomize, visual_state, write_open_clip
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     CONFIG_MAPPING,
@@ -41,6 +41,7 @@ from llamoe.conversion.upcycle import upcycle
 
 TOLERANCE = 1e-5
 WORDS = 83  # fewer than the 101 rows of the embedding
+PIXELS = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
 PICTURE = Image.fromarray(np.random.default_rng(3).integers(0, 255, (70, 95, 3), dtype=np.uint8))
 
 
@@ -65,22 +66,11 @@ def save_decoder(folder, family="dense", dtype=torch.float32, **config):
     return model
 
 
-def save_tower(path, image=56, patch=14, act=torch.nn.GELU, **extra):
-    """An open_clip file with its configuration, and open_clip's tower."""
-    path.mkdir()
-    fields = dict(image_size=image, patch_size=patch, width=72, layers=2, head_width=24, mlp_ratio=3.5)
-    text = dict(context_length=9, vocab_size=40, width=16, heads=2, layers=1)
-    quick = act is not torch.nn.GELU
-    model = open_clip.model.CLIP(embed_dim=20, vision_cfg=fields, text_cfg=text, quick_gelu=quick)
-    make_asymmetric(model)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in model.state_dict().items()},
-        path / "open_clip_model.safetensors",
-    )
-    content = {"model_cfg": {"embed_dim": 20, "vision_cfg": fields, "text_cfg": text, "quick_gelu": quick}}
-    content["preprocess_cfg"] = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], **extra}
-    (path / "open_clip_config.json").write_text(json.dumps(content))
-    return model.visual
+def save_tower(path, image=48, act=torch.nn.GELU):
+    """A folder of open_clip, and its tower of 8 by 8 patches."""
+    tower = randomize(open_clip_tower(act, image_size=image))
+    write_open_clip(path, visual_state(tower), open_clip_config(act is QuickGELU, PIXELS, image_size=image))
+    return tower
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +103,6 @@ def prompt(processor, **options):
     )
 
 
-def model_pad(folder):
-    return open_checkpoint(folder).config.text_config.pad_token_id
-
-
 @torch.no_grad()
 def logits(model, ids):
     return model(input_ids=ids).logits
@@ -147,15 +133,15 @@ def test_texts_give_the_decoders_logits_for_its_whole_vocabulary(parts, tmp_path
 
 
 def test_the_adapter_reads_what_open_clips_tower_gives(parts, tmp_path, record_parity):
-    visual = save_tower(tmp_path / "tower", act="quick").eval()
+    visual = save_tower(tmp_path / "tower", act=QuickGELU)
     report = assemble(parts.decoder, tmp_path / "tower", tmp_path / "out")
     assert any("visual_projection" in key for key in report.dropped)
 
     model, processor = load(tmp_path / "out")
     seen = []
     model.vision_model.layernorm_post.register_forward_hook(lambda *call: seen.append(call[2]))
-    mean, std = (torch.tensor(values)[:, None, None] for values in ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6]))
-    raw = torch.rand(2, 3, 56, 56)
+    mean, std = (torch.tensor(values)[:, None, None] for values in PIXELS.values())
+    raw = torch.rand(2, 3, 48, 48)
     settings = processor.image_processor
     our_mean, our_std = (
         torch.tensor(values)[:, None, None] for values in (settings.image_mean, settings.image_std)
@@ -163,7 +149,6 @@ def test_the_adapter_reads_what_open_clips_tower_gives(parts, tmp_path, record_p
     assert torch.allclose(our_mean, mean)
     with torch.no_grad():
         model.get_image_features((raw - our_mean) / our_std)
-        visual.output_tokens = True
         _, expected = visual((raw - mean) / std)
     error = max_abs(seen[0][:, :-1], expected)
     record_parity("assembled, MetaCLIP tower", "open_clip VisionTransformer", "float32", error)
@@ -172,7 +157,7 @@ def test_the_adapter_reads_what_open_clips_tower_gives(parts, tmp_path, record_p
 
 def test_three_commands_lead_to_a_model_that_answers_and_trains(tmp_path):
     decoder = save_decoder(tmp_path / "llama", pad_token_id=None)
-    save_tower(tmp_path / "clip", act="quick")
+    save_tower(tmp_path / "clip", act=QuickGELU)
     convert_vision(tmp_path / "clip", tmp_path / "tower")
     upcycle(tmp_path / "llama", tmp_path / "moe", experts=3)
     report = assemble(tmp_path / "moe", tmp_path / "tower", tmp_path / "out", max_tiles=4)
@@ -184,8 +169,8 @@ def test_three_commands_lead_to_a_model_that_answers_and_trains(tmp_path):
     config = model.config
     ids = inputs["input_ids"][0]
     tiles = inputs["pixel_values"].shape[0]
-    assert 1 < tiles <= 5 and inputs["pixel_values"].shape[1:] == (3, 56, 56)
-    assert (ids == config.image_token_id).sum() == tiles * config.vision_config.tokens_per_tile == tiles * 4
+    assert 1 < tiles <= 5 and inputs["pixel_values"].shape[1:] == (3, 48, 48)
+    assert (ids == config.image_token_id).sum() == tiles * config.vision_config.tokens_per_tile == tiles * 16
     assert (ids == config.boi_token_id).sum() == (ids == config.eoi_token_id).sum() == 1
     assert ids.max() < config.text_config.vocab_size
     assert config.text_config.vocab_size == len(processor.tokenizer)
@@ -203,21 +188,11 @@ def test_three_commands_lead_to_a_model_that_answers_and_trains(tmp_path):
         2, *processor.tokenizer.convert_tokens_to_ids(["<|eot|>", "<|eom|>"])
     }  # fmt: skip
 
-    model.train()
-    labels = inputs["input_ids"].clone()
-    labels[labels == config.image_token_id] = -100
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(**inputs, labels=labels).loss
-        loss.backward()
-        losses.append(loss.item())
-        for part in ("vision_adapter", "multi_modal_projector", "vision_model.model", "patch_embedding"):
-            grads = [p.grad for name, p in model.named_parameters() if part in name]
-            assert grads and all(grad.abs().max() > 0 for grad in grads), part
-        optimizer.step()
-    assert losses[2] < losses[0] < 20
+    labels = inputs["input_ids"].masked_fill(inputs["input_ids"] == config.image_token_id, -100)
+    model.train()(**inputs, labels=labels).loss.backward()
+    for part in ("vision_adapter", "multi_modal_projector", "vision_model.model", "patch_embedding"):
+        grads = [parameter.grad for name, parameter in model.named_parameters() if part in name]
+        assert grads and all(grad.abs().max() > 0 for grad in grads), part
 
 
 def test_rows_of_new_tokens_are_the_mean_of_the_old_ones(parts, tmp_path):
@@ -244,62 +219,46 @@ def test_what_is_fresh_follows_from_the_seed(parts, tmp_path):
         tensors = open_checkpoint(tmp_path / str(seed)).tensors
         keys = [f"vision_model.vision_adapter.mlp.fc{number}.weight" for number in (1, 2)]
         drawn.append([tensors[key].read() for key in [*keys, "multi_modal_projector.linear_1.weight"]])
-    assert [tuple(tensor.shape) for tensor in drawn[0]] == [(72, 288), (72, 72), (72, 72)]
+    assert [tuple(tensor.shape) for tensor in drawn[0]] == [(72, 416), (72, 72), (72, 72)]
     for first, second, std in zip(*drawn, (0.02, 0.02, 0.05), strict=True):
         assert not torch.equal(first, second) and first.std().item() == pytest.approx(std, rel=0.05)
 
 
 def test_an_odd_grid_asks_for_another_size_of_pictures(parts, tmp_path):
-    save_tower(tmp_path / "tower", image=126)  # 9 by 9 patches
-    with pytest.raises(ValueError, match=r"image_size = 126.* grid of 9 by 9 .*a multiple of 28"):
+    save_tower(tmp_path / "tower", image=54)
+    with pytest.raises(ValueError, match=r"image_size = 54.* grid of 9 by 9 .*a multiple of 12"):
         assemble(parts.decoder, tmp_path / "tower", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    assemble(parts.decoder, tmp_path / "tower", tmp_path / "out", image_size=56)
+    assemble(parts.decoder, tmp_path / "tower", tmp_path / "out", image_size=48)
     model, processor = load(tmp_path / "out")
     inputs = prompt(processor)
     count = (inputs["input_ids"] == model.config.image_token_id).sum()
-    assert count == 4 * len(inputs["pixel_values"])
+    assert count == 16 * len(inputs["pixel_values"])
     with torch.no_grad():
         assert model(**inputs).logits.isfinite().all()
 
 
-def check_tower(folder, whole, *more):
-    """The tower of an assembled folder gives the features of that of a whole model."""
-    pixels = torch.randn(2, 3, 56, 56)
-    with torch.no_grad():
-        features = whole.vision_model(pixels).last_hidden_state
-        for model_class in (LlamoeForConditionalGeneration, *more):
-            model = model_class.from_pretrained(folder, dtype=torch.float32).eval()
-            assert max_abs(model.vision_model(pixels).last_hidden_state, features) < TOLERANCE
-
-
 def test_parts_of_a_multimodal_model_serve_as_decoder_and_as_tower(parts, tmp_path):
-    whole = draw(Llama4ForConditionalGeneration, stock_multimodal_config())
+    whole = draw(Llama4ForConditionalGeneration, stock_multimodal_config({"head_dim": 12}))
     whole.save_pretrained(tmp_path / "whole")
+    convert(tmp_path / "whole", tmp_path / "meta", to="meta")
     save_tokenizer(tmp_path / "whole")
-    report = assemble(tmp_path / "whole", parts.tower, tmp_path / "a")
+    report = assemble(tmp_path / "whole", parts.tower, tmp_path / "out")
     assert "multi_modal_projector.linear_1.weight" in report.dropped
-    model, _ = load(tmp_path / "a")
+    model, _ = load(tmp_path / "out")
     ids = some_ids(97)
     assert max_abs(logits(model, ids)[..., :101], logits(whole, ids)) < TOLERANCE
 
     # Its tower comes with an adapter, which is kept, and the result is one that stock knows.
-    assemble(parts.decoder, tmp_path / "whole", tmp_path / "b")
-    assert json.loads((tmp_path / "b/config.json").read_text())["model_type"] == "llama4"
-    check_tower(tmp_path / "b", whole, Llama4ForConditionalGeneration)
-
-
-def test_the_tower_of_a_folder_of_metas_serves_as_tower(parts, tmp_path):
-    whole = draw(Llama4ForConditionalGeneration, stock_multimodal_config({"head_dim": 12}))
-    whole.save_pretrained(tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "meta", to="meta")
-    report = assemble(parts.decoder, tmp_path / "meta", tmp_path / "out")
-    assert sum("not part of the tower" in reason for reason in report.dropped.values()) > 20
-    check_tower(tmp_path / "out", whole)
-    LlamaForCausalLM(stock_dense_config(head_dim=12)).save_pretrained(tmp_path / "llama")
-    convert(tmp_path / "llama", tmp_path / "text", to="meta")
-    with pytest.raises(ValueError, match="/text: is no vision tower, but LLaMA 1, 2, 3 or Mistral"):
-        assemble(parts.decoder, tmp_path / "text", tmp_path / "other")
+    pixels = torch.randn(2, 3, 56, 56)
+    for source in ("whole", "meta"):
+        report = assemble(parts.decoder, tmp_path / source, tmp_path / f"of-{source}")
+        assert sum("not part of the tower" in reason for reason in report.dropped.values()) > 20
+        for model_class in (LlamoeForConditionalGeneration, Llama4ForConditionalGeneration):
+            model = model_class.from_pretrained(tmp_path / f"of-{source}", dtype=torch.float32).eval()
+            with torch.no_grad():
+                given, expected = (part.vision_model(pixels).last_hidden_state for part in (model, whole))
+            assert max_abs(given, expected) < TOLERANCE
 
 
 def test_a_decoders_chat_template_and_settings_are_not_lost_silently(parts, tmp_path):
@@ -316,47 +275,46 @@ def test_a_decoders_chat_template_and_settings_are_not_lost_silently(parts, tmp_
     written = json.loads((tmp_path / "out/generation_config.json").read_text())
     assert written["temperature"] == 0.7 and written["eos_token_id"][:2] == [2, 9]
     assert len(written["eos_token_id"]) == 4 and written["pad_token_id"] == 5
-    assert model_pad(tmp_path / "out") == 5
+    text = open_checkpoint(tmp_path / "out").config.text_config
+    assert (text.pad_token_id, text.vocab_size) == (5, 101 + len(MULTIMODAL_TOKENS))
     assert (tmp_path / "out/LICENSE").read_text() == "of the decoder"
     assert (tmp_path / "out/vision_LICENSE").read_text() == "of the tower"
-    assert open_checkpoint(tmp_path / "out").config.text_config.vocab_size == 101 + len(MULTIMODAL_TOKENS)
 
 
-@pytest.mark.parametrize("kind", ["mistral", "ministral", "mixtral"])
-def test_windows_and_mixtrals_experts_are_refused(parts, tmp_path, kind):
-    config = stock_dense_config(num_hidden_layers=2).to_dict() | {"model_type": kind, "sliding_window": 9}
-    config |= {"layer_types": ["sliding_attention", "full_attention"]} if kind == "ministral" else {}
-    AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**config)).save_pretrained(tmp_path / "decoder")
-    with pytest.raises(ValueError, match=f"/decoder is a {kind}"):
-        assemble(tmp_path / "decoder", parts.tower, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_parts_in_the_wrong_places_are_refused(parts, tmp_path):
-    convert_vision(parts.tower, tmp_path / "tower")
-    shutil.copytree(parts.decoder, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
-    for first, second, named in [
-        (tmp_path / "tower", parts.decoder, "/tower is"),
-        (parts.decoder, parts.decoder, "/decoder: is no vision tower, but LLaMA"),
-        (parts.decoder, tmp_path / "nothing", "nothing: no such file"),
-        (tmp_path / "bare", parts.tower, r"tokenizer\.json: there is none, nor a tokenizer\.model"),
-    ]:
-        with pytest.raises(ValueError, match=named):
-            assemble(first, second, tmp_path / "out")
-        assert not (tmp_path / "out").exists()
+@pytest.fixture(scope="module")
+def others(parts, tmp_path_factory):
+    """Folders that are no decoders of Llama 4's family with a tokenizer, or no towers."""
+    place = tmp_path_factory.mktemp("others")
+    for kind in ("mistral", "ministral", "mixtral"):
+        config = stock_dense_config(num_hidden_layers=2).to_dict() | {"model_type": kind, "sliding_window": 9}
+        if kind == "ministral":
+            config["layer_types"] = ["sliding_attention", "full_attention"]
+        AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**config)).save_pretrained(place / kind)
+    convert_vision(parts.tower, place / "converted")
+    shutil.copytree(parts.decoder, place / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    for name in ("decoder", "tower"):
+        (place / name).symlink_to(getattr(parts, name))
+    return place
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("text", "vision", "options", "named"),
     [
-        (dict(seed=-1), "seed=-1"),
-        (dict(max_tiles=0), "max_tiles=0"),
-        (dict(image_size=60), "image_size = 60"),
-        (dict(layout="stock"), "cannot express"),
+        ("mistral", "tower", {}, "/mistral is a mistral"),
+        ("ministral", "tower", {}, "/ministral is a ministral"),
+        ("mixtral", "tower", {}, "/mixtral is a mixtral"),
+        ("converted", "decoder", {}, "/converted is vision tower"),
+        ("decoder", "decoder", {}, "/decoder: is no vision tower, but LLaMA"),
+        ("decoder", "nothing", {}, "nothing: no such file"),
+        ("bare", "tower", {}, r"tokenizer\.json: there is none, nor a tokenizer\.model"),
+        ("decoder", "tower", dict(seed=-1), "seed=-1"),
+        ("decoder", "tower", dict(max_tiles=0), "max_tiles=0"),
+        ("decoder", "tower", dict(image_size=54), "image_size = 54"),
+        ("decoder", "tower", dict(layout="stock"), "cannot express"),
     ],
     ids=str,
 )
-def test_sizes_that_do_not_fit_are_refused(parts, tmp_path, options, named):
+def test_what_cannot_be_joined_is_refused(others, tmp_path, text, vision, options, named):
     with pytest.raises(ValueError, match=named):
-        assemble(parts.decoder, parts.tower, tmp_path / "out", **options)
+        assemble(others / text, others / vision, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()

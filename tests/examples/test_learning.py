@@ -189,13 +189,17 @@ def test_decoder_learns_to_see_in_two_stages(tmp_path):
     AutoProcessor.from_pretrained(tmp_path / "parts/model")
 
 
-def test_the_lesson_holds_out_wordings(tmp_path):
+def test_lessons_are_folders_of_questions(tmp_path):
+    """The same each time; in the lesson every second question or so is a new one, about two shapes."""
     import lessons
+    import question_folder
 
     for name in ("one", "two"):
-        lessons.write_lesson(tmp_path / name, lessons.ask_for_the_bigger, 20, 10)
-    lines = [json.loads(line) for line in (tmp_path / "one/data.jsonl").read_text().splitlines()]
+        lessons.write_lesson(tmp_path / name, "lesson", 40)
     assert (tmp_path / "one/data.jsonl").read_text() == (tmp_path / "two/data.jsonl").read_text()
-    assert [line["kind"] for line in lines] == ["bigger", "known"] * 15
-    assert {line["question"] for line in lines[20::4]} <= set(lessons.OTHER_WORDINGS)
-    assert not {line["question"] for line in lines[:20]} & set(lessons.OTHER_WORDINGS)
+    learnt, held_out = question_folder.read(tmp_path / "one")
+    kinds = [example["kind"] for example in learnt + held_out]
+    assert len(kinds) == 40 and 10 < kinds.count("bigger") < 30 and set(kinds) == {"bigger", "known"}
+    assert all(Image.open(tmp_path / "one" / example["image"]).size[0] for example in learnt)
+    lessons.write_lesson(tmp_path / "captions", "captions", 5)
+    assert {example["kind"] for example in question_folder.read(tmp_path / "captions")[0]} == {"caption"}

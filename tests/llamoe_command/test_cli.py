@@ -223,6 +223,17 @@ def test_a_saved_plan_is_the_librarys_and_loads(tmp_path, capsys):
     placed.close()
 
 
+@pytest.mark.parametrize("content", ["{broken", "[1]", '{"unknown": 1}'])
+def test_a_file_that_is_no_plan_is_named(content, tmp_path, capsys):
+    plan = tmp_path / "plan.json"
+    plan.write_text(content)
+    status, out, err = run(capsys, "chat", TINY, "--plan", str(plan))
+    assert status == 2 and not out
+    assert (
+        err == f"llamoe: --plan {plan}: is no file that `llamoe inspect FOLDER --plan --save FILE` writes.\n"
+    )
+
+
 @pytest.mark.parametrize("width", [80, 110])
 @pytest.mark.parametrize("name", [*COMMANDS, *OTHERS])
 def test_help_breaks_neither_types_nor_examples(name, width):

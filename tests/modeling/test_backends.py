@@ -5,9 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
-from support import programs
 from support.models import (
-    MODELS,
     MULTIMODAL,
     SHALLOW_MODELS,
     for_models,
@@ -144,50 +142,3 @@ def test_assigning_the_model_below_the_head():
 
 
 # What transformers reads without llamoe
-
-READ_STOCK = """
-import sys, torch, transformers
-folder, out = sys.argv[1:]
-inputs = torch.load(f"{folder}/inputs.pt")
-results = {}
-for name in inputs:
-    model_class = getattr(transformers, name.split("-")[1])
-    model, info = model_class.from_pretrained(f"{folder}/{name}", output_loading_info=True)
-    assert not any(info.values()), (name, info)
-    output = model(**inputs[name])
-    results[name] = output.logits if "logits" in output else output.last_hidden_state
-    assert type(model).__name__ in (model.config.architectures or [type(model).__name__])
-assert "llamoe" not in sys.modules
-torch.save(results, out)
-"""
-
-
-@pytest.fixture(scope="module")
-def stock_results(tmp_path_factory):
-    """Every class in both states, new and loaded, saved for stock and run there by one process."""
-    folder = tmp_path_factory.mktemp("stock")
-    inputs, expected = {}, {}
-    for case in MODELS:
-        if not case.stock_name:
-            continue
-        model = case.make()
-        model.save_pretrained(folder / "ours")
-        for state, saved in (("new", model), ("loaded", case.model_class.from_pretrained(folder / "ours"))):
-            name = f"{state}-{case.stock_name}"
-            saved.save_pretrained(folder / name, layout="stock")
-            # Stock scales padded rows by other temperatures: the comparison is on rows without padding.
-            inputs[name] = case.inputs(padding=(0, 0, 0))
-            expected[name] = run(saved, **inputs[name])
-    torch.save(inputs, folder / "inputs.pt")
-    done = programs.run(["-c", READ_STOCK, folder, folder / "results.pt"])
-    assert done.returncode == 0, done.stderr
-    return expected, torch.load(folder / "results.pt")
-
-
-@pytest.mark.slow
-@for_models("stock_name")
-@pytest.mark.parametrize("state", ["new", "loaded"])
-def test_stock_layout_is_read_without_llamoe(case, state, stock_results):
-    expected, results = stock_results
-    name = f"{state}-{case.stock_name}"
-    assert max_abs(results[name], expected[name]) < 1e-5 * expected[name].std()

@@ -1,7 +1,5 @@
 """Continuous batching (`generate_batch`) of every head: each prompt as by itself, or refused."""
 
-from dataclasses import fields
-
 import pytest
 import torch
 from support.models import MODELS, for_models, new_tokens
@@ -13,29 +11,16 @@ pytestmark = pytest.mark.slow
 HEADS = [case for case in MODELS if case.is_head]
 
 
-def batching(page_size=4, **options):
-    # Older releases have another name for it.
-    name = (
-        "page_size"
-        if "page_size" in {field.name for field in fields(ContinuousBatchingConfig)}
-        else "block_size"
-    )
-    sizes = {name: page_size, "num_blocks": 24, "max_batch_tokens": 24}
-    return ContinuousBatchingConfig(**sizes, **options)
-
-
 def prompts(*lengths):
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(3, 90, (length,), generator=generator).tolist() for length in lengths]
 
 
-def settings(count, **options):
-    return GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1, **options)
-
-
-def batch(model, inputs, count, **options):
-    options = {"continuous_batching_config": batching(), "warmup": False, **options}
-    results = model.generate_batch(inputs, generation_config=settings(count), **options)
+def batch(model, inputs, count):
+    settings = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1)
+    sizes = ContinuousBatchingConfig(page_size=4, num_blocks=24, max_batch_tokens=24)
+    options = {"generation_config": settings, "continuous_batching_config": sizes, "warmup": False}
+    results = model.generate_batch(inputs, **options)
     assert [result.prompt_ids for result in results.values()] == inputs
     return [result.generated_tokens for result in results.values()]
 

@@ -1,7 +1,5 @@
 """What a user can get wrong with files and inputs: one clear error each, before any heavy work."""
 
-import re
-import shutil
 from contextlib import nullcontext
 
 import pytest
@@ -15,80 +13,42 @@ from support.models import (
     stock_multimodal_config,
     stock_text_config,
 )
+from support.spoilt_folders import refused
 from support.tables import in_turn
-from transformers import Llama4VisionConfig
 
 import llamoe
-from llamoe.configuration.errors import CheckpointError
 from llamoe.modeling.decoder import DecoderLayer
 from llamoe.modeling.input_checks import check_classes
 
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """One model as a single file and in shards."""
-    folder = tmp_path_factory.mktemp("saved")
-    model = make_asymmetric(llamoe.LlamoeDenseForCausalLM(stock_dense_config()))
-    model.save_pretrained(folder / "single")
-    model.save_pretrained(folder / "sharded", max_shard_size="60KB")
-    return folder
+# Damaged safetensors files; other damage of a header is in the tests of hostile files.
 
 
-@pytest.fixture
-def no_weights_are_read(monkeypatch):
-    """What reads tensors would be heavy on a real checkpoint; our checks stand before it."""
-    monkeypatch.setattr(
-        "transformers.PreTrainedModel._load_pretrained_model",
-        lambda *_, **__: pytest.fail("weights were read"),
-    )
+def put_a_folder(path):
+    path.unlink()
+    path.mkdir()
 
 
-def load(folder, **options):
-    return llamoe.LlamoeDenseForCausalLM.from_pretrained(folder, **options)
-
-
-def refused(folder, *, names, says, **options):
-    """Loading raises an error that all users of transformers catch, names the file and says what is wrong."""
-    with pytest.raises(CheckpointError) as caught:
-        load(folder, **options)
-    assert all(isinstance(caught.value, kind) for kind in (OSError, ValueError, RuntimeError))
-    message = str(caught.value)
-    assert str(folder / names) in message and re.search(says, message), message
-    assert len(message) < 600, "a message, not a dump"
-
-
-# Damaged safetensors files
-
-
-def of_integers(content):
-    return content.replace(b'"F32"', b'"I32"', 1)
-
-
-# Other damage of a header is in the tests of hostile files.
 DAMAGE = {
-    "cut": (lambda content: content[:-1000], "damaged or cut short"),
-    "empty": (lambda content: b"", "damaged or cut short"),
-    "integers": (of_integers, "has dtype I32, where the model has torch.float32"),
+    "cut": (lambda path: path.write_bytes(path.read_bytes()[:-1000]), "damaged or cut short"),
+    "empty": (lambda path: path.write_bytes(b""), "damaged or cut short"),
+    "integers": (
+        lambda path: path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"', 1)),
+        "has dtype I32, where the model has torch.float32",
+    ),
+    "gone": (lambda path: path.unlink(), "No such file"),
+    "a folder": (put_a_folder, "not a file|Is a directory"),
 }
 
 
-@pytest.mark.parametrize(("damage", "files"), in_turn(DAMAGE, ["sharded", "single"]))
-def test_damaged_file(damage, files, saved, tmp_path):
-    change, says = DAMAGE[damage]
-    shutil.copytree(saved / files, tmp_path / "model")
-    path = sorted((tmp_path / "model").glob("*.safetensors"))[-1]
-    path.write_bytes(change(path.read_bytes()))
-    refused(tmp_path / "model", names=path.name, says=says)
-
-
-@pytest.mark.parametrize("how", ["gone", "folder"])
-def test_missing_shard(how, saved, tmp_path, no_weights_are_read):
-    shutil.copytree(saved / "sharded", tmp_path / "model")
-    name = "model-00007-of-00013.safetensors"
-    (tmp_path / "model" / name).unlink()
-    if how == "folder":
-        (tmp_path / "model" / name).mkdir()
-    refused(tmp_path / "model", names=name, says="No such file|not a file|Is a directory")
+@pytest.mark.parametrize(
+    ("damage", "kind"),
+    [*in_turn([*DAMAGE][:3], ["sharded", "single"]), ("gone", "sharded"), ("a folder", "sharded")],
+)
+def test_damaged_file(damage, kind, model_copy):
+    spoil, says = DAMAGE[damage]
+    path = sorted(model_copy(kind).glob("*.safetensors"))[-1]
+    spoil(path)
+    assert str(path) in refused(path.parent, says)
 
 
 @pytest.mark.parametrize("name", ["params.json", "consolidated.00.pth"])
@@ -106,29 +66,26 @@ def test_metas_folder_says_how_to_convert_it(name, subfolder, tmp_path):
 # Saving
 
 
-def test_unknown_layout_writes_nothing(tmp_path):
-    model = llamoe.LlamoeDenseForCausalLM(stock_dense_config())
-    with pytest.raises(ValueError, match="layout='gguf'.*'llamoe' and 'stock'"):
-        model.save_pretrained(tmp_path / "model", layout="gguf")
-    assert not (tmp_path / "model").exists()
-
-
 @pytest.mark.parametrize(
-    ("name", "make", "field", "value"),
+    ("name", "make", "fields", "layout", "says"),
     [
-        ("LlamoeForCausalLM", stock_text_config, "rope_interleave", False),
-        ("LlamoeVisionModel", lambda: Llama4VisionConfig(**VISION), "use_rope", False),
-        ("LlamoeModel", stock_multimodal_config, None, None),
+        (
+            "LlamoeForCausalLM",
+            stock_text_config,
+            {"rope_interleave": False},
+            "stock",
+            "rope_interleave = False",
+        ),
+        ("LlamoeModel", stock_multimodal_config, {}, "stock", "LlamoeModel has no counterpart"),
+        ("LlamoeDenseForCausalLM", stock_dense_config, {}, "gguf", "layout='gguf'.*'llamoe' and 'stock'"),
     ],
 )
-def test_stock_layout_that_stock_cannot_express(name, make, field, value, tmp_path):
+def test_a_layout_that_cannot_be_written_writes_nothing(name, make, fields, layout, says, tmp_path):
     config = llamoe.from_stock(make())
-    if field is not None:
+    for field, value in fields.items():
         setattr(config, field, value)
-    model = getattr(llamoe, name)(config)
-    says = f"{field} = {value}" if field else "LlamoeModel has no counterpart"
     with pytest.raises(ValueError, match=says):
-        model.save_pretrained(tmp_path / "model", layout="stock")
+        getattr(llamoe, name)(config).save_pretrained(tmp_path / "model", layout=layout)
     assert not (tmp_path / "model").exists()
 
 

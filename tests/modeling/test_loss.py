@@ -1,15 +1,12 @@
 """The loss by pieces of tokens, against transformers' own over all logits: values, gradients, memory, and who asks."""
 
-from functools import partial
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.models import IMAGE_TOKEN, MODELS, max_abs
+from support.models import IMAGE_TOKEN, MODELS, assert_same_gradients, for_models, loss_and_gradients, max_abs
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_utils import slice_logits_to_keep
 
@@ -17,12 +14,12 @@ import llamoe
 from llamoe.modeling import loss as module
 from llamoe.modeling.loss import loss_without_logits
 
-HEADS = [case for case in MODELS if case.is_head]
-DENSE, MIXTRAL, TEXT, MULTIMODAL = HEADS
-ids = {"ids": lambda case: case.name}
-heads = pytest.mark.parametrize("case", HEADS, **ids)
+DENSE, MIXTRAL, _, MULTIMODAL = [case for case in MODELS if case.is_head]
 # Of a vocabulary of 101 and three rows: several pieces, the last shorter than the others.
 PIECE = 3 * 101 * 4
+# Arguments of a pass without logits and of one with them, whose gradients differ by the order of sums.
+BY_PIECES = ({"skip_logits": True}, {})
+ROUNDING = 2e-6
 
 
 @pytest.fixture(autouse=True)
@@ -39,45 +36,32 @@ def labelled(case):
     return inputs, labels
 
 
-def trained(model, inputs, labels, **options):
-    """The output of a pass, and the gradients."""
-    model.zero_grad()
-    output = model(**inputs, labels=labels, **options)
-    output.loss.backward()
-    return output, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same(given, expected, loss=1e-6, gradients=2e-6):
-    """Losses, and gradients relative to the largest of each parameter. Sums are in another order."""
-    assert given[0].loss.item() == pytest.approx(expected[0].loss.item(), rel=loss)
-    assert given[1].keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
-        assert max_abs(given[1][name], gradient) <= gradients * gradient.abs().max(), name
-
-
-@heads
+@for_models("is_head")
 def test_it_is_stocks_loss(case):
     """By transformers' model with the same weights, of all tokens and as a part of a larger batch."""
     ours, (inputs, labels) = case.make_small(), labelled(case)
     inputs.pop("attention_mask")  # Padded rows are numbered otherwise by stock's Llama 4.
     stock = case.stock_of(ours)
     for more in ({}, {"num_items_in_batch": torch.tensor(301)}):
-        given = trained(ours.train(), inputs, labels, skip_logits=True, **more)
-        assert given[0].logits is None
-        assert_same(given, trained(stock.train(), inputs, labels, **more), 1e-5, 1e-4)
+        given = loss_and_gradients(ours.train(), inputs, labels=labels, skip_logits=True, **more)
+        expected = loss_and_gradients(stock.train(), inputs, labels=labels, **more)
+        assert_same_gradients(given, expected, 1e-4, of_loss=1e-5)
 
 
 KEPT = {
+    "all": 0,
     "last": 5,
+    "positions": torch.tensor([2, 41, 30]),
+    "flags": torch.tensor([True, False] * 21 + [True]),
     "positions of each row": torch.tensor([[0, 3, 2], [5, 5, 1], [41, 42, 7]]),
     "mask": torch.arange(3 * 43).view(3, 43) % 7 < torch.tensor([[1], [5], [3]]),
 }
 
 
-@heads
+@for_models("is_head")
 @pytest.mark.parametrize("kept", KEPT)
 def test_labels_of_kept_tokens(case, kept):
-    """Logits and loss are stock's where a row has positions of its own, and where a mask lets rows have any number."""
+    """Logits and loss are stock's, also where rows have positions of their own, or a mask lets them have any number."""
     ours, ids = case.make_small(), case.inputs(padding=(0, 0, 0), length=43)["input_ids"]
     ids[ids == IMAGE_TOKEN] = 5
     kept = KEPT[kept]
@@ -159,7 +143,8 @@ def tied(case):
 )
 def test_heads_that_are_more_than_a_weight(make):
     model, (inputs, labels) = make(DENSE).train(), labelled(DENSE)
-    assert_same(trained(model, inputs, labels, skip_logits=True), trained(model, inputs, labels))
+    given, expected = (loss_and_gradients(model, inputs, labels=labels, **more) for more in BY_PIECES)
+    assert_same_gradients(given, expected, ROUNDING)
 
 
 def test_checkpointed_layers_and_router_losses():
@@ -169,41 +154,33 @@ def test_checkpointed_layers_and_router_losses():
     model = get_peft_model(model, llamoe.lora_config(model, r=2)).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
-    run = partial(trained, model, *labelled(MIXTRAL), num_items_in_batch=torch.tensor(201))
-    given, expected = run(skip_logits=True), run()
-    assert_same(given, expected)
-    assert given[0].aux_loss.item() == expected[0].aux_loss.item() > 0
+    inputs, labels = labelled(MIXTRAL)
+    options = {"labels": labels, "num_items_in_batch": torch.tensor(201)}
+    given, expected = (loss_and_gradients(model, inputs, **options, **more) for more in BY_PIECES)
+    assert_same_gradients(given, expected, ROUNDING)
+    assert model(**inputs, **options).aux_loss.item() > 0
 
 
 def test_the_head_is_called_as_a_module():
     """With hooks on it, as accelerate's and FSDP's are; no call has more than a piece."""
     model, (inputs, labels) = DENSE.make_small().train(), labelled(DENSE)
-    expected = trained(model, inputs, labels)
+    expected = loss_and_gradients(model, inputs, labels=labels)
     seen = []
     model.lm_head.register_forward_hook(lambda head, args, output: seen.append(output.shape) or output * 1)
-    assert_same(trained(model, inputs, labels, skip_logits=True), expected)
+    given = loss_and_gradients(model, inputs, labels=labels, skip_logits=True)
+    assert_same_gradients(given, expected, ROUNDING)
     assert {shape[1] for shape in seen} == {4, 43 % 4} and len(seen) == 2 * -(-43 // 4)
 
 
 @pytest.mark.slow
-def test_one_graph(forget_compiled_code, monkeypatch):
+def test_one_graph(monkeypatch):
+    torch._dynamo.reset()
     monkeypatch.setattr(module, "PIECE_LOGITS", 5 * PIECE)
     model, (inputs, labels) = DENSE.make_small(num_hidden_layers=1).train(), labelled(DENSE)
     model.config.skip_logits = True
-    expected = trained(model, inputs, labels)
+    expected = loss_and_gradients(model, inputs, labels=labels)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    output = compiled(**inputs, labels=labels)
-    assert output.logits is None and output.loss.item() == pytest.approx(expected[0].loss.item(), rel=1e-6)
-    model.zero_grad()
-    output.loss.backward()
-    assert max_abs(model.lm_head.weight.grad, expected[1]["lm_head.weight"]) < 1e-6
-
-
-@pytest.fixture
-def forget_compiled_code():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+    assert_same_gradients(loss_and_gradients(model, inputs, compiled, labels=labels), expected)
 
 
 class Bytes(TorchDispatchMode):
@@ -289,32 +266,3 @@ def test_another_loss_reads_the_logits():
     model.loss_function = mean_of
     with pytest.raises(ValueError, match="the model's loss_function is mean_of"):
         model(**inputs, labels=labels, skip_logits=True)
-
-
-def test_other_words_in_the_config_are_refused():
-    with pytest.raises(ValueError, match='skip_logits.*"always", True'):
-        llamoe.LlamoeDenseConfig(skip_logits="never")
-
-
-@pytest.mark.parametrize("case", [MIXTRAL, TEXT], **ids)
-def test_trainer_learns_the_same_and_evaluates_by_logits(case, tmp_path):
-    inputs, labels = labelled(case)
-    rows = [
-        {**{name: value[row] for name, value in inputs.items()}, "labels": labels[row]} for row in (0, 1, 2)
-    ]
-    logs, shapes = [], []
-    for skips in (False, True):
-        model = case.make_small(skip_logits=skips)
-        arguments = TrainingArguments(
-            str(tmp_path), num_train_epochs=1, per_device_train_batch_size=1, gradient_accumulation_steps=2,
-            logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", learning_rate=3e-3,
-            eval_strategy="epoch", seed=3,
-        )  # fmt: skip
-        trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
-        trainer.compute_metrics = lambda found: shapes.append(found.predictions.shape) or {}
-        trainer.train()
-        logs.append(
-            [line[key] for line in trainer.state.log_history for key in ("loss", "eval_loss") if key in line]
-        )
-    assert len(logs[0]) == 3 and logs[1] == pytest.approx(logs[0], rel=1e-5)
-    assert shapes == [(3, 43, 101)] * 2

@@ -5,18 +5,17 @@ Logits, losses and gradients are in `test_parity.py`, heads in `test_classificat
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from support.models import load_whole, max_abs, stock_mixtral_config, stock_model
+from safetensors.torch import load_file
+from support.models import assert_same_weights, load_whole, random_ids, stock_mixtral_config, stock_model
 from torch.nn import functional as F
 from transformers import MixtralForCausalLM
+from transformers.core_model_loading import MergeModulelist
 
 import llamoe
 from llamoe import LlamoeMixtralForCausalLM
 from llamoe.modeling.kernels import rows_of_torch
 
-
-def ids(length=50, rows=2):
-    return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(1))
+IDS = random_ids(2, 50)
 
 
 def pair(folder, **overrides):
@@ -63,7 +62,7 @@ def test_folders_go_both_ways_bit_for_bit(layout, tmp_path):
     assert all(torch.equal(expected[name], written[name]) for name in written)
     reader = MixtralForCausalLM if layout == "stock" else LlamoeMixtralForCausalLM
     again = load_whole(reader, tmp_path / "ours")
-    assert torch.equal(again(ids()).logits, (stock if layout == "stock" else ours)(ids()).logits)
+    assert torch.equal(again(IDS).logits, (stock if layout == "stock" else ours)(IDS).logits)
     # Stock's files are un-fused, whatever files the model came from.
     if layout == "llamoe":
         again.save_pretrained(tmp_path / "again", layout="stock")
@@ -72,67 +71,9 @@ def test_folders_go_both_ways_bit_for_bit(layout, tmp_path):
         assert all(torch.equal(given[name], written[name]) for name in given)
 
 
-EXPERT = "model.layers.1.block_sparse_moe.experts"
-BROKEN = {
-    "an expert's matrix is missing": (f"{EXPERT}.3.w3.weight", None, r"experts\.3\.w3\.weight is missing"),
-    "another shape": (f"{EXPERT}.2.w2.weight", (52, 72), r"experts\.down_proj: .*\[72, 52\].*\[52, 72\]"),
-}
-
-
-@pytest.mark.parametrize("fault", BROKEN)
-def test_broken_folders_say_what_is_wrong(fault, tmp_path):
-    stock_model(MixtralForCausalLM, stock_mixtral_config()).save_pretrained(tmp_path)
-    name, shape, message = BROKEN[fault]
-    weights = load_file(tmp_path / "model.safetensors")
-    weights |= {name: torch.zeros(shape or 1)}
-    if shape is None:
-        del weights[name]
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(llamoe.CheckpointError, match=message):
-        LlamoeMixtralForCausalLM.from_pretrained(tmp_path)
-
-
-@torch.no_grad()
-def test_a_layer_on_disk(tmp_path):
-    """transformers stacks its experts there anew, hence the folder."""
-    stock, _ = pair(tmp_path / "stock")
-    places = {"": "cpu", "model.layers.1": "disk"}
-    placed = LlamoeMixtralForCausalLM.from_pretrained(
-        tmp_path / "stock", device_map=places, offload_folder=tmp_path / "offload"
-    )
-    assert placed.model.layers[1].mlp.experts.down_proj.device.type == "meta"
-    assert max_abs(placed(ids()).logits, stock(ids()).logits) <= 1e-4
-
-
-def test_lora_on_one_square_expert_merges(tmp_path):
-    """peft takes a stack of one expert for a linear layer's weight, which output-first it is."""
-    from peft import LoraConfig, get_peft_model
-
-    _, ours = pair(tmp_path, num_local_experts=1, num_experts_per_tok=1, intermediate_size=72)
-    config = LoraConfig(
-        target_modules=["q_proj"], target_parameters=["experts.down_proj"], init_lora_weights=False
-    )
-    adapted = get_peft_model(ours, config).eval()
-    with torch.no_grad():
-        expected = adapted(ids()).logits
-        assert max_abs(adapted.merge_and_unload()(ids()).logits, expected) <= 1e-4
-
-
-@pytest.mark.slow
-def test_positions_leave_a_compiled_graph_open_to_all_lengths(tmp_path):
-    _, ours = pair(tmp_path, num_hidden_layers=1)
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    compiled = torch.compile(ours, backend=backend, dynamic=True)
-    with torch.no_grad():
-        for length in (7, 9, 20):
-            positions = torch.arange(length)[None]
-            compiled(ids(length), position_ids=positions, use_cache=False)
-    torch._dynamo.reset()
-    # One for all of them, and one more where a window first ends within the row.
-    assert len(graphs) <= 2
+def test_experts_are_fused_in_place(tmp_path, monkeypatch):
+    """transformers' operations would copy the matrices of gate and up three times."""
+    stock = stock_model(MixtralForCausalLM, stock_mixtral_config())
+    stock.save_pretrained(tmp_path)
+    monkeypatch.setattr(MergeModulelist, "convert", lambda *_, **__: pytest.fail("stacked by transformers"))
+    assert_same_weights(load_whole(LlamoeMixtralForCausalLM, tmp_path).state_dict(), stock.state_dict())

@@ -14,7 +14,6 @@ from support.models import (
     VISION,
     choices,
     deviation_in_range,
-    gradient_differences,
     load_whole,
     make_asymmetric,
     max_abs,
@@ -77,6 +76,7 @@ LLAMA4 = {
     "top-2-every": dict(num_experts_per_tok=2, interleave_moe_layer_step=1),
     "no-qk-norm": dict(use_qk_norm=False),
     "no-qk-norm-every": dict(use_qk_norm=False, interleave_moe_layer_step=1),
+    "aligned": dict(num_experts_per_tok=2, interleave_moe_layer_step=1, intermediate_size=56),
     "no-tuning": dict(attn_temperature_tuning=False),
     "strong-tuning": dict(floor_scale=3, attn_scale=0.5),
     "no-rope-listed": dict(no_rope_layers=[0, 1, 1, 0, 1]),
@@ -128,6 +128,12 @@ def record_calls(modules: dict) -> dict:
             lambda _, inputs, output, key=key: calls.update({key: (inputs[0], output)})
         )
     return calls
+
+
+def blocks_of(model) -> dict:
+    """The mixtures of a Llama 4 by layer, stock's or ours; none of other families."""
+    text = getattr(model, "language_model", model)
+    return mixtures(text) if text.config.model_type in ("llama4_text", "llamoe_text") else {}
 
 
 def check_router_logits(given, expected) -> None:
@@ -238,10 +244,6 @@ def inputs_of(family, kind=None):
     return {"input_ids": ids(), "attention_mask": mask}
 
 
-def labels():
-    return ids().masked_fill(torch.arange(LENGTH) < torch.tensor([[20], [0]]), -100)
-
-
 def test_every_scaling_type_of_transformers_is_tried():
     tried = {ROPES[name].get("rope_type", name) for name in ROPES}
     # "default" is not in the table: it is the type without scaling.
@@ -258,10 +260,7 @@ def test_logits_states_and_routing(family, kind, attention, pairs, record_parity
     wanted = dict(output_hidden_states=True, output_attentions=attention == "eager")
     ours_too = {} if family == "dense" else {"output_router_logits": True}
     stock_too = ours_too if family == "mixtral" else {}
-    is_llama4 = family in ("llama4", "multimodal")
-    its_text = stock.language_model if family == "multimodal" else stock
-    routers = {i: block.router for i, block in mixtures(its_text).items()} if is_llama4 else {}
-    calls = record_calls(routers)
+    calls = record_calls({i: block.router for i, block in blocks_of(stock).items()})
     expected, given = stock(**inputs, **wanted, **stock_too), ours(**inputs, **wanted, **ours_too)
     assert deviation_in_range(expected.logits)
     difference = max_abs(given.logits[real], expected.logits[real])
@@ -281,7 +280,7 @@ def test_logits_states_and_routing(family, kind, attention, pairs, record_parity
         return
     if family == "multimodal":
         check_pictures(stock, ours, inputs, given, record_parity)
-    if is_llama4:
+    if family != "mixtral":
         assert list(calls) == config.moe_layers
         theirs = [its for _, (_, its) in calls.values()]
     else:
@@ -337,186 +336,66 @@ def test_rope_scaling(family, kind, pairs, record_parity):
             assert max_abs(frequencies[0], frequencies[2]) == 0
 
 
-def check_gradients(family, ours, stock, record_parity, limit=2e-5):
-    names = FAMILIES[family].name, FAMILIES[family].stock_name, "float32"
-    differences = gradient_differences(ours, stock)
-    absolute, relative = (max(values) for values in zip(*differences.values(), strict=True))
-    record_parity(*names, absolute, "gradients")
-    record_parity(*names, relative, "gradients, relative to each parameter's largest")
-    # About 1e-6 as a rule: sums over all tokens in another order, through up to five layers.
-    assert relative <= limit, max(differences.items(), key=lambda item: item[1][1])
-
-
-@over_in_turn(
-    dense="gqa mha mqa tied biases yarn llama3".split(),
-    llama4="moe-every-second moe-every moe-none top-2-every no-qk-norm scout biases tied".split(),
-)
-def test_loss_and_gradients(family, kind, attention, pairs, record_parity):
-    stock, ours, _ = pairs(family, kind, attention)
-    means, shares = [], []
-    for model in (stock, ours):
-        means.append(model(ids(), labels=labels()).loss.item())
-        # Divided by a count that is not this batch's, as trainers do that accumulate gradients.
-        shares.append(model(ids(), labels=labels(), num_items_in_batch=131).loss)
-        shares[-1].backward()
-    assert means[1] == pytest.approx(means[0], abs=1e-5)
-    assert shares[1].item() == pytest.approx(shares[0].item(), abs=1e-5)
-    num_targets = int((labels()[:, 1:] != -100).sum())
-    assert shares[1].item() == pytest.approx(means[1] * num_targets / 131, rel=1e-4)
-    check_gradients(family, ours, stock, record_parity)
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_gradients_with_pictures(attention, pairs, record_parity):
-    stock, ours, _ = pairs("multimodal", "several-tiles", attention)
-    inputs = prompt("several-tiles")
-    is_text = (inputs["attention_mask"] == 1) & (inputs["input_ids"] != IMAGE_TOKEN)
-    targets = inputs["input_ids"].masked_fill(~is_text, -100)
-    losses, gradients = [], []
-    for model in (stock, ours):
-        pixels = inputs["pixel_values"].clone().requires_grad_()
-        losses.append(
-            model(**{**inputs, "pixel_values": pixels}, labels=targets, num_items_in_batch=131).loss
-        )
-        losses[-1].backward()
-        gradients.append(pixels.grad)
-    assert losses[1].item() == pytest.approx(losses[0].item(), abs=1e-5)
-    parts = {name.split(".")[0] for name, _ in ours.named_parameters()}
-    assert parts == {"vision_model", "multi_modal_projector", "language_model"}
-    assert max_abs(*gradients) <= 2e-5 * gradients[0].abs().max()
-    check_gradients("multimodal", ours, stock, record_parity)
-
-
-@pytest.mark.parametrize(
-    ("kind", "jitter"), [("window", 0.0), ("top1", 0.2), ("every expert", 0.2), ("mha-tied", 0.0)]
-)
-def test_mixtrals_losses_and_gradients(kind, jitter, tmp_path, record_parity):
-    options = dict(router_aux_loss_coef=0.3, output_router_logits=True, router_jitter_noise=jitter)
-    stock = stock_model(transformers.MixtralForCausalLM, stock_mixtral_config(**options, **MIXTRAL[kind]))
-    stock.save_pretrained(tmp_path)
-    ours = load_whole(llamoe.LlamoeMixtralForCausalLM, tmp_path)
-    losses = []
-    for model in (stock, ours):
-        torch.manual_seed(3)
-        output = model.train()(ids(), labels=labels())
-        losses.append((output.loss.item(), output.aux_loss.item()))
-        output.loss.backward()
-    assert losses[1] == pytest.approx(losses[0], abs=2e-5)
-    check_gradients("mixtral", ours, stock, record_parity, limit=5e-5)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_of_experts_without_tokens(backend, pairs, record_parity):
-    stock, _, folder = pairs("llama4", "moe-every")
-    ours = load_whole(llamoe.LlamoeForCausalLM, folder, experts_implementation=backend)
-    routers = record_calls({i: block.router for i, block in mixtures(stock).items()})
-    for model in (stock, ours):
-        logits = model(ids(3, rows=1)).logits
-        (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
-    check_gradients("llama4", ours, stock, record_parity)
-    for i, (_, (_, logits)) in routers.items():
-        idle = sorted(set(range(5)) - set(logits.argmax(-1).tolist()))
-        assert len(idle) >= 2  # three tokens at most hit three of five
-        for parameter in mixtures(ours)[i].experts.parameters():
-            assert parameter.grad[idle].abs().max() == 0
-            assert parameter.grad.abs().amax((1, 2)).count_nonzero() == 5 - len(idle)
-
-
 @torch.no_grad()
 @over_in_turn(
-    dense="gqa mha mqa tied biases llama3 longrope".split(), mixtral=["window", "top1", "every expert"]
+    dense="gqa mha mqa tied biases llama3 longrope".split(),
+    mixtral=["window", "top1", "every expert"],
+    llama4=["moe-every-second", "scout", "aligned", "no-qk-norm-every"],
+    multimodal=["text-only", "several-tiles", "rows-without-an-image"],
 )
 def test_bfloat16(family, kind, attention, pairs, record_parity):
+    """With every backend of experts that takes their sizes."""
     known = FAMILIES[family]
     reference_model, _, folder = pairs(family, kind, attention, exact=True)
     options = dict(attn_implementation=attention, dtype=torch.bfloat16)
     ours = load_whole(getattr(llamoe, known.name), folder, **options)
     # Stock's grouped product takes no rows of 52.
-    eager = {} if family == "dense" else {"experts_implementation": "eager"}
+    eager = {"experts_implementation": "eager"} if family == "mixtral" else {}
     stock = load_whole(getattr(transformers, known.stock_name), folder, **options, **eager)
     # A few tokens go to other experts than in float32, by chance more of ours or of stock's in few rows.
-    many = ids(rows=2 if family == "dense" else 12)
-    reference = reference_model(many).logits
+    inputs = (
+        prompt(kind) if family == "multimodal" else {"input_ids": ids(rows=2 if family == "dense" else 12)}
+    )
+    real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    inputs_16 = {name: x.bfloat16() if x.is_floating_point() else x for name, x in inputs.items()}
+    inputs |= {name: x.float() for name, x in inputs_16.items() if x.is_floating_point()}
+    reference = reference_model(**inputs).logits[real]
     assert deviation_in_range(reference)
-    names = known.name, known.stock_name
+    calls = record_calls(blocks_of(stock))
     with recorded_choices(stock) as chosen:
-        expected = stock(many).logits
-    with routed_to(ours, chosen):
-        check_bfloat16_errors(ours(many).logits, expected, reference, names, record_parity)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("kind", "width", "attention"),
-    [
-        ("moe-every-second", 52, "eager"),
-        ("scout", 56, "sdpa"),
-        ("top-2-every", 56, "eager"),
-        ("no-qk-norm-every", 52, "sdpa"),
-    ],
-)
-def test_bfloat16_with_every_backend(kind, width, attention, tmp_path, record_parity):
-    stock_class = transformers.Llama4ForCausalLM
-    config = stock_text_config(attn_implementation=attention, intermediate_size=width, **LLAMA4[kind])
-    reference_model = stock_model(stock_class, config, exact_in_bfloat16=True)
-    reference_model.save_pretrained(tmp_path)
-    options = dict(attn_implementation=attention, dtype=torch.bfloat16)
-    stock = load_whole(stock_class, tmp_path, **options)
-    calls = record_calls(mixtures(stock))
-    with recorded_choices(stock) as chosen:
-        reference, expected = reference_model(ids()).logits, stock(ids()).logits
-    assert deviation_in_range(reference)
-    names, top_k = ("LlamoeForCausalLM", "Llama4ForCausalLM"), config.num_experts_per_tok
-    ours = load_whole(llamoe.LlamoeForCausalLM, tmp_path, **options)
-    # Rows of 52 in bfloat16 are not multiples of 16 bytes.
-    for backend in BACKENDS if width == 56 else ["llamoe", "eager", "batched_mm"]:
-        ours.set_experts_implementation(backend)
+        expected = stock(**inputs_16).logits[real]
+    for backend in backends_for(family, kind):
+        if backend is not None:
+            ours.set_experts_implementation(backend)
         with routed_to(ours, chosen):
-            given = ours(ids(), output_router_logits=True)
-        check_bfloat16_errors(given.logits, expected, reference, names, record_parity)
-        check_blocks(mixtures(ours), calls, top_k)
-        check_router_logits(given.router_logits, [its for _, (_, its) in calls.values()])
+            given = ours(**inputs_16, **({} if family == "dense" else {"output_router_logits": True}))
+        names = known.name, known.stock_name
+        check_bfloat16_errors(given.logits[real], expected, reference, names, record_parity)
+        if calls:
+            check_blocks(blocks_of(ours), calls)
+            its_logits = [logits[real.flatten()] for _, (_, logits) in calls.values()]
+            check_router_logits([logits[real.flatten()] for logits in given.router_logits], its_logits)
 
 
-def check_blocks(blocks, calls, top_k):
+def backends_for(family, kind):
+    """Rows of 52 in bfloat16 are not multiples of 16 bytes, which the grouped product asks for."""
+    if family == "dense":
+        return [None]
+    return BACKENDS if kind == "aligned" else [name for name in BACKENDS if name != "grouped_mm"]
+
+
+def check_blocks(blocks, calls) -> None:
     """The very same bfloat16 input: the router's logits, its choice by equal logits, and the output."""
     assert blocks.keys() == calls.keys()
     for i, (hidden_states, (its_output, its_logits)) in calls.items():
-        tokens = hidden_states.flatten(0, 1)
-        logits, _, _ = blocks[i].router(tokens)
+        tokens, router = hidden_states.flatten(0, 1), blocks[i].router
+        logits, _, _ = router(tokens)
         # Sums in float32 in two orders, rounded once.
         assert ((logits - its_logits).abs() <= 2**-7 * its_logits.abs() + 1e-5).all()
-        _, chosen = blocks[i].router.choose(its_logits)
-        assert torch.equal(chosen.sort(-1).values, choices(its_logits, top_k))
+        _, chosen = router.choose(its_logits)
+        assert torch.equal(chosen.sort(-1).values, choices(its_logits, router.top_k))
         # Each of three products is rounded to bfloat16, by 2**-9 at most, in another order on each processor.
         assert rms(blocks[i](tokens).float() - its_output.float()) < 2**-8 * rms(its_output.float())
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("name", "attention"),
-    [("text-only", "sdpa"), ("several-tiles", "eager"), ("rows-without-an-image", "sdpa")],
-)
-def test_bfloat16_with_pictures(name, attention, pairs, record_parity):
-    reference_model, _, folder = pairs("multimodal", name, attention, exact=True)
-    options = dict(attn_implementation=attention, dtype=torch.bfloat16)
-    stock = load_whole(transformers.Llama4ForConditionalGeneration, folder, **options)
-    ours = load_whole(llamoe.LlamoeForConditionalGeneration, folder, **options)
-    inputs = prompt(name)
-    inputs_16 = {key: value.bfloat16() if key == "pixel_values" else value for key, value in inputs.items()}
-    if "pixel_values" in inputs:
-        inputs["pixel_values"] = inputs_16["pixel_values"].float()
-    calls = record_calls(mixtures(stock.language_model))
-    with recorded_choices(stock.language_model) as chosen:
-        expected = stock(**inputs_16)
-    with routed_to(ours, chosen):
-        given = ours(**inputs_16, output_router_logits=True)
-    real = inputs["attention_mask"].bool()
-    logits = (x.logits[real] for x in (given, expected, reference_model(**inputs)))
-    names = FAMILIES["multimodal"].name, FAMILIES["multimodal"].stock_name
-    check_bfloat16_errors(*logits, names, record_parity)
-    its_logits = [logits[real.flatten()] for _, (_, logits) in calls.values()]
-    check_router_logits([logits[real.flatten()] for logits in given.router_logits], its_logits)
 
 
 def test_only_chosen_experts_are_computed():

@@ -58,6 +58,7 @@ MIXTURE = dict(router_name="router", experts_are_output_first=1, pools_router_lo
 KEPT = dict(use_sliding_window=False, _has_experts=True)
 ROUTING = dict(router_score_function="softmax", apply_router_weight_on_input=False, router_balancing="bias")
 WINDOW = dict(**DENSE, sliding_window=8)
+WITHOUT_BIASES = dict(NAMES, **KEPT, attention_bias=True, mlp_bias=True, moe_layers=[0])
 FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM",
@@ -69,13 +70,13 @@ FAMILIES = {
         "MistralForCausalLM",
         "LlamoeDenseForCausalLM",
         lambda: transformers.MistralConfig(**WINDOW),
-        dict(NAMES, **KEPT, attention_bias=True, mlp_bias=True, moe_layers=[0]),
+        WITHOUT_BIASES,
     ),
     "ministral": Family(
         "MinistralForCausalLM",
         "LlamoeDenseForCausalLM",
         lambda: transformers.MinistralConfig(**WINDOW, layer_types=HALF),
-        dict(NAMES, **KEPT, attention_bias=True, mlp_bias=True, moe_layers=[0]),
+        WITHOUT_BIASES,
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -244,17 +245,21 @@ def test_other_layers_are_written_as_the_type_that_has_them(folders):
     )
     # Stock's Ministral needs a number.
     assert to_stock(config)["model_type"] == "llama"
-    with pytest.raises(ValueError, match="read_from = 'mixtral': no such model type"):
+    with pytest.raises(ValueError, match="read_from = 'mixtral': no such choice"):
         llamoe.LlamoeDenseConfig(read_from="mixtral")
 
 
-def test_fields_of_ours_that_are_given_beside_a_stock_folder_are_taken(folders):
-    config = llamoe.LlamoeDenseConfig.from_pretrained(folders / "llama", sliding_window=8, skip_logits=True)
-    assert (config.sliding_window, config.skip_logits) == (8, True)
-    config = llamoe.LlamoeConfig.from_pretrained(
-        folders / "llama4", skip_logits=True, text_config={"router_z_loss_coef": 0.5}
-    )
-    assert (config.text_config.skip_logits, config.text_config.router_z_loss_coef) == (True, 0.5)
+def test_a_file_of_mistrals_may_leave_out_its_defaults():
+    config = llamoe.LlamoeDenseConfig.from_dict({"model_type": "mistral"})
+    assert (config.sliding_window, config.num_key_value_heads, config.intermediate_size) == (4096, 8, 14336)
+    other = llamoe.LlamoeDenseConfig.from_dict(config.to_dict(), num_hidden_layers=3, sliding_window=7)
+    assert other.layer_types is None and other.attention_types() == LOCAL
+    for content, more in (
+        (config.to_dict(), {"sliding_window": None}),
+        ({"model_type": "mistral", "sliding_window": None}, {}),
+    ):
+        without = llamoe.LlamoeDenseConfig.from_dict(content, **more)
+        assert without.layer_types is None and without.attention_types() == ["full_attention"] * 32
 
 
 @pytest.mark.parametrize("window", [0, -1, None])

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.models import MODELS, MULTIMODAL, draw, for_models, main_output, max_abs, run
+from support.models import (
+    MODELS,
+    MULTIMODAL,
+    assert_same_gradients,
+    draw,
+    loss_and_gradients,
+    max_abs,
+    rms,
+    run,
+)
 from support.tables import in_turn
 from transformers import Trainer, TrainingArguments
 
@@ -71,10 +80,6 @@ def losses_of(trainer, **options):
 # Trainer
 
 
-def saving(**options):
-    return {"save_strategy": "steps", "save_steps": 2, **options}
-
-
 @pytest.mark.parametrize(
     ("case", "is_adapted"),
     [(DENSE, False), (MULTIMODAL, False), (MIXTRAL, False), (MIXTRAL, True), (TEXT, True)],
@@ -89,35 +94,11 @@ def test_a_resumed_training_equals_one_that_was_not_stopped(case, is_adapted, tm
         return get_peft_model(model, llamoe.lora_config(model, r=2)) if is_adapted else model
 
     whole, resumed = make(0), make(5)
-    losses = losses_of(trainer_of(whole, tmp_path, rows(case), **saving()))
-    trainer = trainer_of(resumed, tmp_path / "again", rows(case), **saving())
+    losses = losses_of(trainer_of(whole, tmp_path, rows(case), save_strategy="steps", save_steps=2))
+    trainer = trainer_of(resumed, tmp_path / "again", rows(case), save_strategy="steps", save_steps=2)
     assert losses_of(trainer, resume_from_checkpoint=str(tmp_path / "checkpoint-2")) == losses
     for name, tensor in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], tensor), name
-
-
-ACCUMULATION = {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}
-SMOOTHING, NEFTUNE = {"label_smoothing_factor": 0.2}, {"neftune_noise_alpha": 8.0}
-
-
-@pytest.mark.parametrize(
-    ("case", "options"),
-    [
-        (DENSE, {}),
-        (MIXTRAL, NEFTUNE),
-        (MIXTRAL, {**ACCUMULATION, **SMOOTHING}),
-        (TEXT, SMOOTHING),
-        # Trainer shifts no labels for stock's class with pictures, to smooth them: see the next test.
-        (MULTIMODAL, {**ACCUMULATION, **NEFTUNE}),
-    ],
-    ids=lambda value: "-".join(value) or "plain" if isinstance(value, dict) else value.name,
-)
-def test_trainer_loses_what_stock_loses(case, options, tmp_path):
-    """Step by step, from the same weights: 8 examples, and the loss before each of the updates."""
-    given, expected = (losses_of(trainer_of(model, tmp_path, rows(case), **options)) for model in pair(case))
-    assert len(given) == 8 // 2 // options.get("gradient_accumulation_steps", 1)
-    assert given == pytest.approx(expected, rel=2e-4)
-    assert given[0] == pytest.approx(expected[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("case", HEADS, **ids)
@@ -128,15 +109,13 @@ def test_label_smoothing_predicts_the_next_token(case, tmp_path):
         model.config.get_text_config().router_z_loss_coef = 0.3
     batch = collate(examples)
     labels = batch.pop("labels")[:, 1:]
-    log_probabilities = run(model, **batch)[:, :-1].log_softmax(-1)
-    counted = labels != -100
-    nll = -log_probabilities.gather(2, labels.clamp(min=0)[..., None])[..., 0][counted].mean()
-    uniform = -log_probabilities.mean(-1)[counted].mean()
+    logits = run(model, **batch)[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, labels.flatten(), label_smoothing=0.2)
     trainer = trainer_of(model, tmp_path, examples, label_smoothing_factor=0.2)
     # The loss is Trainer's own, which the router's part does not reach.
     with pytest.warns(UserWarning, match="router_z_loss_coef") if case.has_experts else nullcontext():
         losses = losses_of(trainer)
-    assert losses == [pytest.approx((0.8 * nll + 0.2 * uniform).item(), rel=1e-4)]
+    assert losses == [pytest.approx(expected.item(), rel=1e-4)]
 
 
 @pytest.mark.parametrize("case", [DENSE, MIXTRAL, MULTIMODAL], **ids)
@@ -190,35 +169,13 @@ def test_router_losses_do_not_grow_with_pieces(case, name, tmp_path):
 )
 def test_frozen_layers_pass_gradients_on_to_an_adapter(case, reentrant):
     """`enable_input_require_grads`: without it reentrant checkpointing would give the adapter no gradient."""
-    inputs = case.inputs()
-    results = []
-    for checkpointed in (False, True):
-        torch.manual_seed(4)
-        model = case.make_small().train()
-        model.add_adapter(
-            LoraConfig(target_modules="all-linear", exclude_modules=[], init_lora_weights=False)
-        )
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            model.enable_input_require_grads()
-        main_output(model(**inputs)).square().mean().backward()
-        results.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
-        assert all(gradient is not None for gradient in results[-1].values())
-        model.disable_input_require_grads() if checkpointed else None
-    assert results[0].keys() == results[1].keys() and len(results[0]) > 10
-    for name, gradient in results[0].items():
-        assert max_abs(results[1][name], gradient) <= 1e-4 * gradient.abs().max(), name
-
-
-@for_models("is_text")
-def test_gradients_reach_given_embeddings(case):
-    model = case.make_small()
-    inputs = case.inputs()
-    inputs.pop("pixel_values", None)
-    embeds = model.get_input_embeddings()(inputs.pop("input_ids").clamp(max=90)).detach().requires_grad_()
-    main_output(model(inputs_embeds=embeds, **inputs)).square().mean().backward()
-    real = inputs["attention_mask"].bool()
-    assert (embeds.grad.abs().amax(-1)[real] > 0).all()
+    model, inputs = case.make_small().train(), case.inputs()
+    model.add_adapter(LoraConfig(target_modules="all-linear", exclude_modules=[], init_lora_weights=False))
+    expected = loss_and_gradients(model, inputs)
+    assert len(expected[1]) > 10
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert_same_gradients(loss_and_gradients(model, inputs), expected, 1e-4)
 
 
 # Mixed precision
@@ -243,9 +200,9 @@ def under_autocast(model, batch):
     ids=lambda value: getattr(value, "name", value),
 )
 def test_bfloat16_autocast_errs_as_stock_does(case, implementation):
-    """Float32 weights; each side against itself without autocast."""
+    """Float32 weights; each side against itself without autocast. No router has a choice that rounding could flip."""
     # Multiples of 8, which `grouped_mm` needs in bfloat16.
-    sizes = {"intermediate_size": 56} if case.has_experts else {}
+    sizes = {"intermediate_size": 56, "num_experts_per_tok": 5} if case.has_experts else {}
     ours, stock = pair(case, **sizes)
     if case.has_experts:
         ours.set_experts_implementation(implementation)
@@ -254,16 +211,15 @@ def test_bfloat16_autocast_errs_as_stock_does(case, implementation):
     given = under_autocast(ours, batch)
     expected = under_autocast(stock, batch)
     assert given.logits.dtype == expected.logits.dtype == torch.bfloat16
-    error, its_error = ((x.logits.float() - reference).abs().amax(-1) for x in (given, expected))
-    # A token that rounding sends to another expert differs in full; the median token is free of those.
-    assert 0 < error.median() <= 2 * its_error.median()
+    error, its_error = (rms(x.logits.float() - reference) for x in (given, expected))
+    assert 0 < error <= 2 * its_error
     assert given.loss.item() == pytest.approx(ours(**batch).loss.item(), rel=2e-2)
     assert all(parameter.grad.dtype == torch.float32 for parameter in ours.parameters())
-    gradients = {name: p.grad.clone() for name, p in ours.named_parameters()}
-    theirs = {name: p.grad.clone() for name, p in stock.named_parameters()}
-    ours.zero_grad()
-    ours(**batch).loss.backward()
-    exact = {name: p.grad for name, p in ours.named_parameters()}
+    gradients, theirs = (
+        {name: p.grad.clone() for name, p in model.named_parameters()} for model in (ours, stock)
+    )
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    _, exact = loss_and_gradients(ours, inputs, labels=batch["labels"])
     norm = sum(g.square().sum() for g in exact.values()).sqrt()
     errors = [
         sum((side[name] - exact[name]).square().sum() for name in exact).sqrt() / norm

@@ -18,6 +18,12 @@ SIZES = VISION | {"rope_parameters": {"rope_type": "default", "rope_theta": 100.
 TILES = 5
 
 
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
 def stock_tower(attn_implementation: str = "sdpa") -> Llama4VisionModel:
     return randomize(Llama4VisionModel(Llama4VisionConfig(**SIZES, attn_implementation=attn_implementation)))
 
@@ -44,8 +50,7 @@ class TestEqualsStock:
         ours = our_tower(stock, attn_implementation=implementation)
         pixels = random_tiles()
         wanted = {"output_hidden_states": True, "output_attentions": True}
-        with torch.no_grad():
-            reference, result = stock(pixels, **wanted), ours(pixels, **wanted)
+        reference, result = stock(pixels, **wanted), ours(pixels, **wanted)
 
         assert result.last_hidden_state.shape == (TILES, ours.config.tokens_per_tile, 44)
         assert result.pooler_output is None
@@ -62,37 +67,15 @@ class TestEqualsStock:
     def test_autocast(self):
         stock = stock_tower()
         ours = our_tower(stock)
-        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             reference = stock(random_tiles()).last_hidden_state
             result = ours(random_tiles()).last_hidden_state
-        with torch.no_grad():
-            exact = stock(random_tiles()).last_hidden_state
+        exact = stock(random_tiles()).last_hidden_state
         assert max_abs(result, exact) <= 2 * max_abs(reference, exact)
-
-
-class TestTiles:
-    def test_tiles_do_not_see_each_other(self):
-        model, pixels = our_tower(), random_tiles()
-        with torch.no_grad():
-            together = model(pixels).last_hidden_state
-            alone = torch.cat([model(tile[None]).last_hidden_state for tile in pixels])
-            reversed_order = model(pixels.flip(0)).last_hidden_state.flip(0)
-        check_close(together, alone)
-        check_close(reversed_order, together)
 
 
 class TestCasts:
     """Rotary angles survive what loses stock's complex buffer."""
-
-    @pytest.fixture
-    def expected(self):
-        with torch.no_grad():
-            return rounded_to_bfloat16(stock_tower())(random_tiles().bfloat16().float()).last_hidden_state
-
-    @pytest.fixture
-    def stock_error(self, expected):
-        with torch.no_grad():
-            return max_abs(stock_tower().bfloat16()(random_tiles().bfloat16()).last_hidden_state, expected)
 
     def test_nothing_but_parameters_is_stored(self):
         model = our_tower()
@@ -100,21 +83,13 @@ class TestCasts:
         tensors = [v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)]
         assert tensors == []
 
-    @pytest.mark.parametrize(
-        "cast",
-        [
-            lambda model: model.to(torch.bfloat16),
-            lambda model: model.bfloat16(),
-            lambda model: copy.deepcopy(model).to(torch.bfloat16),
-            lambda model: model.to(torch.bfloat16).to(torch.float32),
-            lambda model: copy.deepcopy(model.half()).to(torch.bfloat16),
-        ],
-        ids=["to", "bfloat16", "deepcopy", "there-and-back", "through-half"],
-    )
-    def test_cast(self, cast, expected, stock_error):
-        model = cast(our_tower(rounded_to_bfloat16(stock_tower())))
-        with torch.no_grad():
-            assert max_abs(model(random_tiles().bfloat16()).last_hidden_state, expected) <= 2 * stock_error
+    @pytest.mark.parametrize("through", [torch.bfloat16, torch.half], ids=str)
+    def test_cast(self, through):
+        pixels, stock = random_tiles().bfloat16(), rounded_to_bfloat16(stock_tower())
+        model = copy.deepcopy(our_tower(stock).to(through)).to(torch.bfloat16)
+        expected = stock(pixels.float()).last_hidden_state
+        stock_error = max_abs(stock_tower().bfloat16()(pixels).last_hidden_state, expected)
+        assert max_abs(model(pixels).last_hidden_state, expected) <= 2 * stock_error
 
     def test_default_dtype_does_not_round_the_angles(self):
         exact = rotary_2d_cos_sin(24, 88, 10000.0)
@@ -129,8 +104,7 @@ class TestCasts:
     def test_pixels_are_not_cast_to_a_quantized_weights_storage(self, storage):
         model = our_tower().to(torch.bfloat16)
         model.patch_embedding.linear = QuantizedLinear(model.patch_embedding.linear, storage)
-        with torch.no_grad():
-            model(random_tiles())
+        model(random_tiles())
         assert model.patch_embedding.linear.seen == torch.bfloat16
 
 
@@ -178,11 +152,10 @@ class TestFeatureLayer:
         calls = []
         for index, module in enumerate(model.model.layers):
             module.register_forward_hook(lambda *_, index=index: calls.append(index))
-        with torch.no_grad():
-            result = model(random_tiles())
-            needed = list(range(layer if layer >= 0 else layer + 4))
-            assert calls == needed, "layers behind the selected one are not computed"
-            recorded = model(random_tiles(), output_hidden_states=True)
+        result = model(random_tiles())
+        needed = list(range(layer if layer >= 0 else layer + 4))
+        assert calls == needed, "layers behind the selected one are not computed"
+        recorded = model(random_tiles(), output_hidden_states=True)
         assert len(recorded.hidden_states) == 4
         assert torch.equal(result.last_hidden_state, recorded.hidden_states[layer][:, :-1])
         assert torch.equal(recorded.last_hidden_state, result.last_hidden_state)
@@ -192,18 +165,10 @@ class TestFeatureLayer:
 
 
 class TestSwitches:
-    def test_adapter_widths_are_independent(self):
-        model = our_tower(intermediate_size=200, projector_input_dim=36, projector_output_dim=28)
-        assert model.vision_adapter.mlp.fc1.weight.shape == (36, 480)
-        assert model.vision_adapter.mlp.fc2.weight.shape == (28, 36)
-        with torch.no_grad():
-            assert model(random_tiles()).last_hidden_state.shape == (TILES, 4, 28)
-
     def test_final_activation(self):
         with_act, without = our_tower(), our_tower(projector_final_act=False)
-        with torch.no_grad():
-            linear = without(random_tiles()).last_hidden_state
-            check_close(nn.functional.gelu(linear), with_act(random_tiles()).last_hidden_state)
+        linear = without(random_tiles()).last_hidden_state
+        check_close(nn.functional.gelu(linear), with_act(random_tiles()).last_hidden_state)
 
     @pytest.mark.parametrize(
         ("switches", "absent", "present"),
@@ -223,28 +188,36 @@ class TestSwitches:
         outputs = []
         for act in ("gelu", "quick_gelu"):
             model = our_tower(hidden_act=act)
-            with torch.no_grad():
-                outputs.append(model.vision_adapter(torch.ones(1, 16, 120) * torch.linspace(-2, 2, 120)))
+            outputs.append(model.vision_adapter(torch.ones(1, 16, 120) * torch.linspace(-2, 2, 120)))
         assert torch.equal(*outputs)
 
     @pytest.mark.parametrize("field", ["projector_dropout", "attention_dropout"])
     def test_dropout_in_training_only(self, field):
         model, plain = our_tower(**{field: 0.5}, attn_implementation="eager"), our_tower()
         torch.manual_seed(0)
-        with torch.no_grad():
-            reference = plain(random_tiles()).last_hidden_state
-            check_close(model(random_tiles()).last_hidden_state, reference)
-            assert max_abs(model.train()(random_tiles()).last_hidden_state, reference) > 1e-3
+        reference = plain(random_tiles()).last_hidden_state
+        check_close(model(random_tiles()).last_hidden_state, reference)
+        assert max_abs(model.train()(random_tiles()).last_hidden_state, reference) > 1e-3
 
-    def test_projection_beside_the_adapter(self):
-        model = our_tower(projection_dim=24)
-        plain = our_tower(use_adapter=False)
+    def test_projection_beside_an_adapter_of_any_widths(self):
+        widths = dict(projector_input_dim=36, projector_output_dim=28)
+        model = our_tower(intermediate_size=200, projection_dim=24, **widths)
+        assert model.vision_adapter.mlp.fc1.weight.shape == (36, 480)
+        plain = our_tower(intermediate_size=200, use_adapter=False)
         plain.load_state_dict(model.state_dict(), strict=False)
-        with torch.no_grad():
-            result = model(random_tiles())
-            expected = plain(random_tiles()).pooler_output @ model.visual_projection.weight.T
-        assert result.last_hidden_state.shape == (TILES, 4, 44)
+        result = model(random_tiles())
+        expected = plain(random_tiles()).pooler_output @ model.visual_projection.weight.T
+        assert result.last_hidden_state.shape == (TILES, 4, 28)
         check_close(result.pooler_output, expected)
+
+    def test_full_keeps_the_class_token_last(self):
+        """Where no adapter folds the patches; open_clip's own numbers are in the tests of conversions."""
+        plain = our_tower(use_adapter=False, projection_dim=24)
+        whole = our_tower(plain, use_adapter=False, projection_dim=24, vision_feature_select_strategy="full")
+        states, expected = whole(random_tiles()).last_hidden_state, plain(random_tiles())
+        assert states.shape == (TILES, 17, SIZES["hidden_size"])
+        check_close(states[:, :-1], expected.last_hidden_state)
+        check_close(states[:, -1] @ plain.visual_projection.weight.T, expected.pooler_output)
 
 
 class TestModelContract:
@@ -261,9 +234,8 @@ class TestModelContract:
         # Packed sequence lengths would make the attention of the patches a different one.
         model = our_tower(attn_implementation="eager")
         text = {"cu_seq_lens_q": torch.tensor([0, 3]), "is_causal": True, "position_ids": torch.arange(3)}
-        with torch.no_grad():
-            result = model(random_tiles(), **text).last_hidden_state
-            assert torch.equal(result, model(random_tiles()).last_hidden_state)
+        result = model(random_tiles(), **text).last_hidden_state
+        assert torch.equal(result, model(random_tiles()).last_hidden_state)
 
 
 BAD_PIXELS = {

@@ -236,8 +236,13 @@ def test_experts_stay_in_their_layers_where_nothing_reads_them_elsewhere(tmp_pat
     half = sum(plan_placement(tmp_path / "half", gpus=0, ram="1GB", headroom=0).weights.values())
     found = plan_placement(tmp_path / "packed", gpus=0, ram="1GB", headroom=0)
     assert found.form == "bitsandbytes 4" and 0.25 * half < found.weights["cpu"] < 0.7 * half
-    little = plan_placement(tmp_path / "packed", gpus=0, ram=found.weights["cpu"], context=20, headroom=0)
-    assert little.experts_memory is None and "experts" not in little.device_map
+    # Packed layers are not read from disk.
+    cases = (tmp_path / "packed", None, found.weights["cpu"]), (DENSE.make_config(), 4, "50kB")
+    for source, bits, ram in cases:
+        with pytest.raises(ValueError, match="does not fit"):
+            plan_placement(source, gpus=0, ram=ram, bits=bits, context=20, headroom=0)
+    beside = plan_placement(tmp_path / "packed", gpus=[2e5], ram="1GB", context=20, headroom=0)
+    assert "and bitsandbytes refuses that" in str(beside)
 
 
 def test_stocks_configurations_are_taken_as_ours():
@@ -313,7 +318,7 @@ def test_this_machine_is_the_default():
         (dict(gpu_memory="-3GB"), "gpu_memory='-3GB'"), (dict(gpus=0, ram=True), "ram=True"),
         (dict(ram="nan"), "ram='nan'"), (dict(gpus=0, ram="4GB"), "headroom=4 GB"),
         (dict(bits=5), "bits=5"), (dict(batch=0), "batch=0"),
-        (dict(context=0), "context=0"), (dict(prefill=0), "piece=0"),
+        (dict(context=0), "context=0"), (dict(prefill=0), "prefill=0"),
         (dict(quantization="int3"), "quantization='int3'"), (dict(quantization="int4:big"), "quantization='int4:big'"),
         (dict(quantization="int4", bits=4), "bits=4 and quantization='int4': give one"),
         (dict(quantization="int8:32"), "group_size=32: choose 32, 64, 128, 256 for int4"),
@@ -382,6 +387,30 @@ def test_what_is_quantized_is_what_transformers_replaces_and_experts(case):
                 expected += size(weight) if name in linear else 2 * weight.numel()
         plan = plan_placement(config, gpus=[GB], ram=0, bits=bits, context=20, headroom=0)
         assert plan.device_map == {"": 0} and plan.weights == {0: expected}
+
+
+@pytest.mark.parametrize(
+    ("kind", "group_size"),
+    [("symmetric", 32), ("asymmetric", 64), ("awq", None), ("fp8", None), ("int8", None)],
+)
+def test_downloads_that_others_packed_are_planned_as_they_are_loaded(kind, group_size, tmp_path):
+    """Bytes are those of the loaded model, and experts that do not fit are read from the files."""
+    published = pytest.importorskip("support.published")
+    sizes = {"hidden_size": 256, "intermediate_size": 128, "intermediate_size_mlp": 384}
+    published.publish(tmp_path, "llama4", kind, group_size, config=sizes)
+    arguments = {"gpus": 0, "headroom": 0, "context": 40}
+    plan = plan_placement(tmp_path, ram="1GB", **arguments)
+    loaded = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, **plan.arguments())
+    tensors = [*loaded.named_parameters(), *loaded.named_buffers()]
+    held = {name: tensor.nbytes for name, tensor in tensors if "rotary" not in name}
+    assert plan.weights == {"cpu": sum(held.values())}
+    assert plan.experts == {"cpu": sum(size for name, size in held.items() if is_expert(name))}
+    away = plan_placement(tmp_path, ram=plan.weights["cpu"] + plan.cache["cpu"] - 100, **arguments)
+    assert away.device_map == {"": "cpu", "experts": "disk"} and away.experts == {"disk": plan.experts["cpu"]}
+    offloaded = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, **away.arguments())
+    ids = torch.arange(30)[None]
+    assert torch.equal(offloaded(ids).logits, loaded(ids).logits)
+    offloaded.close()
 
 
 def test_plans_in_bitsandbytes_formats_say_what_makes_them(tmp_path):

@@ -1,6 +1,6 @@
 """The Triton kernels run by Triton's interpreter: their products, experts by them, the check before their first use.
 
-`test_under_the_interpreter` starts this in a process of its own, as Triton reads TRITON_INTERPRET when it is imported.
+`test_packed_rows` starts this in a process of its own, as Triton reads TRITON_INTERPRET when it is imported.
 Truth is float64: of int4 the layout written out here.
 """
 
@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import CompileConfig
 from triton.runtime import interpreter
 
-from llamoe.modeling.formats import Bnb4Bit, Int4, Int8, Plain, format, has_gpu_kernel, knows_gpu_kernel
+from llamoe.modeling.formats import Bnb, Int4, Int8, Plain, format, has_gpu_kernel, knows_gpu_kernel
 from llamoe.modeling.kernels import packed_product, packed_rows, packed_rows_triton
 from llamoe.modeling.moe import ExpertsLora, LowRank, check_kernels, products
 from llamoe.modeling.moe import experts as moe_experts
@@ -153,10 +153,10 @@ def check_product(form, sizes, num_rows, by_id=True, transposed=False, tile=None
     assert (given[(ids < 0) | (ids >= num_experts)] == 0).all()
     for expert in (0, 2, 3):
         weight = truth_of(form, [part[expert] for part in parts], sizes)
-        compare(given[ids == expert], x[ids == expert], weight if transposed else weight.T)
+        check_near(given[ids == expert], x[ids == expert], weight if transposed else weight.T)
 
 
-def compare(given, x, weight):
+def check_near(given, x, weight):
     """Each weight and the result are rounded by up to half of e; sums of float32 add the dtype-independent part."""
     truth = x.double() @ weight
     spread = (x.double().square() @ weight.square()).sqrt()
@@ -209,7 +209,7 @@ def test_a_long_sum_is_split(form, sizes, splits, num_rows):
 def test_one_matrix():
     form, sizes = Int4(32), (64, 2048)
     parts, x = form.quantize(torch.randn(sizes)), torch.randn(1, sizes[1]).to(BF16)
-    compare(packed_product(x, form.for_gpu_kernel(parts, sizes)), x, decode_int4(*parts, 32).T)
+    check_near(packed_product(x, form.for_gpu_kernel(parts, sizes)), x, decode_int4(*parts, 32).T)
 
 
 @pytest.mark.parametrize("by_id", [True, False])
@@ -385,7 +385,7 @@ def test_adapters_on_plain_experts(num_tokens, top_k, factor, on_a_gpu, nobody_c
 def test_linear_layers(on_a_gpu, launches, monkeypatch):
     """Few rows by the kernel, more by an unpacked matrix; the gradient of rows, too."""
     layer = QuantizedLinear(torch.nn.Linear(190, 112, device="meta"), Int4(64))
-    for name, part in layer.quantize(torch.randn(112, 190) / 190**0.5).items():
+    for name, part in layer.quantize(torch.randn(112, 190) / 190**0.5, "weight").items():
         getattr(layer, name).data.copy_(part)
     torch.nn.init.normal_(layer.bias)
     truth = layer.dequantized(FP32).double()
@@ -405,7 +405,7 @@ def test_linear_layers(on_a_gpu, launches, monkeypatch):
 
 def test_formats_without_a_kernel():
     assert knows_gpu_kernel(Int4(32), FP32) and knows_gpu_kernel(Plain(BF16), BF16)
-    for form, dtype in ((Bnb4Bit(BF16), BF16), (Int4(32), torch.float64), (Plain(BF16), FP32)):
+    for form, dtype in ((Bnb(BF16, "nf4"), BF16), (Int4(32), torch.float64), (Plain(BF16), FP32)):
         assert not knows_gpu_kernel(form, dtype)
 
 

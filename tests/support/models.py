@@ -227,26 +227,6 @@ def choices(router_logits: torch.Tensor, top_k: int) -> torch.Tensor:
     return router_logits.topk(top_k, dim=-1).indices.sort(-1).values
 
 
-def gradient_differences(ours: nn.Module, stock: nn.Module) -> dict[str, tuple[float, float]]:
-    """For each parameter the largest difference of the gradients: absolute, and relative to its largest gradient.
-
-    No gradient may be None; where stock's is all zeros, ours must be too. What is smaller than a hundredth of the
-    model's largest gradient is taken for that: a bias of the keys in a layer without positions adds the same to every
-    score, so that its gradient is nothing but rounding.
-    """
-    expected, given = dict(stock.named_parameters()), dict(ours.named_parameters())
-    assert given.keys() == expected.keys()
-    scales = {name: parameter.grad.abs().max().item() for name, parameter in expected.items()}
-    floor = max(scales.values()) / 100
-    differences = {}
-    for name, parameter in given.items():
-        assert parameter.grad is not None, f"{name} has no gradient"
-        difference = max_abs(parameter.grad, expected[name].grad)
-        assert scales[name] > 0 or difference == 0, f"{name}: stock's gradient is zero"
-        differences[name] = (difference, difference / max(scales[name], floor))
-    return differences
-
-
 # The inputs of the common model tests: several attention chunks of 16 and temperature floors of 8, in rows of which
 # two begin 5 and 17 tokens late.
 LENGTH = 53
@@ -413,6 +393,16 @@ def for_models(*wanted, models=MODELS):
     return pytest.mark.parametrize("case", chosen, ids=lambda case: case.name)
 
 
+def random_ids(rows, length, seed=0):
+    """Ids of tokens that are no special ones, `[rows, length]`."""
+    return torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padding_mask(padding, length):
+    """Zeros on so many tokens at the beginning of each row."""
+    return (torch.arange(length) >= torch.tensor(padding)[:, None]).long()
+
+
 def main_output(output):
     return output.logits if "logits" in output else output.last_hidden_state
 
@@ -420,6 +410,27 @@ def main_output(output):
 @torch.no_grad()
 def run(model, **inputs):
     return main_output(model(**inputs))
+
+
+def loss_and_gradients(model, inputs, call=None, **options):
+    """The loss of a pass for the same seed every time, and the gradient of each weight that has one.
+
+    Without `labels` among the options it is the mean square of the output; `call` is what runs in the model's place.
+    """
+    torch.manual_seed(0)
+    model.zero_grad()
+    output = (model if call is None else call)(**inputs, **options)
+    loss = output.loss if options.get("labels") is not None else main_output(output).float().square().mean()
+    loss.backward()
+    return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(given, expected, tolerance=1e-5, of_loss=1e-6):
+    """What `loss_and_gradients` gives, relative to the largest gradient of each weight; sums are in another order."""
+    assert given[0] == pytest.approx(expected[0], rel=of_loss)
+    assert given[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert max_abs(given[1][name], gradient) <= tolerance * gradient.abs().max(), name
 
 
 def generate(model, inputs, **options):

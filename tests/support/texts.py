@@ -1,4 +1,4 @@
-"""Texts at random, for tokenizers that are compared."""
+"""Texts at random and awkward ones, for tokenizers that are compared."""
 
 import random
 from collections.abc import Iterator
@@ -12,6 +12,14 @@ _RANGES = [
     (0x3040, 0x9FFF),
     (0x1F300, 0x1FAFF),
 ]
+NASTY = [
+    "", " ", "  ", "     ", "hello", " hello", "   hello  world ", "hello   ", "\n", "\n\n", " \n ", "  \n", "\nhello",
+    "\r\n", "a\r\n\r\nb", "\t\tx", "x/\n/", "I'm you're HE'LL they'VE it'S o'ſ", "HelloWorld HELLOworld helloWORLD",
+    "1 12 123 1234 12345", "Grüße aus Köln", "e\u0301 é É", "世界 你好", "🙂👨‍👩‍👧", "\u00a0x\u3000y\u2003",
+    "\x00\x7f\ufffd", "Ⅳ½ﬁ ǅ ª", "aaaaaaaaaaaaaaaaaaaaaaaa", "    def f(x):\n        return  x", "...!!!???",
+    " ...\n\n", "http://a/b?c=d", "a  b   c    d", "\u0085\u200b\u2028x", "ÿ" * 40, " " * 50, "\n" * 30, "</s>",
+    "<s> hello </s>", "x</s>y", "<unk>", "<0x0A>", "<0xFF>", "▁", "▁▁a", "a▁b", " ▁ ", "[INST] hi [/INST]",
+]  # fmt: skip
 
 
 def random_texts(parts: list[str], count: int = 150) -> Iterator[str]:

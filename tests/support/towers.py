@@ -53,16 +53,9 @@ def check_close(ours: torch.Tensor, reference: torch.Tensor) -> float:
 
 def open_clip_tower(activation: type[nn.Module] = QuickGELU, **changes) -> VisionTransformer:
     arguments = dict(
-        image_size=SIZE,
-        patch_size=PATCH,
-        width=WIDTH,
-        layers=LAYERS,
-        heads=HEADS_HERE,
-        mlp_ratio=MLP_RATIO,
-        output_dim=EMBED,
-        act_layer=activation,
-        output_tokens=True,
-    )
+        image_size=SIZE, patch_size=PATCH, width=WIDTH, layers=LAYERS, heads=HEADS_HERE, mlp_ratio=MLP_RATIO,
+        output_dim=EMBED, act_layer=activation, output_tokens=True,
+    )  # fmt: skip
     return VisionTransformer(**{**arguments, **changes})
 
 
@@ -109,13 +102,7 @@ def load_tower(folder) -> llamoe.LlamoeVisionModel:
 def clip_fields(activation: str = "quick_gelu", **changes) -> dict:
     """Fields of stock configurations of CLIP and MetaCLIP 2."""
     fields = dict(
-        hidden_size=WIDTH,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS_HERE,
-        image_size=SIZE,
-        patch_size=PATCH,
-        projection_dim=EMBED,
-        hidden_act=activation,
-    )
+        hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=HEADS_HERE,
+        image_size=SIZE, patch_size=PATCH, projection_dim=EMBED, hidden_act=activation,
+    )  # fmt: skip
     return {**fields, **changes}

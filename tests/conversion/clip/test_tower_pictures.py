@@ -1,4 +1,4 @@
-"""Towers for other pictures: positions resized, processors that agree."""
+"""Towers for pictures of another size: positions are resized as by open_clip, and pixels are prepared as by it."""
 
 from types import SimpleNamespace
 
@@ -23,9 +23,7 @@ from support.towers import (
     visual_state,
     write_open_clip,
 )
-from transformers import (
-    CLIPImageProcessorPil,
-)
+from transformers import CLIPImageProcessorPil
 
 from llamoe.conversion.clip.pictures import resize_positions
 from llamoe.conversion.convert_vision import convert_vision
@@ -38,74 +36,56 @@ def picture() -> Image.Image:
     return Image.fromarray(np.stack(channels, axis=-1).astype(np.uint8))
 
 
-class TestPictureSize:
-    @pytest.mark.parametrize("grid", [3, 6, 8, 15])
-    def test_positions_are_those_of_open_clip(self, grid, record_parity):
-        reference = randomize(open_clip_tower())
-        state = visual_state(reference)
-        theirs = dict(state)
-        resize_pos_embed(theirs, SimpleNamespace(visual=SimpleNamespace(grid_size=(grid, grid))))
-        positions = state["visual.positional_embedding"]
-        ours = resize_positions(InMemory(torch.cat([positions[1:], positions[:1]])), grid).read()
-        expected = theirs["visual.positional_embedding"]
-        assert expected.shape == (grid**2 + 1, WIDTH)
-        difference = max_abs(torch.cat([ours[-1:], ours[:-1]]), expected)
-        record_parity(
-            "resized positions", "open_clip resize_pos_embed", "float32", difference, f"7 to {grid}"
-        )
-        assert difference == 0
-
-    def test_bfloat16_is_resized_in_float32(self):
-        positions = torch.randn(50, WIDTH).bfloat16()
-        exact = resize_positions(InMemory(positions.float()), 12).read()
-        assert torch.equal(resize_positions(InMemory(positions), 12).read(), exact.bfloat16())
-
-    @pytest.mark.parametrize("grid", [5, 10])
-    def test_features_are_those_of_open_clip(self, tmp_path, grid):
-        reference = randomize(open_clip_tower())
-        source = write_open_clip(tmp_path / "source", visual_state(reference), open_clip_config())
-        report = convert_vision(source, tmp_path / "tower", image_size=grid * PATCH)
-        state = visual_state(reference)
-        larger = open_clip_tower(image_size=grid * PATCH).eval()
-        resize_pos_embed(state, SimpleNamespace(visual=larger))
-        larger.load_state_dict({name.removeprefix("visual."): value for name, value in state.items()})
-        x = pictures(grid * PATCH)
-        with torch.no_grad():
-            expected, _ = larger(x)
-            result = load_tower(tmp_path / "tower")(x).pooler_output
-        check_close(result, expected)
-        assert any(f"from 7 x 7 to {grid} x {grid}" in note for note in report.notes)
-        processor = CLIPImageProcessorPil.from_pretrained(tmp_path / "tower")
-        pixels = processor(picture(), return_tensors="pt").pixel_values
-        assert pixels.shape == (1, 3, grid * PATCH, grid * PATCH)
-
-    def test_sizes_that_do_not_fit(self, tmp_path):
-        source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), open_clip_config())
-        for image_size in (SIZE + 1, PATCH - 1, 0, -SIZE, 2.5, True, "42"):
-            with pytest.raises(ValueError, match="image_size"):
-                convert_vision(source, tmp_path / "tower", image_size=image_size)
-        assert not (tmp_path / "tower").exists()
+@pytest.mark.parametrize("grid", [3, 6, 8, 15])
+def test_positions_are_those_of_open_clip(grid, record_parity):
+    theirs = visual_state(randomize(open_clip_tower()))
+    positions = theirs["visual.positional_embedding"]
+    ours = resize_positions(InMemory(torch.cat([positions[1:], positions[:1]])), grid).read()
+    resize_pos_embed(theirs, SimpleNamespace(visual=SimpleNamespace(grid_size=(grid, grid))))
+    expected = theirs["visual.positional_embedding"]
+    assert expected.shape == (grid**2 + 1, WIDTH)
+    difference = max_abs(torch.cat([ours[-1:], ours[:-1]]), expected)
+    record_parity("resized positions", "open_clip resize_pos_embed", "float32", difference, f"7 to {grid}")
+    assert difference == 0
 
 
-class TestNormalization:
-    @pytest.mark.parametrize(
-        ("resize_mode", "interpolation"), [("shortest", "bicubic"), ("squash", "bilinear")]
-    )
-    def test_pixels_are_those_of_open_clip(self, tmp_path, resize_mode, interpolation):
-        """The PIL processor gives them to rounding.
+def test_bfloat16_is_resized_in_float32():
+    positions = torch.randn(50, WIDTH).bfloat16()
+    exact = resize_positions(InMemory(positions.float()), 12).read()
+    assert torch.equal(resize_positions(InMemory(positions), 12).read(), exact.bfloat16())
 
-        Where an odd number of columns is cut off, transformers cuts one pixel further left; none is here.
-        """
-        preprocess = {
-            "mean": [0.4, 0.5, 0.6],
-            "std": [0.2, 0.3, 0.25],
-            "interpolation": interpolation,
-            "resize_mode": resize_mode,
-        }
-        config = open_clip_config(preprocess=preprocess)
-        source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), config)
-        convert_vision(source, tmp_path / "tower")
-        transform = image_transform_v2(PreprocessCfg(size=SIZE, **preprocess), is_train=False)
-        processor = CLIPImageProcessorPil.from_pretrained(tmp_path / "tower")
-        pixels = processor(picture(), return_tensors="pt").pixel_values[0]
-        assert max_abs(pixels, transform(picture())) <= 1e-6  # measured 0
+
+@pytest.mark.parametrize("grid", [5, 10])
+def test_features_of_resized_towers_are_those_of_open_clip(tmp_path, grid):
+    state = visual_state(randomize(open_clip_tower()))
+    source = write_open_clip(tmp_path / "source", state, open_clip_config())
+    report = convert_vision(source, tmp_path / "tower", image_size=grid * PATCH)
+    larger = open_clip_tower(image_size=grid * PATCH).eval()
+    resize_pos_embed(state, SimpleNamespace(visual=larger))
+    larger.load_state_dict({name.removeprefix("visual."): value for name, value in state.items()})
+    x = pictures(grid * PATCH)
+    with torch.no_grad():
+        expected, _ = larger(x)
+        result = load_tower(tmp_path / "tower")(x).pooler_output
+    check_close(result, expected)
+    assert any(f"from 7 x 7 to {grid} x {grid}" in note for note in report.notes)
+    processor = CLIPImageProcessorPil.from_pretrained(tmp_path / "tower")
+    pixels = processor(picture(), return_tensors="pt").pixel_values
+    assert pixels.shape == (1, 3, grid * PATCH, grid * PATCH)
+
+
+@pytest.mark.parametrize(("resize_mode", "interpolation"), [("shortest", "bicubic"), ("squash", "bilinear")])
+def test_pixels_are_those_of_open_clip(tmp_path, resize_mode, interpolation):
+    """To rounding, by the PIL processor.
+
+    Where an odd number of columns is cut off, transformers cuts one pixel further left; none is here.
+    """
+    preprocess = dict(mean=[0.4, 0.5, 0.6], std=[0.2, 0.3, 0.25])
+    preprocess |= dict(interpolation=interpolation, resize_mode=resize_mode)
+    config = open_clip_config(preprocess=preprocess)
+    source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), config)
+    convert_vision(source, tmp_path / "tower")
+    transform = image_transform_v2(PreprocessCfg(size=SIZE, **preprocess), is_train=False)
+    processor = CLIPImageProcessorPil.from_pretrained(tmp_path / "tower")
+    pixels = processor(picture(), return_tensors="pt").pixel_values[0]
+    assert max_abs(pixels, transform(picture())) <= 1e-6  # measured 0

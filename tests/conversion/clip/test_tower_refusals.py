@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from support.towers import (
     INNER,
     PATCH,
+    SIZE,
     WIDTH,
     clip_fields,
     open_clip_config,
@@ -15,11 +16,7 @@ from support.towers import (
     visual_state,
     write_open_clip,
 )
-from transformers import (
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    CLIPVisionModelWithProjection,
-)
+from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.convert_vision import convert_vision
@@ -46,98 +43,83 @@ CHANGES = {
     "quantized": (add(f"{BLOCK}.mlp.c_fc.weight", INNER, WIDTH, dtype=torch.int8), r"c_fc.weight: has dtype int8"),
     "twice": (add("module.visual.class_embedding", WIDTH), r"is the same tensor as .*module.visual.class_embedding"),
 }  # fmt: skip
+# Fields of `vision_cfg`, of `preprocess_cfg`, and the message.
+DESCRIPTIONS = [
+    ({"pos_embed_type": "sin_cos_2d"}, {}, "pos_embed_type is 'sin_cos_2d'"),
+    ({"final_ln_after_pool": True}, {}, "final_ln_after_pool"),
+    ({"layers": 4}, {}, "resblocks.3.*missing"),
+    ({"layers": 2}, {}, "has no model.layers.2"),
+    ({"width": "wide"}, {}, "open_clip_config.json: cannot be read"),
+    ({"image_size": [42, 48]}, {}, "image_size is .*must be square"),
+    ({"act_kwargs": {"alpha": 2}}, {}, "act_kwargs"),
+    ({}, {"resize_mode": "longest"}, "open_clip_config.json: resize_mode 'longest'"),
+    ({}, {"interpolation": "nearest"}, "open_clip_config.json: interpolation 'nearest'"),
+]
+OF_CLIP = [
+    (remove("visual_projection.weight"), {}, "visual_projection.weight missing"),
+    (add("embeddings.class_embedding", WIDTH), {}, "is the same tensor as"),
+    (add("vision_model.extra", 2), {}, "unknown tensor vision_model.extra"),
+    (None, {"image_size": [42, 48]}, "config.json: image_size is .*square"),
+    (None, {"hidden_act": "swoosh"}, "hidden_act = 'swoosh': unknown activation"),
+]
 
 
-class TestOpenClip:
-    @pytest.mark.parametrize("name", CHANGES)
-    def test_tensors(self, tmp_path, name):
-        change, message = CHANGES[name]
-        state = visual_state(open_clip_tower())
+def refused(source, message, target):
+    with pytest.raises(CheckpointError, match=message) as error:
+        convert_vision(source, target)
+    assert str(source) in str(error.value)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_tensors_that_are_not_a_tower_of_open_clip_are_named(tmp_path, name):
+    change, message = CHANGES[name]
+    state = visual_state(open_clip_tower())
+    change(state)
+    refused(write_open_clip(tmp_path / "source", state, open_clip_config()), message, tmp_path / "tower")
+
+
+@pytest.mark.parametrize(("vision", "preprocess", "message"), DESCRIPTIONS)
+def test_descriptions_of_towers_that_ours_cannot_be_are_named(tmp_path, vision, preprocess, message):
+    config = open_clip_config(False, preprocess, **vision)
+    source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), config)
+    refused(source, message, tmp_path / "tower")
+
+
+@pytest.mark.parametrize(("change", "fields", "message"), OF_CLIP)
+def test_folders_of_clip_that_do_not_fit_are_named(tmp_path, change, fields, message):
+    source = tmp_path / "source"
+    CLIPVisionModelWithProjection(CLIPVisionConfig(**clip_fields())).save_pretrained(source)
+    if change:
+        state = load_file(source / "model.safetensors")
         change(state)
-        source = write_open_clip(tmp_path / "source", state, open_clip_config())
-        with pytest.raises(CheckpointError, match=message) as error:
-            convert_vision(source, tmp_path / "tower")
-        assert str(source) in str(error.value)
-        assert not (tmp_path / "tower").exists()
-
-    @pytest.mark.parametrize(
-        ("vision", "message"),
-        [
-            ({"pos_embed_type": "sin_cos_2d"}, "pos_embed_type is 'sin_cos_2d'"),
-            ({"final_ln_after_pool": True}, "final_ln_after_pool"),
-            ({"layers": 4}, "resblocks.3.*missing"),
-            ({"layers": 2}, "has no model.layers.2"),
-            ({"width": "wide"}, "open_clip_config.json: cannot be read"),
-            ({"image_size": [42, 48]}, "image_size is .*must be square"),
-            ({"act_kwargs": {"alpha": 2}}, "act_kwargs"),
-        ],
-    )
-    def test_configuration(self, tmp_path, vision, message):
-        config = open_clip_config(False, **vision)
-        source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), config)
-        with pytest.raises(CheckpointError, match=message):
-            convert_vision(source, tmp_path / "tower")
-        assert not (tmp_path / "tower").exists()
-
-    @pytest.mark.parametrize(
-        ("preprocess", "message"),
-        [
-            ({"resize_mode": "longest"}, "resize_mode 'longest'"),
-            ({"interpolation": "nearest"}, "interpolation 'nearest'"),
-        ],
-    )
-    def test_preparation_of_pictures(self, tmp_path, preprocess, message):
-        config = open_clip_config(preprocess=preprocess)
-        source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), config)
-        with pytest.raises(CheckpointError, match=f"open_clip_config.json: {message}"):
-            open_tower(source)
+        save_file(state, source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **fields}))
+    refused(source, message, tmp_path / "tower")
 
 
-class TestClip:
-    @pytest.mark.parametrize(
-        ("change", "fields", "message"),
-        [
-            (remove("visual_projection.weight"), {}, "visual_projection.weight missing"),
-            (add("embeddings.class_embedding", WIDTH), {}, "is the same tensor as"),
-            (add("vision_model.extra", 2), {}, "unknown tensor vision_model.extra"),
-            (None, {"image_size": [42, 48]}, "config.json: image_size is .*square"),
-            (None, {"hidden_act": "swoosh"}, "hidden_act = 'swoosh': unknown activation"),
-        ],
-    )
-    def test_folder(self, tmp_path, change, fields, message):
-        source = tmp_path / "source"
-        CLIPVisionModelWithProjection(CLIPVisionConfig(**clip_fields())).save_pretrained(source)
-        if change:
-            state = load_file(source / "model.safetensors")
-            change(state)
-            save_file(state, source / "model.safetensors")
-        config = json.loads((source / "config.json").read_text())
-        (source / "config.json").write_text(json.dumps({**config, **fields}))
-        with pytest.raises(CheckpointError, match=message) as error:
-            convert_vision(source, tmp_path / "tower")
-        assert str(source) in str(error.value)
-        assert not (tmp_path / "tower").exists()
-
-    def test_a_name_of_open_clip_has_no_meaning(self, tmp_path):
-        CLIPVisionModel(CLIPVisionConfig(**clip_fields())).save_pretrained(tmp_path / "source")
-        with pytest.raises(ValueError, match="model = 'ViT-B-32'.*not an open_clip checkpoint"):
-            open_tower(tmp_path / "source", model="ViT-B-32")
+def test_sizes_of_pictures_that_do_not_fit_are_refused(tmp_path):
+    source = write_open_clip(tmp_path / "source", visual_state(open_clip_tower()), open_clip_config())
+    for image_size in (SIZE + 1, PATCH - 1, 0, -SIZE, 2.5, True, "42"):
+        with pytest.raises(ValueError, match="image_size"):
+            convert_vision(source, tmp_path / "tower", image_size=image_size)
+    assert not (tmp_path / "tower").exists()
 
 
-class TestPlaces:
-    def test_what_is_no_tower(self, tmp_path):
-        with pytest.raises(CheckpointError, match="no such file or folder"):
-            open_tower(tmp_path / "nothing")
-        (tmp_path / "empty").mkdir()
-        (tmp_path / "text.pt").write_text("hello")
-        save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "text.safetensors")
-        for name in ("empty", "text.pt", "text.safetensors"):
-            with pytest.raises(CheckpointError, match=name):
-                open_tower(tmp_path / name)
-
-    @pytest.mark.filterwarnings("ignore:.*torch.jit")
-    def test_a_program_is_not_run(self, tmp_path):
-        """OpenAI's own files of CLIP are of this kind."""
-        torch.jit.save(torch.jit.trace(torch.nn.Linear(3, 3), torch.zeros(1, 3)), tmp_path / "ViT-B-32.pt")
-        with pytest.raises(CheckpointError, match=r"ViT-B-32.pt: .*TorchScript"):
-            convert_vision(tmp_path / "ViT-B-32.pt", tmp_path / "tower")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_what_is_no_tower_is_named_and_no_program_is_run(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.pt").write_text("hello")
+    save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "text.safetensors")
+    # OpenAI's own files of CLIP are of this kind.
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(3, 3), torch.zeros(1, 3)), tmp_path / "ViT-B-32.pt")
+    for name, words in {
+        "nothing": "no such file or folder",
+        "empty": "empty",
+        "text.pt": "text.pt",
+        "text.safetensors": "text.safetensors",
+        "ViT-B-32.pt": "ViT-B-32.pt: .*TorchScript",
+    }.items():
+        with pytest.raises(CheckpointError, match=words):
+            open_tower(tmp_path / name)

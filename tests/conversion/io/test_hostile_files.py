@@ -15,7 +15,7 @@ from support.models import draw, text_config
 
 import llamoe
 from llamoe.configuration.errors import CheckpointError
-from llamoe.conversion import convert, inspect, verify
+from llamoe.conversion import convert, inspect, quantize, verify
 
 READERS = {
     "convert": lambda source, target: convert(source, target),
@@ -27,11 +27,13 @@ ONE_EXPERT = f"{EXPERTS}.2.up_proj.weight"
 BEYOND = safetensors({NORM: entry([2**40], 0, 2**42)})
 OUTSIDE = {NORM: "../one/model.safetensors"}
 HQQ = {"quant_method": "hqq"}
+PROJECTION = "model.layers.0.self_attn.{}_proj.weight"
+WIDE = torch.zeros(32, 128).bfloat16()
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Sound folders: one file, several files, experts one by one, a file of torch, Meta's."""
+    """Sound folders: one file, several files, experts one by one, a file of torch, Meta's, int4."""
     place = tmp_path_factory.mktemp("folders")
     draw(llamoe.LlamoeForCausalLM, text_config()).save_pretrained(place / "one", layout="stock")
     convert(place / "one", place / "shards", shard_size="100KB")
@@ -41,6 +43,12 @@ def folders(tmp_path_factory):
     (place / "bin/model.safetensors").unlink()
     case = replace(META_LLAMA_2, params={**META_LLAMA_2.params, "n_layers": 2})
     case.write(place / "meta", case.weights(torch.bfloat16), 2)
+    packable = llamoe.LlamoeDenseConfig(
+        vocab_size=97, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    draw(llamoe.LlamoeDenseForCausalLM, packable).bfloat16().save_pretrained(place / "packable")
+    quantize(place / "packable", place / "packed", to="int4")
     return place
 
 
@@ -90,6 +98,14 @@ def edit(name, **entries):
     return damage
 
 
+def edit_quantization(**entries):
+    def damage(folder):
+        config = json.loads((folder / "config.json").read_text())
+        edit("config.json", quantization_config={**config["quantization_config"], **entries})(folder)
+
+    return damage
+
+
 def index(function):
     def damage(folder):
         path = folder / "model.safetensors.index.json"
@@ -107,8 +123,8 @@ def second_copy(folder):
     save_file({**load_file(shards[-1]), name: value + 1}, shards[-1])
 
 
-def saved(content):
-    return lambda folder: torch.save(content, folder / "pytorch_model.bin")
+def saved(content, **options):
+    return lambda folder: torch.save(content, folder / "pytorch_model.bin", **options)
 
 
 def pipe(folder):
@@ -138,24 +154,36 @@ DAMAGE = {
     "an expert twice": ("split", put(f"{EXPERTS}.gate_up_proj", torch.ones(5, 72, 112)), f"{EXPERTS}.gate_up_proj"),
     "a lost shard": ("shards", remove("model-00002*"), "model-00002"),
     "a shard cut short": ("shards", cut("model-00002*"), "model-00002"),
-    "a shard that the index lacks": ("shards", index(lambda names: names.pop(NORM)), NORM),
     "an index that leaves the folder": ("shards", index(lambda names: names.update(OUTSIDE)), "outside"),
-    "a tensor in two shards": ("shards", second_copy, "too"),
+    "a tensor in two shards": ("shards", second_copy, "there is a second one"),
     "one file beside shards": ("shards", write("model.safetensors", safetensors({})), "both"),
     "code in a pickle": ("bin", lambda folder: code(folder / "pytorch_model.bin"), "pytorch_model.bin"),
     "a list in a pickle": ("bin", saved([torch.ones(3)]), "not a dictionary"),
     "a number in a pickle": ("bin", saved({NORM: 3.5}), "missing"),
+    "a key that is no name": ("bin", saved({3: torch.ones(2)}), "a key is 3"),
+    "a sparse tensor": ("bin", saved({NORM: torch.eye(3).to_sparse()}), "pytorch_model.bin"),
+    "a tensor beside a wrapper": ("bin", saved({"state_dict": {}, NORM: torch.ones(2)}), f"{NORM} beside 'state_dict'"),
+    "a format before zip": ("bin", saved({}, _use_new_zipfile_serialization=False), "torch before 1.6 has to be saved"),
     "a pickle cut short": ("bin", cut("pytorch_model.bin", 1000), "pytorch_model.bin"),
     **{f"config.json: {name}": ("one", write("config.json", text), "config.json") for name, (text, _) in JSON.items()},
     "another architecture": ("one", edit("config.json", model_type="qwen2"), "qwen2"),
     "an unknown quantization": ("one", edit("config.json", quantization_config=HQQ), "hqq"),
     "layers beyond reason": ("one", edit("config.json", num_hidden_layers=2**40), "num_hidden_layers"),
     "a width beyond reason": ("one", edit("config.json", hidden_size=2**40), "hidden_size"),
+    "int4: a missing scale": ("packed", lose(f"{PROJECTION.format('q')}_scale"), "q_proj.weight_scale missing"),
+    "int4: missing codes": ("packed", lose(PROJECTION.format("q")), "q_proj.weight missing"),
+    "int4: plain weights": ("packed", put(PROJECTION.format("k"), WIDE), "int4:32 stores it as uint8 [32, 64]"),
+    "int4: an unknown tensor": ("packed", put("model.layers.0.scale", torch.zeros(3)), "model.layers.0.scale"),
+    "int4: of a later llamoe": ("packed", edit_quantization(format_version=2), "format_version=2"),
+    "int4: another format": ("packed", edit_quantization(weights="int5"), "weights='int5'"),
+    "int4: no pattern of names": ("packed", edit_quantization(modules_to_not_convert=["("]), "unterminated"),
+    "int4: larger groups": ("packed", edit_quantization(group_size=256), "128 inputs"),
     "Meta: an empty file": ("meta", write("consolidated.01.pth", b""), "consolidated.01.pth"),
     "Meta: a width beyond reason": ("meta", edit("params.json", dim=10**30), "params.json"),
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor")
 @pytest.mark.parametrize("name", DAMAGE)
 def test_every_reader_names_the_damage(name, folders, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -172,17 +200,33 @@ def test_every_reader_names_the_damage(name, folders, tmp_path, monkeypatch):
     assert not (tmp_path / "was-run").exists()
 
 
-@pytest.mark.parametrize("kind", ["one", "bin", "meta"])
-@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
-def test_numbers_that_are_none_leave_no_target(kind, value, folders, tmp_path):
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_no_checkpoint_is_named(reader, tmp_path):
+    for name, content in {"notes.txt": b"hello", "nothing.pt": b"", "list.json": b"[]"}.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "empty").mkdir()
+    for name in ("nowhere", "notes.txt", "nothing.pt", "list.json", "empty"):
+        with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / name))):
+            READERS[reader](tmp_path / name, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "options"),
+    [
+        *((kind, value, {}) for kind in ("one", "bin", "meta") for value in (float("nan"), -float("inf"))),
+        ("one", 1e6, {"dtype": "float16"}),
+    ],
+)
+def test_numbers_that_are_none_leave_no_target(kind, value, options, folders, tmp_path):
     source = shutil.copytree(folders / kind, tmp_path / "source")
     file = {"one": "model.safetensors", "bin": "pytorch_model.bin", "meta": "consolidated.01.pth"}[kind]
     tensors = load_file(source / file) if kind == "one" else torch.load(source / file)
-    name = "layers.1.ffn_norm.weight" if kind == "meta" else "model.layers.1.self_attn.k_proj.weight"
+    name = "layers.1.attention.wk.weight" if kind == "meta" else "model.layers.1.self_attn.k_proj.weight"
     tensors[name].view(-1)[-1] = value
     (save_file if kind == "one" else torch.save)(tensors, source / file)
-    with pytest.raises(CheckpointError, match=re.escape(name)):
-        convert(source, tmp_path / "target")
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}.* in {options.get('dtype', '')}"):
+        convert(source, tmp_path / "target", **options)
     assert not (tmp_path / "target").exists()
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -18,12 +17,15 @@ from support.conversions import (
     sums,
 )
 from support.meta_releases import expert_size, hidden_size, read_ranks
+from support.mistral_folders import MistralCase
 from support.models import deviation_in_range, load_whole, max_abs
 from support.tokenizer_files import rank_table
 from transformers import AutoConfig, AutoTokenizer
 
 import llamoe
+from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import convert, open_checkpoint, quantize
+from llamoe.conversion.io import WriteOptions
 from llamoe.conversion.io.name_table import Drop
 from llamoe.conversion.meta.folder import open_meta, save_meta
 from llamoe.conversion.meta.name_tables import llama4_table, llama_table
@@ -197,20 +199,55 @@ def test_a_tokenizer_decides_between_llama_2_and_3(tmp_path):
     assert (config.rope_parameters["rope_theta"], config.bos_token_id) == (500000.0, 256)
 
 
-@pytest.mark.parametrize(("instruct", "template"), [(None, True), (True, True), (False, False)])
-@pytest.mark.parametrize(
-    "write",
+def in_8_bits(source, target, **options):
     # 60 inputs are none that int8 stores.
+    return quantize(source, target, to="int8", keep=[".*self_attn", "gate_proj", "up_proj"], **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "write", "instruct", "template"),
     [
-        convert,
-        partial(quantize, to="int8", keep=[f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up")]),
+        ("llama", convert, None, True),
+        ("llama", convert, True, True),
+        ("llama", convert, False, False),
+        ("mistral", convert, None, True),
+        ("mistral", convert, False, False),
+        ("llama", in_8_bits, False, False),
     ],
-    ids=["convert", "quantize"],
 )
-def test_it_can_be_said_whether_a_model_was_tuned(write, instruct, template, tmp_path):
-    """Llama 2 not tuned has no template, and text that spells a special token is not read as one."""
-    META_LLAMA_2.write(tmp_path / "meta", META_LLAMA_2.weights(), 1)
-    write(tmp_path / "meta", tmp_path / "hf", instruct=instruct)
+def test_it_can_be_said_whether_a_model_was_tuned(kind, write, instruct, template, tmp_path):
+    """A model that is not tuned has no template, and text that spells a special token is not read as one."""
+    if kind == "llama":
+        META_LLAMA_2.write(tmp_path / "source", META_LLAMA_2.weights(), 1)
+    else:
+        MistralCase(kind, {"vocab_size": 310}).write(tmp_path / "source")
+        (tmp_path / "source" / "tokenizer.model").write_bytes(META_LLAMA_2.tokenizer())
+    write(tmp_path / "source", tmp_path / "hf", instruct=instruct)
     assert (tmp_path / "hf" / "chat_template.jinja").is_file() == template
     settings = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
     assert settings.get("split_special_tokens", False) != template
+
+
+@pytest.mark.parametrize(
+    ("case", "shards", "words"),
+    [
+        (META_LLAMA_2, 6, "shards = 6: .* divide 2,"),
+        (META_MAVERICK, 2, "shards = 2: .* divide 3,"),
+        (META_SCOUT, 3, "shards = 3: .* divide 2,"),
+        (META_LLAMA_2, 0, "shards=0"),
+    ],
+)
+def test_files_that_heads_cannot_be_divided_by_are_refused(case, shards, words, tmp_path):
+    folder = case.write(tmp_path / "meta", case.weights(), 1)
+    with pytest.raises(ValueError, match=words):
+        save_meta(open_meta(folder), tmp_path / "to", shards=shards)
+    assert not (tmp_path / "to").exists()
+
+
+def test_dtypes_that_one_tensor_of_metas_cannot_mix_are_refused(tmp_path):
+    checkpoint = open_meta(META_SCOUT.write(tmp_path / "meta", META_SCOUT.weights(), 1))
+    name = "language_model.model.layers.0.self_attn.k_proj.weight"
+    checkpoint.tensors[name] = checkpoint.tensors[name].cast(torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"bfloat16.*float32.*Choose a dtype"):
+        save_meta(checkpoint, tmp_path / "to", shards=2)
+    save_meta(checkpoint, tmp_path / "to", WriteOptions(dtype="float32"), shards=2)

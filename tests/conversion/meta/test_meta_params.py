@@ -6,10 +6,12 @@ import random
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.conversions import META_LLAMA_2
 from transformers import AutoConfig
 
 import llamoe
 from llamoe.configuration import PRESETS
+from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion.checkpoint import Checkpoint, expected_shapes
 from llamoe.conversion.consolidated.params import Params, add_kept
 from llamoe.conversion.convert import convert
@@ -18,7 +20,7 @@ from llamoe.conversion.io.lazy_tensor import LazyTensor
 from llamoe.conversion.io.name_table import write_through
 from llamoe.conversion.meta.folder import open_meta, save_meta
 from llamoe.conversion.meta.hidden_sizes import expert_size, feed_forward_size
-from llamoe.conversion.meta.name_tables import llama4_table
+from llamoe.conversion.meta.name_tables import llama4_table, llama_table
 from llamoe.conversion.meta.params import needs_own_scaling, note_defaults, read_config, write_params
 
 LLAMAS = [name for name in PRESETS if name.startswith("llama")]
@@ -161,19 +163,18 @@ def test_scaled_rotary_embeddings_have_metas_own_defaults():
     assert (llama_3["factor"], llama_3["high_freq_factor"]) == (8.0, 4.0)
 
 
-# Width, layers, heads, key-value heads and multiplier of the releases; the factor of their published configurations.
+# Sizes in params.json of the releases, and the factor of their published configurations.
 LLAMA_3 = {
-    "3.2-1B": ((2048, 16, 32, 8, 1.5), 32.0),
-    "3.2-3B": ((3072, 28, 24, 8, 1.0), 32.0),
-    "3.1-8B": ((4096, 32, 32, 8, 1.3), 8.0),
-    "3.1-70B": ((8192, 80, 64, 8, 1.3), 8.0),
+    "3.2-1B": (dict(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.5), 32.0),
+    "3.2-3B": (dict(dim=3072, n_layers=28, n_heads=24, n_kv_heads=8, ffn_dim_multiplier=1.0), 32.0),
+    "3.1-8B": (dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.3), 8.0),
+    "3.1-70B": (dict(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim_multiplier=1.3), 8.0),
 }
 
 
 @pytest.mark.parametrize("name", LLAMA_3)
 def test_llama_3_scales_as_its_published_configuration_and_both_ways(name):
-    (dim, layers, heads, kv_heads, multiplier), factor = LLAMA_3[name]
-    sizes = dict(dim=dim, n_layers=layers, n_heads=heads, n_kv_heads=kv_heads, ffn_dim_multiplier=multiplier)
+    sizes, factor = LLAMA_3[name]
     config = read(3, 128256, **sizes, use_scaled_rope=True, rope_theta=5e5)
     assert config.rope_parameters["factor"] == factor and config.rope_parameters["high_freq_factor"] == 4.0
     assert read(3, 128256, **sizes, rope_theta=5e5).rope_parameters["rope_type"] == "default"
@@ -186,41 +187,25 @@ def test_llama_3_scales_as_its_published_configuration_and_both_ways(name):
         assert again.rope_parameters == config.rope_parameters
 
 
-def write_llama_32(folder, head):
-    """Llama 3.2 1B at its real size, in a file with holes for weights; its head is the embedding, or not there."""
-    (dim, layers, heads, kv_heads, multiplier), _ = LLAMA_3["3.2-1B"]
-    params = dict(dim=dim, n_layers=layers, n_heads=heads, n_kv_heads=kv_heads, ffn_dim_multiplier=multiplier)
-    params |= dict(
-        multiple_of=256, norm_eps=1e-5, rope_theta=500000.0, use_scaled_rope=True, vocab_size=128256
-    )
-    inner, kv = 8192, dim // heads * kv_heads
-    shapes = {
-        "attention.wq": (dim, dim), "attention.wk": (kv, dim), "attention.wv": (kv, dim), "attention.wo": (dim, dim),
-        "feed_forward.w1": (inner, dim), "feed_forward.w3": (inner, dim), "feed_forward.w2": (dim, inner),
-        "attention_norm": (dim,), "ffn_norm": (dim,),
-    }  # fmt: skip
-    whole = {
-        f"layers.{layer}.{name}.weight": shape for layer in range(layers) for name, shape in shapes.items()
-    }
-    whole |= {"tok_embeddings.weight": (128256, dim), "norm.weight": (dim,)}
+@pytest.mark.parametrize("has_head", [True, False])
+def test_llama_32_of_its_real_size_has_its_factor_and_one_matrix_for_both_ends(has_head, tmp_path):
+    """In a file with holes for weights, whose head is the embedding, or not there."""
+    params = LLAMA_3["3.2-1B"][0] | dict(multiple_of=256, norm_eps=1e-5, rope_theta=5e5, vocab_size=128256)
+    (tmp_path / "params.json").write_text(json.dumps(params | {"use_scaled_rope": True}))
+    config = read_config(Params.of(params, ""), 3)
+    shapes = {key: Shape(key, shape) for key, shape in expected_shapes(config).items()}
+    (tensors,) = write_through(llama_table(0), shapes, 1, config)
     # Never touched, and never written.
-    tensors = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in whole.items()}
-    tensors |= {"output.weight": tensors["tok_embeddings.weight"]} if head else {}
-    folder.mkdir()
+    tensors = {name: torch.empty(tensor.shape, dtype=torch.bfloat16) for name, tensor in tensors.items()}
+    del tensors["output.weight"]
+    tensors |= {"output.weight": tensors["tok_embeddings.weight"]} if has_head else {}
     with torch.serialization.skip_data():
-        torch.save(tensors, folder / "consolidated.00.pth")
-    (folder / "params.json").write_text(json.dumps(params))
-
-
-@pytest.mark.parametrize("head", [True, False])
-def test_llama_32_of_its_real_size_has_its_factor_and_one_matrix_for_both_ends(head, tmp_path):
-    write_llama_32(tmp_path / "1B", head)
-    config = open_meta(tmp_path / "1B").config
+        torch.save(tensors, tmp_path / "consolidated.00.pth")
+    config = open_meta(tmp_path).config
     assert (config.rope_parameters["factor"], config.tie_word_embeddings) == (32.0, True)
-    report = convert(tmp_path / "1B", tmp_path / "hf", dry_run=True)
-    assert (
-        report.tensors == 146 and report.bytes == 2 * llamoe.count_parameters(config).total == 2_471_628_800
-    )
+    report = convert(tmp_path, tmp_path.with_name("hf"), dry_run=True)
+    total = llamoe.count_parameters(config).total
+    assert report.tensors == 146 and report.bytes == 2 * total == 2_471_628_800
     assert any("rope_scaling_factor" in note and "32" in note for note in report.notes)
 
 
@@ -293,53 +278,40 @@ LLAMA_3_ROPE = dict(
 )  # fmt: skip
 
 
-def refused(config, generation=4):
+@pytest.mark.parametrize(
+    ("part", "fields", "words"),
+    [
+        ("dense", dict(attention_bias=True), "attention_bias = True"),
+        ("dense", dict(mlp_bias=True), "mlp_bias = True"),
+        ("dense", dict(hidden_act="gelu"), "hidden_act = 'gelu'"),
+        ("dense", dict(rope_interleave=True), "rope_interleave = True"),
+        ("dense", dict(head_dim=64), "head_dim = 64"),
+        ("dense", dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}), "'linear'"),
+        ("dense", dict(rope_parameters=dict(LLAMA_3_ROPE, original_max_position_embeddings=4096)), "4096"),
+        ("text_config", dict(moe_layers=[0, 3]), "moe_layers"),
+        ("text_config", dict(no_rope_layers=[0, 1, 1] + [1] * 45), "no_rope_layers"),
+        ("text_config", dict(layer_types=["chunked_attention"] * 48), "layer_types"),
+        ("text_config", dict(attention_bias=True), "attention_bias"),
+        ("text_config", dict(mlp_bias=True), "mlp_bias"),
+        ("text_config", dict(rope_interleave=False), "rope_interleave"),
+        ("text_config", dict(head_dim=64), "head_dim"),
+        ("vision_config", dict(projector_input_dim=4000), "projector_input_dim"),
+        ("vision_config", dict(norm_eps=1e-6), "norm_eps"),
+        ("vision_config", dict(num_channels=1), "num_channels"),
+        ("vision_config", dict(hidden_act="quick_gelu"), "hidden_act"),
+        ("vision_config", dict(use_rope=False), "use_rope"),
+        ("vision_config", dict(rope_parameters={"rope_type": "default", "rope_theta": 500.0}), "rope_parameters"),
+    ],
+)  # fmt: skip
+def test_what_a_model_of_metas_cannot_be_is_refused_by_name(part, fields, words):
+    if part == "dense":
+        config, owner = llamoe.preset("llama-2-7b", **fields), "Dense"
+    else:
+        config, owner = llamoe.preset("llama-4-scout", **{part: fields}), part.split("_")[0].title()
     with pytest.raises(ValueError, match="Meta's") as caught:
-        write_params(config, generation)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        (dict(attention_bias=True), "attention_bias = True"),
-        (dict(mlp_bias=True), "mlp_bias = True"),
-        (dict(hidden_act="gelu"), "hidden_act = 'gelu'"),
-        (dict(rope_interleave=True), "rope_interleave = True"),
-        (dict(head_dim=64), "head_dim = 64"),
-        (dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}), "'linear'"),
-        (dict(rope_parameters=dict(LLAMA_3_ROPE, original_max_position_embeddings=4096)), "4096"),
-    ],
-)
-def test_what_a_dense_model_of_metas_cannot_be_is_refused_by_name(fields, words):
-    message = refused(llamoe.preset("llama-2-7b", **fields), 3)
-    assert message.startswith(f"LlamoeDenseConfig.{next(iter(fields))}") and words in message
-
-
-@pytest.mark.parametrize(
-    ("text", "vision", "field"),
-    [
-        (dict(moe_layers=[0, 3]), {}, "LlamoeTextConfig.moe_layers"),
-        (dict(no_rope_layers=[0, 1, 1] + [1] * 45), {}, "LlamoeTextConfig.no_rope_layers"),
-        (dict(layer_types=["chunked_attention"] * 48), {}, "LlamoeTextConfig.layer_types"),
-        (dict(attention_bias=True), {}, "LlamoeTextConfig.attention_bias"),
-        (dict(mlp_bias=True), {}, "LlamoeTextConfig.mlp_bias"),
-        (dict(rope_interleave=False), {}, "LlamoeTextConfig.rope_interleave"),
-        (dict(head_dim=64), {}, "LlamoeTextConfig.head_dim"),
-        ({}, dict(projector_input_dim=4000), "LlamoeVisionConfig.projector_input_dim"),
-        ({}, dict(norm_eps=1e-6), "LlamoeVisionConfig.norm_eps"),
-        ({}, dict(num_channels=1), "LlamoeVisionConfig.num_channels"),
-        ({}, dict(hidden_act="quick_gelu"), "LlamoeVisionConfig.hidden_act"),
-        ({}, dict(use_rope=False), "LlamoeVisionConfig.use_rope"),
-        (
-            {},
-            dict(rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
-            "LlamoeVisionConfig.rope_parameters",
-        ),
-    ],
-)
-def test_what_a_llama_4_of_metas_cannot_be_is_refused_by_name(text, vision, field):
-    assert refused(llamoe.preset("llama-4-scout", text_config=text, vision_config=vision)).startswith(field)
+        write_params(config, 3 if part == "dense" else 4)
+    message = str(caught.value)
+    assert message.startswith(f"Llamoe{owner}Config.{next(iter(fields))}") and words in message
 
 
 @pytest.mark.parametrize(
@@ -357,3 +329,20 @@ def test_as_many_files_as_metas_releases_have_are_written_where_no_number_is_giv
 def test_a_tower_alone_has_no_format_of_metas(tmp_path):
     with pytest.raises(ValueError, match="vision tower alone"):
         save_meta(Checkpoint(tmp_path, "clip", llamoe.preset("metaclip-b32"), {}), tmp_path / "to")
+
+
+def test_what_changes_no_number_is_kept_beside_params_json():
+    text = dict(router_aux_loss_coef=0.25, attn_temperature_tuning=4, max_position_embeddings=1048576)
+    config = llamoe.preset("llama-4-maverick", text_config=text, image_token_index=7)
+    _, kept = write_params(config, 4)
+    assert kept["image_token_index"] == 7
+    assert {name: kept["text_config"][name] for name in text} == text
+
+
+def test_the_file_beside_params_json_decides_nothing_that_is_computed(tmp_path):
+    source = META_LLAMA_2.write(tmp_path / "meta", META_LLAMA_2.weights(), 1)
+    (source / "llamoe.json").write_text('{"max_position_embeddings": 777}')
+    assert open_meta(source).config.max_position_embeddings == 777
+    (source / "llamoe.json").write_text('{"rms_norm_eps": 0.5}')
+    with pytest.raises(CheckpointError, match=r"llamoe\.json: rms_norm_eps = 0\.5"):
+        open_meta(source)

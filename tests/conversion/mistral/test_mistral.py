@@ -1,6 +1,7 @@
 """Mistral AI's folders to Hugging Face's: the same function by mistral-inference's maths."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -118,3 +119,27 @@ def test_of_a_repository_in_both_formats_hugging_faces_files_are_read(tmp_path):
     assert open_checkpoint(tmp_path / "hf").kind == "hf"
     (tmp_path / "hf" / "model.safetensors").unlink()
     assert open_checkpoint(tmp_path / "hf").kind == "mistral"
+
+
+def test_keys_that_are_off_change_nothing(tmp_path):
+    entries = {
+        "lora": None,
+        "quantization": {},
+        "use_biases": False,
+        "causal": True,
+        "yarn": {},
+        "attn_logit_softcap": 0.0,
+        "max_batch_size": 8,
+        "model_type": "transformer",
+    }
+    source = replace(DENSE, params=entries).write(tmp_path / "mistral", DENSE.weights())
+    report = convert(source, tmp_path / "hf")
+    assert set(report.dropped) == {"params.json: max_batch_size"}
+
+
+def test_a_mixtral_has_no_place_in_metas_format(tmp_path):
+    source = MIXTRAL.write(tmp_path / "mistral")
+    for to, words in {"meta": "Meta's code does not compute", "mistral": "'hf' and 'meta'"}.items():
+        with pytest.raises(ValueError, match=words):
+            convert(source, tmp_path / "to", to=to)
+        assert not (tmp_path / "to").exists()

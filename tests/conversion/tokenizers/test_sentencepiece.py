@@ -6,7 +6,7 @@ import re
 from functools import cache
 
 import pytest
-from support.texts import random_texts
+from support.texts import NASTY, random_texts
 from support.tokenizer_files import sentencepiece_model, some_lines, write_files
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig
@@ -20,13 +20,6 @@ spm = pytest.importorskip("sentencepiece", reason="SentencePiece models need the
 messages = pytest.importorskip("sentencepiece.sentencepiece_model_pb2", reason="needs the extra 'tokenizers'")
 
 VOCABULARY = 711
-NASTY = [
-    "", " ", "  ", "     ", "hello", " hello", "   hello", "hello ", "hello   ", "two  spaces   three", "\n", "\n\n",
-    " \n ", "\nhello", "a\tb", "a\r\nb", "</s>", "<s>", "<unk>", "<s> hello </s>", "x</s>y", "<0x0A>", "<0xFF>", "▁",
-    "▁▁a", "a▁b", " ▁ ", "Grüße aus Köln", "e\u0301 é", "世界", "🙂👨‍👩‍👧",
-    "\u00a0x\u3000", "\x00", "\x7f", "\ufffd", "12345 6789",
-    "aaaaaaaaaaaaaaaaaaaaaaaa", "    def f(x):\n        return  x", "[INST] hi [/INST]", "ÿ" * 40, " " * 50, "Ⅳ½ﬁ",
-]  # fmt: skip
 
 
 @cache
@@ -49,14 +42,9 @@ def reference(model):
 
 def config_of(context=4096, vocabulary=VOCABULARY):
     return llamoe.LlamoeDenseConfig(
-        vocab_size=vocabulary,
-        hidden_size=48,
-        intermediate_size=99,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=context,
-    )
+        vocab_size=vocabulary, hidden_size=48, intermediate_size=99, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=context,
+    )  # fmt: skip
 
 
 # Ids
@@ -71,7 +59,8 @@ def test_loaded_ids_equal_sentencepiece(context, layout, model, reference, tmp_p
     loaded = AutoTokenizer.from_pretrained(folder)
     assert loaded.chat_template is None or context == 4096
     options = {} if context == 2048 else {"split_special_tokens": True}
-    for text in NASTY:
+    parts = [" ", "  ", "\n", "▁", "<s>", "</s>", "a", "aa", "he", "llo", "é", "世"]
+    for text in [*NASTY, *random_texts(parts)]:
         expected = [reference.bos_id(), *reference.encode(text)]
         assert loaded(text, **options)["input_ids"] == expected, text
         assert loaded.decode(expected, skip_special_tokens=True) == reference.decode(expected[1:]), text
@@ -86,34 +75,23 @@ def test_loaded_ids_equal_sentencepiece(context, layout, model, reference, tmp_p
     assert [again(text)["input_ids"] for text in NASTY] == [loaded(text)["input_ids"] for text in NASTY]
 
 
-def test_templates_of_specials_are_read_where_there_is_a_template(model, reference):
+def test_special_tokens_are_read_from_text_where_there_is_a_template(model, reference, tmp_path):
     files = conversion.hf_files_from_meta(model, config_of())
     tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
     middle = tokenizer.encode("hello</s>hello", add_special_tokens=False).ids
     assert middle == [*reference.encode("hello"), reference.eos_id(), *reference.encode("hello")]
-    for instruct, context, is_split in [
-        (None, 4096, False),
-        (True, 4096, False),
-        (False, 4096, True),
-        (None, 2048, True),
-    ]:
+    for instruct, context, is_split in (
+        (None, 4096, False), (True, 4096, False), (False, 4096, True), (None, 2048, True),
+    ):  # fmt: skip
         files = conversion.hf_files_from_meta(model, config_of(context), instruct=instruct)
         settings = json.loads(files["tokenizer_config.json"])
         assert settings.get("split_special_tokens", False) is is_split
         assert ("chat_template.jinja" in files) is not is_split
+        generation = GenerationConfig.from_pretrained(write_files(tmp_path / f"{instruct}-{context}", files))
+        generation.validate()
+        named = (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id)
+        assert (named, bool(generation.do_sample)) == ((1, 2, 0), instruct is True)
     assert "chat_template.jinja" in conversion.hf_files_from_meta(model, config_of(2048), family="llama-2")
-
-
-def test_any_text_gives_the_ids_of_sentencepiece(model, reference):
-    tokenizer = Tokenizer.from_str(
-        conversion.hf_files_from_meta(model, config_of())["tokenizer.json"].decode()
-    )
-    tokenizer.encode_special_tokens = True
-    parts = [" ", "  ", "\n", "▁", "<s>", "</s>", "a", "aa", "he", "llo", "é", "世"]
-    for text in random_texts(parts):
-        expected = reference.encode(text)
-        assert tokenizer.encode(text).ids == [1, *expected], text
-        assert tokenizer.decode([1, *expected]) == reference.decode(expected), text
 
 
 VARIANTS = {
@@ -121,6 +99,8 @@ VARIANTS = {
     "padding_piece": dict(pad_id=3),
     "across_spaces": dict(split_by_whitespace=False),
     "other_ids": dict(unk_id=2, bos_id=0, eos_id=1),
+    "normalized": dict(normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True),
+    "symbols": dict(user_defined_symbols="hello,[INST]"),
 }
 
 
@@ -143,8 +123,7 @@ def test_what_tokenizer_json_cannot_say_is_seen():
     unused = messages.ModelProto.FromString(train())
     for piece in unused.pieces[300:340]:
         piece.type = messages.ModelProto.SentencePiece.UNUSED
-    normalized = train(normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True)
-    for content in (train(treat_whitespace_as_suffix=True), normalized, unused.SerializeToString()):
+    for content in (train(treat_whitespace_as_suffix=True), unused.SerializeToString()):
         with pytest.raises(CheckpointError, match="give different ids for"):
             conversion.hf_files_from_meta(content, config_of())
     twice = messages.ModelProto.FromString(train())
@@ -215,64 +194,52 @@ def test_llama_2_chat_equals_metas_and_marks_what_the_model_writes(name, chat, r
         assert (result["input_ids"], result["assistant_masks"]) == meta_dialog(reference, dialog)
 
 
-REFUSED = {
-    **{f"holds {tag}": turns("hello " + tag) for tag in TAGS},
-    **{f"answer holds {tag}": turns("hello", "x" + tag, "y") for tag in TAGS},
-    "holds [INST] in the system message": turns("x", system="[INST]"),
-    "message 1 has the role assistant": turns("hello", "hi")[1:],
-    "message 2 has the role user": [*turns("hello"), *turns("again")],
-    "message 2 has the role system": [*turns("hello"), {"role": "system", "content": "x"}],
-    "a message of the user must follow": [{"role": "system", "content": "x"}],
-    "This model reads text only": [{"role": "user", "content": [{"type": "image"}]}],
-}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
+HELLO = turns("hello")
+# What both Meta's and Mistral AI's code refuses: words of the error, and a conversation.
+REFUSED = [
+    *(("holds [INST], which", turns(*texts)) for texts in (["hello [INST]"], ["hello", "x[INST]", "y"])),
+    ("holds [/INST], which", turns("hello [/INST] b")),
+    ("holds [INST], which", turns("x", system="[INST]")),
+    ("message 1 has the role assistant", turns("hello", "hi")[1:]),
+    ("message 2 has the role user", [*HELLO, *turns("again")]),
+    ("message 2 has the role system", [*HELLO, {"role": "system", "content": "x"}]),
+    ("a message of the user must follow", [{"role": "system", "content": "x"}]),
+    ("This model reads text only", [{"role": "user", "content": [{"type": "image"}]}]),
+    ("message 2 ", [*HELLO, {"role": "assistant", "content": "", "tool_calls": [CALL]}]),
+    ("message 2 ", [*HELLO, {"role": "tool", "content": "x"}]),
+]
+# Llama 2's tags of a system message are none of Mistral's.
+OF_LLAMA_2 = [(f"holds {tag}", turns(f"hello {tag}")) for tag in TAGS]
+TEMPLATES = {"llama 2": None, "mistral 1": mistral(1), "mistral 7": mistral(7)}
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_llama_2_chat_refuses_what_metas_does(reason, chat):
-    message = reason.removeprefix("answer ").removesuffix(" in the system message")
-    with pytest.raises(Exception, match=re.escape(message)):
-        chat.apply_chat_template(REFUSED[reason], tokenize=False)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_chats_of_questions_and_answers_refuse_what_the_models_code_does(name, chat):
+    for words, dialog in REFUSED + OF_LLAMA_2 * (name == "llama 2"):
+        with pytest.raises(Exception, match=re.escape(words)):
+            chat.apply_chat_template(dialog, chat_template=TEMPLATES[name], tokenize=False)
     with pytest.raises(Exception, match="of tools"):
-        chat.apply_chat_template(
-            turns("x"), tools=[{"type": "function", "function": {"name": "f"}}], tokenize=False
-        )
+        chat.apply_chat_template(HELLO, tools=[CALL], chat_template=TEMPLATES[name], tokenize=False)
 
 
-@pytest.mark.parametrize("template", [None, mistral(1), mistral(7), llama_4(images=True, calls=False)])
-def test_calls_are_refused_where_they_are_not_written(template, chat):
-    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    for second in (
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "x"},
-    ):
-        with pytest.raises(Exception, match="message 2 "):
-            chat.apply_chat_template([*turns("hello"), second], chat_template=template, tokenize=False)
-
-
-def test_generation_settings_load(model, tmp_path):
-    for instruct, sampled in [(None, False), (True, True), (False, False)]:
-        folder = tmp_path / str(instruct)
-        write_files(folder, conversion.hf_files_from_meta(model, config_of(), instruct=instruct))
-        settings = GenerationConfig.from_pretrained(folder)
-        assert (settings.bos_token_id, settings.eos_token_id, settings.pad_token_id) == (1, 2, 0)
-        assert bool(settings.do_sample) is sampled
-        settings.validate()
-    assert (settings.temperature or 1.0) == 1.0
+def test_calls_can_be_left_out_of_llama_4s_template(chat):
+    template = llama_4(images=True, calls=False)
+    for words, dialog in REFUSED[-2:]:
+        with pytest.raises(Exception, match=words):
+            chat.apply_chat_template(dialog, chat_template=template, tokenize=False)
 
 
 # The way back
 
 
-def test_the_original_comes_back_byte_by_byte(model):
+def test_the_original_comes_back_byte_by_byte_or_nothing_does(model):
     files = conversion.hf_files_from_meta(model, config_of())
-    assert files["tokenizer.model"] == model
     for given in (files, {"tokenizer.model": model}):
         assert conversion.meta_tokenizer_file(given, config_of()) == {"tokenizer.model": model}
     assert conversion.meta_tokenizer_file({}, config_of()) == {}
-
-
-def test_no_model_is_made_of_a_tokenizer_json(model):
-    files = conversion.hf_files_from_meta(model, config_of())
+    with pytest.raises(CheckpointError, match=f"{VOCABULARY} pieces.*vocab_size is 712"):
+        conversion.meta_tokenizer_file(files, config_of(vocabulary=712))
     del files["tokenizer.model"]
     with pytest.raises(CheckpointError, match=r"Add the original tokenizer\.model"):
         conversion.meta_tokenizer_file(files, config_of())
@@ -282,26 +249,18 @@ def test_no_model_is_made_of_a_tokenizer_json(model):
 
 
 def test_wrong_files_are_named(model):
-    config = config_of()
-    cases = {
-        "is empty": b"",
-        "no table of tokens": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n",
-        "neither a SentencePiece model": b'{"version": "1.0"}',
-        "begins with": b"\x80\x02}q\x00.",
-        "damaged SentencePiece model|cut short": model[: len(model) // 2],
-        "neither": bytes(range(255, 0, -1)),
-    }
-    for pattern, content in cases.items():
-        with pytest.raises(CheckpointError, match=pattern) as error:
-            conversion.hf_files_from_meta(content, config, origin="a/given.model")
-        assert "a/given.model" in str(error.value)
-    for given, settings, named in (
-        (model, config_of(vocabulary=32000), f"{VOCABULARY} pieces.*vocab_size is 32000"),
-        (train(model_type="unigram"), config, "model_type 1"),
-        (train(eos_id=-1), config, "eos_id is -1"),
-    ):
-        with pytest.raises(CheckpointError, match=named):
-            conversion.check_tokenizer(given, settings)
+    for words, content, vocabulary in (
+        ("is empty", b"", VOCABULARY),
+        ("no table of tokens", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n", VOCABULARY),
+        ("neither a SentencePiece model", b'{"version": "1.0"}', VOCABULARY),
+        ("begins with", b"\x80\x02}q\x00.", VOCABULARY),
+        ("damaged SentencePiece model|cut short", model[: len(model) // 2], VOCABULARY),
+        (f"{VOCABULARY} pieces.*vocab_size is 32000", model, 32000),
+        ("model_type 1", train(model_type="unigram"), VOCABULARY),
+        ("eos_id is -1", train(eos_id=-1), VOCABULARY),
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError, match=f"a/given.model.*({words})"):
+            conversion.hf_files_from_meta(content, config_of(vocabulary=vocabulary), origin="a/given.model")
 
 
 def test_truncation_anywhere_is_an_error(model):

@@ -35,7 +35,6 @@ TEXT = CASES["LlamoeForCausalLM"]
 DENSE = CASES["LlamoeDenseForCausalLM"]
 MIXTRAL = CASES["LlamoeMixtralForCausalLM"]
 MULTIMODAL = CASES["LlamoeForConditionalGeneration"]
-for_heads = pytest.mark.parametrize("case", HEADS, ids=lambda case: case.name)
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Of which `linear` embeds patches and `linear_1` is the projector.
@@ -90,13 +89,27 @@ def adapted(model, seed=3, **options):
 
 
 def load(model, folder, how):
-    """Load an adapter onto a copy of a model, in one of the two ways."""
+    """Load an adapter onto a copy of a model, in one of the two ways; "memory" is the second with tensors."""
     model = copy.deepcopy(model)
     if how == "PeftModel":
         return PeftModel.from_pretrained(model, folder)
-    info = model.load_adapter(folder)
+    if how == "memory":
+        tensors = load_file(folder / "adapter_model.safetensors")
+        info = model.load_adapter(peft_config=LoraConfig.from_pretrained(folder), adapter_state_dict=tensors)
+    else:
+        info = model.load_adapter(folder)
     assert not info.missing_keys and not info.unexpected_keys and not info.mismatched_keys, info
     return model
+
+
+def check_loads(trained, target, folder, how, inputs, tolerance=2e-5):
+    """An adapter that is saved changes a model by whole tenths, and gives another one the same logits."""
+    trained.save_pretrained(folder)
+    expected = run(trained, **inputs)
+    assert max_abs(expected, run(target, **inputs)) > 0.05
+    loaded = load(target, folder, how)
+    assert max_abs(run(loaded, **inputs), expected) < tolerance, how
+    return loaded
 
 
 WAYS = ["PeftModel", "load_adapter"]
@@ -114,28 +127,22 @@ def test_adapters_of_stock_give_the_same_logits_on_ours_and_back(case, kind, tmp
     The logits have a deviation of 1; the adapters change them by whole units.
     """
     ours, stock = pair(case)
-    inputs = inputs_of(case)
-    before = run(ours, **inputs)
-    for name, source, target in (("from_stock", stock, ours), ("from_ours", ours, stock)):
+    # Loading on stock is a matter of its own: there its `load_adapter` drops DoRA's vectors and, before
+    # transformers 5.23, trained embeddings and every adapter of a multimodal model.
+    for name, source, target, ways in (("stock", stock, ours, WAYS), ("ours", ours, stock, WAYS[:1])):
         trained = adapted(source, **ADAPTERS[kind])
-        trained.save_pretrained(tmp_path / name)
-        expected = run(trained, **inputs)
-        assert max_abs(expected, before) > 0.5
-        # Loading on stock is a matter of its own: there its `load_adapter` drops DoRA's vectors and, before
-        # transformers 5.23, trained embeddings and every adapter of a multimodal model.
-        for how in ("PeftModel", "load_adapter") if target is ours else ("PeftModel",):
-            assert max_abs(run(load(target, tmp_path / name, how), **inputs), expected) < 2e-5, (name, how)
-    assert set(load_file(tmp_path / "from_stock/adapter_model.safetensors")) == set(
-        load_file(tmp_path / "from_ours/adapter_model.safetensors")
-    )
+        for how in ways:
+            check_loads(trained, target, tmp_path / name, how, inputs_of(case))
+    files = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("stock", "ours"))
+    assert set(next(files)) == set(next(files))
 
 
 # The experts' stacked tensors
 
 
-def expert_pair(targets, intermediate_size=52, **sizes):
+def expert_pair(targets, case=TEXT, **sizes):
     """Ours and stock's, and an adapter of stock's experts."""
-    ours, stock = pair(TEXT, hidden_size=72, intermediate_size=intermediate_size, **sizes)
+    ours, stock = pair(case, **sizes)
     options = dict(target_modules=["v_proj"], target_parameters=targets, rank_pattern={"v_proj": 3})
     return ours, stock, adapted(stock, **options)
 
@@ -149,27 +156,25 @@ ONE = dict(num_local_experts=1, num_experts_per_tok=1)
     [
         (EXPERTS, {}, "load_adapter"),
         (EXPERTS[:1], {}, "PeftModel"),
-        (EXPERTS[1:], {}, "load_adapter"),
-        (EXPERTS, {}, "PeftModel"),
+        (EXPERTS[1:], {}, "memory"),
+        (EXPERTS, {"case": MULTIMODAL}, "PeftModel"),
+        (EXPERTS, {"case": MULTIMODAL}, "memory"),
         (EXPERTS, ONE, "load_adapter"),
         (EXPERTS[:1], {**ONE, "intermediate_size": 72}, "load_adapter"),
         (EXPERTS[1:], {**ONE, "intermediate_size": 36}, "PeftModel"),
         (EXPERTS, {**ONE, "intermediate_size": 72}, "PeftModel"),
         (EXPERTS, {**ONE, "intermediate_size": 36}, "load_adapter"),
     ],
-    ids=str,
+    # A case's own text has an address, which test processes would not share.
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
 )
 def test_experts_trained_on_stock_are_turned_round(targets, sizes, how, tmp_path):
-    ours, stock, trained = expert_pair(targets, **sizes)
-    trained.save_pretrained(tmp_path)
-    inputs = inputs_of(TEXT)
-    expected = run(trained, **inputs)
-    assert max_abs(expected, run(stock, **inputs)) > 0.5
-    loaded = load(ours, tmp_path, how)
-    assert max_abs(run(loaded, **inputs), expected) < 1e-5
+    ours, _, trained = expert_pair(targets, **sizes)
+    inputs = inputs_of(sizes.get("case", TEXT))
+    loaded = check_loads(trained, ours, tmp_path, how, inputs)
     # What is saved again is ours, and is read as such.
     loaded.save_pretrained(tmp_path / "again")
-    assert max_abs(run(load(ours, tmp_path / "again", how), **inputs), expected) < 1e-5
+    assert max_abs(run(load(ours, tmp_path / "again", how), **inputs), run(trained, **inputs)) < 2e-5
 
 
 @both_ways
@@ -184,37 +189,34 @@ def test_square_experts_alone_are_refused(targets, intermediate_size, how, tmp_p
         adapted(ours, target_parameters=targets)
     # Beside a pair that is not square the square one is no question.
     both = adapted(stock, target_modules=["v_proj"], target_parameters=EXPERTS)
-    both.save_pretrained(tmp_path / "both")
-    inputs = inputs_of(TEXT)
-    assert max_abs(run(load(ours, tmp_path / "both", how), **inputs), run(both, **inputs)) < 1e-5
+    check_loads(both, ours, tmp_path / "both", how, inputs_of(TEXT))
 
 
 @pytest.mark.parametrize("rank", [4, 3, 5])
 def test_adapters_of_experts_swap_for_the_same_layout_and_rank(rank, tmp_path):
     """peft's hotswap, by its own function and by transformers', which turns stock's round before."""
-    ours, stock = pair(TEXT, hidden_size=72, intermediate_size=52)
+    ours, stock = pair(TEXT)
     # No `rank_pattern`: of two ranks the function gives all layers one scale, on stock models too.
     options = dict(target_modules=["v_proj"], target_parameters=EXPERTS[1:])
     first, second = adapted(ours, **options), adapted(ours, seed=5, r=rank, **options)
     of_stock = adapted(stock, seed=7, **options)
     for name, model in (("first", first), ("second", second), ("stock", of_stock)):
         model.save_pretrained(tmp_path / name)
+    swapped, loaded = (load(ours, tmp_path / "first", how) for how in WAYS)
+    swap = partial(hotswap_adapter, swapped, adapter_name="default", torch_device="cpu")
     inputs = inputs_of(TEXT)
-    swapped = load(ours, tmp_path / "first", "PeftModel")
-    loaded = load(ours, tmp_path / "first", "load_adapter")
     with pytest.raises(ValueError, match=r"hotswap: .*the same rank and layout"):
-        hotswap_adapter(swapped, tmp_path / "stock", "default", torch_device="cpu")
+        swap(tmp_path / "stock")
     loaded.load_adapter(tmp_path / "stock", "default", hotswap=True)
     assert max_abs(run(loaded, **inputs), run(of_stock, **inputs)) < 1e-5
     if rank == 4:
-        hotswap_adapter(swapped, tmp_path / "second", "default", torch_device="cpu")
+        swap(tmp_path / "second")
         loaded.load_adapter(tmp_path / "second", "default", hotswap=True)
         assert max_abs(run(loaded, **inputs), run(second, **inputs)) < 1e-5
     else:
         with pytest.raises(ValueError, match=r"hotswap: .*the same rank and layout"):
-            hotswap_adapter(swapped, tmp_path / "second", "default", torch_device="cpu")
-    expected = run(second if rank == 4 else first, **inputs)
-    assert max_abs(run(swapped, **inputs), expected) < 1e-5
+            swap(tmp_path / "second")
+    assert max_abs(run(swapped, **inputs), run(second if rank == 4 else first, **inputs)) < 1e-5
 
 
 def test_adapter_for_a_model_on_disk_is_refused(tmp_path):
@@ -233,14 +235,10 @@ def test_adapter_for_a_model_on_disk_is_refused(tmp_path):
 def test_multimodal_adapter_on_the_text_model(targets, how, tmp_path, caplog):
     """The text's part is taken, the tower's passed over with a word."""
     _, stock = pair(MULTIMODAL)
-    trained = adapted(stock, target_modules=targets)
-    trained.save_pretrained(tmp_path / "adapter")
     stock.save_pretrained(tmp_path / "base")
     text = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "base")
-    ids = torch.randint(3, 90, (2, 33))
-    expected = run(trained, input_ids=ids)
-    assert max_abs(run(text, input_ids=ids), expected) > 0.5
-    assert max_abs(run(load(text, tmp_path / "adapter", how), input_ids=ids), expected) < 2e-5
+    trained, inputs = adapted(stock, target_modules=targets), {"input_ids": torch.randint(3, 90, (2, 33))}
+    check_loads(trained, text, tmp_path / "adapter", how, inputs)
     assert "vision_model" in caplog.text and "passed over" in caplog.text
 
 
@@ -266,45 +264,22 @@ def test_adapter_of_a_head_on_the_base_model_and_back(case, how, tmp_path):
 
 @both_ways
 def test_adapter_of_a_resized_vocabulary(how, tmp_path):
-    """peft saves resized embeddings beside the factors; the base has to be resized before they fit."""
+    """peft saves resized embeddings beside the factors; they do not fit before the base is resized."""
     ours, stock = pair(DENSE)
     stock.save_pretrained(tmp_path / "base")
     resized = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
     resized.resize_token_embeddings(120)
     trained = adapted(make_asymmetric(resized, seed=8), target_modules=["v_proj"])
     trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
-    ids = torch.randint(3, 120, (2, 21))
     with pytest.raises(ValueError, match=r"shape \[120, 72\] where the model has \[101, 72\]"):
         load(ours, tmp_path / "adapter", how)
-    base = llamoe.LlamoeDenseForCausalLM.from_pretrained(tmp_path / "base")
-    base.resize_token_embeddings(120)
-    state = resized.state_dict().items()
-    base.load_state_dict({name: it for name, it in state if "layers" in name or "norm" in name}, strict=False)
-    loaded = load(base, tmp_path / "adapter", how)
-    assert max_abs(run(loaded, input_ids=ids), run(trained, input_ids=ids)) < 1e-5
 
 
 # What is around an adapter
 
 
-@for_heads
-def test_merged_adapter_of_stock_goes_back_to_stock(case, tmp_path):
-    ours, stock = pair(case)
-    trained = adapted(stock, **ADAPTERS["all"])
-    trained.save_pretrained(tmp_path / "adapter")
-    merged = load(ours, tmp_path / "adapter", "PeftModel").merge_and_unload()
-    assert type(merged) is case.model_class
-    merged.save_pretrained(tmp_path / "merged", layout="stock")
-    again, info = type(stock).from_pretrained(tmp_path / "merged", output_loading_info=True)
-    assert not any(info.values()), info
-    inputs = inputs_of(case)
-    assert max_abs(run(again, **inputs), run(trained, **inputs)) < 2e-5
-
-
 @pytest.mark.parametrize("case", [MIXTRAL, MULTIMODAL], ids=lambda case: case.name)
 def test_auto_classes_follow_an_adapter_to_its_base(case, tmp_path):
-    from peft import AutoPeftModelForCausalLM
-
     ours = case.make()
     ours.save_pretrained(tmp_path / "base")
     trained = adapted(case.model_class.from_pretrained(tmp_path / "base"), target_modules=LINEAR)
@@ -318,24 +293,6 @@ def test_auto_classes_follow_an_adapter_to_its_base(case, tmp_path):
         loaded = loader.from_pretrained(tmp_path / "adapter")
         assert type(loaded) is case.model_class
         assert torch.equal(run(loaded, **inputs), expected)
-    if not case.has_images:
-        loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
-        assert type(loaded.get_base_model()) is case.model_class
-        assert torch.equal(run(loaded, **inputs), expected)
-
-
-@pytest.mark.parametrize("case", [TEXT, MULTIMODAL], ids=lambda case: case.name)
-def test_experts_of_stock_from_memory_and_from_a_file(case, tmp_path):
-    ours, stock = pair(case)
-    trained = adapted(stock, target_modules=["q_proj"], target_parameters=EXPERTS)
-    trained.save_pretrained(tmp_path)
-    tensors = peft.get_peft_model_state_dict(trained)
-    loaded = copy.deepcopy(ours)
-    config = trained.peft_config["default"]
-    loaded.load_adapter(peft_config=config, adapter_state_dict=tensors, adapter_name="mine")
-    inputs = inputs_of(case)
-    for model in (loaded, *(load(ours, tmp_path, how) for how in WAYS)):
-        assert max_abs(run(model, **inputs), run(trained, **inputs)) < (2e-5 if case.has_images else 1e-5)
 
 
 @both_ways
@@ -397,6 +354,17 @@ def test_adapter_of_another_base_is_refused(kind, how, tmp_path):
     assert torch.equal(run(model, **inputs), before)
 
 
+@both_ways
+def test_a_file_that_lacks_a_tensor_is_refused(how, tmp_path):
+    """peft would draw it anew."""
+    ours, _ = pair(DENSE)
+    file = adapter_of(tmp_path, ours) / "adapter_model.safetensors"
+    _, *others = load_file(file).items()
+    save_file(dict(others), file)
+    with pytest.raises(ValueError, match="the adapter has no "):
+        load(ours, tmp_path / "other", how)
+
+
 METHODS = {
     "IA3Config": {},
     "LoHaConfig": {},
@@ -417,42 +385,32 @@ def test_other_methods_of_stock_give_the_same_logits(method, tmp_path):
         for parameter in trained.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.05 * torch.randn(parameter.shape))
-    trained.eval().save_pretrained(tmp_path)
-    inputs = inputs_of(MULTIMODAL)
-    expected = run(trained, **inputs)
-    assert max_abs(expected, run(stock, **inputs)) > 0.05
-    assert max_abs(run(load(ours, tmp_path, "PeftModel"), **inputs), expected) < 2e-5
+    check_loads(trained.eval(), ours, tmp_path, "PeftModel", inputs_of(MULTIMODAL))
     if method in ("VeraConfig", "RandLoraConfig"):
         with pytest.raises(ValueError, match="get_peft_model|belongs to nothing"):
             load(ours, tmp_path, "load_adapter")
     else:
-        assert max_abs(run(load(ours, tmp_path, "load_adapter"), **inputs), expected) < 2e-5
+        check_loads(trained, ours, tmp_path, "load_adapter", inputs_of(MULTIMODAL))
 
 
 def test_all_linear_of_ours_on_stock(tmp_path):
     """Where stock itself fails: its router is a linear layer that returns a pair."""
     ours, stock = pair(MULTIMODAL)
     trained = adapted(ours, target_modules="all-linear")
-    trained.save_pretrained(tmp_path)
-    inputs = inputs_of(MULTIMODAL)
-    assert max_abs(run(load(stock, tmp_path, "PeftModel"), **inputs), run(trained, **inputs)) < 2e-5
+    check_loads(trained, stock, tmp_path, "PeftModel", inputs_of(MULTIMODAL))
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "w1", "w2", "w3"], ["gate", "v_proj"]], ids=str)
-def test_names_of_mixtrals_layers_mean_what_peft_makes_of_them_on_stock(targets, tmp_path, caplog):
+def test_names_of_mixtrals_layers_mean_what_peft_makes_of_them_on_stock(targets, tmp_path):
     """Experts and routers, too, under their names of transformers 4."""
     ours, stock = pair(MIXTRAL)
-    inputs = inputs_of(MIXTRAL)
-    for name, source, target in (("from_stock", stock, ours), ("from_ours", ours, stock)):
+    shapes = []
+    for name, source, target in (("stock", stock, ours), ("ours", ours, stock)):
         trained = adapted(source, target_modules=targets)
-        trained.save_pretrained(tmp_path / name)
-        expected = run(trained, **inputs)
-        assert max_abs(expected, run(ours, **inputs)) > 0.3
-        assert max_abs(run(load(target, tmp_path / name, "PeftModel"), **inputs), expected) < 2e-5
-    files = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("from_stock", "from_ours")]
-    assert {key: value.shape for key, value in files[0].items()} == {
-        key: value.shape for key, value in files[1].items()
-    }
+        check_loads(trained, target, tmp_path / name, "PeftModel", inputs_of(MIXTRAL))
+        weights = load_file(tmp_path / name / "adapter_model.safetensors")
+        shapes.append({key: value.shape for key, value in weights.items()})
+    assert shapes[0] == shapes[1]
 
 
 @both_ways
@@ -463,47 +421,35 @@ def test_layers_to_transform_on_stock_and_ours(how, tmp_path):
     adapted(stock, **options).save_pretrained(tmp_path / "stock")
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts.* belongs to nothing"):
         load(ours, tmp_path / "stock", how)
-    trained = adapted(ours, **options)
-    trained.save_pretrained(tmp_path / "ours")
-    expected = run(trained, **inputs_of(MIXTRAL))
     for model, way in ((ours, how), (stock, "PeftModel")):
-        assert max_abs(run(load(model, tmp_path / "ours", way), **inputs_of(MIXTRAL)), expected) < 2e-5
+        check_loads(adapted(ours, **options), model, tmp_path / "ours", way, inputs_of(MIXTRAL))
 
 
 TARGETS = dict(target_modules="all-linear", target_parameters=EXPERTS)
 
 
-@both_ways
-def test_an_adapter_of_a_part_loads_on_that_part_alone(how, tmp_path):
-    model = MULTIMODAL.make()
-    trained = adapted(model.language_model, **TARGETS)
-    trained.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="does not fit this LlamoeForConditionalGeneration"):
-        load(model, tmp_path, how)
-    inputs = inputs_of(TEXT)
-    on_part = PeftModel.from_pretrained(model.language_model, tmp_path)
-    assert torch.equal(run(on_part, **inputs), run(trained, **inputs))
-
-
 @pytest.mark.parametrize(
-    ("whole", "name", "how"),
+    ("trained_on", "loaded_on", "how"),
     [
-        (MULTIMODAL, "LlamoeForCausalLM", "PeftModel"),
-        (MULTIMODAL, "LlamoeModel", "load_adapter"),
-        (TEXT, "LlamoeTextModel", "PeftModel"),
+        ("LlamoeForConditionalGeneration", "LlamoeForCausalLM", "PeftModel"),
+        ("LlamoeForConditionalGeneration", "LlamoeModel", "load_adapter"),
+        ("LlamoeForCausalLM", "LlamoeTextModel", "PeftModel"),
+        ("LlamoeForCausalLM", "LlamoeForConditionalGeneration", "load_adapter"),
+        ("LlamoeForCausalLM", "LlamoeForConditionalGeneration", "PeftModel"),
     ],
-    ids=["text", "base", "text-base"],
 )
-def test_an_adapter_of_the_whole_is_not_loaded_on_a_part(whole, name, how, tmp_path):
-    """It changes layers that the part has by other names: the class that it was trained on is needed."""
-    model = whole.make()
-    model.save_pretrained(tmp_path / "model")
-    adapted(model, **TARGETS, task_type=None).save_pretrained(tmp_path / "adapter")
-    loaded = getattr(llamoe, name).from_pretrained(tmp_path / "model")
-    with pytest.raises(
-        ValueError, match="does not fit this .*Load it on the class|Target modules .* not found"
-    ):
-        load(loaded, tmp_path / "adapter", how)
+def test_an_adapter_of_a_whole_is_not_loaded_on_a_part_nor_the_other_way_round(
+    trained_on, loaded_on, how, tmp_path
+):
+    """It changes layers that the other class has by other names: the class that it was trained on is needed."""
+    whole = MULTIMODAL.make() if "LlamoeForConditionalGeneration" in (trained_on, loaded_on) else TEXT.make()
+    whole.save_pretrained(tmp_path / "model")
+    trained, other = (
+        getattr(llamoe, name).from_pretrained(tmp_path / "model") for name in (trained_on, loaded_on)
+    )
+    adapted(trained, **TARGETS, task_type=None).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="does not fit this |Target modules .* not found"):
+        load(other, tmp_path / "adapter", how)
 
 
 def test_adapters_of_single_experts_that_transformers_4_trained(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 from peft import LoraConfig, PeftModel, get_peft_model
-from support.models import SHALLOW_MODELS, max_abs, run
+from support.models import SHALLOW_MODELS
 from support.tables import in_turn
 
 import llamoe
@@ -13,12 +13,11 @@ MIXTRAL, TEXT, MULTIMODAL = (
     for name in ("LlamoeMixtralForCausalLM", "LlamoeForCausalLM", "LlamoeForConditionalGeneration")
 )
 STACKS = ["experts.down_proj", "experts.gate_up_proj"]
-# Both layers have experts.
-TWO_MIXTURES = dict(moe_layers=[0, 1])
 
 
 def make(case):
-    return case.make(**(TWO_MIXTURES if case.is_llama4 else {}))
+    """A model of two layers with experts, if it has them."""
+    return case.make(**({"moe_layers": [0, 1]} if case.is_llama4 else {}))
 
 
 def adapted_parts(model):
@@ -36,19 +35,13 @@ def adapted_parts(model):
 @pytest.mark.parametrize(
     "case", [case for case in SHALLOW_MODELS if case.is_text], ids=lambda case: case.name
 )
-def test_layers_of_a_config_by_parts(case, tmp_path):
+def test_layers_of_a_config_by_parts(case):
     case_model = make(case)
     model = get_peft_model(make(case), llamoe.lora_config(case_model, layers_to_transform=[1], r=2))
     whole = get_peft_model(make(case), llamoe.lora_config(case_model, r=2))
     assert adapted_parts(model) == {(layer, part) for layer, part in adapted_parts(whole) if layer == "1"}
     assert not case.has_experts or {("1", stack) for stack in STACKS} <= adapted_parts(model)
     assert not any("vision_model" in name for name in model.base_model.targeted_module_names)
-    for name, parameter in model.named_parameters():
-        if ".lora_B" in name:
-            parameter.data.normal_()
-    model.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(make(case), tmp_path)
-    assert max_abs(run(model.eval(), **case.inputs()), run(loaded, **case.inputs())) == 0
 
 
 def attention_and_experts(layer):

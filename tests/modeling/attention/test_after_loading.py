@@ -10,9 +10,9 @@ from support.models import (
     MIXTRAL,
     MULTIMODAL,
     TEXT,
-    VISION,
-    draw,
     max_abs,
+    padding_mask,
+    random_ids,
     run,
     stock_model,
 )
@@ -47,17 +47,9 @@ def pair(family, **changes):
     return stock, ours
 
 
-def rows(length=LENGTH):
-    return torch.randint(3, 90, (2, length), generator=torch.Generator().manual_seed(0))
-
-
-def padding_mask(length=LENGTH):
-    return (torch.arange(length)[None] >= torch.tensor([[3], [0]])).long()
-
-
 def check_logits(stock, ours, length=LENGTH, **options):
     """The same logits, with padding and without."""
-    ids, mask = rows(length), padding_mask(length)
+    ids, mask = random_ids(2, length), padding_mask((3, 0), length)
     given, expected = (run(model, input_ids=ids, **options) for model in (ours, stock))
     assert max_abs(given, expected) < TOLERANCE
     options["attention_mask"] = mask
@@ -66,7 +58,9 @@ def check_logits(stock, ours, length=LENGTH, **options):
 
 
 def new_tokens(model, length=3):
-    return model.generate(rows(length)[:1], max_new_tokens=12, do_sample=False, eos_token_id=None).tolist()
+    return model.generate(
+        random_ids(2, length)[:1], max_new_tokens=12, do_sample=False, eos_token_id=None
+    ).tolist()
 
 
 def check_equal(stock, ours):
@@ -101,7 +95,10 @@ def test_added_layers_are_saved(family, tmp_path):
     check_equal(stock, ours)
     ours.save_pretrained(tmp_path)
     back = type(ours).from_pretrained(tmp_path).eval()
-    assert max_abs(run(back, input_ids=rows()), run(ours, input_ids=rows())) < TOLERANCE
+    assert (
+        max_abs(run(back, input_ids=random_ids(2, LENGTH)), run(ours, input_ids=random_ids(2, LENGTH)))
+        < TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("family", ["Ministral", "Llama4"])
@@ -110,7 +107,7 @@ def test_an_added_layer_has_to_have_a_type(family):
     ours.model.layers.append(copy.deepcopy(ours.model.layers[0]))
     ours.config.num_hidden_layers += 1
     with pytest.raises(ValueError, match="shorter"):
-        ours(input_ids=rows())
+        ours(input_ids=random_ids(2, LENGTH))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -130,18 +127,6 @@ def test_fewer_layers_run(family):
     for model in models:
         model.config.num_hidden_layers -= 1
     check_equal(*models)
-
-
-def test_added_layers_of_a_tower_run():
-    config = transformers.Llama4VisionConfig(**VISION)
-    stock = draw(transformers.Llama4VisionModel, config)
-    ours = llamoe.LlamoeVisionModel(llamoe.from_stock(config)).eval()
-    ours.load_state_dict(stock.state_dict(), strict=False)
-    pixels = torch.randn(2, 3, 56, 56, generator=torch.Generator().manual_seed(0))
-    for model in (stock, ours):
-        model.model.layers.append(copy.deepcopy(model.model.layers[0]))
-    given, expected = (run(model, pixel_values=pixels) for model in (ours, stock))
-    assert max_abs(given, expected) < TOLERANCE
 
 
 # A family, what its config had when the model was made, and what it is set to.
@@ -186,7 +171,7 @@ def test_a_type_without_a_size_is_refused(family, name):
     _, ours = pair(family)
     setattr(ours.config, name, None)
     with pytest.raises(ValueError, match=f"{name} = None, but layer_types asks for"):
-        ours(input_ids=rows(), use_cache=False)
+        ours(input_ids=random_ids(2, LENGTH), use_cache=False)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -235,7 +220,7 @@ def test_a_multimodal_config_speaks_for_its_decoder(fields):
 def test_a_window_changes_between_passes_over_one_cache(family):
     """A smaller one counts at once, as in stock; for a larger one the cache has forgotten tokens."""
     name = "attention_chunk_size" if family == "Llama4" else "sliding_window"
-    ids, logits, caches = rows(), [], []
+    ids, logits, caches = random_ids(2, LENGTH), [], []
     for model in pair(family):
         cache = model(ids[:, :9], use_cache=True).past_key_values
         setattr(model.config, name, WINDOW - 2)

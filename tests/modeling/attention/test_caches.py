@@ -18,11 +18,10 @@ from support.models import (
     text_config,
 )
 from support.tables import in_turn
-from transformers import DynamicCache, QuantizedCache, StaticCache, cache_utils
-from transformers.generation import utils as generation_utils
+from transformers import DynamicCache, QuantizedCache, StaticCache
+from transformers.cache_utils import Fp8QuantizedLayer
 
 import llamoe
-from llamoe.modeling._compat import CACHE
 
 HEADS = [case for case in MODELS if case.is_head]  # the last two have chunks
 PROMPT, NEW = 29, 20  # over the chunk borders at 32 and 48
@@ -50,15 +49,11 @@ def streams(monkeypatch):
 KINDS = {
     "static": {"cache_implementation": "static"},
     "offloaded": {"cache_implementation": "offloaded"},
-    "offloaded_static": {"cache_implementation": "offloaded_static"},
     "no_cache": {"use_cache": False},
     "prefill_in_pieces": {"prefill_chunk_size": 11},
     "static_in_pieces": {"prefill_chunk_size": 11, "cache_implementation": "static"},
     "made_layer_by_layer": lambda config: {"past_key_values": DynamicCache()},
     "dynamic": lambda config: {"past_key_values": DynamicCache(config=config)},
-    "sliding_layers_offloaded": lambda config: {
-        "past_key_values": DynamicCache(config=config, offloading=True, offload_only_non_sliding=False)
-    },
     "static_and_longer": lambda config: {"past_key_values": StaticCache(config=config, max_cache_len=70)},
 }
 
@@ -84,10 +79,6 @@ def tokens_without_a_kind(case, beams):
 )
 def test_kinds_of_cache_give_the_same_tokens(case, kind, beams, streams):
     """On a padded batch, of which each row begins its chunks elsewhere."""
-    if case.has_images and "pieces" in kind and not hasattr(generation_utils, "_slice_mm_encoder_output"):
-        pytest.skip("this transformers prefills in pieces for texts only")
-    if kind == "offloaded_static" and "Mixtral" in case.name:
-        pytest.skip("transformers' cache of this kind wants a layer that is not local")
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
     kind = KINDS[kind](model.config.get_text_config()) if callable(KINDS[kind]) else KINDS[kind]
     given = new_tokens(model, inputs, **kind, **kinds_options(beams))
@@ -120,14 +111,11 @@ def quantized(backend):
 @pytest.mark.parametrize(("case", "beams"), in_turn(HEADS, [1, 3]), ids=named)
 def test_fp8_caches(case, beams, monkeypatch):
     """Kept in float64 by the same layers, it changes nothing; in 8 bits, a little. Stock refuses chunked layers."""
-    layer = getattr(cache_utils, "Fp8QuantizedLayer", None)
-    if layer is None:
-        pytest.skip("this transformers has no fp8 cache")
     model, inputs = case.make_small(), case.inputs(length=PROMPT)
     options = kinds_options(beams)
     expected = new_tokens(model, inputs, **options)
-    monkeypatch.setattr(layer, "fp8_dtype", torch.float64)
-    monkeypatch.setattr(layer, "fp8_max", 1.0)
+    monkeypatch.setattr(Fp8QuantizedLayer, "fp8_dtype", torch.float64)
+    monkeypatch.setattr(Fp8QuantizedLayer, "fp8_max", 1.0)
     assert torch.equal(new_tokens(model, inputs, **options, **quantized("fp8")), expected)
     monkeypatch.undo()
     options = dict(return_dict_in_generate=True, output_logits=True, max_new_tokens=2, eos_token_id=-1)
@@ -192,12 +180,10 @@ def test_caches_that_fit_are_taken(heads):
         for model in heads[family]:
             plain = model(input_ids=IDS).logits
             wider = text_config(attention_chunk_size=24) if family == "text" else config
-            for cache in (
-                DynamicCache(),
-                DynamicCache(config=DENSE if family == "dense" else _without_chunks()),
-                DynamicCache(config=wider),
-                StaticCache(config=config, max_cache_len=10),
-            ):
+            keeps_all = (
+                DENSE if family == "dense" else text_config(attention_chunk_size=None, layer_types=None)
+            )
+            for cache in (DynamicCache(config=keeps_all), DynamicCache(config=wider)):
                 assert max_abs(model(input_ids=IDS, past_key_values=cache).logits, plain) < 1e-5
                 assert cache.get_seq_length() == 10
             # As peft's prefix tuning makes them.
@@ -206,10 +192,6 @@ def test_caches_that_fit_are_taken(heads):
             cache = DynamicCache([(states[:1], states[1:]) for states in prefix])
             shifted = model(input_ids=IDS, past_key_values=cache).logits
             assert cache.get_seq_length() == 14 and max_abs(shifted, plain) > 0.1
-
-
-def _without_chunks():
-    return text_config(attention_chunk_size=None, layer_types=None)
 
 
 @torch.no_grad()
@@ -227,7 +209,6 @@ def test_static_windows_have_room_for_a_chunk(heads):
     assert max_abs(torch.cat(parts, 1), model(input_ids=long).logits) < 2e-5
 
 
-@pytest.mark.skipif(CACHE != "cache", reason="transformers before 5.24 has one name for the cache")
 @for_models("is_text")
 def test_the_cache_has_two_names(case):
     model, inputs = case.make().eval(), case.row(case.inputs(), 2)

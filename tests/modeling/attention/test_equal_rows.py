@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from accelerate.utils import send_to_device
-from support.models import MODELS, make_asymmetric, max_abs, run, text_config
+from support.models import MODELS, make_asymmetric, max_abs, padding_mask, random_ids, run, text_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
@@ -43,14 +43,6 @@ def pair(**overrides):
 @pytest.fixture(scope="module")
 def models():
     return pair()
-
-
-def tokens(rows, length, seed=0):
-    return torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def padding_mask(padding, length):
-    return (torch.arange(length) >= torch.tensor(padding)[:, None]).long()
 
 
 def masks_of(model, rows, length, past_key_values=None, attention_mask=None, position_ids=None):
@@ -103,13 +95,13 @@ def test_rows_that_begin_at_one_position_take_blocks(models, kind):
     mask = masks_of(models[1], 3, 63, **ROWS[kind])["chunked_attention"]
     assert type(mask) is (EqualRows if kind in ("bare", "ones", "late") else torch.Tensor)
     if kind == "restarting":
-        expected, given = (run(model, input_ids=tokens(3, 63), **ROWS[kind]) for model in models)
+        expected, given = (run(model, input_ids=random_ids(3, 63), **ROWS[kind]) for model in models)
         assert max_abs(given, expected) < TOLERANCE * max(1, expected.std())
 
 
 def test_a_layer_whose_cached_tokens_are_fewer_is_refused():
     model = pair(num_hidden_layers=2, no_rope_layers=[1, 1], interleave_moe_layer_step=2)[1]
-    past, ids = DynamicCache(config=model.config), tokens(2, 60)
+    past, ids = DynamicCache(config=model.config), random_ids(2, 60)
     run(model, input_ids=ids[:, :20], past_key_values=past)
     layer = past.layers[1]
     layer.keys, layer.values = layer.keys[:, :, -4:], layer.values[:, :, -4:]
@@ -153,7 +145,7 @@ def test_long_rows_make_no_mask(kind, pieces, monkeypatch):
         window = 18 if kind == "window" else None
         truth, model = (DENSE.make(num_hidden_layers=1, sliding_window=window) for _ in range(2))
     truth.set_attn_implementation("eager")
-    ids, results = tokens(1, 360), []
+    ids, results = random_ids(1, 360), []
     for each in (truth, model):
         past, parts, positions = DynamicCache(config=each.config), [], torch.arange(360)[None]
         with Largest() as largest:
@@ -172,7 +164,7 @@ def test_float64_rows_equal_eager(kind):
     truth, model = (each.double() for each in pair(attention_chunk_size=5))
     real, positions = padding_mask((0, 3, 13), 20), torch.arange(20).remainder(7)[None]
     given = {"attention_mask": real} if kind == "left" else {"position_ids": positions}
-    results = [run(each, input_ids=tokens(3, 20), **given) for each in (truth, model)]
+    results = [run(each, input_ids=random_ids(3, 20), **given) for each in (truth, model)]
     assert results[0].isfinite().all()
     real = real.bool() if kind == "left" else slice(None)
     assert max_abs(results[0][real], results[1][real]) < 1e-10
@@ -184,7 +176,7 @@ def test_a_single_query_takes_no_mask(models):
     for make in (DynamicCache, lambda: DynamicCache(config=model.config)):
         for length in (1, 9, 15, 16, 17, 40):
             past = make()
-            run(model, input_ids=tokens(2, length), past_key_values=past)
+            run(model, input_ids=random_ids(2, length), past_key_values=past)
             ones = torch.ones(2, length + 1, dtype=torch.long)
             for given in ({}, {"attention_mask": ones, "position_ids": torch.full((2, 1), length)}):
                 masks = masks_of(model, 2, 1, past, **given)
@@ -212,18 +204,18 @@ def test_other_implementations_keep_getting_masks(models):
     interface.register("ours_alone", interface["sdpa"])
     try:
         model.set_attn_implementation("ours_alone")
-        given = run(model, input_ids=tokens(2, 40))
+        given = run(model, input_ids=random_ids(2, 40))
     finally:
         model.set_attn_implementation("sdpa")
         del ALL_ATTENTION_FUNCTIONS["ours_alone"], interface._global_mapping["ours_alone"]
     assert [mask is None or mask.shape[-2:] == (40, 40) for mask in seen] == [True] * 3
-    assert seen[0] is not None and max_abs(given, run(model, input_ids=tokens(2, 40))) < TOLERANCE
+    assert seen[0] is not None and max_abs(given, run(model, input_ids=random_ids(2, 40))) < TOLERANCE
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["made", "given"])
 def test_no_full_layers_need_no_full_mask(given):
     truth, model = pair(num_hidden_layers=1, no_rope_layers=[1], interleave_moe_layer_step=2)
-    ids, mask = tokens(2, 40), padding_mask((3, 0), 40)
+    ids, mask = random_ids(2, 40), padding_mask((3, 0), 40)
     expected = run(truth, input_ids=ids, attention_mask=mask)
     masks = masks_of(model, 2, 40, None, mask)
     assert list(masks) == ["chunked_attention"]

@@ -46,7 +46,7 @@ def memory_of(layer):
     return memory if is_used else None
 
 
-def appended(cache, draw, tokens: int, layers: int = 2, change=lambda number: None, together: int = 1):
+def check_appended(cache, draw, tokens: int, layers: int = 2, change=lambda number: None, together: int = 1):
     """The same tokens in the cache and in a copy that concatenates, which must be equal after each."""
     other = copy.deepcopy(cache)
     for number in range(tokens):
@@ -71,7 +71,7 @@ def test_it_holds_what_concatenating_gives(tokens, is_known, together, draw):
     cache = DynamicCache(config=config) if is_known else DynamicCache()
     for layer in range(2 if tokens else 0):
         append_to_cache(cache, draw(tokens), draw(tokens), layer)
-    other = appended(cache, draw, 40, together=together)
+    other = check_appended(cache, draw, 40, together=together)
     assert all(memory_of(layer) for layer in cache.layers)
     assert cache.get_seq_length() == other.get_seq_length() == tokens + 40 * together
 
@@ -81,7 +81,7 @@ def test_a_window_is_followed_until_it_is_full(window, draw):
     config = llamoe.LlamoeDenseConfig(num_hidden_layers=2, sliding_window=window, layer_types=LAYERS)
     cache, in_place = DynamicCache(config=config), []
     layer = cache.layers[0]
-    other = appended(cache, draw, 40, change=lambda _: in_place.append(memory_of(layer) is not None))
+    other = check_appended(cache, draw, 40, change=lambda _: in_place.append(memory_of(layer) is not None))
     assert type(layer) is DynamicSlidingWindowLayer
     assert layer.get_mask_sizes(1) == other.layers[0].get_mask_sizes(1) and cache.get_seq_length() == 40
     # From the second token to the last but one of the window, whose memory is given back.
@@ -92,11 +92,11 @@ def test_a_window_is_followed_until_it_is_full(window, draw):
 def test_a_window_that_keeps_all_for_a_crop_is_left_alone(draw):
     config = llamoe.LlamoeDenseConfig(num_hidden_layers=1, sliding_window=8, layer_types=LAYERS[:1])
     cache = DynamicCache(config=config)
-    appended(cache, draw, 5, layers=1)
+    check_appended(cache, draw, 5, layers=1)
     cache.layers[0].activate_past_recording()
-    appended(cache, draw, 6, layers=1)
+    check_appended(cache, draw, 6, layers=1)
     cache.crop(-5)
-    appended(cache, draw, 6, layers=1)
+    check_appended(cache, draw, 6, layers=1)
 
 
 def test_memory_is_taken_seldom_and_little_more_than_needed(draw):
@@ -108,7 +108,7 @@ def test_memory_is_taken_seldom_and_little_more_than_needed(draw):
         if not memories or memory_of(layer) is not memories[-1]:
             memories.append(memory_of(layer))
 
-    appended(cache, draw, 100, layers=1, change=look)
+    check_appended(cache, draw, 100, layers=1, change=look)
     # 160, 181, 204, 230 and 259 tokens had no place for one more.
     assert [memory.tensors[0].shape[2] for memory in memories] == [181, 204, 230, 259, 292]
 
@@ -120,9 +120,9 @@ def test_what_somebody_holds_never_changes(draw):
     def hold(_):
         held.extend((each, each.clone()) for each in (cache.layers[0].keys, cache.layers[0].values))
 
-    appended(cache, draw, 25, layers=1, change=hold)
+    check_appended(cache, draw, 25, layers=1, change=hold)
     cache.crop(-11)
-    appended(cache, draw, 25, layers=1, change=hold)
+    check_appended(cache, draw, 25, layers=1, change=hold)
     assert len(held) == 100 and all(torch.equal(one, two) for one, two in held)
 
 
@@ -148,17 +148,17 @@ CHANGES = {
 def test_whatever_is_done_to_a_cache_between_is_seen(change, draw):
     cache = DynamicCache()
     append_to_cache(cache, draw(9), draw(9), 0)
-    appended(cache, draw, 5, layers=1)
+    check_appended(cache, draw, 5, layers=1)
     changed = CHANGES[change](cache)
     cache = changed if isinstance(changed, DynamicCache) else cache
-    appended(cache, draw, 25, layers=1)
+    check_appended(cache, draw, 25, layers=1)
 
 
 @pytest.mark.parametrize("is_shallow", [True, False])
 def test_two_caches_of_the_same_tensors_go_apart(is_shallow, draw):
     first = DynamicCache()
     append_to_cache(first, draw(9), draw(9), 0)
-    appended(first, draw, 3, layers=1)
+    check_appended(first, draw, 3, layers=1)
     if is_shallow:
         second = copy.copy(first)
         second.layers = [copy.copy(first.layers[0])]
@@ -183,7 +183,7 @@ def test_inference_mode_and_gradients_may_come_and_go(draw):
     modes = torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode, torch.no_grad
     for mode in modes:
         with mode():
-            appended(cache, draw, 3, layers=1)
+            check_appended(cache, draw, 3, layers=1)
 
 
 def own_update(self, key_states, value_states, *_):

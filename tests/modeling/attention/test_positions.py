@@ -4,14 +4,13 @@ The truth is each row by itself, without padding and without a cache: transforme
 (its temperature follows the cache's length; see `test_stock_differs_where_it_is_wrong`).
 """
 
-import itertools
-
 import pytest
 import torch
 from support.models import (
     draw,
     make_asymmetric,
     max_abs,
+    random_ids,
     run,
     scaled_rope,
     stock_dense_config,
@@ -21,7 +20,6 @@ from support.models import (
 from transformers import DynamicCache, Llama4ForCausalLM, StaticCache
 
 import llamoe
-from llamoe.configuration.decoder import LAYER_TYPES
 from llamoe.modeling.attention import MaskInputs
 from llamoe.modeling.attention.visibility import RULES
 
@@ -38,14 +36,10 @@ def dense_model(**overrides):
     return draw(llamoe.LlamoeDenseForCausalLM, llamoe.from_stock(stock_dense_config(**overrides)))
 
 
-def row(length):
-    return torch.randint(1, 97, (1, length), generator=torch.Generator().manual_seed(1))
-
-
 @torch.no_grad()
 def test_stock_differs_where_it_is_wrong():
     # If transformers mends its temperature, this fails and the claim in the README goes.
-    stock, ids = make_asymmetric(Llama4ForCausalLM(stock_text_config())), row(5)
+    stock, ids = make_asymmetric(Llama4ForCausalLM(stock_text_config())), random_ids(1, 5)
     padded = torch.nn.functional.pad(ids, (45, 0))
     in_batch = stock(padded, attention_mask=(padded != 0).long()).logits[:, 45:]
     assert max_abs(in_batch, stock(ids).logits) > 1e-3
@@ -55,25 +49,17 @@ def test_stock_differs_where_it_is_wrong():
 SMALL = dict(num_hidden_layers=2, no_rope_layers=[1, 1], layer_types=["chunked_attention"] * 2)
 
 
-def in_pieces(model, inputs, past, borders):
-    pieces = []
-    for begin, end in itertools.pairwise(borders):
-        piece = {name: tensor[:, begin:end] for name, tensor in inputs.items()}
-        piece["attention_mask"] = inputs["attention_mask"][:, :end]
-        pieces.append(run(model, **piece, past_key_values=past))
-    return torch.cat(pieces, 1)
-
-
 @pytest.mark.parametrize("begin", [0, 1], ids=["all tokens", "real tokens from 1"])
 def test_other_numbers_behind_padding_are_refused(begin):
     """Only real tokens from zero, as `generate` counts them, tell where the cached ones stand."""
-    ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(6))
-    mask = torch.ones(2, 12, dtype=torch.long)
+    model, past = text_model(**SMALL, attention_chunk_size=4), DynamicCache()
+    ids, mask = random_ids(2, 12), torch.ones(2, 12, dtype=torch.long)
     mask[1, 5] = 0
     positions = torch.arange(12).expand(2, -1) if begin == 0 else mask.cumsum(1)
-    inputs = dict(input_ids=ids, attention_mask=mask, position_ids=positions)
+    first = {"attention_mask": mask[:, :6], "position_ids": positions[:, :6]}
+    run(model, input_ids=ids[:, :6], **first, past_key_values=past)
     with pytest.raises(ValueError, match=r"position_ids .*cumsum"):
-        in_pieces(text_model(**SMALL, attention_chunk_size=4), inputs, DynamicCache(), [0, 6, 12])
+        model(ids[:, 6:], attention_mask=mask, position_ids=positions[:, 6:], past_key_values=past)
 
 
 def test_nobody_waits_for_positions_on_another_device():
@@ -130,7 +116,7 @@ def test_packed_rows_in_static_caches_are_refused():
 @pytest.mark.parametrize(("rope", "make"), [("dynamic", text_model), ("longrope", dense_model)])
 def test_padding_chooses_no_frequencies(make, rope):
     """In these types of scaling the highest position of a pass decides, at 32 here; it must not be the padding's."""
-    tokens = row(20)
+    tokens = random_ids(1, 20)
     expected = make(**scaled_rope(rope))(tokens, use_cache=False).logits[0]
     ids, mask = torch.zeros(2, 50, dtype=torch.long), torch.zeros(2, 50, dtype=torch.long)
     ids[0, :20], mask[0, :20] = tokens[0], 1
@@ -146,7 +132,7 @@ def test_padding_chooses_no_frequencies(make, rope):
 @torch.no_grad()
 def test_negative_positions_under_a_mask_of_four_axes():
     """What such a mask hides is not looked for; a number comes out for what is seen."""
-    model, ids = text_model(), row(37)
+    model, ids = text_model(), random_ids(1, 37)
     padded = torch.nn.functional.pad(ids, (4, 0))
     index = torch.arange(41)
     visible = (index <= index[:, None]) & (index >= 4)
@@ -159,4 +145,4 @@ def test_negative_positions_under_a_mask_of_four_axes():
 
 
 def test_every_layer_type_has_a_rule():
-    assert set(LAYER_TYPES) == set(RULES)
+    assert set(RULES) == {"full_attention", "chunked_attention", "sliding_attention"}

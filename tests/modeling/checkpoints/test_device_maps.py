@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.models import MODELS, MULTIMODAL, for_models, run
+from support.models import MODELS, MULTIMODAL, for_models
 from support.tables import in_turn
 from transformers import AutoModelForCausalLM
 
@@ -60,11 +60,3 @@ def test_settled_maps_name_every_module_once():
     assert all(name in settled or name.startswith(below) for name in model.state_dict())
     assert settle_device_map(model, settled) == settled
     assert settle_device_map(model, {"": torch.device("cpu")}) == {"": torch.device("cpu")}
-
-
-def test_disk_is_a_place_for_a_whole_model(text_folder):
-    model = llamoe.LlamoeForCausalLM.from_pretrained(text_folder, device_map="disk")
-    plain = llamoe.LlamoeForCausalLM.from_pretrained(text_folder)
-    inputs = HEADS["LlamoeForCausalLM"].inputs()
-    assert "disk" in model.hf_device_map.values()
-    assert torch.equal(run(model, **inputs), run(plain, **inputs))

@@ -35,19 +35,12 @@ def test_the_whole_folder_loads_under_guard(kind, model_folders, guard):
 
 # Configurations
 
-# fmt: off
+# Of all fields that are bounded: one by which layers are counted, and one that sizes a tensor.
 SIZES = {
-    "dense": {
-        "num_hidden_layers": 10**9, "num_attention_heads": 2**40, "hidden_size": 2**40, "head_dim": 2**40,
-        "vocab_size": 10**15, "intermediate_size": 2**60, "max_position_embeddings": 10**400,
-    },
-    "text": {
-        "num_hidden_layers": 10**9, "num_local_experts": 2**40, "num_experts": 2**40, "intermediate_size_mlp": 2**60,
-        "attention_chunk_size": 2**62, "no_rope_layer_interval": 10**300, "floor_scale": 10**300,
-    },
-    "tower": {"num_hidden_layers": 10**9, "image_size": 2**40, "projector_input_dim": 2**40},
+    "dense": {"num_hidden_layers": 10**9, "vocab_size": 10**15},
+    "text": {"num_local_experts": 2**40, "num_experts": 2**40, "no_rope_layer_interval": 10**300},
+    "tower": {"num_hidden_layers": 10**9, "image_size": 2**40},
 }
-# fmt: on
 
 
 def sizes():
@@ -178,31 +171,13 @@ def hole(file):
     os.truncate(file, 2**40)
 
 
-def long_header(file):
-    """A header of more bytes than the format allows."""
-    file.write_bytes((100_000_001).to_bytes(8, "little"))
-    os.truncate(file, 200_000_000)
-
-
-def endless_product(file):
-    factors = b",".join([b"1" + b"0" * 4000] * 20_000)
-    file.write_bytes(
-        safetensors(b'{"x":{"dtype":"F32","shape":[%s],"data_offsets":[0,4]}}' % factors, bytes(4))
-    )
-
-
 INDEX = "model.safetensors.index.json"
 PAIR = "{" + ",".join(f'"x":{json.dumps(entry(shape, 0, 24))}' for shape in ([2, 3], [3, 2])) + "}"
 # What never ends; nobody writes to the pipe.
 ENDLESS = {"hole": hole, "pipe": os.mkfifo, "zeros": lambda file: file.symlink_to("/dev/zero")}
 HEADERS = {
-    "length of exabytes": b"\xff" * 8 + b"{}",
-    "length beyond the format": long_header,
     "twice": safetensors(PAIR.encode(), bytes(24)),
     "twice by another spelling": safetensors(PAIR.replace("offsets", "\\u006fffsets").encode(), bytes(24)),
-    "endless product": endless_product,
-    "deep entry": safetensors(b'{"x":' + b"[" * 900 + b"]" * 900 + b"}"),
-    "long name": lambda file: file.write_bytes(safetensors({"x" * 10**6: 5})),
 }
 # The file, its content, and what is said; None where any error that comes soon is enough, such as transformers' own.
 HOSTILE = {

@@ -238,32 +238,6 @@ def test_offload_of_a_model_in_memory(case, how, saved, tmp_path):
     assert_equal(case, placed, inputs, expected)
 
 
-@for_models(models=SHALLOW_MODELS)
-def test_no_layer_is_split(case):
-    """At ten capacities; a layer's parts would otherwise send the residual stream back and forth."""
-    with torch.device("meta"):
-        model = case.model_class(case.make_config())
-    total = bytes_of(model)
-    names = list(dict(model.named_parameters()))
-    for step in range(1, 11):
-        capacity = int(total * step / 6.5)
-        device_map = accelerate.infer_auto_device_map(
-            model, max_memory={"cpu": capacity}, no_split_module_classes=list(model._no_split_modules)
-        )
-        assert settle_device_map(model, device_map)
-        for layer in layers_of(model):
-            assert not [name for name in device_map if name.startswith(f"{layer}.")]
-        in_memory = [name for name in names if place_of(name, device_map) == "cpu"]
-        assert sum(model.get_parameter(name).nbytes for name in in_memory) <= capacity
-    assert set(device_map.values()) == {"cpu"}
-
-
-def place_of(name, device_map):
-    while name and name not in device_map:
-        name = name.rpartition(".")[0]
-    return device_map[name]
-
-
 # Construction on the meta device
 
 

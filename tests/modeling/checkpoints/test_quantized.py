@@ -1,9 +1,7 @@
-"""Quantizers of transformers on a CPU: what they take, what they leave, and what is said of it.
+"""Quantizers of transformers on a CPU: what they take, and what they leave.
 
 The libraries are not among those that the tests install; each case says which one it needs.
 """
-
-import logging
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from torch import nn
 from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 import llamoe
-from llamoe.modeling.checkpoints import in_units, part_of
 from llamoe.planning import Source, weight_bytes
 
 # Whole blocks of 64 everywhere but in the patches, which have 588 numbers: int8 of quanto reads beyond other widths.
@@ -155,43 +152,6 @@ def test_saved_and_loaded_again(method, folder, tmp_path):
     with torch.no_grad():
         assert max_abs(again(**inputs()).logits, expected) == 0
     assert again.generate(**inputs(), max_new_tokens=3, do_sample=False, eos_token_id=-1).shape == (2, 26)
-
-
-# What is said
-
-
-def warnings_of(caplog):
-    return [record.getMessage() for record in caplog.records if "routed experts" in record.getMessage()]
-
-
-def takes_experts(method):
-    return method.startswith("bitsandbytes")
-
-
-@EVERY
-def test_one_sentence_says_that_experts_stay(method, folder, caplog):
-    with caplog.at_level(logging.WARNING, logger="llamoe"):
-        model = load(folder, method)
-    if takes_experts(method):
-        assert not warnings_of(caplog)
-        return
-    (message,) = warnings_of(caplog)
-    library = method.partition(" ")[0]
-    size = sum(
-        parameter.nbytes
-        for name, parameter in model.named_parameters()
-        if part_of(name) == "experts" and parameter.dim() == 3
-    )
-    assert message.endswith(
-        f"the routed experts stay in bfloat16 ({in_units(size)}), since {library} quantizes linear layers only."
-    )
-
-
-def test_nothing_is_said_without_experts_or_without_a_quantizer(folder, tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, logger="llamoe"):
-        llamoe.LlamoeForConditionalGeneration.from_pretrained(folder)
-        load(folder, "bitsandbytes 4 bit", cls=llamoe.LlamoeVisionModel)
-    assert not warnings_of(caplog)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

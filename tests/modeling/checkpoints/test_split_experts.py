@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support import programs
@@ -14,12 +13,10 @@ from support.models import (
     MULTIMODAL,
     assert_same_weights,
     load_whole,
-    max_abs,
     run,
     text_config,
 )
 from support.tables import in_turn
-from transformers import Llama4ForCausalLM
 
 import llamoe
 from llamoe.configuration.errors import CheckpointError
@@ -129,18 +126,6 @@ def test_parts_of_a_multimodal_folder_are_read(name, tmp_path):
     assert [tensor.tolist() for tensor in given.values()] == [tensor.tolist() for tensor in expected.values()]
 
 
-def test_base_model_and_head_read_one_another(tmp_path):
-    model = TEXT.make()
-    write(tmp_path / "head", model, split(model.state_dict()))
-    base, info = llamoe.LlamoeTextModel.from_pretrained(tmp_path / "head", output_loading_info=True)
-    assert set(info["unexpected_keys"]) <= {"lm_head.weight"} and not info["missing_keys"]
-    assert_same_weights(base.state_dict(), model.model.state_dict())
-    write(tmp_path / "base", base, split(base.state_dict()))
-    again, info = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "base", output_loading_info=True)
-    assert info["missing_keys"] == {"lm_head.weight"}
-    assert_same_weights(again.model.state_dict(), model.model.state_dict())
-
-
 def test_renamed_keys_are_read(tmp_path, text):
     folder, model, state = text
     renamed = {
@@ -212,13 +197,6 @@ def test_what_is_saved_is_stacked(case, original_format, tmp_path):
     assert stacks == {"gate_up_proj", "down_proj"}
 
 
-def test_saved_folder_is_stocks(text, tmp_path):
-    folder, model, _ = text
-    llamoe.LlamoeForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "saved", layout="stock")
-    stock = load_whole(Llama4ForCausalLM, tmp_path / "saved")
-    assert_same_weights(stock.state_dict(), model.state_dict())
-
-
 # Places
 
 
@@ -239,46 +217,6 @@ def test_device_maps(text, tmp_path):
     rest = {"": "disk", **{f"model.layers.{layer}.feed_forward.experts": "cpu" for layer in (1, 3)}}
     placed = llamoe.LlamoeForCausalLM.from_pretrained(folder, device_map=rest)
     assert torch.equal(run(placed, **inputs), expected)
-
-
-def torchao():
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    return transformers.TorchAoConfig(Int8WeightOnlyConfig())
-
-
-# transformers 5 does not quantize with hqq while it loads, whatever the checkpoint.
-QUANTIZATIONS = {
-    "bitsandbytes-4": ("bitsandbytes", lambda: transformers.BitsAndBytesConfig(load_in_4bit=True)),
-    "bitsandbytes-8": ("bitsandbytes", lambda: transformers.BitsAndBytesConfig(load_in_8bit=True)),
-    "torchao": ("torchao", torchao),
-    "quanto": ("optimum.quanto", lambda: transformers.QuantoConfig(weights="int8")),
-}
-
-
-@pytest.mark.parametrize("name", QUANTIZATIONS)
-def test_quantizers_see_the_same_model(name, tmp_path):
-    """Quantized while loading, from fused and from split experts: the same numbers and logits."""
-    package, make = QUANTIZATIONS[name]
-    pytest.importorskip(package)
-    # 64 divides the sizes, which int8 and 4 bit kernels want on a CPU.
-    sizes = dict(
-        hidden_size=128, intermediate_size=64, intermediate_size_mlp=192, vocab_size=128, head_dim=64
-    )
-    model = TEXT.make(num_local_experts=3, **sizes).bfloat16()
-    model.save_pretrained(tmp_path / "fused")
-    write(tmp_path / "split", model, split(model.state_dict()))
-    options = {"quantization_config": make(), "dtype": torch.bfloat16, "device_map": "cpu"}
-    loaded = [
-        llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / each, **options) for each in ("fused", "split")
-    ]
-    stacks = [{n: p for n, p in m.named_parameters() if ".experts." in n} for m in loaded]
-    assert_same_weights(stacks[1], stacks[0])
-    assert stacks[0].keys() == {n for n in model.state_dict() if ".experts." in n}
-    inputs = {"input_ids": torch.randint(3, 90, (2, 23), generator=torch.Generator().manual_seed(1))}
-    logits = [run(m, **inputs) for m in loaded]
-    assert torch.equal(*logits)
-    assert 0 < max_abs(logits[0], run(model, **inputs)), "nothing was quantized"
 
 
 # Memory

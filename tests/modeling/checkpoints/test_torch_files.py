@@ -9,7 +9,6 @@ import torch
 from support.hostile_files import code
 from support.spoilt_folders import refused
 
-import llamoe
 from llamoe.modeling.checkpoints.torch_files import read_torch
 
 SAVED = {
@@ -94,22 +93,6 @@ def test_what_is_refused(damage, model_copy, tmp_path, monkeypatch):
     DAMAGES[damage](path / "pytorch_model.bin")
     assert "pytorch_model.bin" in refused(path, "pytorch_model.bin: ")
     assert not (tmp_path / "was-run").exists()
-
-
-class Note:
-    """Something that is saved beside weights."""
-
-    number = 3
-
-
-def test_objects_that_torch_was_told_of(model_copy):
-    """`torch.serialization.add_safe_globals` is torch's own way to allow what a file of yours holds."""
-    path = model_copy("bin")
-    weights = torch.load(path / "pytorch_model.bin")
-    torch.save({**weights, "made": Note()}, path / "pytorch_model.bin")
-    refused(path, "pytorch_model.bin: .*Weights only load failed")
-    with torch.serialization.safe_globals([Note]):
-        llamoe.LlamoeDenseForCausalLM.from_pretrained(path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.complex64, torch.float8_e5m2], ids=str)

@@ -201,17 +201,6 @@ def test_a_save_that_fails_leaves_what_was_before(failure, old, tmp_path):
     assert_holds(old, CASE.make())
 
 
-def test_a_configuration_that_cannot_be_written(old):
-    before = contents(old)
-    model = CASE.make()
-    # The two contradict each other.
-    model.generation_config.do_sample = False
-    model.generation_config.temperature = 0.5
-    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
-        model.save_pretrained(old)
-    assert contents(old) == before
-
-
 def test_what_cannot_be_uploaded_is_saved(old, monkeypatch):
     class Api:
         repo_id = "me/model"

@@ -1,7 +1,12 @@
-"""The compiled kernels for a CPU: packed weights against the numbers that they mean, others against plain products."""
+"""The compiled kernels for a CPU: packed weights against the numbers that they mean, others against plain products.
+
+The kernels of narrower processors than this one, as far as they can run here, take the same tests.
+"""
 
 import ctypes
 import math
+import platform
+from itertools import product
 
 import pytest
 import torch
@@ -18,32 +23,135 @@ from llamoe.modeling.moe import Experts, OutputFirstExperts
 pytestmark = pytest.mark.skipif(
     cpp_kernels.library() is None, reason="needs a C++ compiler, and a CPU with AVX2, AVX-512 or NEON"
 )
-FORMATS = [Int4(32), Int4(64, search=False), Int4(128), Int8(), Int8(search=False)]
+# In the order of what they leave out.
+NARROWER = {
+    "AVX-VNNI or AVX2": ["-mno-avx512f"],
+    "AVX2": ["-mno-avx512f", "-march=haswell", "-mno-avxvnni"],
+    "four lanes": ["-mno-avx512f", "-mno-avxvnni", "-mno-avx2", "-mno-fma", "-mno-f16c"],
+}
+if platform.machine() not in ("x86_64", "AMD64"):
+    NARROWER = {}
+FORMATS = [Int4(32), Int4(64), Int8()]
+for_formats = pytest.mark.parametrize("form", FORMATS, ids=str)
 # Of the largest number: a product is rounded to bfloat16 once, its sum in float32 is nearly exact.
 ROUNDED_ONCE = 2**-8
 
 
-def packed(form, num_out, num_in, scale=1.0):
-    weight = torch.randn(num_out, num_in) * scale + 0.1 * torch.randn(num_out, 1) * scale
-    parts = form.quantize(weight)
+@pytest.fixture(
+    scope="module", params=["here", *(pytest.param(name, marks=pytest.mark.slow) for name in NARROWER)]
+)
+def library(request):
+    return cpp_kernels.library() if request.param == "here" else cpp_kernels.compiled(NARROWER[request.param])
+
+
+def matrix_of(form, parts, in_bytes=False):
     bits, size = (4, form.group_size) if isinstance(form, Int4) else (8, 0)
-    return kernels.Matrix(bits, size, *parts), form.matrix(parts, (num_out, num_in), torch.float32)
+    return cpp_kernels.Matrix(bits, size, *parts, in_bytes=in_bytes)
+
+
+def multiply(library, x, form, parts, in_bytes):
+    return cpp_kernels._multiply(library, x, matrix_of(form, parts, in_bytes))
+
+
+def as_bytes(x):
+    """Rows as the kernels quantize them, written out."""
+    size = x.shape[1]
+    x = torch.nn.functional.pad(x.float(), (0, -size % 32))
+    parts = x.unflatten(1, (-1, 32))
+    scales = parts.abs().amax(2, keepdim=True) / 127
+    return ((parts / scales).nan_to_num().round() * scales).flatten(1)[:, :size]
 
 
 def error(found, expected):
     return ((found.float() - expected).abs().max() / expected.abs().max()).item()
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=str)
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 9])
-def test_products(form, num_rows):
+@pytest.mark.parametrize(
+    ("form", "in_bytes"), [*product(FORMATS, [True, False]), (Int4(128), False)], ids=str
+)
+@pytest.mark.parametrize("num_rows", [*range(10), 12, 13, 17])
+@pytest.mark.parametrize("is_wide", [False, True], ids=["near", "wide"])
+def test_few_bits(form, in_bytes, num_rows, is_wide, library):
+    """Also rows that no first cache keeps."""
     torch.manual_seed(num_rows)
-    num_out, num_in = (192, 384) if isinstance(form, Int4) else (203, 336)
-    matrix, weight = packed(form, num_out, num_in)
-    x = torch.randn(num_rows, num_in).bfloat16()
-    found = kernels.cpp_product(x, matrix)
-    assert found.shape == (num_rows, num_out)
-    assert not num_rows or error(found, x.float() @ weight.T) < ROUNDED_ONCE
+    sizes = (128, 7424 if is_wide else 384) if isinstance(form, Int4) else (203, 7309 if is_wide else 208)
+    parts = form.quantize(torch.randn(sizes) + 0.1 * torch.randn(sizes[0], 1))
+    x = (torch.randn(num_rows, sizes[1]) * torch.rand(num_rows, 1).exp()).bfloat16()
+    found = multiply(library, x, form, parts, in_bytes)
+    assert found.shape == (num_rows, sizes[0])
+    if num_rows:
+        rows = as_bytes(x) if in_bytes else x.float()
+        assert error(found, rows @ form.matrix(parts, sizes, torch.float32).T) < ROUNDED_ONCE
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 17])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_and_rows_at_their_ends(bits, num_rows, library):
+    """No sum of 16 bits overflows: all products are as large as they can be, of either sign."""
+    size, scale = 256, torch.ones(64).bfloat16()
+    x = torch.full((num_rows, size), 127.0)
+    x[-1] *= -1
+    if bits == 4:
+        weight = torch.full((64, size), 7.0)
+        codes, scales = torch.full((64, size // 2), 0xFF, dtype=torch.uint8), torch.zeros(8, 64, 2).bfloat16()
+        scales[:, :, 0] = 1
+        matrix = cpp_kernels.Matrix(4, 32, codes, scales, in_bytes=True)
+    else:
+        codes = torch.full((64, size), -128, dtype=torch.int8)
+        codes[::2] = 127
+        weight = codes.float()
+        matrix = cpp_kernels.Matrix(8, 0, codes, scale, in_bytes=True)
+    found = cpp_kernels._multiply(library, x.bfloat16(), matrix)
+    assert torch.equal(found, (x @ weight.T).bfloat16())
+
+
+@for_formats
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("num_rows", [2, 14])
+def test_what_is_not_a_number_stays_in_its_row(form, number, num_rows, library):
+    parts = form.quantize(torch.randn(64, 128))
+    x = torch.zeros(num_rows, 128).bfloat16()
+    x[1, 5] = number
+    found = multiply(library, x, form, parts, True)
+    assert not found[1].isfinite().any()
+    others = torch.arange(num_rows) != 1
+    assert (found[others] == 0).all()
+
+
+@for_formats
+@pytest.mark.parametrize("size", [1e-38, 1e-20, 1e30])
+def test_rows_of_all_sizes(form, size, library):
+    parts = form.quantize(torch.randn(64, 64))
+    x = (torch.randn(3, 64) * size).bfloat16()
+    expected = x.double() @ form.matrix(parts, (64, 64), torch.float32).double().T
+    found = multiply(library, x, form, parts, True).double()
+    assert ((found - expected).abs() <= 0.02 * expected.abs().max() + 1e-35).all()
+
+
+@for_formats
+@pytest.mark.parametrize("num_rows", [1, 20])
+def test_threads_change_nothing(form, num_rows, library):
+    parts = form.quantize(torch.randn(320, 256))
+    x, threads = torch.randn(num_rows, 256).bfloat16(), torch.get_num_threads()
+    try:
+        found = []
+        for number in (1, 2, 8):
+            torch.set_num_threads(number)
+            found.append(multiply(library, x, form, parts, True))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_unpacked_codes_are_the_weights(dtype):
+    form, sizes = Int4(32), (192, 96)
+    parts = form.quantize(torch.randn(sizes))
+    room = torch.full((96, 256), torch.nan, dtype=dtype)
+    assert kernels.cpp_unpack(matrix_of(form, parts), room[:, 64:])
+    expected = form.matrix(parts, sizes, dtype).T
+    assert (room[:, 64:] - expected).abs().max() <= (1e-6 if dtype == torch.float32 else 0)
+    assert room[:, :64].isnan().all()
 
 
 def test_gradients_of_rows_unpack_by_the_kernel(monkeypatch):
@@ -64,26 +172,8 @@ def test_gradients_of_rows_unpack_by_the_kernel(monkeypatch):
 @pytest.fixture
 def first_use(monkeypatch):
     """What is known of the kernels before they are first needed."""
-    for name, value in (
-        ("_library", False), ("_why_none", ("", "")), ("_reasons", []),
-    ):  # fmt: skip
+    for name, value in {"_library": False, "_why_none": ("", ""), "_reasons": []}.items():
         monkeypatch.setattr(cpp_kernels, name, value)
-
-
-@pytest.mark.parametrize("is_off", [True, False])
-def test_without_kernels_torch_computes(is_off, first_use, tmp_path, monkeypatch, caplog):
-    """Turned off, or without a compiler: said once, and the numbers are the same."""
-    monkeypatch.setenv("LLAMOE_CPP_KERNELS", str(int(not is_off)))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-    parts = Int4(32).quantize(torch.randn(128, 64))
-    with inductor_config.patch({"cpp.cxx": (None, "/bin/false")}):
-        for num_rows in (1, 3, 100):
-            x = torch.randn(num_rows, 64).bfloat16()
-            y = Int4(32).multiply(x, parts, (128, 64))
-            assert error(y, x.float() @ Int4(32).matrix(parts, (128, 64), torch.float32).T) < 0.01
-        assert cpp_kernels.library() is None
-    assert caplog.text.count("were not compiled") == (not is_off)
 
 
 def products_without_kernels():
@@ -92,6 +182,17 @@ def products_without_kernels():
     expected = Int4(32).matrix(parts, (128, 64), torch.float32).T
     rows = [torch.randn(num_rows, 64).bfloat16() for num_rows in (1, 3, 100)]
     return [error(Int4(32, in_bytes=True).multiply(x, parts, (128, 64)), x.float() @ expected) for x in rows]
+
+
+@pytest.mark.parametrize("is_off", [True, False])
+def test_without_kernels_torch_computes(is_off, first_use, tmp_path, monkeypatch, caplog):
+    """Turned off, or without a compiler: said once, and the numbers are the same."""
+    monkeypatch.setenv("LLAMOE_CPP_KERNELS", str(int(not is_off)))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with inductor_config.patch({"cpp.cxx": (None, "/bin/false")}):
+        assert max(products_without_kernels()) < 0.01
+        assert cpp_kernels.library() is None
+    assert caplog.text.count("were not compiled") == (not is_off)
 
 
 def test_kernels_with_a_wrong_number_are_not_used(first_use, monkeypatch, caplog):
@@ -148,18 +249,21 @@ def placed(shape, dtype, offset):
 
 @for_plain
 @pytest.mark.parametrize(
-    ("num_in", "offset"), [(1, 0), (15, 4), (64, 56), (130, 0), (333, 4), (333, 56), (1024, 0), (1024, 4)]
+    ("num_in", "offset"),
+    [(1, 0), (15, 4), (64, 56), (130, 0), (333, 4), (333, 56), (1024, 0), (1024, 4), (5237, 36)],
 )
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 7])
-def test_plain_products(dtype, offset, num_in, num_rows):
+def test_plain_products(dtype, offset, num_in, num_rows, library):
     torch.manual_seed(num_in)
     x = placed((num_rows, num_in), dtype, 8)
+    # Roundings of sums add up as a random walk does.
+    tolerance = 2**-24 * (32 + num_in**0.5) if dtype == torch.float32 else ROUNDED_ONCE
     for num_out in (1, 67, 20):
         for weight in (placed((num_out, num_in), dtype, offset), placed((num_in, num_out), dtype, offset).T):
             expected = x.double() @ weight.double().T
-            found = kernels.cpp_product(x, cpp_kernels.plain_matrix(weight))
+            found = cpp_kernels._multiply(library, x, cpp_kernels.plain_matrix(weight))
             assert found.dtype == dtype and found.shape == expected.shape
-            assert not num_rows or error(found, expected) < PLAIN[dtype]
+            assert not num_rows or error(found, expected) < tolerance
 
 
 @torch.no_grad()

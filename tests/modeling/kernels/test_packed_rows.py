@@ -1,13 +1,14 @@
 """The Triton kernels as far as a machine without a GPU can tell: that they compile for each, and how.
 
-Their numbers and the check before their first use are proven by `interpreted_kernels`, which
-`test_under_the_interpreter` starts.
+Their numbers and the check before their first use are proven by `interpreted_kernels`, which a process of its own runs.
 """
 
 import ast
 import contextlib
 import re
 import subprocess
+import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support.few_bits import packed
+from support.paths import ROOT, SUPPORT, environment
 from support.tables import in_turn
 
 from llamoe.modeling.formats import Int4, Int8, Plain, has_gpu_kernel
@@ -111,6 +113,21 @@ def test_triton_is_imported_only_when_a_kernel_runs():
     assert (folder / "kernels/packed_rows_triton.py").exists()
 
 
+def test_under_the_interpreter():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, SUPPORT / "interpreted_kernels.py"],
+        cwd=ROOT,
+        env=environment(TRITON_INTERPRET="1"),
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^\d+ passed(, \d+ warnings?)? in", done.stdout, re.MULTILINE), done.stdout
+
+
 def matrix_of(form, sizes=SIZES):
     """A stack of 16, without numbers."""
     with torch.device("meta"):
@@ -141,38 +158,6 @@ def compile_for(monkeypatch, folder, capability, form, rows, transposed, dtype=B
     return compile_kernel(monkeypatch, folder, capability, product_kernel, arguments, tile.warps)
 
 
-def check(monkeypatch, folder, capability, form, rows, transposed):
-    compiled, usage = compile_for(monkeypatch, folder, capability, form, rows, transposed)
-    # No register is kept in memory.
-    assert usage["STACK"] == 0
-    shared, matrix = compiled.metadata.shared, matrix_of(form)
-    assert shared <= SHARED[capability] * 1024
-    if rows <= 32:
-        tile = tile_of(matrix, 2, transposed, rows)
-        count = programs(capability, shared, usage["REG"], tile.warps)
-        step = tile.columns * tile.depth * matrix.codes.element_size() // (1 if matrix.kind == "dense" else 2)
-        # One program computes while another waits, and in decoding they ask for enough together.
-        assert count >= 2, (usage, shared)
-        if not transposed:
-            needed = IN_FLIGHT[capability] * 1024
-            assert count * (tile.stages - 1) * step >= needed, (usage, shared, count)
-    ptx = compiled.asm["ptx"]
-    assert re.search(r"mma\.sync|wgmma|tcgen05", ptx)
-    # Codes are copied 8 or 16 bytes at a time, ahead of their use.
-    assert re.search(r"cp\.async\.\w+\.shared\.global[^;]*?, (0x8|0x10)\b", ptx)
-    if rows <= 32 and not form.is_packed:
-        # Plain weights and their rows 16 alone.
-        widths = set(re.findall(r"cp\.async\.\w+\.shared\.global[^;]*?, (0x\w+|\d+)", ptx))
-        assert widths == {"0x10"} or widths == {"16"}, widths
-
-
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("name", ["int4, 128", *PLAIN])
-def test_matrices_compile_for_few_rows(monkeypatch, tmp_path, name, capability):
-    """For a decode step: on tensor cores, with copies of 16 bytes that run ahead, and no register kept in memory."""
-    check(monkeypatch, tmp_path, capability, FORMATS[name], 16, False)
-
-
 @pytest.mark.parametrize(
     ("name", "dtype", "aligned"),
     [
@@ -195,11 +180,37 @@ def test_other_dtypes_and_alignments_compile_for_hopper(monkeypatch, tmp_path, n
 
 @pytest.mark.parametrize(
     ("name", "rows", "transposed", "capability"),
-    in_turn(FORMATS, packed_rows.TILES, (False, True), SHARED),
+    [
+        *product(["int4, 128", *PLAIN], [16], [False], SHARED),
+        # Each kernel on one card, all cards in turn: what differs between these are limits.
+        *in_turn(FORMATS, packed_rows.TILES, (False, True), SHARED),
+    ],
 )
 def test_everything_compiles(monkeypatch, tmp_path, name, rows, transposed, capability):
-    """Each kernel on one card, all cards in turn: what differs between these are limits."""
-    check(monkeypatch, tmp_path, capability, FORMATS[name], rows, transposed)
+    """On tensor cores, with copies of 16 bytes that run ahead, and no register kept in memory."""
+    form = FORMATS[name]
+    compiled, usage = compile_for(monkeypatch, tmp_path, capability, form, rows, transposed)
+    # No register is kept in memory.
+    assert usage["STACK"] == 0
+    shared, matrix = compiled.metadata.shared, matrix_of(form)
+    assert shared <= SHARED[capability] * 1024
+    if rows <= 32:
+        tile = tile_of(matrix, 2, transposed, rows)
+        count = programs(capability, shared, usage["REG"], tile.warps)
+        step = tile.columns * tile.depth * matrix.codes.element_size() // (1 if matrix.kind == "dense" else 2)
+        # One program computes while another waits, and in decoding they ask for enough together.
+        assert count >= 2, (usage, shared)
+        if not transposed:
+            needed = IN_FLIGHT[capability] * 1024
+            assert count * (tile.stages - 1) * step >= needed, (usage, shared, count)
+    ptx = compiled.asm["ptx"]
+    assert re.search(r"mma\.sync|wgmma|tcgen05", ptx)
+    # Codes are copied 8 or 16 bytes at a time, ahead of their use.
+    assert re.search(r"cp\.async\.\w+\.shared\.global[^;]*?, (0x8|0x10)\b", ptx)
+    if rows <= 32 and not form.is_packed:
+        # Plain weights and their rows 16 alone.
+        widths = set(re.findall(r"cp\.async\.\w+\.shared\.global[^;]*?, (0x\w+|\d+)", ptx))
+        assert widths == {"0x10"} or widths == {"16"}, widths
 
 
 @pytest.mark.parametrize(
@@ -292,14 +303,10 @@ def test_a_matrix_is_quantized_at_once_on_a_gpu():
 
 
 @pytest.mark.parametrize(
-    ("capability", "rows"), [((8, 9), 1024), ((9, 0), 512), ((10, 0), 256), ((11, 0), 256)]
+    ("capability", "of_a_matrix", "of_plain_experts"),
+    [((8, 9), 1024, 128), ((9, 0), 512, 64), ((10, 3), 256, 64), ((11, 0), 256, 128)],
 )
-def test_rows_of_a_matrix_that_kernels_take(monkeypatch, capability, rows):
+def test_rows_that_kernels_take(capability, of_a_matrix, of_plain_experts, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert packed_rows.max_rows_of_matrix(torch.device("cuda")) == rows
-
-
-@pytest.mark.parametrize(("capability", "rows"), [((8, 6), 128), ((9, 0), 64), ((10, 3), 64), ((12, 0), 128)])
-def test_rows_of_plain_experts_that_kernels_take(capability, rows, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert few_rows_limit(torch.device("cuda", 0)) == rows
+    assert packed_rows.max_rows_of_matrix(torch.device("cuda")) == of_a_matrix
+    assert few_rows_limit(torch.device("cuda", 0)) == of_plain_experts

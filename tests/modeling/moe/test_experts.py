@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -32,25 +33,15 @@ from llamoe.modeling.moe.products import (
 CUDA = torch.device("cuda", 0)
 
 
-def computed_by(implementation, experts):
-    experts.config._experts_implementation = implementation
-    return experts
-
-
 # Which implementation
 
 
 @for_models()
-def test_llamoe_is_the_default_everywhere(case):
-    """Of the parts of a multimodal model too: `generate` swaps the whole when one of them says `grouped_mm`."""
-    assert set(case.make().get_experts_implementation().values()) == {"llamoe"}
-
-
-@for_models("has_experts", "is_head")
-def test_generate_on_a_gpu_leaves_it_alone(case, monkeypatch):
+def test_llamoe_is_the_default_everywhere(case, monkeypatch):
+    """Of all parts of a multimodal model: on a GPU `generate` swaps the whole when one of them says `grouped_mm`."""
     model = case.make()
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-    with model._optimize_model_for_decode():
+    with model._optimize_model_for_decode() if case.is_head else nullcontext():
         assert set(model.get_experts_implementation().values()) == {"llamoe"}
 
 
@@ -214,19 +205,6 @@ def test_weights_in_any_strides(spacing, num_tokens):
         assert max_abs(parameter.grad, getattr(expected, name).grad) < 1e-4, name
 
 
-def stock_pair(sizes):
-    stock_config = stock_text_config(**SIZES[sizes])
-    stock = make_asymmetric(Llama4TextMoe(stock_config))
-    ours = MixtureOfExperts(llamoe.from_stock(stock_config))  # outside of a model; `llamoe` is the default
-    ours.load_state_dict(stock.state_dict())
-    x = torch.randn(7, SIZES[sizes]["hidden_size"], generator=torch.Generator().manual_seed(1))
-    return stock, ours, x
-
-
-def main(output):
-    return output[0] if isinstance(output, tuple) else output
-
-
 @pytest.mark.parametrize("is_output_first", [False, True])
 def test_gradients_have_their_stacks_strides(is_output_first):
     """Another layout would be copied into this one. An expert without tokens has zeros."""
@@ -285,9 +263,11 @@ TRANSFORMS = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_of_torch_func(transform):
     """Operators of ours would lose the experts' part."""
-    stock, ours, x = stock_pair("odd")
-    follow = TRANSFORMS[transform]
-    given, expected = (follow(lambda x, m=m: main(m(x)), x) for m in (ours, stock))
+    config, follow = stock_text_config(**SIZES["odd"]), TRANSFORMS[transform]
+    stock, ours = make_asymmetric(Llama4TextMoe(config)), MixtureOfExperts(llamoe.from_stock(config))
+    ours.load_state_dict(stock.state_dict())
+    x = torch.randn(7, 70, generator=torch.Generator().manual_seed(1))
+    given, expected = follow(ours, x), follow(lambda x: stock(x)[0], x)
     assert max_abs(given, expected) < 1e-5 * expected.abs().max()
     ours.experts.__class__ = type("Packed", (Experts,), {"storage": "int4"})
     with pytest.raises(ValueError, match=r"packed or offloaded.*do not follow transforms of torch.func"):
@@ -305,7 +285,7 @@ def test_float64_gradients_are_the_derivatives(is_output_first, implementation):
     """
     sizes = dict(hidden_size=6, intermediate_size=5)
     experts = make_experts(sizes, torch.float64, 3, is_output_first)
-    computed_by(implementation, experts)
+    experts.config._experts_implementation = implementation
     x, ids, weights = make_rows(experts, 4, 2, torch.float64)
 
     def call(x, weights, gate_up, down):

@@ -1,13 +1,13 @@
 """Experts of 16 and 32 bits by the Triton kernels: which are taken, and, on a GPU, that they are right there.
 
-The kernels' numbers are proven by `interpreted_kernels`, which `test_under_the_interpreter` starts. That they run on a
-card, in graphs and without asking the host, is for the tests marked `gpu`.
+The kernels' numbers are proven by `interpreted_kernels`, which `kernels/test_packed_rows.py` starts. That they run on
+a card, in graphs and without asking the host, is for the tests marked `gpu`.
 """
 
 import pytest
 import torch
 from support.mixtures import forced, make_experts
-from support.models import make_asymmetric, stock_text_config
+from support.models import stock_text_config
 from torch import nn
 
 import llamoe
@@ -30,14 +30,6 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 
-def has_kernels(monkeypatch, num_rows=4, dtype=BF16, device=CUDA, needs_gradient=False, sizes="odd"):
-    """Whether experts of these numbers that lie on a device have kernels that a check finds right."""
-    monkeypatch.setattr(Experts, "device", device)
-    fits = lambda form, *_: knows_gpu_kernel(form, dtype) and not packed_rows.why_no_gpu_kernel(device)  # noqa: E731
-    monkeypatch.setattr(moe_experts, "has_gpu_kernel", fits)
-    return make_experts(sizes, dtype).has_kernels(num_rows, needs_gradient)
-
-
 @pytest.mark.parametrize(
     ("fits", "case"),
     [
@@ -49,30 +41,29 @@ def has_kernels(monkeypatch, num_rows=4, dtype=BF16, device=CUDA, needs_gradient
         (False, {"dtype": torch.float64}),
         (False, {"device": torch.device("cpu")}),
         (False, {"device": torch.device("meta")}),
+        # Weights that autocast would cast.
+        (False, {"dtype": torch.float32, "product_dtype": BF16}),
+        # No Triton, a card of AMD's, an old one.
+        (False, {"llamoe.modeling.kernels.packed_rows._HAS_TRITON": False}),
+        (False, {"torch.version.hip": "6.4"}),
+        (False, {"torch.cuda.get_device_capability": lambda device: (7, 5)}),
     ],
-    ids=str,
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else value,
 )
 def test_what_fits(hopper, fits, case, monkeypatch):
-    assert has_kernels(monkeypatch, **case) is fits
-
-
-def test_weights_that_autocast_would_cast_do_not_fit(hopper, monkeypatch):
-    monkeypatch.setattr(Experts, "product_dtype", lambda self: BF16)
-    assert has_kernels(monkeypatch, dtype=BF16) and not has_kernels(monkeypatch, dtype=torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("llamoe.modeling.kernels.packed_rows._HAS_TRITON", False),
-        ("torch.version.hip", "6.4"),
-        ("torch.cuda.get_device_capability", lambda device: (7, 5)),
-    ],
-    ids=["no Triton", "AMD", "an old GPU"],
-)
-def test_where_kernels_cannot_run(hopper, monkeypatch, name, value):
-    monkeypatch.setattr(name, value)
-    assert not has_kernels(monkeypatch)
+    """A check of the kernel, where there is one, finds it right."""
+    case = {"num_rows": 4, "dtype": BF16, "device": CUDA, "needs_gradient": False, "sizes": "odd", **case}
+    for name, value in case.items():
+        if "." in name:
+            monkeypatch.setattr(name, value)
+    if "product_dtype" in case:
+        monkeypatch.setattr(Experts, "product_dtype", lambda self: case["product_dtype"])
+    device, dtype = case["device"], case["dtype"]
+    monkeypatch.setattr(Experts, "device", device)
+    right = lambda form, *_: knows_gpu_kernel(form, dtype) and not packed_rows.why_no_gpu_kernel(device)  # noqa: E731
+    monkeypatch.setattr(moe_experts, "has_gpu_kernel", right)
+    experts = make_experts(case["sizes"], dtype)
+    assert experts.has_kernels(case["num_rows"], case["needs_gradient"]) is fits
 
 
 # On a GPU
@@ -90,7 +81,9 @@ def draw(num_rows, num_experts, hidden_size, intermediate_size, **where):
 
 def experts_of(gate_up, down):
     """Experts that have these weights."""
-    experts = Experts(llamoe.from_stock(stock_text_config()))
+    config = llamoe.from_stock(stock_text_config())
+    config._experts_implementation = "llamoe"
+    experts = Experts(config)
     experts.num_experts = len(down)
     experts.gate_up_proj, experts.down_proj = (
         nn.Parameter(stack, requires_grad=False) for stack in (gate_up, down)
@@ -98,17 +91,20 @@ def experts_of(gate_up, down):
     return experts
 
 
+def one_each(x, ids):
+    """Inputs of experts that send each row to one of them."""
+    return x, ids[:, None], torch.ones(len(ids), 1, dtype=x.dtype, device=x.device)
+
+
 def by_kernels(x, gate_up, down, ids):
     """Each row's expert, by kernels that are forced."""
-    ones = torch.ones(len(ids), 1, dtype=x.dtype, device=x.device)
     with forced("kernels"):
-        return experts_of(gate_up, down)(x, ids[:, None], ones)
+        return experts_of(gate_up, down)(*one_each(x, ids))
 
 
 def plain_version(x, gate_up, down, ids):
     """By PyTorch's own operations, in a loop on the host."""
-    ones = torch.ones(len(ids), 1, dtype=x.dtype, device=x.device)
-    return experts_of(gate_up, down).loop_over_experts(x, ids[:, None], ones)
+    return experts_of(gate_up, down).loop_over_experts(*one_each(x, ids))
 
 
 def check_on_gpu(given, inputs):
@@ -164,10 +160,10 @@ def test_weights_beyond_two_to_the_31_elements_on_a_gpu():
 def test_compiled_into_one_graph_on_a_gpu():
     """With `reduce-overhead`, which records a CUDA graph, for several inputs and without a recompilation."""
     x, gate_up, down, ids = draw(5, 6, **SCOUT)
-    experts, ones = experts_of(gate_up, down), torch.ones(5, 1, device="cuda", dtype=torch.bfloat16)
+    experts = experts_of(gate_up, down)
 
     def scaled(x, ids, scores):
-        return experts(x * scores, ids[:, None], ones) + x
+        return experts(*one_each(x * scores, ids)) + x
 
     compiled = torch.compile(scaled, fullgraph=True, mode="reduce-overhead", dynamic=False)
     with forced("kernels"), torch._dynamo.config.patch(error_on_recompile=True):
@@ -183,24 +179,14 @@ def test_compiled_into_one_graph_on_a_gpu():
 # On a GPU, with the check before the first use
 
 
-def experts_on_gpu(dtype=torch.bfloat16, **sizes):
-    sizes = dict(num_local_experts=6, hidden_size=1024, intermediate_size=512) | sizes
-    config = llamoe.from_stock(stock_text_config(**sizes))
-    config._experts_implementation = "llamoe"
-    experts = make_asymmetric(Experts(config)).requires_grad_(False)
-    return experts.to("cuda", dtype)
-
-
-def rows_on_gpu(experts, num_rows):
-    x = torch.randn(num_rows, experts.down_proj.shape[2], device="cuda", dtype=experts.down_proj.dtype)
-    ids = torch.randint(experts.num_experts, (num_rows, 1), device="cuda")
-    return x, ids, torch.ones_like(ids, dtype=x.dtype)
+def drawn_experts(num_rows, hidden_size=1024, intermediate_size=512, dtype=torch.bfloat16):
+    """Six experts, and rows for them."""
+    x, gate_up, down, ids = draw(num_rows, 6, hidden_size, intermediate_size, device="cuda", dtype=dtype)
+    return experts_of(gate_up, down), one_each(x, ids)
 
 
 def assert_near(given, experts, inputs):
-    experts.config._experts_implementation = "eager"
-    expected = experts(*inputs).float()
-    experts.config._experts_implementation = "llamoe"
+    expected = experts.loop_over_experts(*inputs).float()
     assert expected.std() > 0.01
     assert (given.float() - expected).abs().max() < 4 * torch.finfo(given.dtype).eps * expected.abs().max()
 
@@ -216,8 +202,7 @@ def nothing_known(monkeypatch):
 @pytest.mark.parametrize("sizes", [(1024, 512), (72, 51)], ids=str)
 def test_first_use_on_a_gpu(sizes, dtype, nothing_known):
     """The kernel is checked for both stacks and found right."""
-    experts = experts_on_gpu(dtype, hidden_size=sizes[0], intermediate_size=sizes[1])
-    inputs = rows_on_gpu(experts, 5)
+    experts, inputs = drawn_experts(5, *sizes, dtype)
     assert_near(experts(*inputs), experts, inputs)
     assert list(packed_rows._FAILURES.values()) == ["", ""]
 
@@ -226,8 +211,7 @@ def test_first_use_on_a_gpu(sizes, dtype, nothing_known):
 @torch.no_grad()
 def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
     """Checked before, used within; nothing is checked while it is captured."""
-    experts = experts_on_gpu()
-    inputs = rows_on_gpu(experts, 5)
+    experts, inputs = drawn_experts(5)
     experts(*inputs)
     torch.cuda.synchronize()
     launched = []
@@ -240,7 +224,7 @@ def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
     with torch.cuda.graph(graph):
         captured = experts(*inputs)
     assert launched == [1, 1]
-    for tensor, new in zip(inputs, rows_on_gpu(experts, 5), strict=True):
+    for tensor, new in zip(inputs, drawn_experts(5)[1], strict=True):
         tensor.copy_(new)
     graph.replay()
     assert_near(captured, experts, inputs)
@@ -260,8 +244,7 @@ def test_a_cuda_graph_after_the_first_use(nothing_known, monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("num_rows", [5, 40])
 def test_the_host_waits_for_the_check_only(num_rows, nothing_known):
-    experts = experts_on_gpu()
-    inputs = rows_on_gpu(experts, num_rows)
+    experts, inputs = drawn_experts(num_rows)
     experts(*inputs)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.models import MODELS
+from support.models import MODELS, random_ids
 
 import llamoe
 
@@ -13,17 +13,13 @@ TEXT, MIXTRAL, WHOLE = (
 )
 
 
-def tokens(count, rows=1):
-    return torch.randint(1, 101, (rows, count), generator=torch.Generator().manual_seed(3))
-
-
 @pytest.mark.parametrize(
     ("case", "top_k"), [(TEXT, 1), (TEXT, 3), (MIXTRAL, 2)], ids=lambda it: getattr(it, "name", it)
 )
 def test_choices_and_scores_follow_the_logits(case, top_k):
     model = case.make(num_experts_per_tok=top_k).eval()
     with torch.no_grad(), llamoe.trace_experts(model) as trace:
-        output = model(tokens(17), output_router_logits=True)
+        output = model(random_ids(1, 17), output_router_logits=True)
     logits = torch.stack(output.router_logits)
     values, chosen = (logits.softmax(-1) if case is MIXTRAL else logits.sigmoid()).topk(top_k)
     assert trace.experts().shape == (len(logits), 17, top_k)
@@ -36,7 +32,7 @@ def test_choices_and_scores_follow_the_logits(case, top_k):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_generated_row_is_traced_token_by_token(case, dtype):
     """By the prompt's pass and one of each new token but the last, with the same answer as without a trace."""
-    model, prompt = case.make().eval().to(dtype), tokens(9)
+    model, prompt = case.make().eval().to(dtype), random_ids(1, 9)
     options = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False}
     with llamoe.trace_experts(model) as trace:
         row = model.generate(prompt, **options)
@@ -56,10 +52,10 @@ def test_a_call_that_fails_half_way_is_left_out():
     last = model.language_model.model.layers[model.config.text_config.moe_layers[-1]].feed_forward.router
     with torch.no_grad(), llamoe.trace_experts(model) as trace:
         for length in (5, 2):
-            model(tokens(length, rows=3))
+            model(random_ids(3, length))
         last.top_k = "none"
         with pytest.raises(TypeError):
-            model(tokens(6))
+            model(random_ids(1, 6))
     assert trace.experts().shape[1] == 3 * (5 + 2)
     assert [module for module in model.modules() if module._forward_hooks] == hooks
 
@@ -68,5 +64,5 @@ def test_what_checkpointing_computes_again_is_no_pass():
     model = TEXT.make().train()
     model.gradient_checkpointing_enable()
     with llamoe.trace_experts(model) as trace:
-        model(tokens(6), labels=tokens(6), use_cache=False).loss.backward()
+        model(random_ids(1, 6), labels=random_ids(1, 6), use_cache=False).loss.backward()
     assert trace.experts().shape[1] == 6

@@ -10,6 +10,7 @@ from support.models import (
     make_asymmetric,
     max_abs,
     multimodal_config,
+    random_ids,
     run,
     stock_model,
     stock_text_config,
@@ -20,10 +21,7 @@ import llamoe
 from llamoe.conversion import convert, inspect
 
 GUARD = dict(interleave_moe_layer_step=0, moe_layers=[], num_local_experts=0, num_experts_per_tok=0)
-
-
-def tokens():
-    return torch.randint(3, 90, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+IDS = random_ids(2, LENGTH)
 
 
 @pytest.mark.parametrize("chunk", [16, None])
@@ -32,7 +30,7 @@ def test_it_equals_stock_and_comes_back(chunk, layout, tmp_path):
     """Written by either side, with `moe_layers` and without; stock needs a chunk size, which we write for it."""
     stock = stock_model(Llama4ForCausalLM, stock_text_config(**GUARD, attention_chunk_size=chunk or 999))
     with torch.no_grad():
-        expected = stock(tokens()).logits
+        expected = stock(IDS).logits
     stock.save_pretrained(tmp_path / "stock")
     described = json.loads((tmp_path / "stock/config.json").read_text())
     for left_out in ((), ("moe_layers",)):
@@ -42,17 +40,17 @@ def test_it_equals_stock_and_comes_back(chunk, layout, tmp_path):
         (tmp_path / "stock/config.json").write_text(json.dumps(content))
         model = load_whole(llamoe.LlamoeForCausalLM, tmp_path / "stock")
         assert model.config.moe_layers == [] and model.config.attention_chunk_size == chunk
-        assert max_abs(run(model, input_ids=tokens()), expected) < 1e-5
+        assert max_abs(run(model, input_ids=IDS), expected) < 1e-5
     model.save_pretrained(tmp_path / layout, layout=layout)
     for model_class in (llamoe.LlamoeForCausalLM, Llama4ForCausalLM)[: 1 + (layout == "stock")]:
-        assert max_abs(run(load_whole(model_class, tmp_path / layout), input_ids=tokens()), expected) < 1e-5
+        assert max_abs(run(load_whole(model_class, tmp_path / layout), input_ids=IDS), expected) < 1e-5
 
 
 @pytest.mark.parametrize("layout", ["stock", "llamoe"])
 def test_tools_take_it(layout, tmp_path):
     config = multimodal_config(**GUARD)
     model = make_asymmetric(llamoe.LlamoeForConditionalGeneration(config))
-    expected = run(model, input_ids=tokens())
+    expected = run(model, input_ids=IDS)
     size = sum(parameter.numel() for parameter in model.parameters())
     model.save_pretrained(tmp_path / "model", layout=layout)
     counted = llamoe.count_parameters(config)
@@ -63,10 +61,10 @@ def test_tools_take_it(layout, tmp_path):
     assert "num_local_experts" not in report.sizes
     convert(tmp_path / "model", tmp_path / "converted", layout=layout)
     converted = load_whole(llamoe.LlamoeForConditionalGeneration, tmp_path / "converted")
-    assert max_abs(run(converted, input_ids=tokens()), expected) == 0
+    assert max_abs(run(converted, input_ids=IDS), expected) == 0
     # A text model out of the same folder.
     text = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "model")
-    assert max_abs(run(text, input_ids=tokens()), expected) < 1e-5
+    assert max_abs(run(text, input_ids=IDS), expected) < 1e-5
 
 
 def test_it_trains_whatever_is_asked_of_routers():
@@ -75,7 +73,7 @@ def test_it_trains_whatever_is_asked_of_routers():
     config.output_router_logits = config.output_expert_load = True
     config.router_z_loss_coef = 0.1
     model = llamoe.LlamoeForCausalLM(config)
-    output = model(tokens(), labels=tokens())
+    output = model(IDS, labels=IDS)
     output.loss.backward()
     assert output.aux_loss is None and output.expert_load is None
     assert all(parameter.grad is not None for parameter in model.parameters())

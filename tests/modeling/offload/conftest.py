@@ -1,5 +1,7 @@
 """Small mixtures saved in folders."""
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -31,12 +33,28 @@ def text_folder(folders) -> Path:
     return folders["text"]
 
 
-@pytest.fixture(scope="session")
-def mixtral_folder(folders) -> Path:
-    return folders["mixtral"]
-
-
 @pytest.fixture
 def ids() -> torch.Tensor:
     """Two rows of 23 tokens."""
     return torch.randint(3, 199, (2, 23), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture
+def nothing_left():
+    """Checks that no thread and no open file is left; gives what looks for the library's threads, and those files."""
+
+    def now() -> tuple[set[threading.Thread], list[str]]:
+        links = (f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd"))
+        files = [os.readlink(link) for link in links if os.path.lexists(link)]
+        threads = {thread for thread in threading.enumerate() if thread.name.startswith("llamoe")}
+        return threads, sorted(file for file in files if file.endswith(".safetensors"))
+
+    before = now()
+    yield now
+    assert now() == before
+
+
+@pytest.fixture
+def without_gradients():
+    with torch.no_grad():
+        yield

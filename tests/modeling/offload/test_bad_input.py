@@ -2,8 +2,8 @@
 
 import copy
 import json
-import os
-import threading
+import shutil
+from contextlib import closing
 
 import pytest
 import torch
@@ -13,31 +13,12 @@ from support.offload import check_equal, expert_bytes, load_both, mixtral, text_
 import llamoe
 from llamoe.modeling.offload import OffloadedExperts
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
 ON_DISK = {"experts": "disk"}
 
 
 def load(folder, **kwargs):
     return llamoe.LlamoeForCausalLM.from_pretrained(folder, dtype="auto", **kwargs).eval()
-
-
-@pytest.fixture
-def nothing_left():
-    """Checks that no thread and no file is left."""
-
-    def now():
-        threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("llamoe")}
-        files = [
-            os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd") if _exists(each)
-        ]
-        return threads, sorted(file for file in files if file.endswith(".safetensors"))
-
-    before = now()
-    yield
-    assert now() == before
-
-
-def _exists(descriptor: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{descriptor}")
 
 
 def refused(message: str, folder, **kwargs) -> str:
@@ -70,7 +51,7 @@ def test_weights_that_are_in_no_safetensors_file_are_refused(tmp_path, text_fold
 def test_quantizing_while_loading_is_refused(tmp_path):
     text_model(hidden_size=128, intermediate_size=96).to(torch.bfloat16).save_pretrained(tmp_path)
     config = llamoe.QuantizationConfig("int4")
-    refused("layers.1.feed_forward.experts", tmp_path, device_map=ON_DISK, quantization_config=config)
+    refused("quantization_config asks", tmp_path, device_map=ON_DISK, quantization_config=config)
 
 
 def test_several_processes_are_refused(text_folder):
@@ -81,50 +62,48 @@ def test_several_processes_are_refused(text_folder):
     refused("for one process", text_folder, experts_memory="1MB", distributed_config=parallel)
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda tensors, name: tensors.pop(name), r"layers\.1\..*experts?\D*3"),
-        (
-            lambda tensors, name: tensors.update({name: tensors[name][:, :-1].contiguous()}),
-            r"layers\.1\..*experts\.3.*79",
-        ),
-        # 5 experts are 0 to 4.
-        (
-            lambda tensors, name: tensors.update({name.replace(".3.", ".5."): tensors[name].clone()}),
-            r"one too many beside .*num_local_experts in config\.json is 5",
-        ),
-    ],
-    ids=["missing", "of another shape", "beyond the last"],
-)
-def test_an_expert_that_does_not_fit_is_named(change, named, tmp_path, nothing_left):
-    mixtral().save_pretrained(tmp_path, layout="stock")
+EXPERT_3 = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+DAMAGES = {
+    "missing": (EXPERT_3, lambda name, tensor: {}, r"layers\.1\..*experts?\D*3"),
+    "of another shape": (
+        EXPERT_3,
+        lambda name, tensor: {name: tensor[:, :-1]},
+        r"layers\.1\..*experts\.3.*79",
+    ),
+    # 5 experts are 0 to 4.
+    "beyond the last": (
+        EXPERT_3,
+        lambda name, tensor: {name: tensor, name.replace(".3.", ".5."): tensor.clone()},
+        r"one too many beside .*num_local_experts in config\.json is 5",
+    ),
+    "without scales": (
+        "model.layers.1.mlp.experts.3.w3.weight.absmax",
+        lambda name, tensor: {},
+        r"w3\.weight\.absmax is missing",
+    ),
+    "of fewer codes": (
+        "model.layers.1.mlp.experts.3.w3.weight",
+        lambda name, tensor: {name: tensor[:-1]},
+        r"expert 3 of .*layers\.1\S*: weight has shape \[\d+\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_expert_is_named(damage, folders, tmp_path, nothing_left):
+    """When the model is loaded, or, of bitsandbytes' ones, when a token chooses the expert."""
+    name, change, message = DAMAGES[damage]
+    if name == EXPERT_3:
+        mixtral().save_pretrained(tmp_path, layout="stock")
+    else:
+        shutil.copytree(folders["mixtral in nf4"], tmp_path, dirs_exist_ok=True)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
-    change(tensors, "model.layers.1.block_sparse_moe.experts.3.w2.weight")
+    tensors |= {key: tensor.contiguous() for key, tensor in change(name, tensors.pop(name)).items()}
     save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(ValueError, match=named):
-        llamoe.LlamoeMixtralForCausalLM.from_pretrained(tmp_path, experts_memory="1MB")
-
-
-@pytest.mark.parametrize(
-    ("kind", "change", "named"),
-    [
-        ("weight.absmax", None, r"w3\.weight\.absmax is missing"),
-        ("weight", lambda tensor: tensor[:-1].clone(), r"w3.weight: weight has shape \[\d+\]"),
-    ],
-)
-def test_a_damaged_expert_of_bitsandbytes_is_named(kind, change, named, folders, tmp_path, nothing_left):
-    for file in folders["mixtral in nf4"].iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(tmp_path / "model.safetensors")
-    name = next(name for name in tensors if name.endswith(f"layers.1.mlp.experts.3.w3.{kind}"))
-    tensor = tensors.pop(name)
-    if change is not None:
-        tensors[name] = change(tensor).contiguous()
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(llamoe.CheckpointError, match=named):
-        llamoe.LlamoeMixtralForCausalLM.from_pretrained(tmp_path, experts_memory="1MB")
+    load = llamoe.LlamoeMixtralForCausalLM.from_pretrained
+    with pytest.raises(ValueError, match=message), closing(load(tmp_path, experts_memory="1MB")) as model:
+        model(torch.arange(3, 73)[None])
 
 
 def test_a_stack_with_another_number_of_experts_is_refused(tmp_path, text_folder, nothing_left):
@@ -151,15 +130,13 @@ def test_models_are_not_cast(text_folder, ids):
         with pytest.raises(ValueError, match="layers.1.feed_forward.experts .*torch.float32.*dtype="):
             cast()
     resident, model = load_both(text_folder)
-    with torch.no_grad():
-        assert torch.equal(resident(ids).logits, model.to("cpu").float()(ids).logits)
+    assert torch.equal(resident(ids).logits, model.to("cpu").float()(ids).logits)
 
 
 def test_loading_other_weights_into_it_is_refused(text_folder):
     resident, model = load_both(text_folder, 2)
-    with torch.no_grad():
-        for parameter in resident.parameters():
-            parameter.mul_(2)
+    for parameter in resident.parameters():
+        parameter.mul_(2)
     with pytest.raises(RuntimeError, match=r"layers\.\d\..*experts.*disk"):
         model.load_state_dict(resident.state_dict())
 
@@ -173,8 +150,7 @@ def test_copies_share_the_store_keep_hooks_and_survive_the_first(text_folder, id
     twin = copy.deepcopy(model)
     assert twin._stores() == model._stores()
     del model
-    with torch.no_grad():
-        assert torch.equal(resident(ids).logits, twin(ids).logits)
+    assert torch.equal(resident(ids).logits, twin(ids).logits)
     assert len(called) == 2
     assert twin.lm_head.weight.data_ptr() != resident.lm_head.weight.data_ptr()
 
@@ -182,14 +158,13 @@ def test_copies_share_the_store_keep_hooks_and_survive_the_first(text_folder, id
 def test_a_model_can_be_saved_into_its_own_folder(tmp_path, ids):
     text_model().save_pretrained(tmp_path)
     resident, model = load_both(tmp_path, 2)
-    with torch.no_grad():
-        before = resident(ids).logits
-        model.save_pretrained(tmp_path)
-        assert torch.equal(load(tmp_path)(ids).logits, before)
-        # The file that this model reads from is another now.
-        with pytest.raises(llamoe.CheckpointError, match="model.safetensors: has changed"):
-            model(ids)
-        assert torch.equal(load(tmp_path, experts_memory="60KB")(ids).logits, before)
+    before = resident(ids).logits
+    model.save_pretrained(tmp_path)
+    assert torch.equal(load(tmp_path)(ids).logits, before)
+    # The file that this model reads from is another now.
+    with pytest.raises(llamoe.CheckpointError, match="model.safetensors: has changed"):
+        model(ids)
+    assert torch.equal(load(tmp_path, experts_memory="60KB")(ids).logits, before)
 
 
 def test_refused_saving_leaves_the_own_folder_as_it_was(tmp_path, ids):

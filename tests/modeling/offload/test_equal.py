@@ -62,26 +62,6 @@ def test_every_store_is_bit_equal(kind, place, is_remote, max_rows, folders, ids
         assert found.bytes_read == found.misses * expert_bytes(resident)
 
 
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    [
-        ("text", {"num_beams": 3}),
-        ("mixtral", {"num_beams": 3}),
-        ("int8", {"do_sample": True, "top_k": 20}),
-        ("text", {"prompt_lookup_num_tokens": 3}),
-        ("mixtral", {"use_cache": False}),
-    ],
-)
-def test_generation_is_equal(kind, how, folders, ids):
-    resident, offloaded = load_both(folders[kind], 2)
-    ids = ids[:1] if "prompt_lookup_num_tokens" in how else ids
-    answers = []
-    for model in (resident, offloaded):
-        torch.manual_seed(7)
-        answers.append(model.generate(ids, max_new_tokens=6, pad_token_id=0, **how))
-    assert torch.equal(*answers)
-
-
 def test_the_definition_and_autocast_are_equal(folders, ids):
     resident, offloaded = load_both(folders["text"], 2, experts_implementation="eager")
     check_equal(resident, offloaded, ids)

@@ -7,14 +7,13 @@ import math
 import os
 import re
 import shutil
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.models import run
-from support.offload import check_equal, counts, expert_bytes, llamoe_class, load_both, mixtral, text_model
+from support.offload import check_equal, counts, expert_bytes, load_both, mixtral, text_model
 
 import llamoe
 from llamoe.modeling.offload import reading
@@ -32,22 +31,10 @@ def direct(request, monkeypatch):
     return request.param
 
 
-def on_disk(folder, dtype="auto", one=None):
-    """The model of a folder with room for two experts, of `one` bytes each if that is known."""
-    memory = 2 * (one or bytes_in(folder, dtype))
-    return llamoe_class(folder).from_pretrained(folder, dtype=dtype, experts_memory=memory).eval()
-
-
 def reads_directly(model) -> bool:
     """Whether files are read past the page cache."""
     (store,) = model._stores()
     return any(file.direct is not None for file in store.reader.files.values())
-
-
-@cache
-def bytes_in(folder, dtype):
-    """Bytes of an expert of a folder's model."""
-    return expert_bytes(llamoe_class(folder).from_pretrained(folder, dtype=dtype))
 
 
 def apart(folder: Path, target: Path) -> Path:
@@ -56,17 +43,13 @@ def apart(folder: Path, target: Path) -> Path:
     The other weights of a loaded model may be maps of their file, so a test cannot cut that one.
     """
     target.mkdir()
-    tensors = load_file(folder / "model.safetensors")
     shutil.copy(folder / "config.json", target)
-    files = {"rest.safetensors": {}, "experts.safetensors": {}}
-    for name, tensor in tensors.items():
-        files["experts.safetensors" if "experts." in name and "shared" not in name else "rest.safetensors"][
-            name
-        ] = tensor
-    for file, content in files.items():
+    tensors = load_file(folder / "model.safetensors")
+    weight_map = {name: ("experts" if ".experts." in name else "rest") + ".safetensors" for name in tensors}
+    for file in {*weight_map.values()}:
+        content = {name: tensor for name, tensor in tensors.items() if weight_map[name] == file}
         save_file(content, target / file, {"format": "pt"})
-    weights = {name: file for file, content in files.items() for name in content}
-    index = {"metadata": {}, "weight_map": weights}
+    index = {"metadata": {}, "weight_map": weight_map}
     (target / "model.safetensors.index.json").write_text(json.dumps(index))
     return target / "experts.safetensors"
 
@@ -92,8 +75,7 @@ def write_at_odd_bytes(tensors, path: Path, pad: int) -> None:
 @pytest.mark.parametrize("kind", ["text", "mixtral"])
 def test_ways_to_read_are_equal(kind, direct, threads, folders, ids, monkeypatch):
     monkeypatch.setattr(reading, "_THREADS", threads)
-    resident = llamoe_class(folders[kind]).from_pretrained(folders[kind], dtype="auto").eval()
-    model = on_disk(folders[kind])
+    resident, model = load_both(folders[kind], 2)
     is_direct = reads_directly(model)
     assert not is_direct or direct
     check_equal(resident, model, ids)
@@ -107,8 +89,7 @@ def test_experts_begin_anywhere_and_end_with_the_file(pad, direct, text_folder, 
     shutil.copy(text_folder / "config.json", tmp_path)
     tensors = load_file(text_folder / "model.safetensors")
     write_at_odd_bytes(tensors, tmp_path / "model.safetensors", pad)
-    resident = CAUSAL.from_pretrained(tmp_path).eval()
-    model = on_disk(tmp_path, one=expert_bytes(resident))
+    resident, model = load_both(tmp_path, 2)
     if pad % 4 == 0:
         check_equal(resident, model, ids)
     else:
@@ -164,9 +145,9 @@ def test_file_systems_without_direct_reads_fall_back(error, text_folder, ids, mo
 
     monkeypatch.setattr(os, "open", refuse)
     monkeypatch.setattr(reading, "LEAST_BYTES_OF_DIRECT", 0)
-    model = on_disk(text_folder)
+    resident, model = load_both(text_folder, 2)
     assert not reads_directly(model)
-    check_equal(CAUSAL.from_pretrained(text_folder).eval(), model, ids)
+    check_equal(resident, model, ids)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
@@ -176,9 +157,7 @@ def test_every_dtype_is_cast_as_in_memory(stored, ids, tmp_path):
     for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
         folder = tmp_path / str(number)
         makers[number % 2]().to(stored).save_pretrained(folder)
-        resident = llamoe_class(folder).from_pretrained(folder, dtype=dtype).eval()
-        model = on_disk(folder, dtype=dtype, one=expert_bytes(resident))
-        check_equal(resident, model, ids)
+        check_equal(*load_both(folder, 2, dtype=dtype), ids)
 
 
 # From here on files change, and drives fail.
@@ -226,11 +205,10 @@ CHANGES = {
         ("after the last read", "rewritten"),
     ],
 )
-def test_changed_files_are_told(when, change, direct, experts_file, text_folder, ids, monkeypatch):
+def test_changed_files_are_told(when, change, direct, experts_file, ids, monkeypatch):
     monkeypatch.setattr(reading, "_THREADS", 1)
     make, message = CHANGES[change]
-    one = bytes_in(text_folder, "auto")
-    model = on_disk(experts_file.parent, one=one)
+    _, model = load_both(experts_file.parent, 2)
     with torch.no_grad():
         model(ids)
     read, calls = os.preadv, []
@@ -272,8 +250,7 @@ def test_a_file_replaced_while_the_model_loads_is_refused(experts_file, monkeypa
 
 
 def test_short_reads_are_completed(direct, text_folder, ids, monkeypatch):
-    resident = CAUSAL.from_pretrained(text_folder).eval()
-    model = on_disk(text_folder)
+    resident, model = load_both(text_folder, 2)
     read = os.preadv
 
     def short(descriptor, buffers, offset):
@@ -286,7 +263,7 @@ def test_short_reads_are_completed(direct, text_folder, ids, monkeypatch):
 
 
 def test_reads_that_end_early_are_errors(direct, text_folder, ids, monkeypatch):
-    model = on_disk(text_folder)
+    _, model = load_both(text_folder, 2)
     read = os.preadv
 
     def early(descriptor, buffers, offset):
@@ -300,8 +277,7 @@ def test_reads_that_end_early_are_errors(direct, text_folder, ids, monkeypatch):
 
 @pytest.mark.parametrize("broken", [range(1), range(1, 9999, 2)])
 def test_errors_that_go_away_leave_nothing_behind(broken, direct, text_folder, ids, monkeypatch):
-    resident = CAUSAL.from_pretrained(text_folder).eval()
-    model = on_disk(text_folder)
+    resident, model = load_both(text_folder, 2)
     read, calls, answers, told = os.preadv, itertools.count(), [], []
 
     def fail(*args):

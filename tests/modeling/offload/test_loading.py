@@ -8,7 +8,7 @@ from transformers import AutoModelForImageTextToText
 
 import llamoe
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_gradients")]
 
 TINY = "examples/llamoe-tiny"
 
@@ -19,15 +19,13 @@ def test_the_folder_of_an_adapter_is_loaded(tmp_path, ids):
     resident = llamoe.LlamoeMixtralForCausalLM.from_pretrained(base)
     memory = 2 * expert_bytes(resident)
     adapted = get_peft_model(resident, llamoe.lora_config(resident)).eval()
-    with torch.no_grad():
-        for number, (name, parameter) in enumerate(adapted.named_parameters()):
-            if "lora_" in name:
-                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(number))
-        expected = adapted(ids).logits
+    for number, (name, parameter) in enumerate(adapted.named_parameters()):
+        if "lora_" in name:
+            parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(number))
+    expected = adapted(ids).logits
     adapted.save_pretrained(folder)
     model = llamoe.LlamoeMixtralForCausalLM.from_pretrained(folder, experts_memory=memory).eval()
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, expected)
+    assert torch.equal(model(ids).logits, expected)
     assert model.experts_statistics()
 
 
@@ -51,8 +49,7 @@ def test_the_committed_model_sees_pictures(ids):
         [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True, return_dict=True,
         return_tensors="pt",
     ).to(dtype=model.dtype)  # fmt: skip
-    with torch.no_grad():
-        assert torch.equal(resident(**inputs).logits, model(**inputs).logits)
+    assert torch.equal(resident(**inputs).logits, model(**inputs).logits)
     assert sum(counts["misses"] for counts in model.experts_statistics().values()) > 5
     assert "experts_memory" not in model.config.to_dict()
 
@@ -64,17 +61,15 @@ def test_other_parts_may_be_on_disk_too(text_folder, ids, tmp_path):
         text_folder, device_map=device_map, offload_folder=tmp_path, experts_memory="50KB"
     ).eval()
     # accelerate's hooks keep a layer from the kernels for few rows, which round otherwise.
-    with torch.no_grad():
-        assert torch.equal(resident(ids).logits, model(ids).logits)
+    assert torch.equal(resident(ids).logits, model(ids).logits)
     assert model.model.layers[2].feed_forward.experts.place == "disk"
 
 
 def test_a_default_budget_holds_all_experts(text_folder, ids):
     model = llamoe.LlamoeForCausalLM.from_pretrained(text_folder, device_map={"experts": "disk"}).eval()
-    with torch.no_grad():
-        model(ids)
-        model.experts_statistics(reset=True)
-        model(ids)
+    model(ids)
+    model.experts_statistics(reset=True)
+    model(ids)
     assert {(counts["misses"], counts["bytes_read"]) for counts in model.experts_statistics().values()} == {
         (0, 0)
     }
@@ -83,8 +78,7 @@ def test_a_default_budget_holds_all_experts(text_folder, ids):
 def test_compiled_models_are_equal(tmp_path, ids):
     text_model(num_hidden_layers=1, moe_layers=[0]).save_pretrained(tmp_path)
     resident, model = load_both(tmp_path, 2)
-    with torch.no_grad():
-        compiled, expected = torch.compile(model, backend="eager")(ids).logits, resident(ids).logits
+    compiled, expected = torch.compile(model, backend="eager")(ids).logits, resident(ids).logits
     # Sums in another order, of logits up to 8.
     torch.testing.assert_close(compiled, expected, rtol=0, atol=2e-5)
     torch.compiler.reset()

@@ -8,56 +8,18 @@ from support.offload import simulate, simulate_lru
 pytestmark = pytest.mark.slow
 
 
-def passes_by(
-    law: float, layers: int, experts: int, chosen: int, stays: float = 0.0, count: int = 600
-) -> list:
-    """Passes of a token: of each layer the k-th most popular expert is drawn in proportion to 1 / k ** law.
-
-    With a probability of `stays` a layer takes one of the experts of the token before; each third of the passes has
-    other popular ones.
-    """
+def test_frequent_experts_stay():
+    """Of eight experts in each of twelve layers the k-th is asked for in proportion to k ** -1.2."""
     dice = random.Random(7)
-    before = [[] for _ in range(layers)]
-    found = []
-    for number in range(count):
-        if number % (count // 3) == 0:
-            popular = [dice.sample(range(experts), experts) for _ in range(layers)]
-        asked = []
-        for layer, order in enumerate(popular):
-            drawn = {dice.choice(before[layer])} if before[layer] and dice.random() < stays else set()
-            while len(drawn) < chosen:
-                weights = [(rank + 1) ** -law for rank in range(experts)]
-                drawn |= set(dice.choices(order, weights))
-            before[layer] = sorted(drawn)
-            asked += [(f"layer {layer}", expert) for expert in before[layer]]
-        found.append(asked)
-    return found
-
-
-def hit_rates(passes: list, slots: int) -> tuple[float, float]:
-    """Hits by frequency and by recency, over all."""
-    hits = sum(hits for hits, _ in simulate(passes, slots))
-    recent, _ = simulate_lru((key for asked in passes for key in asked), slots)
-    return hits / sum(map(len, passes)), recent / sum(map(len, passes))
-
-
-# By how much hits by frequency exceed those by recency: measured 0.133, 0.021, 0.019, 0.057 and 0.009.
-@pytest.mark.parametrize(
-    ("law", "shape", "stays", "slots", "more"),
-    [
-        (1.2, (12, 8, 2), 0.0, 24, 0.11),
-        (1.2, (8, 16, 1), 0.0, 64, 0.015),
-        (0.6, (6, 64, 1), 0.0, 96, 0.015),
-        (0.8, (8, 16, 1), 0.3, 32, 0.045),
-        # Whoever chooses evenly, or again what was chosen, is served as before.
-        (0.0, (8, 16, 1), 0.3, 64, 0.0),
-        # Worse where these just fit: 0.230 against 0.299.
-        (0.0, (12, 8, 2), 0.3, 24, -0.1),
-    ],
-)
-def test_frequent_experts_stay(law, shape, stays, slots, more):
-    often, recent = hit_rates(passes_by(law, *shape, stays), slots)
-    assert often >= recent + more
+    shares = [(rank + 1) ** -1.2 for rank in range(8)]
+    passes = [
+        [(layer, expert) for layer in range(12) for expert in sorted({*dice.choices(range(8), shares, k=2)})]
+        for _ in range(300)
+    ]
+    often = sum(hits for hits, _ in simulate(passes, 24))
+    recent, _ = simulate_lru((key for asked in passes for key in asked), 24)
+    # Measured: 0.53 of all by frequency, 0.39 by recency.
+    assert often - recent > 0.12 * sum(map(len, passes))
 
 
 def test_a_prompt_does_not_push_out_what_answers_use():

@@ -8,10 +8,10 @@ import time
 
 import pytest
 import torch
+from support.models import run
 from support.offload import expert_bytes, freeze_experts, load_both, put_in_store, text_model, without_kernels
 
 import llamoe
-from llamoe.modeling.offload.matrix_cache import MatrixCache
 from llamoe.modeling.offload.memory import slots_of
 
 pytestmark = pytest.mark.slow
@@ -180,51 +180,9 @@ def test_a_forked_process_has_slots_of_its_own(size):
     assert bool((memory == 1).all())
 
 
-class Arriving:
-    """A matrix on its way, and what becomes of it."""
-
-    def __init__(self, is_done=False, is_lost=False):
-        self.is_done, self.is_lost = is_done, is_lost
-
-    def done(self):
-        return self.is_done
-
-    def failed(self):
-        return self.is_lost
-
-
-def test_a_slot_that_is_written_to_is_nobody_else_s():
-    """Also where nobody waits for the matrix any more, as after an interrupt."""
-    cache = MatrixCache(1)
-    first = cache.put("a")
-    first.arrival = Arriving()
-    assert cache.put("b") is None
-    first.arrival.is_done = True
-    pins = cache.pins()
-    pins.append(first)
-    assert cache.put("b") is None
-    # Whoever pinned it has ended without letting go.
-    del pins
-    assert cache.put("b").slot == first.slot
-
-
-def test_a_lost_matrix_is_read_again_while_others_meet_its_error():
-    """Else threads that ask again and again could keep each other's errors for ever."""
-    cache = MatrixCache(2)
-    pins, first = cache.pins(), cache.put("a")
-    pins.append(first)
-    first.arrival = Arriving(is_done=True, is_lost=True)
-    assert cache.get("a") is None
-    second = cache.put("a")
-    second.arrival = Arriving(is_done=True)
-    pins.clear()
-    assert cache.get("a") is second
-    assert {second.slot, cache.put("b").slot} == {0, 1}
-
-
 @pytest.mark.parametrize("slots", [1, 3])
 def test_closing_ends_other_threads_with_a_sentence(slots, logits_and_model):
-    before = set(_threads())
+    before = set(threading.enumerate())
     asked, expected, model = logits_and_model(slots)
 
     def work(index):
@@ -240,35 +198,24 @@ def test_closing_ends_other_threads_with_a_sentence(slots, logits_and_model):
     for error in found:
         assert isinstance(error, llamoe.CheckpointError), error
         assert "closed by model.close()" in str(error)
-    assert set(_threads()) <= before
-
-
-def _threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("llamoe-experts")]
-
-
-def _files(folder):
-    links = (f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd"))
-    return [link for link in links if os.path.lexists(link) and str(folder) in os.readlink(link)]
+    assert not [new for new in set(threading.enumerate()) - before if new.name.startswith("llamoe")]
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc, which Linux has")
-def test_nothing_outlives_a_model(tmp_path, ids):
-    text_model().save_pretrained(tmp_path)
-    before = set(_threads())
+def test_nothing_outlives_a_model(nothing_left, text_folder, ids):
+    before = nothing_left()
     # What is freed here is freed without Python's search for cycles.
     gc.disable()
     try:
         for _ in range(5):
-            model = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path, experts_memory="80KB").eval()
-            with torch.no_grad():
-                model(ids[:1, :2])
-            assert set(_threads()) > before
-            assert _files(tmp_path)
+            model = llamoe.LlamoeForCausalLM.from_pretrained(text_folder, experts_memory="80KB").eval()
+            run(model, input_ids=ids[:1, :2])
+            threads, files = nothing_left()
+            assert threads > before[0] and len(files) > len(before[1])
             del model
             # They end without anybody who waits for them.
             end = time.monotonic() + 30
-            while set(_threads()) != before or _files(tmp_path):
+            while nothing_left() != before:
                 assert time.monotonic() < end
                 time.sleep(0.01)
     finally:

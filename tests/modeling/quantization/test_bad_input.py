@@ -28,7 +28,7 @@ STOCK = dict(
     [
         dict(weights="int3"), dict(weights=4), dict(group_size=48), dict(group_size=64.0),
         dict(group_size="64"), dict(group_size=32, weights="int8"), dict(experts="yes"), dict(search=1),
-        dict(experts=False, linears=False), dict(modules_to_not_convert="q_proj"), dict(modules_to_not_convert=[""]),
+        dict(experts=False, linears=False), dict(modules_to_not_convert=3), dict(modules_to_not_convert=[""]),
         dict(bits=4), dict(quant_method="gptq"), dict(format_version=2), dict(format_version=True),
     ],
     ids=str,
@@ -101,7 +101,7 @@ def packed_as(weights):
         ("int4", changed(group_size=64), r"_proj\S*_scale has shape \[.*, 128, 2\]"),
         ("int4", changed(group_size=256), "int4:256"),
         ("int8", changed(weights="int4"), "config.json"),
-        ("int4", lambda content: content["quantization_config"].pop("quant_method"), "quant_method"),
+        ("int4", lambda content: content["quantization_config"].pop("quant_method"), "quantized with None"),
         ("int4", changed(format_version=2), "format_version"),
         ("int4", changed(linears=False), "config.json"),
         ("int8", changed(modules_to_not_convert=["o_proj"]), "o_proj.weight has dtype I8"),

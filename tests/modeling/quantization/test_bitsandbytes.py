@@ -1,7 +1,5 @@
 """Experts that bitsandbytes quantizes: each matrix is its linear layer, in memory, in files and in products."""
 
-import logging
-
 import peft
 import pytest
 import torch
@@ -20,8 +18,8 @@ from support.bitsandbytes_models import (
     published,
     same,
 )
-from support.few_bits import CLOSE, distance
-from support.models import draw, max_abs, stock_dense_config
+from support.few_bits import CLOSE, distance, save
+from support.models import draw, max_abs, stock_dense_config, vision_config
 from support.routing import recorded_choices, routed_to
 from support.tables import in_turn
 from torch import nn
@@ -87,6 +85,27 @@ def test_saved_and_loaded_again(family, method, tmp_path):
     assert (logits(unpacked) - expected).norm() < 0.1 * expected.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("method", "family"), in_turn(FEW, FAMILIES))
+def test_a_folder_keeps_its_dtype(family, method, dtype, tmp_path):
+    """transformers does not cast the plain weights of such a folder; a router in another dtype would not fit them."""
+    model = load(folder_of(family), family, method)
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path, family, dtype=dtype)
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_a_tower_keeps_its_dtype(tmp_path):
+    """Norms have weights, which transformers does not cast, and biases, which it would."""
+    folder = save(draw(llamoe.LlamoeVisionModel, vision_config()).bfloat16())
+    quantization = BitsAndBytesConfig(load_in_4bit=True)
+    model = llamoe.LlamoeVisionModel.from_pretrained(folder, quantization_config=quantization)
+    model.save_pretrained(tmp_path)
+    again = llamoe.LlamoeVisionModel.from_pretrained(tmp_path, dtype=torch.float16)
+    pixels = torch.randn(1, 3, 56, 56)
+    assert torch.equal(again(pixels).last_hidden_state, model(pixels).last_hidden_state)
+
+
 @pytest.mark.parametrize("method", FEW)
 def test_stock_classes_load_the_stock_layout(method, tmp_path):
     """Llama 4's own patch for folders of bitsandbytes makes a linear layer of each expert."""
@@ -134,38 +153,30 @@ def test_folders_that_others_have_quantized(family, method, tmp_path):
     assert offloaded.experts_statistics() and torch.equal(logits(offloaded), logits(own))
 
 
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
 @pytest.mark.parametrize(
-    "skip", ["experts", "model.layers.1", r".*\.3\.up_proj", "feed_forward.experts.0.gate_proj"]
+    ("family", "method", "skip"),
+    [
+        *(("mixtral", method, LINEARS) for method in FEW),
+        ("llama4", "nf4", ["experts"]),
+        ("llama4", "nf4", ["model.layers.1"]),
+        ("llama4", "nf4", [r".*\.3\.up_proj"]),
+        ("llama4", "nf4", ["feed_forward.experts.0.gate_proj"]),
+    ],
 )
-def test_names_to_skip_leave_experts_alone(skip, tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, logger="llamoe"):
-        model = load(
-            folder_of("llama4"), "llama4", "nf4", quantize={"llm_int8_skip_modules": ["lm_head", skip]}
-        )
-    assert not packed_modules(model) and not caplog.records
-    plain = load(folder_of("llama4"), "llama4")
-    assert torch.equal(
-        model.model.layers[1].feed_forward.experts.down_proj,
-        plain.model.layers[1].feed_forward.experts.down_proj,
-    )
+def test_names_to_skip_leave_layers_or_experts_alone(family, method, skip, tmp_path):
+    model = load(folder_of(family), family, method, quantize={"llm_int8_skip_modules": ["lm_head", *skip]})
+    linears = [m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt)]
+    assert bool(linears) != bool(packed_modules(model)) == (skip == LINEARS)
+    if linears:
+        plain, state = load(folder_of(family), family).state_dict(), model.state_dict()
+        assert all(torch.equal(state[name], plain[name]) for name in plain if ".experts." in name)
     expected = logits(model)
     model.save_pretrained(tmp_path)
-    with caplog.at_level(logging.WARNING, logger="llamoe"):
-        again = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path)
+    again = load(tmp_path, family)
     assert torch.equal(logits(again), expected)
-    (record,) = caplog.records
-    assert record.getMessage().endswith(", since the checkpoint holds them so.")
-
-
-@pytest.mark.parametrize("method", FEW)
-def test_experts_alone_are_packed(method, tmp_path):
-    linears = {"llm_int8_skip_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"]}
-    model = load(folder_of("mixtral"), "mixtral", method, quantize=linears)
-    assert not any(isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt) for module in model.modules())
-    expected = logits(model)
-    model.save_pretrained(tmp_path)
-    again = load(tmp_path, "mixtral")
-    assert packed_modules(again) and torch.equal(logits(again), expected)
     unpacked = again.dequantize(dtype=torch.bfloat16)
     assert not packed_modules(unpacked) and distance(logits(unpacked), expected) < CLOSE
 

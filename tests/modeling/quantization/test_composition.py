@@ -1,7 +1,6 @@
 """Quantized models together with everything else: each pair works, or is refused by name before a weight is read."""
 
 import copy
-import logging
 import re
 from functools import partial
 from types import SimpleNamespace
@@ -109,8 +108,7 @@ def test_experts_implementations(family, weights, name):
 def test_processes_do_not_share_packed_weights(family, sizes):
     """`from_pretrained` asks this of the empty model in each process."""
     model = packed(family, "int4")
-    given = ", ".join(f"{name} = {size}" for name, size in sizes.items() if size > 1)
-    with pytest.raises(ValueError, match=rf"^{given}: model\.layers\.0\.self_attn\.q_proj"):
+    with pytest.raises(ValueError, match="^distributed_config: .* is quantized, and cannot be shared"):
         type(model).maybe_distribute_model(model, SimpleNamespace(**sizes), mesh=object())
 
 
@@ -155,14 +153,11 @@ def test_offloaded_weights_compute_but_are_not_unpacked(weights):
     ("family", "dtype", "weights"),
     [("dense", torch.float32, "int8"), ("text", torch.bfloat16, "int4"), ("mixtral", torch.float16, "int8")],
 )
-def test_checkpoints_of_each_dtype(family, weights, dtype, monkeypatch, caplog):
+def test_checkpoints_of_each_dtype(family, weights, dtype, monkeypatch):
     route_by_position(monkeypatch)
     plain = AutoModelForCausalLM.from_pretrained(folder(family, dtype), dtype=torch.float32)
-    with caplog.at_level(logging.WARNING, logger="llamoe"):
-        model = load(folder(family, dtype), weights)
+    model = load(folder(family, dtype), weights)
     assert model.dtype == torch.bfloat16
-    says = f"{weights} weights are multiplied in bfloat16: the model is cast from {str(dtype)[6:]}."
-    assert (says in caplog.text) == (dtype != torch.bfloat16)
     error = distance(logits(model), logits(plain))
     assert {"int4": 0.05, "int8": 0.005}[weights] < error < {"int4": 0.25, "int8": 0.03}[weights]
 

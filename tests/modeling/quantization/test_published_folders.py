@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.few_bits import CLOSE, codes_and_scales, distance, logits, token_ids
-from support.published import EIGHT_BITS, KINDS, OURS, STOCK, Published, publish, weight_of
+from support.published import EIGHT_BITS, KINDS, OURS, STOCK, Published, named_matrices, publish, weight_of
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from transformers.utils.logging import warning_once
 
 import llamoe
 from llamoe.configuration import CheckpointError
 from llamoe.conversion import open_checkpoint
-from llamoe.modeling.moe import PLACES, Experts
-from llamoe.modeling.quantization import QuantizedExperts, QuantizedLinear
+from llamoe.modeling.quantization import QuantizedExperts, packed_modules
 
 FAMILIES = ("llama", "mixtral", "llama4")
 # As in the tests of the layouts: what rounding to bfloat16 changes.
@@ -29,30 +28,25 @@ def load(published, family, **options):
     return OURS[family].from_pretrained(published.path, **{"quantization_config": FLOAT, **options})
 
 
-def weights_of(model):
-    """The float32 matrices of packed layers, by the names that stock's files have for them."""
-    for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
-            yield name, module.dequantized_weight("weight", torch.float32)
-        elif isinstance(module, QuantizedExperts):
-            for stack in ("gate_up_proj", "down_proj"):
-                whole = module.dequantized_weight(stack, torch.float32)
-                for number, matrix in enumerate(whole.mT if module.is_transposed else whole):
-                    for part, (of, place) in PLACES.items():
-                        if of == stack and part.startswith("w") != module.is_transposed:
-                            halves = matrix.chunk(2) if stack == "gate_up_proj" else [matrix]
-                            yield f"{name}.{number}.{part}", halves[place]
+def matrices(family, state, spelling="stock"):
+    """Layers' and single experts' matrices by the names that published files have for them."""
+    return dict(pair for item in state.items() for pair in named_matrices(family, *item, spelling))
 
 
-def check_weights(model, published, group_size):
-    """Each packed matrix is that of the folder but for the rounding of scales and offsets."""
-    renamed = {
-        name.replace(".block_sparse_moe.", ".mlp.").removeprefix("language_model."): drawn
-        for name, drawn in published.numbers.items()
+def dequantized(model):
+    """The packed weights of a model in float32, by name."""
+    return {
+        f"{path}.{name}": module.dequantized_weight(name, torch.float32)
+        for path, module in packed_modules(model)
+        for name in module.sizes
     }
-    held = dict(weights_of(model))
-    assert set(held) == set(renamed)
-    for name, (codes, zero, scale) in renamed.items():
+
+
+def check_weights(model, published, group_size, family, spelling):
+    """Each packed matrix is that of the folder but for the rounding of scales and offsets."""
+    held = matrices(family, dequantized(model), spelling)
+    assert set(held) == set(published.numbers)
+    for name, (codes, zero, scale) in published.numbers.items():
         groups = torch.arange(codes.shape[1]) // (group_size or codes.shape[1])
         most = ((codes - 8).abs() + (8 - zero).abs()[:, groups]) * scale.float()[:, groups]
         difference = held[name] - weight_of(codes, zero, scale, group_size)
@@ -81,6 +75,8 @@ CASES = [
     ("llama", "gptq", dict(group_size=128, config=dict(hidden_size=240, intermediate_size=976, head_dim=32))),
     ("mixtral", "awq", dict(group_size=64, config=dict(hidden_size=256, intermediate_size=240))),
     ("llama", "gptq_v2", dict(config=dict(tie_word_embeddings=True))),
+    # Experts as transformers 5 names them.
+    ("mixtral", "symmetric", dict(spelling="mlp")),
     # Layers that the folder has in 16 bits.
     ("llama", "asymmetric", dict(kept=["self_attn", "layers.0.mlp.up_proj"], ignore=["re:.*self_attn.*"])),
     ("llama4", "asymmetric", dict(kept=["self_attn", "shared_expert"], ignore=["re:.*self_attn.*"])),
@@ -101,7 +97,7 @@ def test_logits_are_those_of_the_weights_that_the_folder_means(family, kind, opt
     model = load(published, family)
     assert not [name for name, tensor in model.named_parameters() if tensor.is_meta]
     assert model.config.quantization_config.group_size == holds
-    check_weights(model, published, size)
+    check_weights(model, published, size, family, options.get("spelling", "stock"))
     assert distance(logits(model), logits(published.stock)) < CLOSE
     check_saving(model, tmp_path / "saved", family)
 
@@ -224,11 +220,12 @@ def test_a_multimodal_folder(family, tmp_path):
     check_saving(model, tmp_path / "saved", family)
 
 
-def test_auto_classes_after_adoption(tmp_path):
+@pytest.mark.parametrize("dtype", [{}, {"dtype": "auto"}, {"torch_dtype": torch.bfloat16}], ids=str)
+def test_auto_classes_after_adoption(dtype, tmp_path):
     published = publish(tmp_path, family := "llama4", "awq")
     with llamoe.adopt():
-        model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=FLOAT)
-    assert type(model) is OURS[family]
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=FLOAT, **dtype)
+    assert type(model) is OURS[family] and model.dtype == torch.bfloat16
     assert distance(logits(model), logits(published.stock)) < CLOSE
 
 
@@ -286,7 +283,7 @@ def test_groups_out_of_order_are_quantized_anew_with_a_warning(tmp_path, caplog)
         model = load(published, "llama")
     assert caplog.text.count("desc_act") == 1
     # 4 bits twice: int4 alone is 0.06 away from random weights.
-    assert 0.01 < distance(dict(weights_of(model))[name], exact) < 0.1
+    assert 0.01 < distance(dequantized(model)[f"{name}.weight"], exact) < 0.1
 
 
 def edit(published, change):
@@ -303,42 +300,59 @@ EXPERT = "model.layers.1.block_sparse_moe.experts.2.w3"
 LAYER = "model.layers.0.self_attn.k_proj"
 
 
+def drop(*names):
+    return lambda tensors: [tensors.pop(name) for name in names]
+
+
+DISK = dict(device_map={"experts": "disk"})
+OF_EXPERT = [f"{EXPERT}.{kind}" for kind in ("qweight", "qzeros", "scales")]
+DOWN, OUT = "model.layers.1.block_sparse_moe.experts.1.w2", "model.layers.1.self_attn.o_proj"
+
+
 @pytest.mark.parametrize(
-    ("kind", "change", "says"),
+    ("kind", "change", "says", "options"),
     [
-        ("asymmetric", lambda t: t.pop(f"{LAYER}.weight_scale"), f"{LAYER}.weight_scale is missing"),
-        ("asymmetric", lambda t: t.pop(f"{EXPERT}.weight_zero_point"), f"{EXPERT}.weight_zero_point is missing"),
-        ("gptq", lambda t: t.pop(f"{LAYER}.qzeros"), f"{LAYER}.qzeros is missing"),
-        ("gptq", lambda t: t.update({f"{LAYER}.scales": t[f"{LAYER}.scales"][:2]}), f"{LAYER}.scales has shape"),
-        ("gptq", lambda t: t.update({f"{LAYER}.qweight": t[f"{LAYER}.qweight"].long()}), "has dtype I64"),
-        ("awq", lambda t: t.update({f"{LAYER}.qweight": t[f"{LAYER}.qweight"].to(torch.int8)}), "has dtype I8"),
+        ("asymmetric", drop(f"{LAYER}.weight_scale"), f"{LAYER}.weight_scale is missing", {}),
+        ("asymmetric", drop(f"{EXPERT}.weight_zero_point"), f"{EXPERT}.weight_zero_point is missing", {}),
+        ("gptq", drop(f"{LAYER}.qzeros"), f"{LAYER}.qzeros is missing", {}),
+        ("gptq", lambda t: t.update({f"{LAYER}.scales": t[f"{LAYER}.scales"][:2]}), f"{LAYER}.scales has shape", {}),
+        ("gptq", lambda t: t.update({f"{LAYER}.qweight": t[f"{LAYER}.qweight"].long()}), "has dtype I64", {}),
+        ("awq", lambda t: t.update({f"{LAYER}.qweight": t[f"{LAYER}.qweight"].to(torch.int8)}), "has dtype I8", {}),
         ("symmetric", lambda t: t.update({f"{EXPERT}.weight_scale": t[f"{EXPERT}.weight_scale"].int()}),
-         f"{EXPERT}.weight_scale has dtype I32"),
-        ("gptq", lambda t: t[f"{LAYER}.bias"].add_(1), f"{LAYER}.bias is not 0"),
-        ("gptq", lambda t: t.pop(f"{EXPERT}.g_idx"), "w3.g_idx': 2"),
-        ("awq", lambda t: [t.pop(f"{EXPERT}.{kind}") for kind in ("qweight", "qzeros", "scales")], "w3.qweight': 2"),
+         f"{EXPERT}.weight_scale has dtype I32", {}),
+        ("gptq", lambda t: t[f"{LAYER}.bias"].add_(1), f"{LAYER}.bias is not 0", {}),
+        ("gptq", drop(f"{EXPERT}.g_idx"), "w3.g_idx': 2", {}),
+        ("awq", drop(*OF_EXPERT), "w3.qweight': 2", {}),
+        ("awq", drop(*OF_EXPERT), "model.safetensors: 5 matrices of model.layers.1.mlp.experts.gate_up_proj", DISK),
         ("awq", lambda t: [t.pop(name) for name in list(t) if "scales" in name or "qw" in name or "qz" in name],
-         "no weight of this model is packed"),
+         "no weight of this model is packed", {}),
+        *(("float8", drop(f"{name}.weight_scale"), f"{name}.weight_scale is missing", {}) for name in (DOWN, OUT)),
+        *(("float8", lambda t, name=name: t[f"{name}.weight_scale"].fill_(float("nan")),
+           "weight_scale is NaN or infinite", {}) for name in (DOWN, OUT)),
     ],
 )  # fmt: skip
-def test_what_is_missing_or_does_not_fit_is_named_with_its_file(kind, change, says, tmp_path):
-    published = publish(tmp_path, "mixtral", kind)
+def test_what_is_missing_or_does_not_fit_is_named_with_its_file(kind, change, says, options, tmp_path):
+    published = publish(tmp_path, "mixtral", kind, None if kind == "float8" else 32)
     edit(published, change)
     with pytest.raises(CheckpointError) as caught:
-        load(published, "mixtral")
+        OURS["mixtral"].from_pretrained(tmp_path, **options)
     assert str(tmp_path) in str(caught.value) and says in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_outputs_that_int4_cannot_hold_are_refused(tmp_path):
-    published = publish(tmp_path, "llama", "gptq", config={"intermediate_size": 328}, group_size=None)
-    with pytest.raises(ValueError, match=r"(gate|up)_proj.* 328 outputs"):
-        load(published, "llama")
-
-
-def test_other_schemes_are_refused(tmp_path):
-    """Those that no layout reads, by name; the tests of the layouts have them all."""
-    with pytest.raises(ValueError, match=r"^config\.json: quantization_config\.bits is 3"):
-        load(publish(tmp_path, "mixtral", "gptq", bits=3), "mixtral")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            dict(config={"intermediate_size": 328}, group_size=None),
+            r"(gate|up)_proj.* 328 outputs",
+        ),
+        # The tests of the layouts have all schemes that are not read.
+        (dict(bits=3), r"^config\.json: quantization_config\.bits is 3"),
+    ],
+)
+def test_what_int4_cannot_hold_is_refused(options, says, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        load(publish(tmp_path, "llama", "gptq", **options), "llama")
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "float8", "fp8"])
@@ -380,15 +394,6 @@ def test_experts_on_disk_that_their_author_left_in_16_bits_are_read_beside_packe
     assert len(model.experts_statistics()) == 2
 
 
-def test_an_expert_on_disk_that_is_missing_is_named(tmp_path):
-    published = publish(tmp_path, "mixtral", "awq")
-    edit(published, lambda t: [t.pop(f"{EXPERT}.{kind}") for kind in ("qweight", "qzeros", "scales")])
-    with pytest.raises(
-        CheckpointError, match=r"model\.safetensors: 5 matrices of .*gate_up_proj.* 3 experts"
-    ):
-        load(published, "mixtral", device_map={"experts": "disk"})
-
-
 def test_no_weight_is_made_in_16_or_32_bits_on_its_way(tmp_path, monkeypatch):
     from llamoe.modeling.formats.packed import layout
 
@@ -410,10 +415,10 @@ def test_weights_in_float8_are_held_in_16_bits(family, kind, tmp_path, caplog):
     assert not (
         info["unexpected_keys"] or info["missing_keys"] or hasattr(model.config, "quantization_config")
     )
-    held = unfused(model)
+    held = matrices(family, model.state_dict())
     for name, drawn in published.numbers.items():
         expected = weight_of(*drawn, None).bfloat16()
-        assert torch.equal(held[name.replace(".block_sparse_moe.", ".mlp.")], expected)
+        assert torch.equal(held[name], expected)
     assert distance(logits(model), logits(published.stock)) < CLOSE
     model.save_pretrained(tmp_path / "saved")
     again = OURS[family].from_pretrained(tmp_path / "saved")
@@ -423,32 +428,6 @@ def test_weights_in_float8_are_held_in_16_bits(family, kind, tmp_path, caplog):
     assert OURS[family].from_pretrained(published.path, dtype=torch.float32).dtype == torch.float32
 
 
-def unfused(model):
-    """The matrices of a plain mixture by the names that stock's files have for them."""
-    held = {name.removesuffix(".weight"): weight for name, weight in model.state_dict().items()}
-    for name, module in model.named_modules():
-        if isinstance(module, Experts):
-            for part, (stack, place) in PLACES.items():
-                whole = getattr(module, stack)
-                for number, matrix in enumerate(whole.mT if module.is_transposed else whole):
-                    halves = matrix.chunk(2) if stack == "gate_up_proj" else [matrix]
-                    held[f"{name}.{number}.{part}"] = halves[place]
-    return held
-
-
-@pytest.mark.parametrize(
-    "name", ["model.layers.1.block_sparse_moe.experts.1.w2", "model.layers.1.self_attn.o_proj"]
-)
-def test_a_float8_weight_without_its_scale_is_refused(name, tmp_path):
-    published = publish(tmp_path, "mixtral", "float8", group_size=None)
-    edit(published, lambda tensors: tensors[f"{name}.weight_scale"].fill_(float("nan")))
-    with pytest.raises(CheckpointError, match=r"layers\.1.*weight_scale is NaN or infinite"):
-        OURS["mixtral"].from_pretrained(tmp_path)
-    edit(published, lambda tensors: tensors.pop(f"{name}.weight_scale"))
-    with pytest.raises(ValueError, match=rf"model\.safetensors: .*{name}.weight_scale is missing"):
-        OURS["mixtral"].from_pretrained(tmp_path)
-
-
 def test_transformers_own_config_asks_for_its_quantizer(tmp_path):
     pytest.importorskip("compressed_tensors")
     published = publish(tmp_path, "llama", "float8", group_size=None, ignore=["lm_head"])
@@ -456,5 +435,7 @@ def test_transformers_own_config_asks_for_its_quantizer(tmp_path):
     ours = OURS["llama"].from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(weight, ours[name]) for name, weight in theirs.state_dict().items())
     publish(tmp_path, "mixtral", "float8", group_size=None)
-    with pytest.raises(ValueError, match="mixture whose experts are quantized with 'compressed-tensors'"):
+    with pytest.raises(
+        ValueError, match="mixture whose experts are quantized with quant_method 'compressed-tensors'"
+    ):
         load(published, "mixtral", quantization_config=CompressedTensorsConfig(dequantize=True))

@@ -300,15 +300,6 @@ def test_missing_llamoe_is_told_helpfully(tmp_path):
     assert all(kind == "ImportError" and "pip install llamoe" in message for kind, message in messages)
 
 
-def test_the_module_has_the_public_names(tmp_path):
-    make("LlamoeDenseForCausalLM", dense_config).save_pretrained(tmp_path)
-    spec = importlib.util.spec_from_file_location("llamoe_hub", tmp_path / MODULE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.LlamoeDenseForCausalLM is llamoe.LlamoeDenseForCausalLM
-    assert not hasattr(module, "LlamoeOfTomorrow") and not hasattr(module, "__path__")
-
-
 def test_no_question_is_asked_where_llamoe_is_imported(tmp_path, monkeypatch):
     make("LlamoeDenseForCausalLM", dense_config).save_pretrained(tmp_path)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
