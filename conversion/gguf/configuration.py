@@ -126,37 +126,21 @@ def _read_rope(params: Params, prefix: str, head_dim: int, factors: Tensor | Non
 
 
 def _llama3_scaling(factors: torch.Tensor, theta: float, head_dim: int) -> dict[str, Any] | None:
-    """Return the parameters of Llama 3's scaling with these factors `[head_dim / 2]`, or None.
-
-    Lengths and their two factors count by their ratio: `low_freq_factor` is 1 in all models. Between both limits
-    1 / factor is a line of the frequency: slope and height give the original length and the upper limit. Of one
-    frequency there that limit is 4, as in all models; of none both limits are one, wherever it is.
-    """
-    turns = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim) / (2 * math.pi)
-    if factors.shape != turns.shape:
-        return None
+    """Return the parameters of Llama 3's scaling with these factors `[head_dim / 2]`, or None if no model has such."""
     factor = float(str(np.float32(factors.max().item())))
-    part = (1 / factors.double() - 1 / factor) / (1 - 1 / factor)
-    between = (part > 1e-5) & (part < 1 - 1e-5)
-    x, y = turns[between], part[between]
-    # The original lengths and low-frequency factors of Llama 4 and Llama 3.1.
-    tried = [(8192, 1.0), (8192, 4.0)]
-    if len(x) > 1:
-        slope = (y[0] - y[-1]) / (x[0] - x[-1])
-        height = slope * x[0] - y[0]
-        tried.append((round((slope / height).item()), round((1 + 1 / height).item(), 3)))
-    elif len(x) == 1:
-        tried.append((round(((3 * y[0] + 1) / x[0]).item()), 4.0))
-    elif bool((part > 0.5).any()):
-        tried.append((round((turns[part > 0.5].min() * turns[part <= 0.5].max()).rsqrt().item()), 1.0))
-    for length, high in tried:
-        smooth = (length * turns - 1) / max(high - 1, 1e-9)
-        expected = torch.where(length * turns > high, 1.0, torch.where(length * turns < 1, 0.0, smooth))
-        if torch.allclose(expected, part, atol=1e-4):
-            return {
-                "factor": factor,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": length,
-            }
+    for high in (1.0, 4.0):
+        rope = {
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": 8192,
+        }
+        turns = (
+            8192 * theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim) / (2 * math.pi)
+        )
+        # 1 where a frequency is unchanged, 0 where it is divided by the factor.
+        part = ((turns - 1) / (high - 1)).clamp(0, 1) if high > 1 else (turns > 1).double()
+        expected = 1 / (part + (1 - part) / factor)
+        if factors.shape == expected.shape and torch.allclose(expected, factors.double(), rtol=1e-4):
+            return rope
     return None

@@ -1,7 +1,8 @@
 """Convert the tokenizer in a GGUF file's keys to the files of a Hugging Face folder.
 
 A SentencePiece model is made again of its pieces, and converted as Meta's. Byte-pair vocabularies have their merges in
-the file; of the pattern that splits a text into words the file says only a name.
+the file; of the pattern that splits a text into words the file says only a name. transformers' own conversion adds
+`<|endoftext|>`, an id beyond the embedding, to any of them.
 """
 
 from collections.abc import Mapping

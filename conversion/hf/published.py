@@ -15,7 +15,7 @@ import torch
 from ...configuration import QuantizationConfig
 from ...configuration.base import LlamoeBaseConfig
 from ...modeling.formats import Format, Int4, Int8
-from ...modeling.formats.packed import EightBits, Layout, Unpacked, weight_of
+from ...modeling.formats.packed import EightBits, Layout
 from ...modeling.moe import Experts
 from ...modeling.quantization import LlamoeQuantizer, by_expert, of_stack, own_config
 from ...modeling.registration import empty_model
@@ -51,19 +51,18 @@ class PublishedMatrix(LazyTensor):
     def packed_as(self, form: Format) -> list[torch.Tensor] | None:
         """Return the parts of a format with the same codes; None for other formats."""
         if isinstance(form, Int8) and getattr(self._layout, "is_by_output", False):
-            unpacked = [self._unpack(each) for each in self._matrices]
+            unpacked = [self._layout.unpack(tensors, self._sizes) for tensors in self._opened()]
             codes, scales = (torch.cat([each[part] for each in unpacked]) for part in range(2))
             return [codes, scales[:, 0].bfloat16()]
         if not (self._layout.is_int4 and isinstance(form, Int4)):
             return None
-        matrices = [{kind: each.read() for kind, each in tensors.items()} for tensors in self._matrices]
-        return [*self._layout.parts_of(matrices, self._sizes, form)]
+        return self._layout.parts_of(self._opened(), self._sizes, form)
 
-    def _unpack(self, tensors: Mapping[str, LazyTensor]) -> Unpacked:
-        return self._layout.unpack({kind: each.read() for kind, each in tensors.items()}, self._sizes)
+    def _opened(self) -> list[dict[str, torch.Tensor]]:
+        return [{kind: each.read() for kind, each in tensors.items()} for tensors in self._matrices]
 
     def _read(self, start, stop):
-        weights = [weight_of(self._unpack(each), self._layout, self.dtype) for each in self._matrices]
+        weights = [self._layout.weight_of(each, self._sizes, self.dtype) for each in self._opened()]
         matrix = weights[0] if len(weights) == 1 else torch.cat(weights)
         return (matrix.T if self._is_input_first else matrix)[start:stop]
 

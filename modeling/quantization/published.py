@@ -20,7 +20,6 @@ from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
 from ...configuration.quantization import QuantizationConfig
 from ..checkpoints import Stored, headers_of, shape_of_one
-from ..formats import Int4
 from ..formats.packed import LAYOUTS, Layout
 from ..moe import PLACES, Experts
 
@@ -128,10 +127,9 @@ def _check_matrices(model: nn.Module, weight: str, layers: Mapping[str, Any], la
     path, _, name = weight.rpartition(".")
     module: Any = model.get_submodule(path)
     is_stacked = bool(of_stack(layers))
-    if isinstance(module, Experts):
-        sizes = module.sizes_of(name) if is_stacked else shape_of_one(module, name)
-    else:
-        sizes = tuple(module.weight.shape)
+    sizes = _sizes_of(module, weight)
+    if isinstance(module, Experts) and not is_stacked:
+        sizes = shape_of_one(module, name)
     shapes = layout.shapes(sizes)
     stacked = {}
     if is_stacked:
@@ -161,7 +159,7 @@ def _check_matrices(model: nn.Module, weight: str, layers: Mapping[str, Any], la
 
 
 def follow_files(
-    config: QuantizationConfig, layout: Layout, candidates: Mapping[str, nn.Module], matrices: Matrices
+    config: QuantizationConfig, layout: Layout, candidates: Mapping[str, Any], matrices: Matrices
 ) -> None:
     """Set, from what files have packed, a config's group size and the modules that stay in 16 bits.
 
@@ -171,15 +169,20 @@ def follow_files(
         candidates: the modules that int4 supports, by name.
         matrices: result of `find_packed`.
     """
-    paths = {weight.rpartition(".")[0] for weight in matrices}
-    taken = {name: module for name, module in candidates.items() if name in paths}
+    taken = {weight: weight.rpartition(".")[0] for weight in matrices}
+    taken = {weight: path for weight, path in taken.items() if path in candidates}
     if layout.group_size is None:
         # A scale per output allows any group size: choose the largest without padding.
-        sizes = _sizes_in_int4(candidates, matrices).values()
-        config.group_size = next(
-            (size for size in (128, 64) if not any(num_in % size for _, num_in in sizes)), 32
-        )
-    config.modules_to_not_convert = names_in_16_bit(candidates, taken) or None
+        inputs = [_sizes_of(candidates[path], weight)[1] for weight, path in taken.items()]
+        config.group_size = next((size for size in (128, 64) if not any(n % size for n in inputs)), 32)
+    config.modules_to_not_convert = names_in_16_bit(candidates, taken.values()) or None
+
+
+def _sizes_of(module: Any, weight: str) -> tuple[int, int]:
+    """Return O and I of a weight of a module, a linear layer or experts."""
+    if isinstance(module, Experts):
+        return module.sizes_of(weight.rpartition(".")[2])
+    return module.weight.shape[0], module.weight.shape[1]
 
 
 def names_in_16_bit(modules: Iterable[str], packed: Iterable[str]) -> list[str]:
@@ -197,29 +200,10 @@ def names_in_16_bit(modules: Iterable[str], packed: Iterable[str]) -> list[str]:
     return [*dict.fromkeys(ends)]
 
 
-def check_int4(config: QuantizationConfig, candidates: Mapping[str, nn.Module], matrices: Matrices) -> None:
-    """Check that int4 can hold the packed weights, and warn of those unpacked to 16 bits; arguments as `follow_files`.
-
-    Raises:
-        CheckpointError: a packed matrix that int4 cannot hold.
-    """
-    if others := sorted({weight.rpartition(".")[0] for weight in matrices} - set(candidates)):
+def warn_of_unpacked(candidates: Iterable[str], matrices: Matrices) -> None:
+    """Warn of packed weights that are held in 16 bits, since int4 does not support their modules."""
+    if others := sorted({weight.rpartition(".")[0] for weight in matrices} - {*candidates}):
         logger.warning("Packed in the folder, and held in 16 bits here: %s.", listed(others, 5))
-    form = Int4(config.group_size or 0)
-    for weight, each in _sizes_in_int4(candidates, matrices).items():
-        if why := form.refusal(each):
-            stored = next(iter(next(iter(matrices[weight].values())).values()))
-            raise CheckpointError(f"{stored} cannot be held as {form.key}: {why}.")
-
-
-def _sizes_in_int4(candidates: Mapping[str, nn.Module], matrices: Matrices) -> dict[str, tuple[int, int]]:
-    """Return O and I of the packed weights that become int4, by the weight's name."""
-    return {
-        weight: module.sizes_of(name) if isinstance(module, Experts) else tuple(module.weight.shape)
-        for weight in matrices
-        for path, _, name in [weight.rpartition(".")]
-        if (module := candidates.get(path)) is not None
-    }
 
 
 def _in_layer(name: str) -> str:

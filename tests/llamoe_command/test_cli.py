@@ -229,7 +229,9 @@ def test_a_file_that_is_no_plan_is_named(content, tmp_path, capsys):
     plan.write_text(content)
     status, out, err = run(capsys, "chat", TINY, "--plan", str(plan))
     assert status == 2 and not out
-    assert err == f"llamoe: --plan {plan}: is no file that `llamoe inspect FOLDER --plan --save FILE` writes.\n"
+    assert (
+        err == f"llamoe: --plan {plan}: is no file that `llamoe inspect FOLDER --plan --save FILE` writes.\n"
+    )
 
 
 @pytest.mark.parametrize("width", [80, 110])

@@ -10,7 +10,7 @@ from typing import Any
 
 from .eight_bits import EightBits, fbgemm_fp8, fine_grained_fp8
 from .four_bits import awq, compressed_tensors, gptq
-from .layout import Layout, Unpacked, int4_of, int4_parts, weight_of
+from .layout import Layout, int4_of
 
 LAYOUTS: dict[str, Callable[[Mapping[str, Any]], Layout]] = {
     "awq": awq,

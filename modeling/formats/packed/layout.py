@@ -66,18 +66,50 @@ class Layout(ABC):
     def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
         """Unpack the tensors of one matrix, given by kind."""
 
+    def weight_of(
+        self, tensors: Mapping[str, torch.Tensor], sizes: Sizes, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """Return a layer's weight `[O, I]`, computed in float32, or as it is if it is plain already."""
+        if set(tensors) == {"weight"}:
+            return tensors["weight"]
+        return self._weight_of(self.unpack(tensors, sizes), dtype)
+
+    def _weight_of(self, unpacked: Unpacked, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        codes, scale, zero, groups = unpacked
+        num_out, num_in = codes.shape
+        if groups is None:
+            groups = torch.arange(num_in, device=codes.device) // (self.group_size or num_in)
+        weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+        # Take a few outputs at a time, since float32 needs a lot of memory.
+        step = max(_WEIGHTS_AT_ONCE // num_in, 1)
+        for part, *some in zip(*(each.split(step) for each in (weight, codes, zero, scale)), strict=True):
+            values, zeros, scales = (each.float() for each in some)
+            part.copy_((values - zeros[:, groups]) * scales[:, groups])
+        return weight
+
     def parts_of(
         self, matrices: Sequence[Mapping[str, torch.Tensor]], sizes: Sizes, form: Format
     ) -> list[torch.Tensor]:
-        """Convert one matrix, or an expert's gate and up, each given as tensors by kind, to int4's parts."""
-        assert isinstance(form, Int4), form.key
-        return int4_parts([self.unpack(tensors, sizes) for tensors in matrices], self, form)
+        """Convert matrices to int4's parts: the codes are kept, scales and offsets are rounded to bfloat16.
 
-    def weight_of(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> torch.Tensor:
-        """Return a layer's weight `[O, I]`, unpacked unless it is plain already."""
-        return (
-            tensors["weight"] if set(tensors) == {"weight"} else weight_of(self.unpack(tensors, sizes), self)
-        )
+        A scale per output is repeated for each of int4's groups. If groups are not consecutive inputs, which int4
+        cannot express, the weights are quantized again.
+
+        Args:
+            matrices: one matrix, or an expert's gate and up, which become one; each as tensors by kind.
+            sizes: of each.
+            form: int4 with the layout's groups.
+        """
+        assert isinstance(form, Int4), form.key
+        unpacked = [self.unpack(tensors, sizes) for tensors in matrices]
+        if any(each.group_of_input is not None for each in unpacked):
+            logger.warning_once(
+                "Weights whose groups are not of neighbouring inputs (desc_act) are quantized anew, which loses some "
+                "of their precision: int4 has no such groups."
+            )
+            return form.quantize(torch.cat([self._weight_of(each) for each in unpacked]))
+        codes, scale, zero = (torch.cat(each) for each in list(zip(*unpacked, strict=True))[:3])
+        return int4_of(codes, scale.float(), scale.float() * (8 - zero.float()), form)
 
     def num_groups(self, num_in: int) -> int:
         """Return the number of groups G of a matrix with this many inputs."""
@@ -89,41 +121,6 @@ class Layout(ABC):
             return None
         in_order = torch.arange(len(groups), device=groups.device) // self.group_size
         return None if torch.equal(groups, in_order.to(groups.dtype)) else groups.long()
-
-
-def weight_of(unpacked: Unpacked, layout: Layout, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the matrix `[O, I]`, computed in float32."""
-    codes, scale, zero, groups = unpacked
-    num_out, num_in = codes.shape
-    if groups is None:
-        groups = torch.arange(num_in, device=codes.device) // (layout.group_size or num_in)
-    weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    # Take a few outputs at a time, since float32 needs a lot of memory.
-    for some in torch.arange(num_out).split(max(_WEIGHTS_AT_ONCE // num_in, 1)):
-        rows = slice(int(some[0]), int(some[-1]) + 1)
-        weight[rows] = (codes[rows].float() - zero[rows].float()[:, groups]) * scale[rows].float()[:, groups]
-    return weight
-
-
-def int4_parts(matrices: Sequence[Unpacked], layout: Layout, form: Int4) -> list[torch.Tensor]:
-    """Convert matrices to int4's parts: the codes are kept, scales and offsets are rounded to bfloat16.
-
-    A scale per output is repeated for each of int4's groups. If groups are not consecutive inputs, which int4 cannot
-    express, the weights are quantized again.
-
-    Args:
-        matrices: one matrix, or an expert's gate and up, which become one.
-        layout: layout of the matrices.
-        form: int4 with the layout's groups.
-    """
-    if any(each.group_of_input is not None for each in matrices):
-        logger.warning_once(
-            "Weights whose groups are not of neighbouring inputs (desc_act) are quantized anew, which loses some of "
-            "their precision: int4 has no such groups."
-        )
-        return form.quantize(torch.cat([weight_of(each, layout) for each in matrices]))
-    codes, scale, zero = (torch.cat(each) for each in list(zip(*matrices, strict=True))[:3])
-    return int4_of(codes, scale.float(), scale.float() * (8 - zero.float()), form)
 
 
 def int4_of(codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, form: Int4) -> list[torch.Tensor]:

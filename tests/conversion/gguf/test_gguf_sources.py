@@ -142,14 +142,15 @@ def test_a_tensor_for_each_expert_as_the_first_files_of_mixtral_have_them(tmp_pa
     assert parts[0]["experts"] == parts[1]["experts"]
 
 
-@pytest.mark.parametrize("family", ["llama", "llama4"])
-def test_tied_heads_and_scaled_rotation(family, tmp_path):
-    rope = dict(rope_type="llama3", rope_theta=7000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
-    rope["original_max_position_embeddings"] = 64
+@pytest.mark.parametrize(("family", "high"), [("llama", 4.0), ("llama4", 1.0)])
+def test_tied_heads_and_scaled_rotation(family, high, tmp_path):
+    rope = dict(rope_type="llama3", rope_theta=7e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=high)
+    rope["original_max_position_embeddings"] = 8192
     # What llama.cpp's converter writes of them.
-    frequencies = 1 / 7000.0 ** (torch.arange(0, 48, 2) / 48)
-    smooth = (64 * frequencies / (2 * torch.pi) - 1) / 3
-    factors = 1 / ((1 - smooth.clamp(0, 1)) / 8 + smooth.clamp(0, 1))
+    turns = 8192 / 7e4 ** (torch.arange(0, 48, 2) / 48) / (2 * torch.pi)
+    smooth = ((turns - 1) / (high - 1)).clamp(0, 1) if high > 1 else (turns > 1).float()
+    factors = 1 / ((1 - smooth) / 8 + smooth)
+    assert len(factors.unique()) > (2 if high > 1 else 1)
     file = write(
         tmp_path / "model.gguf",
         family,
@@ -159,7 +160,7 @@ def test_tied_heads_and_scaled_rotation(family, tmp_path):
     )
     convert(file.path, tmp_path / "plain")
     model = OURS[family].from_pretrained(tmp_path / "plain", dtype=torch.float32)
-    assert model.config.tie_word_embeddings and model.config.rope_parameters["rope_type"] == "llama3"
+    assert model.config.tie_word_embeddings and model.config.rope_parameters == rope
     assert distance(logits(model), logits(file.stock)) < 1e-4
 
 

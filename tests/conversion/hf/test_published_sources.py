@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -32,9 +33,14 @@ def assert_same_folder(found, expected):
     assert [config_in(found)[field] for field in fields] == [config_in(expected)[field] for field in fields]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("kind", [*KINDS, *EIGHT_BITS])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "kind", "dtype"),
+    [
+        *product(FAMILIES, [*KINDS, *EIGHT_BITS], ["bfloat16"]),
+        ("llama4", "gptq", "float16"),
+        ("mixtral", "float8 block", "float16"),
+    ],
+)
 def test_converting_gives_in_16_bits_what_the_folder_means(family, kind, dtype, tmp_path):
     published = publish(tmp_path / "published", family, kind, None if kind in EIGHT_BITS else 32)
     config = config_in(published.path) | {"dtype": dtype}
@@ -52,33 +58,27 @@ def test_converting_gives_in_16_bits_what_the_folder_means(family, kind, dtype, 
     assert verify(published.path, tmp_path / "plain", logits=False).verdict == "equal"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_int4_has_the_codes_of_the_folder_as_a_loaded_model_saves_them(family, kind, tmp_path):
-    kept = ["layers.1.self_attn"]
-    published = publish(tmp_path / "published", family, kind, kept=kept, ignore=[f"re:.*{kept[0]}.*"])
+TOWER = ["vision_model", "multi_modal_projector", "self_attn"]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "options"),
+    [
+        *product(FAMILIES, KINDS, [dict(kept=["layers.1.self_attn"], ignore=["re:.*layers.1.self_attn.*"])]),
+        ("multimodal", "symmetric", dict(kept=TOWER)),
+        ("mixtral", "asymmetric", dict(group_size=None, spelling="mlp")),
+        ("mixtral", "gptq", dict(group_size=None, spelling="mlp")),
+    ],
+    ids=str,
+)
+def test_int4_has_the_codes_of_the_folder_as_a_loaded_model_saves_them(family, kind, options, tmp_path):
+    published = publish(tmp_path / "published", family, kind, **options)
     model = OURS[family].from_pretrained(published.path)
     model.save_pretrained(tmp_path / "saved")
     quantize(published.path, tmp_path / "packed", to="int4", shard_size="50KB")
     assert_same_folder(tmp_path / "packed", tmp_path / "saved")
     again = OURS[family].from_pretrained(tmp_path / "packed")
     assert torch.equal(logits(again), logits(model))
-
-
-def test_int4_of_a_multimodal_folder(tmp_path):
-    kept = ["vision_model", "multi_modal_projector", "self_attn"]
-    published = publish(tmp_path / "published", "multimodal", "symmetric", kept=kept)
-    OURS["multimodal"].from_pretrained(published.path).save_pretrained(tmp_path / "saved")
-    quantize(published.path, tmp_path / "packed", to="int4")
-    assert_same_folder(tmp_path / "packed", tmp_path / "saved")
-
-
-@pytest.mark.parametrize("kind", ["asymmetric", "gptq"])
-def test_one_scale_an_output(kind, tmp_path):
-    published = publish(tmp_path / "published", "mixtral", kind, group_size=None, spelling="mlp")
-    OURS["mixtral"].from_pretrained(published.path).save_pretrained(tmp_path / "saved")
-    quantize(published.path, tmp_path / "packed", to="int4")
-    assert_same_folder(tmp_path / "packed", tmp_path / "saved")
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,7 @@ def test_stacks_in_8_bits_with_their_scales(family, tmp_path):
     """As transformers' own class for Llama 4 in fbgemm's format stores them."""
     from transformers.integrations.fbgemm_fp8 import FbgemmFp8Llama4TextExperts
 
-    kept = ["self_attn", "vision_model", "multi_modal_projector"]
-    published = publish(tmp_path / "published", family, "float8", None, kept=kept)
+    published = publish(tmp_path / "published", family, "float8", None, kept=TOWER)
     tensors = tensors_in(published.path)
     config = published.stock.config.get_text_config()
     expected = FbgemmFp8Llama4TextExperts(config).state_dict()
@@ -237,16 +236,9 @@ LAYER = "model.layers.0.self_attn.k_proj"
     ("change", "fields", "says"),
     [
         (lambda t: t.pop(f"{LAYER}.qzeros"), {}, rf"model\.safetensors: .*{LAYER}.qzeros is missing"),
-        (lambda t: t[f"{LAYER}.bias"].add_(1), {}, rf"{LAYER}.bias is not 0"),
         (lambda t: t[f"{LAYER}.scales"].fill_(torch.inf), {}, rf"{LAYER}.*NaN or infinity"),
         (lambda t: t.pop("model.layers.1.block_sparse_moe.experts.1.w1.scales"), {}, r"w1.scales is missing"),
-        (
-            lambda t: t.update({f"{LAYER}.qweight": t[f"{LAYER}.qweight"][1:]}),
-            {},
-            rf"{LAYER}.qweight has shape",
-        ),
         (lambda t: None, {"bits": 3}, r"config\.json: quantization_config\.bits is 3"),
-        (lambda t: None, {"dynamic": {"+:.*w1": {"bits": 8}}}, r"quantization_config\.dynamic"),
         (
             lambda t: None,
             {"quant_method": "hqq"},
@@ -265,7 +257,7 @@ def test_what_is_missing_or_not_read_leaves_nothing(write, change, fields, says,
     assert "\n" not in str(caught.value) and not (tmp_path / "target").exists()
 
 
-@pytest.mark.parametrize("kind", ["symmetric", "awq", "float8", "fp8"])
+@pytest.mark.parametrize("kind", ["awq", "fp8"])
 def test_a_file_cut_short_is_named(kind, tmp_path):
     file = (
         publish(tmp_path / "published", "llama4", kind, None if kind in EIGHT_BITS else 32).path

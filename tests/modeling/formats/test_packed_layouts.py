@@ -9,8 +9,7 @@ from support.published import KINDS, config_of, numbers, pack, weight_of
 
 from llamoe.configuration.errors import ConfigurationError
 from llamoe.modeling.formats import Int4
-from llamoe.modeling.formats.packed import LAYOUTS, int4_parts
-from llamoe.modeling.formats.packed import weight_of as weight_of_unpacked
+from llamoe.modeling.formats.packed import LAYOUTS
 
 SIZES = NUM_OUT, NUM_IN = 112, 384
 # The bfloat16 of a scale, and of an offset, is this much wrong at most.
@@ -42,10 +41,10 @@ def test_codes_are_taken_over_exactly(kind, group_size):
     unpacked = layout.unpack(tensors, SIZES)
     assert torch.equal(unpacked.codes.long(), codes) and torch.equal(unpacked.zero.long(), zero)
     assert torch.equal(unpacked.scale, scale) and unpacked.group_of_input is None
-    assert torch.equal(weight_of_unpacked(unpacked, layout), weight_of(codes, zero, scale, group_size))
+    assert torch.equal(layout.weight_of(tensors, SIZES), weight_of(codes, zero, scale, group_size))
     # One scale an output is repeated for groups of any size.
     form = Int4(group_size or 128)
-    parts = int4_parts([unpacked], layout, form)
+    parts = layout.parts_of([tensors], SIZES, form)
     assert [(part.shape, part.dtype) for part in parts] == form.parts(SIZES)
     check_values(parts, form, codes, zero, scale, group_size)
 
@@ -65,7 +64,7 @@ def test_what_the_formats_own_packers_made_of_a_matrix(packer):
         zero = zero.clamp(min=1)
     layout = layout_of(config_of(kind, 32))
     expected = (codes.float() - zero.float()[:, groups]) * scale.float()[:, groups]
-    assert torch.equal(weight_of_unpacked(layout.unpack(tensors, codes.shape), layout), expected)
+    assert torch.equal(layout.weight_of(tensors, codes.shape), expected)
 
 
 def test_groups_out_of_order_are_quantized_anew():
@@ -75,10 +74,9 @@ def test_groups_out_of_order_are_quantized_anew():
     groups = torch.randint(0, NUM_IN // 32, (NUM_IN,))
     tensors["g_idx"] = groups.int()
     layout, form = layout_of(config_of("gptq", 32)), Int4(32, search=False)
-    unpacked = layout.unpack(tensors, SIZES)
     exact = (codes - zero[:, groups]) * scale.float()[:, groups]
-    assert torch.equal(weight_of_unpacked(unpacked, layout), exact)
-    parts = int4_parts([unpacked], layout, form)
+    assert torch.equal(layout.weight_of(tensors, SIZES), exact)
+    parts = layout.parts_of([tensors], SIZES, form)
     spans = exact.view(NUM_OUT, -1, 32).aminmax(dim=2)
     steps = (spans.max - spans.min).repeat_interleave(32, 1) / 15
     difference = (form.matrix(parts, SIZES, torch.float32) - exact).abs()
