@@ -103,12 +103,12 @@ def launch_arguments(name):
     return load_config_from_file(path), _validate_launch_command(arguments)[0]
 
 
-@pytest.mark.parametrize(("name", "count"), [("1gpu", 1), ("2gpu_ddp", 2), ("2gpu", 2), ("8gpu", 8)])
+@pytest.mark.parametrize(("name", "count"), [("1gpu", 1), ("2gpu_ddp", 2), ("8gpu", 8)])
 def test_the_files_ask_for_fsdp2_or_nothing(name, count):
     config, arguments = launch_arguments(name)
     assert (config.num_processes, config.mixed_precision) == (count, "bf16")
     assert bool(arguments.multi_gpu) == (name == "2gpu_ddp") and not arguments.use_deepspeed
-    assert bool(arguments.use_fsdp) == (name in ("2gpu", "8gpu"))
+    assert bool(arguments.use_fsdp) == (name == "8gpu")
     if arguments.use_fsdp:
         variables = prepare_multi_gpu_env(arguments)
         assert variables["FSDP_VERSION"] == "2" and variables["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
