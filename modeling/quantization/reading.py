@@ -108,11 +108,13 @@ class _Read(ConversionOps):
             codes: list[Any] = [stacked[""]]
         else:
             codes = [kinds["weight"] for kinds in _parts_of_experts(experts, name, found)]
-        scales = stacked[self.layout.in_stacks[1]]
+        # Only layouts whose files have stacks come here.
+        layout: Any = self.layout
+        scales = stacked[layout.in_stacks[1]]
         whole = torch.empty(experts.stack_shape(name), dtype=experts.dtype)
         for number, matrix in enumerate(whole):
             parts = [each[number] for each in codes]
-            matrix.copy_(self.layout.weight_in_stack(parts, scales[number], experts.is_transposed))
+            matrix.copy_(layout.weight_in_stack(parts, scales[number], experts.is_transposed))
         return whole
 
 
