@@ -1,4 +1,4 @@
-"""`transformers serve` with our folders, asked by the `openai` client: it answers as the model does by itself."""
+"""Test `transformers serve` with our folders by the `openai` client: answers must be those of `generate`."""
 
 import functools
 import importlib
@@ -20,7 +20,7 @@ import llamoe
 
 pytestmark = pytest.mark.slow
 
-# Importing the client takes a second of each process that collects tests, so it is done where it is asked.
+# Imported here, since importing it takes a second of each process that collects tests.
 if find_spec("openai") is None or find_spec("fastapi") is None:
     pytest.skip("needs the extra serve: pip install -e '.[vision,serve]'", allow_module_level=True)
 
@@ -28,13 +28,13 @@ MODEL = "examples/llamoe-tiny"
 WITH_FLAG = ["transformers", "serve", MODEL, "--trust-remote-code"]
 WITH_IMPORT = "import llamoe; from transformers.cli.transformers import main; main()"
 WITH_ADOPTION = "import llamoe; llamoe.adopt(); from transformers.cli.transformers import main; main()"
-# By default its cache takes most of the machine's memory, and half a minute.
+# By default its cache takes most of the machine's memory, and half a minute to allocate.
 BATCHING = [
     "--continuous-batching", "--cb-num-blocks", "64", "--cb-block-size", "32", "--cb-max-batch-tokens", "256",
 ]  # fmt: skip
 TWO_SHAPES = (EXAMPLES / "pictures/two_shapes.png").read_bytes()
 PICTURES = {name: EXAMPLES / f"pictures/{name}.png" for name in ("two_shapes", "three_shapes")}
-# Each with the picture that it is about.
+# Each question has its own picture.
 QUESTIONS = [
     ("What is in the picture?", "two_shapes"),
     ("What is in the picture?", "three_shapes"),
@@ -45,12 +45,12 @@ QUESTIONS = [
     ("Where is the square?", "two_shapes"),
     ("Hello", None),
 ]
-# No token ends an answer.
+# No token ends an answer, so that its length is known.
 ENDLESS = {"logit_bias": {"1": -100.0, "4": -100.0, "5": -100.0}}
 
 
 class Client:
-    """Asks a server's model by the `openai` client, and once only: a refusal is not tried again."""
+    """A client of a server's model, made of the `openai` client, that does not repeat refused requests."""
 
     def __init__(self, server, model=MODEL):
         import openai
@@ -105,7 +105,7 @@ def another_server(tmp_path):
 
 @pytest.fixture(scope="module")
 def by_itself():
-    """What `generate` answers in this process."""
+    """Return the answer of `generate` in this process."""
     model = AutoModelForImageTextToText.from_pretrained(TINY)
     processor = AutoProcessor.from_pretrained(TINY)
 
@@ -124,7 +124,7 @@ def by_itself():
 
 @pytest.fixture(scope="module")
 def text_folder(tmp_path_factory):
-    """The language model of llamoe-tiny in a folder of its own."""
+    """Save the language model of llamoe-tiny in its own folder."""
     folder = tmp_path_factory.mktemp("text")
     AutoModelForCausalLM.from_pretrained(TINY).save_pretrained(folder)
     AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
@@ -133,7 +133,7 @@ def text_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stock_folder(tmp_path_factory):
-    """llamoe-tiny in transformers' layout."""
+    """Save llamoe-tiny in transformers' layout."""
     folder = tmp_path_factory.mktemp("stock")
     AutoModelForImageTextToText.from_pretrained(TINY).save_pretrained(folder, layout="stock")
     AutoProcessor.from_pretrained(TINY).save_pretrained(folder)
@@ -145,7 +145,7 @@ def url_of(name):
 
 
 def ask_all(client, questions, **options):
-    """What a server answers to clients that all ask at once."""
+    """Return the answers of a server to clients that all ask at once."""
     with ThreadPoolExecutor(len(questions)) as threads:
         waiting = [
             threads.submit(client.answer, text, url_of(picture), **options) for text, picture in questions
@@ -177,7 +177,7 @@ def test_eight_clients_at_once_get_what_each_gets_alone(client, by_itself):
 
 
 def test_hanging_up_frees_the_server(client, by_itself):
-    """The next client gets its answer, which is the same as by itself."""
+    """The next client gets its answer, which is that of `generate`."""
     # transformers ends generation when Python closes the stream's generator. If the client hangs up while a piece is
     # being sent, that may take minutes, so the number of tokens is limited.
     stream = client.create("Hello", stream=True, max_tokens=4_000, **ENDLESS)
@@ -188,7 +188,7 @@ def test_hanging_up_frees_the_server(client, by_itself):
 
 
 def png_of_size(width, height):
-    """A PNG file that says it is of this size, and has no pixels."""
+    """Return a PNG file whose header names this size, and which has no pixels."""
 
     def chunk(name, content):
         check = zlib.crc32(name + content)
@@ -216,7 +216,7 @@ def test_clients_read_why_a_picture_is_refused(client, kind):
     url, words = BROKEN[kind]
     for options in ({}, {"stream": True}):
         assert words in client.refusal("What is in the picture?", url, **options)
-    # The connection is kept, and the server lives.
+    # The same connection still works after a refusal.
     assert "red circle" in client.answer("What is in the picture?", data_url(TWO_SHAPES))
 
 
@@ -272,7 +272,7 @@ def test_adoption_serves_stock_folders_with_pictures_by_our_classes(another_serv
     client = Client(another_server, str(stock_folder))
     assert client.answer("What is in the picture?", data_url(TWO_SHAPES)) == by_itself(*QUESTIONS[0])
     assert BROKEN["cut off"][1] in client.refusal("What is in the picture?", BROKEN["cut off"][0])
-    # The only place where the server names the class.
+    # The server names the model's class nowhere else.
     assert "LlamoeForConditionalGeneration does not support" in another_server.log.read_text()
 
 
