@@ -18,14 +18,14 @@ from .harness import OURS, STOCK, Case, tolerance_of, tolerance_of_gradients
 from .weights import Setting, llama4_blocks, mixtral_blocks, routed_rows
 
 COPIES = 4
-"""Blocks that few rows go through in turn: one row reads more of them than a large cache holds, as in a whole model."""
+"""Number of blocks in sequence for few rows: together they exceed the processor's cache, as a whole model does."""
 FEW = 16
 RANK = 16
 PEFT = "peft"
 
 
 def forward(setting: Setting, experts: int, limits: dict[int, float]) -> Iterator[Case]:
-    """Yield passes of Llama 4's block without gradients.
+    """Yield the cases of forward passes of Llama 4's block without gradients.
 
     Args:
         setting: device and dtype.
@@ -39,7 +39,7 @@ def forward(setting: Setting, experts: int, limits: dict[int, float]) -> Iterato
 
 
 def training(setting: Setting, experts: int, rows: int, limit: float) -> Iterator[Case]:
-    """Yield a forward and backward pass of Llama 4's block; gradients of inputs and weights are compared."""
+    """Yield the case of Llama 4's block forwards and backwards; gradients of inputs and weights are compared."""
     stock, ours = llama4_blocks(setting, experts)
     x = routed_rows(setting, stock.router.weight, rows)
     case = _training_case(setting, {STOCK: stock, OURS: ours}, x)
@@ -48,7 +48,7 @@ def training(setting: Setting, experts: int, rows: int, limit: float) -> Iterato
 
 
 def mixtral(setting: Setting, limits: dict[int, float], trained: int) -> Iterator[Case]:
-    """Yield passes of Mixtral's block, beside stock's grouped products; then a step of training."""
+    """Yield the cases of Mixtral's block against transformers' grouped products: inference, then a training step."""
     pairs = [mixtral_blocks(setting) for _ in range(COPIES)]
     for rows, limit in limits.items():
         yield _forward_case(setting, pairs, setting.randn(1, rows, 512, offset=rows), limit)
@@ -62,7 +62,7 @@ def mixtral(setting: Setting, limits: dict[int, float], trained: int) -> Iterato
 def lora(
     setting: Setting, experts: int, limits: dict[int, float], memory: float | None = None
 ) -> Iterator[Case]:
-    """Yield steps that train LoRA on the experts of a frozen block, beside peft's own wrapper around the same block.
+    """Yield the cases of training LoRA on a frozen block's experts, against peft's own wrapper of the same block.
 
     peft adds the update to the weights of all experts, ours to their products.
     """
@@ -81,10 +81,10 @@ def lora(
 
 
 def _adapted(setting: Setting, block: nn.Module, module_class: type, adapter_class: type) -> nn.Module:
-    """Return a copy of a block around the same weights, with drawn factors on the experts' stacks."""
+    """Return a copy of a block that shares its weights, with random LoRA factors on the experts."""
     stacks = ["experts.gate_up_proj", "experts.down_proj"]
     config = LoraConfig(r=RANK, target_modules=[], target_parameters=stacks)
-    # A choice of classes is left as it is; without one ours would be taken in both cases.
+    # An explicit class for each contestant; by default both would get llamoe's.
     config._register_custom_module({module_class: adapter_class})
     shared = {id(weight): weight for weight in block.parameters()}
     adapted = inject_adapter_in_model(config, copy.deepcopy(block, shared))

@@ -52,7 +52,7 @@ TITLES = {
 
 
 def run(names: list[str], path: Path, clock: ProcessorClock, rounds: int) -> int:
-    """Run groups; write results and page after each. Return the number of failures."""
+    """Run groups, write results and page after each, and return the number of failures."""
     results = json.loads(path.read_text()) if path.exists() else {}
     failures = 0
     for name in names:
@@ -130,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
         help=", ".join(GROUPS),
     )
     parser.add_argument(
-        "--rounds", type=int, default=7, help="rounds of a case, at most; default: %(default)s"
+        "--rounds", type=int, default=7, help="most repetitions of each case; default: %(default)s"
     )
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args(arguments)

@@ -35,7 +35,7 @@ TOKENIZER = Path(__file__).parents[1] / "examples/llamoe-tiny"
 
 
 def sizes_of_7b() -> Iterator[Case]:
-    """Yield the cases of both models."""
+    """Yield the cases of both models at the sizes of 7B."""
     sizes = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
     sizes |= dict(vocab_size=32000, max_position_embeddings=4096, sliding_window=None, head_dim=128)
     yield from cases("Mistral", MistralForCausalLM, MistralConfig(**sizes, num_hidden_layers=3))
@@ -51,7 +51,7 @@ def cases(name: str, stock_class: type[PreTrainedModel], config: Any) -> Iterato
     with torch.device("meta"):
         stock = stock_class(config)
     stock.load_state_dict(dict(ours["bf16"].named_parameters()), assign=True)
-    # Its tables of angles were made without memory.
+    # Rotary tables that were built on the meta device have no values, so they are computed again.
     stock.model.rotary_emb = type(stock.model.rotary_emb)(config)
     models: dict[str, Any] = {STOCK: stock.eval(), OURS: ours["bf16"]}
     models |= {f"{OURS}, {weights}": ours[weights] for weights in ("int8", "int4")}
@@ -81,7 +81,7 @@ def _case(name: str, models: dict[str, Any], run: Callable[[Any], Callable[[], A
 
 
 def in_llama_cpp(model: PreTrainedModel, folder: Path) -> dict[str, LlamaCppModel]:
-    """Return the model in llama.cpp's types; nothing where llama.cpp is missing."""
+    """Return the model in llama.cpp's types; empty if llama.cpp is missing."""
     try:
         find_converter()
     except LeftOut as reason:
@@ -93,7 +93,7 @@ def in_llama_cpp(model: PreTrainedModel, folder: Path) -> dict[str, LlamaCppMode
 
 
 def token(model: Any, ids: torch.Tensor) -> Callable[[], None]:
-    """Return a function that decodes `STEPS` tokens behind a cache of `ids` `[1, past]`, again and again."""
+    """Return a function that decodes `STEPS` tokens after `ids` `[1, past]`, which are computed only once."""
     if isinstance(model, LlamaCppModel):
         return model.token(ids[0].tolist(), STEPS)
     cache = DynamicCache(config=model.config)

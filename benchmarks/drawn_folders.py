@@ -1,4 +1,4 @@
-"""Write folders of models of published sizes, whose numbers are drawn.
+"""Write folders of models of published sizes with random weights.
 
 Codes are pieces of one random block, each matrix at an offset of its own, so that a folder is written as fast as a
 drive takes it. Numbers have the deviation of fresh weights.
@@ -26,12 +26,12 @@ from llamoe.modeling.formats import Int4, Int8
 STD = 0.02
 W4A16 = "w4a16"
 GROUP = 128
-# What llm-compressor's recipe for Llama 4 leaves in 16 bits.
+# Modules that llm-compressor's recipe for Llama 4 leaves in 16 bits.
 KEPT = ("lm_head", "self_attn", "router", "vision_model", "multi_modal_projector")
 
 
 class Drawn(LazyTensor):
-    """A weight in bfloat16: ones for norms, drawn for others, zeros for what is packed."""
+    """Return a bfloat16 weight: ones for norms, zeros for weights that are packed later, random numbers for others."""
 
     def __init__(
         self, name: str, shape: tuple[int, ...], generator: torch.Generator, blanks: dict[Any, torch.Tensor]
@@ -51,17 +51,17 @@ class Drawn(LazyTensor):
 
 
 class Draws:
-    """Parts of packed matrices, whose codes are pieces of one random block."""
+    """A source of packed matrices, whose codes are pieces of one random block."""
 
     def __init__(self, generator: torch.Generator, size: int = 1 << 26):
         self.block = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
         self.lock, self.begin = threading.Lock(), 0
 
     def codes(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the next matrix of codes, integers of any size."""
+        """Return the next matrix of integer codes in a given shape and dtype."""
         with self.lock:
             begin = self.begin
-            # A prime, so that no two matrices begin alike.
+            # A prime step, so that no two matrices begin at the same place.
             self.begin = (begin + 15_485_863) % len(self.block)
         codes = torch.empty(shape, dtype=dtype)
         flat, at = codes.view(-1).view(torch.uint8), 0
@@ -72,12 +72,12 @@ class Draws:
         return codes
 
     def quantize(self, form: Any, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        """Replace `form.quantize`: draw a matrix whose numbers have the deviation of fresh weights."""
+        """Return a random packed matrix with the deviation of new weights, in place of `form.quantize`."""
         (shape, dtype), (scales_shape, scales_dtype) = form.parts(tuple(weight_OI.shape))
         codes = self.codes(shape, dtype)
         scales = torch.empty(scales_shape, dtype=scales_dtype)
         if isinstance(form, Int4):
-            # Codes from 0 to 15 are about 7.5 on average, and 8 means the offset.
+            # Codes from 0 to 15 have a mean of 7.5, and code 8 stands for zero.
             scales[..., 0], scales[..., 1] = STD / 4.61, STD / 9.22
         else:
             scales.fill_(STD / 73.9)
@@ -85,7 +85,7 @@ class Draws:
 
 
 def write(config: LlamoeBaseConfig, target: Path, weights: str, seed: int = 0) -> dict[str, Any]:
-    """Write a packed folder of this shape; bytes, seconds and files.
+    """Write a packed folder of this configuration; return its bytes, seconds and files.
 
     Args:
         config: of the model.
@@ -114,7 +114,7 @@ def write(config: LlamoeBaseConfig, target: Path, weights: str, seed: int = 0) -
 
 
 def _save_w4a16(config: LlamoeBaseConfig, tensors: dict[str, Drawn], draws: Draws, target: Path) -> None:
-    """Save Llama 4's tensors as compressed-tensors packs them: experts one by one, symmetric groups of 128 inputs."""
+    """Save Llama 4's tensors in compressed-tensors' layout: separate experts, symmetric groups of 128 inputs."""
     target.mkdir(exist_ok=True)
     shard: dict[str, torch.Tensor] = {}
     files: dict[str, str] = {}
@@ -148,7 +148,7 @@ def _save_w4a16(config: LlamoeBaseConfig, tensors: dict[str, Drawn], draws: Draw
 
 
 def _packed_layers(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield names and sizes of the packed linear layers that a tensor becomes; none for one that stays in 16 bits."""
+    """Yield names and sizes of the packed linear layers that store a tensor; none for a tensor in 16 bits."""
     if len(shape) == 3 and ".experts." in name:
         num_experts, num_in, num_out = shape
         path, _, stack = name.rpartition(".")

@@ -15,7 +15,7 @@ STOCK = "stock"
 OURS = "llamoe"
 ROUNDS = 7
 SECONDS = 1.0
-"""A case is measured for so long at least, and for three rounds."""
+"""Least seconds for which a case is measured; at least three rounds are run."""
 SAMPLE = 50e-3
 """Least length of a sample in seconds; shorter runs are repeated within it, as steps of decoding follow one another."""
 
@@ -77,14 +77,14 @@ class Case:
 
 
 class LeftOut(Exception):
-    """A group cannot be run here; says why in a part of a sentence."""
+    """Raised if a group cannot run here; its text is the reason."""
 
 
 class ProcessorClock:
-    """Processor time, with other data in the caches before each sample.
+    """A clock of processor time that fills the caches with other data before each sample.
 
-    In a model, a layer's weights have left the caches before its next turn. In repeated runs of one layer they would
-    stay, which favours contestants that read little. Processor time excludes other load on the machine.
+    In a model, a layer's weights have left the caches before the layer runs again. In repeated runs of one layer they
+    would stay, which favours contestants that read little. Processor time excludes other load on the machine.
     """
 
     def __init__(self, cache_bytes: int | None = None):
@@ -102,7 +102,7 @@ class ProcessorClock:
 
 
 class DeviceClock:
-    """Time between two CUDA events around runs that follow one another without a pause."""
+    """A clock of the time between two CUDA events around consecutive runs."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -131,7 +131,7 @@ def last_cache_bytes() -> int:
 
 
 def measure(case: Case, clock: Clock, rounds: int = ROUNDS) -> dict:
-    """Compare, weigh and time the contestants of a case.
+    """Compare outputs, memory and time of a case's contestants.
 
     Returns:
         the case's name, and by contestant the seconds of all rounds with their median, the median of the ratios to the
@@ -169,12 +169,12 @@ def measure(case: Case, clock: Clock, rounds: int = ROUNDS) -> dict:
     _time_in_turn({name: case.runs[name] for name in rows}, rows, clock, rounds)
     reference = rows.get(case.reference)
     for row in rows.values():
-        row["seconds"] = [each / case.parts for each in row["seconds"]]
+        row["seconds"] = [seconds / case.parts for seconds in row["seconds"]]
         row["median"] = statistics.median(row["seconds"])
     for row in rows.values():
         if reference is not None:
             pairs = zip(row["seconds"], reference["seconds"], strict=True)
-            row["ratio"] = statistics.median(own / theirs for own, theirs in pairs)
+            row["ratio"] = statistics.median(seconds / other for seconds, other in pairs)
             if "peak_bytes" in row:
                 row["memory_ratio"] = row["peak_bytes"] / max(1, reference["peak_bytes"])
     limits = {"at_most": case.at_most, "memory_at_most": case.memory_at_most}
@@ -200,7 +200,7 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
     """Return a run's result as a list of tensors."""
     if isinstance(result, torch.Tensor):
         return [result]
-    return [each for each in result or () if isinstance(each, torch.Tensor)]
+    return [value for value in result or () if isinstance(value, torch.Tensor)]
 
 
 def difference(given: list[torch.Tensor], expected: list[torch.Tensor]) -> tuple[float, float]:

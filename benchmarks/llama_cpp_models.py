@@ -63,7 +63,7 @@ def make_files(model: Path) -> dict[str, Path]:
 
 
 class LlamaCppModel:
-    """A GGUF file in llama.cpp, on one thread.
+    """A model in llama.cpp, loaded from a GGUF file, on one thread.
 
     All runs are in one thread: llama.cpp sets the registers of AMX up once a thread, and oneDNN releases them.
     """
@@ -78,7 +78,7 @@ class LlamaCppModel:
         self._thread = ThreadPoolExecutor(1)
 
     def token(self, ids: list[int], steps: int) -> Callable[[], None]:
-        """Return a function that decodes `steps` tokens behind `ids`, again and again."""
+        """Return a function that decodes `steps` tokens after `ids`, from the same cache each time."""
         self._thread.submit(self._read, ids).result()
 
         def run() -> None:
@@ -89,7 +89,7 @@ class LlamaCppModel:
         return lambda: self._thread.submit(run).result()
 
     def prompt(self, ids: list[int]) -> Callable[[], None]:
-        """Return a function that reads a prompt."""
+        """Return a function that computes a prompt."""
         return lambda: self._thread.submit(self._read, ids).result()
 
     def _read(self, ids: list[int]) -> None:

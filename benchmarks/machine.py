@@ -1,4 +1,4 @@
-"""Describe the machine and its versions, and hold it to fewer instructions."""
+"""Describe the machine and its versions, and measure the bandwidth of its memory."""
 
 import os
 import platform
@@ -33,12 +33,12 @@ and our kernels follow torch. What llama.cpp uses was decided when it was built.
 
 
 def is_held_to_avx2() -> bool:
-    """Tell whether this process uses AVX2 only, on a processor that may have more."""
+    """Return True if this process was started to use AVX2 only, on a processor that may have more."""
     return all(os.environ.get(name) == value for name, value in HELD_TO_AVX2.items())
 
 
 def kind_of_processor() -> str:
-    """Return "avx2", "avx512" or "amx": what results are kept by. "cpu" for anything else."""
+    """Return the processor's kind, by which results are filed: "avx2", "avx512", "amx", or "cpu" for any other."""
     capability = torch.backends.cpu.get_cpu_capability().lower()
     if capability == "avx512" and torch.cpu.get_capabilities().get("amx_bf16"):
         return "amx"

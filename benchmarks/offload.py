@@ -1,4 +1,4 @@
-"""Measure a token of a mixture whose experts are on disk, with room for a part of them in memory.
+"""Measure the time of a token of a mixture whose experts are on disk, with memory for a part of them.
 
 Contestants are processes of their own on the same folder: all experts in memory, ours with offloaded experts, and
 accelerate's offload of the same experts, which has no memory for them. What the page cache has of the files is dropped
@@ -33,7 +33,7 @@ ZIPF = 1.2
 
 @dataclass(frozen=True)
 class LargeMixture:
-    """Sizes of a Llama-4-style text model in bfloat16 with a mixture in every layer, top-1.
+    """The sizes of a Llama-4-style text model in bfloat16 with a top-1 mixture in every layer.
 
     Attributes:
         hidden: hidden size.
@@ -51,11 +51,11 @@ class LargeMixture:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert."""
+        """Return the bytes of one expert."""
         return 3 * self.hidden * self.expert * 2
 
     def config(self) -> llamoe.LlamoeTextConfig:
-        """Return its configuration."""
+        """Return the configuration of the model."""
         return llamoe.LlamoeTextConfig(
             vocab_size=self.vocabulary, hidden_size=self.hidden, intermediate_size=self.expert,
             intermediate_size_mlp=2 * self.expert, num_hidden_layers=self.layers,
@@ -65,7 +65,7 @@ class LargeMixture:
         )  # fmt: skip
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint of drawn weights, a shard for each layer; no more than a layer is in memory."""
+        """Write a checkpoint of random weights, one shard for each layer, with one layer in memory at a time."""
         config = self.config()
         config.save_pretrained(folder)
         with torch.device("meta"):
@@ -90,7 +90,7 @@ class LargeMixture:
 def offload(
     mixture: LargeMixture, share: float = 0.25, warm: int = 96, tokens: int = 64, rounds: int = 3
 ) -> Iterator[dict]:
-    """Decode `tokens` behind `warm` tokens that fill the memory for a share of the experts."""
+    """Decode `tokens` tokens after `warm` ones that fill the expert cache, which holds a share of the experts."""
     room = int(share * mixture.layers * mixture.experts) * mixture.expert_bytes
     with tempfile.TemporaryDirectory() as folder:
         mixture.save(Path(folder))
@@ -105,7 +105,7 @@ def offload(
         if reason := next((run["failed"] for run in its if "failed" in run), None):
             failures.append(f"{who}: {reason}")
             continue
-        # Of each token the fastest round, since there is other load in wall time.
+        # The fastest round of each token, since wall time includes other load on the machine.
         seconds = [min(each) for each in zip(*(run["seconds"] for run in its), strict=True)]
         rows[who] = {**its[0], "seconds": seconds, "median": statistics.median(seconds)}
     for row in rows.values():
@@ -121,7 +121,7 @@ def offload(
         if over > 1.02:
             failures.append(f"bytes read over bytes of missed experts are {over:.3f}, at most 1.02")
     if {RESIDENT, ACCELERATE} <= rows.keys():
-        # Modules that accelerate has hooked are multiplied by other kernels, which round otherwise.
+        # Modules with accelerate's hooks use other kernels, which round differently.
         given, expected = ([torch.tensor(rows[who]["first"])] for who in (ACCELERATE, RESIDENT))
         if difference(given, expected)[0] > BFLOAT16.largest:
             failures.append(f"{ACCELERATE} differs from {RESIDENT}")
@@ -147,7 +147,7 @@ def load(who: str, folder: Path, budget: int) -> PreTrainedModel:
     if who == RESIDENT:
         for experts in layers.values():
             for parameter in experts.parameters():
-                # Copied out of the mapped file.
+                # Copied into memory, since loaded weights are mapped from the file.
                 parameter.data = parameter.data.clone()
         return model
     files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
@@ -162,7 +162,7 @@ def load(who: str, folder: Path, budget: int) -> PreTrainedModel:
 
 
 def draw_routing(model: PreTrainedModel) -> None:
-    """Let an expert drawn by Zipf's law compute each token; each layer has an order of its own."""
+    """Replace the routers' choices by experts drawn by Zipf's law; each layer has its own order of experts."""
     generator = torch.Generator().manual_seed(1)
     for router in model.modules():
         if isinstance(router, Router):
@@ -179,7 +179,7 @@ def draw_routing(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def decode(who: str, folder: str, budget: int, warm: int, tokens: int) -> dict:
-    """Decode drawn tokens in this process; seconds and bytes of each, hits, and the process's peak beyond its start."""
+    """Decode random tokens; return each one's seconds and bytes read, the hits, and the growth of peak memory."""
     base = status("VmRSS")
     forget(Path(folder))
     model = load(who, Path(folder), budget)

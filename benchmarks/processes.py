@@ -1,4 +1,4 @@
-"""Measure in a new process: what a function there returns, its memory, its reads, and what the page cache holds."""
+"""Run measurements in a new process, and count its memory, its reads and the page cache."""
 
 import json
 import os
@@ -11,10 +11,10 @@ import torch
 
 
 def in_process(module: str, what: str, **given) -> dict:
-    """Call a function of a module of this package in a new process; it takes and returns what JSON can hold.
+    """Call a function of this package in a new process, with arguments and a result that JSON can express.
 
     Returns:
-        what it returns; `{"failed": reason}` if it fails.
+        the function's result; `{"failed": reason}` if it fails.
     """
     words = [module, what, json.dumps(given), str(torch.get_num_threads())]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A model of a published size on this machine, as a user would run it: what the plan says, and what it then is.
+"""Run a model of a published size on this machine as a user would, and compare its plan with what is measured.
 
     python -m benchmarks.published_sizes                      # Mixtral 8x7B in int4: 25 GB of disk, 12 GB of memory
     python -m benchmarks.published_sizes --preset llama-4-scout --ram 20GB
@@ -43,9 +43,9 @@ from .processes import bytes_read, counted, forget, in_process, status
 RESULTS = Path(__file__).parent / "results"
 
 NEW_TOKENS, SHORT, LONG, STEPS, ROW, RANK = 16, 16, 256, 3, 32, 8
-# Seconds after which a drive has forgotten what it has just taken, and reads as fast as on another day.
+# Seconds to wait after writing: a drive that is still storing its cache reads slower.
 SETTLING = 30
-# Figure to the least and the most that is wanted; None for no bound.
+# Figure to its least and its most allowed value; None for no limit.
 TARGETS: dict[str, tuple[float | None, float | None]] = {
     "load_seconds": (None, 20.0),
     "bytes_over_missed": (None, 1.02),
@@ -56,7 +56,7 @@ TARGETS: dict[str, tuple[float | None, float | None]] = {
 
 
 class Waiting:
-    """Time in which at least one thread waits for the drive."""
+    """A clock of the time during which at least one thread waits for the drive."""
 
     def __init__(self):
         self.lock, self.running, self.since, self.seconds = threading.Lock(), 0, 0.0, 0.0
@@ -85,15 +85,15 @@ class Tokens(BaseStreamer):
         self.model, self.waiting, self.rows = model, waiting, []
 
     def put(self, value: Any) -> None:
-        """Called with the prompt, then with each token."""
+        """Record the state; generate calls this with the prompt, then with each token."""
         self.rows.append(now(self.model, self.waiting))
 
     def end(self) -> None:
-        """Called at the end."""
+        """Do nothing at the end of generation."""
 
 
 def now(model: Any, waiting: Waiting) -> dict[str, float]:
-    """Return seconds, bytes read, bytes of missed experts, and seconds of reading, so far."""
+    """Return the process's seconds, bytes read, bytes of missed experts, and seconds of reading so far."""
     missed = counted(model, "misses")
     return {
         "seconds": time.perf_counter(),
@@ -105,7 +105,7 @@ def now(model: Any, waiting: Waiting) -> dict[str, float]:
 
 
 def between(first: dict[str, float], last: dict[str, float], expert_bytes: int) -> dict[str, float]:
-    """Return the differences between two moments."""
+    """Return the differences of all figures between two moments."""
     found = {name: last[name] - first[name] for name in first}
     missed = found["missed"] * expert_bytes
     return {
@@ -125,7 +125,7 @@ def read_config(folder: str) -> Any:
 
 
 def rates(folder: str) -> dict[str, Any]:
-    """Measure this machine's rates for the plan, the drive three times; needs a process of its own for its memory."""
+    """Measure this machine's bandwidths, the drive's three times; run in a separate process for its memory."""
     found = llamoe.measure_bandwidths(folder)
     drive = [found.drive, *(llamoe.measure_bandwidths(folder).drive for _ in range(2))]
     return {**vars(found), "drive": statistics.median(map(float, drive))}
@@ -141,7 +141,7 @@ def run(
     steps: int,
     given: dict[str, float],
 ) -> dict[str, Any]:
-    """Do in this process what a user does: plan, load, generate, read a prompt, train, save, load again."""
+    """Plan, load, generate, compute a prompt, train, save and load again, as a user does; return all figures."""
     found: dict[str, Any] = {"budget": bytes_of("ram", ram), "headroom": bytes_of("headroom", headroom)}
     config, options = read_config(folder), dict(gpus=0, ram=ram, headroom=headroom)
     rates = llamoe.Bandwidths(**given)
@@ -178,7 +178,7 @@ def run(
         ids[:, :SHORT], attention_mask=torch.ones_like(ids[:, :SHORT]), max_new_tokens=tokens + 1, do_sample=False,
         eos_token_id=None, pad_token_id=0, streamer=streamer,
     )  # fmt: skip
-    # The first is the prompt itself, the second the token that its pass gives.
+    # The streamer gets the prompt first, then the token that the prompt's forward pass gives.
     found["first"] = between(begin, streamer.rows[1], expert_bytes)
     found["decode"] = between(streamer.rows[1], streamer.rows[-1], expert_bytes)
     found["decode"]["tokens_per_second"] = tokens / found["decode"]["seconds"]
@@ -215,7 +215,7 @@ def run(
         found["adapter_bytes"] = sum(path.stat().st_size for path in Path(saved).iterdir())
         model.close()
         kept = weakref.ref(model)
-        # The streamer refers to the model, too.
+        # The streamer holds a reference to the model, too.
         del adapters, optimizer, model, loss, streamer
         gc.collect()
         if kept() is not None:
@@ -230,7 +230,7 @@ def run(
 
 
 def touch(nbytes: int) -> dict[str, float]:
-    """Write to so much new memory and give it back; bytes and seconds.
+    """Write to new memory and free it; return bytes and seconds.
 
     A virtual machine may get memory from its host only when it is first written, slower than a drive is read. That is
     not time of loading.
@@ -253,7 +253,7 @@ def lora(model: PreTrainedModel) -> tuple[Any, bool]:
 
 
 def judge(found: dict[str, Any]) -> dict[str, tuple[float, bool]]:
-    """Return each target's figure, and whether it is met."""
+    """Return the figure of each target, and whether it is within its limits."""
     drive, decode = found["rates"]["drive"], found["decode"]
     figures = {
         "load_seconds": found["load_seconds"],
@@ -361,7 +361,7 @@ def _percent(share: float | None) -> str:
 def measure(
     config: LlamoeBaseConfig, weights: str, place: Path, **given: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write a folder in `place`, run in a new process, and remove the folder; what both gave."""
+    """Write a folder in `place`, measure it in a new process, and remove it; return the figures of both."""
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place) as name:
         written = write(config, Path(name) / "model", weights)
@@ -377,17 +377,22 @@ def measure(
 
 
 def main() -> int:
-    """Measure a preset, and write what it gave."""
+    """Measure a preset from the command line, and write the results."""
     made = argparse.ArgumentParser(
         "python -m benchmarks.published_sizes", description=__doc__.partition("\n")[0]
     )
-    made.add_argument("--preset", default="mixtral-8x7b")
-    made.add_argument("--weights", default="int4:128", help="default: %(default)s")
-    made.add_argument("--ram", default="12GB", help="memory for all of it; default: %(default)s")
+    made.add_argument("--preset", default="mixtral-8x7b", help="model; default: %(default)s")
+    made.add_argument("--weights", default="int4:128", help="format of the weights; default: %(default)s")
+    made.add_argument("--ram", default="12GB", help="memory that the model may use; default: %(default)s")
     made.add_argument(
-        "--headroom", default="1GB", help="of it, what the plan keeps free; default: %(default)s"
+        "--headroom", default="1GB", help="part of --ram that the plan keeps free; default: %(default)s"
     )
-    made.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the drive is")
+    made.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="where the model is written, on the drive to measure",
+    )
     options = made.parse_args()
     given = dict(
         ram=options.ram, headroom=options.headroom, tokens=NEW_TOKENS, prompt=LONG, row=ROW, steps=STEPS

@@ -1,7 +1,7 @@
 """Build models of random weights, packed by the quantizer that `from_pretrained` would call, without files.
 
-Of each shape one matrix is quantized, whose parts all layers and experts get with scales of their own, so that a packed
-model is never whole in 16 bits.
+Of each shape one matrix is quantized. All layers and experts get its codes, each with different scales, so that the
+model never exists in 16 bits, which might not fit into memory.
 """
 
 from typing import Any
@@ -55,7 +55,7 @@ def _fill(module: nn.Module, setting: Setting, made: dict[Any, list[torch.Tensor
         for suffix, part in zip(form.suffixes, made[form.key, sizes], strict=True):
             stack = part.expand(count, *part.shape).clone()
             if part.is_floating_point():
-                # Scales and what else is in the weights' unit.
+                # Scales and offsets.
                 factors = torch.linspace(0.8, 1.2, count, device=part.device).to(part.dtype)
                 stack *= factors.view(-1, *[1] * part.dim())
             tensor = stack if isinstance(module, QuantizedExperts) else stack[0]

@@ -1,11 +1,10 @@
-"""One of two processes that share a mixture, each on a card of its own, beside the same model on one of them.
+"""Compare a mixture that two processes share, each with its own GPU, with the whole model on one GPU.
 
     torchrun --nproc-per-node 2 -m benchmarks.two_cards FOLDER RESULTS.json
     torchrun --nproc-per-node 2 -m benchmarks.two_cards FOLDER RESULTS.json --cpu
 
-`benchmarks.prove_gpu` starts them. FOLDER has a small model, RESULTS.json gets what the processes found: by kind of
-parallelism the largest difference of logits before and after a step of training, and the share of weights that the
-fuller process has.
+`benchmarks.prove_gpu` starts them. FOLDER has a small model. RESULTS.json gets, for each kind of parallelism, the
+largest difference of logits before and after a step of training, and the largest share of weights in a process.
 """
 
 import json
@@ -30,7 +29,7 @@ ROWS, LENGTH, LEARNING_RATE = 4, 29, 0.5
 
 
 def compare(folder: str, device: torch.device) -> dict[str, dict[str, float]]:
-    """Return differences and shares by kind of parallelism."""
+    """Return the differences of logits and the share of weights by kind of parallelism."""
 
     def load(**options: Any) -> Any:
         return llamoe.LlamoeForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).to(device)
@@ -44,7 +43,7 @@ def compare(folder: str, device: torch.device) -> dict[str, dict[str, float]]:
     for kind, shared in KINDS.items():
         model = load(distributed_config=shared)
         kept = sum(_own(weight).numel() for weight in model.parameters()) / whole
-        # Processes have rows of their own under FSDP2 alone, which averages their gradients.
+        # Only under FSDP2 do processes compute different rows; it averages their gradients.
         some = slice(None) if kind != "FSDP2" else slice(dist.get_rank(), None, dist.get_world_size())
         pairs = zip(_before_and_after(model, ids[some]), expected, strict=True)
         errors = [(logits - its[some]).abs().max() for logits, its in pairs]
@@ -56,7 +55,8 @@ def compare(folder: str, device: torch.device) -> dict[str, dict[str, float]]:
 
 def _before_and_after(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
     """Return logits before and after a training step."""
-    # Made first: after a pass without gradients FSDP2 leaves some weights whole, which an optimizer would take.
+    # Built first: after a forward pass without gradients FSDP2 leaves some weights gathered, and an optimizer
+    # built then would train the gathered copies.
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     before = _logits(model, ids)
     model.train()(ids, labels=ids, use_cache=False).loss.backward()
@@ -74,7 +74,7 @@ def _own(weight: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    """Compare, and let the first process write what was found."""
+    """Compare in each process; the first one writes the results."""
     folder, results, *options = sys.argv[1:]
     device = torch.device("cpu")
     if "--cpu" not in options:

@@ -12,13 +12,13 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 import llamoe
 
 STEP = 8.0
-"""Length of the step towards an expert's row of the router, in standard deviations of the noise: so long that every
-contestant, in every dtype, chooses the drawn expert."""
+"""How far an input is moved towards an expert's row of the router, in standard deviations of the noise: far enough that
+every contestant chooses this expert in every dtype."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Device and dtype of weights and activations, and the random seed of both."""
+    """The device, dtype and random seed of weights and activations."""
 
     device: torch.device
     dtype: torch.dtype
@@ -98,7 +98,7 @@ def model_pair(
         with torch.no_grad():
             for router in routers[1:]:
                 router.copy_(routers[0])
-            # Large compared with what the layers add to it.
+            # Large compared with the layers' outputs, so that it decides the router's choice.
             embedding.copy_(4 * steered(embedding, routers[0], wanted))
     with torch.device("meta"):
         ours = our_class(llamoe.from_stock(config))
@@ -124,7 +124,7 @@ def draw_weights(module: nn.Module, setting: Setting) -> None:
     generator = setting.generator()
     for name, parameter in module.named_parameters():
         if name.endswith(("router.weight", "gate.weight")):
-            # Chosen logits are around 2 then.
+            # With this deviation chosen logits are about 2.
             rows = torch.randn(parameter.shape, generator=generator, device=parameter.device)
             parameter.copy_(0.25 * nn.functional.normalize(rows, dim=-1))
         elif parameter.ndim < 2:
@@ -137,7 +137,7 @@ def draw_weights(module: nn.Module, setting: Setting) -> None:
 
 @contextmanager
 def made_in(setting: Setting):
-    """Make modules on the setting's device, in its dtype."""
+    """Build modules on the setting's device, in its dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(setting.dtype)
     try:

@@ -56,12 +56,6 @@ def chat(
             metavar="<folder>", help="Folder of a peft adapter for the model; the page has a switch for it."
         ),
     ] = None,
-    picture: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="<file>", help="A picture to offer as an example. Give the option once for each picture."
-        ),
-    ] = None,
     open_browser: Annotated[
         bool, typer.Option("--open/--no-open", help="Open the page in a browser.")
     ] = True,
@@ -74,9 +68,8 @@ def chat(
 
         llamoe chat examples/llamoe-tiny
     """
-    pictures = picture or []
-    for path in [folder, *pictures, *([adapter] if adapter else [])]:
-        if not path.exists():
+    for path in (folder, adapter):
+        if path is not None and not path.exists():
             raise ValueError(f"{path}: no such file or folder.")
     placement: dict[str, Any] = {"device_map": device_map, "experts_memory": experts_memory, "dtype": dtype}
     if plan is not None:
@@ -94,4 +87,4 @@ def chat(
     if missing := [name for name in ("gradio", "matplotlib") if find_spec(name) is None]:
         raise ValueError(f"the page needs {' and '.join(missing)}: pip install 'llamoe[page]'")
     page = load("llamoe_command.page.serve", quiet)
-    page.serve(folder, host, port, placement, adapter=adapter, pictures=pictures, open_browser=open_browser)
+    page.serve(folder, host, port, placement, adapter=adapter, open_browser=open_browser)

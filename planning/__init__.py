@@ -1,9 +1,9 @@
 """Plan a model's memory, placement on devices and nodes, and speed, before a weight is read.
 
-Reading order: source (what is planned), units (the parts that are placed whole, and their bytes), bandwidths (of
-this machine, or assumed), filling (devices are filled in order, and experts offloaded), speed (seconds of a token),
-table (a plan as text), training (what a step with adapters takes), shares (what each of several processes holds),
-nodes (a model on several machines), one_machine (on one; the entrance).
+Reading order: source (the model to plan), units (its parts and their bytes), bandwidths (measured or assumed), filling
+(assigns parts to devices), speed (estimates seconds of a token), table (formats a plan as text), training (memory of a
+training step with adapters), shares (weights of each process in parallel runs), nodes (plans for several machines),
+one_machine (plans for one; begins every plan).
 """
 
 from .bandwidths import Bandwidths, measure_bandwidths

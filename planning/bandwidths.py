@@ -14,20 +14,21 @@ import torch
 from ..configuration.sizes import bytes_of
 from ..modeling.offload.memory import open_direct, pages
 
+# Bytes of a read, and number of threads that read.
 _PIECE, _READERS = 8 << 20, 8
-# Most bytes of the largest file that are read.
+# Most bytes of a file that are read to measure a drive.
 _MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Bandwidths:
-    """Bandwidths in bytes per second, as numbers or texts like "80GB"; the defaults are assumed.
+    """The bandwidths of a machine in bytes per second, as numbers or texts like "80GB"; the defaults are assumptions.
 
     Attributes:
-        gpu: an accelerator's own memory. 2.0 TB: the data sheet of an A100 with 80 GB; an H100 SXM has 3.35.
-        link: from RAM to an accelerator. 25 GB: what copies reach of 31.5 over 16 lanes of PCIe 4.
-        ram: the CPU's memory. 80 GB: two channels of DDR5-5600 have 89.6.
-        drive: 6 GB: an NVMe drive on PCIe 4, with many requests at once.
+        gpu: an accelerator's own memory. Default 2.0 TB, as an A100 of 80 GB has; an H100 SXM has 3.35 TB.
+        link: from RAM to an accelerator. Default 25 GB, which copies reach over 16 lanes of PCIe 4 (nominally 31.5).
+        ram: the CPU's memory. Default 80 GB; two channels of DDR5-5600 have nominally 89.6.
+        drive: the drive. Default 6 GB, as an NVMe drive on PCIe 4 with many parallel reads has.
     """
 
     gpu: float | str = 2.0e12
@@ -36,10 +37,10 @@ class Bandwidths:
     drive: float | str = 6e9
 
     def __post_init__(self):
-        """Turn texts into numbers.
+        """Convert texts to numbers.
 
         Raises:
-            ValueError: a value is no size, or not above 0.
+            ValueError: a value is no size, or not positive.
         """
         for field in fields(self):
             value = getattr(self, field.name)
@@ -48,37 +49,37 @@ class Bandwidths:
 
 
 def measure_bandwidths(folder: str | os.PathLike | None = None) -> Bandwidths:
-    """Measure how fast the CPU reads its memory and, where a folder is given, how fast its drive is read.
+    """Measure the bandwidth of the CPU's memory and, if a folder is given, of the drive that holds it.
 
-    It takes about two seconds. The drive is read past the system's page cache where that can be. All else keeps the
-    defaults of `Bandwidths`: give what your accelerator has by `dataclasses.replace`.
+    It takes about two seconds. Reads bypass the system's page cache if the file system allows it. Other bandwidths keep
+    the defaults of `Bandwidths`: set those of your accelerator with `dataclasses.replace`.
 
     Args:
-        folder: with large files, such as a checkpoint's.
+        folder: a folder with large files, such as a checkpoint.
 
     Raises:
         ValueError: the folder has no file of 1 MB or more.
     """
     drive = {} if folder is None else {"drive": _drive(Path(folder))}
-    # A matrix-vector product reads memory as decoding does; the matrix exceeds every cache.
+    # Decoding is mostly matrix-vector products; this matrix is larger than any processor cache.
     matrix, vector = torch.ones(16384, 8192), torch.ones(8192)
     seconds = min(timeit.repeat(lambda: torch.mv(matrix, vector), number=1, repeat=5))
     return Bandwidths(**drive, ram=matrix.nbytes / seconds)
 
 
 def _drive(folder: Path) -> float:
-    """Measure bytes per second of the folder's largest file, read by threads in large pieces."""
+    """Return the bytes per second at which threads read the folder's largest file in large pieces."""
     sizes = {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     largest = max(sizes, key=sizes.__getitem__, default=folder)
     size = min(sizes.get(largest, 0), _MOST_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE
     if size < 1e6:
-        raise ValueError(f"{folder}: has no file of 1 MB or more, by which its drive could be measured.")
+        raise ValueError(f"{folder}: has no file of 1 MB or more, which is needed to measure the drive.")
     file = open_direct(str(largest))
     if file is None:
         file = os.open(largest, os.O_RDONLY)
 
     def read(first: int) -> int:
-        # Each thread reuses one buffer: new pages would take as long as the drive.
+        # Each thread reuses one buffer: allocating new pages would take as long as reading.
         memory = pages(_PIECE)
         begins = range(first, size, _READERS * _PIECE)
         return sum(os.preadv(file, [memory[: size - begin]], begin) for begin in begins)

@@ -1,4 +1,4 @@
-"""Fills devices one after the other with the units of a model, as accelerate does, and chooses what is offloaded."""
+"""Assign the units of a model to devices in order, as accelerate does, and choose what is offloaded."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,14 +13,14 @@ from .units import Sizes, Unit
 
 @dataclass(frozen=True)
 class Placement:
-    """Units on devices.
+    """An assignment of a model's units to devices.
 
     Attributes:
         units: in the order in which they run.
-        devices: of each unit.
-        main: the first device, which computes what is offloaded.
+        devices: the device of each unit.
+        main: the first device, which also computes offloaded layers.
         apart: names of units whose experts are offloaded.
-        place: where these are: "cpu" or "disk"; "" until it is chosen.
+        place: device of the offloaded experts, "cpu" or "disk"; "" until it is chosen.
         memory: bytes of the cache of recently used experts; None if no expert is offloaded.
     """
 
@@ -32,12 +32,12 @@ class Placement:
     memory: int | None = None
 
     def rows(self) -> Iterator[tuple[Unit, Any, str | None]]:
-        """Yield units, the device of each, and where its experts are if they are offloaded, else None."""
+        """Yield each unit, its device, and the device of its offloaded experts, or None if they are not offloaded."""
         for unit, device in zip(self.units, self.devices, strict=True):
             yield unit, device, self.place if unit.name in self.apart else None
 
     def experts(self) -> dict[Any, int]:
-        """Return the bytes of routed experts on each device that has some."""
+        """Return the bytes of routed experts on each device that holds any."""
         total: Counter[Any] = Counter()
         for unit, device, place in self.rows():
             total[device if place is None else place] += unit.experts
@@ -51,7 +51,7 @@ class Placement:
         return dict(total)
 
     def cache(self) -> dict[Any, int]:
-        """Return the bytes of keys and values on each device; those of an offloaded layer stay on the first."""
+        """Return the bytes of the KV cache on each device; the first device also holds that of offloaded layers."""
         total: Counter[Any] = Counter()
         for unit, device, _ in self.rows():
             if unit.cache:
@@ -59,7 +59,7 @@ class Placement:
         return dict(total)
 
     def used(self, device: Any) -> int:
-        """Return the bytes of weights and cache on a device, without offloaded experts that have no place yet."""
+        """Return the bytes of weights and KV cache on a device; offloaded experts count once `place` is chosen."""
         return self.weights().get(device, 0) + self.cache().get(device, 0)
 
     def device_map(self) -> dict[str, Any]:
@@ -73,12 +73,12 @@ class Placement:
 
 
 def choose(sizes: Sizes, room: dict[Any, int], disk: bool) -> Placement | None:
-    """Choose the first placement that fits: all on the devices, experts offloaded, layers offloaded; else None.
+    """Return the first placement that fits: nothing offloaded, then experts, then layers; None if none fits.
 
     Args:
         sizes: of the model's parts.
-        room: device to bytes; accelerators (0, 1, ...) before "cpu".
-        disk: whether anything may stay on disk.
+        room: device to its bytes; accelerators (0, 1, ...) before "cpu".
+        disk: whether weights may stay on disk.
     """
     units, main = sizes.units, next(iter(room))
     devices = {device: size for device, size in room.items() if device == main or device != "cpu"}
@@ -106,7 +106,7 @@ def choose(sizes: Sizes, room: dict[Any, int], disk: bool) -> Placement | None:
 
 
 def _offload_layers(sizes: Sizes, room: dict[Any, int], disk: bool) -> Placement | None:
-    """Choose a placement with layers in RAM or on disk; None if none fits."""
+    """Return a placement with layers in RAM or on disk; None if none fits."""
     units, main = sizes.units, next(iter(room))
     apart = frozenset(unit.name for unit in units if unit.experts and sizes.may_leave)
     for place in [""] if not apart else ["disk"] if main == "cpu" else ["cpu", "disk"]:
@@ -116,7 +116,7 @@ def _offload_layers(sizes: Sizes, room: dict[Any, int], disk: bool) -> Placement
         if limits["cpu"] < 0 or (place == "disk" and not disk):
             continue
         filled = _fill(units, limits, apart, sizes.least)
-        # Experts on disk cost less than layers there.
+        # Reading chosen experts from disk takes less time than reading whole layers.
         if filled is None or ("disk" in filled.devices and (place == "cpu" or not disk or sizes.is_packed)):
             continue
         if not place:
@@ -130,7 +130,7 @@ def _offload_layers(sizes: Sizes, room: dict[Any, int], disk: bool) -> Placement
 def _fill_whole(
     units: Sequence[Unit], room: Mapping[Any, int], apart: frozenset[str] = frozenset(), reserve: int = 0
 ) -> Placement | None:
-    """Fill devices, of which each keeps `reserve` bytes free; None if a unit does not fit on any."""
+    """Assign all units, with `reserve` bytes free on each device; return None if they do not fit."""
     room = {device: size - reserve for device, size in room.items()}
     devices = _devices(units, room, apart, leaves_room=False)
     return None if "disk" in devices else Placement(units, devices, next(iter(room)), apart)
@@ -139,22 +139,22 @@ def _fill_whole(
 def _fill(
     units: Sequence[Unit], room: Mapping[Any, int], apart: frozenset[str], reserve: int
 ) -> Placement | None:
-    """Fill devices, then RAM and the disk.
+    """Assign units to accelerators, then to RAM and disk.
 
     Args:
         units: in the order in which they run.
-        room: device to bytes.
+        room: device to its bytes.
         apart: names of units whose experts are offloaded.
         reserve: bytes of each accelerator that stay free; without accelerators, of RAM.
 
     Returns:
-        None where the cache alone is more than the first device's room.
+        the placement; None if the KV cache of offloaded layers exceeds the first device's room.
     """
     main = next(iter(room))
     room = {
         device: size - (reserve if device != "cpu" or main == "cpu" else 0) for device, size in room.items()
     }
-    # Bytes on the first device for the caches of offloaded layers.
+    # Bytes on the first device for the KV caches of offloaded layers. Reserving them may offload more layers.
     borrowed = 0
     while room[main] > borrowed:
         devices = _devices(units, {**room, main: room[main] - borrowed}, apart, leaves_room=True)
@@ -169,9 +169,9 @@ def _fill(
 def _devices(
     units: Sequence[Unit], room: Mapping[Any, int], apart: frozenset[str], leaves_room: bool
 ) -> list[Any]:
-    """Return the device of each unit; what no device holds goes to the disk.
+    """Return the device of each unit; units that fit on no device go to the disk.
 
-    With `leaves_room` the first device and RAM keep bytes free to copy the largest offloaded unit.
+    With `leaves_room` the first device and RAM keep enough bytes free to copy the largest later unit into.
     """
     sizes = [unit.weights + unit.cache + unit.experts * (unit.name not in apart) for unit in units]
     largest_after = [*accumulate(reversed(sizes[1:]), max, initial=0)][::-1]

@@ -1,4 +1,4 @@
-"""Plans for several machines: how their accelerators share a model, and the bytes that each holds."""
+"""Plan how the accelerators of several machines share a model, and the bytes on each."""
 
 import math
 from dataclasses import dataclass
@@ -16,17 +16,19 @@ _TRAINED_BYTES = 16
 
 @dataclass(frozen=True)
 class NodesPlan:
-    """How a model is shared by the accelerators of one or more nodes. Sizes are bytes.
+    """A division of a model among the accelerators of one or more nodes. Sizes are bytes.
 
     Attributes:
-        nodes, gpus: nodes, and accelerators of each.
-        is_training: whether it is for training (FSDP2), else for inference.
-        sizes: for `DistributedConfig`: tp_size, ep_size and pp_size, or fsdp_size and dp_replicate_size.
-        copies: of the model. For inference each generates by itself; in training they are `dp_replicate_size` replicas.
-        room: of an accelerator: its memory without headroom.
-        weights: on the accelerator that has most; in training with gradients and AdamW's averages.
-        cache: of keys and values there; in training, where activations take the headroom, the largest gathered modules.
-        notes: what else to know, in sentences.
+        nodes, gpus: number of nodes, and of accelerators in each.
+        is_training: whether the plan is for training with FSDP2; else it is for inference.
+        sizes: fields of `DistributedConfig`: tp_size, ep_size and pp_size, or fsdp_size and dp_replicate_size.
+        copies: number of copies of the model. In inference each copy generates by itself; in training they are the
+            `dp_replicate_size` replicas.
+        room: memory of an accelerator without headroom.
+        weights: bytes on the fullest accelerator; in training with gradients and AdamW's averages.
+        cache: bytes of keys and values there; in training those of the largest modules that FSDP2 gathers at once;
+            activations use the headroom.
+        notes: advice, in sentences.
     """
 
     nodes: int
@@ -68,25 +70,27 @@ def plan_nodes(
     training: bool,
     cache: tuple[int | None, int, int | None],
 ) -> NodesPlan:
-    """Plan how the equal accelerators of several nodes share a model: the first split that fits.
+    """Return the first division of a model among equal accelerators that fits, with as few stages as possible.
 
     Args:
-        model: without weights.
-        sizes: of its parts.
-        nodes, gpus: nodes, and accelerators of each.
+        model: the model without weights.
+        sizes: bytes of its parts.
+        nodes, gpus: number of nodes, and of accelerators in each.
         room: bytes of each accelerator.
-        training: whether it is for training.
-        cache: tokens of context, rows, and tokens of the prompt in one pass.
+        training: whether to plan training with FSDP2.
+        cache: tokens of context, rows, and tokens of the prompt in one forward pass.
 
     Raises:
-        ValueError: a tower; quantized weights, which no processes share; or too little memory, with the sizes.
+        ValueError: a vision tower; quantized weights, which cannot be divided; or too little memory, with the sizes.
     """
     config = model.config
     if isinstance(config, LlamoeVisionConfig):
-        raise ValueError("A vision tower alone is planned for one machine: leave nodes and training out.")
+        raise ValueError(
+            "A vision tower alone can only be planned for one machine: leave nodes and training out."
+        )
     if sizes.form not in ("float32", "bfloat16", "float16"):
         raise ValueError(
-            f"{sizes.form}: quantized weights cannot be shared by processes: give bits=16, or no nodes."
+            f"{sizes.form}: quantized weights cannot be divided among processes: give bits=16, or no nodes."
         )
     cards, tried = nodes * gpus, []
     if training:
@@ -122,28 +126,31 @@ def _divides(config: Any, tp: int) -> bool:
 
 
 def _fsdp(model: Any, sizes: Sizes, cards: int, shards: int) -> dict[str, Any]:
-    """Plan FSDP2 over so many of the accelerators, which fields of a `NodesPlan` say."""
-    # A module is gathered in 16 bits while the one before it is still there.
+    """Return fields of a `NodesPlan` for FSDP2 that divides weights among `shards` of `cards` accelerators."""
+    # FSDP2 gathers the next module in 16 bits while the current one computes, so two are held at once.
     gathered = sorted(2 * (unit.weights + unit.experts) // sizes.element_size for unit in sizes.units)[-2:]
-    # The first axis is sharded: with fewer experts than accelerators, some get one and the rest none.
+    # FSDP2 divides the first axis. With fewer experts than accelerators, some hold one and the others none.
     numbers = sum(-(-len(weight) // shards) * math.prod(weight.shape[1:]) for weight in model.parameters())
     return {
         "sizes": {"fsdp_size": shards, "dp_replicate_size": cards // shards},
         "copies": cards // shards,
         "weights": _TRAINED_BYTES * numbers,
         "cache": sum(gathered),
-        "notes": ["Activations beyond the headroom are not in this plan."],
+        "notes": ["The plan does not count activations: the headroom must hold them."],
     }
 
 
 def _split(
     config: Any, sizes: Sizes, cards: int, stages: int, tp: int, cache: tuple[int | None, int, int | None]
 ) -> dict[str, Any]:
-    """Plan stages of layers, each of `tp` accelerators that share heads, widths and, in one stage, experts."""
+    """Return fields of a `NodesPlan` for pipeline stages, each divided among `tp` accelerators.
+
+    These share attention heads and inner sizes; with a single stage they share experts, too.
+    """
     (context, batch, prefill), notes = cache, []
     if stages > 1 and isinstance(config, LlamoeConfig):
         config = config.text_config
-        notes.append("Stages are for text: LlamoeForCausalLM loads the text model of this folder.")
+        notes.append("Pipeline stages need a text model: load this folder with LlamoeForCausalLM.")
     text = config.get_text_config()
     experts = text.num_local_experts if getattr(text, "moe_layers", None) else 0
     ep = tp if stages == 1 and experts and experts % tp == 0 else 1
@@ -155,12 +162,12 @@ def _split(
     most = max(range(stages), key=lambda stage: weights[stage] + held[stage])
     if stages > 1 and experts:
         notes.append(
-            "Stages are not joined with expert parallelism in transformers: each expert's width is shared."
+            "transformers does not combine pipeline stages with expert parallelism: each expert is divided."
         )
     elif stages > 1:
-        notes.append("Stages wait for each other: they are for memory, not for speed.")
+        notes.append("Pipeline stages wait for each other: they save memory, not time.")
     elif experts and ep < tp:
-        notes.append(f"{experts} experts are not divided by {tp}: each expert's width is shared.")
+        notes.append(f"{experts} experts cannot be divided by {tp}, so each expert is divided.")
     return {
         "sizes": {"tp_size": tp, "ep_size": ep, "pp_size": stages},
         "copies": cards // (tp * stages),

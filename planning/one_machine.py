@@ -1,4 +1,4 @@
-"""Placement of a model on one machine: accelerators first, then routed experts and layers in RAM or on disk."""
+"""Plan the placement of a model on one machine: accelerators first, then experts and layers in RAM or on disk."""
 
 import os
 from collections.abc import Sequence
@@ -22,31 +22,31 @@ from .units import sizes_of
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """Placement of a model on one machine. Sizes are bytes; devices are 0, 1, ... for accelerators, "cpu" and "disk".
+    """A placement of a model on one machine. Sizes are bytes; devices are 0, 1, ... for accelerators, "cpu" and "disk".
 
-    `from_pretrained(folder, **plan.arguments())` loads the model so.
+    `from_pretrained(folder, **plan.arguments())` loads the model by it.
 
     Attributes:
-        device_map: for `from_pretrained`.
-        experts_memory: for `from_pretrained`; memory for recently used experts, of RAM where they are on disk, of each
-            accelerator where they are in RAM. None where no experts are offloaded.
-        room: device to bytes for weights and cache: its memory without headroom.
-        weights: device to bytes of weights, experts among them.
-        cache: device to bytes of keys and values at their fullest.
-        experts: device to bytes of routed experts, which `weights` count, too.
-        remaining: device to bytes of its room that nothing takes, `experts_memory` taken off.
-        parts: part of the model to its parameters and bytes.
+        device_map: argument of `from_pretrained`.
+        experts_memory: argument of `from_pretrained`: bytes for recently used experts, in RAM if all experts are on
+            disk, on each accelerator if they are in RAM. None if no experts are offloaded.
+        room: device to the bytes that it has for weights and cache: its memory without headroom.
+        weights: device to bytes of weights, with experts.
+        cache: device to bytes of the full KV cache.
+        experts: device to bytes of routed experts, which are part of `weights`.
+        remaining: device to unused bytes of its room; `experts_memory` counts as used.
+        parts: part of the model to its numbers of parameters and of bytes.
         form: dtype or format of the weights.
-        context, prefill, batch: tokens, tokens of the prompt in one pass, and rows that the cache is for.
-        expert_bytes_per_step: bytes of routed experts that one token of each row reads, wherever they are.
-        hit_share: share of the offloaded experts that `experts_memory` holds, which is the share of hits if all experts
+        context, prefill, batch: tokens in the KV cache, tokens of the prompt in one forward pass, and rows.
+        expert_bytes_per_step: bytes of routed experts that a decoding step of all rows reads, from any device.
+        hit_share: share of the offloaded experts that fit into `experts_memory`: the cache's hit rate if all experts
             are chosen equally often.
-        seconds: of one decoding step, by cause.
-        tokens_per_second: of all rows together, by the bandwidths alone (`speed`); None for a tower.
-        bandwidths: that these follow from.
-        notes: what else to know, in sentences.
-        dtype: for `from_pretrained`, where `bits` was 16 or 32; None: that of the files.
-        training: what a step of training adapters takes; None unless it was planned. The room is without it.
+        seconds: estimated seconds of one decoding step, by cause.
+        tokens_per_second: of all rows together, estimated from bandwidths alone; None for a vision tower.
+        bandwidths: bandwidths of the estimate.
+        notes: advice, in sentences.
+        dtype: argument of `from_pretrained` if `bits` was 16 or 32; None keeps the dtype of the files.
+        training: memory of a training step with adapters, which `room` leaves out; None if none was planned.
     """
 
     device_map: dict[str, Any]
@@ -71,7 +71,7 @@ class PlacementPlan:
     training: TrainingPlan | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of `from_pretrained`: device_map, and where the plan has them experts_memory and dtype."""
+        """Return the arguments of `from_pretrained`: device_map, and experts_memory and dtype if they are not None."""
         more = {"experts_memory": self.experts_memory, "dtype": self.dtype}
         given = {name: value for name, value in more.items() if value is not None}
         return {"device_map": dict(self.device_map), **given}
@@ -101,41 +101,41 @@ def plan_placement(
 ) -> PlacementPlan | NodesPlan:
     """Plan the device of each part of a model, before a weight is read or downloaded.
 
-    Everything goes to the accelerators if it fits. Else routed experts leave them, of as few layers as need be, for
-    RAM, where they are computed. If they do not fit there, they stay on disk, with what RAM is left as memory for those
-    used last. If the rest does not fit on the accelerators either, its last layers are copied from RAM, then from
-    disk, in every forward pass, as accelerate does. Without accelerators RAM is where everything is computed.
+    The whole model goes to the accelerators if it fits. If not, the routed experts of as few layers as possible are
+    kept in RAM and computed there. If they do not fit into RAM, they stay on disk, and the free RAM caches recently
+    used ones. If all other weights do not fit on the accelerators either, the last layers are copied from RAM or disk
+    in every forward pass, as accelerate does. Without accelerators the CPU computes everything.
 
     Args:
-        model: a configuration, ours or stock, the name of a preset, a config.json, or a folder; or a `Source`, which
-            `llamoe.planning` has for what is open already.
-        gpus: number of accelerators, or the memory of each; None: those of this machine, with what is free there.
-        gpu_memory: of each accelerator, where `gpus` is a number; bytes, or a text like "24GB".
-        ram: None: what is free on this machine.
-        disk: whether anything may stay on disk.
-        bits: of a weight: 32, 16, or 8 or 4 of linear layers and routed experts as bitsandbytes stores them. None: as
-            the folder's files have them, or 16 where there are none.
-        quantization: plan for llamoe's own formats instead: a `QuantizationConfig`, or "int8", "int4", "int4:128" with
+        model: a configuration, ours or stock, the name of a preset, a config.json, or a folder; or a `Source` of
+            `llamoe.planning`, if its headers are read already.
+        gpus: number of accelerators, or the memory of each; None: those of this machine, with their free memory.
+        gpu_memory: memory of each accelerator if `gpus` is a number; bytes, or a text like "24GB".
+        ram: bytes of RAM, or a text like "64GB"; None: the free RAM of this machine.
+        disk: whether weights may stay on disk.
+        bits: bits of a weight: 32, 16, or 8 or 4, which bitsandbytes applies to linear layers and routed experts. None:
+            the dtypes of the folder's files, or 16 without files.
+        quantization: plan one of llamoe's formats instead: a `QuantizationConfig`, or "int8", "int4", "int4:128" with
             the size of its groups.
-        context: tokens of prompt and answer that the cache is for; by default 8192, or the model's limit if lower.
-        batch: rows that the cache is for.
-        prefill: most tokens of the prompt in one pass; by default all.
-        headroom: of each device, kept free for what a pass computes with.
-        bandwidths: of `measure_bandwidths()`; by default assumptions.
-        nodes: machines like this one. Of more than one it is planned how their accelerators share the model: heads,
-            widths and experts inside of a node, and stages of layers between nodes if it fits into none.
-        training: plan FSDP2 instead: weights, gradients and AdamW's averages are shared inside of each node if they fit
-            there, else by all.
-        adapters: rank of LoRA adapters that are trained: memory for a step is kept free, and the plan's `training` says
-            what takes it. `context` are then the tokens of a row, 1024 by default, `batch` the rows of a step, and
-            there is no cache.
-        adapt_experts: whether routed experts have adapters, too.
+        context: tokens of prompt and answer in the KV cache; by default 8192, or the model's limit if lower.
+        batch: rows in the KV cache.
+        prefill: most tokens of the prompt in one forward pass; by default all.
+        headroom: memory of each device that is kept free for activations.
+        bandwidths: result of `measure_bandwidths()`; by default assumed ones.
+        nodes: number of equal machines. With more than one, the plan divides the model among their accelerators: heads,
+            inner sizes and experts within a node, and pipeline stages over nodes if one node is too small.
+        training: plan training with FSDP2: weights, gradients and AdamW's averages are divided within each node if they
+            fit, else over all nodes.
+        adapters: plan training of LoRA adapters of this rank: memory for a step is kept free, and the plan's `training`
+            itemises it. Then `context` is the tokens of a row, 1024 by default, `batch` the rows of a step, and there
+            is no KV cache.
+        adapt_experts: whether routed experts get adapters, too.
 
     Returns:
         a `PlacementPlan`; a `NodesPlan` for several nodes or for training.
 
     Raises:
-        ValueError: arguments that are wrong, or a model that has no place on these devices, with the sizes.
+        ValueError: a wrong argument, or a model that does not fit on these devices, with the sizes.
     """
     source, packing = read_source(model), as_quantization(quantization)
     config, sizes = source.config, sizes_of(source, bits, packing)
@@ -144,7 +144,9 @@ def plan_placement(
     step = None
     if adapters is not None:
         if count_of("nodes", nodes) > 1 or training:
-            raise ValueError(f"adapters={adapters}: is planned on one machine; leave nodes and training out.")
+            raise ValueError(
+                f"adapters={adapters}: needs a plan for one machine; leave nodes and training out."
+            )
         context, prefill = count_of("context", DEFAULT_TOKENS if context is None else context), None
         rank, on_cpu = count_of("adapters", adapters), len(room) == 1
         step = training_sizes(source.model, sizes, rank, adapt_experts, context, batch, on_cpu)
@@ -160,7 +162,7 @@ def plan_placement(
         gpu_sizes = {size for device, size in room.items() if device != "cpu"}
         if len(gpu_sizes) != 1:
             raise ValueError(
-                f"gpus={gpus!r}: nodes and training are planned for equal accelerators, at least one."
+                f"gpus={gpus!r}: plans with nodes or training need equal accelerators, at least one."
             )
         cache = (context, batch, prefill)
         return plan_nodes(source.model, sizes, nodes, len(room) - 1, gpu_sizes.pop(), training, cache)
@@ -169,7 +171,7 @@ def plan_placement(
         parts = {"weights": sum(unit.weights for unit in sizes.units), "routed experts": sizes.experts}
         parts[f"the cache of {context} tokens in {batch} rows"] = sum(unit.cache for unit in sizes.units)
         if step is not None:
-            parts["taken off the room for a step of training"] = step.memory
+            parts["a training step, which the room leaves out"] = step.memory
         takes = ", ".join(f"{part} {size / GB:.1f}" for part, size in parts.items())
         has = ", ".join(f"{device} {size / GB:.1f}" for device, size in room.items())
         raise ValueError(
@@ -210,7 +212,7 @@ def plan_placement(
 
 
 def _room(gpus: Any, gpu_memory: Any, ram: Any, headroom: int) -> dict[Any, int]:
-    """Return the bytes of each device for weights and cache, the computing device first."""
+    """Return the bytes of each device for weights and cache; accelerators come before "cpu"."""
     from accelerate.utils import get_max_memory
 
     here = get_max_memory() if gpus is None or ram is None else {}
@@ -225,14 +227,14 @@ def _room(gpus: Any, gpu_memory: Any, ram: Any, headroom: int) -> dict[Any, int]
     room["cpu"] = max(0, memory - headroom)
     if min(list(room.values())[: len(sizes) or 1]) <= 0:
         raise ValueError(
-            f"a device that computes has no room beside headroom={headroom / GB:g} GB, which is kept free for what a "
-            "forward computes with: give more memory, or a smaller headroom."
+            f"a device has no memory beside headroom={headroom / GB:g} GB, which is kept free for activations: give "
+            "more memory, or a smaller headroom."
         )
     return room
 
 
 def _remaining(placement: Placement, room: dict[Any, int]) -> tuple[dict[Any, int], float]:
-    """Return each device's unused bytes, and the share of offloaded experts that is in memory."""
+    """Return each device's unused bytes, and the share of offloaded experts that fit into the experts' memory."""
     weights, cache, memory = placement.weights(), placement.cache(), placement.memory
     remaining = {
         device: size - weights.get(device, 0) - cache.get(device, 0) for device, size in room.items()
@@ -240,7 +242,7 @@ def _remaining(placement: Placement, room: dict[Any, int]) -> tuple[dict[Any, in
     if memory is None:
         return remaining, 0.0
     leaving = [(unit, device) for unit, device, place in placement.rows() if place is not None]
-    # Each accelerator that has layers of such experts holds some of its own.
+    # Each accelerator with layers of offloaded experts has its own cache of experts.
     holders = {placement.main if device in ("cpu", "disk") else device for _, device in leaving}
     if placement.place == "disk":
         holders = {"cpu"}
@@ -250,7 +252,7 @@ def _remaining(placement: Placement, room: dict[Any, int]) -> tuple[dict[Any, in
 
 
 def _notes(place: str, bits: int | None, quantization: QuantizationConfig | None) -> list[str]:
-    """Say how weights of the planned format are made; `place` is where offloaded experts are."""
+    """Return advice on how to get weights of the planned format; `place` is the device of offloaded experts."""
     if quantization is not None:
         form, size = quantization.weights, quantization.group_size
         group, argument = (f" --group-size {size}", f", group_size={size}") if form == "int4" else ("", "")
@@ -262,7 +264,9 @@ def _notes(place: str, bits: int | None, quantization: QuantizationConfig | None
     if bits not in (4, 8):
         return []
     if place:
-        run = f"run `llamoe quantize IN OUT --to int{bits}`, and plan OUT, whose files say the sizes."
-        return [f"Offloaded experts are read as files have them: {run}"]
+        run = f"run `llamoe quantize IN OUT --to int{bits}`, and plan OUT."
+        return [f"Offloaded experts are read in the format of the files: {run}"]
     argument = f"quantization_config=BitsAndBytesConfig(load_in_{bits}bit=True)"
-    return [f"bitsandbytes stores weights so: add {argument} to the arguments of from_pretrained."]
+    return [
+        f"bitsandbytes quantizes while the model is loaded: add {argument} to the arguments of from_pretrained."
+    ]

@@ -1,4 +1,4 @@
-"""Shares of a model's weights that processes hold in tensor, expert and pipeline parallelism."""
+"""Compute the share of a model's weights that a process holds in tensor, expert and pipeline parallelism."""
 
 import math
 from bisect import bisect
@@ -10,13 +10,13 @@ from transformers.distributed.pipeline_parallel import PipelineStage
 
 
 def layers_of_stages(layers: int, stages: int) -> list[tuple[int, int]]:
-    """Return the first layer of each stage and the layer after its last, as transformers divides layers."""
+    """Return the range of layers of each pipeline stage, `(first, last + 1)`, as transformers divides them."""
     sizes: Any = SimpleNamespace(pp_size=stages)
     return [PipelineStage.layer_range_for_rank(sizes, stage, layers) for stage in range(stages)]
 
 
 def card_bytes(model: Any, tp: int, ep: int, pp: int, element_size: int) -> list[int]:
-    """Return the bytes of weights on the first card of each stage, which has the largest share."""
+    """Return the bytes of weights on the first process of each stage, which has the largest share."""
     text = model.config.get_text_config()
     ends = [end for _, end in layers_of_stages(text.num_hidden_layers, pp)]
     sizes = [0] * pp
@@ -34,8 +34,13 @@ def card_bytes(model: Any, tp: int, ep: int, pp: int, element_size: int) -> list
 
 
 def _share(model: Any, name: str, shape: tuple[int, ...], tp: int, ep: int) -> tuple[int, ...]:
+<<<<<<< HEAD
     """Return the shape of the first process's part of a weight."""
     rule = replace_layer_number_by_wildcard(name)
+=======
+    """Return the shape of a weight's part on the first process."""
+    rule = wildcard(name)
+>>>>>>> s-w
     if ep > 1 and rule in model._ep_plan:
         return -(-shape[0] // ep), *shape[1:]
     style = model.tp_plan.get(rule) or model.tp_plan.get(rule.rpartition(".")[0], "")
@@ -49,5 +54,5 @@ def _share(model: Any, name: str, shape: tuple[int, ...], tp: int, ep: int) -> t
     if axis is None:
         return shape
     pieces = 2 if style.startswith("packed") else 1
-    own = pieces * -(-(shape[axis] // pieces) // tp)
-    return *shape[:axis], own, *shape[axis + 1 :]
+    size = pieces * -(-(shape[axis] // pieces) // tp)
+    return *shape[:axis], size, *shape[axis + 1 :]

@@ -1,4 +1,4 @@
-"""The input of a plan: a configuration, the sizes of its files if there are any, and the model without weights."""
+"""Read the input of a plan: a configuration, the sizes of its tensors in files, and the model without weights."""
 
 import os
 from collections.abc import Mapping
@@ -22,11 +22,11 @@ class Source:
     """The input of a plan.
 
     Attributes:
-        config: of any of our models.
-        quantization: how its weights are quantized, as config.json says it; None for plain ones.
-        stored: key to name of the dtype and bytes of each tensor, as files have them, or as the loaded model has them
-            if another program has packed them; None without files.
-        are_safetensors: whether these are safetensors files, out of which experts can be read one by one.
+        config: configuration of any of llamoe's models.
+        quantization: quantization_config of config.json; None for plain weights.
+        stored: name of each tensor in the files to its dtype's name and its bytes; if another program packed the
+            weights, the bytes of the loaded model. None without files.
+        are_safetensors: whether the files are safetensors, from which single experts can be read.
     """
 
     config: LlamoeBaseConfig
@@ -41,7 +41,7 @@ class Source:
 
     @cached_property
     def layout(self) -> Layout | None:
-        """Return the layout of weights that another program has packed; None for others."""
+        """Return the layout of weights that another program has packed; None for llamoe's formats and plain weights."""
         return layout_of(self.quantization) if self.quantization else None
 
     @property
@@ -56,16 +56,16 @@ class Source:
 
     @property
     def method(self) -> str:
-        """Name of the method that stores quantized weights; "" for plain ones."""
+        """Return the name of the quantization method; "" for plain weights."""
         method = (self.quantization or {}).get("quant_method", "")
         return str(getattr(method, "value", method))
 
 
 def read_source(model: Any) -> Source:
-    """Read a configuration, ours or stock, a preset, a folder or a config.json.
+    """Read the source of a plan from a configuration, ours or stock, a preset's name, a folder or a config.json.
 
     Raises:
-        ValueError: there is no such thing, or it describes no model of ours.
+        ValueError: it does not exist, or it describes no model that llamoe has.
     """
     if isinstance(model, Source):
         return model
@@ -99,7 +99,8 @@ def _loaded(key: str, header: TensorHeader, layout: Layout | None) -> int:
     if kind != layout.kinds[0] and kind not in STACKS:
         # Scales and zero points are counted with the codes.
         return 0
-    # In int4 each byte holds two codes, and each group four bytes of scale and offset; 8 bits become 16.
+    # Loaded as int4, a byte holds two codes, and each group of inputs adds four bytes of scale and offset.
+    # 8-bit weights are loaded as bfloat16.
     return (
         header.nbytes + header.nbytes * 8 // (layout.group_size or 128)
         if layout.is_int4

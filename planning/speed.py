@@ -1,8 +1,8 @@
-"""Estimated seconds of one decoding step, from the bytes that it reads and from bandwidths.
+"""Estimate the seconds of one decoding step from the bytes that it reads and from bandwidths.
 
-What is counted is reading: each weight that a token needs once, keys and values once, chosen experts from where they
-are. Products, launches and the system take more time than that. Hits follow from experts that are all equally likely;
-routers that favour some have more, and a memory smaller than what one token needs of all layers may have none.
+Only reads are counted: weights, keys and values once, chosen experts from the device that holds them. A real step takes
+longer, for computing and launching kernels. The hit rate assumes that all experts are equally likely: routers that
+prefer some have more hits, and a cache too small for one token's experts of all layers may have none.
 """
 
 from collections import Counter
@@ -13,26 +13,26 @@ from .units import Unit
 
 
 def distinct_experts(num_experts: int, chosen: int, rows: int) -> float:
-    """Return the expected number of distinct experts that these rows choose, if all are equally likely."""
+    """Return the expected number of distinct experts that `rows` tokens choose, if all are equally likely."""
     return num_experts * (1 - (1 - chosen / num_experts) ** rows) if num_experts else 0.0
 
 
 def bytes_of_step(unit: Unit, chosen: int, rows: int) -> float:
-    """Return the bytes of routed experts that one step reads in a unit."""
+    """Return the bytes of a unit's routed experts that one decoding step of `rows` tokens reads."""
     return unit.one_expert * distinct_experts(unit.num_experts, chosen, rows)
 
 
 def seconds_of_step(
     placement: Placement, chosen: int, rows: int, hit_share: float, bandwidths: Bandwidths
 ) -> dict[str, float]:
-    """Estimate the seconds of one decoding step, by cause; causes of no bytes are left out.
+    """Estimate the seconds of one decoding step, by cause; causes that read nothing are left out.
 
     Args:
-        placement: of the model.
-        chosen: experts of a token in each mixture.
-        rows: sequences that are generated at once.
-        hit_share: share of offloaded experts that are held by their `experts_memory`.
-        bandwidths: bytes a second.
+        placement: placement of the model.
+        chosen: number of experts of a token in each mixture.
+        rows: number of sequences that are generated at once.
+        hit_share: hit rate of the cache of offloaded experts.
+        bandwidths: bandwidths in bytes per second.
     """
     b, main = bandwidths, placement.main
     home = b.ram if main == "cpu" else b.gpu
@@ -42,7 +42,7 @@ def seconds_of_step(
         routed = bytes_of_step(unit, chosen, rows)
         missed = routed * (1 - hit_share)
         if device in ("cpu", "disk") and device != main:
-            # accelerate copies a whole layer, with all experts that it has.
+            # accelerate copies a whole offloaded layer, with all its experts, in each step.
             copied = weights + (0 if place else unit.experts)
             seconds["layers from the drive"] += copied / b.drive if device == "disk" else 0
             seconds["layers over the link"] += copied / b.link if main != "cpu" else 0
@@ -52,7 +52,7 @@ def seconds_of_step(
             seconds["experts where they are computed"] += routed / home
         elif place == "cpu":
             seconds["experts held by the accelerator"] += routed * hit_share / home
-            # The few rows of a step are computed there.
+            # The CPU computes the few tokens of a step, so experts are read from its memory.
             seconds["experts from RAM"] += missed / b.ram
         else:
             seconds["experts from the drive"] += missed / b.drive

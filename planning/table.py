@@ -1,4 +1,4 @@
-"""Format a plan as text: sizes by part and device, and the time per token by cause."""
+"""Format a plan as text: sizes by part and device, and the time of a token by cause."""
 
 import re
 from itertools import groupby
@@ -25,14 +25,14 @@ def lines_of(plan: Any) -> list[str]:
     if plan.cache:
         size = sum(plan.cache.values()) / GB
         lines.append(f"cache: of {plan.context:,} tokens in {plan.batch:,} rows = {size:.3f} GB")
-    lines += ["room: a device's memory less the headroom, for what a forward computes with", ""]
+    lines += ["room: a device's memory without the headroom, which is kept free for activations", ""]
     rows = rows_of(plan)
     width = max(len(label) for label, _ in rows)
     return lines + [f"{label:<{width}}  {text}" if label else text for label, text in rows]
 
 
 def rows_of(plan: Any) -> Rows:
-    """Format devices, offloaded experts, speed and a step of training as labels and texts; a table has no labels."""
+    """Format devices, offloading, speed and training as pairs of label and text; lines of tables have empty labels."""
     rows = [("", line) for line in [*_devices(plan), *_offloaded(plan)]]
     if plan.tokens_per_second is not None:
         rows += [(cause, f"{1000 * seconds:.2f} ms") for cause, seconds in plan.seconds.items()]
@@ -58,13 +58,13 @@ def _devices(plan: Any) -> list[str]:
 
 
 def _offloaded(plan: Any) -> list[str]:
-    """Describe the weights that are not on the device that computes with them."""
+    """Describe offloaded experts and layers in sentences, then list the plan's notes."""
     lines, main, offloaded = [], next(iter(plan.room)), 0
     if plan.experts_memory is not None:
         place = "disk" if plan.experts.get("disk") else "cpu"
         where, memory = {
             "disk": ("on disk", "RAM"),
-            "cpu": ("in RAM", "each accelerator that has their layers"),
+            "cpu": ("in RAM", "each accelerator with their layers"),
         }[place]
         offloaded = plan.experts[place]
         lines.append(
@@ -78,13 +78,13 @@ def _offloaded(plan: Any) -> list[str]:
         refused = ", and bitsandbytes refuses that" if is_refused else ""
         where = "on no accelerator" if main != "cpu" else "on disk"
         lines.append(
-            f"{outside / GB:.2f} GB are {where}: every forward moves them to device {main}{refused}."
+            f"{outside / GB:.2f} GB are {where}: every forward pass copies them to device {main}{refused}."
         )
     return lines + plan.notes
 
 
 def _training(step: Any) -> Rows:
-    """Format the bytes of a training step."""
+    """Format the memory of a training step as pairs of label and text."""
     what = "attention, feed-forwards and routed experts" if step.experts else "attention and feed-forwards"
     adapters, gradients, optimizer, activations, all_activations, loss, unpacked, memory, experts = (
         f"{size / GB:.2f} GB"
@@ -119,8 +119,8 @@ def summarize(names: list[str]) -> str:
     parts = [re.fullmatch(r"(.+\.)(\d+)(\..*|)", name) or re.fullmatch(r"(.*)()()", name) for name in names]
     for (stem, end), group in groupby(parts, lambda match: (match[1], match[3])):
         numbers = [int(match[2]) for match in group if match[2]]
-        # Numbers that follow each other have the same distance to their place in the list.
-        runs = groupby(enumerate(numbers), lambda place: place[1] - place[0])
+        # In a run of consecutive numbers, each number minus its index in the list is the same.
+        runs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
         ends = [[number for _, number in run] for _, run in runs]
         pieces.append(
             stem + ",".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in ends) + end

@@ -1,11 +1,12 @@
 """Compute the memory of a LoRA training step beyond the weights, on one machine.
 
-Counted is a step of `llamoe.lora_config` under a Trainer: adapters, their gradients and AdamW's averages in float32,
-frozen weights as they are stored, activations in 16 bits. What autograd keeps of a layer follows from the formulas of
-the layers: inputs of adapted matrices (in float32, as the factors are), of norms and of activations, and what attention
-keeps, which is float32 on a processor without bfloat16 products. Tests count the same in real models.
+It assumes `llamoe.lora_config` under transformers' Trainer: adapters, their gradients and AdamW's averages in float32,
+frozen weights in their stored format, activations in 16 bits. The tensors that autograd saves in a layer follow from
+the layer's formulas: inputs of adapted matrices (in float32, as the adapters), of norms and of activation functions,
+and those of attention, which is computed in float32 on processors without bfloat16 products. Tests compare the result
+with real models.
 
-Shapes: H hidden, I inner size, K experts of a token, E experts, r rank, A and G channels of queries and of keys.
+Sizes: H hidden, I inner size, K experts of a token, E experts, r rank, A and G channels of queries and of keys.
 """
 
 from dataclasses import dataclass
@@ -20,30 +21,31 @@ from ..modeling.loss import PIECE_LOGITS
 from ..modeling.registration import empty_model
 from .units import Sizes
 
-# Bytes of a number of adapters and norms, and of an activation.
+# Bytes of a number in adapters and norms, and of a number in activations.
 _FLOAT, _HALF = 4, 2
-# Four float32 tensors of a logit's size are held at once.
+# The loss holds four float32 tensors of the logits' shape at once.
 _LOSS_BYTES = 4 * _FLOAT
 DEFAULT_TOKENS = 1024
-"""Tokens of a row in training, where none are named."""
+"""Default number of tokens of a row in training."""
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A training step of adapters, in bytes.
+    """The memory of a training step with adapters, in bytes.
 
     Attributes:
-        rank: of the adapters.
+        rank: rank of the adapters.
         experts: whether routed experts have adapters.
-        tokens, batch: of a row, and rows of a step.
-        trained: numbers that are trained.
-        adapters, gradients: of these numbers, in float32.
-        optimizer: AdamW's averages, in float32; bitsandbytes' `AdamW8bit` takes a quarter.
-        activations: kept for the backward pass with gradient checkpointing: each layer's input, and one layer's own.
-        activations_without_checkpointing: all layers' own.
-        loss: with `skip_logits`.
-        unpacked: one matrix of packed weights in 16 bits, while it is multiplied.
-        expert_bytes: bytes of routed experts that are read from the drive or from RAM in a step.
+        tokens, batch: tokens of a row, and rows of a step.
+        trained: number of trained parameters.
+        adapters, gradients: bytes of these parameters and of their gradients, in float32.
+        optimizer: AdamW's averages in float32; bitsandbytes' `AdamW8bit` takes a quarter.
+        activations: saved for the backward pass with gradient checkpointing: the inputs of all layers, and all tensors
+            of one layer.
+        activations_without_checkpointing: all saved tensors of all layers.
+        loss: memory of the loss with `skip_logits`, and of the activations that are held meanwhile.
+        unpacked: one matrix of packed weights in 16 bits while it is multiplied.
+        expert_bytes: bytes of routed experts that a step reads from disk or RAM.
     """
 
     rank: int
@@ -62,7 +64,7 @@ class TrainingPlan:
 
     @property
     def memory(self) -> int:
-        """Bytes beside weights and the memory for experts: with checkpointing, AdamW in float32, and without logits."""
+        """Return the bytes beside weights and cached experts, with checkpointing, float32 AdamW and `skip_logits`."""
         held = self.adapters + self.gradients + self.optimizer + self.unpacked
         # The maximum, since the loss is freed before checkpointing recomputes a layer's activations.
         return held + max(self.activations, self.loss)
@@ -71,15 +73,15 @@ class TrainingPlan:
 def training_sizes(
     model: Any, sizes: Sizes, rank: int, experts: bool, tokens: int, batch: int, on_cpu: bool
 ) -> TrainingPlan:
-    """Compute the bytes that a training step holds.
+    """Compute the memory of a training step.
 
     Args:
-        model: without weights; it is not changed.
-        sizes: of the model's parts.
-        rank: of the adapters.
+        model: the model without weights; it is not changed.
+        sizes: bytes of the model's parts.
+        rank: rank of the adapters.
         experts: whether routed experts have adapters.
-        tokens, batch: of a row, and rows.
-        on_cpu: whether this machine's processor computes.
+        tokens, batch: tokens of a row, and rows of a step.
+        on_cpu: whether this machine's CPU computes the step.
 
     Raises:
         ValueError: a rank below 1, or a model without a head.
@@ -99,7 +101,7 @@ def training_sizes(
         for index in range(config.num_hidden_layers)
     ]
     border = count * config.hidden_size * _HALF
-    # The last norm keeps its input in float32, and the head's is kept beside.
+    # The inputs of the last norm, in float32, and of the head are saved, too.
     last = count * config.hidden_size * (_FLOAT + _HALF)
     logits = count * config.vocab_size
     is_packed = sizes.form not in ("float32", "bfloat16", "float16")
@@ -112,7 +114,7 @@ def training_sizes(
         adapters=_FLOAT * trained,
         gradients=_FLOAT * trained,
         optimizer=2 * _FLOAT * trained,
-        # Gradients of a layer are as large as half of what it keeps.
+        # The gradients of a layer are half as large as its saved tensors.
         activations=len(layers) * border + last + max(layers) * 3 // 2,
         activations_without_checkpointing=sum(layers) + last + max(layers) // 2,
         loss=_LOSS_BYTES * min(logits, PIECE_LOGITS) + len(layers) * border + last,
@@ -123,7 +125,7 @@ def training_sizes(
 def _kept_by_layer(
     config: Any, index: int, shape: tuple[int, int], rank: int, experts: bool, on_cpu: bool
 ) -> int:
-    """Return the bytes that autograd keeps of a layer of this index for tokens of this shape, `[B, T]`."""
+    """Return the bytes that autograd saves in layer `index` for token ids of `shape`, `[B, T]`."""
     batch, tokens = shape
     count = batch * tokens
     plan, hidden = config.layer_plan(index), config.hidden_size
@@ -133,7 +135,7 @@ def _kept_by_layer(
     attends_in_float32 = on_cpu and needs_float32(torch.empty(0, dtype=torch.bfloat16))
     window = config.sliding_window if plan.attention_type == "sliding_attention" else None
     if window is not None and window < tokens:
-        # Each block of queries keeps the keys that it sees, repeated for each query head.
+        # Each block of queries saves the keys in its window, repeated for each query head.
         block = window_block(window)
         keys = queries * (1 + (window - 1) / block * (1 - block / tokens))
     attention = _FLOAT * (3 * hidden + queries)
@@ -148,7 +150,7 @@ def _kept_by_layer(
 
 
 def _largest_matrix(config: Any) -> int:
-    """Count the numbers of the largest matrix that is unpacked whole: an expert's gate and up, or a projection."""
+    """Return the size of the largest matrix that is unpacked at once: an expert's gate and up, or a projection."""
     inner = max(
         (2 if plan.is_moe else 1) * plan.intermediate_size
         for plan in map(config.layer_plan, range(config.num_hidden_layers))

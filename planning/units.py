@@ -1,7 +1,7 @@
-"""List a model's units, each of which one device holds whole, with their bytes.
+"""List a model's units with their bytes. A unit is never divided among devices.
 
-A part is a layer of a decoder or a tower, or what stands beside the layers. A mixture's routed experts count by
-themselves, as they may be offloaded.
+It is a layer of a decoder or a vision tower, or a module outside of the layers. The routed experts of a mixture are
+counted apart, as they may be offloaded.
 """
 
 import re
@@ -31,17 +31,17 @@ _FORMATS = {8: Bnb(torch.bfloat16, "int8"), 4: Bnb(torch.bfloat16, "nf4")}
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of the model that a device holds whole.
+    """A part of the model that is placed on one device.
 
     Attributes:
-        name: of the module or parameter.
-        weights: bytes, without routed experts.
-        experts_name: of its routed experts; "" without.
+        name: name of the module or parameter.
+        weights: bytes of its weights without routed experts.
+        experts_name: name of the module of its routed experts; "" if it has none.
         experts: bytes of all of its routed experts.
-        num_experts: their number.
-        cache: bytes of keys and values at their fullest.
-        is_read: whether a token that is generated reads all of its weights, as it does not of an embedding or a tower.
-        tied_to: name of the unit that has its weights, too; "" for none.
+        num_experts: number of its routed experts.
+        cache: bytes of its full KV cache.
+        is_read: whether each generated token reads all of its weights; False for embeddings and vision towers.
+        tied_to: name of the unit that shares its weights; "" if none does.
     """
 
     name: str
@@ -61,17 +61,25 @@ class Unit:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model by its parts.
+    """The bytes of a model's parts.
 
     Attributes:
         units: in the order in which they run.
-        layers: names of those that are layers of the decoder.
-        parts: part of the model to its parameters and bytes.
+        layers: names of the units that are decoder layers.
+        parts: part of the model to its numbers of parameters and of bytes.
         form: dtype or format of the weights, as text.
+<<<<<<< HEAD
         chosen: experts that a token is given in each mixture; 0 without mixtures.
         may_leave: whether routed experts can be offloaded, which takes safetensors files, plain, in llamoe's formats,
             or in a layout of `formats.packed`.
         is_packed: whether weights are quantized, whose layers cannot stay on disk.
+=======
+        chosen: number of experts of a token in each mixture; 0 without mixtures.
+        may_leave: whether routed experts can be offloaded: in safetensors files, plain, in llamoe's formats, or in a
+            layout of `formats.packed` that stores each expert by itself.
+        is_packed: whether weights are in llamoe's formats or a layout of `formats.packed`, which cannot stay on disk,
+            except for experts.
+>>>>>>> s-w
     """
 
     units: tuple[Unit, ...]
@@ -94,7 +102,7 @@ class Sizes:
 
     @property
     def least(self) -> int:
-        """Return the bytes of one routed expert of each kind, the least size of an expert cache."""
+        """Return the bytes of one expert of each different size, together: the least size of an expert cache."""
         return sum({unit.one_expert for unit in self.units}) if self.may_leave else 0
 
     def with_cache(self, per_layer: list[int]) -> "Sizes":
@@ -107,10 +115,10 @@ def sizes_of(source: Source, bits: int | None, quantization: QuantizationConfig 
     """Compute the bytes of each part of a model.
 
     Args:
-        source: whose files say the bytes, unless others are asked for; without files they are computed, for 16 bits
-            by default.
-        bits: of a weight: 32, 16, or 8 or 4 of linear layers and routed experts as bitsandbytes stores them.
-        quantization: the bytes as llamoe's formats store them.
+        source: the model. Without `bits` and `quantization` the bytes are those of its files, or computed for 16 bits
+            if it has none.
+        bits: bits of a weight: 32, 16, or 8 or 4, which bitsandbytes applies to linear layers and routed experts.
+        quantization: one of llamoe's formats.
 
     Raises:
         ValueError: other bits, or any for weights that are quantized already; both arguments; a format that cannot
@@ -124,8 +132,8 @@ def sizes_of(source: Source, bits: int | None, quantization: QuantizationConfig 
         raise ValueError("This model is quantized already: leave bits and quantization out.")
     if source.quantization and source.stored is None:
         raise ValueError(
-            "This configuration is of quantized weights, whose sizes only their files say: give the folder with "
-            "the weights."
+            "This configuration has quantized weights, and only files tell their sizes: give the folder with the "
+            "weights."
         )
     model, text = source.model, source.config.get_text_config()
     if quantization is not None:
@@ -135,13 +143,18 @@ def sizes_of(source: Source, bits: int | None, quantization: QuantizationConfig 
     else:
         form, sizes = _FORMS[bits or 16], weight_bytes(model, bits or 16)
     tied, held = _tied(model), _held(sizes, _units(model))
-    # A tied head has no weights of its own, whether or not files have them.
+    # A tied head adds no bytes, even if the files store it.
     held |= {unit: [] for unit in tied}
     is_tower = isinstance(source.config, LlamoeVisionConfig)
     names = {module: name for name, module in model.named_modules()}
     experts = {name: module for module, name in names.items() if name.endswith(".experts")}
+<<<<<<< HEAD
     # Stacks of experts that are packed whole cannot be read expert by expert.
     reads_single_experts = source.layout is not None and not source.has_stacked_scales
+=======
+    # In layouts that pack the experts of a layer together, one expert cannot be read alone.
+    reads_single_experts = source.layout is not None and not source.layout.stacks
+>>>>>>> s-w
     numbers = ((name, tensor.numel(), 0) for name, tensor in model.named_parameters())
     stored = ((name, 0, size) for tensors in held.values() for name, size in tensors)
     return Sizes(
@@ -160,10 +173,10 @@ def sizes_of(source: Source, bits: int | None, quantization: QuantizationConfig 
 
 
 def weight_bytes(model: Any, bits: int) -> dict[str, int]:
-    """Compute the bytes of each weight by name: with 32, 16, or 8 or 4 bits as bitsandbytes stores them.
+    """Compute the bytes of each weight by name, in 32 or 16 bits, or in 8 or 4 bits of bitsandbytes' formats.
 
-    Quantized are linear layers and routed experts. Embeddings, routers, norms, the head and the tower's patch
-    embedding have 16 bits then.
+    bitsandbytes quantizes linear layers and routed experts. Embeddings, routers, norms, the head and the tower's patch
+    embedding stay in 16 bits.
     """
     form = _FORMATS.get(bits)
     modules = dict(model.named_modules())
@@ -187,12 +200,12 @@ def packed_bytes(
     """Compute the bytes of each weight by name in llamoe's formats; tied weights are counted once.
 
     Args:
-        config: of the model.
-        quantization: how weights are stored.
-        are_stored: whether a folder is quantized already; it only changes the advice in errors.
+        config: configuration of the model.
+        quantization: format of the weights.
+        are_stored: whether the weights are quantized already; it only changes the advice in errors.
 
     Raises:
-        ValueError: the format cannot store one of them, or there is none.
+        ValueError: the format cannot store one of the weights, or the model has none to quantize.
     """
     model: Any = empty_model(config)
     LlamoeQuantizer(quantization, pre_quantized=are_stored).preprocess_model(model)
@@ -229,7 +242,7 @@ def _unit(
 
 
 def _units(model: Any) -> list[str]:
-    """List the units in the model's order: layers, and modules or parameters outside of layers."""
+    """Return the names of the units in the model's order: layers, and modules or parameters outside of layers."""
     layers = [name for name, part in model.named_modules() if type(part).__name__ in model._no_split_modules]
     holders = {path for layer in layers for path in _paths(layer) if path != layer}
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
@@ -237,12 +250,12 @@ def _units(model: Any) -> list[str]:
 
 
 def _paths(name: str) -> Iterator[str]:
-    """Yield the names of all modules around a name, outermost first, then the name."""
+    """Yield the names of all parents of a module, outermost first, then its own name."""
     return accumulate(name.split("."), "{}.{}".format)
 
 
 def _tied(model: Any) -> dict[str, str]:
-    """Map the head's unit to the embedding's if they share weights; else return an empty dict."""
+    """Map the head's name to the embedding's if they share weights; else return an empty dictionary."""
     head = model.get_output_embeddings()
     if head is None or not model.config.get_text_config().tie_word_embeddings:
         return {}
@@ -261,13 +274,13 @@ def _held(sizes: Mapping[str, int], units: list[str]) -> dict[str, list[tuple[st
     for key, size in sizes.items():
         stem = owner_of(_stem(key), by_stem)
         if unit := by_stem.get(stem):
-            # Under the model's own name of the unit, so that its part is that of its parameters.
+            # Named as in the model, so that `sum_by_part` counts it in the same part as the model's parameters.
             held[unit].append((unit + _stem(key)[len(stem) :].replace(".block_sparse_moe.", ".mlp."), size))
     return held
 
 
 def _stem(name: str) -> str:
-    """Remove the prefixes that differ between models with and without a head; the tower has none."""
+    """Remove the prefixes that only models with a head or a tower have, to compare names of both."""
     return re.sub(r"^(language_model\.|model\.)+", "", name)
 
 

@@ -1,4 +1,4 @@
-"""What every test shares: no network, one seed, the markers `gpu` and `slow`, the table of parity."""
+"""Set up all tests: no network, one seed, the markers `gpu` and `slow`, the table of parity."""
 
 import gc
 import getpass
@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-# Before anything imports torch or transformers, and inherited by the processes that tests start.
+# Set before anything imports torch or transformers; processes that tests start inherit it.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -20,7 +20,7 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}_{capability}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Workers with a thread per core each would spend their time waiting for one another.
+    # With a thread per core in each worker, workers would mostly wait for each other.
     cores_each = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores_each)))
 
@@ -95,11 +95,11 @@ def seed():
 
 @pytest.fixture
 def record_parity(request):
-    """Notes how far a model is from its reference; the terminal summary shows all of them as a table."""
+    """Record the difference of a model from its reference; the terminal summary shows all differences as a table."""
 
     def record(model: str, against: str, dtype: str, max_abs: float, note: str = "") -> None:
         row = {"model": model, "against": against, "dtype": dtype, "max_abs": float(max_abs), "note": note}
-        # Travels with the report of the test, also from a worker to the process that prints.
+        # Stored in the test's report, which workers send to the process that prints.
         request.node.user_properties.append(("parity", row))
 
     return record
@@ -107,7 +107,7 @@ def record_parity(request):
 
 @pytest.fixture(scope="session")
 def guard():
-    """A process of little memory and time, which opens hostile files."""
+    """Start a process with little memory and time, which opens hostile files."""
     from support.guarded import Guard
 
     guard = Guard()
@@ -117,7 +117,7 @@ def guard():
 
 @pytest.fixture(scope="session")
 def model_folders(tmp_path_factory):
-    """One dense model in all forms that transformers reads, and one model of each family; not to be changed."""
+    """Save a dense model in all forms that transformers reads, and one of each family; do not change them."""
     from support.spoilt_folders import save_all
 
     place = tmp_path_factory.mktemp("models")
@@ -127,7 +127,7 @@ def model_folders(tmp_path_factory):
 
 @pytest.fixture
 def model_copy(model_folders, tmp_path):
-    """Gives a copy of one of `model_folders`, to spoil."""
+    """Return a function that copies one of `model_folders`; tests may change the copy."""
 
     def copy(kind):
         shutil.copytree(model_folders / kind, tmp_path / "model")
@@ -137,7 +137,7 @@ def model_copy(model_folders, tmp_path):
 
 
 class ParityTable:
-    """Collects what `record_parity` noted, prints it and, where LLAMOE_PARITY_JSON names a file, writes it."""
+    """A pytest plugin that prints what `record_parity` recorded, and writes it to the file in LLAMOE_PARITY_JSON."""
 
     def __init__(self):
         self.worst = {}
@@ -148,7 +148,7 @@ class ParityTable:
         for name, row in report.user_properties:
             if name == "parity":
                 key = (row["model"], row["against"], row["dtype"], row["note"])
-                # A nan is worse than every number, and `max` would lose it.
+                # `max` would drop a NaN, which is worse than every number.
                 known = self.worst.get(key, 0.0)
                 self.worst[key] = row["max_abs"] if not row["max_abs"] <= known else known
 

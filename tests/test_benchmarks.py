@@ -1,4 +1,4 @@
-"""The benchmarks' own machinery on tiny sizes; no time is judged here, since a busy machine would fail it."""
+"""Test the benchmarks on tiny sizes. No time is judged, since a busy machine would fail the test."""
 
 import json
 
@@ -44,7 +44,7 @@ def short_samples(monkeypatch):
 
 
 def test_memory_of_known_allocations():
-    """Three tensors, the first gone before the last comes: the most is the first two."""
+    """Of three tensors the first is freed before the last is allocated, so the peak is the first two."""
 
     def run():
         first = torch.empty(3 * MB, dtype=torch.uint8)
@@ -55,7 +55,7 @@ def test_memory_of_known_allocations():
     tensors, peak = harness.peak_of(run, CPU)
     assert peak == 8 * MB and len(tensors) == 2
     memory = torch.frombuffer(bytearray(MB), dtype=torch.uint8)
-    # What another library allocated counts once.
+    # Memory that another library allocated counts once.
     assert harness.peak_of(lambda: [memory, memory[5:], torch.zeros(MB, dtype=torch.uint8)], CPU)[1] == 2 * MB
 
 
@@ -87,7 +87,7 @@ def tiny_models():
 
 
 def test_groups_from_the_cases_to_the_page(tmp_path, monkeypatch):
-    """Contestants agree, and the page has a row of each; another run keeps what it does not measure."""
+    """Contestants agree, and the page has a row for each; another run keeps results that it does not measure."""
     monkeypatch.setattr(decoder, "BEHIND", (5,))
     monkeypatch.setattr(decoder, "PROMPTS", (9,))
     monkeypatch.delenv("LLAMA_CPP_CONVERTER", raising=False)
@@ -108,7 +108,7 @@ def test_groups_from_the_cases_to_the_page(tmp_path, monkeypatch):
     )
     assert found["lora-16"]["cases"][0]["rows"][OURS]["memory_ratio"] < 1
     page = path.with_suffix(".md").read_text()
-    # A time is never at most nothing.
+    # No time meets a limit of zero, so this case fails.
     assert "** | 0.000 |" in page and page.count("| llamoe |") == 14 and page.count("| llamoe, int4 |") == 4
     groups["block-16"] = lambda: iter([Case("new", {STOCK: lambda: torch.ones(2)}, None)])
     assert cpu.main(["--cases", "block-16", *arguments]) == 0
@@ -125,7 +125,7 @@ def test_offloaded_experts_beside_resident_ones(monkeypatch):
     assert result["failures"] == [] and set(result["rows"]) == set(offload.CONTESTANTS)
     ours = result["rows"][OURS]
     assert 0 < ours["hit_rate"] < 1
-    # So small experts are read through the page cache, and without anything around them.
+    # Such small experts are read through the page cache, without their neighbours in the file.
     assert ours["counted_bytes"] == pytest.approx(ours["missed"] * mixture.expert_bytes)
     given = {"folder": "nowhere", "who": "nobody", "budget": 1, "warm": 1, "tokens": 1}
     assert set(processes.in_process("offload", "decode", **given)) == {"failed"}
@@ -138,7 +138,7 @@ PUBLISHED = dict(
 
 
 def test_a_published_size_is_written_as_quantize_does(tmp_path):
-    """Names, shapes, dtypes and small files; the numbers are drawn, and of the deviation of fresh weights."""
+    """Names, shapes, dtypes and small files are equal; the random numbers have the deviation of new weights."""
     config = llamoe.preset("mixtral-8x7b", **PUBLISHED)
     drawn_folders.write(config, tmp_path / "drawn", "int4:64")
     llamoe.LlamoeMixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
@@ -175,7 +175,7 @@ def test_a_published_size_runs_as_a_user_runs_it(config, weights, ram, tmp_path,
     rates = llamoe.Bandwidths()
     monkeypatch.setattr(published_sizes, "SETTLING", 0)
     monkeypatch.setattr(llamoe, "measure_bandwidths", lambda *_: rates)
-    # Memory for some of the experts; so small ones come through the page cache.
+    # Memory for a part of the experts; such small ones are read through the page cache.
     given = dict(ram=ram, headroom="0GB", tokens=5, prompt=23, row=11, steps=2)
     written, found = published_sizes.measure(config, weights, tmp_path, **given)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""What `import llamoe` does to a process: it brings little, and does nothing to stock model types."""
+"""Test that `import llamoe` imports few other libraries, and does not change stock model types."""
 
 import json
 import sys
@@ -41,7 +41,7 @@ print(json.dumps([types, answers(), sorted(modules), sorted(sys.modules), len(ca
 
 @pytest.fixture(scope="module")
 def imported():
-    """Stock types before and after `import llamoe`, the modules before and after, and the calls that it makes."""
+    """Return stock types and modules before and after `import llamoe`, and the number of calls that it makes."""
     done = programs.run(["-c", BEFORE_AND_AFTER], env=environment())
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -49,7 +49,7 @@ def imported():
 
 @pytest.mark.slow
 def test_import_brings_no_other_library(imported):
-    """Nor what is for vLLM alone. Of about 812,000 calls, a library more would be seen."""
+    """Neither does it import the vLLM plugin. One more library would show in the number of calls, about 812,000."""
     _, _, before, after, calls = imported
     assert calls < 1_000_000
     assert len([name for name in after if name.partition(".")[0] != "llamoe"]) < len(before) + 100
@@ -59,7 +59,7 @@ def test_import_brings_no_other_library(imported):
 
 
 def test_import_overwrites_no_stock_type(imported):
-    """Configs, models and heads."""
+    """Compare configurations, models and heads."""
     before, after, *_ = imported
     assert before == after
     assert (
@@ -69,7 +69,7 @@ def test_import_overwrites_no_stock_type(imported):
 
 
 def test_public_names_are_there():
-    """`__all__` names what is public: nothing is announced and missing, nothing is there unannounced."""
+    """`__all__` names every public name, and all of its names exist."""
     import llamoe
 
     there = {

@@ -1,4 +1,4 @@
-"""Imports between the library's folders run one way, and no folder uses another's private names."""
+"""Test that imports between the library's folders run one way, and that no folder uses another's private names."""
 
 import ast
 import re
@@ -17,12 +17,12 @@ PACKAGES = sorted(
 
 
 def package_of(folder):
-    """The dotted name of a folder on disk, as it is when installed."""
+    """Return the dotted name under which a folder is installed."""
     return ".".join(("llamoe", *folder.relative_to(ROOT).parts))
 
 
 def imported_modules(path):
-    """Absolute names of the modules that a library file imports, wherever in the file that happens."""
+    """Return the absolute names of all modules that a library file imports, also inside of functions."""
     package = package_of(path.parent).split(".")
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -35,7 +35,7 @@ def imported_modules(path):
 
 
 def imports_of(folder):
-    """Each file of a library folder with each module that it imports."""
+    """Yield each file of a library folder with each module that it imports."""
     return [(path, module) for path in (ROOT / folder).rglob("*.py") for module in imported_modules(path)]
 
 
@@ -53,7 +53,7 @@ def test_dependencies_run_one_way(folder):
 
 @pytest.mark.parametrize("folder", LIBRARY)
 def test_private_names_stay_in_their_folder(folder):
-    """`_compat` and `_private_api` are for all: their underscore tells users that they are not for them."""
+    """All folders may use `_compat` and `_private_api`, whose underscore keeps users away."""
     wrong = {
         f"{path.relative_to(ROOT)} imports {module}"
         for path, module in imports_of(folder)
@@ -67,9 +67,9 @@ def test_private_names_stay_in_their_folder(folder):
 
 @pytest.mark.parametrize("folder", PACKAGES)
 def test_files_import_only_earlier_files(folder):
-    """In the order that the folder's `__init__` gives, after its words "in this order" or "Reading order".
+    """The order stands in the folder's `__init__`, after the words "in this order" or "Reading order".
 
-    A folder inside stands there as a file does, and has an order of its own.
+    A subfolder is listed like a file, and has an order of its own.
     """
     package = package_of(ROOT / folder)
     files = {path.stem: [path] for path in (ROOT / folder).glob("*.py")} | dict.fromkeys(FOR_ALL, [])
@@ -92,7 +92,7 @@ def test_files_import_only_earlier_files(folder):
 
 
 def test_changelog_names_the_version():
-    """Above it may stand what is not released yet, which says so behind its number."""
+    """A section above it may be marked as unreleased."""
     version = re.search(r'^__version__ = "(.+)"$', (ROOT / "llamoe/__init__.py").read_text(), re.MULTILINE)
     newest = re.search(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest[1] == version[1]

@@ -1,8 +1,8 @@
-"""Every block of code in the pages runs, on small stand-ins with the names that the pages use.
+"""Test that every block of code in the pages runs, on small models under the names that the pages use.
 
-A page's blocks run in its order, Python in one namespace. Commands run in this process, too, where they are Python,
-since importing torch costs more than what most of them do; for the same reason the processes of the example that
-trains in several are forked, not launched. A block that says at its beginning why it is not run is parsed.
+The blocks of a page run in order, and Python blocks share a namespace. Commands that are Python programs run in this
+process, since importing torch takes longer than most of them; for the same reason the example that trains in several
+processes is forked, not launched. A block that begins with the reason why it is not run is only parsed.
 """
 
 import importlib.util
@@ -48,7 +48,7 @@ from llamoe_command import cli
 
 pytestmark = pytest.mark.slow
 
-# What a user types at `examples/chat.py`.
+# Input of a user of `examples/chat.py`.
 TYPED = "Who are you?\nAnd I?\n\n"
 
 
@@ -66,7 +66,7 @@ def write_llama(folder):
     draw(LlamaForCausalLM, config).save_pretrained(folder)
 
 
-# Sizes that int4 takes, outputs in multiples of 16 and inputs of 32; the vocabulary is the small model's.
+# int4 needs outputs in multiples of 16 and inputs in multiples of 32; the vocabulary is the small model's.
 MISTRAL = dict(vocab_size=784, dim=64, hidden_dim=96, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=8)
 QUANTIZABLE = dict(
     vocab_size=784, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
@@ -121,7 +121,7 @@ def server(tmp_path_factory):
     server.stop()
 
 
-# What libraries say of themselves or of the machine, whoever calls them, and what a page says that will be said.
+# Warnings of libraries about themselves or the machine, and warnings that a page announces.
 EXPECTED = (
     "`is_gradient_checkpointing` is deprecated",  # peft asks for it
     "Some parameters are on the meta device because they were offloaded",  # accelerate, of every such map
@@ -132,7 +132,7 @@ EXPECTED = (
 
 @pytest.fixture
 def warned(recwarn, caplog):
-    """What a reader would see: warnings that Python shows by default, and those of loggers, transformers' included."""
+    """Collect the warnings that a reader would see: Python's and those of loggers, also of transformers."""
     logging.add_handler(caplog.handler)
     hidden = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
 
@@ -147,7 +147,7 @@ def warned(recwarn, caplog):
 
 @pytest.fixture
 def workspace(tmp_path, monkeypatch):
-    """A folder in which the repository's examples are found; what pages change in this process is undone."""
+    """Make a working folder with the repository's examples, and undo what pages change in this process."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_PROXY", "localhost")
@@ -161,7 +161,7 @@ def workspace(tmp_path, monkeypatch):
 
 
 def train_together(command, folder):
-    """Run the command in as many processes as it says, as torchrun would; tests/modeling/parallel launches it."""
+    """Fork as many processes as the command names, in place of torchrun; tests/modeling/parallel launches it."""
     _, count, *command = command
     count = int(count)
     group = {"WORLD_SIZE": count, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
@@ -177,7 +177,7 @@ def train_together(command, folder):
     finally:
         for process in processes:
             process.kill()
-    # What the first process prints in each step.
+    # The first process prints this in each step.
     assert output.read_text().count(": loss ") == 4
 
 
@@ -207,7 +207,7 @@ def run_command(words, server):
 
 
 def run_page(page, server):
-    # One namespace a page, as for a reader who goes through it.
+    # One namespace for each page, as for a reader who runs all of it.
     namespace = {"__name__": "__main__"}
     for block in blocks(page):
         if block.is_run and block.language == "bash":
@@ -215,7 +215,7 @@ def run_page(page, server):
                 run_command(shlex.split(line, comments=True), server)
         elif block.is_run:
             code = block.code.replace("localhost:8000", f"localhost:{server.port}")
-            # Empty lines ahead, so that a traceback names the line of the page.
+            # Empty lines are put before it, so that a traceback names the line of the page.
             exec(compile("\n" * (block.line - 1) + code, ROOT / page, "exec"), namespace)
 
 
@@ -235,7 +235,7 @@ def test_page_runs(page, workspace, server, capsys, warned):
 
 
 def check_conversions(folder, printed):
-    """What the commands of docs/checkpoints.md have made is what it says."""
+    """Check that the commands of docs/checkpoints.md have made what the page describes."""
     assert printed.count(">") >= 2
     assert verify(folder / "llama-2-7b-chat", folder / "chat").same_function
     assert verify(folder / "llama-2-7b", folder / "moe").same_function
@@ -262,7 +262,7 @@ def check_conversions(folder, printed):
     state = model.state_dict()
     name = "model.layers.1.mlp.fc1.weight"
     assert torch.equal(state[f"vision_model.{name}"], tower[name])
-    # What transformers reads without llamoe.
+    # transformers reads this without llamoe.
     LlamaForCausalLM.from_pretrained(folder / "for-everybody")
 
 
@@ -279,7 +279,7 @@ LEFT_OUT = [block for page in PAGES for block in blocks(page) if not block.is_ru
 
 @pytest.mark.parametrize("block", LEFT_OUT, ids=lambda block: f"{block.page}:{block.line}")
 def test_what_is_not_run_is_parsed(block, tmp_path):
-    """The reason stands in its first line; programs and modules are there, and options are the commands' own."""
+    """The first line gives the reason; programs and modules exist, and commands have the options."""
     assert block.code.splitlines()[0].removeprefix(NOT_RUN).strip().endswith(".")
     if block.language == "python":
         compile(block.code, block.page, "exec")

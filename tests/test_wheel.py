@@ -1,4 +1,4 @@
-"""What `pip install` gives: built from the source archive, installed by itself, used elsewhere."""
+"""Test the installed package: built from the source archive, installed, and used outside of the checkout."""
 
 import os
 import shutil
@@ -44,7 +44,7 @@ def run(*command, cwd):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a copy, since setuptools leaves folders behind, and by way of the source archive."""
+    """Build the wheel from the source archive of a copy, since setuptools leaves folders behind."""
     folder = tmp_path_factory.mktemp("build")
     clutter = shutil.ignore_patterns(
         ".git", ".venv*", "build", "dist", "site", "*.egg-info", "__pycache__", ".*_cache"
@@ -56,7 +56,7 @@ def wheel(tmp_path_factory):
 
 
 def test_pyproject_names_every_package():
-    """What it does not name setuptools may leave out, or take for data."""
+    """setuptools may leave out a package that it does not name, or treat it as data."""
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {path.parent.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.py")}
     mapped = {".".join(("llamoe", *folder.parts)): str(folder) for folder in folders}
@@ -76,7 +76,7 @@ def test_wheel_holds_every_library_file_alone(wheel):
 
 
 def test_wheel_works_outside_the_checkout(wheel, tmp_path):
-    """Its folder stands first on the path, and no module of ours comes from the checkout."""
+    """The wheel's folder is first on the path, and no module comes from the checkout."""
     site = tmp_path / "site"
     run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, wheel, cwd=tmp_path)
     done = programs.run(["-c", USE, site], tmp_path, os.environ | {"PYTHONPATH": str(site)})

@@ -1,7 +1,7 @@
-"""The page of `llamoe chat`: a conversation with a model, and which experts computed it.
+"""The page of `llamoe chat`: a conversation with a model, and the experts that computed each token.
 
-Reading order: chat_model (a model that answers), expert_record (which experts computed an answer), expert_view (that as
-pictures and tables), layout (the page), serve (start to end).
+Reading order: chat_model (generates answers), expert_record (the experts of an answer), expert_view (a record as
+pictures and tables), layout (the components of the page), serve (starts and ends the page).
 
-The modules import torch, transformers and gradio, which takes seconds: the command imports them where it needs them.
+Importing these modules takes seconds, since they need torch, transformers and gradio; the command does it last.
 """

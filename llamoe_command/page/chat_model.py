@@ -1,4 +1,4 @@
-"""A model from a folder that answers conversations as a stream of text."""
+"""Load a model from a folder, and answer conversations as a stream of text."""
 
 import queue
 import threading
@@ -25,27 +25,27 @@ from llamoe import CheckpointError
 
 from .expert_record import ExpertRecord, make_record
 
-# Longest time in seconds between two yields, at which a reader can close the stream.
+# Most seconds between two yields; the reader can stop the answer at each.
 _PATIENCE = 0.2
-# Shortest time in seconds between two texts: to show one takes a page longer than a small model's token.
+# Least seconds between two texts: a page needs longer to show one than a small model to compute a token.
 _PAUSE = 0.1
-# In place of a folder's settings: a stream has one row, and a record one forward pass a token.
+# Override the folder's generation settings: streaming and expert records need one forward pass for each token.
 _ONE_PASS_A_TOKEN = {
     "num_beams": 1, "use_cache": True, "return_dict_in_generate": False, "prompt_lookup_num_tokens": None,
     "guidance_scale": None,
 }  # fmt: skip
 
 
-# Compared by identity, as records are.
+# Compared by identity, as its record is.
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """How an answer came about.
+    """An answer's chosen experts and timing; `str` gives a sentence about its speed.
 
     Attributes:
-        record: of a mixture's experts; None without.
-        times: of the question, and of each token that was chosen, in seconds.
-        hits: experts that were in memory when they were chosen, of those that are offloaded.
-        misses: those that were not.
+        record: the experts of each token; None if the model is no mixture.
+        times: seconds by a monotonic clock, of the question and of each generated token.
+        hits: number of chosen offloaded experts that were in memory.
+        misses: number of those that had to be read.
     """
 
     record: ExpertRecord | None
@@ -73,11 +73,11 @@ class ChatModel:
     """A model with its tokenizer or processor, which answers one question at a time.
 
     Attributes:
-        name: of its folder.
-        sees_pictures: whether prompts may hold pictures.
+        name: name of the folder.
+        sees_pictures: whether prompts may contain pictures.
         knows_conversations: whether it has a chat template; otherwise it continues the last message.
-        has_experts: whether answers come with a record of their experts.
-        adapter: name of the adapter's folder; "" without.
+        has_experts: whether the model is a mixture, whose answers have an expert record.
+        adapter: name of the adapter's folder; "" without an adapter.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class ChatModel:
         experts_memory: str | int | None = None,
         adapter: Path | None = None,
     ):
-        """Load a folder, and an adapter for it; stock folders get llamoe's models.
+        """Load a model, and an adapter for it; folders of stock models are loaded with llamoe's classes.
 
         Raises:
             CheckpointError: the folder lacks weights.
-            OSError, ValueError: as `from_pretrained`.
+            OSError, ValueError: from `from_pretrained`.
         """
         self.name = folder.resolve().name
         with llamoe.adopt():
@@ -104,13 +104,13 @@ class ChatModel:
                 else (AutoTokenizer, AutoModelForCausalLM)
             )
             self.processor: Any = reader.from_pretrained(folder)
-            # Llama 4's processor always has one. A base model has none: it continues a text.
+            # A base model has no chat template: it continues a text.
             self.knows_conversations = bool(self.processor.chat_template)
             where: dict[str, Any] = {"device_map": device_map}
             if experts_memory is not None:
                 where["experts_memory"] = experts_memory
                 if device_map == "auto":
-                    # Everything else is on the device that there is.
+                    # Without a device map, all other weights go to the default device.
                     del where["device_map"]
             self.model: Any
             self.model, loading = loader.from_pretrained(
@@ -126,12 +126,12 @@ class ChatModel:
             self.model.load_adapter(str(adapter))
         self.tokenizer: Any = self.processor.tokenizer if self.sees_pictures else self.processor
         self.has_experts = bool(getattr(self.model.config.get_text_config(), "moe_layers", None))
-        # Experts are recorded on the model itself.
+        # Only one answer at a time: the expert record is taken on the model itself.
         self._answers = threading.Lock()
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of prompt and answer together."""
+        """Return the largest number of tokens of prompt and answer together."""
         return self.model.config.get_text_config().max_position_embeddings
 
     def answer(
@@ -142,21 +142,21 @@ class ChatModel:
         *,
         is_adapted: bool = True,
     ) -> Iterator[tuple[str, Outcome | None]]:
-        """Answer the last message, after those that were asked before.
+        """Generate the answer to the last message of a conversation as a stream.
 
-        Closing the iterator stops the model after the token that it computes.
+        Closing the iterator stops the model after the current token.
 
         Args:
-            messages: of the conversation, in transformers' form; pictures are `PIL.Image.Image`.
-            max_new_tokens: most tokens of the answer; fewer where the model does not know as many positions.
-            temperature: 0 for the most probable token, else of sampling.
-            is_adapted: whether the adapter is used, if there is one.
+            messages: the conversation in transformers' form; pictures are `PIL.Image.Image`.
+            max_new_tokens: most tokens of the answer; the model's number of positions limits it, too.
+            temperature: of sampling; 0 takes the most probable token.
+            is_adapted: whether to use the adapter, if there is one.
 
         Yields:
-            the text so far, some times a second, and at the end, with the whole text, how it came about.
+            the text so far with None, several times a second; at the end the whole text with its `Outcome`.
 
         Raises:
-            ValueError: the conversation fills all positions that the model knows.
+            ValueError: the conversation is longer than the model's number of positions.
         """
         streamer = TextIteratorStreamer(
             self.tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=_PATIENCE
@@ -171,7 +171,7 @@ class ChatModel:
 
         def work() -> None:
             try:
-                # The reader of an earlier answer may have left before its end.
+                # An earlier answer may still be computed, although its reader has closed the stream.
                 with self._answers:
                     if stopped.is_set():
                         return
@@ -189,7 +189,7 @@ class ChatModel:
                     layers = self.model.experts_statistics().values()
                     hits, misses = (sum(layer[name] for layer in layers) for name in ("hits", "misses"))
                     outcome.append(Outcome(record, times, hits, misses))
-            # Whatever it is, the reader of the stream raises it.
+            # Any error is raised again in the thread that reads the stream.
             except BaseException as error:
                 outcome.append(error)
                 streamer.on_finalized_text("", stream_end=True)
@@ -199,7 +199,7 @@ class ChatModel:
         text, shown = "", 0.0
         try:
             while True:
-                # Nothing comes while the model reads the prompt.
+                # The queue stays empty while the model reads the prompt.
                 with suppress(queue.Empty):
                     if (piece := next(streamer, None)) is None:
                         break
@@ -218,7 +218,7 @@ class ChatModel:
         length = inputs["input_ids"].shape[1]
         if length >= self.max_tokens:
             raise ValueError(
-                f"The conversation has {length:,} tokens, and the model knows {self.max_tokens:,} positions. Begin a "
+                f"The conversation has {length:,} tokens, and the model has {self.max_tokens:,} positions. Begin a "
                 "new conversation, or ask something shorter."
             )
         max_new_tokens = min(max_new_tokens, self.max_tokens - length)
@@ -227,7 +227,7 @@ class ChatModel:
                 **inputs, max_new_tokens=max_new_tokens, **_ONE_PASS_A_TOKEN, **options
             )
         tokens = output[0].tolist()
-        # A folder's settings may need more forward passes, whose experts belong to no token of the answer.
+        # With some generation settings there are more forward passes than tokens; no record is made then.
         if trace is None or trace.experts().shape[1] != len(tokens) - 1:
             return None
         if tokens[-1] in self.tokenizer.all_special_ids:
@@ -235,7 +235,7 @@ class ChatModel:
         return make_record(trace, self.model.config, self.processor, inputs, self._texts(tokens, length))
 
     def _texts(self, tokens: list[int], first: int) -> list[str]:
-        """Decode each token from `first` on behind the one before: alone, some lose their space."""
+        """Return the text of each token from index `first` on; decoded alone, a token may lose its leading space."""
         decode = self.tokenizer.decode
         return [
             decode(tokens[index - 1 : index + 1]).removeprefix(decode(tokens[index - 1 : index]))

@@ -1,6 +1,6 @@
-"""Which experts computed an answer and the picture that it is about.
+"""Record which experts were chosen for each token of an answer and for each part of its picture.
 
-Shapes: L mixture layers, T tokens of prompt and answer, K experts a token.
+Shapes: L mixture layers, T tokens of prompt and answer, K experts of a token.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ class Picture:
     """The last picture of a prompt as the model sees it.
 
     Attributes:
-        tiles: in their order, the last one with the whole picture. One picture in several tiles has these by rows.
-        firsts: position of each tile's first token; the others follow.
-        rows: rows of tiles; 0 where the whole picture is the only one.
-        side: tokens along a side of a tile.
+        tiles: pictures of equal size: first the parts of the picture, row by row, last the whole picture.
+        firsts: position of each tile's first token in the prompt; its other tokens follow.
+        rows: number of rows of parts; 0 if the picture was not split.
+        side: number of tokens along the side of a tile.
     """
 
     tiles: list[Image.Image]
@@ -29,14 +29,14 @@ class Picture:
     side: int
 
     def cut(self, is_whole: bool) -> list[list[int]]:
-        """Numbers of the tiles that are shown, by rows: the one with the whole picture, or those it was cut into."""
+        """Return the indices of tiles by rows: of the whole picture alone, or of the parts it was split into."""
         if is_whole or not self.rows:
             return [[len(self.tiles) - 1]]
         columns = (len(self.tiles) - 1) // self.rows
         return [list(range(row * columns, (row + 1) * columns)) for row in range(self.rows)]
 
 
-# Compared by identity: gradio hashes what it keeps, and `==` of tensors gives a tensor.
+# Compared by identity: gradio hashes values that it stores, and `==` of tensors returns a tensor.
 @dataclass(frozen=True, eq=False)
 class ExpertRecord:
     """The experts of every token of a prompt and its answer.
@@ -44,10 +44,10 @@ class ExpertRecord:
     Attributes:
         layers: names of the mixture layers.
         num_experts: routed experts of a layer.
-        experts: the chosen experts, best first, int64 `[L, T, K]`. T ends before a token that was chosen, but never
-            computed: the last one of an answer.
-        scores: their weights, float32 `[L, T, K]`.
-        num_prompt: tokens of the prompt.
+        experts: the chosen experts, best first, int64 `[L, T, K]`. The last token of an answer is missing: it was
+            generated, but no forward pass computed it.
+        scores: the router's weights of these experts, float32 `[L, T, K]`.
+        num_prompt: number of tokens of the prompt.
         is_image: whether a token stands for a part of a picture, bool `[T]`.
         answer: text of each token of the answer.
         picture: the last picture of the prompt, or None.
@@ -63,7 +63,7 @@ class ExpertRecord:
     picture: Picture | None
 
     def shares(self) -> dict[str, torch.Tensor]:
-        """Return each expert's share of the choices, `[L, num_experts]`, for each kind of token."""
+        """Return each expert's share of the choices, `[L, num_experts]`, for tokens of picture, prompt and answer."""
         in_prompt = torch.arange(len(self.is_image)) < self.num_prompt
         kinds = {"picture": self.is_image, "prompt": in_prompt & ~self.is_image, "answer": ~in_prompt}
         return {
@@ -76,7 +76,7 @@ class ExpertRecord:
         }
 
     def patches(self, layer: int, is_whole: bool = True) -> torch.Tensor:
-        """Return the first expert of each token of the tiles of `Picture.cut`, `[rows * side, columns * side]`."""
+        """Return the best expert of each token of the tiles of `Picture.cut`, `[rows * side, columns * side]`."""
         firsts, side, chosen = self.picture.firsts, self.picture.side, self.experts[layer, :, 0]
         tiles = [
             [chosen[firsts[tile] : firsts[tile] + side * side].view(side, side) for tile in row]
@@ -85,7 +85,7 @@ class ExpertRecord:
         return torch.cat([torch.cat(row, 1) for row in tiles])
 
     def answered(self, layer: int) -> list[tuple[str, list[tuple[int, float]]]]:
-        """Return each token of the answer with its experts and their weights; no experts if it was not computed."""
+        """Return each token of the answer with its experts and their weights; none for tokens not computed."""
         rows = zip(
             self.experts[layer, self.num_prompt :].tolist(),
             self.scores[layer, self.num_prompt :].tolist(),
@@ -104,13 +104,13 @@ def layer_names(config: Any) -> list[str]:
 def make_record(
     trace: ExpertTrace, config: Any, processor: Any, inputs: dict[str, torch.Tensor], answer: list[str]
 ) -> ExpertRecord:
-    """Make the record of an answer.
+    """Build the record of an answer.
 
     Args:
-        trace: of the run that generated it, for one row.
+        trace: of the generation, for one row.
         config: of the model.
-        processor: of a model that sees pictures; otherwise anything.
-        inputs: of that run; `pixel_values` is missing where there is no picture.
+        processor: of the model; used only if there is a picture.
+        inputs: of the model; with `pixel_values` if there is a picture.
         answer: text of each token of the answer.
     """
     text = config.get_text_config()
@@ -149,7 +149,7 @@ def _last_picture(
 
 
 def _tile_of(pixels: torch.Tensor, image_processor: Any) -> Image.Image:
-    """Return the picture of normalized pixels `[3, size, size]`."""
+    """Convert normalized pixels `[3, size, size]` to a picture."""
     mean, std = (
         torch.tensor(values)[:, None, None]
         for values in (image_processor.image_mean, image_processor.image_std)

@@ -1,6 +1,6 @@
-"""An expert record as pictures and tables: values of gradio's components.
+"""Turn an expert record into values of gradio's components: pictures and tables.
 
-An expert has one colour everywhere. Neighbouring numbers have hues that lie far apart.
+An expert has the same colour everywhere. Experts of neighbouring numbers have very different hues.
 """
 
 import colorsys
@@ -13,7 +13,7 @@ from PIL import Image
 
 from .expert_record import ExpertRecord
 
-# Side of the overlay in pixels, at least: small tiles are enlarged, so that patches have sharp borders.
+# Least side of the overlay in pixels: smaller tiles are enlarged, so that patches have sharp borders.
 _SIDE = 480
 # Opacity of the colours, under which the picture stays visible.
 _OPACITY = 0.6
@@ -21,17 +21,17 @@ _GOLDEN_RATIO = 0.6180339887
 
 
 def name_of(expert: int) -> str:
-    """Return the name of an expert on the page."""
+    """Return the label of an expert on the page."""
     return f"expert {expert}"
 
 
 def colours(num_experts: int) -> dict[str, str]:
-    """Return the colour of each expert by its name, such as `#ff8800`."""
-    found = {}
+    """Return the colour of each expert, such as `#ff8800`, by its label."""
+    by_name = {}
     for expert in range(num_experts):
         parts = colorsys.hsv_to_rgb(expert * _GOLDEN_RATIO % 1, 0.65, 0.9)
-        found[name_of(expert)] = "#" + "".join(f"{round(part * 255):02x}" for part in parts)
-    return found
+        by_name[name_of(expert)] = "#" + "".join(f"{round(part * 255):02x}" for part in parts)
+    return by_name
 
 
 def overlay(
@@ -51,7 +51,7 @@ def overlay(
             cut.paste(record.picture.tiles[number], (side * column, side * row))
     scale = -(-_SIDE // cut.width)
     shown = cut.resize((cut.width * scale, cut.height * scale), Image.Resampling.BICUBIC)
-    # Not every tile is a whole number of patches wide: each pixel takes the patch that it lies in.
+    # A tile's width may be no multiple of the number of patches, so each pixel is assigned to its patch.
     high, wide = (
         np.arange(pixels) * count // pixels
         for pixels, count in zip((shown.height, shown.width), patches.shape, strict=True)
@@ -61,12 +61,12 @@ def overlay(
 
 
 def coloured_answer(record: ExpertRecord, layer: int) -> list[tuple[str, str | None]]:
-    """Return each token with its first expert, for `HighlightedText`."""
+    """Return each token with the label of its best expert, for `HighlightedText`."""
     return [(token, name_of(experts[0][0]) if experts else None) for token, experts in record.answered(layer)]
 
 
 def answer_table(record: ExpertRecord) -> dict[str, Any]:
-    """Return a row for each token, a column for each layer, for `Dataframe`."""
+    """Return a table with a row for each token and a column for each layer, for `Dataframe`."""
     of_layers = [record.answered(layer) for layer in range(len(record.layers))]
     rows = []
     for index, token in enumerate(record.answer):
@@ -74,13 +74,13 @@ def answer_table(record: ExpertRecord) -> dict[str, Any]:
             ", ".join(f"{expert} ({score:.2f})" for expert, score in answered[index][1]) or "not computed"
             for answered in of_layers
         ]
-        # Quoted, since spaces at the edges belong to a token.
+        # Quoted, to show spaces at the ends of a token.
         rows.append([repr(token), *cells])
     return {"headers": ["token", *record.layers], "data": rows}
 
 
 def heat_map(record: ExpertRecord) -> Figure:
-    """Draw each expert's share of the tokens of a layer, a panel for each kind of token."""
+    """Draw each expert's share of the tokens in each layer, with a panel for picture, prompt and answer."""
     shares = record.shares()
     figure = Figure(figsize=(3.4 * len(shares) + 0.8, 1.6 + 0.25 * len(record.layers)), layout="constrained")
     panels = figure.subplots(1, len(shares), squeeze=False)[0]

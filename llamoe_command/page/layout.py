@@ -1,7 +1,7 @@
-"""The page: a conversation, and the experts of its last answer."""
+"""Build the page: a conversation, and the experts of its last answer."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,11 @@ from .chat_model import ChatModel, Outcome
 from .expert_record import layer_names
 from .expert_view import answer_table, coloured_answer, colours, heat_map, overlay
 
-_NO_ANSWER = "Ask something: the experts of the last answer are shown here."
-_QUESTION = "What is in the picture?"
+_NO_ANSWER = "The experts of the last answer are shown here. Ask a question first."
 _MAX_NEW_TOKENS = 4096
-# Experts of which each has a place in a legend.
+# Most experts that are listed in a legend.
 _MOST_IN_LEGEND = 16
-# How often pictures that were sent are deleted, and how old they are then, in seconds.
+# Uploaded pictures: seconds between two deletions, and least age in seconds of what is deleted.
 _CACHE = (3600, 86400)
 _FAILED = "**No answer.**"
 _VIEWS = ("whole picture", "its tiles")
@@ -27,13 +26,8 @@ _VIEWS = ("whole picture", "its tiles")
 logger = logging.getLogger("llamoe")
 
 
-def make_page(chat: ChatModel, pictures: Sequence[Path] = ()) -> gr.Blocks:
-    """Build the page of a model; `launch` starts it.
-
-    Args:
-        chat: the model.
-        pictures: to click on, for a model that sees them.
-    """
+def make_page(chat: ChatModel) -> gr.Blocks:
+    """Build the page of a model; `launch` starts it."""
     with gr.Blocks(
         title=f"llamoe: {chat.name}", analytics_enabled=False, fill_height=True, delete_cache=_CACHE
     ) as page:
@@ -41,10 +35,10 @@ def make_page(chat: ChatModel, pictures: Sequence[Path] = ()) -> gr.Blocks:
         outcome = gr.State(None)
         with gr.Tabs():
             with gr.Tab("Chat"):
-                _chat(chat, outcome, pictures)
+                _chat(chat, outcome)
                 speed = gr.Markdown(elem_id="speed")
                 outcome.change(
-                    lambda found: str(found or ""),
+                    lambda last: str(last or ""),
                     outcome,
                     speed,
                     show_progress="hidden",
@@ -56,7 +50,7 @@ def make_page(chat: ChatModel, pictures: Sequence[Path] = ()) -> gr.Blocks:
     return page
 
 
-def _chat(chat: ChatModel, outcome: gr.State, pictures: Sequence[Path]) -> None:
+def _chat(chat: ChatModel, outcome: gr.State) -> None:
     def check(message: Any, *_: Any) -> dict[str, Any]:
         try:
             _read(message)
@@ -80,7 +74,7 @@ def _chat(chat: ChatModel, outcome: gr.State, pictures: Sequence[Path]) -> None:
                 temperature,
                 is_adapted=is_adapted,
             )
-        # An error in an event leaves gradio's box for the question locked, so it is shown as a message.
+        # Shown as a message, since an error in an event would leave gradio's input box locked.
         except Exception as error:
             if not isinstance(error, (OSError, ValueError)):
                 logger.exception("a question was not answered")
@@ -93,12 +87,10 @@ def _chat(chat: ChatModel, outcome: gr.State, pictures: Sequence[Path]) -> None:
         chatbot=gr.Chatbot(show_label=False, height="60vh", buttons=["copy"], elem_id="conversation"),
         textbox=_question_box(chat),
         validator=check,
-        examples=[[{"text": _QUESTION, "files": [str(path)]}] for path in pictures] or None,
-        run_examples_on_click=False,
         additional_inputs=_settings(chat),
         additional_inputs_accordion=gr.Accordion("Settings", open=False, render=False),
         additional_outputs=[outcome],
-        # Others' questions wait.
+        # The model answers one question at a time; other questions wait.
         concurrency_limit=1,
         api_name="chat",
     )
@@ -147,57 +139,57 @@ def _experts(chat: ChatModel, outcome: gr.State) -> None:
             view = gr.Radio(_VIEWS, value=_VIEWS[0], label="Picture", elem_id="view", visible=False)
         with gr.Row():
             picture = gr.AnnotatedImage(
-                label="Which expert took which part of the picture", color_map=color_map, elem_id="overlay",
+                label="Expert of each part of the picture", color_map=color_map, elem_id="overlay",
                 visible=chat.sees_pictures,
             )  # fmt: skip
             answered = gr.HighlightedText(
-                label="Which expert took which token of the answer", color_map=color_map,
+                label="Expert of each token of the answer", color_map=color_map,
                 show_legend=config.num_local_experts <= _MOST_IN_LEGEND, elem_id="answered",
             )  # fmt: skip
-        gr.Markdown("Share of the tokens that each expert took")
+        gr.Markdown("Share of the tokens that each expert computed")
         load = gr.Plot(show_label=False, elem_id="load")
         table = gr.Dataframe(
-            label="Experts of each token, with the router's weights",
+            label="Experts of each token, with the router's weights in brackets",
             interactive=False,
             wrap=True,
             elem_id="table",
         )
 
     def show_layer(last: Outcome | None, index: int, shown: str) -> dict[Any, Any]:
-        found = last and last.record
-        if found is None:
+        record = last and last.record
+        if record is None:
             return {}
-        image = overlay(found, index, shown == _VIEWS[0])
+        image = overlay(record, index, shown == _VIEWS[0])
         return {
             picture: gr.AnnotatedImage(image, visible=image is not None),
-            answered: coloured_answer(found, index),
+            answered: coloured_answer(record, index),
         }
 
     def show(last: Outcome | None, index: int, shown: str) -> dict[Any, Any]:
-        found = last and last.record
-        is_there = {note: gr.Markdown(visible=found is None), column: gr.Column(visible=found is not None)}
-        if found is None:
-            return is_there
-        views = gr.Radio(visible=found.picture is not None and found.picture.rows > 0)
-        is_there |= {view: views, load: heat_map(found), table: answer_table(found)}
-        return is_there | show_layer(last, index, shown)
+        record = last and last.record
+        updates = {note: gr.Markdown(visible=record is None), column: gr.Column(visible=record is not None)}
+        if record is None:
+            return updates
+        views = gr.Radio(visible=record.picture is not None and record.picture.rows > 0)
+        updates |= {view: views, load: heat_map(record), table: answer_table(record)}
+        return updates | show_layer(last, index, shown)
 
-    given, of_layer = [outcome, layer, view], [picture, answered]
-    of_all = [note, column, view, *of_layer, load, table]
-    outcome.change(show, given, of_all, show_progress="hidden", api_visibility="private")
+    inputs, of_layer = [outcome, layer, view], [picture, answered]
+    outputs = [note, column, view, *of_layer, load, table]
+    outcome.change(show, inputs, outputs, show_progress="hidden", api_visibility="private")
     for choice in (layer, view):
-        choice.change(show_layer, given, of_layer, show_progress="hidden", api_visibility="private")
+        choice.change(show_layer, inputs, of_layer, show_progress="hidden", api_visibility="private")
 
 
 def _read(message: Any) -> list[dict[str, Any]]:
-    """Return question and pictures as typed parts of a message.
+    """Return question and pictures as the typed content parts of a message.
 
     Raises:
         ValueError: a picture that cannot be read, or no question.
     """
     text, files = (message, []) if isinstance(message, str) else (message["text"], message["files"])
     if not text.strip():
-        raise ValueError("The question is empty: type what you want to know.")
+        raise ValueError("The question is empty. Type one.")
     return [*map(_picture, files), {"type": "text", "text": text}]
 
 
@@ -205,33 +197,33 @@ def _picture(path: str) -> dict[str, Any]:
     try:
         return {"type": "image", "image": llamoe.read_picture(path)}
     except ValueError as error:
-        # The reader does not know the folder of an uploaded file.
+        # The temporary folder of an uploaded file means nothing to the user.
         raise ValueError(str(error).replace(str(Path(path)), Path(path).name)) from error
 
 
 def _answered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drop questions without an answer: templates require alternating roles."""
-    said = [message for message in messages if not _is_failure(message)]
-    pairs = pairwise([*said, {"role": "user"}])
+    """Return the messages without failed answers and their questions: chat templates require alternating roles."""
+    kept = [message for message in messages if not _is_failure(message)]
+    pairs = pairwise([*kept, {"role": "user"}])
     return [message for message, after in pairs if (message["role"], after["role"]) != ("user", "user")]
 
 
 def _is_failure(message: dict[str, Any]) -> bool:
-    """Return whether an answer is an error, or empty because it was stopped while it waited."""
+    """Return True for an answer that is an error message, or empty because it was stopped before it began."""
     text = "".join(part["text"] for part in message["content"] if part["type"] == "text")
     return message["role"] == "assistant" and (not text or text.startswith(_FAILED))
 
 
 def _as_chat_message(message: dict[str, Any]) -> dict[str, Any]:
     """Convert a message of gradio's history to transformers' form."""
-    said = message["content"]
-    parts = [{"type": "text", "text": said}] if isinstance(said, str) else said
+    content = message["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     content = [_picture(part["file"]["path"]) if part["type"] == "file" else part for part in parts]
     return {"role": message["role"], "content": content}
 
 
 def _plain_text(messages: list[dict[str, Any]], chat: ChatModel) -> list[dict[str, Any]]:
-    """Replace typed parts by texts for a tokenizer, which takes no pictures."""
+    """Replace lists of content parts by plain text if the model reads no pictures."""
     if chat.sees_pictures:
         return messages
     return [

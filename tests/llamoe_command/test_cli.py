@@ -1,4 +1,4 @@
-"""The command: every option reaches its function, results as text and JSON, errors with their exit status."""
+"""Test the command: its options reach their functions, results are text or JSON, errors set the exit status."""
 
 import inspect as signatures
 import json
@@ -23,7 +23,7 @@ from llamoe_command import cli
 
 MACHINE = ("gpus", "gpu_memory", "ram", "bits", "quantization", "prefill", "headroom")
 COMMANDS = ("convert", "vision", "upcycle", "gqa", "assemble", "quantize", "inspect", "verify")
-# Those that call no function of `llamoe.conversion`.
+# Commands that call no function of `llamoe.conversion`, or not only that.
 OTHERS = ("chat", "doctor")
 DECLARED = {command.callback.__name__: command.callback for command in cli.app.registered_commands}
 
@@ -39,7 +39,7 @@ def source(tmp_path):
 
 
 def run(capsys, *words):
-    """Exit status and both outputs of the command in this process."""
+    """Run the command in this process; return its exit status, standard output and standard error."""
     status = 0
     try:
         cli.main([str(word) for word in words])
@@ -167,7 +167,7 @@ def test_quantize_prints_the_bytes_of_each_part(tmp_path, capsys):
     assert re.search(
         r"int4 in groups of 32, experts and linear layers, without q_proj, k_proj: 4 weights", out
     )
-    # 3 experts of 3 * 64 * 96 weights in 2 bytes; packed in half a byte, and 4 bytes for each 32 of them.
+    # 3 experts of 3 * 64 * 96 weights take 2 bytes each; int4 takes half a byte, and 4 bytes for each group of 32.
     assert re.search(r"^  experts +0\.11 MB, 34\.56 kB$", out, re.MULTILINE)
     assert re.search(r"^  in all +0\.\d\d MB, \d\d\.\d\d kB$", out, re.MULTILINE)
     status, out, _ = run(capsys, "inspect", tmp_path / "packed")
@@ -245,7 +245,7 @@ def test_help_breaks_neither_types_nor_examples(name, width):
     examples = [line for line in examples if line.startswith("llamoe ")]
     assert examples
     assert set(examples) <= set(lines)
-    # A range, as in <int range> [0<=x<=65535], is no type.
+    # typer prints a range behind a type, as in <int range> [0<=x<=65535].
     plain = [line.replace("<=", "") for line in lines]
     assert [line for line in plain if line.count("<") != line.count(">")] == []
 
@@ -274,7 +274,7 @@ def test_an_unknown_option_is_refused_before_any_work(name, needed, tmp_path):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_of_the_function_is_an_option_of_the_command(name):
-    """All but those that make no sense in a shell, with the same defaults."""
+    """Names and defaults are equal, except for options that make no sense in a shell."""
     function = getattr(conversion, {"vision": "convert_vision", "gqa": "merge_kv_heads"}.get(name, name))
     wanted = dict(signatures.signature(function).parameters)
     if wanted.pop("machine", None) is not None:
@@ -284,13 +284,13 @@ def test_every_option_of_the_function_is_an_option_of_the_command(name):
         wanted.pop(other, None)
     found = signatures.signature(DECLARED[name]).parameters
     assert wanted.keys() <= found.keys()
-    # What the function takes as a default is the command's, or said in its help.
+    # The function's default is the command's, or the help names it.
     differ = {option for option in wanted if found[option].default not in (wanted[option].default, None)}
     assert differ == set()
 
 
 def test_help_and_mistakes_wait_for_no_import():
-    """Importing torch takes seconds; nobody waits for them to read that a folder is not there."""
+    """Importing torch takes seconds, which must not delay help or the message that a folder is missing."""
     cases = [
         (["--help"], 0),
         (["convert", "-h"], 0),
@@ -321,7 +321,7 @@ for given, status in {cases}:
 
 @pytest.mark.slow
 def test_command_is_installed(source):
-    """As a module too, which needs no entry point on the path."""
+    """It also runs as a module, without an entry point on the path."""
     done = programs.run(["-m", "llamoe", "inspect", source, "--json"])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["family"]

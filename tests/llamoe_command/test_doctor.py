@@ -1,4 +1,4 @@
-"""`llamoe doctor`: what is installed, which devices there are, which kernels serve them, and what is missing."""
+"""Test `llamoe doctor`: it shows versions, devices, their kernels, and what is missing."""
 
 import contextlib
 import io
@@ -18,14 +18,14 @@ from llamoe_command.doctor_command import EXTRAS
 pytestmark = pytest.mark.slow
 
 FEW_ROWS = "products of few rows, int4, int8"
-# Kernels are compiled for these processors alone; on others the reason is another one.
+# Kernels exist for these processors only; on others doctor gives another reason.
 has_kernels = pytest.mark.skipif(
     why_no_cpp_kernels() is not None, reason="needs a C++ compiler, and a CPU with AVX2, AVX-512 or NEON"
 )
 
 
 def doctor_in_a_process(*words, **environment):
-    # A process that begins with nothing imported: what llamoe is told by variables it reads when it is imported.
+    # A new process, since llamoe reads its environment variables when it is imported.
     command = [sys.executable, *(words or ("-m", "llamoe", "doctor", "--json"))]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -39,7 +39,7 @@ def doctor_here(*options):
 
 
 def blocking(*modules):
-    """A program: the command in a process where these modules cannot be found."""
+    """Return a program that runs the command in a process where these modules cannot be found."""
     return f"""
 import sys
 
@@ -89,7 +89,7 @@ def test_another_experts_implementation_is_named(monkeypatch):
 
 @has_kernels
 def test_a_missing_compiler_is_named(tmp_path):
-    # torch reads the compiler's name, CXX, when it is imported, which it is here.
+    # torch is imported here already, and reads the compiler's name from CXX only when it is imported.
     program = """
 import torch._inductor.config
 from llamoe_command.cli import main
@@ -116,7 +116,7 @@ def test_without_torch_the_versions_are_shown():
 
 
 def test_a_version_below_the_bound_is_named(tmp_path, monkeypatch):
-    # Metadata that is found before that of the package.
+    # This metadata is found before that of the installed package.
     folder = tmp_path / "tiktoken-0.1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: tiktoken\nVersion: 0.1.0\n")

@@ -1,4 +1,4 @@
-"""Progress: drawn on a terminal, and nowhere else; the terminal is a real one (`pty`)."""
+"""Test that progress is drawn on a terminal only; a `pty` is used as the terminal."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from llamoe_command import printing
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-# What rich and tqdm draw with.
+# Characters that rich and tqdm draw with.
 DRAWN = ("\x1b[", "\r")
 LOADING = "loading torch and transformers"
 
@@ -32,7 +32,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs Python; returns what it wrote to standard error, a terminal or a file, and to standard output."""
+    """Run Python; return its standard error, which is a terminal or a file, and its standard output."""
 
     def run(*arguments, on_terminal=True, **environment):
         environment = {**os.environ, "TERM": "xterm", **environment}
@@ -56,19 +56,19 @@ def run(tmp_path):
 
 
 def read_to_end(terminal, written):
-    # The end of a terminal that no program has open any more is an error.
+    # Reading a terminal that no program has open any more raises an error.
     with contextlib.suppress(OSError):
         while piece := os.read(terminal, 1 << 16):
             written.extend(piece)
 
 
 def first_always(*values):
-    """Parameters of which the first is tested always, and the others where slow tests run: each starts a process."""
+    """Return parameters that all but the first are marked slow, since each starts a process."""
     first, *others = (value if isinstance(value, tuple) else (value,) for value in values)
     return [pytest.param(*first), *(pytest.param(*other) for other in others)]
 
 
-# Of each command what it draws besides the line about torch.
+# What each command draws besides the line about torch.
 COMMANDS = {"convert": "preparing", "verify": "preparing", "inspect": "", "doctor": ""}
 
 
@@ -100,7 +100,7 @@ def test_nothing_is_drawn_where_nobody_wants_it(name, option, source, tmp_path, 
 
 @pytest.mark.parametrize("name", first_always(*COMMANDS))
 def test_nothing_is_drawn_into_a_pipe(name, source, tmp_path, run):
-    """Also where a build server says that it understands colours."""
+    """Not even if FORCE_COLOR is set, as build servers do."""
     errors, output = run(*words(name, source, tmp_path), on_terminal=False, FORCE_COLOR="1")
     assert errors == ""
     assert output
@@ -150,8 +150,8 @@ torch._inductor.config.cpp.cxx = (None, "{compiler}")
 {switch}
 print(why_no_cpp_kernels())
 """
-# A compiler that takes two seconds for the kernels, and makes what the real one made of them, in half a minute. The
-# programs by which torch asks which instructions there are do not compile, as on another processor.
+# A stand-in for the compiler, which takes two seconds instead of half a minute and gives kernels that were compiled
+# before. torch's test programs for instruction sets do not compile with it, as on another processor.
 COMPILER = """#!/bin/sh
 case $* in
     *--version*) exec g++ "$@" ;;
@@ -178,7 +178,7 @@ def test_compiling_kernels_is_told_on_a_terminal(switch, on_terminal, is_told, t
     compiler, log = tmp_path / "compiler", tmp_path / "log"
     compiler.write_text(COMPILER.format(kernels=kernels._name, log=log))
     compiler.chmod(0o755)
-    # A new folder for what is compiled, so that it is.
+    # An empty cache folder, so that the kernels are compiled.
     new = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     program = COMPILE.format(switch=switch, compiler=compiler)
     errors, output = run("-c", program, on_terminal=on_terminal, **new)

@@ -1,4 +1,4 @@
-"""Bandwidths are measured on what is there, and refused where nothing is."""
+"""Test that bandwidths are measured, and that a folder without a large file is refused."""
 
 import fcntl
 import itertools
@@ -13,7 +13,7 @@ from llamoe.planning import bandwidths
 
 @pytest.mark.slow
 def test_memory_and_drive_are_measured(tmp_path, monkeypatch):
-    """By a clock that is an eighth of a second further at each look: the figures are the bytes that were read."""
+    """The clock advances by an eighth of a second at each call, so that figures follow from the bytes read."""
     ticks = itertools.count()
     monkeypatch.setattr(bandwidths.time, "perf_counter", lambda: next(ticks) / 8)
     size = (24 << 20) + 12345
@@ -22,9 +22,9 @@ def test_memory_and_drive_are_measured(tmp_path, monkeypatch):
     found = measure_bandwidths(tmp_path)
     assumed = Bandwidths()
     assert found.gpu == assumed.gpu and found.link == assumed.link
-    # By `timeit`, whose clock is the machine's.
+    # Measured by `timeit`, which uses the machine's clock.
     assert 1e8 < found.ram < 1e13
-    # The read ends with the last whole page, and a limit is kept.
+    # Reads end with the last whole page of memory, and below the limit.
     assert found.drive == 8 * (size // mmap.PAGESIZE * mmap.PAGESIZE)
     monkeypatch.setattr(bandwidths, "_MOST_BYTES", 5 << 20)
     assert measure_bandwidths(tmp_path).drive == 8 * (5 << 20)

@@ -1,4 +1,4 @@
-"""Several nodes: which split is chosen, its sizes and bytes."""
+"""Test plans for several nodes: the chosen division of the model, and its bytes."""
 
 import re
 
@@ -15,11 +15,11 @@ HEADS = dict(num_attention_heads=12, num_key_value_heads=4, head_dim=10)
 
 
 def test_maverick_takes_two_nodes_and_scout_one():
-    """In bfloat16: 803 GB are more than eight cards have, and 217 are not."""
+    """In bfloat16 Maverick's 803 GB exceed the memory of eight accelerators, and Scout's 217 GB do not."""
     maverick = plan_placement("llama-4-maverick", nodes=2, gpus=8, ram="1TB")
     assert maverick.distributed_config() == {"tp_size": 8, "pp_size": 2} and maverick.copies == 1
     total = 2 * llamoe.count_parameters(llamoe.preset("llama-4-maverick").text_config).total
-    # Routers and norms are on every card, and the last of two stages has the head alone.
+    # Every accelerator holds routers and norms; only the last of two stages holds the head.
     assert total / 16 < maverick.weights < total / 16 * 1.01 < maverick.room
     assert any("LlamoeForCausalLM loads the text model" in note for note in maverick.notes)
     scout = plan_placement("llama-4-scout", nodes=2, gpus=8, ram="1TB")
@@ -30,7 +30,7 @@ def test_maverick_takes_two_nodes_and_scout_one():
 
 
 def test_heads_and_experts_choose_the_split():
-    """12 heads and 4 key/value heads are for four of six cards no more than for two; 5 experts for none."""
+    """Two of six accelerators divide 12 heads and 4 key/value heads; three and six do not. None divide 5 experts."""
     config = text_config(num_local_experts=5, **HEADS)
     plan = plan_placement(config, nodes=3, gpus=6, ram="1TB", context=40)
     assert plan.sizes == {"tp_size": 2, "ep_size": 1, "pp_size": 1} and plan.copies == 9
@@ -54,19 +54,19 @@ def test_stages_are_for_what_one_node_has_no_memory_for():
 
 
 def test_training_shares_inside_of_a_node_if_it_fits():
-    """Sixteen bytes a parameter on each eighth, or on each sixteenth card."""
+    """Each accelerator holds an eighth or a sixteenth of 16 bytes for each parameter."""
     small = plan_placement("llama-2-7b", nodes=2, gpus=8, ram="1TB", training=True)
     config = llamoe.preset("llama-2-7b")
     assert small.sizes == {"fsdp_size": 8, "dp_replicate_size": 2}
     assert small.weights == 2 * llamoe.count_parameters(config).total
-    # Two layers at once are gathered in 16 bits.
+    # FSDP2 gathers two layers at once, in 16 bits.
     layer = (
         4 * config.hidden_size**2 + 3 * config.hidden_size * config.intermediate_size + 2 * config.hidden_size
     )
     assert small.cache == 2 * 2 * layer
     large = plan_placement("llama-2-70b", nodes=2, gpus=8, ram="1TB", training=True)
     assert large.sizes == {"fsdp_size": 16, "dp_replicate_size": 1}
-    # The first axis is shared: of 32 accelerators 16 have one of Scout's 16 experts of each layer, 16 have none.
+    # The first axis is divided: 16 of 32 accelerators hold one of the 16 experts of each Scout layer, 16 hold none.
     scout = llamoe.preset("llama-4-scout").text_config
     experts = scout.num_hidden_layers * 3 * scout.hidden_size * scout.intermediate_size
     with pytest.raises(ValueError, match="each of 32 accelerators would hold at least") as refused:

@@ -1,4 +1,4 @@
-"""A plan's sums are those of real models, its maps load and change no bit, and its speeds are the arithmetic's."""
+"""Test that a plan's bytes are those of real models, its device maps load, and its speeds follow from bytes."""
 
 import json
 import re
@@ -28,14 +28,14 @@ def is_expert(name):
 
 
 def split_bytes(model):
-    """Bytes of everything but routed experts, and of these."""
+    """Return the bytes of all weights but routed experts, and the bytes of routed experts."""
     sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
     experts = sum(size for name, size in sizes.items() if is_expert(name))
     return sum(sizes.values()) - experts, experts
 
 
 def place_of(plan, name):
-    """Device of a parameter."""
+    """Return the planned device of a parameter."""
     if is_expert(name) and "experts" in plan.device_map:
         return plan.device_map["experts"]
     return device_of(name, plan.device_map)
@@ -44,7 +44,7 @@ def place_of(plan, name):
 @pytest.mark.parametrize(("gpus", "bits"), [(0, 32), (1, 16), (3, 32)])
 @for_models("is_head")
 def test_every_byte_is_somewhere(case, gpus, bits):
-    """At many capacities: weights by counting a real model's tensors, cache by layer, and no device over its room."""
+    """For many memory sizes, bytes equal those of a real model's tensors and caches, and no device exceeds its room."""
     config = case.make_config()
     dtype = {16: torch.bfloat16, 32: torch.float32}[bits]
     model = case.make().to(dtype)
@@ -83,7 +83,7 @@ def test_every_byte_is_somewhere(case, gpus, bits):
 
 
 def test_experts_leave_the_accelerator_before_anything_else():
-    """With less and less memory: all there, some layers' experts in RAM, all of them, on disk, then layers, too."""
+    """With decreasing memory the accelerator keeps all; then experts of some layers, of all, and layers leave it."""
     rest, experts = split_bytes(TEXT.make())
     one = experts // (2 * 5)
     cache = sum(cache_bytes(TEXT.make_config(), 40, element_size=4, piece=40))
@@ -95,7 +95,7 @@ def test_experts_leave_the_accelerator_before_anything_else():
 
     whole = planned(rest + experts + cache, 0)
     assert whole.device_map == {"": 0} and whole.experts_memory is None and whole.hit_share == 0
-    # One byte less, and the second mixture's experts go; what they leave holds those used last.
+    # With one byte less the second mixture's experts leave, and their memory caches recently used experts.
     some = planned(rest + experts + cache - 1, experts)
     assert some.device_map == {"": 0, "model.layers.3.feed_forward.experts": "cpu"}
     assert some.experts == {0: experts // 2, "cpu": experts // 2}
@@ -142,7 +142,7 @@ def test_without_accelerators_experts_stay_on_disk_where_ram_is_short():
     "name", ["LlamoeForCausalLM", "LlamoeMixtralForCausalLM", "LlamoeForConditionalGeneration"]
 )
 def test_a_plan_with_experts_on_disk_loads_and_changes_no_bit(name, tmp_path):
-    """The folder's own sizes; at half of the experts' bytes, and where some of the rest is on disk, too."""
+    """The plan reads the folder's sizes; memory is half of the experts' bytes, or other weights are on disk, too."""
     case = CASES[name]
     model, inputs = case.make(), case.inputs()
     model.save_pretrained(tmp_path, layout="stock")
@@ -165,7 +165,7 @@ def test_a_plan_with_experts_on_disk_loads_and_changes_no_bit(name, tmp_path):
 
 @for_models("is_head")
 def test_a_folders_files_say_what_its_configuration_does(case, tmp_path):
-    """Also where experts are stored one by one, and under stock's names."""
+    """Also if each expert is stored by itself, and under stock's names."""
     model = case.make()
     arguments = {"gpus": 0, "ram": "1GB", "headroom": 0}
     computed = plan_placement(case.make_config(), bits=32, **arguments)
@@ -186,7 +186,7 @@ def test_a_folders_files_say_what_its_configuration_does(case, tmp_path):
 
 @pytest.mark.parametrize("form", ["int4:64", "int8"])
 def test_own_formats_are_planned_before_they_are_written(form, tmp_path):
-    """The bytes by part are those of the files that `quantize` writes, and of the model that they give."""
+    """Bytes equal those of the files that `quantize` writes, and of the model that is loaded from them."""
     sizes = {"hidden_size": 192, "head_dim": 32, "intermediate_size": 64, "intermediate_size_mlp": 128}
     model = llamoe.LlamoeForCausalLM(TEXT.make_config(**sizes)).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "plain")
@@ -219,7 +219,7 @@ def test_own_formats_are_planned_before_they_are_written(form, tmp_path):
 
 
 def test_experts_stay_in_their_layers_where_nothing_reads_them_elsewhere(tmp_path):
-    """bitsandbytes' formats, and files of torch.save: whole layers go to the disk, or nothing does."""
+    """In bitsandbytes' formats and files of torch.save, whole layers go to disk, or nothing does."""
     model = TEXT.make()
     model.save_pretrained(tmp_path / "plain")
     torch.save(model.state_dict(), tmp_path / "plain" / "pytorch_model.bin")
@@ -255,7 +255,7 @@ def test_stocks_configurations_are_taken_as_ours():
 
 
 def test_scouts_experts_in_four_bits_are_read_at_the_known_rates():
-    """3.40 GB a token; 24 tokens a second computed in RAM at 80 GB/s, 7.4 over PCIe at 25, 1.8 from a drive at 6."""
+    """A token reads 3.40 GB: 24 tokens a second from RAM at 80 GB/s, 7.4 over PCIe at 25, 1.8 from a drive at 6."""
     plan = plan_placement(SCOUT, gpus=["14.5GB"], ram="64GB", bits=4, context=1024)
     assert plan.device_map["experts"] == "cpu" and plan.expert_bytes_per_step == pytest.approx(
         3.40e9, rel=2e-3
@@ -272,7 +272,7 @@ def test_scouts_experts_in_four_bits_are_read_at_the_known_rates():
     assert disk.tokens_per_second == pytest.approx(1 / sum(disk.seconds.values()))
     maverick = plan_placement("llama-4-maverick", gpus=["20GB"], ram="256GB", bits=4)
     assert maverick.expert_bytes_per_step == pytest.approx(1.70e9, rel=2e-3)
-    # Of sixteen experts two rows choose one or two; they are computed in RAM, whatever the link's rate.
+    # Two rows choose one or two of sixteen experts. The CPU computes them, so the link's bandwidth does not matter.
     two = plan_placement(
         SCOUT, gpus=["14.5GB"], ram="64GB", bits=4, context=1024, batch=2,
         bandwidths=llamoe.Bandwidths(ram="20GB", link="25GB"),
@@ -284,7 +284,7 @@ def test_scouts_experts_in_four_bits_are_read_at_the_known_rates():
 
 
 def test_what_is_read_at_rest_is_counted_once():
-    """A dense model on one device: all weights but the embedding, and the cache; a tied embedding is the head, too."""
+    """A dense model reads all weights but the embedding, and the cache; a tied embedding is read as the head."""
     for tied in (False, True):
         config = DENSE.make_config(tie_word_embeddings=tied)
         model = llamoe.LlamoeDenseForCausalLM(config)
@@ -306,7 +306,7 @@ def test_a_tied_head_stays_with_its_embedding():
 
 
 def test_this_machine_is_the_default():
-    # Whatever else runs here, which may leave less than the usual headroom.
+    # The machine's free memory may be less than the default headroom.
     plan = plan_placement(DENSE.make_config(), context=20, headroom=0)
     assert plan.room["cpu"] > 0 and "the whole model" in str(plan)
 
@@ -349,13 +349,13 @@ def test_published_sizes():
     assert sum(scout.cache.values()) == 48 * 8192 * 4096 and set(scout.device_map.values()) == {0, 1, 2}
     one = plan_placement(SCOUT, gpus=1, context=131072, prefill=4096, **machine)
     assert 100 < one.weights["cpu"] / GB < 200
-    # Twelve layers keep all tokens, the others a chunk's but one, and those of one pass.
+    # Twelve layers cache all tokens, the others a chunk less one token, and the tokens of one forward pass.
     assert one.cache[0] == (12 * 131072 + 36 * (8191 + 4096)) * 2 * 8 * 128 * 2
     maverick = {
         count: plan_placement("llama-4-maverick", gpus=count, **machine).weights for count in (8, 11, 12)
     }
     assert sum(maverick[8].values()) / GB == pytest.approx(803.17, abs=0.1)
-    # Twelve cards hold all.
+    # Twelve accelerators hold the whole model.
     assert maverick[8].get("disk") and maverick[11].get("cpu") and not {"cpu", "disk"} & {
         device for device, size in maverick[12].items() if size
     }  # fmt: skip
@@ -364,7 +364,7 @@ def test_published_sizes():
 
 @for_models("is_head")
 def test_what_is_quantized_is_what_transformers_replaces_and_experts(case):
-    """Matrix by matrix, in bitsandbytes' bytes."""
+    """Compare each matrix with the bytes of bitsandbytes' format."""
     config, model = case.make_config(), case.make()
     kept = [*get_keys_to_not_convert(model), *model._keep_in_fp32_modules]
     linear = {
@@ -418,12 +418,12 @@ def test_plans_in_bitsandbytes_formats_say_what_makes_them(tmp_path):
     TEXT.make().save_pretrained(tmp_path)
     whole = plan_placement(tmp_path, ram="1GB", **arguments)
     assert "load_in_4bit=True" in str(whole)
-    # Experts are on disk, from a folder as from a configuration.
+    # Experts are on disk, whether the plan is of a folder or of a configuration.
     for model in (tmp_path, TEXT.make_config()):
         plan = plan_placement(model, ram=whole.weights["cpu"] - 100, **arguments)
         assert plan.device_map["experts"] == "disk" and "--to int4" in "".join(plan.notes)
     text = str(plan_placement(SCOUT, gpus=1, ram="256GB", bits=4))
-    # Half a byte, and a float32 scale for 64 weights.
+    # Half a byte for a weight, and a float32 scale for each 64.
     assert re.search(r"  experts +96,636,764,160 x 0\.5625 bytes", text)
     assert "linear layers and routed experts, as bitsandbytes stores them" in text
     assert "and bitsandbytes refuses that" not in text

@@ -1,4 +1,4 @@
-"""A step of training adapters: its bytes are those of real models, its seconds the arithmetic's."""
+"""Test the planned memory of a training step with adapters against real models."""
 
 import dataclasses
 import json
@@ -22,12 +22,12 @@ HEADS = {
     "multimodal": CASES["LlamoeForConditionalGeneration"],
 }
 TOKENS = 48
-# Of layers whose own tensors outweigh what a pass has once.
+# Layers large enough that their tensors outweigh what the whole model saves once.
 WIDE = dict(hidden_size=192, intermediate_size=320, head_dim=32)
 
 
 def kept(model, tokens, checkpointing):
-    """Bytes of what autograd keeps of a pass, but weights and adapters."""
+    """Return the bytes that autograd saves in a forward pass, without weights and adapters."""
     adapted = get_peft_model(model, llamoe.lora_config(model, r=3)).train()
     if checkpointing:
         adapted.gradient_checkpointing_enable({"use_reentrant": False})
@@ -38,7 +38,7 @@ def kept(model, tokens, checkpointing):
     def pack(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            # Held, so that no other tensor gets its address.
+            # A reference keeps it alive, so that no other tensor gets its address.
             seen[storage.data_ptr()] = tensor
         return tensor
 
@@ -50,7 +50,7 @@ def kept(model, tokens, checkpointing):
 
 @pytest.mark.parametrize("name", ["dense", "mixtral", "llama4"])
 def test_activations_are_those_of_a_real_pass(name):
-    """Of two layers more, in bfloat16; masks and indices are left out, and a tenth is what they may take."""
+    """Compare what two more layers save in bfloat16; masks and indices are not planned, and may take a tenth."""
     make = HEADS[name].make
     small, large = (make(**WIDE, num_hidden_layers=count).to(torch.bfloat16) for count in (2, 6))
     config = large.config
@@ -80,13 +80,13 @@ def test_adapters_and_their_states_are_counted(name):
 
 
 def test_room_for_a_step_is_kept():
-    """Memory for experts is less by what the step takes; a plan says all of it."""
+    """The memory for experts is reduced by that of the step, and the plan's text itemises it."""
     options = dict(gpus=0, ram="20GB", headroom="1GB", quantization="int4:128")
     alone = llamoe.plan_placement("mixtral-8x7b", context=1, **options)
     plan = llamoe.plan_placement("mixtral-8x7b", adapters=8, context=512, **options)
     step = plan.training
     assert plan.experts_memory == alone.experts_memory + sum(alone.cache.values()) - step.memory
-    # 32 layers of 8 experts, of which 512 tokens leave out none; forwards and backwards, without what is held.
+    # 512 tokens choose all 8 experts of each of 32 layers. They are read forwards and backwards, except for hits.
     assert step.expert_bytes == pytest.approx(2 * plan.experts["disk"] * (1 - plan.hit_share), rel=1e-6)
     assert json.loads(json.dumps(dataclasses.asdict(plan)["training"]))["rank"] == 8
     text = str(plan)

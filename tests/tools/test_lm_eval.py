@@ -1,6 +1,6 @@
-"""lm-eval takes our folders; its command line runs in `test_pages.py`.
+"""Test lm-eval with our folders; its command line runs in `test_pages.py`.
 
-Its numbers are those that the model's own logits and `generate` give, and those of transformers' class for the same
+Its numbers must equal those of the model's own logits and of `generate`, and those of transformers' class with the same
 weights. The tasks are written here, so nothing is downloaded.
 """
 
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-# Of the small model's tokenizer.
+# Number of tokens of the small model's tokenizer.
 VOCABULARY = 784
 MODELS = {
     "dense": (llamoe.LlamoeDenseForCausalLM, stock_dense_config(vocab_size=VOCABULARY)),
@@ -48,7 +48,7 @@ MARK = "<|image|>"
 
 
 def write_task(folder, name, output_type, rows, **fields):
-    """A task of lm-eval's in a YAML file, of which JSON is a part, and its data beside it."""
+    """Write an lm-eval task as a YAML file (JSON is valid YAML), and its data."""
     data = folder / f"{name}.jsonl"
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     kwargs = {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")}
@@ -61,7 +61,7 @@ def metrics(*names):
 
 
 def write_text_tasks(folder, answers):
-    """Choices, whole texts, and questions with the right `answers`."""
+    """Write tasks of choices, of whole texts, and of questions with the right `answers`."""
     folder.mkdir()
     rows = [
         {"question": question, "choices": choices, "label": len(choices) - 1}
@@ -93,7 +93,7 @@ def write_text_tasks(folder, answers):
         "generate_until",
         [{"question": row[0], "answer": answer} for row, answer in zip(QUESTIONS, answers, strict=True)],
         doc_to_text="{{question}}",
-        # As it stands: a template would strip it.
+        # Passed unchanged, since a chat template would strip it.
         doc_to_target="answer",
         generation_kwargs={"until": ["<|eot|>"], "max_gen_toks": NEW_TOKENS, "do_sample": False},
         metric_list=metrics("exact_match"),
@@ -101,7 +101,7 @@ def write_text_tasks(folder, answers):
 
 
 def evaluate(folder, tasks, model="hf", batch_size=3, options=None, **kwargs):
-    """lm-eval's results for some tasks, and of each document what the model gave."""
+    """Return lm-eval's results for tasks, and the model's outputs for each document."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -110,7 +110,7 @@ def evaluate(folder, tasks, model="hf", batch_size=3, options=None, **kwargs):
         model=model,
         model_args={"pretrained": str(folder), "dtype": "float32", "device": "cpu", **(options or {})},
         tasks=names,
-        # lm-eval's own tasks are thousands of files to read.
+        # Without lm-eval's own tasks, which are thousands of files to read.
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
         batch_size=batch_size,
         bootstrap_iters=0,
@@ -125,13 +125,13 @@ def evaluate(folder, tasks, model="hf", batch_size=3, options=None, **kwargs):
 
 @torch.no_grad()
 def log_probabilities(model, ids):
-    """For each token but the first its log-probability behind those before, `[T - 1]`."""
+    """Return each token's log-probability after the tokens before it, `[T - 1]`."""
     logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
     return logits.double().log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
 def score_choices(model, tokenizer):
-    """The log-likelihood of each choice behind its question."""
+    """Return the log-likelihood of each choice after its question."""
     scores = []
     for question, choices in QUESTIONS:
         start = len(tokenizer(question)["input_ids"])
@@ -154,7 +154,7 @@ def make_model(name):
 
 
 def write_answered_tasks(folder, model, tokenizer):
-    """The tasks, where every other answer of the model is right; returns its answers."""
+    """Write the tasks so that every other answer of the model is right; return the model's answers."""
     answers = [answer(model, tokenizer, question) for question, _ in QUESTIONS]
     write_text_tasks(folder, [given if i % 2 else "no." for i, given in enumerate(answers)])
     return answers
@@ -167,7 +167,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module", params=list(MODELS))
 def text_model(request, tokenizer, tmp_path_factory):
-    """A small random model, its folder in both layouts, and tasks of which it answers every other one rightly."""
+    """Save a small random model in both layouts, with tasks of which it answers every other question rightly."""
     place = tmp_path_factory.mktemp(request.param)
     model = make_model(request.param)
     for layout in ("llamoe", "stock"):
@@ -177,7 +177,7 @@ def text_model(request, tokenizer, tmp_path_factory):
 
 
 def check_text_results(results, model, tokenizer):
-    """Each number of `results` is the one computed here."""
+    """Compare each number of `results` with the one computed here."""
     scores = score_choices(model, tokenizer)
     best = [max(range(len(row)), key=row.__getitem__) for row in scores]
     right = [number == len(row) - 1 for number, row in zip(best, scores, strict=True)]
@@ -194,7 +194,7 @@ def test_text_scores_are_the_models_and_stocks(text_model, tokenizer):
     results, given = evaluate(place / "llamoe", place / "tasks")
     check_text_results(results, model, tokenizer)
     for row, expected in zip(given["choice"], score_choices(model, tokenizer), strict=True):
-        # Batches of three in lm-eval, one row here: the sums are in another order. Measured: 3e-6.
+        # lm-eval computes batches of three, the test single rows: sums have another order. Measured: 3e-6.
         assert [score for score, _ in row] == pytest.approx(expected, abs=5e-5)
     assert [row[0] for row in given["answer"]] == answers
 
@@ -215,7 +215,7 @@ def test_text_scores_are_the_models_and_stocks(text_model, tokenizer):
 
 
 def write_picture_task(folder, count):
-    """Questions about drawn pictures, with the answers that follow from the drawing, in a parquet file."""
+    """Write questions about drawn pictures, with their right answers, to a parquet file."""
     from datasets import Dataset, Image
 
     sys.path.insert(0, str(EXAMPLES / "tiny"))
@@ -226,6 +226,7 @@ def write_picture_task(folder, count):
         sys.path.pop(0)
     folder.mkdir()
     rows, rng = [], random.Random(5)
+<<<<<<< HEAD
     kinds = ("colour", "count", "caption", "exists")
     for number in range(count):
         scene = shapes.draw_scene(rng, count=2)
@@ -234,6 +235,16 @@ def write_picture_task(folder, count):
         scene.picture.save(path)
         rows.append({"picture": str(path), "question": question, "answer": answer})
     # Whatever the model says, one answer is wrong.
+=======
+    kinds = iter(["colour", "count", "caption", "exists"] * count)
+    while len(rows) < count:
+        scene = shapes.random_scene(rng, 2, frozenset())
+        if asked := questions.ask(rng, scene, next(kinds), grammar.write_question):
+            path = folder / f"{len(rows)}.png"
+            scene.picture.save(path)
+            rows.append({"picture": str(path), "question": asked[0], "answer": asked[1]})
+    # One answer is wrong whatever the model says.
+>>>>>>> s-w
     rows[-1]["answer"] = "i am red."
     Dataset.from_list(rows).cast_column("picture", Image()).to_parquet(folder / "pictures.parquet")
     task = {
@@ -256,7 +267,7 @@ def write_picture_task(folder, count):
 
 
 def ask_directly(model, processor, rows, template=True):
-    """The model's answers without lm-eval; without a `template` the question is the whole prompt."""
+    """Return the model's answers without lm-eval; without `template` the question is the whole prompt."""
     answers = []
     for row in rows:
         picture = llamoe.read_picture(row["picture"])
@@ -282,7 +293,7 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """A folder with the task, and its rows."""
+    """Return a folder with the task of pictures, and its rows."""
     folder = tmp_path_factory.mktemp("task") / "pictures"
     return folder, write_picture_task(folder, 5)
 
@@ -292,7 +303,7 @@ def test_answers_about_pictures_are_the_models_and_stocks(tiny, pictures, tmp_pa
     tasks, rows = pictures
     expected = ask_directly(model, processor, rows)
     right = [given == row["answer"] for given, row in zip(expected, rows, strict=True)]
-    # The model knows most of this, so a picture in the wrong row would show.
+    # The model answers most of these rightly, so a picture in the wrong row would show.
     assert sum(right) >= 3 and not right[-1]
     model.save_pretrained(tmp_path / "stock", layout="stock")
     processor.save_pretrained(tmp_path / "stock")
@@ -339,15 +350,15 @@ def test_adapters_and_packed_weights_are_evaluated(tiny, tokenizer, tmp_path):
     packed.save_pretrained(tmp_path / "packed")
     processor.save_pretrained(tmp_path / "packed")
     expected = score_choices(packed, tokenizer)
-    # `hf` takes the text model out of the folder.
+    # lm-eval's `hf` loads only the text model of the folder.
     _, given = evaluate(tmp_path / "packed", tmp_path / "tasks")
-    # lm-eval sums log-probabilities that it took in the model's dtype, here bfloat16. Measured: 0.6 % of a score.
+    # lm-eval computes log-probabilities in the model's dtype, here bfloat16. Measured: 0.6 % of a score.
     for row, scores in zip(given["choice"], expected, strict=True):
         assert [score for score, _ in row] == pytest.approx(scores, rel=0.03)
 
 
 def check_scores(given, expected, other):
-    """As expected, and not those of the plain weights."""
+    """Check that scores are the expected ones, and not those of the unquantized weights."""
     for row, scores, plain in zip(given, expected, other, strict=True):
         assert [score for score, _ in row] == pytest.approx(scores, abs=5e-5)
         assert [score for score, _ in row] != pytest.approx(plain, abs=1e-2)

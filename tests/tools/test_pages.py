@@ -1,4 +1,4 @@
-"""The code of docs/evaluation.md runs, with the programs that the other tests do not need."""
+"""Test that the code of docs/evaluation.md runs, which needs programs that other tests do not."""
 
 import importlib.util
 import re
@@ -17,7 +17,7 @@ MISSING = [name for name in ("lm_eval", "trl") if importlib.util.find_spec(name)
 
 @pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed: pip install lm-eval trl")
 def test_what_the_page_shows_runs(tmp_path):
-    """All Python in one program, then the commands, which use the files that it has written."""
+    """Run all Python blocks as one program, then the commands, which use the files that it has written."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     python = "\n".join(block.code for block in blocks(PAGE) if block.language == "python")
     ran = run(["-c", python], tmp_path)

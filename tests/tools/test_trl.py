@@ -1,7 +1,7 @@
-"""TRL trains our models: on texts and pictures, by answers, by preferences, by rewards.
+"""Test training of our models by TRL: on texts and pictures, by answers, preferences and rewards.
 
-Where transformers has a class for the same weights that TRL can train, losses and gradients are its. TRL takes the
-model's base and its head apart; of transformers' Llama 4 it does not find the base.
+If TRL can train transformers' class of the same weights, losses and gradients must be equal. TRL calls a model's base
+and head separately; it does not find the base of transformers' Llama 4.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-# Of the small model's tokenizer.
+# Number of tokens of the small model's tokenizer.
 VOCABULARY = 784
 MODELS = {
     "dense": (llamoe.LlamoeDenseForCausalLM, stock_dense_config(vocab_size=VOCABULARY)),
@@ -44,7 +44,7 @@ QUESTIONS = {
     "two_shapes.png": ("What is in the picture?", "a red circle on the left and a blue square on the right."),
     "three_shapes.png": ("How many shapes are there?", "there are three shapes."),
 }
-# What the model did not say, so that there is something to learn.
+# Answers that the model does not give yet, so that it can learn.
 LESSON = "the picture is nice."
 
 
@@ -60,7 +60,7 @@ def processor():
 
 @pytest.fixture
 def options(tmp_path):
-    """Options that all of TRL's trainers take, for a few steps in float32 on a CPU."""
+    """Return options that all of TRL's trainers have, for a few steps in float32 on a CPU."""
     return dict(
         output_dir=str(tmp_path / "run"),
         use_cpu=True,
@@ -81,7 +81,7 @@ def tiny_model():
 
 
 def both_classes(name, folder, auto_class=AutoModelForCausalLM):
-    """The same weights in our class and in transformers', from folders of their own."""
+    """Load the same weights in our class and in transformers', each from its own folder."""
     model_class, config = MODELS[name]
     kwargs = {}
     if auto_class is AutoModelForSequenceClassification:
@@ -106,7 +106,7 @@ def turn(role, text):
 
 
 def picture_rows(make_row):
-    """A row for each picture, from its question and its answer."""
+    """Build a training row for each picture, with its question and its answer."""
     rows = []
     for name, (question, answer) in QUESTIONS.items():
         picture = llamoe.read_picture(EXAMPLES / "pictures" / name)
@@ -124,7 +124,7 @@ def prompts_and_completions(lesson=None):
 
 
 def train(trainer):
-    """Trains; returns what the trainer wrote at each step, whose losses are numbers."""
+    """Train; return the trainer's log of each step, and check that losses are finite."""
     trainer.train()
     log = [line for line in trainer.state.log_history if "loss" in line]
     assert len(log) == trainer.args.max_steps
@@ -133,7 +133,7 @@ def train(trainer):
 
 
 def changed(before, model):
-    """Names of the parameters that are not as before."""
+    """Return the names of the parameters that have changed."""
     return {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
 
 
@@ -142,7 +142,7 @@ def weights(model):
 
 
 def check_same_training(mine, its):
-    """Losses and gradients of each step; only the first has the very same weights."""
+    """Compare losses and gradients of each step; only in the first are weights exactly equal."""
     for step, (a, b) in enumerate(zip(mine, its, strict=True)):
         tolerance = 1e-5 if step == 0 else 1e-4
         assert a["loss"] == pytest.approx(b["loss"], rel=tolerance)
@@ -152,7 +152,7 @@ def check_same_training(mine, its):
 
 @torch.no_grad()
 def balancing_loss(model, batch):
-    """The load-balancing loss over the tokens of all mixture layers together, as TRL computes it."""
+    """Return the load-balancing loss over the tokens of all mixture layers together, as TRL computes it."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     logits = model(**inputs, output_router_logits=True).router_logits
     routers = [module for module in model.modules() if isinstance(module, Router)]
@@ -187,7 +187,7 @@ def test_sft_on_texts_is_that_of_stocks_class(name, tmp_path, tokenizer, options
 
 
 def test_sft_of_experts_on_disk_is_that_of_experts_in_memory(tmp_path, tokenizer, options):
-    """LoRA of attention and all experts, whose weights are read as they are needed."""
+    """LoRA on attention and on all experts, whose weights are read from disk when needed."""
     model_class, config = MODELS["mixtral"]
     draw(model_class, llamoe.from_stock(config)).save_pretrained(tmp_path / "base")
     data = dataset([{"text": text} for text in TEXTS])
@@ -204,7 +204,7 @@ def test_sft_of_experts_on_disk_is_that_of_experts_in_memory(tmp_path, tokenizer
 
 
 def test_sft_of_llama_4_has_stocks_loss(tmp_path, tokenizer, options):
-    """TRL adds Mixtral's load-balancing loss with the configuration's coefficient, unless it is told not to."""
+    """By default TRL adds Mixtral's load-balancing loss with the configuration's coefficient."""
     ours, stock = both_classes("llama4", tmp_path)
     data = dataset([{"text": text} for text in TEXTS[:2]])
     before = weights(ours)
@@ -219,7 +219,7 @@ def test_sft_of_llama_4_has_stocks_loss(tmp_path, tokenizer, options):
     assert changed(before, ours) == set(before)
 
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "llamoe")
-    # Of llamoe's own losses TRL knows none.
+    # TRL computes none of llamoe's own losses.
     ours.config.router_z_loss_coef = 1.0
     balance = balancing_loss(ours, batch)
     first = train(sft(ours, data, tokenizer, options))[0]
@@ -229,7 +229,7 @@ def test_sft_of_llama_4_has_stocks_loss(tmp_path, tokenizer, options):
 
 
 def test_packed_texts_do_not_see_each_other(tokenizer, options):
-    """Without flash attention, too: what tells them apart are their positions."""
+    """Texts are separated by their position ids, without flash attention, too."""
     model_class, config = MODELS["llama4"]
     model = draw(model_class, llamoe.from_stock(config))
     data = dataset([{"text": text} for text in TEXTS])
@@ -249,14 +249,14 @@ def test_packed_texts_do_not_see_each_other(tokenizer, options):
 
 @pytest.mark.parametrize("name", ["dense", "mixtral", "llama4"])
 def test_preferences_between_texts(name, tmp_path, tokenizer, options):
-    """DPO reads its reference model from the folder; its class is the one that config.json names."""
+    """DPO loads its reference model from the folder, in the class that config.json names."""
     ours, stock = both_classes(name, tmp_path)
     rows = [{"prompt": "what? ", "chosen": text, "rejected": "no."} for text in TEXTS[:2]]
     data = dataset(rows)
     trainer = dpo(ours, data, tokenizer, options)
     assert type(trainer.ref_model) is type(ours)
     mine = train(trainer)
-    # At first DPO knows no preference; the rest is the routers' balance.
+    # Before the first step DPO's loss is log 2; the rest is the load-balancing loss.
     balance = getattr(ours.config, "router_aux_loss_coef", 0.0) * mine[0].get("aux_loss", 0.0)
     assert mine[0]["loss"] == pytest.approx(math.log(2) + balance, rel=1e-5)
     assert mine[-1]["loss"] < mine[0]["loss"] - 0.05
@@ -311,7 +311,7 @@ COLUMNS = {
 
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_what_is_in_the_loss(columns, processor, options):
-    """docs/evaluation.md has this as a table."""
+    """Check the table in docs/evaluation.md of the terms in each trainer's loss."""
     make_row, more = COLUMNS[columns]
     trainer = sft(tiny_model(), picture_rows(make_row), processor, options, max_length=None, **more)
     batch = trainer.data_collator([dict(row) for row in trainer.train_dataset])
@@ -321,7 +321,7 @@ def test_what_is_in_the_loss(columns, processor, options):
     learnt = [processor.decode(row[mask]) for row, mask in zip(ids, labels != -100, strict=True)]
     answers = [answer for _, answer in QUESTIONS.values()]
     if columns == "text in columns without a chat":
-        # Nor is an end of the answer learnt: TRL adds none.
+        # The end of an answer is not trained either, since TRL adds no end token.
         assert learnt == answers
     elif columns in ("messages", "prompt and completion, all"):
         whole = [
@@ -333,7 +333,7 @@ def test_what_is_in_the_loss(columns, processor, options):
     if columns not in ("messages", "prompt and completion, all"):
         assert not (labels == patch).any()
 
-    # Labels that are left out change nothing: the loss is that of the others, by the model's own logits.
+    # Ignored labels change nothing: the loss is that of the other labels, computed from the model's own logits.
     text_config = trainer.model.config.text_config
     balance = text_config.router_aux_loss_coef * balancing_loss(trainer.model, batch)
     with torch.no_grad():
@@ -345,7 +345,7 @@ def test_what_is_in_the_loss(columns, processor, options):
 
 
 def test_sft_with_pictures_learns_and_is_saved(tmp_path, processor, options):
-    """With TRL's own defaults, checkpointing among them; the folder opens, and the lesson is said."""
+    """TRL's defaults include gradient checkpointing; the saved model gives the trained answers."""
     data = prompts_and_completions(LESSON)
     trainer = sft(tiny_model(), data, processor, options, max_length=None, max_steps=25)
     assert trainer.args.gradient_checkpointing
@@ -397,14 +397,14 @@ def test_an_adapter_is_trained_by_its_folders_name(tmp_path, options):
 
 
 def test_a_cut_through_a_picture_is_refused(processor, options):
-    """By TRL's words, for which ours has to be the error that it looks for."""
+    """TRL gives this message only if our error is of the type that it catches."""
     trainer = sft(tiny_model(), prompts_and_completions(), processor, options, max_length=12)
     with pytest.raises(ValueError, match=r"max_length` \(12\) is too short"):
         trainer.train()
 
 
 def test_grpo_rewards_answers_about_pictures(processor, options):
-    """Answers are drawn, judged by a function of ours, and the likelier the better."""
+    """Sampled answers get rewards from a function here, and better answers become more likely."""
     from trl import GRPOConfig, GRPOTrainer
 
     seen = []

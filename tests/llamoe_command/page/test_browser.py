@@ -1,4 +1,4 @@
-"""The page in a browser: a picture in, an answer and its experts out; mistakes are sentences, and the page lives on."""
+"""Test the page in a browser: a picture gets an answer and its experts; errors are shown, and the page goes on."""
 
 import os
 import re
@@ -26,14 +26,14 @@ def browser():
 
 @pytest.fixture(scope="module")
 def tiny():
-    server = PageServer(TINY, "--picture", TWO)
+    server = PageServer(TINY)
     yield server
     server.close()
 
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory):
-    """A dense model, large enough that its 4,096 tokens take minutes."""
+    """Serve a dense model that is large enough to need minutes for 4,096 tokens."""
     folder = tmp_path_factory.mktemp("chat") / "llama"
     chat_folders.write_llama(folder, hidden_size=768, num_hidden_layers=8, max_position_embeddings=8192)
     server = PageServer(folder)
@@ -43,7 +43,7 @@ def endless(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    """A mixture that answers for minutes, with an adapter."""
+    """Serve a mixture with an adapter, whose answers take minutes."""
     folder = tmp_path_factory.mktemp("chat")
     sizes = dict(hidden_size=384, num_hidden_layers=4, max_position_embeddings=8192)
     chat_folders.write_adapter(chat_folders.write_mixtral(folder / "mixtral", **sizes), folder / "adapter")
@@ -60,7 +60,7 @@ def window(browser, tiny):
 
 
 def loaded_sizes(locator):
-    """Widths of pictures as the browser has decoded them; 0 where it could not."""
+    """Return the widths of pictures in the browser; 0 for a picture that it cannot decode."""
     return [
         image.evaluate("image => image.decode().then(() => image.naturalWidth, () => 0)")
         for image in locator.all()
@@ -81,7 +81,7 @@ def test_a_picture_gets_an_answer_and_its_experts_are_shown(window):
     window.wait_for_text("#table", "triangle")
     assert re.search(r"\d \(0\.\d\d\)", window.page.locator("#table").inner_text())
 
-    # Another layer has other experts.
+    # Another layer shows other experts.
     def overlay():
         return [image.get_attribute("src") for image in window.page.locator("#overlay img").all()]
 
@@ -101,13 +101,6 @@ def test_the_conversation_goes_on(window):
     window.ask("How many shapes are there?")
     assert window.wait_for_answer(2)
     assert window.answers()[0] == ABOUT_TWO
-
-
-def test_the_given_picture_is_there_to_click_on(window):
-    window.page.locator("#conversation .example").first.click()
-    window.page.locator("#question .thumbnail-item").wait_for()
-    window.page.locator("#question .submit-button").click()
-    assert window.wait_for_answer() == ABOUT_TWO
 
 
 def test_settings_reach_the_model(window):
@@ -166,7 +159,7 @@ def test_an_empty_question_is_a_sentence(window):
 
 def test_a_conversation_that_is_too_long_is_a_sentence(window):
     window.ask("shape " * 600)
-    assert "and the model knows 512 positions" in window.wait_for_answer()
+    assert "and the model has 512 positions" in window.wait_for_answer()
     # The question without an answer does not count as part of the conversation.
     window.ask(QUESTION, TWO)
     assert window.wait_for_answer(2) == ABOUT_TWO
@@ -176,7 +169,7 @@ def test_a_conversation_that_is_too_long_is_a_sentence(window):
 
 
 def idle(server):
-    """Whether the server rests within half a minute: a model that answers takes all of a processor."""
+    """Return True if the server becomes idle within half a minute: a model that answers uses all of a processor."""
     for _ in range(30):
         before = server.seconds_of_work()
         time.sleep(1)
@@ -243,7 +236,7 @@ def test_questions_at_once_are_answered_one_after_the_other(browser, endless):
     from gradio_client import Client
 
     def ask(index):
-        # A conversation of its own each; those that begin at once wait for each other.
+        # Each has its own conversation; questions that are sent at once are answered one after the other.
         client = Client(endless.address, verbose=False, httpx_kwargs={"timeout": 120})
         return str(client.predict(f"Question {index}", 30, 0.0, api_name="/chat"))
 

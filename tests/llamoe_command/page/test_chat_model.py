@@ -1,4 +1,4 @@
-"""A model that answers conversations as a stream, and the record of its experts."""
+"""Test answers of a model as a stream, and the record of their experts."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from transformers import (
 
 import llamoe
 
-# Importing it takes seconds, and nothing here needs more than that it could be.
+# Importing gradio takes seconds, and these tests only need it to be installed.
 if find_spec("gradio") is None:
     pytest.skip("the page is not installed: pip install 'llamoe[page]'", allow_module_level=True)
 
@@ -50,7 +50,7 @@ def ask(text, *pictures):
 
 
 def generated(chat, messages, **options):
-    """Ids of prompt and answer, as `generate` gives them without the page."""
+    """Return the ids of prompt and answer that `generate` gives without the page."""
     processor = AutoProcessor.from_pretrained(TINY)
     model = AutoModelForImageTextToText.from_pretrained(TINY)
     inputs = processor.apply_chat_template(
@@ -71,14 +71,14 @@ def test_the_stream_grows_to_the_answer_of_generate(tiny, monkeypatch):
 
 
 def test_the_record_is_what_the_routers_chose(tiny):
-    """From the logits of one pass over prompt and answer, which the page never runs."""
+    """Compare with the router logits of one forward pass over prompt and answer."""
     record = list(tiny.answer(ask(QUESTION, THREE), 64, 0))[-1][1].record
     inputs, model, row = generated(tiny, ask(QUESTION, THREE))
     inputs = {**inputs, "input_ids": row[:, :-1], "attention_mask": torch.ones_like(row[:, :-1])}
     inputs["pixel_values"] = inputs["pixel_values"].float()
     with torch.no_grad():
         logits = torch.stack(model.float()(**inputs, output_router_logits=True).router_logits)
-    # The page computes in the folder's bfloat16, where near ties may go the other way.
+    # In bfloat16, which the page takes from the folder, a near tie between tokens may be decided otherwise.
     assert (record.experts[..., 0] == logits.argmax(-1)).float().mean() > 0.97
     layers = len(model.config.text_config.moe_layers)
     assert record.layers == [f"layer {index}" for index in model.config.text_config.moe_layers]
@@ -105,7 +105,7 @@ def test_of_several_pictures_the_last_is_shown(tiny):
     alone = list(tiny.answer(ask(QUESTION, THREE), 8, 0))[-1][1].record
     assert record.picture.tiles[-1].tobytes() == alone.picture.tiles[-1].tobytes()
     assert record.picture.firsts[-1] > alone.picture.firsts[-1]
-    # Where the tile begins, sixteen image tokens follow, and no image token stands behind them.
+    # At each tile's first position begin sixteen image tokens, and the token after them is none.
     first = record.picture.firsts[-1]
     assert record.is_image[first : first + 16].all() and not record.is_image[first + 16 :].any()
 
@@ -120,7 +120,7 @@ def test_tokens_of_the_answer_are_named_with_their_experts(tiny):
     record = list(tiny.answer(ask(QUESTION, TWO), 5, 0))[-1][1].record
     answered = record.answered(0)
     assert [token for token, _ in answered] == record.answer and len(answered) == 5
-    # The last token was chosen, but never computed.
+    # The last token was generated, but no forward pass computed it.
     assert [len(experts) for _, experts in answered] == [1, 1, 1, 1, 0]
     expert, score = answered[2][1][0]
     assert (expert, score) == (
@@ -157,12 +157,12 @@ def test_length_is_what_was_asked_and_never_beyond_the_positions(endless, monkey
     for most in (4096, 3):
         list(endless.answer(messages, most, 0))
     assert [row.shape[1] for row in rows] == [256, length + 3]
-    with pytest.raises(ValueError, match=r"has \d+ tokens, and the model knows 256 positions"):
+    with pytest.raises(ValueError, match=r"has \d+ tokens, and the model has 256 positions"):
         list(endless.answer([{"role": "user", "content": "a " * 300}], 4, 0))
 
 
 def test_all_tiles_of_a_picture_are_there_in_their_places(tmp_path):
-    """Three tiles beside each other, then the whole picture: each has the tokens that its features replaced."""
+    """A picture has three tiles and the whole picture; each has the positions of its own image tokens."""
     chat = ChatModel(chat_folders.copy_tiny(tmp_path / "tiles"))
     chat.processor.image_processor.max_patches = 4
     wide = Image.new("RGB", (336, 112), "red")
@@ -213,7 +213,7 @@ def workers():
 
 
 def wait_until_idle():
-    """The model ends after the token that it computes."""
+    """Wait until a stopped model has finished its current token."""
     for _ in range(100):
         if not workers():
             return
@@ -230,7 +230,7 @@ def test_closing_the_stream_stops_the_model(endless):
 
 
 def test_questions_wait_for_each_other(tiny):
-    """Experts of one would stand in the record of another."""
+    """Otherwise the record of one answer would contain experts of another."""
     first, second = tiny.answer(ask(QUESTION, THREE), 64, 0), tiny.answer(ask(QUESTION, TWO), 64, 0)
     next(first)
     assert next(second)[0] in ("", "a")
@@ -268,7 +268,7 @@ def test_a_folder_that_asks_for_beams_streams_all_the_same(endless, monkeypatch)
     ids=str,
 )
 def test_settings_of_a_folder_change_no_record(tmp_path, settings):
-    """They may ask for passes over tokens that were computed before."""
+    """Generation settings may need several forward passes for a token."""
     folder = chat_folders.write_mixtral(tmp_path / "mixtral")
     question = [{"role": "user", "content": "Hello there"}]
     expected = list(ChatModel(folder).answer(question, 6, 0))[-1]
@@ -280,7 +280,7 @@ def test_settings_of_a_folder_change_no_record(tmp_path, settings):
 
 
 def test_tokens_keep_the_space_that_a_tokenizer_strips_from_the_first(tmp_path):
-    """As the tokenizers of LLaMA 1 and 2, Mistral and Mixtral do."""
+    """The tokenizers of LLaMA 1 and 2, Mistral and Mixtral do this."""
     folder = chat_folders.write_mixtral(tmp_path / "mixtral")
     words = {word: index for index, word in enumerate(["<unk>", "\u2581the", "\u2581cat", "\u2581sat", "s"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
