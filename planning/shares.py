@@ -34,13 +34,8 @@ def card_bytes(model: Any, tp: int, ep: int, pp: int, element_size: int) -> list
 
 
 def _share(model: Any, name: str, shape: tuple[int, ...], tp: int, ep: int) -> tuple[int, ...]:
-<<<<<<< HEAD
-    """Return the shape of the first process's part of a weight."""
-    rule = replace_layer_number_by_wildcard(name)
-=======
     """Return the shape of a weight's part on the first process."""
-    rule = wildcard(name)
->>>>>>> s-w
+    rule = replace_layer_number_by_wildcard(name)
     if ep > 1 and rule in model._ep_plan:
         return -(-shape[0] // ep), *shape[1:]
     style = model.tp_plan.get(rule) or model.tp_plan.get(rule.rpartition(".")[0], "")

@@ -68,18 +68,11 @@ class Sizes:
         layers: names of the units that are decoder layers.
         parts: part of the model to its numbers of parameters and of bytes.
         form: dtype or format of the weights, as text.
-<<<<<<< HEAD
-        chosen: experts that a token is given in each mixture; 0 without mixtures.
-        may_leave: whether routed experts can be offloaded, which takes safetensors files, plain, in llamoe's formats,
-            or in a layout of `formats.packed`.
-        is_packed: whether weights are quantized, whose layers cannot stay on disk.
-=======
         chosen: number of experts of a token in each mixture; 0 without mixtures.
         may_leave: whether routed experts can be offloaded: in safetensors files, plain, in llamoe's formats, or in a
             layout of `formats.packed` that stores each expert by itself.
         is_packed: whether weights are in llamoe's formats or a layout of `formats.packed`, which cannot stay on disk,
             except for experts.
->>>>>>> s-w
     """
 
     units: tuple[Unit, ...]
@@ -148,13 +141,8 @@ def sizes_of(source: Source, bits: int | None, quantization: QuantizationConfig 
     is_tower = isinstance(source.config, LlamoeVisionConfig)
     names = {module: name for name, module in model.named_modules()}
     experts = {name: module for module, name in names.items() if name.endswith(".experts")}
-<<<<<<< HEAD
     # Stacks of experts that are packed whole cannot be read expert by expert.
     reads_single_experts = source.layout is not None and not source.has_stacked_scales
-=======
-    # In layouts that pack the experts of a layer together, one expert cannot be read alone.
-    reads_single_experts = source.layout is not None and not source.layout.stacks
->>>>>>> s-w
     numbers = ((name, tensor.numel(), 0) for name, tensor in model.named_parameters())
     stored = ((name, 0, size) for tensors in held.values() for name, size in tensors)
     return Sizes(

@@ -226,7 +226,6 @@ def write_picture_task(folder, count):
         sys.path.pop(0)
     folder.mkdir()
     rows, rng = [], random.Random(5)
-<<<<<<< HEAD
     kinds = ("colour", "count", "caption", "exists")
     for number in range(count):
         scene = shapes.draw_scene(rng, count=2)
@@ -235,16 +234,6 @@ def write_picture_task(folder, count):
         scene.picture.save(path)
         rows.append({"picture": str(path), "question": question, "answer": answer})
     # Whatever the model says, one answer is wrong.
-=======
-    kinds = iter(["colour", "count", "caption", "exists"] * count)
-    while len(rows) < count:
-        scene = shapes.random_scene(rng, 2, frozenset())
-        if asked := questions.ask(rng, scene, next(kinds), grammar.write_question):
-            path = folder / f"{len(rows)}.png"
-            scene.picture.save(path)
-            rows.append({"picture": str(path), "question": asked[0], "answer": asked[1]})
-    # One answer is wrong whatever the model says.
->>>>>>> s-w
     rows[-1]["answer"] = "i am red."
     Dataset.from_list(rows).cast_column("picture", Image()).to_parquet(folder / "pictures.parquet")
     task = {

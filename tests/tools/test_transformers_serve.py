@@ -45,11 +45,7 @@ ENDLESS = {"logit_bias": {"1": -100.0, "4": -100.0, "5": -100.0}}
 
 
 class Client:
-<<<<<<< HEAD
     """Asks a server's model by the `openai` client, and once only."""
-=======
-    """A client of a server's model, made of the `openai` client, that does not repeat refused requests."""
->>>>>>> s-w
 
     def __init__(self, server, model=MODEL):
         import openai
@@ -179,23 +175,13 @@ def test_hanging_up_frees_the_server(client, by_itself):
     assert client.answer("What is in the picture?", data_url(TWO_SHAPES)) == by_itself(*QUESTIONS[0])
 
 
-<<<<<<< HEAD
 def test_the_server_survives_an_unreadable_picture(client, server):
     from openai import APIError
-=======
-def png_of_size(width, height):
-    """Return a PNG file whose header names this size, and which has no pixels."""
->>>>>>> s-w
 
     for options in ({}, {"stream": True}):
-<<<<<<< HEAD
         with pytest.raises(APIError):
             client.create("What is in the picture?", data_url(b"I am a picture."), **options)
     assert "is not a picture, or of another format; expected a JPEG, PNG" in server.log.read_text()
-=======
-        assert words in client.refusal("What is in the picture?", url, **options)
-    # The same connection still works after a refusal.
->>>>>>> s-w
     assert "red circle" in client.answer("What is in the picture?", data_url(TWO_SHAPES))
 
 
@@ -235,12 +221,7 @@ def test_adoption_serves_stock_folders_with_pictures_by_our_classes(another_serv
     another_server.start(["python", "-c", WITH_ADOPTION, "serve", str(stock_folder), *BATCHING])
     client = Client(another_server, str(stock_folder))
     assert client.answer("What is in the picture?", data_url(TWO_SHAPES)) == by_itself(*QUESTIONS[0])
-<<<<<<< HEAD
-    # The only place where the server names the class.
-=======
-    assert BROKEN["cut off"][1] in client.refusal("What is in the picture?", BROKEN["cut off"][0])
     # The server names the model's class nowhere else.
->>>>>>> s-w
     assert "LlamoeForConditionalGeneration does not support" in another_server.log.read_text()
 
 
