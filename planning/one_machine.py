@@ -171,7 +171,7 @@ def plan_placement(
         parts = {"weights": sum(unit.weights for unit in sizes.units), "routed experts": sizes.experts}
         parts[f"the cache of {context} tokens in {batch} rows"] = sum(unit.cache for unit in sizes.units)
         if step is not None:
-            parts["a training step, which the room leaves out"] = step.memory
+            parts["memory for a training step, taken off the room"] = step.memory
         takes = ", ".join(f"{part} {size / GB:.1f}" for part, size in parts.items())
         has = ", ".join(f"{device} {size / GB:.1f}" for device, size in room.items())
         raise ValueError(

@@ -21,7 +21,7 @@ def test_maverick_takes_two_nodes_and_scout_one():
     total = 2 * llamoe.count_parameters(llamoe.preset("llama-4-maverick").text_config).total
     # Every accelerator holds routers and norms; only the last of two stages holds the head.
     assert total / 16 < maverick.weights < total / 16 * 1.01 < maverick.room
-    assert any("LlamoeForCausalLM loads the text model" in note for note in maverick.notes)
+    assert any("load this folder with LlamoeForCausalLM" in note for note in maverick.notes)
     scout = plan_placement("llama-4-scout", nodes=2, gpus=8, ram="1TB")
     assert scout.distributed_config() == {"tp_size": 8, "ep_size": 8}
     assert scout.copies == 2
@@ -34,7 +34,7 @@ def test_heads_and_experts_choose_the_split():
     config = text_config(num_local_experts=5, **HEADS)
     plan = plan_placement(config, nodes=3, gpus=6, ram="1TB", context=40)
     assert plan.sizes == {"tp_size": 2, "ep_size": 1, "pp_size": 1} and plan.copies == 9
-    assert any("5 experts are not divided by 2" in note for note in plan.notes)
+    assert any("5 experts cannot be divided by 2" in note for note in plan.notes)
     even = plan_placement(text_config(num_local_experts=8, **HEADS), nodes=2, gpus=4, ram="1TB", context=40)
     assert even.sizes == {"tp_size": 4, "ep_size": 4, "pp_size": 1}
 

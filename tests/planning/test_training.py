@@ -109,7 +109,7 @@ def test_an_accelerator_too_small_for_a_step_stays_empty():
         ({"adapters": 4, "training": True, "gpus": 1}, "leave nodes and training out"),
         (
             {"adapters": 4, "context": 10**7, "ram": "20GB"},
-            r"does not fit \(.* for a step of training [\d.]+ GB",
+            r"does not fit \(.* memory for a training step, taken off the room [\d.]+ GB",
         ),
     ],
 )
