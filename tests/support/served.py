@@ -5,6 +5,8 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 from . import programs
@@ -32,11 +34,11 @@ class Server:
         return f"http://localhost:{self.port}/v1"
 
     def start(self, words) -> None:
-        """Start it by a command's words and wait until it listens; one that runs goes on or, if its words differ, ends.
+        """Start it by a command's words and wait until it answers; one that runs goes on or, if its words differ, ends.
 
         Raises:
             AssertionError: the command ended.
-            TimeoutError: nothing listens after two minutes.
+            TimeoutError: it does not answer within two minutes.
         """
         if self.words == words:
             return
@@ -50,8 +52,11 @@ class Server:
             environment(self.folder),
         )
         for _ in range(1200):
-            with socket.socket() as client:
-                if client.connect_ex(("localhost", self.port)) == 0:
+            # Ask the server itself: since its port was found, another process may have taken it for a while.
+            with suppress(OSError, HTTPException):
+                client = HTTPConnection("localhost", self.port, timeout=10)
+                client.request("GET", "/health")
+                if client.getresponse().status == 200:
                     return
             assert self.process.is_alive(), self.log.read_text()
             time.sleep(0.1)
