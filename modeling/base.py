@@ -7,15 +7,17 @@ methods override these checks here.
 
 import copy
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
+from transformers.utils import find_adapter_config_file
 
 from ..configuration import LlamoeConfig, from_stock, to_stock
 from ..configuration.hub import hub_arguments, is_ours, written_by
+from ..configuration.json_files import read_json
 from ..configuration.quantization import METHOD, QuantizationConfig
 from . import checkpoints
 from ._compat import takes_cache
@@ -233,11 +235,15 @@ class LlamoePreTrainedModel(
     @classmethod
     def _config_if_quantized(cls, name_or_path: Any, kwargs: dict[str, Any]) -> Any:
         """Return the config of a model that is, or will be, quantized; None for others, whose config is read later."""
-        try:
-            content, _ = cls.config_class.get_config_dict(name_or_path, **hub_arguments(kwargs))
-        except OSError:
-            # transformers reports what is missing, or follows an adapter to its base model.
-            return None
+        place, content = hub_arguments(kwargs), {}
+        # transformers reports what is missing.
+        with suppress(OSError):
+            content, _ = cls.config_class.get_config_dict(name_or_path, **place)
+        if not content:
+            # The folder of an adapter names its base model.
+            adapter = find_adapter_config_file(name_or_path, **place)
+            base = read_json(adapter).get("base_model_name_or_path") if adapter else None
+            return cls._config_if_quantized(base, kwargs) if base and base != str(name_or_path) else None
         if kwargs.get("quantization_config") is None and content.get("quantization_config") is None:
             return None
         return cls.config_class.from_dict(content)

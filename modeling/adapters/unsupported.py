@@ -9,8 +9,8 @@ _REASONS = {
     "under a name of its own, and choose it by set_adapter()",
     "init_lora_weights": "LoRA on experts and packed weights begins with True, False or "
     '"gaussian"; others compute from the numbers of a matrix',
-    "merge": "weights that are packed or offloaded cannot be changed: merge into the model of 16 bits in memory, which "
-    "get_base_model().dequantize() makes of a packed one, or save the adapter alone",
+    "merge": "weights that are packed or offloaded cannot be changed: merge into the model of 16 bits in memory, of a "
+    "packed one by PeftModel.from_pretrained(model.dequantize(), adapter), or save the adapter alone",
     "method": "packed weights are adapted by LoRA alone, since other methods compute from their codes: choose "
     "LoraConfig, or call model.dequantize() first",
     "shared": "LoRA on experts needs whole experts in each process, and one batch for all (tp_size = ep_size, no "

@@ -232,6 +232,19 @@ def test_gradients_are_those_of_unpacked_weights(family, method):
         assert ours.abs().max() > 0 and max_abs(ours, expected) < allowed * expected.abs().max()
 
 
+def test_adapters_are_merged_as_the_refusal_says(tmp_path):
+    model = load(folder_of("mixtral"), "mixtral", "nf4")
+    config = llamoe.lora_config(model, r=3, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    adapted.save_pretrained(tmp_path)
+    expected = logits(adapted)
+    with pytest.raises(ValueError, match=r"PeftModel.from_pretrained\(model.dequantize\(\), adapter\)"):
+        adapted.merge_and_unload()
+    unpacked = load(folder_of("mixtral"), "mixtral", "nf4").dequantize()
+    merged = peft.PeftModel.from_pretrained(unpacked, tmp_path).merge_and_unload()
+    assert distance(logits(merged), expected) < CLOSE
+
+
 def test_sizes_for_device_maps_are_those_in_memory():
     model = load(folder_of("llama4"), "llama4", "nf4")
     sizes, _ = compute_module_sizes(model, model.hf_quantizer)

@@ -242,6 +242,10 @@ def test_stocks_layout_and_adapters_are_saved_as_from_our_own_folders(tmp_path):
     adapted.save_pretrained(tmp_path / "adapter")
     again = load(Published(tmp_path / "published", None, {}), "mixtral")
     assert torch.equal(logits(PeftModel.from_pretrained(again, tmp_path / "adapter")), expected)
+    # The adapter's folder names the published one.
+    followed = load(Published(tmp_path / "adapter", None, {}), "mixtral")
+    assert codes_and_scales(followed).keys() == codes_and_scales(again).keys()
+    assert distance(logits(followed), expected) < CLOSE
 
 
 def test_fields_of_the_config_are_arguments_as_ever(tmp_path):
