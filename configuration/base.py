@@ -69,7 +69,8 @@ def as_dict(config: PreTrainedConfig) -> dict[str, Any]:
     for name in ("attn_implementation", "experts_implementation"):
         if (value := getattr(config, f"_{name}", None)) is not None:
             data[name] = value
-    # transformers writes "eager" itself if a stock model has no other implementation; for ours it would be a choice.
+    # For a stock model without grouped experts transformers writes "eager" by itself. In our configurations "eager"
+    # would be the user's choice, and replace our own implementation.
     if data.get("experts_implementation") == "eager" and not isinstance(config, LlamoeBaseConfig):
         del data["experts_implementation"]
     # AutoConfig would read a file with window and layer_types as Ministral; Mistral has no layer_types.
@@ -376,7 +377,7 @@ def _rotating_whole_heads(given: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def unreadable_as_value_error(config_class: type) -> Iterator[None]:
-    """Context that turns any error of transformers about a file's content into a `ValueError`."""
+    """Enter a context that turns any error of transformers about a file's content into a `ValueError`."""
     try:
         yield
     except (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError) as error:

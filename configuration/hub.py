@@ -59,7 +59,7 @@ _converter: ContextVar[Callable[[Any], dict[str, Any]] | None] = ContextVar("lla
 
 @contextmanager
 def written_by(converter: Callable[[Any], dict[str, Any]] | None) -> Iterator[None]:
-    """Context in which a configuration is saved as the content that `converter` returns; None for our layout."""
+    """Enter a context that saves a configuration as the content that `converter` returns; None for our layout."""
     token = _converter.set(converter)
     try:
         yield

@@ -21,7 +21,7 @@ LARGE = 1 << 27
 
 @contextmanager
 def reading(name: object, *others: type[Exception]) -> Iterator[None]:
-    """Context in which an `OSError`, or one of others, becomes a `CheckpointError`: `name`, a path, cannot be read."""
+    """Enter a context that turns an `OSError`, or an error of the given classes, into a `CheckpointError` for a path."""
     try:
         yield
     except CheckpointError:
@@ -37,7 +37,7 @@ def to_json(content: Any) -> bytes:
 
 
 def check_regular(path: str | os.PathLike) -> os.stat_result:
-    """The `os.stat` result of a regular file, or of a link to one.
+    """Return the `os.stat` result of a regular file, or of a link to one.
 
     Raises:
         OSError: it does not exist or is not accessible; an `IsADirectoryError` for a folder.
@@ -103,7 +103,7 @@ def read_json(path: str | os.PathLike, most: int = _MOST_BYTES) -> dict[str, Any
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Dictionary of a JSON object's pairs, for `object_pairs_hook`; `ValueError` for a name that occurs twice."""
+    """Return a JSON object's pairs as a dict, for `object_pairs_hook`; `ValueError` for a name that occurs twice."""
     content = dict(pairs)
     if len(content) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]

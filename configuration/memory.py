@@ -20,12 +20,12 @@ def cache_tokens(config: LlamoeBaseConfig, context: int, piece: int = 1) -> list
     Args:
         config: A decoder's configuration, or a multimodal one.
         context: Tokens of the prompt and the answer together.
-        piece: Tokens of the prompt that one pass reads: all of them, or `prefill_chunk_size` of `generate`.
+        piece: Prompt tokens in one forward call: all of them, or `prefill_chunk_size` of `generate`.
     """
     text = config.get_text_config()
     for name, value, most in (("context", context, text.max_position_embeddings), ("piece", piece, context)):
         if count_of(name, value) > most:
-            raise ValueError(f"{name} = {value!r}: should be tokens, from 1 to {most}")
+            raise ValueError(f"{name} = {value!r}: should be a number of tokens from 1 to {most}")
     local, size = text.local_attention
     return [
         min(context - piece, getattr(text, size) - 1) + piece if kind == local else context

@@ -233,7 +233,7 @@ class LlamoeMixtralConfig(MixtureConfig, WindowedConfig):
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Rules of tensor parallelism; those of a shared expert, which published Mixtrals lack, if there is one."""
+        """Tensor-parallel plan: module pattern to style, with the shared expert's modules if the model has one."""
         return MIXTRAL_TP | (MIXTRAL_SHARED_TP if self.use_shared_expert else {})
 
     @property

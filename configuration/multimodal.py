@@ -124,7 +124,7 @@ class LlamoeConfig(LlamoeBaseConfig):
         is not a part of `validate`; a model's constructor calls it.
         """
         vision = self.vision_config
-        # Fields may have been assigned since.
+        # Fields may have been assigned after the constructor checked them.
         vision.validate()
         if not vision.use_adapter:
             problem = "the projector reads what the adapter makes"

@@ -45,7 +45,7 @@ def _scaled_rope(factor: float, high_freq_factor: float) -> dict[str, Any]:
 
 
 def _llama_4(text: dict[str, Any]) -> dict[str, Any]:
-    """Fields that differ from the classes' defaults, which are Scout's in the decoder."""
+    """Return a Llama 4 configuration; fields that it omits keep the classes' defaults, which are Scout's."""
     return {
         "model_type": "llamoe",
         "text_config": {

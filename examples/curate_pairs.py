@@ -48,7 +48,7 @@ def keep_probabilities(counts: Sequence[int], t: int) -> list[float]:
 
 
 def is_kept(entries: Sequence[int], probabilities: Sequence[float], rng: random.Random) -> bool:
-    """Draw whether one of a caption's entries keeps it."""
+    """Draw whether a pair is kept: each metadata entry that its caption matches keeps it with its probability."""
     return any(rng.random() < probabilities[entry] for entry in entries)
 
 

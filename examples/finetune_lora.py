@@ -1,9 +1,9 @@
-"""Teach a model by LoRA: a folder of questions and answers in, about pictures or not, an adapter out.
+"""Train a LoRA adapter on a folder of questions and answers, with or without pictures.
 
     python examples/finetune_lora.py
     accelerate launch --num_processes 2 examples/finetune_lora.py      # on several devices
 
-`question_folder.py` says what is in the folder. The same command goes on after a stop.
+`question_folder.py` describes the folder. If training was stopped, the same command continues it.
 """
 
 from pathlib import Path

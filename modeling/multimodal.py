@@ -303,7 +303,7 @@ class LlamoeForConditionalGeneration(MultimodalModel, Generation, GenerationMixi
         self.language_model.model = value.language_model
 
     def get_decoder(self) -> nn.Module:
-        """The text model without its head."""
+        """Return the text model without its head."""
         return self.language_model.get_decoder()
 
     def set_decoder(self, decoder: nn.Module) -> None:
@@ -311,7 +311,7 @@ class LlamoeForConditionalGeneration(MultimodalModel, Generation, GenerationMixi
         self.language_model.set_decoder(decoder)
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The language model head."""
+        """Return the language model head."""
         return self.language_model.get_output_embeddings()
 
     def set_output_embeddings(self, value: nn.Module) -> None:

@@ -24,7 +24,7 @@ _AT_ONCE = 1 << 22
 
 
 def library(path: Any) -> Any:
-    """The package gguf; `path` is a file that needs it."""
+    """Import the package gguf; `path` is a file that needs it."""
     try:
         import gguf
     except ImportError as error:
@@ -56,7 +56,10 @@ class Blocks(LazyTensor):
         return self.with_rows(lambda stored: stored.row(index))
 
     def codes(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Return codes `[O, I]`, scales and values of code 8 `[O, G]`; None if the type has no such codes."""
+        """Return 4-bit codes `[O, I]`, and per group the scale and the weight of code 8, `[O, G]`.
+
+        Return None if the type has no codes that int4 can store.
+        """
         if (read := _CODES.get(self.kind.name)) is None:
             return None
         blocks = self.stored.read().numpy().reshape(-1, library(self.origin).GGML_QUANT_SIZES[self.kind][1])

@@ -60,7 +60,7 @@ _ROTATED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 
 
 def _table(config: LlamoeBaseConfig) -> Table:
-    """Names of an architecture's tensors; a feed-forward is `mlp`, or `feed_forward` in Llama 4."""
+    """Return the names of an architecture's tensors; a feed-forward is `mlp`, or `feed_forward` in Llama 4."""
     is_llama4 = isinstance(config, LlamoeTextConfig)
     mlp = _LAYER + ("feed_forward." if is_llama4 else "mlp.")
     experts = f"{mlp}experts."
@@ -146,7 +146,7 @@ def open_gguf(path: Path, *, companions: bool = True) -> Checkpoint:
         written,
         files,
         notes,
-        # The key holds both names, so that the part of the model is recognised.
+        # `inspect` finds a tensor's part of the model by its Hugging Face name, and shows its name in the file.
         stored={f"{of_files[name]} {name}": tensor for name, tensor in stored.items()},
         in_16_bit=names_in_16_bit(linears, packed.intersection(linears)) if packed else (),
     )

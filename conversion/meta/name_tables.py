@@ -120,7 +120,7 @@ def _layer(
 
 
 def _weights(pairs: Mapping[str, str], axis: int | None = None) -> list[Row]:
-    """Rows of a decoder layer whose weights are only renamed."""
+    """Return the table rows of a decoder layer's weights that are only renamed."""
     return [_layer(f"{meta}.weight", f"{hf}.weight", axis=axis) for meta, hf in pairs.items()]
 
 

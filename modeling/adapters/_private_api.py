@@ -165,7 +165,7 @@ def check_sum(
     }
     if isinstance(self.model, LoadsAdapters) and any(targets.values()):
         is_of_matrices = "svd" in combination_type or combination_type == "cat"
-        # The "sum" of one adapter is linear.
+        # With a single adapter every combination type only scales it, which experts support.
         if (is_of_matrices and len(adapters) > 1) or len(
             {str(sorted(each or ())) for each in targets.values()}
         ) > 1:

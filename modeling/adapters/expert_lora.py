@@ -146,7 +146,10 @@ class ParamWrapper(layer.ParamWrapper):
         return mesh if mesh is not None and mesh.mesh_dim_names == ("ep",) else None
 
     def _of_own_experts(self, factor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this process's experts of a factor; the gradients of the others come from their processes."""
+        """Return the part of a factor for the experts of this process.
+
+        Every process keeps the whole factor; backward gathers its gradient from all processes.
+        """
         mesh = self.expert_mesh()
         if mesh is None:
             return factor

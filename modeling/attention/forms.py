@@ -37,7 +37,7 @@ from .visibility import Rule
 
 
 def form_of(inputs: MaskInputs, rule: Rule) -> Any:
-    """Return the form of attention for layers with this rule."""
+    """Choose what layers with this rule attend by: FlashAttention's arguments, equal rows, or a mask."""
     if inputs.is_flash:
         return flash_form(inputs, rule)
     first_query = first_of_equal_rows(inputs, rule) if inputs.implementation == "sdpa" else None

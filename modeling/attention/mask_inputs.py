@@ -72,7 +72,7 @@ class MaskInputs:
 
     @fact
     def rules(self) -> dict[str, Rule]:
-        """Rule of each type of layer."""
+        """Which tokens see each other, for each attention type of the config's layers."""
         return rules_of(self.config)
 
     @fact
@@ -209,7 +209,8 @@ class MaskInputs:
         """
         segments, chunk_size = self.segments, rule.chunk_size
         if segments is not None:
-            # All keys are new. A segment has fewer than 2 ** 32 chunks.
+            # Packed rows have no cached keys, so queries and keys have the same groups. A segment has fewer than
+            # 2 ** 32 chunks, so each pair of segment and chunk has a number of its own.
             groups = segments if chunk_size is None else segments * 2**32 + self.positions // chunk_size
             groups = groups.expand(self.batch_size, -1)
             return groups, groups

@@ -46,9 +46,13 @@ class Rule(NamedTuple):
     def sees(
         self, groups: tuple[torch.Tensor, torch.Tensor] | None, query_offset: int | torch.Tensor, keys: Keys
     ) -> Callable[..., Any]:
-        """Return a mask function of transformers' interface: does a query see a key, padding aside?
+        """Return a mask function of transformers' interface: True where a query sees a key, apart from padding.
 
-        `groups` are those of queries `[B, Q]` and keys `[B, K]`, or None; `query_offset` is the first query's index.
+        Args:
+            groups: group number of each query `[B, Q]` and each key `[B, K]`, such as its chunk: a query sees only
+                keys of its group. None if a row is a single group.
+            query_offset: index of the first query along the row.
+            keys: where the keys are along the row.
         """
         if groups is None and self.window is None:
             # Layers without groups keep their keys in row order. Mask functions may recognise this one.

@@ -97,13 +97,14 @@ def check_made(model: "PreTrainedModel", loading_info: Any, place: Any) -> None:
     Args:
         model: as transformers has loaded it, before it fills what was missing.
         loading_info: transformers' record of what was missing, and of what had another shape.
-        place: of the checkpoint, for the message.
+        place: path of the checkpoint for the message; None for a state dict.
 
     Raises:
-        CheckpointError: an operation has failed; or a part was missing, or has another shape.
+        CheckpointError: a conversion failed; or a packed weight's part is missing or has a wrong shape.
     """
     for key, details in loading_info.conversion_errors.items():
-        # transformers keeps the traceback, the message, and what it was doing.
+        # The details are a traceback that ends with the message, and a line "Error: …" by transformers. Keep the
+        # message.
         message = details.rpartition("\nError: ")[0].rpartition("\n")[2]
         raise CheckpointError(f"{place or 'state_dict'}: {key}: {message}")
     wrong = {
@@ -132,7 +133,7 @@ def check_complete(model: "PreTrainedModel", loading_info: Any, load_config: Any
     """Check that a checkpoint of the model's own class had all of its weights, and no unknown tensors of experts.
 
     A class may load a checkpoint of another class, as a classifier loads a language model's. Weights that such a
-    checkpoint cannot have start fresh, and transformers reports them.
+    checkpoint lacks are initialised, and transformers reports them.
 
     Args:
         model: loaded.
@@ -140,8 +141,8 @@ def check_complete(model: "PreTrainedModel", loading_info: Any, load_config: Any
         load_config: transformers' record of the loading.
 
     Raises:
-        CheckpointError: config.json names the model's class, and weights of it are missing; or all are. Or the
-            checkpoint has a tensor of experts that is no weight of theirs, such as a bias.
+        CheckpointError: some weights are missing although config.json names the model's class; all weights are
+            missing; or the checkpoint has a tensor of experts that the model lacks, such as a bias.
     """
     place, quantizer = load_config.pretrained_model_name_or_path, load_config.hf_quantizer
     experts = tuple(f"{path}." for path, _ in model.named_modules() if path.endswith(".experts"))

@@ -47,12 +47,12 @@ class FuseExperts(ConversionOps):
         parts = PARTS_OF_STACKS[self.is_transposed][stack]
         if len(counts) != len(parts) or len({*counts.values()}) > 1:
             raise CheckpointError(
-                f"{full_layer_name}: the checkpoint has of each matrix so many: {counts}. Every expert has one of "
+                f"{full_layer_name}: the checkpoint has {counts} matrices, but every expert needs one of each of "
                 f"{', '.join(parts)}. Download or copy the checkpoint again."
             )
         lists = [input_dict.pop(pattern) for pattern in counts]
-        # Where processes share the model, all such matrices were transposed (`transposed_for_shards`), also those of
-        # a stack that they do not share because its size forbids it.
+        # In a sharded model, `transposed_for_shards` has transposed the matrices of all input-first stacks, also of
+        # stacks that are not sharded because their size does not divide.
         target: Any = getattr(model.get_submodule(path), stack)
         is_turned = self.is_transposed and is_sharded(model.parameters())
         if not lists[0]:

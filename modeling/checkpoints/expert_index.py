@@ -171,7 +171,7 @@ def check_experts(layer: str, experts: Experts, found: Mapping[str, StoredStack]
 
 
 def shape_of_one(experts: Experts, stack: str) -> tuple[int, int]:
-    """Shape `[out, in]` of an expert's gate, up or down."""
+    """Return the shape `[out, in]` of an expert's gate, up or down projection."""
     size_out, size_in = experts.sizes_of(stack)
     return size_out // len(PARTS_OF_STACKS[experts.is_transposed][stack]), size_in
 

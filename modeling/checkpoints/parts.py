@@ -19,7 +19,7 @@ _PARTS = (
 
 
 def part_of(key: str) -> str:
-    """Part of the model that a tensor belongs to; "other" if none matches."""
+    """Return the part of the model that a tensor belongs to; "other" if none matches."""
     return next((label for label, pattern in _PARTS if re.search(pattern, key)), "other")
 
 
@@ -39,7 +39,7 @@ def sum_by_part(
 
 
 def in_units(size: int) -> str:
-    """A number of bytes as text, in GB, MB or kB of 10^9, 10^6 or 10^3 bytes."""
+    """Format a number of bytes in GB, MB or kB of 10^9, 10^6 or 10^3 bytes."""
     for unit, name in ((10**9, "GB"), (10**6, "MB")):
         if size >= unit / 10:
             return f"{size / unit:,.2f} {name}"

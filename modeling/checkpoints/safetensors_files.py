@@ -46,7 +46,7 @@ class TensorHeader(NamedTuple):
 
 
 def read_safetensors(path: str | os.PathLike) -> dict[str, TensorHeader]:
-    """Checked header of one safetensors file: tensor name to header, in the file's order.
+    """Read and check the header of one safetensors file: tensor name to header, in the file's order.
 
     Raises:
         CheckpointError: the file is cut short or too long, or its header contradicts itself or has a name twice.

@@ -84,12 +84,12 @@ class _Save:
         self.published = set(names)
 
     def _outdated(self, names: list[str]) -> set[str]:
-        """Names in the target that would be read together with, or instead of, the new files."""
+        """Return the names in the target that would be read together with, or instead of, the new files."""
         there = set(os.listdir(self.target))
         outdated: set[str] = set()
         if "adapter_config.json" in names:
             outdated |= {"adapter_model.safetensors", "adapter_model.bin"}
-        # An adapter replaces no weights.
+        # A model replaces all weights in the folder; an adapter, which has no config.json, replaces none.
         if "config.json" in names:
             weights = self._weights.fullmatch
             outdated |= {name for name in there if weights(name) or _DISTRIBUTED.fullmatch(name)}

@@ -294,7 +294,10 @@ def cpp_product(x: torch.Tensor, matrix: Matrix) -> torch.Tensor | None:
 
 
 def cpp_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
-    """RMSNorm of rows `[..., D]` on the CPU, with a contiguous weight `[D]` of their dtype; None without a kernel."""
+    """Apply RMSNorm to rows `[..., D]` on the CPU; return None if there is no kernel.
+
+    The weight `[D]` is contiguous and has the dtype of the rows.
+    """
     kernels = library() if x.dtype in BITS else None
     return None if kernels is None else _normalize(kernels, x, weight, eps)
 

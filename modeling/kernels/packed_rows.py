@@ -196,7 +196,7 @@ def packed_product(
 def constants(
     matrix: GpuMatrix, tile: Tile, by: int, num_experts: int, transposed: bool
 ) -> dict[str, int | float]:
-    """Compile-time constants of the kernel."""
+    """Return the compile-time constants of the kernel."""
     return dict(
         IS_INT4=int(matrix.kind == "int4"),
         TRANSPOSED=int(transposed),
@@ -273,7 +273,10 @@ def tile_of(matrix: GpuMatrix, itemsize: int, transposed: bool, rows: int) -> Ti
 
 
 def _split_size(terms: int, programs: int, tile: Tile, device: torch.device) -> int:
-    """Return the terms per split: few rows make too few programs to keep the device busy, so their sums are split."""
+    """Return how many terms of a sum one program adds.
+
+    Few rows start too few programs to keep the device busy, so several programs share each sum.
+    """
     steps = -(-terms // tile.depth)
     splits = 1
     if tile.rows <= 32:

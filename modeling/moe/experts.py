@@ -177,7 +177,7 @@ class Experts(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the products."""
+        """Device on which the experts are multiplied."""
         return self.down_proj.device
 
     def stack_shape(self, name: str) -> tuple[int, ...]:
@@ -185,7 +185,7 @@ class Experts(nn.Module):
         return tuple(getattr(self, name).shape)
 
     def sizes_of(self, name: str) -> Sizes:
-        """O and I of a stack's matrices."""
+        """Return the sizes (O, I) of a stack's matrices."""
         _, first, second = self.stack_shape(name)
         return (second, first) if self.is_transposed else (first, second)
 
@@ -233,9 +233,10 @@ class Experts(nn.Module):
     def _products_of_sorted(
         self, x_TH: torch.Tensor, ids_N: torch.Tensor, top_k: int, way: Way, lora: ExpertsLora
     ) -> torch.Tensor:
-        """Return the outputs of all choices, `[N, H]`; the rows are sorted by expert in between.
+        """Sort rows by expert, multiply them, and return the outputs in the original order, `[N, H]`.
 
-        Ids of `num_experts` and above sort last, past every expert's end.
+        N counts the chosen experts of all tokens. Ids of `num_experts` and above belong to other processes: they
+        sort last, behind the rows of every expert.
         """
         ids_N, order_N = ids_N.sort(stable=True)
         expert_E = torch.arange(self.num_experts, device=ids_N.device)

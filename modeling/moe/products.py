@@ -81,7 +81,7 @@ class Stack:
 
 
 def plain_stack(weight_EIO: torch.Tensor) -> Stack:
-    """Return the stack of plain matrices in any strides."""
+    """Describe plain weights `[E, I, O]`, stored in either order of I and O, as a `Stack`."""
     lies_output_first = weight_EIO.stride(1) == 1 < weight_EIO.stride(2)
     # Remember the layout: autograd would copy a gradient whose layout is not the parameter's.
     part = weight_EIO.transpose(1, 2) if lies_output_first else weight_EIO
@@ -221,11 +221,12 @@ def multiply_sorted(
 def takes_grouped_mm(x_NI: torch.Tensor, stack: Stack) -> bool:
     """Return True if torch's grouped product supports these rows and matrices, and is the fastest one.
 
-    On a CPU it is a slow loop: it includes experts without rows, and has no kernels for few rows.
+    On a CPU torch loops over all experts, also those without rows, and has no kernels for few rows.
 
-    On a GPU (ATen/native/GroupedMMUtils.h) rows or columns must be contiguous, and all strides and the data pointer
-    multiples of 16 bytes. Since compilers may capture the product in a CUDA graph, they get it only if its kernel reads
-    groups on the device: bfloat16 on capability 9 and 10, for fewer than 1024 matrices (GroupMM.cu).
+    On a GPU rows or columns must be contiguous, and all strides and the data pointer multiples of 16 bytes
+    (ATen/native/GroupedMMUtils.h). A compiled product may be captured in a CUDA graph, so its kernel must read the
+    ends of the groups on the device. torch has such a kernel for bfloat16 on capability 9 and 10, for fewer than 1024
+    matrices (GroupMM.cu).
     """
     if not (x_NI.is_cuda and isinstance(stack.form, Plain)):
         return False

@@ -29,7 +29,8 @@ class ExpertTrace:
         """Record the choices of a mixture layer; the first layer begins a new call."""
         if layer == 0:
             self._calls.append({})
-        # Gradient checkpointing recomputes layers in reverse order, the first one last: that call stays incomplete.
+        # Gradient checkpointing runs layers again, from the last to the first. The first layer then begins a call
+        # without the other layers, which `complete` leaves out.
         self._calls[-1].setdefault(layer, (scores_TK, experts_TK))
 
     def complete(self) -> list[dict[int, tuple[torch.Tensor, torch.Tensor]]]:

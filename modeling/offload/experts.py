@@ -83,15 +83,15 @@ class OffloadedExperts(Experts):
 
     @property
     def device(self) -> torch.device:
-        """Device of the rows."""
+        """Device of the hidden states that the experts multiply."""
         return self.store.device
 
     def stack_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a stack in the family's own order."""
+        """Return the shape that a stack in memory would have, in the model family's order of axes."""
         return self.shapes.stack_shape(name)
 
     def sizes_of(self, name: str) -> Sizes:
-        """O and I of a stack's matrices."""
+        """Return the sizes (O, I) of a stack's matrices."""
         return self._sizes[name]
 
     def _load_from_state_dict(

@@ -145,7 +145,7 @@ def _packed_linears(
     """
     pieces, unpack = {}, {}
     for stack, matrices in stacks.items():
-        # Published folders may be given by a relative path.
+        # Files are read later, when the working directory may have changed.
         pieces[stack] = [
             [
                 Piece(

@@ -194,9 +194,11 @@ class Reader:
         target: torch.Tensor,
         dtype: torch.dtype | None,
     ) -> None:
-        """Read bytes into rows of a tensor, stored as `dtype`; or, if that is None, into whole blocks.
+        """Read bytes of a file into a tensor.
 
-        Rows, which may be cast or transposed, are first read into a buffer of this thread.
+        With a `dtype`, the bytes are numbers of that dtype: they go through a buffer of this thread, since they may
+        have to be cast or transposed for the target. Without, the target is memory for whole disk blocks, which are
+        read straight into it.
         """
         block = 1 if file.direct is None else BLOCK
         if dtype is None:
@@ -235,7 +237,7 @@ class Reader:
 
 
 def _requests(piece: Piece, target: torch.Tensor, blocks: torch.Tensor | None) -> Iterator[tuple]:
-    """Yield each request of a piece: first byte, number of bytes, target, and the rows' dtype, or None for blocks."""
+    """Yield the reads for a piece: first byte, number of bytes, target, and dtype (None: read whole disk blocks)."""
     if blocks is not None:
         around = piece.begin % BLOCK
         size = around + piece.nbytes

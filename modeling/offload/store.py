@@ -275,7 +275,15 @@ class Store:
     def _read(
         self, layer: str, stack: str, expert: int, parts: Parts, blocks: Mapping[int, torch.Tensor]
     ) -> Reading:
-        """Begin to read a matrix into its parts, or into the whole blocks of a slot that hold them."""
+        """Start reading a matrix from disk.
+
+        Args:
+            layer: name of the experts' module.
+            stack: name of the stack.
+            expert: index in the stack.
+            parts: tensors to fill, such as codes and scales.
+            blocks: memory for whole disk blocks that contains a part, by the part's index, if there is any.
+        """
         pieces, stored = [], self.stored[layer]
         what = f"expert {expert} of {layer}"
 

@@ -31,7 +31,7 @@ if __name__ == "__main__":
         mtmd_cpp.mtmd_input_chunks_get(chunks, index)
         for index in range(mtmd_cpp.mtmd_input_chunks_size(chunks))
     ]
-    # Beside texts for the tokens around a picture.
+    # The other chunks are text: the tokens before and after the picture.
     (chunk,) = (
         chunk
         for chunk in every

@@ -157,7 +157,10 @@ def check_product(form, sizes, num_rows, by_id=True, transposed=False, tile=None
 
 
 def check_near(given, x, weight):
-    """Each weight and the result are rounded by up to half of e; sums of float32 add the dtype-independent part."""
+    """Compare with the product in float64.
+
+    Each weight and the result may be rounded by half an epsilon of their dtype; float32 sums add an error of their own.
+    """
     truth = x.double() @ weight
     spread = (x.double().square() @ weight.square()).sqrt()
     step = torch.finfo(given.dtype).eps / 2
@@ -214,7 +217,7 @@ def test_one_matrix():
 
 @pytest.mark.parametrize("by_id", [True, False])
 def test_one_program_a_tile_reads_an_expert(by_id, monkeypatch):
-    """Of all programs, those that work: one for each hit expert, or for each tile of its rows."""
+    """Only one program for each hit expert, or for each tile of its rows, reads weights; all others return at once."""
     ids, expected = torch.tensor([2, 0, 2, 7, 2, 0, *[2] * 20, 4, -1]), [0, 2, 4]
     if not by_id:
         ids, expected = ids[:-1].sort()[0], [0, 2, 2, 4]

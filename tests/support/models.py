@@ -25,8 +25,9 @@ import llamoe
 
 from . import mended_stock  # noqa: F401
 
-# Sizes never coincide: 6 heads on 2 key/value heads is a ratio of 3; 6 * 20 is not 72; odd vocabulary; five layers
-# hold a whole period of position-free layers, dense and mixture layers, and one layer more.
+# No two sizes are equal, so that a confused axis fails: 3 query heads share a key/value head, heads * head_dim (6 * 20)
+# is not the hidden size (72), and the vocabulary is odd. Five layers are a whole period of the layer pattern
+# (position-free, dense, mixture) and one layer more.
 _SIZES = dict(
     vocab_size=101,
     hidden_size=72,
@@ -150,7 +151,7 @@ def make_asymmetric(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def draw(model_class: type[nn.Module], config, seed: int = 0) -> nn.Module:
-    """A model with weights of `make_asymmetric`, without drawing before what its class would begin with."""
+    """Build a model with weights of `make_asymmetric`, without the class's own initialisation."""
     with no_init_weights():
         model = model_class(config)
     # Tying weights is a part of the initialisation.
@@ -290,16 +291,16 @@ class Case:
         return getattr(llamoe, self.name)
 
     def make(self, seed=0, **text):
-        """A model of its own, copied from one that is built once, since drawing its weights takes longer."""
+        """Return a fresh model: a copy of one that is built once, since drawing its weights takes longer."""
         key = self, seed, repr(text)
         if key not in _BUILT:
-            # The same numbers follow for the test that builds it and for those that copy it.
+            # Restore the random state: a test must draw the same numbers whether it builds the model or copies it.
             with torch.random.fork_rng(devices=[]):
                 _BUILT[key] = draw(self.model_class, self.make_config(**text), seed)
         return copy.deepcopy(_BUILT[key])
 
     def make_small(self, seed=0, **text):
-        """Two layers, of which a mixture has one of each kind: chunked and dense, position-free and routed."""
+        """Return a model of two layers; a Llama 4 style one has a chunked dense and a position-free mixture layer."""
         if self.is_text:
             text = {"num_hidden_layers": 2, **text}
         if self.is_llama4:
@@ -312,7 +313,7 @@ class Case:
         return model
 
     def stock_of(self, model):
-        """Stock's model with the weights of one of ours."""
+        """Return stock's model with the weights of one of ours."""
         stock_class = getattr(transformers, self.stock_name)
         stock = stock_class(stock_class.config_class(**llamoe.to_stock(model.config)))
         stock.load_state_dict(model.state_dict())

@@ -195,7 +195,7 @@ def simulate(passes: Iterable[Collection[tuple[int, int]]], slots: int) -> list[
 
 
 def simulate_lru(keys: Iterable[tuple[int, int]], slots: int) -> tuple[int, int]:
-    """Hits and misses of a cache that all layers share."""
+    """Count hits and misses of a cache that all layers share."""
     held: dict[tuple[int, int], None] = {}
     hits = misses = 0
     for key in keys:

@@ -1,4 +1,4 @@
-"""How much memory a process takes meanwhile, by Linux's count; for programs that do nothing else."""
+"""Measure the peak memory of a function by Linux's count for the process, which must do nothing else meanwhile."""
 
 import ctypes
 import gc

@@ -224,13 +224,13 @@ def router_losses(name):
 
 @cache
 def trained_by_one(name, rows, with_router=False):
-    """The loss on rows in one process, and the model after a step, which has its gradients yet."""
+    """Train one step in one process; return the loss, and the model with its gradients."""
     model = load(name, **(router_losses(name) if with_router else {}))
     return step(model, rows(name)), model
 
 
 def compare(name, distributed_config, layout="llamoe", **kwargs):
-    """Forward, generation, a step of training, saved and loaded again: against one process."""
+    """Compare a distributed model with one process: forward, generation, a training step, saving and loading."""
     model = load(name, distributed_config=distributed_config, **router_losses(name), **kwargs)
     figures = compare_outputs(model, name)
     sharded = [p for p in model.parameters() if isinstance(p, DTensor) and p.to_local().shape != p.shape]
@@ -586,7 +586,7 @@ def add_adapter(model):
 
 @check("fsdp", "tensor", "torch")
 def saved_adapters(kind):
-    """An adapter on shards, saved and loaded into a model that is whole."""
+    """Save an adapter of a sharded model, load it into a whole model, and compare."""
     model = own("dense") if kind == "torch" else load_sharded("dense", kind)
     add_adapter(model)
     if kind == "torch":

@@ -1,4 +1,4 @@
-"""The progress that a run is given: it counts, and does something once in the middle."""
+"""A progress object for conversions that counts bytes, and calls a function once on the way."""
 
 from collections.abc import Callable
 
@@ -7,12 +7,12 @@ class Progress:
     """Counts the bytes of a run.
 
     Attributes:
-        total: all bytes, as the run says when it begins.
-        done: those it has told so far.
+        total: bytes of the whole run, from `start`.
+        done: bytes so far, summed by `advance`.
     """
 
     def __init__(self, act: Callable | None = None, share: float = 0.5):
-        """With `act`, which is called once when more than a share of all bytes are done; at once if it is 0."""
+        """Store `act`, which is called once when this share of all bytes is done; at the start if the share is 0."""
         self.act, self.share = act, share
         self.total = self.done = 0
 
@@ -28,7 +28,7 @@ class Progress:
 
 
 def stops(error: BaseException, share: float) -> Progress:
-    """Raises an error after a share of all bytes."""
+    """Return a progress that raises an error after a share of all bytes."""
 
     def stop():
         raise error

@@ -57,12 +57,12 @@ SERVED = {name: (CLASSES[name.partition(",")[0]], fields) for name, fields in FI
 
 
 def logits_of(entries, count: int) -> torch.Tensor:
-    """vLLM's records of tokens as a tensor `[positions, vocabulary]`; their numbers are raw logits here."""
+    """Return vLLM's token records as a tensor `[positions, vocabulary]`; vLLM is set to give raw logits in them."""
     return torch.tensor([[entry[token].logprob for token in range(count)] for entry in entries])
 
 
 def compare(name: str) -> tuple[str, float]:
-    """The class that vLLM served a model with, and the largest difference of its logits from ours."""
+    """Return the class that vLLM served a model with, and the largest difference of its logits from ours."""
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
