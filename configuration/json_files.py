@@ -21,7 +21,7 @@ LARGE = 1 << 27
 
 @contextmanager
 def reading(name: object, *others: type[Exception]) -> Iterator[None]:
-    """Enter a context that turns an `OSError`, or an error of the given classes, into a `CheckpointError` for a path."""
+    """Enter a context that turns an `OSError`, or an error of these classes, into a `CheckpointError` for a path."""
     try:
         yield
     except CheckpointError:
