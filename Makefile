@@ -77,8 +77,8 @@ test-lowest: wheel ## run the tests on the wheel, with the lowest supported vers
 		$$python $(PYTEST) $(NOT_IN_WHEEL:%=--ignore=tests/%) $(ARGS)
 
 fuzz: $(VENV)/.installed-test ## random models: N=6000 cases; SEED=… alone repeats one
-	@cd tests && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 ../$(BIN) -W ignore -m fuzz --workers $(WORKERS) \
-		$(if $(SEED),--seed $(SEED)) $(if $(N),--cases $(N)) $(ARGS)
+	@cd tests && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 ../$(BIN) -W ignore -m fuzz \
+		$(if $(filter-out auto,$(WORKERS)),--workers $(WORKERS)) $(if $(SEED),--seed $(SEED)) $(if $(N),--cases $(N)) $(ARGS)
 
 kill: $(VENV)/.installed-test ## end saves at N=200 random moments, and look what is left
 	LLAMOE_KILLS=$(or $(N),200) $(BIN) $(PYTEST) --run-slow -k kill $(ARGS)

@@ -12,7 +12,6 @@ from ..configuration.base import LlamoeBaseConfig
 from ..configuration.json_files import read_json
 from ..modeling.checkpoints import DTYPES, TensorHeader, find_weights, read_header
 from ..modeling.formats.packed import Layout
-from ..modeling.moe import STACKS
 from ..modeling.quantization import layout_of
 from ..modeling.registration import empty_model
 
@@ -47,12 +46,8 @@ class Source:
     @property
     def has_stacked_scales(self) -> bool:
         """Return True if scales of all experts are one tensor, so that no expert can be read alone."""
-        names = [
-            stack + suffix
-            for stack in STACKS
-            for suffix in (self.layout.in_stacks[1:] if self.layout else ())
-        ]
-        return any(key.endswith(tuple(names)) for key in self.stored or ())
+        ends = self.layout.stacked_scales if self.layout else ()
+        return any(key.endswith(ends) for key in self.stored or ())
 
     @property
     def method(self) -> str:
@@ -94,18 +89,8 @@ def read_source(model: Any) -> Source:
 def _loaded(key: str, header: TensorHeader, layout: Layout | None) -> int:
     """Return the bytes that a tensor of a file takes in the loaded model."""
     kind = key.rpartition(".")[2]
-    if layout is None or not layout.holds(kind, header.dtype):
-        return header.nbytes
-    if kind != layout.kinds[0] and kind not in STACKS:
-        # Scales and zero points are counted with the codes.
-        return 0
-    # Loaded as int4, a byte holds two codes, and each group of inputs adds four bytes of scale and offset.
-    # 8-bit weights are loaded as bfloat16.
-    return (
-        header.nbytes + header.nbytes * 8 // (layout.group_size or 128)
-        if layout.is_int4
-        else 2 * header.nbytes
-    )
+    is_packed = layout is not None and layout.holds(kind, header.dtype)
+    return layout.nbytes_loaded(kind, header.nbytes) if is_packed else header.nbytes
 
 
 def _source(config: Any, *files: Any) -> Source:

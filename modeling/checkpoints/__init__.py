@@ -20,7 +20,7 @@ from .expert_index import (
     shape_of_one,
     suffixes_in_files,
 )
-from .parts import in_units, part_of, sum_by_part
+from .parts import in_units, sum_by_part
 from .safetensors_files import DTYPE_NAMES, DTYPES, TensorHeader
 from .saving import AtomicSaveMixin
 from .state_dicts import TakesWeights

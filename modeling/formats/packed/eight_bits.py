@@ -77,11 +77,16 @@ class EightBits(Layout):
         """What follows a stack's name in the names of its codes and scales."""
         return "", self.kinds[1].removeprefix("weight")
 
+    @property
+    def stacked_scales(self) -> tuple[str, ...]:
+        return tuple(stack + self.in_stacks[1] for stack in STACKS)
+
     def holds(self, kind: str, dtype: str) -> bool:
-        codes, scales = zip(
-            self.kinds, *((stack, stack + self.in_stacks[1]) for stack in STACKS), strict=True
-        )
-        return kind in scales or kind in codes and dtype.startswith(self.dtype)
+        is_codes = kind in ("weight", *STACKS) and dtype.startswith(self.dtype)
+        return is_codes or kind in (self.kinds[1], *self.stacked_scales)
+
+    def nbytes_loaded(self, kind: str, nbytes: int) -> int:
+        return 2 * nbytes if kind in ("weight", *STACKS) else 0
 
     def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         scales = tuple(-(-size // each) if each else 1 for size, each in zip(sizes, self.block, strict=True))

@@ -58,6 +58,19 @@ class Layout(ABC):
         """Return True if a tensor of this kind and dtype (safetensors' spelling) belongs to a packed matrix."""
         return kind in self.kinds
 
+    @property
+    def stacked_scales(self) -> tuple[str, ...]:
+        """Ends of the names of scales of all experts together, beside which no expert can be read alone."""
+        return ()
+
+    def nbytes_loaded(self, kind: str, nbytes: int) -> int:
+        """Return the bytes in the loaded model of a tensor that this layout holds, of `nbytes` in its file."""
+        if kind != self.kinds[0]:
+            # Scales and zero points are counted with the codes.
+            return 0
+        # In int4 a byte has two codes, and each group of inputs adds four bytes of scale and offset.
+        return nbytes + nbytes * 8 // (self.group_size or 128)
+
     @abstractmethod
     def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a matrix's tensors, by kind."""

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from support.few_bits import CLOSE, distance, logits
 from support.published import EIGHT_BITS, KINDS, OURS, publish, weight_of
 
+import llamoe
 from llamoe.conversion import convert, inspect, open_checkpoint, quantize, upcycle, verify
 from llamoe.conversion.io.lazy_tensor import blocks
 
@@ -188,6 +189,11 @@ def test_mixtral_as_transformers_saves_it_in_fp8(options, tmp_path, monkeypatch)
     assert all(torch.equal(tensor, again[name]) for name, tensor in held.items())
     with pytest.raises(ValueError, match="stacks of scales"):
         OURS["mixtral"].from_pretrained(tmp_path / "fp8", device_map={"experts": "disk"})
+    machine = dict(gpus=0, headroom=0, context=40)
+    plan = llamoe.plan_placement(tmp_path / "fp8", ram="1GB", **machine)
+    assert plan.weights == {"cpu": sum(tensor.nbytes for tensor in held.values())}
+    with pytest.raises(ValueError, match="does not fit"):
+        llamoe.plan_placement(tmp_path / "fp8", ram=plan.weights["cpu"], **machine)
     del stored[f"{path}.down_proj_scale_inv"]
     save_file(stored, tmp_path / "fp8" / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"model\.safetensors: .*w2\.weight_scale_inv is missing"):
