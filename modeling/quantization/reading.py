@@ -103,6 +103,7 @@ class _Read(ConversionOps):
     ) -> torch.Tensor:
         """Return a stack in 16 bits from scales of all experts together; the codes may be those of single experts."""
         if set(stacked) == {""}:
+            # Without scales the stack is plain.
             return stacked[""]
         if "" in stacked:
             codes: list[Any] = [stacked[""]]
@@ -134,7 +135,7 @@ def _parts_of_experts(
             layers[PLACES[part][1]][kind], counts[pattern] = tensors, len(tensors)
     if {*counts.values()} != {experts.num_experts} or not all(layers):
         raise CheckpointError(
-            f"the checkpoint has so many tensors of each kind: {counts}, where num_local_experts in config.json is "
+            f"the checkpoint has these numbers of tensors, by pattern: {counts}; num_local_experts in config.json is "
             f"{experts.num_experts}. Quantize the original checkpoint again."
         )
     return layers
