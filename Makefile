@@ -17,7 +17,6 @@ ONLY ?=
 MODEL ?= examples/llamoe-tiny
 IMAGE ?= examples/pictures/two_shapes.png
 QUESTION ?= What is in the picture?
-PICTURES := $(wildcard examples/pictures/*.png)
 
 # Of each process of the tests two thirds of the time until it has imported torch and transformers go into compiling
 # their modules if Python may not keep what it compiled, as some containers tell it.
@@ -49,7 +48,7 @@ demo: $(VENV)/.installed-vision ## ask the small model in the repository about a
 	@HF_HUB_OFFLINE=1 HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN) examples/describe_image.py $(MODEL) $(IMAGE) "$(QUESTION)"
 
 chat: $(VENV)/.installed-page ## open a page to talk with that model and see its experts, or with another: MODEL=folder
-	@HF_HUB_OFFLINE=1 $(BIN) -m llamoe chat $(MODEL) $(if $(filter examples/llamoe-tiny,$(MODEL)),$(PICTURES:%=--picture %)) $(ARGS)
+	@HF_HUB_OFFLINE=1 $(BIN) -m llamoe chat $(MODEL) $(ARGS)
 
 train-tiny: $(VENV)/.installed-vision ## train that model anew, in about an hour of one core, in trained-tiny/
 	HF_HUB_OFFLINE=1 $(BIN) examples/tiny/train.py

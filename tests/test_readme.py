@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from support import programs
 from support.documents import PAGES, ROOT, anchors, blocks, read
+from typer.main import get_command
 
 import llamoe
+from llamoe_command import cli
 
 pytestmark = pytest.mark.slow
 
@@ -169,10 +171,17 @@ def test_troubleshooting_quotes_what_is_said():
 
 
 def test_every_command_has_a_row():
-    from llamoe_command import cli
-
     names = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
     assert set(re.findall(r"^\| `llamoe (\w+)`", read("docs/checkpoints.md"), re.MULTILINE)) == names
+
+
+def test_makefile_calls_the_command_with_options_that_it_has():
+    """No test runs `make chat`, whose page waits for a reader."""
+    calls = re.findall(r"-m llamoe (\w+)(.*)", read("Makefile"))
+    assert calls
+    for name, words in calls:
+        options = {option for each in get_command(cli.app).commands[name].params for option in each.opts}
+        assert options >= set(re.findall(r"--[a-z][a-z-]*", words)), name
 
 
 def test_small_models_page_shows_good_answers():
