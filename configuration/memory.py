@@ -1,8 +1,8 @@
 """Compute the bytes of the KV cache from a configuration's fields.
 
-transformers' caches keep, in a chunked or sliding layer, one token less than a chunk or window has, and those of the
-latest pass; in every other layer, all tokens. So a prompt that is read in one pass is held whole by every layer until
-the next pass, and a plan must leave room for it.
+In a chunked or sliding layer transformers' caches keep one token less than a chunk or window has, and the tokens of the
+latest forward call. In every other layer they keep all tokens. So after a prompt that is read in one call every layer
+keeps all of it until the next call, and a plan must count it.
 """
 
 from .base import LlamoeBaseConfig

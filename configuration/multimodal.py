@@ -92,7 +92,7 @@ class LlamoeConfig(LlamoeBaseConfig):
         """Set an attribute; a dictionary or stock configuration becomes a nested configuration of ours."""
         text = self.__dict__.get("text_config")
         if name == "skip_logits" and isinstance(text, LlamoeTextConfig):
-            # The head is the text part's.
+            # The output head belongs to the text part, which reads this field.
             text.skip_logits = value
             return
         if name in _LABELS and isinstance(text, LlamoeTextConfig):

@@ -302,7 +302,7 @@ class CausalLM(RouterLossMixin, LlamoePreTrainedModel):
             if isinstance(logits_to_keep, int) and logits_to_keep == 0:
                 # Otherwise there must be a label for each kept logit, which the loss checks.
                 check_labels(labels, input_ids if inputs_embeds is None else inputs_embeds)
-            # Another loss may give other labels a meaning. The first of a row is the next token of none.
+            # Another loss may give other labels a meaning. The first label of a row is not used: no token precedes it.
             if self.loss_function is ForCausalLMLoss and kwargs.get("shift_labels") is None:
                 check_classes(labels[..., 1:], self.config.vocab_size, kwargs.get("ignore_index", -100))
         no_logits = must_skip_logits(

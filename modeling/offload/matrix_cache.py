@@ -157,7 +157,7 @@ class MatrixCache:
     def _victim(self) -> Entry | None:
         """Choose the matrix to evict; None if all are pinned or on their way."""
         pinned = self._pinned()
-        # Consider only as many as the previous pass used: the current one may be a long prompt.
+        # Consider only as many as the previous forward call used: the current call may read a long prompt.
         kept = self._pass_uses if 2 * self._pass_uses <= len(self._entries) else 0
 
         def can_go(entry: Entry) -> bool:
