@@ -126,7 +126,7 @@ def _cpu(advice: list[str]) -> Rows:
     else:
         few = f"torch's products, no C++ kernels: {absence[0]}"
         advice.append(
-            f"int4 and int8 models generate two to six times slower without C++ kernels; {absence[1]}"
+            f"without C++ kernels int8 models generate about 5 times, int4 models about 15 times slower; {absence[1]}"
         )
     rows.append(("products of few rows, int4, int8", few))
     for dtype in (torch.bfloat16, torch.float16):

@@ -27,8 +27,6 @@ from .float32_blocks import (
 )
 from .limits import (
     FEW_BITS_FLOAT_MAX_ROWS,
-    INT4_TORCH_MAX_ROWS,
-    INT8_TORCH_MAX_ROWS,
     PEFT_ORDER_MAX_ROWS,
     TRITON_UNSORTED_MAX_ROWS,
 )

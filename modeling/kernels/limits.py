@@ -25,10 +25,6 @@ FEW_BITS_FLOAT_MAX_ROWS = 16
 """llamoe's 4-bit and 8-bit kernels with float rows."""
 FEW_BITS_AMX_MAX_ROWS = 128
 """llamoe's 4-bit and 8-bit kernels with rows quantized to bytes, if torch uses AMX; no limit on other processors."""
-INT4_TORCH_MAX_ROWS = 48
-"""Torch's 4-bit kernel, with AVX-512."""
-INT8_TORCH_MAX_ROWS = 12
-"""Torch's 8-bit kernel."""
 
 # Experts (`moe`).
 PEFT_ORDER_MAX_ROWS = 16

@@ -41,7 +41,7 @@ class Piece(NamedTuple):
         dtype: as stored.
         part: which part of the matrix it belongs to.
         rows: the rows of the part `[out, in]`; None for the whole part, in the layout of memory.
-        is_kept: memory holds the same bytes as the file, at an alignment that kernels can read.
+        is_kept: memory holds the same bytes as the file, which begin at a multiple of the dtype's size.
     """
 
     path: str
@@ -203,7 +203,7 @@ def find_pieces(
 def _pieces(experts: Any, stack: str, stored: StoredStack) -> list[list[Piece]]:
     """Return the pieces of each expert's matrix."""
     pieces: list[list[Piece]] = [[] for _ in range(experts.num_experts)]
-    memories, alignment = experts.parts(stack), experts.format.alignment
+    memories = experts.parts(stack)
 
     def add(
         expert: int,
@@ -214,8 +214,7 @@ def _pieces(experts: Any, stack: str, stored: StoredStack) -> list[list[Piece]]:
         rows: slice | None = None,
     ):
         dtype = DTYPES[tensor.dtype]
-        is_aligned = begin % max(alignment, dtype.itemsize) == 0
-        is_kept = rows is None and dtype == memories[part].dtype and is_aligned
+        is_kept = rows is None and dtype == memories[part].dtype and begin % dtype.itemsize == 0
         pieces[expert].append(Piece(tensor.origin, begin, shape, dtype, part, rows, is_kept))
 
     for part, suffix in enumerate(suffixes_in_files(experts)):

@@ -43,25 +43,19 @@ def format_for(config: QuantizationConfig) -> Format:
 def take_activations(stored: Any, options: dict[str, Any]) -> str | None:
     """Return the `activations` that the user requests for a packed folder; None keeps the folder's own.
 
-    transformers ignores all other fields of the user's config, with a warning; a config without others is removed from
-    the options, the keyword arguments of `from_pretrained`.
-
-    Raises:
-        ConfigurationError: both configs are of llamoe's formats, and they differ in what is stored.
+    transformers takes everything else from the folder's config, and warns of that. A request that agrees with the
+    folder's config is removed from the options, the keyword arguments of `from_pretrained`, and so from the warning.
     """
-    holds, asked = (
-        QuantizationConfig(**each) if isinstance(each, dict) and each.get("quant_method") == METHOD else each
-        for each in (stored, options.get("quantization_config"))
+    folders, asked = (
+        QuantizationConfig(**config)
+        if isinstance(config, dict) and config.get("quant_method") == METHOD
+        else config
+        for config in (stored, options.get("quantization_config"))
     )
-    if not isinstance(holds, QuantizationConfig) or not isinstance(asked, QuantizationConfig):
+    if not isinstance(folders, QuantizationConfig) or not isinstance(asked, QuantizationConfig):
         return None
-    for field in asked.given & {"weights", "group_size"}:
-        if getattr(holds, field) != getattr(asked, field):
-            raise ConfigurationError(
-                f"quantization_config asks for {field}={getattr(asked, field)!r}, but this folder is stored with "
-                f"{field}={getattr(holds, field)!r}: quantize the 16-bit checkpoint."
-            )
-    if all(getattr(holds, n) == getattr(asked, n) for n in ("experts", "linears", "modules_to_not_convert")):
+    fields = ["experts", "linears", "modules_to_not_convert", *asked.given - {"activations"}]
+    if all(getattr(folders, field) == getattr(asked, field) for field in fields):
         del options["quantization_config"]
     return asked.activations if "activations" in asked.given else None
 

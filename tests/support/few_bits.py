@@ -14,7 +14,7 @@ from llamoe.modeling.quantization import QuantizedExperts, QuantizedLinear
 
 from .models import draw
 
-# Outputs are multiples of 16, those of feed-forwards also of 64, as faster kernels want them; inputs are multiples of
+# Outputs are multiples of 16, those of feed-forwards also of 64, as compiled kernels need them; inputs are multiples of
 # 32. Sizes differ from each other, and those of experts from those of layers.
 SIZES = dict(
     vocab_size=101,
