@@ -22,7 +22,7 @@ class QuantizationConfig(QuantizationConfigMixin):
     Embeddings, output head, norms, routers, vision tower and projector stay in 16 bit. Products are computed in
     bfloat16, to which a model of another dtype is cast.
 
-    For a folder that is quantized already it may choose `activations` alone. transformers warns that all else is ignored.
+    For a folder that is quantized already it chooses `activations` alone; transformers warns that all else is ignored.
 
     Attributes:
         weights: "int4" (a scale and a zero point for each group of inputs; the default) or "int8" (a scale for each

@@ -83,14 +83,8 @@ class FewBits(Format):
             y_NP.addmm_(x[:, some], weight_PO.T)
         return y_NP[:, : sizes[1]].to(x_NO.dtype)
 
-    def empty_parts(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        """Make the parts of a weight, to be filled."""
-        parts = self.parts((weight_OI.shape[0], weight_OI.shape[1]))
-        return [torch.empty(shape, dtype=dtype, device=weight_OI.device) for shape, dtype in parts]
 
-
-def rows_of(weight_OI: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield slices of outputs to quantize at once, and their weights in float32."""
-    # On a GPU they take up to half a gigabyte.
+def rows_of(weight_OI: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the outputs to quantize at once, in float32; on a GPU they take up to half a gigabyte."""
     for some in slices_of(weight_OI, weight_OI.shape[1], 1 << 17, 1 << 27):
-        yield some, weight_OI[some].contiguous().float()
+        yield weight_OI[some].contiguous().float()

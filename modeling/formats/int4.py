@@ -48,16 +48,16 @@ class Int4(FewBits):
         return [((num_out, padded // 2), torch.uint8), (scales, torch.bfloat16)]
 
     def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        codes, scales = self.empty_parts(weight_OI)
+        codes, scales = [], []
         padding = self.padded(weight_OI.shape[1]) - weight_OI.shape[1]
-        for some, rows in rows_of(weight_OI):
+        for rows in rows_of(weight_OI):
             if padding:
                 # Pad with the last weight, so that the group's range does not change.
                 rows = F.pad(rows[None], (0, padding), mode="replicate")[0]
             codes_of_rows, *scale_and_offset = asymmetric(rows.view(-1, self.group_size), self.search)
-            codes[some] = pack(codes_of_rows.view(rows.shape))
-            scales[:, some] = torch.cat(scale_and_offset, 1).view(len(rows), -1, 2).transpose(0, 1)
-        return [codes, scales]
+            codes.append(pack(codes_of_rows.view(rows.shape)))
+            scales.append(torch.cat(scale_and_offset, 1).view(len(rows), -1, 2))
+        return [torch.cat(codes), torch.cat(scales).transpose(0, 1).contiguous()]
 
     def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
         packed, scales = parts

@@ -29,11 +29,9 @@ class Int8(FewBits):
         return [(tuple(sizes), torch.int8), ((sizes[0],), torch.bfloat16)]
 
     def quantize(self, weight_OI: torch.Tensor) -> list[torch.Tensor]:
-        codes, scales = self.empty_parts(weight_OI)
-        for some, rows in rows_of(weight_OI):
-            codes[some], scales_of_rows = symmetric(rows, self.search)
-            scales[some] = scales_of_rows[:, 0]
-        return [codes, scales]
+        quantized = [symmetric(rows, self.search) for rows in rows_of(weight_OI)]
+        codes, scales = (torch.cat(parts) for parts in zip(*quantized, strict=True))
+        return [codes, scales[:, 0]]
 
     def matrix(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
         codes, scales = parts

@@ -66,9 +66,6 @@ class QuantizesExperts(PackedQuantizer):
 
     def _takes(self, path: str, experts: Experts) -> bool:
         """Return True unless `llm_int8_skip_modules` names these experts or a part of them."""
-        if self.quantization_config.load_in_8bit and self.quantization_config.llm_int8_has_fp16_weight:
-            # With this option linear layers also keep their weights, and quantize them in each forward.
-            return False
         parts = itertools.chain(*PARTS_OF_STACKS[experts.is_transposed].values())
         layers = (f"{path}.{n}.{part}" for n, part in itertools.product(range(experts.num_experts), parts))
         return all(should_convert_module(name, self.modules_to_not_convert) for name in (path, *layers))

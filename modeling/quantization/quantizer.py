@@ -130,7 +130,6 @@ class LlamoeQuantizer(PackedQuantizer):
     def _candidates(self, model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules, with their names, that are packed unless `modules_to_not_convert` names them."""
         config = self.quantization_config
-        kept = self.get_modules_to_not_convert(model)
         # Pack only modules of the decoder, not heads, vision tower or projector. A tower alone is its own `base_model`.
         has_decoder = not isinstance(model.config, LlamoeVisionConfig)
         inside = {id(module) for module in model.get_decoder().modules()} if has_decoder else ()
@@ -139,7 +138,7 @@ class LlamoeQuantizer(PackedQuantizer):
             is_asked = (
                 config.experts if is_experts else config.linears and type(module) in (nn.Linear, Linear)
             )
-            if is_asked and id(module) in inside and should_convert_module(name, kept):
+            if is_asked and id(module) in inside:
                 yield name, module
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict]:

@@ -20,25 +20,21 @@ from .packed import Packed
 
 def reading_rules(layout: Layout | Bnb, layers: Iterable[str] = ("",)) -> list[WeightConverter]:
     """Return the rules for stacks of experts, and for linear layers with these name suffixes."""
-    rules = [
-        (
-            [
-                *(
-                    f".experts.*.{part}.{kind}"
-                    for part in PLACES
-                    if PLACES[part][0] == stack
-                    for kind in layout.kinds
-                ),
-                # The longer name first, for it begins with the shorter.
-                *(f".experts.{stack}{suffix}" for suffix in reversed(layout.in_stacks)),
-            ],
-            f".experts.{stack}",
-        )
-        for stack in STACKS
-    ]
-    rules += [([f"{layer}.{kind}" for kind in layout.kinds], f"{layer}.weight") for layer in layers]
+    sources = {}
+    for stack in STACKS:
+        parts = [part for part in PLACES if PLACES[part][0] == stack]
+        sources[f".experts.{stack}"] = [
+            *(f".experts.*.{part}.{kind}" for part in parts for kind in layout.kinds),
+            # The longer name first, for it begins with the shorter.
+            *(f".experts.{stack}{suffix}" for suffix in reversed(layout.in_stacks)),
+        ]
+    # The loader takes the first rule that matches, and names of experts match the patterns of linear layers, too.
+    sources |= {f"{layer}.weight": [f"{layer}.{kind}" for kind in layout.kinds] for layer in layers}
     # Convert on the CPU, where files are mapped: otherwise the loader copies all tensors to the GPU first.
-    return [WeightConverter(*names, [_Read(layout, names[1])], force_cpu=True) for names in rules]
+    return [
+        WeightConverter(names, target, [_Read(layout, target)], force_cpu=True)
+        for target, names in sources.items()
+    ]
 
 
 class _Read(ConversionOps):
