@@ -184,7 +184,7 @@ def test_inspect_prints_sections(source, capsys):
     assert status == 0
     assert "parameters" in out
     assert "bfloat16" in out
-    options = ["--plan", "--gpus", "1", "--gpu-memory", "24GB", "--ram", "64GB", "--bits", "4"]
+    options = ["--plan", "--gpus", "1", "--gpu-memory", "24GB", "--ram", "64GB", "--quantization", "int4"]
     status, out, _ = run(capsys, "inspect", "llama-4-scout", *options)
     assert status == 0 and "routed experts are in RAM" in out
     wrongs = (["--plan", "--gpus", "-1"], ["--ram", "3GB"], ["--plan", "--bits", "5"], ["--headroom", "1GB"])
