@@ -191,7 +191,6 @@ def test_inspect_prints_sections(source, capsys):
     for wrong in (
         *wrongs,
         ["--save", "x.json"],
-        ["--plan", "--save", "no/such/x.json"],
         ["--plan", "--prefill", "0"],
     ):
         status, out, err = run(capsys, "inspect", "llama-4-scout", *wrong)
@@ -230,7 +229,7 @@ def test_a_file_that_is_no_plan_is_named(content, tmp_path, capsys):
     status, out, err = run(capsys, "chat", TINY, "--plan", str(plan))
     assert status == 2 and not out
     assert (
-        err == f"llamoe: --plan {plan}: is no file that `llamoe inspect FOLDER --plan --save FILE` writes.\n"
+        err == f"llamoe: --plan {plan}: not a plan; `llamoe inspect FOLDER --plan --save FILE` writes one.\n"
     )
 
 
