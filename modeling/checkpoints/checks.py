@@ -1,39 +1,26 @@
-"""Checks before and after a load, for faults that transformers ignores or only warns of.
+"""Checks before and after a load, for faults of checkpoints that transformers ignores or only warns of.
 
-transformers itself refuses wrong shapes and truncated files. But of a tensor stored twice it takes the last; experts
-after a gap in the numbers it would renumber; integers in place of weights it casts; and missing weights it initialises
-at random.
+transformers itself refuses wrong shapes and truncated files. But it takes the last copy of a tensor that is stored
+twice, renumbers the experts after one that is missing, casts integers to weights, and initialises missing weights at
+random.
 """
 
-import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
-from .safetensors_files import DTYPES, WEIGHT_DTYPES
-from .stored import Stored
+from .stored import Stored, check_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _NUMBER = re.compile(r"(\.experts\.(?:\w+\.)?)(\d+)\.")
 _REMEDY = "Download or copy the checkpoint again."
-
-
-def check_files(files: Iterable[str], folder: str | os.PathLike | None) -> None:
-    """Raise a `CheckpointError` if a local folder names a file of weights that lies outside of it."""
-    if folder is None or not os.path.isdir(folder):
-        return
-    for file in map(Path, files):
-        if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts:
-            raise CheckpointError(f"{file}: is named in {folder}, but lies outside of it.")
 
 
 def check_tensors(model: "PreTrainedModel", tensors: Iterable[Stored], load_config: Any) -> None:
@@ -68,7 +55,8 @@ def check_tensors(model: "PreTrainedModel", tensors: Iterable[Stored], load_conf
         by_key.setdefault((key, pattern), []).append(tensor)
         if checks_dtypes:
             is_quantized_next = quantizer is not None and quantizer.param_needs_quantization(model, key)
-            _check_dtype(tensor, torch.float32 if is_quantized_next else state[key].dtype)
+            is_weight = is_quantized_next or state[key].is_floating_point()
+            check_dtype(tensor, None if is_weight else state[key].dtype)
     for (key, pattern), found in by_key.items():
         twice = found if pattern is None else by_key.get((key, None), [])
         if pattern is None and len(found) > 1 or pattern is not None and twice:
@@ -78,17 +66,6 @@ def check_tensors(model: "PreTrainedModel", tensors: Iterable[Stored], load_conf
         if gap is not None:
             name = _NUMBER.sub(rf"\g<1>{gap}.", found[0].name)
             raise CheckpointError(f"{found[0].origin}: {name} is missing, or there by two names. {_REMEDY}")
-
-
-def _check_dtype(tensor: Stored, wanted: torch.dtype) -> None:
-    is_taken = (
-        tensor.dtype in WEIGHT_DTYPES if wanted.is_floating_point else DTYPES.get(tensor.dtype) == wanted
-    )
-    if not is_taken:
-        raise CheckpointError(
-            f"{tensor} has dtype {tensor.dtype}, where the model has {wanted}. Weights and quantization_config in "
-            "config.json do not belong together."
-        )
 
 
 def check_made(model: "PreTrainedModel", loading_info: Any, place: Any) -> None:

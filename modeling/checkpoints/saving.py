@@ -7,20 +7,18 @@ config.json last. A failure while files are written leaves the older model uncha
 folder that does not load. An adapter's weight file is treated like config.json: a model may be in the same folder.
 """
 
-import copy
 import os
 import re
-import secrets
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
@@ -51,8 +49,7 @@ class _Save:
         for left in self.target.glob(f"{here}*"):
             if not _is_running(left.name.removeprefix(here).partition("-")[0]):
                 shutil.rmtree(left, ignore_errors=True)
-        self.new = self.target / f"{here}{os.getpid()}-{secrets.token_hex(4)}"
-        self.new.mkdir()
+        self.new = Path(tempfile.mkdtemp(prefix=f"{here}{os.getpid()}-", dir=self.target))
         self.published: set[str] | None = None
 
     @contextmanager
@@ -115,23 +112,26 @@ def _is_running(process: str) -> bool:
     return True
 
 
-def _without_wrappers(model: PreTrainedModel) -> dict[str, Any] | None:
-    """Return the weights under the model's own names if peft's wrappers remain around layers; else None.
+def _remove_wrappers(model: PreTrainedModel) -> None:
+    """Remove peft's wrappers of layers, which give weights other names, and stay when adapters are deleted.
 
-    Deleting an adapter leaves its wrappers in the model.
+    Raises:
+        ValueError: the model still has adapters.
     """
-    wrapped = r"\.(base_layer|original_module)(?=\.|$)"
-    if not any(re.search(wrapped, name) for name, _ in model.named_modules()):
-        return None
-    with torch.device("meta"):
-        expected = type(model)(copy.deepcopy(model.config)).state_dict()
-    weights = {re.sub(wrapped, "", name): tensor for name, tensor in model.state_dict().items()}
-    if getattr(model, "peft_config", None) or not expected.keys() <= weights.keys():
-        raise ValueError(
-            f"This {type(model).__name__} has adapters of a PeftModel in it, so that its weights have other names: "
-            "call save_pretrained of the PeftModel, for the adapter alone, or of what merge_and_unload() returns."
-        )
-    return {name: weights[name] for name in expected}
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            layer = child
+            while wrapped := getattr(layer, "original_module", None) or getattr(layer, "base_layer", None):
+                layer = wrapped
+            if layer is child:
+                continue
+            if getattr(model, "peft_config", None):
+                raise ValueError(
+                    f"This {type(model).__name__} is inside of a PeftModel, which has renamed its weights. To save the "
+                    "adapter, call save_pretrained of the PeftModel; to save the whole model, call it of the model "
+                    "that merge_and_unload() returns."
+                )
+            setattr(parent, name, layer)
 
 
 class AtomicSaveMixin(PreTrainedModel):
@@ -170,9 +170,10 @@ class AtomicSaveMixin(PreTrainedModel):
                 f"save_pretrained: this {type(self).__name__} is in {stages} pipeline stages, and no process has all "
                 "of its weights. Load it without pp_size to save it."
             )
-        if state_dict is None:
-            adapted = self._hf_peft_config_loaded
-            state_dict = sharded_adapter(self) if adapted else _without_wrappers(self)
+        if state_dict is None and self._hf_peft_config_loaded:
+            state_dict = sharded_adapter(self)
+        elif state_dict is None:
+            _remove_wrappers(self)
         # If each process writes its own shards, transformers takes them from the model.
         has_to_wait = is_shared(self, None if distributed_checkpoint else state_dict)
         if state_dict is not None:
