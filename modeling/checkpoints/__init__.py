@@ -18,7 +18,6 @@ from .expert_index import (
     index_experts,
     names_in_model,
     shape_of_one,
-    suffixes_in_files,
 )
 from .parts import in_units, sum_by_part
 from .safetensors_files import DTYPE_NAMES, DTYPES, TensorHeader
