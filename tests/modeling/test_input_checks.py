@@ -76,7 +76,7 @@ def test_metas_folder_says_how_to_convert_it(name, subfolder, tmp_path):
             "stock",
             "rope_interleave = False",
         ),
-        ("LlamoeModel", stock_multimodal_config, {}, "stock", "LlamoeModel has no counterpart"),
+        ("LlamoeModel", stock_multimodal_config, {}, "stock", "has no class like LlamoeModel"),
         ("LlamoeDenseForCausalLM", stock_dense_config, {}, "gguf", "layout='gguf'.*'llamoe' and 'stock'"),
     ],
 )
