@@ -24,7 +24,6 @@ from ..checkpoints import (
     headers_of,
     index_experts,
     shape_of_one,
-    suffixes_in_files,
 )
 from ..formats import Parts
 from ..moe import PARTS_OF_STACKS, STACKS, Experts
@@ -218,7 +217,7 @@ def _pieces(experts: Any, stack: str, stored: StoredStack) -> list[list[Piece]]:
         is_kept = rows is None and dtype == memories[part].dtype and is_aligned
         pieces[expert].append(Piece(tensor.origin, begin, shape, dtype, part, rows, is_kept))
 
-    for part, suffix in enumerate(suffixes_in_files(experts)):
+    for part, suffix in enumerate(experts.format.suffixes):
         if (tensor := stored.whole.get(suffix)) is not None:
             size = tensor.content.nbytes // experts.num_experts
             for expert in range(experts.num_experts):
