@@ -60,7 +60,9 @@ class Stack:
         self.form, self.parts, self.sizes = form, parts, sizes
         self.num_experts = len(parts[0])
 
-    def bring(self, groups: Sequence[Group], transposed: bool) -> Generator[tuple[Parts, Group], None, None]:
+    def parts_of(
+        self, groups: Sequence[Group], transposed: bool
+    ) -> Generator[tuple[Parts, Group], None, None]:
         """Yield the parts of each group's matrix, valid until the next iteration, with the group of rows."""
         for group in groups:
             yield [*map(itemgetter(group[0]), self.parts)], group
@@ -109,7 +111,7 @@ def multiply_groups(
             return multiply_groups(x_NI, stack, groups, transposed)
     out_NO = x_NI.new_zeros(len(x_NI), stack.sizes[int(transposed)])
     # Close the generator, so that an offloaded stack releases its slots even on error.
-    with closing(stack.bring([it for it in groups if it[0] < stack.num_experts], transposed)) as matrices:
+    with closing(stack.parts_of([it for it in groups if it[0] < stack.num_experts], transposed)) as matrices:
         for parts, (_, start, end) in matrices:
             rows = x_NI[start:end].to(parts[0].device)
             out_NO[start:end] = stack.form.product(rows, parts, stack.sizes, transposed)
