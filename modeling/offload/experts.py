@@ -38,7 +38,7 @@ class OffloadedExperts(Experts):
     is_offloaded = True
 
     def __init__(self, experts: Experts, name: str, place: str, stored: StoredLayer):
-        self.take_after(experts)
+        self.copy_attributes_from(experts)
         # Set in `__dict__`, so that it does not become a submodule.
         self.__dict__["shapes"] = experts
         self.name, self.place, self.stored = name, place, stored
