@@ -35,7 +35,7 @@ def remove(*names):
 
 CHANGES = {
     "LayerScale": (add(f"{BLOCK}.ls_1.gamma", WIDTH), r"unknown tensor .*resblocks.1.ls_1.gamma"),
-    "no_ln_pre": (remove("visual.ln_pre.weight", "visual.ln_pre.bias"), r"layernorm_pre.weight, layernorm_pre.bias miss"),
+    "no_ln_pre": (remove("visual.ln_pre.weight", "visual.ln_pre.bias"), "layernorm_pre.weight, layernorm_pre.bias"),
     "patches not square": (add("visual.conv1.weight", WIDTH, 3, PATCH, PATCH - 1), r"conv1.weight: .*\[104, 90\]"),
     "grid not square": (add("visual.positional_embedding", 57, WIDTH), r"positional_embedding: .*\[57, 104\]"),
     "missing projection": (remove("visual.proj"), r"visual_projection.weight missing"),
