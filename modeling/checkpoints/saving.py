@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from ...configuration.hub import MODULE_NAME, is_our_module
 from .._private_api import registered_conversions
-from ..parallel import is_sharded, is_shared, joined, sharded_adapter, size_of
+from ..parallel import is_shared, joined, sharded_adapter, size_of
 from .whole_folders import sync
 
 # If shards of a job's processes exist, transformers reads no other weights.
@@ -178,7 +178,7 @@ class AtomicSaveMixin(PreTrainedModel):
         if state_dict is not None:
             # transformers gathers a model's shards, but not those of a given state dict. While it writes, it removes
             # tensors from the state dict, so the caller's is copied.
-            state_dict = joined(state_dict) if is_sharded(state_dict.values()) else dict(state_dict)
+            state_dict = joined(state_dict)
         # An adapter is read from one file.
         if self._hf_peft_config_loaded:
             max_shard_size = sys.maxsize
