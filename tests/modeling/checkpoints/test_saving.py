@@ -16,6 +16,7 @@ from support.models import (
     load_whole,
     run,
     shallow,
+    tensors_in,
     text_config,
 )
 from transformers import AutoModelForSequenceClassification
@@ -166,12 +167,6 @@ OPTIONS = [
 ]
 
 
-def saved_tensors(folder):
-    tensors = [item for path in folder.glob("*.safetensors") for item in load_file(path).items()]
-    assert len(dict(tensors)) == len(tensors)
-    return dict(tensors)
-
-
 def weights_of(model):
     """Also of what lies on disk."""
     from transformers.integrations.accelerate import load_offloaded_parameter
@@ -208,7 +203,7 @@ def test_what_is_saved_loads_here_and_in_stock(name, state, folder_of, tmp_path)
         folder = tmp_path / f"saved-{number}"
         model.save_pretrained(folder, **options)
         # Our keys are stock keys, whatever became of the model before.
-        assert_same_weights(saved_tensors(folder), {key: expected[key] for key in expected.keys() - hidden})
+        assert_same_weights(tensors_in(folder), {key: expected[key] for key in expected.keys() - hidden})
         config = json.loads((folder / "config.json").read_text())
         is_new = layout not in configs
         assert config == configs.setdefault(layout, config), options

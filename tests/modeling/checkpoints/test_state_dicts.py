@@ -2,8 +2,7 @@
 
 import pytest
 from accelerate import load_checkpoint_and_dispatch
-from safetensors.torch import load_file
-from support.models import MODELS, assert_same_weights
+from support.models import MODELS, assert_same_weights, tensors_in
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers.trainer_utils import load_sharded_checkpoint
 
@@ -12,10 +11,6 @@ pytestmark = pytest.mark.slow
 BY_NAME = {case.name: case for case in MODELS}
 MIXTRAL, TEXT = BY_NAME["LlamoeMixtralForCausalLM"], BY_NAME["LlamoeForCausalLM"]
 NAMED = {"ids": lambda value: getattr(value, "name", value)}
-
-
-def tensors_in(folder):
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 LOADERS = {
