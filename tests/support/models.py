@@ -160,9 +160,9 @@ def draw(model_class: type[nn.Module], config, seed: int = 0) -> nn.Module:
 
 
 def filled(model: nn.Module) -> nn.Module:
-    """Fill a large model quickly, by repeating a million random numbers.
+    """Fill a large model by repeating random numbers, which is faster than drawing all; return the model.
 
-    The million is a prime and three more numbers, so that matrices and experts begin at different numbers.
+    The count is a prime, so that each row and each expert begins at another of the numbers.
     """
     numbers = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0)) / 5
     for parameter in model.parameters():
