@@ -15,7 +15,7 @@ ROWS, LENGTH = 6, 32
 
 
 def collate(rows):
-    """Return a batch with `position_ids`, which context parallelism needs."""
+    """Return a batch with `position_ids`, which sequence parallelism needs."""
     ids = torch.stack(rows)
     return {
         "input_ids": ids,
