@@ -1,8 +1,8 @@
 """Run a saved model in llama.cpp, from GGUF files in bfloat16, q8_0, q4_0 and q4_1.
 
-llama.cpp's converter, which makes the files, is part of its sources and not of llama-cpp-python:
-`LLAMA_CPP_CONVERTER` in the environment is the path of convert_hf_to_gguf.py, with the folders gguf-py and conversion
-beside it. The head stays in bfloat16 in all types, as in our models; norms and routers stay in float32.
+llama.cpp's converter, which makes the files, is in llama.cpp's sources and not in llama-cpp-python. Set the environment
+variable `LLAMA_CPP_CONVERTER` to the path of convert_hf_to_gguf.py, beside which the folders gguf-py and conversion
+must lie. The head stays in bfloat16 in all types, as in our models; norms and routers stay in float32.
 """
 
 import ctypes
@@ -63,9 +63,10 @@ def make_files(model: Path) -> dict[str, Path]:
 
 
 class LlamaCppModel:
-    """A model in llama.cpp, loaded from a GGUF file, on one thread.
+    """A model in llama.cpp, loaded from a GGUF file; all runs are in a thread of its own.
 
-    All runs are in one thread: llama.cpp sets the registers of AMX up once a thread, and oneDNN releases them.
+    llama.cpp sets up the registers of AMX once in a thread, and oneDNN, which torch uses in the main thread, releases
+    them there.
     """
 
     def __init__(self, path: Path):
