@@ -220,7 +220,7 @@ REFUSED = {
     "an unknown key": (dict(keys={"llama.attention.logit_scale": 3}), "llama.attention.logit_scale = 3 is not known"),
     "another size of heads": (dict(keys={"llama.rope.dimension_count": 24}), "llama.rope.dimension_count = 24"),
     "an unknown scaling": (dict(keys={"llama.rope.scaling.type": "ntk"}), "llama.rope.scaling.type = 'ntk'"),
-    "a tensor missing": (dict(change=drop("blk.1.attn_q.weight")), "blk.1.attn_q.weight missing"),
+    "a tensor missing": (dict(change=drop("blk.1.attn_q.weight")), "model.layers.1.self_attn.q_proj.weight missing"),
     "another shape": (dict(change=shorten("blk.0.ffn_gate_exps.weight")), "blk.0.ffn_gate_exps.weight"),
     "no embedding": (dict(change=drop("token_embd.weight")), "token_embd.weight missing"),
     "a tensor of another model": (

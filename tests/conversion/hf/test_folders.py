@@ -129,23 +129,6 @@ def test_companions_come_along_and_the_source_is_not_touched(dense, tmp_path):
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()} == before
 
 
-def test_a_tokenizer_is_compared_with_the_embedding_and_added_padding_noted(dense, tmp_path):
-    folder, _ = dense
-    (folder / "tokenizer.json").write_text('{"model": {"voc')
-    for to in ("hf", "meta"):
-        with pytest.raises(CheckpointError, match=r"tokenizer\.json: tokenizers cannot read it"):
-            convert(folder, tmp_path / "out", to=to)
-        assert not (tmp_path / "out").exists()
-    tokenizer = Tokenizer(WordLevel({f"word{i}": i for i in range(97)}, unk_token="word0"))
-    tokenizer.add_special_tokens(["<pad>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    assert any("'<pad>' have no row" in note for note in convert(folder, tmp_path / "out").notes)
-    larger = Tokenizer(WordLevel({f"word{i}": i for i in range(98)}, unk_token="word0"))
-    larger.save(str(folder / "tokenizer.json"))
-    with pytest.raises(CheckpointError, match=r"gives 'word97' the id 97, .*vocab_size is 97"):
-        convert(folder, tmp_path / "other")
-
-
 def test_dtype_is_that_of_every_part(tmp_path):
     MULTIMODAL.make().save_pretrained(tmp_path / "model", layout="stock")
     config = json.loads((tmp_path / "model/config.json").read_text())

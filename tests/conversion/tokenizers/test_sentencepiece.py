@@ -260,11 +260,3 @@ def test_truncation_anywhere_is_an_error(model):
     for length in [1, 2, 17, *(generator.randrange(3, len(model) - settings) for _ in range(60))]:
         with pytest.raises(CheckpointError, match=r"tokenizer\.model"):
             conversion.check_tokenizer(model[:length], config_of())
-
-
-def test_companions_are_compared_with_the_embedding(model):
-    files = conversion.hf_files_from_meta(model, config_of())
-    assert conversion.check_companions(files, config_of(), "a") == []
-    assert conversion.check_companions(files, config_of(vocabulary=768), "a") == []
-    with pytest.raises(CheckpointError, match=f"id {VOCABULARY - 1}.*vocab_size is 500"):
-        conversion.check_companions(files, config_of(vocabulary=500), "a")

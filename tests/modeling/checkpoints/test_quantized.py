@@ -5,7 +5,6 @@ The libraries are not among those that the tests install; each case says which o
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.models import (
     IMAGE_TOKEN,
     SHALLOW,
@@ -20,7 +19,6 @@ from torch import nn
 from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 import llamoe
-from llamoe.planning import Source, weight_bytes
 
 # Whole blocks of 64 everywhere but in the patches, which have 588 numbers: int8 of quanto reads beyond other widths.
 TEXT = dict(
@@ -153,14 +151,3 @@ def test_without_a_quantizer_patches_have_the_dtype_that_is_asked_for(dtype, fol
     """The list that keeps them from quantizers would make transformers load them in float32 beside float16."""
     model = llamoe.LlamoeForConditionalGeneration.from_pretrained(folder, dtype=dtype)
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
-
-
-def test_planning_promises_what_bitsandbytes_stores(folder, tmp_path):
-    model = Source(llamoe.LlamoeConfig.from_pretrained(folder)).model
-    for method, name, bits in (("bitsandbytes 4 bit", "int4", 4), ("bitsandbytes 8 bit", "int8", 8)):
-        load(folder, method).save_pretrained(tmp_path / name)
-        # Codes and sizes that stand beside each layer's 4-bit numbers are not counted.
-        small = ("quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4", "weight_format")
-        stored = load_file(tmp_path / name / "model.safetensors")
-        measured = sum(tensor.nbytes for key, tensor in stored.items() if not key.endswith(small))
-        assert 0.97 * measured < sum(weight_bytes(model, bits).values()) <= measured

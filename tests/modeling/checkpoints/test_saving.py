@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support import few_bits
 from support.models import (
     MODELS,
     Case,
@@ -307,15 +308,20 @@ def test_an_adapter_beside_its_model(tmp_path):
         assert torch.equal(run(again, **inputs), run(model, **inputs))
 
 
-@pytest.mark.parametrize("extra", [{}, {"modules_to_save": ["lm_head"]}], ids=["lora", "modules_to_save"])
-def test_weights_of_a_model_whose_adapter_was_deleted(extra, tmp_path):
-    case = CASES["LlamoeForCausalLM"]
-    expected = case.make().state_dict()
-    model = case.make()
-    model.add_adapter(lora(**extra))
+@pytest.mark.parametrize(
+    "extra", [{}, {"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [3]}], ids=str
+)
+@pytest.mark.parametrize(
+    "make", [few_bits.make, lambda family: few_bits.packed(family, "int8")], ids=["plain", "int8"]
+)
+def test_weights_of_a_model_whose_adapter_was_deleted(extra, make, tmp_path):
+    model = make("text")
+    expected = model.state_dict()
+    stacks = ["experts.gate_up_proj", "experts.down_proj"]
+    model.add_adapter(lora(target_parameters=stacks, **extra))
     model.delete_adapter("default")
     model.save_pretrained(tmp_path)
-    assert_same_weights(load_whole(case.model_class, tmp_path).state_dict(), expected)
+    assert_same_weights(load_whole(type(model), tmp_path).state_dict(), expected)
 
 
 def test_a_model_inside_of_peft_is_not_saved(tmp_path):
