@@ -247,7 +247,7 @@ def test_stocks_configurations_are_taken_as_ours():
 
 def test_scouts_experts_in_four_bits_are_read_at_the_known_rates():
     """A token reads 3.40 GB: 24 tokens a second from RAM at 80 GB/s, 7.4 over PCIe at 25, 1.8 from a drive at 6."""
-    plan = plan_placement(SCOUT, gpus=["14.5GB"], ram="64GB", quantization="int4:64", context=1024)
+    plan = plan_placement(SCOUT, gpus=["16GB"], ram="64GB", quantization="int4:64", context=1024)
     assert plan.device_map["experts"] == "cpu" and plan.expert_bytes_per_step == pytest.approx(
         3.40e9, rel=2e-3
     )
@@ -257,7 +257,7 @@ def test_scouts_experts_in_four_bits_are_read_at_the_known_rates():
         return missed / plan.seconds[what]
 
     assert rate(plan, "experts from RAM") == pytest.approx(80 / 3.397, rel=1e-3)
-    disk = plan_placement(SCOUT, gpus=["14.5GB"], ram="5GB", quantization="int4:64", context=1024)
+    disk = plan_placement(SCOUT, gpus=["16GB"], ram="5GB", quantization="int4:64", context=1024)
     assert disk.experts_memory == GB
     assert (1 - disk.hit_share) / disk.seconds["experts from the drive"] == pytest.approx(6 / 3.397, rel=1e-3)
     assert disk.tokens_per_second == pytest.approx(1 / sum(disk.seconds.values()))
@@ -265,7 +265,7 @@ def test_scouts_experts_in_four_bits_are_read_at_the_known_rates():
     assert maverick.expert_bytes_per_step == pytest.approx(1.70e9, rel=2e-3)
     # Two rows choose one or two of sixteen experts. The CPU computes them, so the link's bandwidth does not matter.
     two = plan_placement(
-        SCOUT, gpus=["14.5GB"], ram="64GB", quantization="int4:64", context=1024, batch=2,
+        SCOUT, gpus=["16GB"], ram="64GB", quantization="int4:64", context=1024, batch=2,
         bandwidths=llamoe.Bandwidths(ram="20GB", link="25GB"),
     )  # fmt: skip
     times = 2 - 1 / 16

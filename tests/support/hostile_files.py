@@ -35,7 +35,7 @@ def deep(depth=200_000):
 
 JSON = {
     "deep": (deep(), "not a valid JSON file.*recursion"),
-    "twice": ('{"model_type": "llamoe_dense", "a": 1, "b": {"c": 1, "c": 2}}', "'c' stands twice"),
+    "twice": ('{"model_type": "llamoe_dense", "a": 1, "b": {"c": 1, "c": 2}}', "'c' occurs twice"),
     "nan": ('{"model_type": "llamoe_dense", "rms_norm_eps": NaN}', "NaN is not a number"),
     "digits": ('{"hidden_size": ' + "9" * 10_000 + "}", "not a valid JSON file"),
     "many": ('{"a": [' + "0," * 10**7 + "0]}", "bytes, where at most"),
