@@ -30,20 +30,13 @@ def convert(
             "tensors for each expert (split)."
         ),
     ] = "fused",
-    checksums: Annotated[
-        bool,
-        typer.Option(
-            "--checksums",
-            help="First check SOURCE against its checklist.chk and the checksums in its .pth files.",
-        ),
-    ] = False,
     instruct: Instruct = None,
     rope_scaling: Annotated[
         str | None,
         typer.Option(
             metavar="<scaling>",
-            help="Scaling of rotary embeddings in TARGET, instead of SOURCE's. Give JSON with a rope_type, or only the "
-            "entries that change, such as factor=32.",
+            help="Scaling of rotary embeddings in TARGET as JSON: a whole scaling with its rope_type, or the entries "
+            "of SOURCE's that change.",
         ),
     ] = None,
 ) -> None:
@@ -58,7 +51,7 @@ def convert(
 
         llamoe convert Llama-4-Scout scout --experts split      # unfused experts
 
-        llamoe convert Llama-3.2-mine mine --rope-scaling factor=32
+        llamoe convert Llama-3.2-mine mine --rope-scaling '{"factor": 32}'
     """
 
 

@@ -90,7 +90,6 @@ def test_failing_disk_is_status_3(source, tmp_path, capsys, monkeypatch):
     status, _, err = run(capsys, "convert", source, tmp_path / "out")
     assert status == 3
     assert "No space left on device" in err
-    assert "--resume" in err
     monkeypatch.undo()
     assert run(capsys, "convert", source, tmp_path / "out", "--resume")[0] == 0
 
