@@ -1,4 +1,4 @@
-"""The tower's configuration: derived sizes, and what is refused."""
+"""Test the tower's configuration: sizes that follow from others, and errors."""
 
 import re
 
@@ -15,7 +15,7 @@ SMALL = {
 }
 
 
-# What is given, and what follows.
+# Fields, and the sizes that follow from them.
 DERIVED = [
     ({}, dict(grid_size=4, num_patches=16, head_dim=8, shuffle_size=2, adapter_input_dim=128, tokens_per_tile=4)),
     # The published tile.
@@ -55,7 +55,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("field", "value", "match"), BAD)
-def test_refuses(field, value, match):
+def test_wrong_fields_are_refused(field, value, match):
     start = "^" + re.escape(f"LlamoeVisionConfig.{field} = {value!r}: ")
     given = (
         {"rope_parameters": {"rope_type": value, "factor": 2.0}}
@@ -88,7 +88,7 @@ def test_multimodal_parts_that_do_not_fit(field, value, valid):
         ValueError, match=rf"^LlamoeConfig\.vision_config\.{field} = {value}: .*valid: {valid}"
     ):
         config.check_multimodal()
-    # The class defaults construct, but do not fit, as in stock.
+    # A configuration with the class defaults can be constructed, but its parts do not fit, as in transformers.
     with pytest.raises(ValueError, match="vision_output_dim = 7680"):
         LlamoeConfig().check_multimodal()
 

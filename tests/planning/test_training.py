@@ -9,7 +9,6 @@ from peft import get_peft_model
 from support.models import MODELS
 
 import llamoe
-from llamoe.conversion import inspect
 from llamoe.planning.training import _saved_in_layer
 
 pytestmark = pytest.mark.slow
@@ -116,5 +115,3 @@ def test_an_accelerator_without_memory_for_a_step_stays_empty():
 def test_what_cannot_be_planned_is_refused(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         llamoe.plan_placement("mistral-7b-v0.1", **{"gpus": 0, "ram": "64GB", **options})
-    with pytest.raises(ValueError, match="give plan and train"):
-        inspect("mistral-7b-v0.1", plan=True, rank=4)
