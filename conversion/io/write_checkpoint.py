@@ -145,6 +145,12 @@ class _Run:
                 if path.parent != self.target and not any(path.parent.iterdir()):
                     path.parent.rmdir()
             raise
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{self.target}: writing failed ({error.strerror or error}). Whole files were kept; make room or "
+                "repair the disk, then go on with resume=True (--resume)",
+            ) from error
         finally:
             for name in (UNFINISHED, *self.plan.before, *self.plan.files, *self.plan.last):
                 self._partial(name).unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from llamoe.conversion.io.lazy_tensor import LazyTensor
 from llamoe.conversion.io.name_table import write_through
 from llamoe.conversion.meta.folder import open_meta, save_meta
 from llamoe.conversion.meta.hidden_sizes import expert_size, feed_forward_size
-from llamoe.conversion.meta.name_tables import llama4_table, llama_table
+from llamoe.conversion.meta.name_tables import llama4_table
 from llamoe.conversion.meta.params import needs_own_scaling, note_defaults, read_config, write_params
 
 LLAMAS = [name for name in PRESETS if name.startswith("llama")]
@@ -185,28 +185,6 @@ def test_llama_3_scales_as_its_published_configuration_and_both_ways(name):
         assert params.get("rope_scaling_factor", 8.0) == given and needs_own_scaling(params) == (given != 8.0)
         again = read_config(Params.of(params, "params.json"), 3)
         assert again.rope_parameters == config.rope_parameters
-
-
-@pytest.mark.parametrize("has_head", [True, False])
-def test_llama_32_of_its_real_size_has_its_factor_and_one_matrix_for_both_ends(has_head, tmp_path):
-    """In a file with holes for weights, whose head is the embedding, or not there."""
-    params = LLAMA_3["3.2-1B"][0] | dict(multiple_of=256, norm_eps=1e-5, rope_theta=5e5, vocab_size=128256)
-    (tmp_path / "params.json").write_text(json.dumps(params | {"use_scaled_rope": True}))
-    config = read_config(Params.of(params, ""), 3)
-    shapes = {key: Shape(key, shape) for key, shape in expected_shapes(config).items()}
-    (tensors,) = write_through(llama_table(0), shapes, 1, config)
-    # Never touched, and never written.
-    tensors = {name: torch.empty(tensor.shape, dtype=torch.bfloat16) for name, tensor in tensors.items()}
-    del tensors["output.weight"]
-    tensors |= {"output.weight": tensors["tok_embeddings.weight"]} if has_head else {}
-    with torch.serialization.skip_data():
-        torch.save(tensors, tmp_path / "consolidated.00.pth")
-    config = open_meta(tmp_path).config
-    assert (config.rope_parameters["factor"], config.tie_word_embeddings) == (32.0, True)
-    report = convert(tmp_path, tmp_path.with_name("hf"), dry_run=True)
-    total = llamoe.count_parameters(config).total
-    assert report.tensors == 146 and report.bytes == 2 * total == 2_471_628_800
-    assert any("rope_scaling_factor" in note and "32" in note for note in report.notes)
 
 
 # An entry without a value, a misspelt one, half of JSON, scalings without their factor or type.

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GenerationConfig
 import llamoe
 from llamoe.configuration.errors import CheckpointError
 from llamoe.conversion import tokenizers as conversion
-from llamoe.conversion.tokenizers.chat_templates import llama_4, mistral
+from llamoe.conversion.tokenizers.chat_templates import mistral
 
 spm = pytest.importorskip("sentencepiece", reason="SentencePiece models need the extra 'tokenizers'")
 messages = pytest.importorskip("sentencepiece.sentencepiece_model_pb2", reason="needs the extra 'tokenizers'")
@@ -221,13 +221,6 @@ def test_chats_of_questions_and_answers_refuse_what_the_models_code_does(name, c
             chat.apply_chat_template(dialog, chat_template=TEMPLATES[name], tokenize=False)
     with pytest.raises(Exception, match="of tools"):
         chat.apply_chat_template(HELLO, tools=[CALL], chat_template=TEMPLATES[name], tokenize=False)
-
-
-def test_calls_can_be_left_out_of_llama_4s_template(chat):
-    template = llama_4(images=True, calls=False)
-    for words, dialog in REFUSED[-2:]:
-        with pytest.raises(Exception, match=words):
-            chat.apply_chat_template(dialog, chat_template=template, tokenize=False)
 
 
 # The way back
