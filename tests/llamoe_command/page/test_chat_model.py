@@ -161,9 +161,9 @@ def test_length_is_what_was_asked_and_never_beyond_the_positions(endless, monkey
         list(endless.answer([{"role": "user", "content": "a " * 300}], 4, 0))
 
 
-def test_all_tiles_of_a_picture_are_there_in_their_places(tmp_path):
+def test_all_tiles_of_a_picture_are_there_in_their_places():
     """A picture has three tiles and the whole picture; each has the positions of its own image tokens."""
-    chat = ChatModel(chat_folders.copy_tiny(tmp_path / "tiles"))
+    chat = ChatModel(TINY)
     chat.processor.image_processor.max_patches = 4
     wide = Image.new("RGB", (336, 112), "red")
     wide.paste("blue", (224, 0, 336, 112))
