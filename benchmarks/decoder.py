@@ -112,7 +112,11 @@ def token(model: Any, ids: torch.Tensor) -> Callable[[], None]:
 
 
 def prompt(model: Any, ids: torch.Tensor) -> Callable[[], Any]:
-    """Return a function that computes the last token's logits of a prompt `[1, length]`."""
+    """Return a function that computes the logits of all tokens of a prompt `[1, length]`.
+
+    If only the last token's logits are wanted, llama.cpp leaves out the last layer's feed-forward of all other tokens:
+    a quarter of the work of three layers, and nearly nothing in a model of 32.
+    """
     if isinstance(model, LlamaCppModel):
         return model.prompt(ids[0].tolist())
-    return torch.no_grad()(lambda: model(input_ids=ids, use_cache=False, logits_to_keep=1).logits)
+    return torch.no_grad()(lambda: model(input_ids=ids, use_cache=False).logits)

@@ -72,10 +72,9 @@ class LlamaCppModel:
     def __init__(self, path: Path):
         import llama_cpp
 
-        options = dict(
-            n_ctx=CONTEXT, n_batch=CONTEXT, n_ubatch=512, n_threads=1, n_threads_batch=1, verbose=False
-        )
-        self.model = llama_cpp.Llama(str(path), **options)
+        sizes = dict(n_ctx=CONTEXT, n_batch=CONTEXT, n_ubatch=512)
+        threads = dict(n_threads=1, n_threads_batch=1)
+        self.model = llama_cpp.Llama(str(path), logits_all=True, verbose=False, **sizes, **threads)
         self._thread = ThreadPoolExecutor(1)
 
     def token(self, ids: list[int], steps: int) -> Callable[[], None]:
@@ -90,7 +89,7 @@ class LlamaCppModel:
         return lambda: self._thread.submit(run).result()
 
     def prompt(self, ids: list[int]) -> Callable[[], None]:
-        """Return a function that computes a prompt."""
+        """Return a function that computes the logits of all tokens of a prompt."""
         return lambda: self._thread.submit(self._read, ids).result()
 
     def _read(self, ids: list[int]) -> None:

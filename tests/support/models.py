@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoModel,
@@ -196,6 +197,13 @@ def load_whole(model_class: type[nn.Module], folder, **kwargs) -> nn.Module:
     model, info = model_class.from_pretrained(folder, output_loading_info=True, **kwargs)
     assert not any(info.values()), info
     return model
+
+
+def tensors_in(folder) -> dict[str, torch.Tensor]:
+    """The tensors of all safetensors files in a folder, none of which stands in two."""
+    items = [item for path in sorted(folder.glob("*.safetensors")) for item in load_file(path).items()]
+    assert len(dict(items)) == len(items)
+    return dict(items)
 
 
 def assert_same_weights(given: dict, expected: dict) -> None:
