@@ -200,7 +200,7 @@ def load_whole(model_class: type[nn.Module], folder, **kwargs) -> nn.Module:
 
 
 def tensors_in(folder) -> dict[str, torch.Tensor]:
-    """The tensors of all safetensors files in a folder, none of which stands in two."""
+    """Return the tensors of all safetensors files in a folder by name, and check that no file repeats one."""
     items = [item for path in sorted(folder.glob("*.safetensors")) for item in load_file(path).items()]
     assert len(dict(items)) == len(items)
     return dict(items)
