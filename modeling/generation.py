@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, PreTrainedConfig, ProcessorMixin
 
-from ._compat import CACHE_OF_A_PASS
+from ._compat import CACHE_ARGUMENT
 from .attention import rules_of
 from .moe import check_kernels
 
@@ -40,7 +40,7 @@ class Generation(GenerationMixin):
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         if "cache" in inputs:
-            inputs[CACHE_OF_A_PASS] = inputs.pop("cache")
+            inputs[CACHE_ARGUMENT] = inputs.pop("cache")
         return inputs
 
     def _prepare_cache_for_generation(
