@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from ...configuration.hub import MODULE_NAME, is_our_module
 from .._private_api import registered_conversions
-from ..parallel import is_sharded, is_shared, joined, sharded_adapter, size_of
+from ..parallel import is_shared, joined, sharded_adapter, size_of
 from .whole_folders import sync
 
 # Files and folders of jobs whose processes have each written their shards. transformers prefers them to other weights.
@@ -171,7 +171,7 @@ class AtomicSaveMixin(PreTrainedModel):
         if state_dict is not None:
             # transformers gathers the shards of a model, but not of a state dict. And it removes tensors from the
             # state dict that it has written, so it gets a copy.
-            state_dict = joined(state_dict) if is_sharded(state_dict.values()) else dict(state_dict)
+            state_dict = joined(state_dict)
         # transformers and peft read an adapter from one file.
         if self._hf_peft_config_loaded:
             max_shard_size = sys.maxsize
