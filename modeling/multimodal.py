@@ -178,7 +178,7 @@ class MultimodalModel(LlamoePreTrainedModel):
         features = features.flatten(0, 1) if isinstance(features, torch.Tensor) else torch.cat(list(features))
         if features.shape[-1] != inputs_embeds.shape[-1]:
             raise ValueError(
-                f"mm_encoder_outputs['image'] has features of size {features.shape[-1]}, but hidden_size is "
+                f"mm_encoder_outputs['image'] has features of size {features.shape[-1]}, but hidden_size = "
                 f"{inputs_embeds.shape[-1]}. Compute them by this model's get_image_features, or give pixel_values."
             )
         is_image = self._image_places(input_ids, inputs_embeds)
