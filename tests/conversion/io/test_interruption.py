@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from support.conversions import META_LLAMA_2, META_MAVERICK, looks_finished, sums
-from support.killed_conversions import kill_halfway
 from support.models import draw
-from support.progress import Progress, stops
+from support.progress import Progress, kill_halfway, stops
 from support.towers import open_clip_config, open_clip_tower, randomize, visual_state, write_open_clip
 from transformers import AutoModelForCausalLM
 

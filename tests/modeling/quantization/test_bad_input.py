@@ -27,7 +27,7 @@ STOCK = dict(
     "fields",
     [
         dict(weights="int3"), dict(weights=4), dict(group_size=48), dict(group_size=64.0),
-        dict(group_size="64"), dict(group_size=32, weights="int8"), dict(experts="yes"), dict(search=1),
+        dict(group_size="64"), dict(group_size=32, weights="int8"),
         dict(experts=False, linears=False), dict(modules_to_not_convert=3), dict(modules_to_not_convert=[""]),
         dict(bits=4), dict(quant_method="gptq"), dict(format_version=2), dict(format_version=True),
     ],
