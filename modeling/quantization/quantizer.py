@@ -90,7 +90,7 @@ class LlamoeQuantizer(PackedQuantizer):
         config = self.quantization_config
         if not any(map(is_ours, type(model).__mro__)):
             raise ConfigurationError(
-                f"{type(model).__name__} is no class of llamoe's, so its experts would not be quantized. Call "
+                f"{type(model).__name__} is transformers' own class, whose experts llamoe does not quantize. Call "
                 "llamoe.adopt() before from_pretrained: the Auto classes then return llamoe's classes."
             )
         if self.pre_quantized and (activations := current_loading().activations):
