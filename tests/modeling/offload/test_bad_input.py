@@ -81,11 +81,6 @@ DAMAGES = {
         lambda name, tensor: {},
         r"w3\.weight\.absmax is missing",
     ),
-    "of fewer codes": (
-        "model.layers.1.mlp.experts.3.w3.weight",
-        lambda name, tensor: {name: tensor[:-1]},
-        r"expert 3 of .*layers\.1\S*: weight has shape \[\d+\]",
-    ),
 }
 
 
