@@ -425,7 +425,7 @@ def test_weights_in_float8_are_held_in_16_bits(family, kind, tmp_path, caplog):
     model.save_pretrained(tmp_path / "saved")
     again = OURS[family].from_pretrained(tmp_path / "saved")
     assert torch.equal(logits(again), logits(model)) and not getattr(again, "is_quantized", False)
-    with pytest.raises(ValueError, match="quantize that folder"):
+    with pytest.raises(ValueError, match="quantize the saved folder"):
         load(published, family)
     assert OURS[family].from_pretrained(published.path, dtype=torch.float32).dtype == torch.float32
 
