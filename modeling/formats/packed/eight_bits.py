@@ -23,7 +23,8 @@ from .layout import Layout, Unpacked, unread
 
 logger = logging.get_logger("llamoe")
 
-STACKS = ("gate_up_proj", "down_proj")
+# How the names of codes end: of a linear layer, and of a stack of experts.
+_CODES = ("weight", "_proj")
 _BLOCKS = {"tensor": (0, 0), "channel": (1, 0)}
 
 
@@ -79,14 +80,14 @@ class EightBits(Layout):
 
     @property
     def stacked_scales(self) -> tuple[str, ...]:
-        return tuple(stack + self.in_stacks[1] for stack in STACKS)
+        return ("_proj" + self.in_stacks[1],)
 
     def holds(self, kind: str, dtype: str) -> bool:
-        is_codes = kind in ("weight", *STACKS) and dtype.startswith(self.dtype)
-        return is_codes or kind in (self.kinds[1], *self.stacked_scales)
+        is_codes = kind.endswith(_CODES) and dtype.startswith(self.dtype)
+        return is_codes or kind == self.kinds[1] or kind.endswith(self.stacked_scales)
 
     def nbytes_loaded(self, kind: str, nbytes: int) -> int:
-        return 2 * nbytes if kind in ("weight", *STACKS) else 0
+        return 2 * nbytes if kind.endswith(_CODES) else 0
 
     def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         scales = tuple(-(-size // each) if each else 1 for size, each in zip(sizes, self.block, strict=True))
@@ -147,7 +148,8 @@ def _is_block(block: Any) -> bool:
 
 
 def _warn(scheme: str) -> None:
-    logger.warning(
+    # A command may read one folder's config several times.
+    logger.warning_once(
         "The folder's weights in 8 bits are held in 16, and its scheme for activations (%s) is not applied: logits "
         "differ from those of programs that do.",
         scheme,
