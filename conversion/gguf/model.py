@@ -1,8 +1,9 @@
-"""Opens a GGUF file: its tensors under stock Hugging Face keys, its configuration and its tokenizer."""
+"""Open a GGUF file: its tensors under stock Hugging Face keys, its configuration and its tokenizer."""
 
 import re
 from collections import Counter
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 
 import torch
@@ -12,45 +13,49 @@ from ...configuration.base import LlamoeBaseConfig
 from ...configuration.errors import CheckpointError
 from ...modeling.quantization import names_in_16_bit
 from ..checkpoint import Checkpoint, check_model
-from ..consolidated import naming
-from ..io import Drop, LazyTensor, Operation, Row, Table, permute_pairs, read_through, sources_of, stack
-from .blocks import Blocks, Matrix
+from ..consolidated import Params, naming
+from ..io import Drop, Operation, PackedMatrix, Row, Table, permute_pairs, read_through, sources_of, stack
+from .blocks import PLAIN, GgufLayout
 from .configuration import read_config
-from .header import Tensor, read_header
+from .header import Tensor, read_header, without_part
 from .tokenizer import read_tokenizer
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16}
+_LAYOUT = GgufLayout()
 
 
-class _Linear(Operation):
-    """A linear layer; LLaMA's q and k rows are permuted from neighbouring pairs to rotated halves."""
+class _Matrix(Operation):
+    """A matrix or vector; LLaMA's q and k rows are permuted from neighbouring pairs to rotated halves."""
 
     def __init__(self, heads: str | None = None):
         self.heads = heads
 
-    def convert(self, tensors, sizes):
-        [tensor] = tensors
+    def forward(self, parts, axis, sizes):
+        tensor = stored = parts[0][0]
         if self.heads is not None and not sizes.rope_interleave:
-            heads = getattr(sizes, self.heads)
-            if isinstance(tensor, Blocks):
-                tensor = tensor.with_rows(lambda stored: permute_pairs(stored, heads, to_halves=True))
-            else:
-                tensor = permute_pairs(tensor, heads, to_halves=True)
-        return [Matrix([tensor]) if tensor.ndim == 2 else tensor]
+            stored = permute_pairs(tensor, getattr(sizes, self.heads), to_halves=True)
+        if tensor.ndim == 1:
+            return [stored.cast(sizes.dtype)]
+        return [PackedMatrix(_LAYOUT, [{tensor.kind: stored}], tensor.sizes, sizes.dtype)]
 
 
 class _Experts(Operation):
-    """A stack of experts; gate and up may be two tensors."""
+    """A stack of experts, in one file, or as matrices in a "file" for each expert (`_by_expert`).
 
-    def convert(self, tensors, sizes):
-        if {(tensor.ndim, *tensor.shape[:1]) for tensor in tensors} != {(3, sizes.num_local_experts)}:
-            raise CheckpointError(
-                f"{tensors[0].origin}: has shape {list(tensors[0].shape)}; expected: "
-                f"{sizes.num_local_experts} matrices."
-            )
-        is_input_first = isinstance(sizes, LlamoeTextConfig)
-        rows = range(sizes.num_local_experts)
-        return [stack([Matrix([tensor.row(i) for tensor in tensors], is_input_first) for i in rows])]
+    Gate and up may be two tensors.
+    """
+
+    def forward(self, parts, axis, sizes):
+        matrices = [
+            [{tensor.kind: tensor.row(number)} for tensor in files for number in range(tensor.shape[0])]
+            if files[0].ndim == 3
+            else [{tensor.kind: tensor} for tensor in files]
+            for files in parts
+        ]
+        shape, is_input_first = parts[0][0].sizes[-2:], isinstance(sizes, LlamoeTextConfig)
+        # `check_model` compares the number of experts with the configuration's.
+        experts = zip(*matrices, strict=False)
+        return [stack([PackedMatrix(_LAYOUT, each, shape, sizes.dtype, is_input_first) for each in experts])]
 
 
 # The first files of Mixtral have a tensor for each expert.
@@ -74,13 +79,13 @@ def _table(config: LlamoeBaseConfig) -> Table:
         "ffn_gate_inp": mlp + ("router" if is_llama4 else "gate"),
     }
     return (
-        Row("token_embd.weight", "model.embed_tokens.weight"),
-        Row("output_norm.weight", "model.norm.weight"),
-        Row("output.weight", "lm_head.weight"),
-        Row(f"{_BLK}attn_norm.weight", f"{_LAYER}input_layernorm.weight"),
-        Row(f"{_BLK}ffn_norm.weight", f"{_LAYER}post_attention_layernorm.weight"),
+        Row("token_embd.weight", "model.embed_tokens.weight", _Matrix()),
+        Row("output_norm.weight", "model.norm.weight", _Matrix()),
+        Row("output.weight", "lm_head.weight", _Matrix()),
+        Row(f"{_BLK}attn_norm.weight", f"{_LAYER}input_layernorm.weight", _Matrix()),
+        Row(f"{_BLK}ffn_norm.weight", f"{_LAYER}post_attention_layernorm.weight", _Matrix()),
         *(
-            Row(f"{_BLK}{name}.{kind}", f"{target}.{kind}", _Linear(_ROTATED.get(name)))
+            Row(f"{_BLK}{name}.{kind}", f"{target}.{kind}", _Matrix(_ROTATED.get(name)))
             for name, target in linears.items()
             for kind in ("weight", "bias")
         ),
@@ -111,31 +116,30 @@ def open_gguf(path: Path, *, companions: bool = True) -> Checkpoint:
     """
     if path.is_dir():
         files = sorted(file for file in path.glob("*.gguf") if not file.stem.startswith("mmproj"))
-        others = [
-            file.name for file in files[1:] if file.name.split("-00")[0] != files[0].name.split("-00")[0]
-        ]
-        if not files or others:
+        if len({without_part(file.name) for file in files}) != 1:
             raise CheckpointError(
                 f"{path}: has {len(files)} GGUF files; name the one to read, or the first part of it."
             )
         path = files[0]
-    params, stored, files = read_header(path)
+    keys, stored, files = read_header(path)
+    params = Params(keys, str(files[0]))
     with naming(params):
         config = read_config(params, stored)
     counts = Counter()
     for tensor in stored.values():
-        counts[tensor.kind.name] += tensor.numbers
-    config.dtype = _DTYPES.get(max(counts, key=counts.__getitem__), torch.bfloat16)
+        counts[tensor.kind] += prod(tensor.sizes)
+    types = counts.most_common()
+    config.dtype = _DTYPES.get(types[0][0], torch.bfloat16)
     table = _table(config)
-    tensors, dropped = read_through(table, [_with_stacks(stored, config.dtype)], config)
+    tensors, dropped = read_through(table, _by_expert(stored), config)
     tensors = check_model(config, tensors, str(path), lambda name: sources_of(table, name) or [name])
-    notes = [
-        f"types of blocks, by numbers: {', '.join(f'{kind} {count:,}' for kind, count in counts.most_common())}"
-    ]
+    notes = [f"types of blocks, by numbers: {', '.join(f'{kind} {count:,}' for kind, count in types)}"]
     written = read_tokenizer(params, config, notes) if companions else {}
     targets = {name: target for target in tensors for name in sources_of(table, target)}
     of_files = {name: targets.get(_SINGLE.sub(r"\1_exps.weight", name), "") for name in stored}
-    packed = {of_files[name].rpartition(".")[0] for name, tensor in stored.items() if not tensor.is_plain}
+    packed = {
+        of_files[name].rpartition(".")[0] for name, tensor in stored.items() if tensor.kind not in PLAIN
+    }
     linears = [*dict.fromkeys(target.rpartition(".")[0] for target in tensors if "_proj" in target)]
     return Checkpoint(
         path,
@@ -152,21 +156,16 @@ def open_gguf(path: Path, *, companions: bool = True) -> Checkpoint:
     )
 
 
-def _with_stacks(stored: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, LazyTensor]:
-    """View all tensors dequantized, and single experts as stacks."""
-    tensors: dict[str, LazyTensor] = {}
-    experts: dict[str, dict[int, Tensor]] = {}
+def _by_expert(stored: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Split tensors that hold one expert into a "file" for each expert, which has all other tensors, too.
+
+    Tensors of one expert get the names of stacks.
+    """
+    others: dict[str, Tensor] = {}
+    experts: dict[int, dict[str, Tensor]] = {}
     for name, tensor in stored.items():
         if match := _SINGLE.fullmatch(name):
-            experts.setdefault(f"{match[1]}_exps.weight", {})[int(match[2])] = tensor
+            experts.setdefault(int(match[2]), {})[f"{match[1]}_exps.weight"] = tensor
         else:
-            tensors[name] = tensor.read_as(dtype)
-    for name, group in experts.items():
-        ordered = [tensor for _, tensor in sorted(group.items())]
-        if len({(tensor.kind, tensor.shape) for tensor in ordered}) > 1 or max(group) >= len(group):
-            raise CheckpointError(
-                f"{ordered[0].origin}: another expert's tensor is missing, or of another type or shape."
-            )
-        whole = stack(ordered)
-        tensors[name] = whole.cast(dtype) if ordered[0].is_plain else Blocks(whole, ordered[0].kind, dtype)
-    return tensors
+            others[name] = tensor
+    return [{**others, **experts[number]} for number in sorted(experts)] or [others]

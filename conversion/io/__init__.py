@@ -1,6 +1,6 @@
 """Checkpoint files: tensors that are read when needed, and folders that are written block by block.
 
-Reading order: lazy_tensor, operations, name_table, plan, read_files, preallocated_files,
+Reading order: lazy_tensor, packed_matrix, operations, name_table, plan, read_files, preallocated_files,
 write_checkpoint, write_options.
 """
 
@@ -8,6 +8,7 @@ from ...configuration.json_files import read_json
 from .lazy_tensor import Computed, LazyTensor, blocks, check_alike, dtype_name, join, stack
 from .name_table import Drop, Row, Table, read_through, sources_of, write_through
 from .operations import KEEP, TRANSPOSED, FusedRows, Operation, are_equal, one_of, permute_pairs, split
+from .packed_matrix import PackedMatrix
 from .plan import Plan, Progress, split_shards
 from .read_files import FileTensor, check_sums, open_weights, read_bytes, same_place
 from .write_checkpoint import check_apart, check_finite, check_target, write

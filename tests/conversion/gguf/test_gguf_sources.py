@@ -221,9 +221,9 @@ def spoil(tensors):
 
 REFUSED = {
     "another architecture": (dict(keys={"general.architecture": "qwen3"}), "general.architecture = 'qwen3'"),
-    "an unknown key": (dict(keys={"llama.attention.logit_scale": 3}), "llama.attention.logit_scale = 3 is not known"),
-    "another size of heads": (dict(keys={"llama.rope.dimension_count": 24}), "llama.rope.dimension_count = 24"),
-    "an unknown scaling": (dict(keys={"llama.rope.scaling.type": "ntk"}), "llama.rope.scaling.type = 'ntk'"),
+    "an unknown key": (dict(keys={"llama.attention.logit_scale": 3}), "llama.attention.logit_scale = 3 is not read"),
+    "another size of heads": (dict(keys={"llama.rope.dimension_count": 24}), "rope.dimension_count = 24"),
+    "an unknown scaling": (dict(keys={"llama.rope.scaling.type": "ntk"}), "rope.scaling.type = 'ntk'"),
     "a tensor missing": (dict(change=drop("blk.1.attn_q.weight")), "blk.1.attn_q.weight missing"),
     "another shape": (dict(change=shorten("blk.0.ffn_gate_exps.weight")), "blk.0.ffn_gate_exps.weight"),
     "no embedding": (dict(change=drop("token_embd.weight")), "token_embd.weight missing"),
@@ -257,8 +257,6 @@ def test_a_file_cut_short_is_refused_whatever_is_lost(share, tmp_path):
     file.path.write_bytes(content[: int(share * len(content))])
     with pytest.raises(ValueError, match=r"model\.gguf: .*(cut short|is no GGUF file)") as caught:
         convert(file.path, tmp_path / "target")
-    if share == 0.5:
-        assert "blk." in str(caught.value)
     assert "\n" not in str(caught.value) and not (tmp_path / "target").exists()
 
 
