@@ -10,92 +10,25 @@ import torch
 
 from ...configuration import LlamoeTextConfig
 from ...configuration.base import LlamoeBaseConfig
+from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
+from ...modeling.moe import PARTS_OF_STACKS
 from ...modeling.quantization import names_in_16_bit
-from ..checkpoint import Checkpoint, check_model
+from ..checkpoint import Checkpoint, check_model, expected_shapes
 from ..consolidated import Params, naming
-from ..io import Drop, Operation, PackedMatrix, Row, Table, permute_pairs, read_through, sources_of, stack
-from .blocks import PLAIN, GgufLayout
+from ..io import LazyTensor, PackedMatrix, permute_pairs, stack
+from .blocks import PLAIN, GgufLayout, library
 from .configuration import read_config
 from .header import Tensor, read_header, without_part
 from .tokenizer import read_tokenizer
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16}
 _LAYOUT = GgufLayout()
-
-
-class _Matrix(Operation):
-    """A matrix or vector; LLaMA's q and k rows are permuted from neighbouring pairs to rotated halves."""
-
-    def __init__(self, heads: str | None = None):
-        self.heads = heads
-
-    def forward(self, parts, axis, sizes):
-        tensor = stored = parts[0][0]
-        if self.heads is not None and not sizes.rope_interleave:
-            stored = permute_pairs(tensor, getattr(sizes, self.heads), to_halves=True)
-        if tensor.ndim == 1:
-            return [stored.cast(sizes.dtype)]
-        return [PackedMatrix(_LAYOUT, [{tensor.kind: stored}], tensor.sizes, sizes.dtype)]
-
-
-class _Experts(Operation):
-    """A stack of experts, in one file, or as matrices in a "file" for each expert (`_by_expert`).
-
-    Gate and up may be two tensors.
-    """
-
-    def forward(self, parts, axis, sizes):
-        matrices = [
-            [{tensor.kind: tensor.row(number)} for tensor in files for number in range(tensor.shape[0])]
-            if files[0].ndim == 3
-            else [{tensor.kind: tensor} for tensor in files]
-            for files in parts
-        ]
-        shape, is_input_first = parts[0][0].sizes[-2:], isinstance(sizes, LlamoeTextConfig)
-        # `check_model` compares the number of experts with the configuration's.
-        experts = zip(*matrices, strict=False)
-        return [stack([PackedMatrix(_LAYOUT, each, shape, sizes.dtype, is_input_first) for each in experts])]
-
-
-# The first files of Mixtral have a tensor for each expert.
+_FACTORS = "rope_freqs.weight"
+# The first files of Mixtral have a tensor for each expert, others a stack.
 _SINGLE = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.weight")
-_BLK, _LAYER = "blk.{i}.", "model.layers.{i}."
-_ROTATED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
-
-
-def _table(config: LlamoeBaseConfig) -> Table:
-    """Return the names of an architecture's tensors; a feed-forward is `mlp`, or `feed_forward` in Llama 4."""
-    is_llama4 = isinstance(config, LlamoeTextConfig)
-    mlp = _LAYER + ("feed_forward." if is_llama4 else "mlp.")
-    experts = f"{mlp}experts."
-    linears = {
-        "attn_q": f"{_LAYER}self_attn.q_proj",
-        "attn_k": f"{_LAYER}self_attn.k_proj",
-        "attn_v": f"{_LAYER}self_attn.v_proj",
-        "attn_output": f"{_LAYER}self_attn.o_proj",
-        **{f"ffn_{part}": f"{mlp}{part}_proj" for part in ("gate", "up", "down")},
-        **{f"ffn_{part}_shexp": f"{mlp}shared_expert.{part}_proj" for part in ("gate", "up", "down")},
-        "ffn_gate_inp": mlp + ("router" if is_llama4 else "gate"),
-    }
-    return (
-        Row("token_embd.weight", "model.embed_tokens.weight", _Matrix()),
-        Row("output_norm.weight", "model.norm.weight", _Matrix()),
-        Row("output.weight", "lm_head.weight", _Matrix()),
-        Row(f"{_BLK}attn_norm.weight", f"{_LAYER}input_layernorm.weight", _Matrix()),
-        Row(f"{_BLK}ffn_norm.weight", f"{_LAYER}post_attention_layernorm.weight", _Matrix()),
-        *(
-            Row(f"{_BLK}{name}.{kind}", f"{target}.{kind}", _Matrix(_ROTATED.get(name)))
-            for name, target in linears.items()
-            for kind in ("weight", "bias")
-        ),
-        Row(
-            (f"{_BLK}ffn_gate_exps.weight", f"{_BLK}ffn_up_exps.weight"), f"{experts}gate_up_proj", _Experts()
-        ),
-        Row(f"{_BLK}ffn_gate_up_exps.weight", f"{experts}gate_up_proj", _Experts()),
-        Row(f"{_BLK}ffn_down_exps.weight", f"{experts}down_proj", _Experts()),
-        Drop("rope_freqs.weight", "is in the configuration, as rope_parameters"),
-    )
+# Fields with the number of heads, by projections whose rows LLaMA's files have in another order.
+_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
 def is_gguf(path: Path) -> bool:
@@ -130,42 +63,82 @@ def open_gguf(path: Path, *, companions: bool = True) -> Checkpoint:
         counts[tensor.kind] += prod(tensor.sizes)
     types = counts.most_common()
     config.dtype = _DTYPES.get(types[0][0], torch.bfloat16)
-    table = _table(config)
-    tensors, dropped = read_through(table, _by_expert(stored), config)
-    tensors = check_model(config, tensors, str(path), lambda name: sources_of(table, name) or [name])
+    sources = _sources(config, stored, path)
+    tensors = {key: _convert(key, parts, config) for key, parts in sources.items()}
     notes = [f"types of blocks, by numbers: {', '.join(f'{kind} {count:,}' for kind, count in types)}"]
     written = read_tokenizer(params, config, notes) if companions else {}
-    targets = {name: target for target in tensors for name in sources_of(table, target)}
-    of_files = {name: targets.get(_SINGLE.sub(r"\1_exps.weight", name), "") for name in stored}
-    packed = {
-        of_files[name].rpartition(".")[0] for name, tensor in stored.items() if tensor.kind not in PLAIN
-    }
-    linears = [*dict.fromkeys(target.rpartition(".")[0] for target in tensors if "_proj" in target)]
+    in_files = {key: [tensor for part in parts for tensor in part] for key, parts in sources.items()}
+    modules = {key: key.rpartition(".")[0] for key in in_files if "_proj" in key}
+    packed = {modules[key] for key in modules if any(tensor.kind not in PLAIN for tensor in in_files[key])}
     return Checkpoint(
         path,
         "gguf",
         config,
-        tensors,
-        dropped,
+        check_model(config, tensors, str(path)),
+        dict.fromkeys(stored.keys() & {_FACTORS}, "is in the configuration, as rope_parameters"),
         written,
         files,
         notes,
-        # `inspect` finds a tensor's part of the model by its Hugging Face name, and shows its name in the file.
-        stored={f"{of_files[name]} {name}": tensor for name, tensor in stored.items()},
-        in_16_bit=names_in_16_bit(linears, packed.intersection(linears)) if packed else (),
+        # `inspect` finds a tensor's part of the model by its Hugging Face name.
+        stored={f"{key} {tensor.origin}": tensor for key, parts in in_files.items() for tensor in parts},
+        in_16_bit=names_in_16_bit(modules.values(), packed) if packed else (),
     )
 
 
-def _by_expert(stored: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Split tensors that hold one expert into a "file" for each expert, which has all other tensors, too.
+def _sources(
+    config: LlamoeBaseConfig, stored: Mapping[str, Tensor], path: Path
+) -> dict[str, list[list[Tensor]]]:
+    """Return the tensors of each weight of the model, by its Hugging Face key.
 
-    Tensors of one expert get the names of stacks.
+    Experts' gate and up are two tensors; where files have a tensor for each expert, these take the place of one.
+
+    Raises:
+        CheckpointError: a tensor is missing, or belongs to no weight.
     """
-    others: dict[str, Tensor] = {}
-    experts: dict[int, dict[str, Tensor]] = {}
+    gguf, groups = library(path), {}
     for name, tensor in stored.items():
-        if match := _SINGLE.fullmatch(name):
-            experts.setdefault(int(match[2]), {})[f"{match[1]}_exps.weight"] = tensor
-        else:
-            others[name] = tensor
-    return [{**others, **experts[number]} for number in sorted(experts)] or [others]
+        match = _SINGLE.fullmatch(name)
+        stacked, number = (f"{match[1]}_exps.weight", int(match[2])) if match else (name, 0)
+        groups.setdefault(stacked, {})[number] = tensor
+    architecture = gguf.MODEL_ARCH.LLAMA4 if isinstance(config, LlamoeTextConfig) else gguf.MODEL_ARCH.LLAMA
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    sources, missing = {}, []
+    for key in expected_shapes(config, str(path)):
+        module, _, name = key.rpartition(".")
+        is_stack = module.endswith(".experts")
+        parts = [f"{module}.{part}.weight" for part in PARTS_OF_STACKS[True][name]] if is_stack else [key]
+        names_in_file = [names.get_name(part, (".weight", ".bias")) for part in parts]
+        missing += [name for name in names_in_file if name not in groups]
+        found = [groups.pop(name, {}) for name in names_in_file]
+        sources[key] = [[group[number] for number in sorted(group)] for group in found]
+    if missing:
+        raise CheckpointError(f"{path}: {listed(missing)} missing; the checkpoint is not whole.")
+    if unknown := sorted(groups.keys() - {_FACTORS}):
+        raise CheckpointError(
+            f"{path}: unknown tensor {listed(unknown)}: the checkpoint is of another architecture, or was changed."
+        )
+    return sources
+
+
+def _convert(key: str, parts: list[list[Tensor]], config: LlamoeBaseConfig) -> LazyTensor:
+    """View a weight dequantized, from its tensors, in the model's order of axes and rows."""
+    first, module = parts[0][0], key.rpartition(".")[0]
+    if module.endswith(".experts"):
+        experts = [
+            [{tensor.kind: tensor.row(number)} for tensor in tensors for number in range(tensor.shape[0])]
+            if first.ndim == 3
+            else [{tensor.kind: tensor} for tensor in tensors]
+            for tensors in parts
+        ]
+        # `check_model` compares the number of experts with the configuration's.
+        matrices = zip(*experts, strict=False)
+        sizes, is_input_first = first.sizes[-2:], isinstance(config, LlamoeTextConfig)
+        return stack([PackedMatrix(_LAYOUT, each, sizes, config.dtype, is_input_first) for each in matrices])
+    rows: LazyTensor = first
+    heads = _HEADS.get(module.rpartition(".")[2])
+    if heads and not config.rope_interleave:
+        # From neighbouring pairs to rotated halves.
+        rows = permute_pairs(first, getattr(config, heads), to_halves=True)
+    if first.ndim == 1:
+        return rows.cast(config.dtype)
+    return PackedMatrix(_LAYOUT, [{first.kind: rows}], first.sizes, config.dtype)
