@@ -114,8 +114,13 @@ class _Read(ConversionOps):
         scales = stacked[layout.in_stacks[1]]
         whole = torch.empty(experts.stack_shape(name), dtype=experts.dtype)
         for number, matrix in enumerate(whole):
-            parts = [each[number] for each in codes]
-            matrix.copy_(layout.weight_in_stack(parts, scales[number], experts.is_transposed))
+            # torch joins no float8.
+            joined = torch.cat([tensors[number].view(torch.uint8) for tensors in codes])
+            pair = [joined.view(codes[0][number].dtype), scales[number]]
+            # Layouts have `[out, in]`.
+            pair = [tensor.T for tensor in pair] if experts.is_transposed else pair
+            weight = layout.weight_of(dict(zip(layout.kinds, pair, strict=True)), experts.sizes_of(name))
+            matrix.copy_(weight.T if experts.is_transposed else weight)
         return whole
 
 

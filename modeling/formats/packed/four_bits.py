@@ -11,12 +11,13 @@ import torch
 
 from ....configuration.quantization import GROUP_SIZES
 from ..format import Sizes
-from .eight_bits import EightBits
+from .eight_bits import eight_bits
 from .layout import Layout, Unpacked, unread
 
 # Position in AWQ's words of each of eight outputs.
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-_IN_ORDER = tuple(range(8))
+_AWQ_POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)
+# The fields of compressed-tensors' `weights` that say what the numbers mean.
+_FIELDS = ("type", "num_bits", "symmetric", "strategy", "group_size", "block_structure")
 _ONES = 0x11111111
 
 
@@ -98,7 +99,8 @@ class Awq(Layout):
         return {"qweight": (num_in, words), "qzeros": (groups, words), "scales": (groups, num_out)}
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        codes, zero = (_nibbles(tensors[kind], _AWQ_PLACES).T for kind in ("qweight", "qzeros"))
+        nibbles = (_nibbles(tensors[kind]) for kind in ("qweight", "qzeros"))
+        codes, zero = (part.unflatten(1, (-1, 8))[..., _AWQ_POSITIONS].flatten(1).T for part in nibbles)
         return Unpacked(codes, tensors["scales"].T, zero)
 
 
@@ -109,38 +111,30 @@ def compressed_tensors(config: Mapping[str, Any]) -> Layout:
         ConfigurationError: weights of other bits or kinds, several kinds, or quantized activations beside 4 bits.
     """
     groups = config.get("config_groups") or {}
-    kinds = [group.get("weights") or {} for group in groups.values()]
-    fields = ("type", "num_bits", "symmetric", "strategy", "group_size", "block_structure")
-    if not kinds or any(kind.get(field) != kinds[0].get(field) for kind in kinds for field in fields):
+    schemes = [
+        {field: (group.get("weights") or {}).get(field) for field in _FIELDS} for group in groups.values()
+    ]
+    if not schemes or any(scheme != schemes[0] for scheme in schemes):
         raise unread("config_groups", sorted(groups), "one kind of weights")
     # Transforms rotate the activations, so without them the layers' weights would be wrong.
     if transforms := (config.get("transform_config") or {}).get("config_groups"):
         raise unread("transform_config", sorted(transforms), "a model without transforms")
-    scheme = kinds[0]
-    activations = [
-        group.get(f"{side}_activations") for group in groups.values() for side in ("input", "output")
-    ]
+    scheme, names = schemes[0], ("input_activations", "output_activations")
+    activations = next((group[name] for group in groups.values() for name in names if group.get(name)), None)
     formats = {group.get("format") or config.get("format") for group in groups.values()}
     if formats <= {"float-quantized", "int-quantized"}:
-        return EightBits.from_scheme(scheme, activations[0])
+        return eight_bits(scheme, activations)
     if formats != {"pack-quantized"}:
-        known = "'pack-quantized', 'float-quantized' or 'int-quantized'"
-        raise unread("format", config.get("format"), known)
-    if any(activations):
-        raise unread(
-            "config_groups: input_activations or output_activations",
-            activations,
-            "a model that quantizes weights alone",
-        )
-    kind = scheme.get("type", "int"), scheme.get("num_bits")
-    if kind != ("int", 4):
-        raise unread("config_groups: weights of type and num_bits", kind, "('int', 4)")
-    size, strategy = scheme.get("group_size"), scheme.get("strategy")
-    strategy = strategy or ("channel" if size in (None, -1) else "group")
-    if strategy not in ("group", "channel"):
-        raise unread("config_groups: weights.strategy", strategy, "'group' or 'channel'")
+        expected = "'pack-quantized', 'float-quantized' or 'int-quantized'"
+        raise unread("format", config.get("format"), expected)
+    if activations:
+        raise unread("config_groups: input_activations", activations, "a model that quantizes weights alone")
+    size, strategy = scheme["group_size"], scheme["strategy"]
+    bits = scheme["type"] or "int", scheme["num_bits"]
+    if bits != ("int", 4) or strategy not in (None, "group", "channel"):
+        raise unread("config_groups: weights", scheme, "4 bits of type 'int' by 'group' or 'channel'")
     return CompressedTensors(
-        _group_size(None if strategy == "channel" else size), scheme.get("symmetric", True)
+        _group_size(None if strategy == "channel" else size), scheme["symmetric"] is not False
     )
 
 
@@ -181,8 +175,8 @@ def awq(config: Mapping[str, Any]) -> Awq:
 def _group_size(size: Any) -> int | None:
     """Return the group size if int4 supports it; None for one scale per output, which configs write as -1."""
     if size not in (None, -1, *GROUP_SIZES):
-        known = ", ".join(map(str, GROUP_SIZES))
-        raise unread("group_size", size, f"one of {known}, or -1 for one scale an output,")
+        sizes = ", ".join(map(str, GROUP_SIZES))
+        raise unread("group_size", size, f"one of {sizes}, or -1 for one scale an output,")
     return None if size == -1 else size
 
 
@@ -190,8 +184,7 @@ def _words(codes: int) -> int:
     return -(-codes // 8)
 
 
-def _nibbles(words: torch.Tensor, places: tuple[int, ...] = _IN_ORDER) -> torch.Tensor:
+def _nibbles(words: torch.Tensor) -> torch.Tensor:
     """Unpack eight codes from each 32-bit word, lowest bits first: `[n, w]` int32 to `[n, 8 w]` uint8."""
     bytes_ = words.contiguous().view(torch.uint8)
-    codes = torch.stack((bytes_ & 15, bytes_ >> 4), -1).view(len(words), -1, 8)
-    return (codes if places == _IN_ORDER else codes[..., places]).flatten(1)
+    return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(1)

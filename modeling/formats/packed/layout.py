@@ -25,10 +25,10 @@ class Unpacked(NamedTuple):
     """A matrix whose values are (code − zero) × scale.
 
     Attributes:
-        codes: `[O, I]` uint8, 0 to 15.
+        codes: `[O, I]`, of 4 bits as uint8.
         scale: `[O, G]`.
-        zero: `[O, G]` uint8, the code of value 0.
-        group_of_input: `[I]`, the group of each input; None if groups are consecutive inputs.
+        zero: `[O, G]`, the code of value 0.
+        group_of_input: `[I]`, the group of each input; None if each group is consecutive inputs.
     """
 
     codes: torch.Tensor
@@ -40,10 +40,12 @@ class Unpacked(NamedTuple):
 class Layout(ABC):
     """The layout in which a folder stores the matrices of linear layers, including those of single experts.
 
+    A matrix is several tensors. The last part of a tensor's name is its kind, such as "weight_scale".
+
     Attributes:
         group_size: inputs that share a scale; None for one scale an output.
         method: the `quant_method` in config.json.
-        kinds: the last parts of all names that a matrix's tensors may have; the first is that of the codes.
+        kinds: all kinds that a matrix's tensors may have; the first is that of the codes.
         in_stacks: what follows a stack's name in the names of its codes and scales; empty if files have no stacks.
         is_int4: int4 can hold the codes.
     """
@@ -60,11 +62,11 @@ class Layout(ABC):
 
     @property
     def stacked_scales(self) -> tuple[str, ...]:
-        """Ends of the names of scales of all experts together, beside which no expert can be read alone."""
+        """Ends of the names of tensors with all experts' scales; beside them no expert can be read alone."""
         return ()
 
     def nbytes_loaded(self, kind: str, nbytes: int) -> int:
-        """Return the bytes in the loaded model of a tensor that this layout holds, of `nbytes` in its file."""
+        """Return the bytes that a packed tensor of `nbytes` in its file takes in the loaded model."""
         if kind != self.kinds[0]:
             # Scales and zero points are counted with the codes.
             return 0
@@ -73,7 +75,7 @@ class Layout(ABC):
 
     @abstractmethod
     def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a matrix's tensors, by kind."""
+        """Return the shapes of the tensors that a matrix of these sizes must have, by kind."""
 
     @abstractmethod
     def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
@@ -95,14 +97,15 @@ class Layout(ABC):
         weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
         # Take a few outputs at a time, since float32 needs a lot of memory.
         step = max(_WEIGHTS_AT_ONCE // num_in, 1)
-        for part, *some in zip(*(each.split(step) for each in (weight, codes, zero, scale)), strict=True):
-            values, zeros, scales = (each.float() for each in some)
-            part.copy_((values - zeros[:, groups]) * scales[:, groups])
+        rows = zip(*(tensor.split(step) for tensor in (weight, codes, zero, scale)), strict=True)
+        for target, *operands in rows:
+            values, zeros, scales = (tensor.float() for tensor in operands)
+            target.copy_((values - zeros[:, groups]) * scales[:, groups])
         return weight
 
     def parts_of(
         self, matrices: Sequence[Mapping[str, torch.Tensor]], sizes: Sizes, form: Format
-    ) -> list[torch.Tensor]:
+    ) -> list[torch.Tensor] | None:
         """Convert matrices to int4's parts: the codes are kept, scales and offsets are rounded to bfloat16.
 
         A scale per output is repeated for each of int4's groups. If groups are not consecutive inputs, which int4
@@ -112,16 +115,20 @@ class Layout(ABC):
             matrices: one matrix, or an expert's gate and up, which become one; each as tensors by kind.
             sizes: of each.
             form: int4 with the layout's groups.
+
+        Returns:
+            None if `form` cannot hold the codes.
         """
-        assert isinstance(form, Int4), form.key
+        if not (self.is_int4 and isinstance(form, Int4)):
+            return None
         unpacked = [self.unpack(tensors, sizes) for tensors in matrices]
-        if any(each.group_of_input is not None for each in unpacked):
+        if any(matrix.group_of_input is not None for matrix in unpacked):
             logger.warning_once(
                 "Weights whose groups are not of neighbouring inputs (desc_act) are quantized anew, which loses some "
                 "of their precision: int4 has no such groups."
             )
-            return form.quantize(torch.cat([self._weight_of(each) for each in unpacked]))
-        codes, scale, zero = (torch.cat(each) for each in list(zip(*unpacked, strict=True))[:3])
+            return form.quantize(torch.cat([self._weight_of(matrix) for matrix in unpacked]))
+        codes, scale, zero = (torch.cat(part) for part in list(zip(*unpacked, strict=True))[:3])
         return int4_of(codes, scale.float(), scale.float() * (8 - zero.float()), form)
 
     def num_groups(self, num_in: int) -> int:
@@ -129,7 +136,7 @@ class Layout(ABC):
         return 1 if self.group_size is None else -(-num_in // self.group_size)
 
     def _groups_out_of_order(self, groups: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the group of each input, `[I]`; None if groups are consecutive inputs or not stored."""
+        """Return the group of each input, `[I]`; None if each group is consecutive inputs, or groups are not stored."""
         if groups is None or self.group_size is None or (groups < 0).all():
             return None
         in_order = torch.arange(len(groups), device=groups.device) // self.group_size
@@ -142,13 +149,13 @@ def int4_of(codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, form
     num_groups = 2 * half // form.group_size
     # Any code will do as padding: it is multiplied by inputs of 0.
     codes = F.pad(codes, (0, 2 * half - codes.shape[1]), value=8)
-    scale, offset = (each.expand(-1, num_groups) for each in (scale, offset))
+    scale, offset = (tensor.expand(-1, num_groups) for tensor in (scale, offset))
     return [pack(codes.contiguous()), torch.stack((scale.T, offset.T), -1).to(torch.bfloat16)]
 
 
-def unread(key: str, value: Any, known: str) -> ConfigurationError:
+def unread(key: str, value: Any, expected: str) -> ConfigurationError:
     """Return the error for an unsupported value in `quantization_config`."""
     return ConfigurationError(
-        f"config.json: quantization_config.{key} is {value!r}, where {known} is read. Load the model that this one was "
-        "made of, if memory is short with quantization_config=llamoe.QuantizationConfig('int4')."
+        f"config.json: quantization_config.{key} is {value!r}, where {expected} is read. Load the model that this one "
+        "was made of, if memory is short with quantization_config=llamoe.QuantizationConfig('int4')."
     )
