@@ -47,11 +47,6 @@ class Tensor(FileTensor):
         return self.kind
 
 
-def without_part(name: str) -> str:
-    """Return a file's name without what numbers it as a part."""
-    return _PART.sub("", name)
-
-
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[Path]]:
     """Read the header of a file, and of the other parts of a split one.
 
@@ -65,7 +60,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[Pat
     count = keys.get("split.count", 1)
     if count < 2:
         return keys, tensors, [path]
-    stem = without_part(path.name)
+    stem = _PART.sub("", path.name)
     files = [path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
     if missing := [file.name for file in files if not file.is_file()]:
         raise CheckpointError(f"{path}: split.count is {count}, and {listed(missing)} missing beside it.")

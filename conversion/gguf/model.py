@@ -19,7 +19,7 @@ from ..consolidated import Params, naming
 from ..io import LazyTensor, PackedMatrix, permute_pairs, stack
 from .blocks import PLAIN, GgufLayout, library
 from .configuration import read_config
-from .header import Tensor, read_header, without_part
+from .header import Tensor, read_header
 from .tokenizer import read_tokenizer
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16}
@@ -31,29 +31,15 @@ _SINGLE = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.weight")
 _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
-def is_gguf(path: Path) -> bool:
-    """Return whether a path is a GGUF file, or a folder with some and without config.json."""
-    if path.is_dir():
-        return not (path / "config.json").is_file() and any(path.glob("*.gguf"))
-    return path.suffix == ".gguf"
-
-
 def open_gguf(path: Path, *, companions: bool = True) -> Checkpoint:
-    """Open a GGUF file, one of the parts of a split one, or a folder with one; see `open_checkpoint`.
+    """Open a GGUF file, or all parts of a split one, of which any is given; see `open_checkpoint`.
 
-    Numbers are read in float32 or float16 where most are stored so, else in bfloat16.
+    The weights' dtype is float32 or float16 if most numbers are stored so, else bfloat16.
 
     Raises:
         CheckpointError: a file is missing or damaged, or of another architecture; tensors are missing, unknown, or
             contradict the keys.
     """
-    if path.is_dir():
-        files = sorted(file for file in path.glob("*.gguf") if not file.stem.startswith("mmproj"))
-        if len({without_part(file.name) for file in files}) != 1:
-            raise CheckpointError(
-                f"{path}: has {len(files)} GGUF files; name the one to read, or the first part of it."
-            )
-        path = files[0]
     keys, stored, files = read_header(path)
     params = Params(keys, str(files[0]))
     with naming(params):
@@ -61,11 +47,10 @@ def open_gguf(path: Path, *, companions: bool = True) -> Checkpoint:
     counts = Counter()
     for tensor in stored.values():
         counts[tensor.kind] += prod(tensor.sizes)
-    types = counts.most_common()
-    config.dtype = _DTYPES.get(types[0][0], torch.bfloat16)
+    config.dtype = _DTYPES.get(max(counts, key=counts.__getitem__), torch.bfloat16)
     sources = _sources(config, stored, path)
     tensors = {key: _convert(key, parts, config) for key, parts in sources.items()}
-    notes = [f"types of blocks, by numbers: {', '.join(f'{kind} {count:,}' for kind, count in types)}"]
+    notes: list[str] = []
     written = read_tokenizer(params, config, notes) if companions else {}
     in_files = {key: [tensor for part in parts for tensor in part] for key, parts in sources.items()}
     modules = {key: key.rpartition(".")[0] for key in in_files if "_proj" in key}

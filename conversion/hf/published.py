@@ -78,11 +78,13 @@ def _experts(
     experts, stacked = by_expert(packed), of_stack(packed)
     if not stacked:
         return experts
-    codes, scales = (name + suffix for suffix in layout.in_stacks)
+    names = {name + suffix: kind for suffix, kind in zip(layout.in_stacks, layout.kinds, strict=True)}
     joined = []
     for number in range(module.num_experts):
-        parts = [linear["weight"] for linear in experts[number]] if experts else [stacked[codes].row(number)]
-        pair = [join(parts, 0), stacked[scales].row(number)]
-        pair = [tensor.transpose() for tensor in pair] if module.is_transposed else pair
-        joined.append([dict(zip(layout.kinds, pair, strict=True))])
+        tensors = {names[name]: tensor.row(number) for name, tensor in stacked.items()}
+        if module.is_transposed:
+            tensors = {kind: tensor.transpose() for kind, tensor in tensors.items()}
+        if experts:
+            tensors["weight"] = join([linear["weight"] for linear in experts[number]], 0)
+        joined.append([tensors])
     return joined

@@ -1,10 +1,12 @@
 """A lazy tensor over matrices that another program has packed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from ...configuration.errors import CheckpointError
 from ...modeling.formats import Format
 from .lazy_tensor import LazyTensor
 
@@ -37,15 +39,25 @@ class PackedMatrix(LazyTensor):
 
     def packed_as(self, form: Format) -> list[torch.Tensor] | None:
         """Return the parts of a format with the same codes; None if the format cannot hold the codes."""
-        return self._layout.parts_of(self._tensors(), self._sizes, form)
+        with self._naming():
+            return self._layout.parts_of(self._tensors(), self._sizes, form)
 
     def _tensors(self) -> list[dict[str, torch.Tensor]]:
         return [{kind: tensor.read() for kind, tensor in kinds.items()} for kinds in self._linears]
 
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Name the file and a tensor in the errors of the layout."""
+        try:
+            yield
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.origin}: {error}") from error
+
     def _read(self, start, stop):
-        weights = [
-            self._layout.weight_of(tensors, self._sizes, self.dtype).to(self.dtype)
-            for tensors in self._tensors()
-        ]
+        with self._naming():
+            weights = [
+                self._layout.weight_of(tensors, self._sizes, self.dtype).to(self.dtype)
+                for tensors in self._tensors()
+            ]
         matrix = weights[0] if len(weights) == 1 else torch.cat(weights)
         return (matrix.T if self._is_input_first else matrix)[start:stop]

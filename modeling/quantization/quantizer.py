@@ -26,7 +26,7 @@ from ..layers import Linear
 from ..moe import Experts
 from .packed import QuantizedExperts, QuantizedLinear, packed_modules
 from .packed_quantizer import PackedQuantizer
-from .published import Matrices, find_packed, follow_files, warn_of_unpacked
+from .published import Matrices, find_packed, follow_files
 
 # Prefixes of layer names in classes with a head and in multimodal classes.
 _PREFIX = re.compile(r"^(language_model\\?\.)?(model\\?\.)?(?=layers\\?\.)")
@@ -109,7 +109,6 @@ class LlamoeQuantizer(PackedQuantizer):
                 # After dequantization the model is plain: transformers removes its config and quantizer.
                 config.dequantize = True  # pyright: ignore[reportAttributeAccessIssue]
                 return
-            warn_of_unpacked(candidates, matrices)
         form = format_for(config)
         for name, module in candidates.items():
             if is_kept(name, config.modules_to_not_convert or ()):

@@ -4,7 +4,7 @@ The loader collects the tensors of a linear layer, or of the layers of all exper
 them to the parts of a packed module, or, for a plain module, to the plain weight. The folder's layout does it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -78,7 +78,13 @@ class _Read(ConversionOps):
             for suffix in self.layout.in_stacks
             if self.target + suffix in input_dict
         }:
-            return {full_layer_name: self._of_stacks(module, name, input_dict, stacked)}
+            if set(stacked) == {""} and stacked[""].dtype.itemsize > 1:
+                # The stack is plain.
+                return {full_layer_name: stacked[""]}
+            sizes, matrices = (
+                module.sizes_of(name),
+                _from_stacks(self.layout, module, name, input_dict, stacked),
+            )
         else:
             sizes, kinds_of_parts = shape_of_one(module, name), _parts_of_experts(module, name, input_dict)
             matrices = (
@@ -94,34 +100,26 @@ class _Read(ConversionOps):
             matrix.copy_(torch.cat([self.layout.weight_of(tensors, sizes) for tensors in layers]))
         return {full_layer_name: whole}
 
-    def _of_stacks(
-        self,
-        experts: Any,
-        name: str,
-        found: Mapping[str, list[torch.Tensor]],
-        stacked: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        """Return a stack in 16 bits from scales of all experts together; the codes may be those of single experts."""
-        if set(stacked) == {""}:
-            # Without scales the stack is plain.
-            return stacked[""]
-        if "" in stacked:
-            codes: list[Any] = [stacked[""]]
-        else:
-            codes = [kinds["weight"] for kinds in _parts_of_experts(experts, name, found)]
-        # Only layouts whose files have stacks come here.
-        layout: Any = self.layout
-        scales = stacked[layout.in_stacks[1]]
-        whole = torch.empty(experts.stack_shape(name), dtype=experts.dtype)
-        for number, matrix in enumerate(whole):
+
+def _from_stacks(
+    layout: Any,
+    experts: Any,
+    name: str,
+    found: Mapping[str, list[torch.Tensor]],
+    stacked: Mapping[str, torch.Tensor],
+) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """Yield each expert's tensors by kind, from tensors of all experts; the codes may be those of single experts."""
+    kinds = dict(zip(layout.in_stacks, layout.kinds, strict=True))
+    singles = [] if "" in stacked else _parts_of_experts(experts, name, found)
+    for number in range(experts.num_experts):
+        tensors = {kinds[suffix]: tensor[number] for suffix, tensor in stacked.items()}
+        if experts.is_transposed:
+            tensors = {kind: tensor.T for kind, tensor in tensors.items()}
+        if singles:
+            codes = [part["weight"][number] for part in singles]
             # torch joins no float8.
-            joined = torch.cat([tensors[number].view(torch.uint8) for tensors in codes])
-            pair = [joined.view(codes[0][number].dtype), scales[number]]
-            # Layouts have `[out, in]`.
-            pair = [tensor.T for tensor in pair] if experts.is_transposed else pair
-            weight = layout.weight_of(dict(zip(layout.kinds, pair, strict=True)), experts.sizes_of(name))
-            matrix.copy_(weight.T if experts.is_transposed else weight)
-        return whole
+            tensors["weight"] = torch.cat([part.view(torch.uint8) for part in codes]).view(codes[0].dtype)
+        yield [tensors]
 
 
 def _parts_of_experts(

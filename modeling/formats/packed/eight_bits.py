@@ -60,12 +60,14 @@ class EightBits(Layout):
     def nbytes_loaded(self, kind: str, nbytes: int) -> int:
         return 2 * nbytes if kind.endswith(_CODES) else 0
 
-    def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        scales = tuple(-(-size // span) if span else 1 for size, span in zip(sizes, self.block, strict=True))
-        return {"weight": sizes, self.kinds[1]: scales}
+    def num_groups(self, num_in: int) -> int:
+        return -(-num_in // self.block[1]) if self.block[1] else 1
 
-    def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        scale = tensors[self.kinds[1]].float().reshape(self.shapes(sizes)[self.kinds[1]])
+    def _unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
+        scale = tensors[self.kinds[1]].float()
+        shape = [-(-sizes[0] // self.block[0]) if self.block[0] else 1, self.num_groups(sizes[1])]
+        # Files may leave out axes of size 1.
+        scale = scale.reshape(shape)
         # Check here: attention masks NaN keys out, so logits would be wrong without an error.
         if not scale.isfinite().all():
             raise CheckpointError(f"{self.kinds[1]} is NaN or infinite: copy the checkpoint again.")

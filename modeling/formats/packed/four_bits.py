@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ....configuration.errors import CheckpointError
 from ....configuration.quantization import GROUP_SIZES
 from ..format import Sizes
 from .eight_bits import eight_bits
@@ -34,20 +35,14 @@ class CompressedTensors(Layout):
     method = "compressed-tensors"
     kinds = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
-    def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        num_out, num_in = sizes
-        groups = self.num_groups(num_in)
-        shapes = {"weight_packed": (num_out, _words(num_in)), "weight_scale": (num_out, groups)}
-        return shapes if self.is_symmetric else shapes | {"weight_zero_point": (_words(num_out), groups)}
-
-    def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        codes, scale = _nibbles(tensors["weight_packed"])[:, : sizes[1]], tensors["weight_scale"]
-        zeros = tensors.get("weight_zero_point")
+    def _unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
+        codes, scale = _nibbles(tensors["weight_packed"], sizes[1]), tensors["weight_scale"]
+        zeros = tensors.get("weight_zero_point") if self.is_symmetric else tensors["weight_zero_point"]
         # Of symmetric weights some files have zeros of 0 in another dtype.
-        if zeros is None or zeros.dtype != torch.int32:
+        if zeros is None or (self.is_symmetric and zeros.dtype != torch.int32):
             zero = codes.new_full(scale.shape, 8)
         else:
-            zero = _nibbles(zeros.T).T[: sizes[0]]
+            zero = _nibbles(zeros.T, sizes[0]).T
         return Unpacked(codes, scale, zero, self._groups_out_of_order(tensors.get("weight_g_idx")))
 
 
@@ -67,17 +62,11 @@ class Gptq(Layout):
     method = "gptq"
     kinds = ("qweight", "qzeros", "scales", "g_idx")
 
-    def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        num_out, num_in = sizes
-        groups = self.num_groups(num_in)
-        zeros = (groups, _words(num_out))
-        return {"qweight": (_words(num_in), num_out), "qzeros": zeros, "scales": (groups, num_out)}
-
-    def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        codes = _nibbles(tensors["qweight"].T)[:, : sizes[1]]
+    def _unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
+        codes = _nibbles(tensors["qweight"].T, sizes[1])
         # Add 1 to the whole words, as GPTQModel subtracted it from them: a zero of 0 borrowed from its neighbour.
         zeros = tensors["qzeros"] if self.has_true_zeros else tensors["qzeros"] + _ONES
-        zero = _nibbles(zeros)[:, : sizes[0]].T
+        zero = _nibbles(zeros, sizes[0]).T
         return Unpacked(codes, tensors["scales"].T, zero, self._groups_out_of_order(tensors.get("g_idx")))
 
 
@@ -93,13 +82,8 @@ class Awq(Layout):
     method = "awq"
     kinds = ("qweight", "qzeros", "scales")
 
-    def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        num_out, num_in = sizes
-        groups, words = self.num_groups(num_in), _words(num_out)
-        return {"qweight": (num_in, words), "qzeros": (groups, words), "scales": (groups, num_out)}
-
-    def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        nibbles = (_nibbles(tensors[kind]) for kind in ("qweight", "qzeros"))
+    def _unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
+        nibbles = (_nibbles(tensors[kind], sizes[0]) for kind in ("qweight", "qzeros"))
         codes, zero = (part.unflatten(1, (-1, 8))[..., _AWQ_POSITIONS].flatten(1).T for part in nibbles)
         return Unpacked(codes, tensors["scales"].T, zero)
 
@@ -146,8 +130,6 @@ def gptq(config: Mapping[str, Any]) -> Gptq:
     """
     if config.get("bits") != 4:
         raise unread("bits", config.get("bits"), "4")
-    if config.get("is_marlin_format"):
-        raise unread("is_marlin_format", True, "GPTQ's own format")
     version = config.get("checkpoint_format") or config.get("format") or "gptq"
     if version not in ("gptq", "gptq_v2"):
         raise unread("checkpoint_format", version, "'gptq' or 'gptq_v2'")
@@ -180,11 +162,16 @@ def _group_size(size: Any) -> int | None:
     return None if size == -1 else size
 
 
-def _words(codes: int) -> int:
-    return -(-codes // 8)
+def _nibbles(words: torch.Tensor, count: int) -> torch.Tensor:
+    """Unpack eight codes from each 32-bit word, lowest bits first: `[n, count / 8]` int32 to `[n, count]` uint8.
 
-
-def _nibbles(words: torch.Tensor) -> torch.Tensor:
-    """Unpack eight codes from each 32-bit word, lowest bits first: `[n, w]` int32 to `[n, 8 w]` uint8."""
+    Raises:
+        CheckpointError: another number of words, or words of another dtype.
+    """
+    if words.dtype != torch.int32 or words.shape[1] != -(-count // 8):
+        raise CheckpointError(
+            f"{count} codes of 4 bits are stored as {words.shape[1]} numbers of {words.dtype}, not as "
+            f"{-(-count // 8)} of 32 bits. Download or copy the checkpoint again."
+        )
     bytes_ = words.contiguous().view(torch.uint8)
-    return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(1)
+    return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(1)[:, :count]

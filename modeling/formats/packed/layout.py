@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from transformers.utils import logging
 
-from ....configuration.errors import ConfigurationError
+from ....configuration.errors import CheckpointError, ConfigurationError
 from ..format import Format, Sizes
 from ..int4 import Int4
 from ..int4_layout import pack
@@ -19,6 +19,7 @@ from ..int4_layout import pack
 logger = logging.get_logger("llamoe")
 
 _WEIGHTS_AT_ONCE = 1 << 22
+_REMEDY = "Download or copy the checkpoint again."
 
 
 class Unpacked(NamedTuple):
@@ -74,18 +75,34 @@ class Layout(ABC):
         return nbytes + nbytes * 8 // (self.group_size or 128)
 
     @abstractmethod
-    def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors that a matrix of these sizes must have, by kind."""
+    def _unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
+        """Unpack the tensors of one matrix, which may be missing or have other sizes."""
 
-    @abstractmethod
     def unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        """Unpack the tensors of one matrix, given by kind."""
+        """Unpack the tensors of one matrix, given by kind.
+
+        Raises:
+            CheckpointError: a tensor is missing, or has not the shape or dtype that config.json means.
+        """
+        try:
+            unpacked = self._unpack(tensors, sizes)
+        except KeyError as error:
+            beside = ", ".join(sorted(tensors))
+            raise CheckpointError(f"{error} is missing beside {beside}. {_REMEDY}") from error
+        groups = sizes[0], self.num_groups(sizes[1])
+        if [tuple(part.shape) for part in unpacked[:3]] != [tuple(sizes), groups, groups]:
+            found = ", ".join(f"{kind} {[*tensor.shape]}" for kind, tensor in tensors.items())
+            raise CheckpointError(
+                f"the tensors' shapes are {found}, but config.json means a matrix {[*sizes]} with {groups[1]} scales "
+                f"an output. {_REMEDY}"
+            )
+        return unpacked
 
     def weight_of(
         self, tensors: Mapping[str, torch.Tensor], sizes: Sizes, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         """Return a layer's weight `[O, I]`, computed in float32, or as it is if it is plain already."""
-        if set(tensors) == {"weight"}:
+        if set(tensors) == {"weight"} and tensors["weight"].dtype.itemsize > 1:
             return tensors["weight"]
         return self._weight_of(self.unpack(tensors, sizes), dtype)
 

@@ -188,8 +188,6 @@ def test_a_file_in_parts(tmp_path):
         assert found.sources == parts
         for name, tensor in open_checkpoint(whole.path).tensors.items():
             assert torch.equal(tensor.read(), found.tensors[name].read()), name
-    whole.path.unlink()
-    assert open_checkpoint(tmp_path).sources == parts
     parts[2].unlink()
     with pytest.raises(ValueError, match=rf"split.count is 5, and {parts[2].name} missing beside it"):
         convert(parts[0], tmp_path / "target")

@@ -35,8 +35,6 @@ def test_codes_are_taken_over_exactly(kind, group_size):
     codes, zero, scale = numbers(kind, *SIZES, group_size)
     tensors = pack(kind, codes, zero, scale, group_size)
     layout = layout_of(config_of(kind, group_size))
-    needed = layout.shapes(SIZES)
-    assert needed == {name: tuple(tensors[name].shape) for name in needed}
     assert set(tensors) <= {*layout.kinds, "bias"}
     unpacked = layout.unpack(tensors, SIZES)
     assert torch.equal(unpacked.codes.long(), codes) and torch.equal(unpacked.zero.long(), zero)
@@ -102,7 +100,6 @@ MIXED = {
     [
         (changed("gptq", bits=3), "bits is 3"), (changed("gptq", bits=8), "bits is 8"),
         (changed("gptq", group_size=16), "group_size is 16"), (changed("gptq", checkpoint_format="marlin"), "marlin"),
-        (changed("gptq", is_marlin_format=True), "is_marlin_format"),
         (changed("gptq", dynamic={"+:.*down": {"bits": 8}}), "dynamic"),
         (changed("awq", bits=8), "bits is 8"), (changed("awq", version="GEMV"), "GEMV"),
         (changed("symmetric", num_bits=8), "'num_bits': 8"), (changed("symmetric", type="float"), "'type': 'float'"),
