@@ -7,7 +7,7 @@ works on all formats. This file also holds the checks of tensors against the mod
 import copy
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from ..configuration.json_files import stamp_of
 from ..modeling.checkpoints import check_whole, in_units
 from ..modeling.registration import empty_model
 from .io import LazyTensor, Plan, WriteOptions, one_of, write
+
+_MISMATCH = "A file is missing or too many, or the configuration is another model's."
 
 
 @dataclass
@@ -164,17 +166,9 @@ def take_part(whole: Checkpoint, part: str, reason: str) -> Checkpoint:
     )
 
 
-def expected_shapes(config: LlamoeBaseConfig, place: str = "") -> dict[str, tuple[int, ...]]:
-    """Return key to shape of a configuration's model, in the model's order; `place`, a file or folder, begins errors.
-
-    Raises:
-        CheckpointError: torch or transformers cannot build the model, although the configuration passed our checks.
-    """
-    try:
-        shapes = {name: tuple(tensor.shape) for name, tensor in empty_model(config).state_dict().items()}
-    # Both calls raise errors of many types.
-    except Exception as error:
-        raise CheckpointError(f"{place}: no model can be made of the configuration ({error}).") from error
+def expected_shapes(config: LlamoeBaseConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight of a configuration's model by key, in the model's order, without a tied head."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in empty_model(config).state_dict().items()}
     tied = tied_head(config)
     return {name: shape for name, shape in shapes.items() if name not in tied}
 
@@ -183,32 +177,28 @@ def check_model(
     config: LlamoeBaseConfig,
     tensors: Mapping[str, LazyTensor],
     place: str,
-    sources_of: Callable[[str], list[str]] = lambda name: [name],
-    advice: str = "Weights and configuration do not belong together.",
 ) -> dict[str, LazyTensor]:
     """Compare tensors with the model that a configuration describes, and return them in the model's order.
 
-    `place` is the file or folder for errors. `sources_of` maps a key to the names that the files should have for it;
-    `advice` ends an error about a tensor that does not fit.
+    `place` is the file or folder for errors.
 
     Raises:
         CheckpointError: one is missing, unknown, of another shape, or of a dtype that weights do not have.
     """
-    expected = expected_shapes(config, place)
+    expected = expected_shapes(config)
     for name, tensor in tensors.items():
         if name not in expected:
             origin = tensor.origin or place
             raise CheckpointError(
-                f"{origin}: the model that the configuration describes has no {name}. {advice}"
+                f"{origin}: the model that the configuration describes has no {name}. {_MISMATCH}"
             )
         if tensor.shape != expected[name]:
             raise CheckpointError(
                 f"{tensor.origin}: gives {name} of shape {list(tensor.shape)}, but the configuration has "
-                f"{list(expected[name])}. {advice}"
+                f"{list(expected[name])}. {_MISMATCH}"
             )
         check_plain(tensor)
-    missing = dict.fromkeys(source for name in expected if name not in tensors for source in sources_of(name))
-    if missing:
+    if missing := [name for name in expected if name not in tensors]:
         raise CheckpointError(f"{place}: {listed(missing)} missing; the checkpoint is not whole.")
     return {name: tensors[name] for name in expected}
 

@@ -176,10 +176,6 @@ def inspect(
     machine = {name: value for name, value in machine.items() if value is not None}
     if machine and not plan:
         raise ValueError(f"{', '.join(machine)}: only a plan uses these: give plan (--plan), too.")
-    if not (plan and train) and (train or rank is not None or adapt_experts is not None):
-        raise ValueError(
-            "train, rank, adapt_experts: for a plan of training: give plan and train (--plan --train), too."
-        )
     if train:
         context = DEFAULT_TOKENS if context is None else context
         machine |= {"adapters": 8 if rank is None else rank, "adapt_experts": adapt_experts is not False}

@@ -30,7 +30,6 @@ from ..configuration.parallel import HEAD_FSDP, HEAD_PP, HEAD_TP
 from ._compat import takes_cache
 from .attention import (
     Attention,
-    CheckpointedWithGradients,
     MaskInputs,
     attention_masks,
     check_cache,
@@ -44,7 +43,7 @@ from .loss import loss_without_logits, must_skip_logits
 from .moe import MixtureOfExperts, Router, RouterLossMixin, expert_load
 
 
-class DecoderLayer(CheckpointedWithGradients, GradientCheckpointingLayer):
+class DecoderLayer(GradientCheckpointingLayer):
     """Pre-norm residual layer: attention, then a dense feed-forward or a mixture of experts."""
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
@@ -92,7 +91,7 @@ class DecoderLayer(CheckpointedWithGradients, GradientCheckpointingLayer):
         return residual + hidden_states
 
 
-class DecoderModel(CheckpointedWithGradients, LlamoePreTrainedModel):
+class DecoderModel(LlamoePreTrainedModel):
     """Embedding, layers and final norm; base of the families' decoders."""
 
     config: DecoderConfig

@@ -6,7 +6,7 @@ open_clip lists the same weights under architectures with either. It is taken fr
 a description is refused.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ...configuration.json_files import to_json
 from ...configuration.vision import LlamoeVisionConfig
 from ..checkpoint import Checkpoint, check_model
 from ..hf import open_shards, read_companions
-from ..io import LazyTensor, Table, open_weights, read_json, read_through, sources_of
+from ..io import LazyTensor, Table, open_weights, read_json, read_through
 from .name_tables import CLIP, OPEN_CLIP
 from .open_clip_config import OPEN_CLIP_CONFIG, architecture, read_model_cfg, side_of
 from .pictures import PROCESSOR, from_open_clip
@@ -55,7 +55,7 @@ def open_open_clip(path: Path, model: str | None) -> Checkpoint:
     if path.is_dir():
         file = next(path / name for name in OPEN_CLIP_FILES if (path / name).is_file())
     # Distributed training adds this prefix.
-    tensors = _renamed(open_weights(file)[0], lambda name: name.removeprefix("module."))
+    tensors = {name.removeprefix("module."): tensor for name, tensor in open_weights(file)[0].items()}
     # open_clip_config.json describes the weights beside it only if these have open_clip's own file name.
     described, settings = file.with_name(OPEN_CLIP_CONFIG), {}
     if file.name in OPEN_CLIP_FILES and described.is_file():
@@ -81,15 +81,6 @@ def open_open_clip(path: Path, model: str | None) -> Checkpoint:
     return replace(checkpoint, sources=[file], notes=notes)
 
 
-def _renamed(tensors: Mapping[str, LazyTensor], rename: Callable[[str], str]) -> dict[str, LazyTensor]:
-    result: dict[str, LazyTensor] = {}
-    for name, tensor in tensors.items():
-        if result.setdefault(rename(name), tensor) is not tensor:
-            other = result[rename(name)].origin
-            raise CheckpointError(f"{tensor.origin}: is the same tensor as {other}. Remove one.")
-    return result
-
-
 def open_clip(path: Path) -> Checkpoint:
     """Open a folder of transformers' CLIP or MetaCLIP 2.
 
@@ -98,11 +89,12 @@ def open_clip(path: Path) -> Checkpoint:
     """
     file = path / "config.json"
     content = read_json(file)
-    tensors, _, files = open_shards(path)
+    opened, _, files = open_shards(path)
     # transformers leaves the prefix out in towers that are saved alone.
-    tensors = _renamed(
-        tensors, lambda name: f"vision_model.{name}" if name.startswith(_WITHOUT_PREFIX) else name
-    )
+    tensors = {
+        f"vision_model.{name}" if name.startswith(_WITHOUT_PREFIX) else name: tensor
+        for name, tensor in opened.items()
+    }
     try:
         stock: Any = CONFIG_MAPPING[content["model_type"]].from_dict(content)
     # transformers' classes raise various errors.
@@ -144,7 +136,7 @@ def _checkpoint(
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}") from error
     ours, dropped = read_through(table, [tensors], config)
-    ours = check_model(config, ours, str(path), lambda name: sources_of(table, name))
+    ours = check_model(config, ours, str(path))
     return Checkpoint(path, kind, config, ours, dropped, _companions(path, processor))
 
 

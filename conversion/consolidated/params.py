@@ -189,7 +189,4 @@ def add_kept(config: LlamoeBaseConfig, kept: Mapping[str, Any], origin: str) -> 
                 f"{origin}: {name} = {part!r} is not a field that this file may hold; params.json and the tensors "
                 "decide what the model computes. Remove it."
             )
-        try:
-            setattr(config, name, part)
-        except ValueError as error:
-            raise CheckpointError(f"{origin}: {error}") from None
+        setattr(config, name, part)

@@ -4,6 +4,6 @@ Reading order: expert_layout (experts stacked or one by one), published and bits
 packed), packed_weights (quantized weights), folder.
 """
 
-from .expert_layout import fuse_experts, stack_rows
+from .expert_layout import fuse_experts
 from .folder import open_hf, open_shards, read_companions, read_config, save_hf
 from .packed_weights import in_words, packed_weights

@@ -13,13 +13,13 @@ always split and say `block_sparse_moe` for `mlp`: `block_sparse_moe.experts.0.w
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import chain
 
 from ...configuration.errors import CheckpointError
 from ...modeling.checkpoints import WEIGHT, expert_of
 from ...modeling.moe import PARTS_OF_STACKS
-from ..io import LazyTensor, check_alike, join, stack
+from ..io import LazyTensor, join, stack
 
 _STACK = re.compile(r"(.*(?:feed_forward|mlp)\.experts)\.(gate_up_proj|down_proj)")
 _OF_MIXTRAL, _IN_FILES = ".mlp.experts", ".block_sparse_moe.experts"
@@ -42,12 +42,8 @@ def _in_files(name: str) -> str:
     return name.replace(_OF_MIXTRAL, _IN_FILES)
 
 
-def fuse_experts(
-    tensors: Mapping[str, LazyTensor], source_of: Callable[[str], str] = _in_files
-) -> dict[str, LazyTensor]:
+def fuse_experts(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Stack experts that are stored as linear layers; other tensors only get their modules' names.
-
-    `source_of` gives the name under which a missing tensor is reported.
 
     Raises:
         CheckpointError: a layer's experts are not numbered from 0, differ in shape or dtype, or are stored twice.
@@ -68,16 +64,13 @@ def fuse_experts(
         # Names may hold huge numbers, so stop at the first missing one.
         for key in ((number, part) for number in numbers for part in parts):
             if key not in matrices:
-                missing = source_of("{}.{}.{}.weight".format(experts, *key))
+                missing = _in_files("{}.{}.{}.weight".format(experts, *key))
                 there = next(iter(matrices.values())).origin
                 raise CheckpointError(
                     f"{missing} missing, though {there} is there; the checkpoint is not whole."
                 )
         in_order = [[matrices[number, part] for number in numbers] for part in parts]
-        gates, ups, downs = in_order
-        check_alike([*gates, *ups])
-        check_alike(downs)
-        make = stack_rows if experts.endswith(_OF_MIXTRAL) else _stack_columns
+        make = _stack_rows if experts.endswith(_OF_MIXTRAL) else _stack_columns
         for stacked, tensor in zip(_parts(experts), make(*in_order), strict=True):
             name = f"{experts}.{stacked}"
             if name in result:
@@ -86,7 +79,7 @@ def fuse_experts(
     return result
 
 
-def stack_rows(
+def _stack_rows(
     gates: list[LazyTensor], ups: list[LazyTensor], downs: list[LazyTensor]
 ) -> tuple[LazyTensor, LazyTensor]:
     """Make Mixtral's stacks `[E, 2I, H]` and `[E, H, I]` of its experts' matrices `[I, H]`, `[I, H]` and `[H, I]`."""

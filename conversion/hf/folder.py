@@ -23,7 +23,7 @@ from ...modeling.quantization import layout_of, names_in_16_bit, own_config
 from ...modeling.registration import model_class
 from ..checkpoint import Checkpoint, Report, carry_out, check_model, main_dtype, tie_heads
 from ..io import DEFAULTS, LazyTensor, Plan, WriteOptions, open_weights, read_bytes, read_json, split_shards
-from ..tokenizers import check_companions, processor_of_layout
+from ..tokenizers import processor_of_layout
 from .bitsandbytes import Bitsandbytes
 from .expert_layout import fuse_experts, split_experts
 from .packed_weights import in_words, pack_tensors, packed_weights, unpack_tensors
@@ -87,15 +87,13 @@ def open_hf(folder: str | os.PathLike, *, companions: bool = True) -> Checkpoint
         names = {name.replace(".block_sparse_moe.", ".mlp.") for name in stacks}
         linears = dict.fromkeys(name.rpartition(".")[0] for name in kept if "_proj" in name)
         in_16_bit = names_in_16_bit(linears, names.intersection(linears))
-    small_files = read_companions(folder)
-    notes += check_companions(small_files, config, str(folder)) if companions else []
     return Checkpoint(
         folder,
         layout.method if layout else "hf",
         config,
         kept,
         dropped,
-        small_files,
+        read_companions(folder) if companions else {},
         sources,
         notes,
         quantization=quantization,

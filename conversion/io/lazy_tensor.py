@@ -124,16 +124,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_alike(tensors: Sequence[LazyTensor], why: str = "") -> None:
-    """Raise a `CheckpointError` if a tensor has another shape or dtype than the first; `why` ends the message."""
-    first = tensors[0]
-    for tensor in tensors[1:]:
-        if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
-            raise CheckpointError(
-                f"{tensor.origin} is {tensor.described}, but {first.origin} is {first.described}.{why and f' {why}'}"
-            )
-
-
 def blocks(tensor: LazyTensor) -> list[tuple[int, int]]:
     """List the ranges of rows in which a tensor is read and written."""
     rows, step = tensor._rows(), max(tensor.block_rows, 1)
@@ -141,7 +131,11 @@ def blocks(tensor: LazyTensor) -> list[tuple[int, int]]:
 
 
 def join(parts: Sequence[LazyTensor], dim: int) -> LazyTensor:
-    """View tensors joined along an axis, as by `torch.cat`."""
+    """View tensors joined along an axis, as by `torch.cat`.
+
+    Raises:
+        CheckpointError: dtypes differ, or sizes of another axis.
+    """
     dim %= parts[0].ndim
     return parts[0] if len(parts) == 1 else _Join(parts, dim)
 
@@ -154,10 +148,13 @@ def stack(parts: Sequence[LazyTensor]) -> LazyTensor:
 class _Join(LazyTensor):
     def __init__(self, parts: Sequence[LazyTensor], dim: int):
         first = parts[0]
-        for part in parts:
-            assert part.shape[:dim] == first.shape[:dim], (first, part)
-            assert part.shape[dim + 1 :] == first.shape[dim + 1 :], (first, part)
-            assert part.dtype == first.dtype, (first, part)
+        for part in parts[1:]:
+            others = [(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in (first, part)]
+            if part.dtype != first.dtype or others[0] != others[1]:
+                raise CheckpointError(
+                    f"{part.origin} is {part.described}, but {first.origin} is {first.described}: parts of one tensor "
+                    "need one dtype and matching sizes."
+                )
         shape = (*first.shape[:dim], sum(part.shape[dim] for part in parts), *first.shape[dim + 1 :])
         super().__init__(shape, first.dtype, first.origin, first.block_rows if dim else None)
         self.parts, self.dim = list(parts), dim

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...configuration.checks import listed
 from ...configuration.errors import CheckpointError
-from .lazy_tensor import LazyTensor, check_alike
+from .lazy_tensor import LazyTensor
 from .operations import KEEP, Operation
 
 
@@ -82,7 +82,6 @@ def read_through(
         for file in files:
             _refuse_missing([key for key in keys if key not in file], group, _file_of([file]))
         parts = [[file[key] for file in files] for key in keys]
-        _check_parts(parts, row.axis)
         for pattern, tensor in zip(row.targets, row.operation.forward(parts, row.axis, sizes), strict=True):
             name = pattern.format_map(values)
             if name in results:
@@ -131,16 +130,6 @@ def sources_of(table: Table, target: str) -> list[str]:
             if match := _regex(pattern).fullmatch(target):
                 return [name.format_map(match.groupdict()) for name in row.sources]
     return []
-
-
-def _check_parts(parts: list[list[LazyTensor]], axis: int | None) -> None:
-    for files in parts:
-        first = files[0]
-        if axis is not None and axis >= first.ndim:
-            raise CheckpointError(
-                f"{first.origin} has shape {list(first.shape)}; expected: at least {axis + 1} axes."
-            )
-        check_alike(files, "The files do not belong together.")
 
 
 def _sort_names(

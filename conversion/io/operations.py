@@ -81,13 +81,6 @@ class FusedRows(Operation):
     def inverse(self, targets, axis, files, sizes):
         """Split each projection over the files and fuse each file's slices."""
         assert axis is not None
-        first = targets[0]
-        for target in targets[1:]:
-            if target.dtype != first.dtype:
-                raise CheckpointError(
-                    f"{target.origin} and {first.origin} have different dtypes ({target.dtype} and {first.dtype}), but "
-                    "the format holds both in one tensor. Choose a dtype for all."
-                )
         pieces = [split(target, axis, files) for target in targets]
         return [[join(part, axis) for part in zip(*pieces, strict=True)]]
 
@@ -103,6 +96,20 @@ class FusedRows(Operation):
             pieces.append(tensor.cut(0, start, start + share * unit))
             start += share * unit
         return pieces
+
+
+def by_expert(rows_of_all: LazyTensor, experts: int) -> LazyTensor:
+    """View a matrix with the rows of all experts, `[experts * rows, columns]`, as a stack `[experts, rows, columns]`.
+
+    Raises:
+        CheckpointError: it is no matrix, or its rows cannot be divided by the number of experts.
+    """
+    shape = rows_of_all.shape
+    if len(shape) != 2 or shape[0] % experts:
+        raise CheckpointError(
+            f"{rows_of_all.origin} has shape {list(shape)}; expected: a matrix with the rows of {experts} experts."
+        )
+    return rows_of_all.view(experts, shape[0] // experts, shape[1])
 
 
 def permute_pairs(tensor: LazyTensor, heads: int, *, to_halves: bool) -> LazyTensor:

@@ -3,9 +3,7 @@
 Opening reads headers only. A tensor's rows are mapped into memory when they are read, and unmapped after that.
 """
 
-import hashlib
 import os
-import zipfile
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -50,15 +48,6 @@ class FileTensor(LazyTensor):
                 self.path, np.uint8, "c", offset=self.offset + first * size, shape=count * size
             )
         return torch.from_numpy(mapped).view(self.dtype)
-
-
-def same_place(a: LazyTensor, b: LazyTensor) -> bool:
-    """Return True if both tensors are the same bytes of the same file."""
-    return (
-        isinstance(a, FileTensor)
-        and isinstance(b, FileTensor)
-        and (a.path, a.offset, a.shape, a.strides, a.dtype) == (b.path, b.offset, b.shape, b.strides, b.dtype)
-    )
 
 
 def open_safetensors(path: str | os.PathLike) -> dict[str, LazyTensor]:
@@ -138,34 +127,6 @@ def read_bytes(path: Path) -> bytes:
     if check_regular(path).st_size > LARGE:
         raise CheckpointError(f"{path}: has more than {LARGE} bytes, where a small file was expected.")
     return path.read_bytes()
-
-
-def check_sums(paths: Sequence[Path]) -> None:
-    """Compare weight files with their checksums, which reads them whole.
-
-    Checksums are `checklist.chk` beside the file (Meta's lines of an MD5 sum and a name) and the CRC-32 of every record
-    of a torch file.
-
-    Raises:
-        CheckpointError: a checksum differs.
-    """
-    for path in paths:
-        listed = path.parent / "checklist.chk"
-        text = read_bytes(listed).decode(errors="replace") if listed.is_file() else ""
-        lines = (line.split() for line in text.splitlines())
-        sums = {line[1].lstrip("*"): line[0].lower() for line in lines if len(line) == 2}
-        if path.name in sums:
-            with open(path, "rb") as file:
-                computed = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-            if computed != sums[path.name]:
-                raise CheckpointError(
-                    f"{path}: its MD5 sum is {computed}, but checklist.chk says {sums[path.name]}. Download it again."
-                )
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()
-            if damaged:
-                raise CheckpointError(f"{path}: is damaged ({damaged}). Download it again.")
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ states what is made from which source. With it a later run continues after the l
 or one that another run is writing, is refused.
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
@@ -124,12 +123,14 @@ class _Run:
     def write(self) -> None:
         """Write the missing files; a failure leaves only complete files."""
         is_begun = not _is_empty(self.target)
-        if is_begun:
-            _check_same(self.plan, self.target)
+        if is_begun and read_json(self.target / UNFINISHED).get("fingerprint") != self.plan.fingerprint():
+            raise ValueError(
+                f"{self.target}: an earlier run began it from another source or with other options, so it cannot be "
+                "resumed. Give the same ones, or another target."
+            )
         try:
             if not is_begun:
-                state = {"fingerprint": self.plan.fingerprint(), "made_from": self.plan.identity}
-                self._write_small({UNFINISHED: to_json(state)})
+                self._write_small({UNFINISHED: to_json({"fingerprint": self.plan.fingerprint()})})
             self._write_small(self.plan.before)
             self._write_weights()
             self._write_small(self.plan.last)
@@ -191,18 +192,6 @@ class _Run:
         """Return the temporary path of a file until it is complete."""
         path = self.target / name
         return path.parent / _TEMPORARY.format(path.name)
-
-
-def _check_same(plan: Plan, target: Path) -> None:
-    """Refuse to resume a folder that was started with another plan."""
-    state = read_json(target / UNFINISHED)
-    earlier, made_from = state.get("fingerprint"), state.get("made_from")
-    if earlier != plan.fingerprint():
-        now = json.loads(json.dumps(plan.identity, default=str))
-        raise ValueError(
-            f"{target}: was begun from another source or with other options, so that it cannot go on: then "
-            f"{made_from}, now {now}. Give the same ones, or another target."
-        )
 
 
 def _nbytes(tensors: Mapping[str, LazyTensor]) -> int:

@@ -27,7 +27,7 @@ from ..consolidated import (
     read_tensors,
     weight_files,
 )
-from ..io import DEFAULTS, Plan, WriteOptions, are_equal, read_bytes, read_json, same_place, write_through
+from ..io import DEFAULTS, Plan, WriteOptions, are_equal, read_bytes, read_json, write_through
 from ..tokenizers import hf_files_from_meta, looks_like_table, meta_tokenizer_file
 from .name_tables import llama4_table, llama_table
 from .params import (
@@ -113,13 +113,8 @@ def _find_generation(params: Params, files: Files, tokenizer: bytes | None) -> i
 
 
 def _head_is_embedding(params: Params, files: Files) -> bool:
-    """Return True if a dense model's head is its embedding: the same bytes, or in Llama 3.2 equal or not stored."""
+    """Return True if the head of Llama 3.2 1B or 3B, which these sizes show, equals its embedding or is not stored."""
     pairs = [(file.get("tok_embeddings.weight"), file.get("output.weight")) for file in files]
-    if all(
-        embedding is not None and head is not None and same_place(embedding, head)
-        for embedding, head in pairs
-    ):
-        return True
     return is_llama_32(params) and all(
         embedding is not None and (head is None or are_equal(embedding, head)) for embedding, head in pairs
     )

@@ -15,17 +15,15 @@ from typing import Any
 
 from ...configuration import LlamoeConfig
 from ...configuration.base import LlamoeBaseConfig
-from ...configuration.errors import CheckpointError
 from ..io import (
     KEEP,
     TRANSPOSED,
     Drop,
     FusedRows,
-    LazyTensor,
     Operation,
     Row,
     Table,
-    check_alike,
+    by_expert,
     join,
     permute_pairs,
     split,
@@ -64,10 +62,9 @@ class _Experts(Operation):
     def forward(self, parts, axis, sizes):
         assert axis is not None
         experts = sizes.get_text_config().num_local_experts
-        stacked = [[self._stacked(part, experts) for part in files] for files in parts]
-        sides = [join(files, axis + self.flat) for files in stacked]
-        check_alike(sides)
-        return [join(sides, 2)]
+        if self.flat:
+            parts = [[by_expert(part, experts) for part in files] for files in parts]
+        return [join([join(files, axis + self.flat) for files in parts], 2)]
 
     def inverse(self, targets, axis, files, sizes):
         assert axis is not None
@@ -76,19 +73,12 @@ class _Experts(Operation):
         halves = [tensor]
         if axis == 2:
             halves = [tensor.cut(2, 0, columns // 2), tensor.cut(2, columns // 2, columns)]
-        return [[self._laid_out(part) for part in split(half, axis, files)] for half in halves]
-
-    def _stacked(self, tensor: LazyTensor, experts: int) -> LazyTensor:
-        if not self.flat:
-            return tensor
-        if tensor.ndim != 2 or tensor.shape[0] % experts:
-            expected = f"a matrix of {experts} experts' rows"
-            raise CheckpointError(f"{tensor.origin} has shape {list(tensor.shape)}; expected: {expected}.")
-        return tensor.view(experts, tensor.shape[0] // experts, tensor.shape[1])
-
-    def _laid_out(self, tensor: LazyTensor) -> LazyTensor:
-        experts, rows, columns = tensor.shape
-        return tensor.view(experts * rows, columns) if self.flat else tensor
+        slices = [split(half, axis, files) for half in halves]
+        if self.flat:
+            return [
+                [part.view(part.shape[0] * part.shape[1], part.shape[2]) for part in half] for half in slices
+            ]
+        return slices
 
 
 def _qkv_shares(sizes: Any) -> list[int]:

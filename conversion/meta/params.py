@@ -58,7 +58,7 @@ def note_defaults(params: Params, config: LlamoeBaseConfig) -> list[str]:
     if isinstance(config, LlamoeDenseConfig):
         scaled = (config.rope_parameters or {}).get("rope_type") == "llama3"
         if scaled and "rope_scaling_factor" not in params and config.hidden_size < 4096:
-            taken = "as in Meta's code; --rope-scaling factor=32 (rope_scaling) gives that of Llama 3.2"
+            taken = "as in Meta's code; rope_scaling={'factor': 32} (--rope-scaling) gives that of Llama 3.2"
             if is_llama_32(params):
                 taken = "as in the published configurations of Llama 3.2 1B and 3B; Meta's code has 8"
             return [f"{params.origin} has no rope_scaling_factor: {_scaling(params, 3)[0]:g}, {taken}"]

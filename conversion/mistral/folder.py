@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ...configuration import LlamoeDenseConfig, LlamoeMixtralConfig
-from ...configuration.errors import CheckpointError
 from ..checkpoint import Checkpoint
 from ..consolidated import (
     Params,
@@ -27,8 +26,7 @@ from ..consolidated import (
     read_tensors,
     weight_files,
 )
-from ..hf import stack_rows
-from ..io import LazyTensor, Operation, Row, check_alike, one_of, read_bytes, read_json
+from ..io import LazyTensor, Operation, Row, by_expert, join, one_of, read_bytes, read_json
 from ..meta import llama_table
 from ..tokenizers import hf_files_from_meta
 from .params import OWN_KEYS, read_config, read_params
@@ -41,17 +39,8 @@ class _ExpertsInOneMatrix(Operation):
     """Makes a layer's two stacks from three matrices with the rows of all experts: w1, w3, and w2 transposed."""
 
     def convert(self, tensors, sizes):
-        check_alike(tensors)
-        experts, rows = sizes.num_local_experts, tensors[0].shape[0]
-        if tensors[0].ndim != 2 or rows % experts:
-            raise CheckpointError(
-                f"{tensors[0].origin} has shape {list(tensors[0].shape)}; expected: the rows of {experts} experts"
-            )
-        starts = range(0, rows, rows // experts)
-        gates, ups, downs = (
-            [tensor.cut(0, start, start + starts.step) for start in starts] for tensor in tensors
-        )
-        return list(stack_rows(gates, ups, [down.transpose() for down in downs]))
+        gate, up, down = (by_expert(tensor, sizes.num_local_experts) for tensor in tensors)
+        return [join([gate, up], 1), down.transpose()]
 
 
 _MLP = "model.layers.{i}.mlp."

@@ -12,7 +12,6 @@ from .tiktoken_tables import WORD_PATTERNS, looks_like_table
 from .vocabulary import (
     MULTIMODAL_TOKENS,
     Vocabulary,
-    check_companions,
     extend_tokenizer,
     extend_vocabulary,
     meta_tokenizer_file,

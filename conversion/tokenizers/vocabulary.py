@@ -84,28 +84,6 @@ def token_ids(companions: Mapping[str, bytes]) -> dict[str, int]:
         raise CheckpointError(f"tokenizer.json: tokenizers cannot read it ({error}).") from error
 
 
-def check_companions(companions: Mapping[str, bytes], config: Any, origin: str) -> list[str]:
-    """Refuse a tokenizer.json with ids beyond the embedding's rows; fewer tokens than rows are usual.
-
-    An added token may lie beyond them, as a padding token that the model never reads does; returned are notes on such
-    tokens. `origin` is the folder, for messages.
-    """
-    if "tokenizer.json" not in companions:
-        return []
-    text = config.get_text_config()
-    beyond = {token: index for token, index in token_ids(companions).items() if index >= text.vocab_size}
-    if not beyond:
-        return []
-    rows = f"{type(text).__name__}.vocab_size is {text.vocab_size}"
-    added = {token["content"] for token in read_part(companions, "tokenizer.json").get("added_tokens", [])}
-    if wrong := sorted(beyond.keys() - added, key=beyond.__getitem__):
-        raise CheckpointError(
-            f"{origin}: tokenizer.json gives {wrong[-1]!r} the id {beyond[wrong[-1]]}, and {rows}. Take this model's "
-            "own tokenizer, or resize the embedding."
-        )
-    return [f"tokenizer.json: added tokens {', '.join(map(repr, list(beyond)[:5]))} have no row: {rows}"]
-
-
 def read_part(companions: Mapping[str, bytes], name: str) -> dict[str, Any]:
     """Read one of the small JSON files beside the weights; empty if there is no such file."""
     if name not in companions:

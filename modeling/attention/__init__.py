@@ -1,13 +1,13 @@
 """Attention: masks and what replaces them, KV caches, and the module.
 
-Reading order: cache (length and keys of a KV cache before a forward), growing_cache (appending to one in place),
+Reading order: cache (length and keys of a KV cache before a forward), growing_cache (appending to a cache in place),
 implementation (choice of the attention implementation), visibility (which tokens see each other), mask_inputs (padding,
 positions and segments of a forward), equal_rows and varlen (attention without a mask), forms (the table of all forms,
-and real masks), cache_checks (whether a cache fits the model, and gradient checkpointing), layer (the module).
+and masks), cache_checks (does a cache fit the model?), layer (the module).
 """
 
 from .cache import cached_length
-from .cache_checks import CheckpointedWithGradients, check_cache
+from .cache_checks import check_cache
 from .equal_rows import window_block
 from .forms import attention_masks
 from .implementation import implementation_on

@@ -1,9 +1,9 @@
-"""Length and keys of a KV cache before a forward, and a static cache layer for chunked attention.
+"""Length and keys of a KV cache before a forward, and a static cache layer for chunks and windows.
 
-transformers' static sliding layer counts its tokens in a Python integer. A compiled step is therefore compiled
-again for the second token and when the window is full, and each later step moves the whole window by one place.
-`RingLayer` makes the window a ring: a step writes one place, and the count is a tensor. Keys are returned in ring
-order; `Keys.ring` maps each to its token.
+transformers' static sliding layer counts its tokens in a Python integer. So a compiled step is compiled again for the
+second token and when the window is full, and each later step moves the whole window by one place. `RingLayer` makes the
+window a ring: a step writes one place, and the count is a tensor. Keys are returned in ring order; `Keys.ring` has the
+index of each key's token.
 
 Shapes: B batch, D head_dim, W tokens of the window, Q new tokens, K keys that a layer returns (cached and new).
 """
@@ -22,10 +22,10 @@ class RingLayer(StaticSlidingWindowLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new tokens `[B, heads, Q, D]` and return the keys and values `[B, heads, K, D]` that they may see.
+        """Write new tokens `[B, heads, Q, D]`, and return the keys and values `[B, heads, K, D]` that they may see.
 
-        The first forward returns the new ones; one with a single token the updated ring; any other the previous ring,
-        then the new ones.
+        These are in the first forward the new ones; later for a single token the updated ring, and for several tokens
+        the previous ring followed by the new ones.
         """
         is_first = not self.is_initialized
         if is_first:
@@ -72,7 +72,7 @@ class RingLayer(StaticSlidingWindowLayer):
 def replace_windows(past_key_values: Cache | None, with_rings: bool) -> None:
     """Turn a cache's empty static windows into rings, and its growing windows of one token into full layers, in place.
 
-    transformers' growing window of one token keeps every token (`keys[-0:]`) but announces one.
+    transformers' growing window of one token keeps every token (`keys[-0:]`), although `get_mask_sizes` returns one.
     """
     if is_torchdynamo_compiling():
         return
@@ -86,8 +86,8 @@ def replace_windows(past_key_values: Cache | None, with_rings: bool) -> None:
 def keep_exported_tokens(past_key_values: Cache | None, position_ids: torch.Tensor | None) -> None:
     """Turn a cache's growing windows into full layers, in place, for a program that is being exported.
 
-    An exported program's only inputs from the cache are keys and values. With full layers their number tells how many
-    tokens are cached; with windows it would not. The masks apply windows and chunks.
+    An exported program gets only keys and values from the cache, so it must know the number of cached tokens from
+    theirs: with windows it could not. Windows and chunks are applied by the masks.
 
     Raises:
         ValueError: a window may have forgotten tokens, and either the new tokens' positions are not given, or other
@@ -105,16 +105,16 @@ def keep_exported_tokens(past_key_values: Cache | None, position_ids: torch.Tens
         elif kept == layer.get_seq_length() and (position_ids is None or len(windows) < len(layers)):
             raise ValueError(
                 f"past_key_values keeps the last {kept} tokens of layers with chunks or a window, and an exported "
-                "program is not told how many came before them. Export with a cache that keeps every token, "
+                "program cannot know how many came before them. Export with a cache that keeps every token, "
                 "DynamicCache() without a config."
             )
 
 
 def first_layer(past_key_values: Cache | None, is_sliding: bool | None = None) -> int:
-    """Return the index of the first cache layer that this process has written; else of the first; 0 without layers.
+    """Return the index of the first cache layer that has tokens, or of the first layer if none has; 0 without layers.
 
-    Under pipeline parallelism the layers of other stages stay empty here. `is_sliding` restricts the search to layers
-    that forget tokens (True) or keep all of them (False).
+    Under pipeline parallelism the layers of other processes' stages stay empty. `is_sliding` restricts the search to
+    layers that forget tokens (True) or keep all of them (False).
     """
     layers = getattr(past_key_values, "layers", ())
     numbers = [i for i in range(len(layers)) if is_sliding in (None, getattr(layers[i], "is_sliding", False))]
@@ -128,7 +128,7 @@ def cached_length(past_key_values: Cache | None) -> int | torch.Tensor:
 
 
 class Keys(NamedTuple):
-    """The keys that the cache returns to layers of one kind, cached and new.
+    """The keys that the cache returns to sliding layers or to full ones, cached and new.
 
     Attributes:
         length: K.
@@ -141,7 +141,7 @@ class Keys(NamedTuple):
     ring: torch.Tensor | None = None
 
     def index(self, device: torch.device) -> torch.Tensor:
-        """`[K]`: index along the row of each key; negative where a place of a ring is empty."""
+        """Return the index along the row of each key, `[K]`; negative for an empty place of a ring."""
         return torch.arange(self.length, device=device) + self.offset if self.ring is None else self.ring
 
 

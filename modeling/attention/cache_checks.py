@@ -1,8 +1,8 @@
-"""Checks of the KV cache that a decoder's forward gets.
+"""A check of the KV cache that a decoder's forward gets.
 
-A cache that has forgotten tokens which a layer still needs is refused, since results would be silently wrong. Other
-mismatches raise errors in torch or transformers. Under gradient checkpointing layers get no cache: a layer that is
-recomputed in the backward pass would write its keys a second time.
+A cache that has forgotten tokens which a layer still needs is refused: results would be silently wrong. So is a cache
+with tokens under gradient checkpointing: transformers then gives layers no cache, since a recomputed layer would write
+its keys twice. Other mismatches raise errors in torch or transformers.
 """
 
 from typing import Any
@@ -15,31 +15,13 @@ from .cache import cached_length
 from .visibility import rules_of
 
 
-class CheckpointedWithGradients:
-    """A mixin for checkpointing only while gradients are computed, so that `generate` in `train()` keeps its cache.
-
-    transformers does the same from 5.24 on.
-    """
-
-    _is_checkpointed = False
-
-    @property
-    def gradient_checkpointing(self) -> bool:
-        """True if layers are recomputed in the backward pass; transformers sets and reads it."""
-        return self._is_checkpointed and torch.is_grad_enabled()
-
-    @gradient_checkpointing.setter
-    def gradient_checkpointing(self, value: bool) -> None:
-        self._is_checkpointed = value
-
-
 def check_cache(decoder: Any, num_tokens: int, past_key_values: Any) -> None:
     """Check that a cache holds all tokens that the layers need for `num_tokens` new tokens.
 
-    A cache whose layers all keep every token fits chunked layers too; their mask applies the chunks.
+    A cache whose layers all keep every token fits chunked layers, too: their mask applies the chunks.
 
     Raises:
-        ValueError: the cache forgets tokens that layers still need, or has some that gradient checkpointing hides.
+        ValueError: the cache forgets tokens that layers still need, or has tokens under gradient checkpointing.
     """
     if past_key_values is None or is_torchdynamo_compiling() or torch.jit.is_tracing():
         return
@@ -55,7 +37,7 @@ def check_cache(decoder: Any, num_tokens: int, past_key_values: Any) -> None:
                 f"past_key_values is a cache of another model, or too short: layer {index} keeps {kept} tokens; "
                 f"expected: {wanted or 'all'}. Make it with DynamicCache(config=model.config)."
             )
-    is_checkpointed = any(
+    is_checkpointed = torch.is_grad_enabled() and any(
         layer.training and getattr(layer, "gradient_checkpointing", False) for layer in decoder.layers
     )
     if is_checkpointed and (length := int(cached_length(past_key_values))):
@@ -67,7 +49,7 @@ def check_cache(decoder: Any, num_tokens: int, past_key_values: Any) -> None:
 
 
 def _keeps_all(past_key_values: Any, layer: Any, num_tokens: int) -> bool:
-    """Return whether a static window keeps every token: it is as long as the cache, and the new tokens fit."""
+    """Return whether a static window keeps every token: it is as long as the cache, and the new tokens fit into it."""
     length = getattr(layer, "max_cache_len", 0)
     if length == 0 or length < past_key_values.get_max_length():
         return False

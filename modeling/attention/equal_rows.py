@@ -1,8 +1,8 @@
 """Chunked and sliding attention by torch's `scaled_dot_product_attention` (SDPA) for rows without padding.
 
-Queries are cut into blocks, and a block attends only to the keys that one of its queries sees. A chunk without cached
-keys is plain causal attention; other blocks take a mask of their own. So memory grows with the number of tokens, not
-with its square, and a window costs only its keys.
+Queries are cut into blocks. A block attends only to the keys that at least one of its queries sees. A chunk without
+cached keys is plain causal attention; other blocks have a mask of their own. So memory grows with the number of tokens,
+not with its square, and time with a window's keys, not with all.
 
 Shapes: B batch, H query heads, G key/value heads, Q query tokens, K key tokens (cached and new), D head_dim.
 """
@@ -14,7 +14,7 @@ import torch
 
 from .visibility import Rule
 
-# Maximum number of queries in a block. Larger ones are no faster: this size keeps every core of a GPU busy.
+# Maximum number of queries in a block. Larger blocks are no faster: this size keeps every core of a GPU busy.
 BLOCK = 1024
 SMALLEST_BLOCK = 16
 
@@ -29,7 +29,7 @@ class Block(NamedTuple):
 
     Attributes:
         queries: slice of Q.
-        keys: slice of K; the last one is the key of the last query.
+        keys: slice of K; its last key belongs to the token of the last query.
         window: number of tokens that a query sees; None: all keys of the slice up to its own.
     """
 
@@ -39,13 +39,13 @@ class Block(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """True if the block needs no mask: it has a single query, or is causal attention over new tokens only."""
+        """True if the block needs no mask: it has a single query, or is causal attention of as many keys as queries."""
         num_queries = self.queries.stop - self.queries.start
         num_keys = self.keys.stop - self.keys.start
         return num_queries == 1 or (num_queries == num_keys and self.window is None)
 
     def mask(self, device: torch.device) -> torch.Tensor:
-        """Return `[1, 1, queries, keys]` bool: which keys a query sees."""
+        """Return the mask `[1, 1, queries, keys]` bool, True where a query sees a key."""
         # Count both indices back from the end: the last query and the last key are the same token.
         key = torch.arange(self.keys.start - self.keys.stop, 0, device=device)
         query = torch.arange(self.queries.start - self.queries.stop, 0, device=device)[:, None]
@@ -59,9 +59,9 @@ class EqualRows(NamedTuple):
     """Rows without padding that all begin at the same position, so that sizes determine their blocks.
 
     Attributes:
-        rule: the layer's.
+        rule: the layer's rule.
         first_query: position of the first query.
-        first_key: position of the first key; the others are consecutive, and those after the last query are ignored.
+        first_key: position of the first key; the other keys follow. Keys after the last query are ignored.
         key_length: K.
     """
 
@@ -71,7 +71,7 @@ class EqualRows(NamedTuple):
     key_length: int
 
     def contiguous(self) -> "EqualRows":
-        """Return self; `generate` calls this on every mask."""
+        """Return self: `generate` calls this method on every mask."""
         return self
 
     def blocks(self, query_length: int) -> list[Block]:
@@ -104,23 +104,23 @@ def attend_in_equal_rows(
     """Run SDPA over the blocks of all rows.
 
     Args:
-        attend: takes queries, keys, values, and a mask or None for causal attention.
+        attend: a function of queries, keys, values, and a mask or None for causal attention.
         query: `[B, H, Q, D]`.
         key: `[B, G, K, D]`.
         value: likewise.
-        rows: made for these sizes.
+        rows: with K as `key_length`.
 
     Returns:
         `[B, Q, H, D]`.
 
     Raises:
-        ValueError: the cache returned another number of keys than it had announced.
+        ValueError: the cache returned another number of keys than its `get_mask_sizes` did.
     """
     if key.shape[2] != rows.key_length:
         # Without this check slices would silently take wrong keys.
         raise ValueError(
-            f"A layer was given {key.shape[2]} keys where {rows.key_length}, cached and new, were expected: the layers "
-            "of past_key_values hold differing numbers of tokens, or give other keys than get_mask_sizes announces."
+            f"A layer has {key.shape[2]} keys, cached and new, but should have {rows.key_length}: the layers of "
+            "past_key_values hold differing numbers of tokens, or update returns other keys than get_mask_sizes says."
         )
     outputs = []
     for block in rows.blocks(query.shape[2]):

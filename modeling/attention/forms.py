@@ -1,12 +1,12 @@
-"""Forms of attention: a mask, or what replaces it, for each type of layer in a forward.
+"""Forms of attention: for each type of layer in a forward a mask, or what takes its place.
 
-| form | tokens see | taken by |
+| form | which earlier tokens a token sees | used by |
 |---|---|---|
-| None | plain causal attention | all implementations |
-| lengths, a dict | earlier tokens of their packed segment, in a window | FlashAttention |
-| `[B, K]` | earlier tokens in a window, without padding | FlashAttention |
-| `EqualRows` | earlier tokens of their chunk or window, in rows without padding | `sdpa` |
-| a mask | whatever `Rule.sees` says | `sdpa` for all other rows, and all other implementations |
+| None | all | all implementations |
+| lengths, a dict | those of its packed segment, in a window | FlashAttention |
+| `[B, K]` | those in a window that are no padding | FlashAttention |
+| `EqualRows` | those of its chunk or window, in rows without padding | `sdpa` |
+| a mask | those that `Rule.sees` allows | `sdpa` for all other rows, and all other implementations |
 
 Only the memory of a mask grows with the square of the number of tokens.
 
@@ -37,7 +37,7 @@ from .visibility import Rule
 
 
 def form_of(inputs: MaskInputs, rule: Rule) -> Any:
-    """Choose what layers with this rule attend by: FlashAttention's arguments, equal rows, or a mask."""
+    """Return the form of attention of layers with this rule."""
     if inputs.is_flash:
         return flash_form(inputs, rule)
     first_query = first_of_equal_rows(inputs, rule) if inputs.implementation == "sdpa" else None
@@ -45,9 +45,10 @@ def form_of(inputs: MaskInputs, rule: Rule) -> Any:
 
 
 def first_of_equal_rows(inputs: MaskInputs, rule: Rule) -> int | None:
-    """Return the position of the first query if rows have neither padding nor packed segments, else None; reads values.
+    """Return the position of the first query if rows are equal, else None; reads values.
 
-    With chunks, all rows must begin at the same position; without, the result is an index along the row.
+    Rows are equal if they have neither padding nor packed segments and, with chunks, all begin at the same position.
+    Without chunks the result is an index along the row.
     """
     if not inputs.reads_values or inputs.padding_mask is not None:
         return None
@@ -57,21 +58,21 @@ def first_of_equal_rows(inputs: MaskInputs, rule: Rule) -> int | None:
 
 
 def equal_rows(inputs: MaskInputs, rule: Rule, first_query: int) -> EqualRows | None:
-    """Return the `EqualRows` of a rule; None if they are plain causal attention over all keys."""
+    """Return the `EqualRows` of a rule; None if that is causal attention over all keys."""
     keys, length = inputs.keys(rule), inputs.query_length
     rows = EqualRows(rule, first_query, first_query - inputs.query_offset + keys.offset, keys.length)
     block, *others = rows.blocks(length)
     is_plain = not others and block.is_plain and block.keys == slice(0, keys.length)
-    # Match stock, which obeys the module's `is_causal` if it makes no mask, but makes one if K equals the window.
+    # Without a form the module's `is_causal` counts. As in transformers, it does not if K equals the window.
     return None if is_plain and (length == 1 or keys.length != rule.local_size) else rows
 
 
 def real_mask(inputs: MaskInputs, rule: Rule) -> Any:
-    """Make the mask that the attention implementation takes: `[B, 1, Q, K]`, or a BlockMask for flex attention.
+    """Return the mask that the attention implementation takes: `[B, 1, Q, K]`, or a BlockMask for flex attention.
 
     Returns:
-        None for an implementation without a mask function (vLLM and others mask by themselves), and where the mask
-        function finds plain causal attention.
+        None for an implementation without a mask function (vLLM and others mask by themselves), and if the mask
+        function detects causal attention over all keys.
     """
     if inputs.implementation not in mask_implementations():
         return None
@@ -94,7 +95,7 @@ def real_mask(inputs: MaskInputs, rule: Rule) -> Any:
 
 
 def _can_be_plain(inputs: MaskInputs, rule: Rule) -> bool:
-    """Return whether the mask function may detect plain causal attention, which needs no mask."""
+    """Return True if the mask function may return None when it detects causal attention over all keys."""
     if inputs.segments is not None or (inputs.is_static and inputs.query_length == 1) or is_transformed():
         return False
     if rule.local_size is not None:
@@ -110,8 +111,7 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
         returned unchanged; a 4-D mask of the caller is used for every type.
 
     Raises:
-        ValueError: an unknown type of layer, positions that contradict the cache, or local layers where processes share
-            the tokens of a row.
+        ValueError: positions that contradict the cache, or chunks or windows while processes share a row's tokens.
     """
     mask = inputs.attention_mask
     if isinstance(mask, dict):
@@ -124,7 +124,7 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
         if inputs.implementation == "sdpa" and isinstance(mask, BlockMask):
             mask = create_mask(mask.mask_mod, *mask.shape, device=inputs.device)
         if inputs.implementation == "eager" and mask.dtype is torch.bool:
-            # This implementation adds masks to the scores, so they must be floats.
+            # This implementation adds the mask to the scores, so it must be floats.
             dtype = inputs.inputs_embeds.dtype
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
         return dict.fromkeys(rules, mask)
@@ -132,7 +132,7 @@ def attention_masks(inputs: MaskInputs) -> dict[str, Any]:
         _refuse_split_rows(inputs.implementation)
     if not getattr(inputs.config, "is_causal", True) and not inputs.is_flash:
         return _bidirectional_masks(inputs)
-    # A flash kernel's window counts keys in memory order, which a ring does not keep.
+    # FlashAttention's window counts keys in memory order, which is not the order of tokens in a ring.
     replace_windows(inputs.past_key_values, with_rings=not inputs.is_flash)
     return {layer_type: form_of(inputs, rule) for layer_type, rule in rules.items()}
 
@@ -141,18 +141,18 @@ def _bidirectional_masks(inputs: MaskInputs) -> dict[str, Any]:
     """Return the masks of bidirectional attention; chunked layers stay causal, as in transformers."""
     config = copy.copy(inputs.config)
     config._attn_implementation = inputs.implementation
-    given = {
+    arguments = {
         "config": config,
         "inputs_embeds": inputs.inputs_embeds,
         "attention_mask": inputs.attention_mask,
         "position_ids": inputs.position_ids,
         "cache": inputs.past_key_values,
     }
-    return {kind: LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[kind](**given) for kind in inputs.rules}
+    return {kind: LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[kind](**arguments) for kind in inputs.rules}
 
 
 def _refuse_split_rows(implementation: str) -> None:
-    """Refuse local layers if DeepSpeed's sequence parallelism has replaced the attention implementation."""
+    """Raise a `ValueError` if DeepSpeed's sequence parallelism has replaced the attention implementation."""
     attend = ALL_ATTENTION_FUNCTIONS.get(implementation)
     if getattr(attend, "__module__", "").startswith("deepspeed.runtime.sequence_parallel"):
         raise ValueError(
@@ -175,10 +175,10 @@ def attend_in_form(
     """Run `attend`, an attention function of transformers' interface, with a form of attention.
 
     `query` is `[B, H, Q, D]`; `key` and `value` are `[B, H / groups, K, D]`; `kwargs` are for `attend`. Returns the
-    output `[B, Q, H, D]`, and the attention weights where `attend` returns them, else None.
+    output `[B, Q, H, D]`, and the attention weights if `attend` returns them, else None.
 
     Raises:
-        ValueError: the cache returned another number of keys than it had announced.
+        ValueError: the cache returned another number of keys than its `get_mask_sizes` did.
     """
     if attend is sdpa_attention_forward:
         attend = _attend_by_sdpa
@@ -186,13 +186,13 @@ def attend_in_form(
     if isinstance(form, dict):
         form, kwargs = None, {**kwargs, **form}
     if isinstance(form, EqualRows):
-        # This form implies a causal mask, which overrides the `is_causal` of modules and arguments.
+        # This form is always causal, whatever `is_causal` of the module or of the arguments says.
         attend = partial(attend, module, position_ids=None, **{**kwargs, "is_causal": True})
         return attend_in_equal_rows(attend, query, key, value, form), None
     config: Any = module.config
     implementation = config._attn_implementation
     if is_flash_attention_requested(requested_attention_implementation=implementation):
-        # Without positions it does not search for packed rows in every layer; `MaskInputs` has found them already.
+        # With positions the function would search for packed rows in every layer; `MaskInputs` has found them already.
         position_ids = None
     output, weights = attend(module, query, key, value, form, position_ids=position_ids, **kwargs)
     # On a GPU flex attention returns log-sum-exp values, not weights.
@@ -209,7 +209,7 @@ def _attend_by_sdpa(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute transformers' `sdpa`; with one query per row, without copying the keys that heads share."""
+    """Compute transformers' `sdpa`; for one query per row, without a copy of keys for each head that shares them."""
     if are_single_queries(query, attention_mask, dropout, **kwargs):
         return attend_to_single_queries(query, key, value, attention_mask, scaling), None
     return sdpa_attention_forward(

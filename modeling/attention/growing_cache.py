@@ -1,9 +1,9 @@
 """Appending to a KV cache without copying its tokens.
 
 transformers' `DynamicLayer` concatenates: each token copies all earlier keys and values, which in a long conversation
-takes as long as reading the weights. Here a layer's tensors are views of memory with spare places. New tokens are
-written behind the end of a view, so other views never change, and only if the view holds the last tokens written.
-Otherwise new memory is allocated.
+takes as long as reading the weights. Here a layer's keys and values are views of memory with spare places. New tokens
+are written behind the end of the views, so that copies of the layer, whose views are shorter, do not change. A copy
+whose views do not end with the last token written gets new memory when it appends.
 """
 
 from typing import Any
@@ -15,9 +15,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ..kernels import can_use_shortcut
 
 _MIN_SPARE = 128
-"""Tokens that new memory has place for, beside those that are appended."""
+"""The least number of spare places in new memory."""
 _SPARE_SHARE = 8
-"""And at least an eighth of all."""
+"""New memory has at least one spare place for so many tokens."""
 # The stock methods, to detect whether they have been replaced.
 _UPDATES = {kind: kind.update for kind in (DynamicLayer, DynamicSlidingWindowLayer)}
 _CACHE_UPDATE = Cache.update
@@ -26,27 +26,27 @@ _CACHE_UPDATE = Cache.update
 class _Memory:
     """Memory for keys and values, `[B, heads, places, D]`, of which the first `length` tokens are written.
 
-    Copies of a layer share it. The first copy that appends raises `length`, so that the others cannot append to it.
+    Copies of a layer share the memory. The first copy that appends raises `length`; then the others cannot append here.
     """
 
     def __init__(self, old: tuple[torch.Tensor, ...], length: int):
         places = length + max(_MIN_SPARE, length // _SPARE_SHARE)
         self.length = old[0].shape[2]
-        self.tensors = [its.new_empty(*its.shape[:2], places, its.shape[3]) for its in old]
-        for tensor, its in zip(self.tensors, old, strict=True):
-            tensor[:, :, : self.length] = its
+        self.tensors = [view.new_empty(*view.shape[:2], places, view.shape[3]) for view in old]
+        for tensor, view in zip(self.tensors, old, strict=True):
+            tensor[:, :, : self.length] = view
 
     def can_append(self, old: tuple[torch.Tensor, ...], length: int) -> bool:
-        """Return True if `old` ends with the last token written, and the memory has places for `length` tokens."""
+        """Return True if the views `old` end with the last token written, and `length` tokens have places."""
         return (
             length <= self.tensors[0].shape[2]
             # A tensor that was made in inference mode cannot be written outside of it.
             and self.tensors[0].is_inference() == torch.is_inference_mode_enabled()
             and all(
-                its.data_ptr() == tensor.data_ptr()
-                and its.stride() == tensor.stride()
-                and its.shape[2] == self.length
-                for its, tensor in zip(old, self.tensors, strict=True)
+                view.data_ptr() == tensor.data_ptr()
+                and view.stride() == tensor.stride()
+                and view.shape[2] == self.length
+                for view, tensor in zip(old, self.tensors, strict=True)
             )
         )
 
@@ -54,9 +54,9 @@ class _Memory:
 def append_to_cache(
     cache: Cache, key: torch.Tensor, value: torch.Tensor, layer_idx: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append keys and values `[B, heads, Q, D]` to a layer of a cache and return all, as `cache.update` does.
+    """Append keys and values `[B, heads, Q, D]` to a layer of a cache, and return what `cache.update` returns.
 
-    In inference on a CPU, the layers of transformers' `DynamicCache` grow in place.
+    In inference on a CPU the layers of transformers' `DynamicCache` grow in place.
     """
     layers: Any = getattr(cache, "layers", ())
     layer: Any = layers[layer_idx] if layer_idx < len(layers) else None
@@ -68,8 +68,8 @@ def append_to_cache(
     memory = vars(layer).get("llamoe_memory")
     if memory is None or not memory.can_append(old, end):
         memory = layer.llamoe_memory = _Memory(old, end)
-    for tensor, its in zip(memory.tensors, new, strict=True):
-        tensor.narrow(2, memory.length, its.shape[2]).copy_(its)
+    for tensor, states in zip(memory.tensors, new, strict=True):
+        tensor.narrow(2, memory.length, states.shape[2]).copy_(states)
     memory.length = end
     layer.keys, layer.values = (tensor.narrow(2, 0, end) for tensor in memory.tensors)
     if layer.is_sliding:
@@ -78,25 +78,25 @@ def append_to_cache(
 
 
 def _has_stock_update(cache: Cache, layer: Any) -> bool:
-    """Return whether cache and layers use transformers' `update`; research code may replace it."""
+    """Return True if cache and layer use transformers' `update`; other code may have replaced it."""
     updates = [getattr(owner.update, "__func__", None) for owner in (layer, cache) if owner is not None]
     return updates == [_UPDATES.get(type(layer)), _CACHE_UPDATE] and not cache.offloading
 
 
 def _can_grow(layer: Any, new: tuple[torch.Tensor, ...]) -> bool:
-    """Return whether appending in place equals `update`, and the layer keeps all tokens."""
+    """Return True if appending in place equals `update`: the layer keeps all tokens, and shapes and dtypes fit."""
     num_new = new[0].shape[2]
     if not layer.is_initialized:
         return False
     if layer.is_sliding and (layer.record_past or layer.cumulative_length + num_new >= layer.sliding_window):
-        # The window is full: from now on each token drops one.
+        # The window is full: from now on each new token replaces an old one.
         vars(layer).pop("llamoe_memory", None)
         return False
     return all(
-        type(its) is type(one) is torch.Tensor
-        and (one.dtype, one.device) == (its.dtype, its.device)
-        and one.dim() == its.dim() == 4
-        and one.shape == (*its.shape[:2], num_new, its.shape[3])
-        and its.shape[2] == layer.keys.shape[2]
-        for one, its in zip(new, (layer.keys, layer.values), strict=True)
+        type(old) is type(states) is torch.Tensor
+        and (states.dtype, states.device) == (old.dtype, old.device)
+        and states.dim() == old.dim() == 4
+        and states.shape == (*old.shape[:2], num_new, old.shape[3])
+        and old.shape[2] == layer.keys.shape[2]
+        for states, old in zip(new, (layer.keys, layer.values), strict=True)
     )

@@ -1,12 +1,11 @@
 """Grouped-query attention with rotary or no position embedding, q/k norm and temperature tuning.
 
-LLaMA 1 has as many key/value heads as query heads; multi-query attention has a single key/value head (Shazeer
-2019; Ainslie et al. 2023, arXiv 2305.13245). A Llama 4 layer normalizes each query and key head without a weight
-after rotation. Every fourth layer has neither rotation nor norm: it scales queries by a temperature that grows
-with position (Nakanishi 2025, arXiv 2501.19399).
+Several query heads may share a key/value head (Ainslie et al. 2023, arXiv 2305.13245); in LLaMA 1 none do. A Llama 4
+layer normalizes each query and key head, without a weight, after rotation. Every fourth layer has neither rotation nor
+norm: it scales queries by a temperature that grows with their position (Nakanishi 2025, arXiv 2501.19399).
 
-The mask, or the form that replaces it, decides which keys a query sees (see `visibility` and `forms`). The product
-itself is transformers' attention interface.
+The mask, or the form that takes its place, decides which keys a query sees (see `visibility` and `forms`). Attention
+itself is computed by a function of transformers' attention interface.
 
 Shapes: B batch, H heads, T or Q new tokens, K keys (cached and new), D head_dim.
 """
@@ -92,13 +91,13 @@ class Attention(nn.Module):
         Args:
             hidden_states: `[B, T, hidden_size]`.
             position_embeddings: cos and sin from `RotaryEmbedding`.
-            attention_mask: what `attention_masks` returned for this layer's type; None for plain causal.
+            attention_mask: the form that `attention_masks` returned for this layer's type; None: causal attention.
             position_ids: `[B or 1, T]`.
             past_key_values: KV cache that rotated keys and values are appended to.
             **kwargs: passed unchanged to the attention implementation.
 
         Returns:
-            `[B, T, hidden_size]`, and the attention weights where the implementation returns them, else None.
+            `[B, T, hidden_size]`, and the attention weights if the implementation returns them, else None.
         """
         input_shape = hidden_states.shape[:-1]
         heads_shape = (*input_shape, -1, self.head_dim)
@@ -119,7 +118,7 @@ class Attention(nn.Module):
         if past_key_values is not None:
             key, value = append_to_cache(past_key_values, key, value, self.layer_idx)
         elif (paged := kwargs.pop("paged_cache", None)) is not None:
-            # The cache of continuous batching changes these arguments.
+            # Continuous batching's cache puts arguments for its attention function into `kwargs`.
             key, value = paged.update(key, value, self.layer_idx, kwargs=kwargs)
 
         implementation = implementation_on(query.device, self.config)
@@ -133,6 +132,6 @@ class Attention(nn.Module):
 
     def _temperature(self, position_ids: torch.Tensor) -> torch.Tensor:
         # log1p(floor((position + 1) / floor_scale)) * attn_scale + 1: no effect below position floor_scale - 1.
-        # Padding may have negative positions. Their logarithm would be NaN, which a mask cannot remove.
+        # Padding may have negative positions. Their logarithm could be NaN, which a mask does not remove.
         steps = torch.floor((position_ids.float() + 1.0) / self.config.floor_scale).clamp(min=0)
         return (torch.log1p(steps) * self.config.attn_scale + 1.0)[..., None, None]  # [B or 1, T, 1, 1]

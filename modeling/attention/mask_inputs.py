@@ -3,7 +3,7 @@
 The same tokens must give the same logits left-padded, packed or alone. So rotation, temperature and chunks depend on
 positions, which count a row's real tokens, and never on the index in a cache.
 
-Properties that read tensor values make the host wait for a GPU. Their docstrings say so, and they are used sparingly.
+Properties that read tensor values make the host wait for a GPU; their docstrings say "reads values".
 
 Shapes: B batch, Q query tokens, K key tokens (cached and new), T some tokens, W width of the padding mask, S sequences.
 """
@@ -34,16 +34,17 @@ class fact:
 
 
 class MaskInputs:
-    """The inputs of a forward that decide which tokens see each other.
+    """The inputs of a forward that decide which tokens see each other, and what follows from them.
 
     Args:
         config: a decoder's config, with `_attn_implementation` set.
         inputs_embeds: `[B, Q, ...]`; only sizes, dtype and device are read.
-        attention_mask: None, `[B, W]` with zeros on padding, a ready 4-D mask, or a dict of ready masks.
+        attention_mask: None, `[B, W]` with zeros on padding, a 4-D mask, or a dict of masks by type of layer.
         past_key_values: the cache, before the new tokens are written to it.
-        position_ids: `[B or 1, Q]` as the caller gave them; None where they follow from the padding. Rows in which
-            they restart are packed if there is neither a mask nor a cached token.
-        cu_seq_lens: `[S + 1]`, where each packed sequence begins, if the attention implementation gets it too.
+        position_ids: `[B or 1, Q]` as the caller gave them; None: they follow from the padding. Rows in which they
+            restart are packed, unless there is a mask or a cached token.
+        cu_seq_lens: `[S + 1]`, the index at which each packed sequence begins, and the end; only if the attention
+            implementation gets it, too.
     """
 
     def __init__(
@@ -72,23 +73,23 @@ class MaskInputs:
 
     @fact
     def rules(self) -> dict[str, Rule]:
-        """Which tokens see each other, for each attention type of the config's layers."""
+        """Return the rule of each type of the config's layers."""
         return rules_of(self.config)
 
     @fact
     def query_offset(self) -> int | torch.Tensor:
-        """Index along the row of the first query: the number of cached tokens, a tensor in a static cache."""
+        """Return the index along the row of the first query: the number of cached tokens, a tensor if static."""
         length = cached_length(self.past_key_values)
-        # Copy the count: the cache updates it in place before flex attention reads it.
+        # Copy the number: the cache changes it in place before flex attention reads it.
         return length.clone().to(self.device) if isinstance(length, torch.Tensor) else length
 
     @fact
     def query_index(self) -> torch.Tensor:
-        """`[Q]`: index along the row of each query."""
+        """Return the index along the row of each query, `[Q]`."""
         return torch.arange(self.query_length, device=self.device) + self.query_offset
 
     def keys(self, rule: Rule) -> Keys:
-        """Keys that layers of this rule get from the cache."""
+        """Describe the keys that layers with this rule get from the cache."""
         is_local = rule.local_size is not None
         if is_local not in self._keys:
             self._keys[is_local] = keys_of(self.past_key_values, is_local, self.query_length, self.device)
@@ -96,9 +97,9 @@ class MaskInputs:
 
     @fact
     def reads_values(self) -> bool:
-        """Return whether mask and position values may be read to choose a form: not in graphs or static steps.
+        """Return True if values of masks and positions may be read to choose a form of attention.
 
-        Steps with a static cache need masks of one shape.
+        Graphs must not depend on them, and decode steps with a static cache need masks of one shape.
         """
         if not self.is_flash and self.implementation != "sdpa":
             return False
@@ -106,12 +107,12 @@ class MaskInputs:
             return False
         if self.is_static and (self.query_length == 1 or self.query_offset > 0):
             return False
-        # On the CPU skip the second check: it also queries CUDA, the slowest check of a decode step.
+        # `is_tracing` is slow, since it also queries CUDA; on the CPU `is_readable` is enough.
         return is_readable(self.inputs_embeds) or not is_tracing(self.inputs_embeds)
 
     @fact
     def padding_mask(self) -> torch.Tensor | None:
-        """`[B, W]` bool, false on padding; None without a 2-D mask, or if its values are read and hide no token."""
+        """Return the mask `[B, W]` bool, False on padding; None without a 2-D mask, or if it is read and all True."""
         mask = self.attention_mask
         if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
             return None
@@ -120,7 +121,7 @@ class MaskInputs:
         return mask.to(device=self.device, dtype=torch.bool)
 
     def is_real(self, index: torch.Tensor) -> torch.Tensor:
-        """`[B, T]` bool: which indices `[T]` along the rows are real tokens; negative and past the mask are not."""
+        """Return `[B, T]` bool: True for indices `[T]` along the rows of real tokens, which lie within the mask."""
         if self.padding_mask is None:
             return (index >= 0).expand(self.batch_size, -1)
         width = self.padding_mask.shape[1]
@@ -128,10 +129,10 @@ class MaskInputs:
 
     @fact
     def positions(self) -> torch.Tensor:
-        """`[B or 1, Q]`: positions of the new tokens, given or counted from each row's first real token.
+        """Return the positions of the new tokens, given or counted from each row's first real token, `[B or 1, Q]`.
 
-        Where the highest position chooses frequencies (`dynamic` and `longrope` scaling), and where positions are
-        given, they are 0 on padding. Otherwise padding has stock's positions: question answering reads its states.
+        Padding has position 0 if the caller gave positions, or if the highest position decides the frequencies
+        (`dynamic` and `longrope` scaling); otherwise transformers' positions: question answering reads its states.
         """
         positions = self.positions_at(self.query_index) if self.position_ids is None else self.position_ids
         rope_type = self.config.rope_parameters["rope_type"]
@@ -142,7 +143,7 @@ class MaskInputs:
 
     @fact
     def first_position(self) -> int | None:
-        """Return the first position if all rows are consecutive from it, without padding; else None; reads values."""
+        """Return the first position if all rows count up from it, without padding; else None. Reads values."""
         if self.padding_mask is not None:
             return None
         if self.position_ids is None:
@@ -152,13 +153,13 @@ class MaskInputs:
         return lowest if lowest == highest else None
 
     def counts_at(self, index: torch.Tensor) -> torch.Tensor:
-        """`[B or 1, T]`: number of real tokens of each row up to these indices `[T]`, themselves included."""
+        """Return the number of real tokens of each row up to and including these indices `[T]`, `[B or 1, T]`."""
         if self.padding_mask is None:
             return index[None] + 1
         return self.padding_mask.cumsum(-1)[:, index.clamp(0, self.padding_mask.shape[1] - 1)]
 
     def positions_at(self, index: torch.Tensor) -> torch.Tensor:
-        """`[B or 1, T]`: positions of the tokens at these indices `[T]` along the rows, cached or new.
+        """Return the positions of the tokens at these indices `[T]` along the rows, cached or new, `[B or 1, T]`.
 
         If positions of the new tokens are given, cached real tokens are counted back from each row's first new token.
         """
@@ -176,15 +177,15 @@ class MaskInputs:
             before = before[:, :1]
         else:
             before = before.gather(1, self.is_real(self.query_index).int().argmax(1, keepdim=True))
-        # After right padding, `generate` may start at a position lower than the number of earlier tokens.
+        # Not below 0: after right padding, `generate` may start at a position lower than the number of earlier tokens.
         return torch.where(index < offset, (self.counts_at(index) + before).clamp(min=0), new)
 
     @fact
     def segments(self) -> torch.Tensor | None:
-        """`[B or 1, Q]`: number of each token's packed segment; None where rows are not packed. Reads positions.
+        """Return the number of each token's packed segment, `[B or 1, Q]`; None if rows are not packed. Reads values.
 
         Raises:
-            ValueError: packed rows with a static cache, which cannot tell segments apart; found on the CPU only.
+            ValueError: packed rows with a static cache, which cannot tell segments apart; checked on the CPU only.
         """
         positions = self.position_ids
         if self.attention_mask is not None or positions is None:
@@ -203,7 +204,7 @@ class MaskInputs:
         return segments if is_tracing(positions) or bool(segments[:, -1].any()) else None
 
     def groups(self, rule: Rule) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the group of each query `[B, Q]` and key `[B, K]`; None if each row is a single group.
+        """Return the number of the group of each query `[B, Q]` and key `[B, K]`; None if each row is a single group.
 
         A query sees only keys of its group: a packed segment, a chunk, or a chunk of a segment.
         """
@@ -223,12 +224,12 @@ class MaskInputs:
         return of_queries, of_keys
 
     def _check_cached_padding(self, rule: Rule) -> None:
-        """Refuse padding between cached tokens whose positions are unknown or which are forgotten; on the CPU only."""
+        """Raise a `ValueError` if padding between cached tokens hides which chunks they are in; on the CPU only."""
         mask, positions = self.padding_mask, self.position_ids
         if mask is None or positions is None or self.past_key_values is None or not is_readable(mask):
             return
         begin, end = int(self.query_offset), int(self.query_offset) + self.query_length
-        # Positions do not matter within the first chunk, where `generate` may continue after right padding.
+        # Within the first chunk all tokens are in one group: `generate` may continue there after right padding.
         if max(end, int(positions.max()) + 1) <= rule.chunk_size:
             return
         counts_BW, is_new = mask.cumsum(-1), mask[:, begin:end]

@@ -1,7 +1,7 @@
-"""Inputs of transformers' FlashAttention functions in place of a mask: padding, or lengths of packed segments.
+"""What transformers' FlashAttention functions take in place of a mask: padding, or lengths of packed segments.
 
-These functions remove padding, and compute variable-length causal attention, optionally with a window. The last query
-of a sequence is aligned with its last key. They cannot apply chunks.
+These functions remove padding, and compute causal attention over sequences of any length, optionally with a window. The
+last query of a sequence is the token of its last key. They cannot apply chunks.
 
 Shapes: B batch, Q query tokens, K key tokens (cached and new), S sequences.
 """
@@ -16,9 +16,9 @@ from .visibility import Rule
 
 
 def packed_lengths(segments: torch.Tensor, batch_size: int) -> dict[str, Any]:
-    """Return FlashAttention's arguments for packed rows, whose tokens are in these segments, `[B or 1, Q]`.
+    """Return FlashAttention's arguments for packed rows: cumulative lengths `[S + 1]` int32 and the maximum length.
 
-    For queries and for keys these are the cumulative sequence lengths, `[S + 1]` int32, and the maximum length.
+    `segments` has the number of each token's segment, `[B or 1, Q]`.
     """
     is_first = segments.diff(prepend=segments[:, :1] - 1) != 0
     begins = is_first.expand(batch_size, -1).flatten().nonzero()[:, 0]
@@ -28,11 +28,12 @@ def packed_lengths(segments: torch.Tensor, batch_size: int) -> dict[str, Any]:
 
 
 def flash_form(inputs: MaskInputs, rule: Rule) -> dict[str, Any] | torch.Tensor | None:
-    """Make the form that FlashAttention takes: lengths, or `[B, keys up to the last query]` with false on padding.
+    """Return what FlashAttention takes for layers with this rule.
 
     Returns:
-        None if rows have no padding and end with their last query, or if the caller gives the lengths of packed
-        segments, which the implementation gets directly.
+        for packed rows the arguments of `packed_lengths`. For rows with padding, or with empty places after the last
+        query, `[B, keys up to the last query]` bool, False on padding. Otherwise None; also if the caller gives the
+        lengths of packed sequences to the implementation itself.
     """
     if inputs.has_lengths:
         return None

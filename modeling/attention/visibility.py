@@ -1,10 +1,10 @@
 """Rules of which tokens see each other in each type of layer: groups, chunk borders and sliding windows.
 
-A token sees another if both are real, both are in the same group, and the other is not later and, in sliding layers,
-less than W earlier. The group is the packed segment and, in chunked layers, the position's chunk. Every form of
-attention follows from this.
+A token sees another token of its row if both are real, both are in the same group, and the other is not later and, in
+sliding layers, less than W earlier. A group is a packed segment; in chunked layers it is a chunk of positions in a
+segment. All forms of attention apply this rule.
 
-Chunks depend on positions. A window counts indices along the row, as in transformers, padding included.
+Chunks depend on positions. A window counts indices along the row, padding included, as in transformers.
 
 Shapes: B batch, Q query tokens, K key tokens (cached and new), T new tokens, C tokens of a chunk, W tokens of a window.
 """
@@ -19,7 +19,7 @@ from transformers.masking_utils import causal_mask_function
 from ...configuration.errors import ConfigurationError
 from .cache import Keys
 
-# By type of layer, the config's field for each field of its rule.
+# For each type of layer, the config's fields that give the fields of `Rule`.
 RULES: dict[str, dict[str, str]] = {
     "full_attention": {},
     "chunked_attention": {"chunk_size": "attention_chunk_size"},
@@ -32,7 +32,7 @@ class Rule(NamedTuple):
 
     Attributes:
         chunk_size: tokens of a chunk; None: no chunks.
-        window: tokens that a token sees, itself and those right before it; None: no window.
+        window: number of tokens that a token sees: itself and those right before it; None: no window.
     """
 
     chunk_size: int | None = None
@@ -49,13 +49,12 @@ class Rule(NamedTuple):
         """Return a mask function of transformers' interface: True where a query sees a key, apart from padding.
 
         Args:
-            groups: group number of each query `[B, Q]` and each key `[B, K]`, such as its chunk: a query sees only
-                keys of its group. None if a row is a single group.
+            groups: number of the group of each query `[B, Q]` and each key `[B, K]`; None if a row is a single group.
             query_offset: index of the first query along the row.
-            keys: where the keys are along the row.
+            keys: indices of the keys along the row.
         """
         if groups is None and self.window is None:
-            # Layers without groups keep their keys in row order. Mask functions may recognise this one.
+            # All keys are in row order. Mask functions that other libraries register may recognise this function.
             return causal_mask_function
         window = self.window
 
@@ -75,7 +74,7 @@ def rules_of(config: PreTrainedConfig) -> dict[str, Rule]:
     """Return the rule of each layer type in a decoder's config.
 
     Raises:
-        ConfigurationError: a type without its size, which would silently become full attention.
+        ConfigurationError: a chunked or sliding type without its size; it would silently become full attention.
     """
     rules = {}
     for layer_type in dict.fromkeys(config.attention_types()):

@@ -25,8 +25,6 @@ from .format import MAKERS, Format, Parts, Sizes
 BLOCKSIZE, NESTED_BLOCKSIZE = 64, 256
 # Weights that are quantized at once, a multiple of all block sizes: bitsandbytes' CPU kernel takes 24 bytes for each.
 _NUMBERS_AT_ONCE = 1 << 16
-# Alignment of codes in bytes: CUDA kernels load several at once.
-_ALIGNMENT = 16
 _REMEDY = "The checkpoint is damaged, or is not that of this config.json: quantize the original one again."
 
 
@@ -123,11 +121,7 @@ class Bnb(Format):
 
         if self.quant_type == "int8":
             return int8_vectorwise_dequant(*parts).to(dtype)
-        codes = parts[0]
-        # With sizes that are not multiples of 32, an expert's codes are not aligned as the kernels require.
-        if codes.is_cuda and codes.data_ptr() % _ALIGNMENT:
-            codes = codes.clone()
-        return dequantize_4bit(codes.view(-1, 1), self._state(parts, sizes, dtype))
+        return dequantize_4bit(parts[0].view(-1, 1), self._state(parts, sizes, dtype))
 
     def _state(self, parts: Parts, sizes: Sizes, dtype: torch.dtype) -> Any:
         """Return bitsandbytes' description of a matrix of 4 bits."""
@@ -193,15 +187,8 @@ class Bnb(Format):
             raise CheckpointError(f"{', '.join(names)} are {given}, not {wanted}. {_REMEDY}")
         # A file may store the bytes of the codes in any dtype.
         parts = [tensors["weight"].contiguous().view(torch.uint8).flatten(), tensors["weight.absmax"]]
-        tables = {self.quant_type: tensors["weight.quant_map"]}
         if self.is_nested:
             parts += [tensors["weight.nested_absmax"], torch.tensor(facts["nested_offset"])]
-            tables["dynamic"] = tensors["weight.nested_quant_map"]
-        for name, table in tables.items():
-            if not torch.allclose(table, code_of(name, table.device), rtol=0, atol=1e-6):
-                raise CheckpointError(
-                    f"the {name} table has other numbers than bitsandbytes' codes have. {_REMEDY}"
-                )
         return parts
 
     def parts_of(

@@ -11,6 +11,7 @@ import it at their top.
 from .cpp_kernels import (
     Matrix,
     cpp_instructions,
+    cpp_pack_words,
     cpp_product,
     cpp_unpack,
     why_no_cpp_kernels,

@@ -1,4 +1,4 @@
-"""Layers that every decoder and the vision tower are made of: linear ones, norms, rotary embeddings, the feed-forward.
+"""Layers that decoders and the vision tower are made of: linear layers, norms, rotary embeddings, the feed-forward.
 
 Reading order: linear, normalization, rotary, feed_forward.
 """

@@ -8,11 +8,7 @@ from .linear import Linear
 
 
 def activation(name: str) -> nn.Module:
-    """Return transformers' activation function of this name.
-
-    Raises:
-        ValueError: no such name.
-    """
+    """Return transformers' activation function of this name; raise a `ValueError` if there is none."""
     if name not in ACT2FN:
         raise ValueError(f"hidden_act = {name!r}: unknown activation; valid: {', '.join(sorted(ACT2FN))}.")
     return ACT2FN[name]
@@ -30,5 +26,5 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `[..., hidden_size]` to the same shape."""
-        # No name holds gate and up, so that their memory is free for the last product.
+        # No variables hold gate and up, so their memory is free during the last product.
         return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))

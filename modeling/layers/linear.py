@@ -5,7 +5,7 @@ from torch import nn
 
 from ..kernels import linear
 
-# The original function: if somebody replaces `nn.Linear.forward`, the replacement is called.
+# torch's function: if other code replaces `nn.Linear.forward`, the replacement is called.
 _FORWARD = nn.Linear.forward
 
 
@@ -20,7 +20,7 @@ class Linear(nn.Linear):
 
 
 def make_layers_plain(model: nn.Module) -> None:
-    """Convert all linear layers of a model to `nn.Linear`: quantizers of other libraries replace only these."""
+    """Turn all `Linear` of a model into `nn.Linear`, in place: other libraries' quantizers replace only that class."""
     for module in model.modules():
         if type(module) is Linear:
             module.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,8 +1,8 @@
-"""RMSNorm and L2Norm, both with float32 statistics for every dtype of activations.
+"""RMSNorm and L2Norm, with sums in float32 for every dtype of the input.
 
-Zhang & Sennrich 2019 (arXiv 1910.07467): `x / sqrt(mean(x ** 2) + eps) * weight`, the mean over the last axis D. The
-quotient is cast back to the input's dtype *before* it is multiplied by the weight: Meta's order, which decides the last
-bit in bfloat16.
+Zhang & Sennrich 2019 (arXiv 1910.07467): `x / sqrt(mean(x ** 2) + eps) * weight`, the mean over the last axis D. As in
+Meta's code, the quotient is cast back to the input's dtype *before* it is multiplied by the weight; the other order
+would differ in the last bit in bfloat16.
 """
 
 import torch
@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Normalize `[..., D]`; the dtype is kept unless the weight's is wider."""
+        """Normalize `[..., D]`, in the input's dtype, or in the weight's if that is wider."""
         return rms_norm(hidden_states, self.weight, self.eps)
 
     def extra_repr(self) -> str:
@@ -39,5 +39,5 @@ class L2Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize `[..., D]`; the dtype is kept."""
+        """Normalize `[..., D]`, in the input's dtype."""
         return rms_norm(x, None, self.eps)

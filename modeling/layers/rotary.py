@@ -1,19 +1,19 @@
 """Rotary position embedding (Su et al. 2021, arXiv 2104.09864), computed in float32.
 
-A checkpoint is written for one of two pairings of channels, which the config's `rope_interleave` names; weights are
-never permuted:
+A checkpoint's weights are made for one of two pairings of channels. The config's `rope_interleave` says which; weights
+are never permuted:
 
 * interleaved: channels (2j, 2j+1) rotate together (Meta's reference, Llama 4);
 * half-split: channels (j, j + D/2) rotate together (Hugging Face's permuted LLaMA 1 and 2 weights).
 
-Frequencies and their scaling (linear, dynamic, yarn, longrope, llama3, proportional) are transformers' own
-functions. `dynamic` and `longrope` choose frequencies by the highest position of a forward, so a prefill in pieces can
-differ from one of all tokens: llamoe then matches transformers where all tokens come at once.
+transformers' functions compute frequencies and their scaling (linear, dynamic, yarn, longrope, llama3, proportional).
+`dynamic` and `longrope` choose frequencies by the highest position of a forward. So a prompt in pieces can give other
+results than the whole prompt at once; llamoe equals transformers for the whole prompt.
 
 A pair (a, b) becomes `(a cos - b sin, b cos + a sin)`; its angle is its position times its frequency.
 
-Shapes: B batch, H heads, T tokens, D head_dim, R = D/2 rotated pairs. Rows of angles are `[B or 1, T, …]`: one row
-serves all rows of the batch that have the same positions.
+Shapes: B batch, H heads, T tokens, D head_dim, R = D/2 rotated pairs. Positions and angles are `[B or 1, T, …]`: one
+row if all rows of the batch have the same positions.
 """
 
 import torch
@@ -23,7 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_u
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of every position's angles, shared by all layers of a decoder.
+    """Cosines and sines of every position's angles, computed once for all layers of a decoder.
 
     Frequencies stay float32 when the model is cast: in bfloat16, angles at position 100,000 are off by whole turns.
     """
@@ -35,7 +35,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.config = config
         self.rope_type = config.rope_parameters["rope_type"]
-        # Read by `dynamic_rope_update`, which updates `max_seq_len_cached`.
+        # `dynamic_rope_update` reads this, and changes `max_seq_len_cached`.
         self.original_max_seq_len = config.max_position_embeddings
         self.register_buffer("inv_freq", None, persistent=False)
         self.register_buffer("original_inv_freq", None, persistent=False)
@@ -50,7 +50,7 @@ class RotaryEmbedding(nn.Module):
     def _apply(self, fn, recurse=True):
         was_meta = self.inv_freq.is_meta
         super()._apply(fn, recurse)
-        # A cast would round the frequencies; `to_empty` after construction on the meta device leaves them undefined.
+        # A cast has rounded the frequencies; `to_empty` of a model on the meta device has left them undefined.
         if self.inv_freq.dtype != torch.float32 or (was_meta and not self.inv_freq.is_meta):
             self._reset(self.inv_freq.device)
         return self
@@ -70,7 +70,7 @@ class RotaryEmbedding(nn.Module):
             position_ids: `[B or 1, T]` integers.
 
         Returns:
-            cos and sin, each `[B or 1, T, 1, D]` float32, times the scaling type's attention factor.
+            cos and sin, each `[B or 1, T, 1, D]` float32, times the attention factor of the scaling type.
         """
         if self.inv_freq.is_meta and not x.is_meta:
             # The buffer is still on the meta device: no checkpoint contains it, so no loader fills it.
@@ -84,10 +84,10 @@ class RotaryEmbedding(nn.Module):
 
 
 def of_channels(cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the factors of every channel: cosines, and sines that are negative for the first channel of a pair.
+    """Return cosines and sines for every channel; sines of the first channel of a pair are negated.
 
     Args:
-        cos, sin: `[B or 1, T, R]`.
+        cos, sin: `[B or 1, T, R]`, of every pair.
         interleave: pair channels (2j, 2j+1); else (j, j + D/2).
 
     Returns:
@@ -101,15 +101,16 @@ def of_channels(cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> tuple
 
 
 def rotate(x_BTHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> torch.Tensor:
-    """Rotate each pair of channels of queries or keys `[B, T, H, D]` by its position's angle; the dtype is kept.
+    """Rotate each pair of channels of queries or keys `[B, T, H, D]` by its angle, and return their dtype.
 
-    The computation is in float32, or in float64 for float64 input. Other arguments are as for `of_channels`.
+    The computation is in float32, or in float64 for float64 input. `cos` and `sin` are those that `of_channels` returns
+    for the same `interleave`.
     """
     if interleave:
-        others = x_BTHD.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        partners = x_BTHD.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     else:
-        others = x_BTHD.roll(x_BTHD.shape[-1] // 2, -1)
-    return (x_BTHD * cos + others * sin).to(x_BTHD.dtype)
+        partners = x_BTHD.roll(x_BTHD.shape[-1] // 2, -1)
+    return (x_BTHD * cos + partners * sin).to(x_BTHD.dtype)
 
 
 def rotary_2d_cos_sin(
@@ -117,12 +118,12 @@ def rotary_2d_cos_sin(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines and sines of every patch's angles.
 
-    Llama 4 splits the rotated pairs of each head: the first half rotates with the patch's column x, the second with its
-    row y. The checkpoint requires this order (Pixtral's is the opposite). Coordinates start at one, to tell the first
-    patch from the class token, which is not rotated. Source: Meta's llama-models, `models/llama4/vision/encoder.py`.
+    In Llama 4 the first half of a head's rotated pairs rotates with the patch's column x, the second half with its row
+    y (in Pixtral it is the other way round). Coordinates start at one: the class token, which is not rotated, has zero.
+    Source: Meta's llama-models, `models/llama4/vision/encoder.py`.
 
-    Each forward computes them: a buffer could be rounded by a change of the model's dtype, or left empty by
-    construction on the meta device.
+    Each forward computes the angles again: a buffer would be rounded by a cast of the model, and undefined after
+    `to_empty` of a model on the meta device.
 
     Args:
         grid_size: patches along one side of the image.
@@ -131,8 +132,8 @@ def rotary_2d_cos_sin(
         device: of the result.
 
     Returns:
-        cos and sin, each `[1, T, 1, D]` float32, as `rotate` takes them for interleaved pairs: of T - 1 patches row by
-        row, then of the class token, with cos 1 and sin 0.
+        cos and sin, each `[1, T, 1, D]` float32, as `rotate` takes them for interleaved pairs: for the T - 1 patches
+        row by row, then for the class token (cos 1, sin 0).
     """
     exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device) / (head_dim // 2)
     frequencies = 1.0 / (theta**exponents)

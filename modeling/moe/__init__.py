@@ -1,9 +1,9 @@
 """The mixture of experts.
 
 Reading order: products (each expert's rows times its matrix), low_rank (LoRA on experts), single_experts (experts that
-a checkpoint stores one by one), experts (the module: dispatch, the gate, and the loop that defines the result), layer
-(router and mixture layer), losses (router losses and the load of experts), balancing (monitoring and loss-free
-balancing of routers), trace (which experts compute which tokens).
+a checkpoint stores one by one), experts (the module: rows sorted by expert, their products, and the loop that defines
+the result), layer (router and mixture layer), losses (router losses and the load of experts), balancing (reports on
+routers in training, and a bias that balances them), trace (a record of which experts compute which tokens).
 """
 
 from .balancing import RouterWatch, watch_routers

@@ -1,12 +1,13 @@
-"""Monitoring of routers in training, and loss-free balancing by a bias for each expert.
+"""Reports on routers in training, and balancing by a bias for each expert, without a loss.
 
-A load-balancing loss also changes all other weights. Instead `router_balancing="bias"` gives every expert a bias that
-affects only the choice of experts. After each step of the optimizer the biases of overloaded experts are lowered (Wang
-et al. 2024, arXiv 2408.15664). The paper's step has a fixed size. Here it is proportional to the error and to the
-standard deviation of the logits, so that biases do not oscillate, and confident routers do not take longer.
+A load-balancing loss changes all weights. `router_balancing="bias"` gives every expert a bias instead, which affects
+only the choice of experts. After each step of the optimizer, biases of experts with more tokens than the average are
+lowered, the others raised (Wang et al. 2024, arXiv 2408.15664). The paper's steps have a fixed size. Here a step is
+proportional to how far the load is from the average, so that biases do not oscillate, and to the standard deviation of
+the logits, so that routers with large logits take no more steps.
 
-Shapes: L mixture layers, N tokens, E experts, C = E + 3 counts: each expert's load, then the router's entropy, the
-standard deviation of its logits, and the number of forward passes.
+Shapes: L mixture layers, N tokens, E experts, C = E + 3 sums: each expert's load, the router's entropy, the standard
+deviation of its logits, and the number of forward passes.
 """
 
 from collections.abc import Sequence
@@ -22,9 +23,9 @@ from .losses import RouterLossMixin, expert_load, moves, stacked, token_weights
 class RouterWatch:
     """Counts the tokens of every expert in training, updates the biases, and reports.
 
-    Only biases of routers that are trained are updated. Padding and forwards without gradients are not counted. Counts
-    are summed over all processes. Gradient checkpointing may count every token twice, which does not change shares. A
-    model has one watch; a new one replaces it.
+    Only biases of routers that are trained are updated. Padding and forward passes without gradients are not counted.
+    Counts are summed over all processes. Gradient checkpointing may count every token twice, which does not change
+    shares. A new watch of a model replaces an earlier one.
     """
 
     head: RouterLossMixin
@@ -34,8 +35,8 @@ class RouterWatch:
 
         Args:
             model: a llamoe mixture with a head, possibly wrapped by peft or accelerate.
-            rate: change of a bias per step for an expert with twice its share, in standard deviations of a token's
-                logits; no bias changes by more than twice as much.
+            rate: how much a step lowers the bias of an expert with twice the average load, in standard deviations of a
+                token's logits. No step changes a bias by more than twice as much.
 
         Raises:
             ValueError: a model without routers.
@@ -44,7 +45,7 @@ class RouterWatch:
         self.open(model)
 
     def open(self, model: nn.Module) -> None:
-        """Begin to watch a model, with no counts; raises as for a new watch."""
+        """Begin to watch a model, with all counts zero; raise as for a new watch."""
         self.head = _head_of(model)
         self.head.router_observer = self._count
         num_counts = self.head.config.num_local_experts + 3
@@ -77,14 +78,14 @@ class RouterWatch:
         """
         counts_LC = self._of_step_LC.to(next(self.head.parameters()).device)
         if dist.is_available() and dist.is_initialized():
-            # A process without forward passes must join the reduction, too: the others wait for it.
+            # Also a process without forward passes must call this: the other processes wait for it.
             dist.all_reduce(counts_LC)
         load_LE, (_, spread_L, passes_L) = counts_LC[:, :-3], counts_LC[:, -3:].unbind(-1)
         if not passes_L[0]:
             return None
         self._of_report_LC = self._of_report_LC.to(counts_LC.device) + counts_LC
         self._of_step_LC = torch.zeros_like(counts_LC)
-        # Ignore NaN logits, as in a step that a gradient scaler skips.
+        # Logits may be NaN in a step that a gradient scaler skips: then biases do not change.
         spread_L = (spread_L / passes_L).nan_to_num(0.0, 0.0, 0.0)
         for router, load_E, spread in zip(self.head.routers(), load_LE, spread_L, strict=True):
             if moves(router):
@@ -95,16 +96,17 @@ class RouterWatch:
         return _shares(load_LE)
 
     def report(self) -> dict[str, float]:
-        """Summarize what happened since the last report, and begin the next.
+        """Return figures of each router since the last report, and begin the next report.
 
         Returns:
-            for each mixture layer, by its index in the model: the largest and the smallest share of tokens that an
-            expert had (`max_load`, `min_load`), `max_violation` (how far the largest is above an equal share, in equal
-            shares), `dead_experts` (without any token) and the router's mean `entropy` in nats.
+            for each mixture layer, under names with its index in the model, such as `router/layer_1/max_load`: the
+            largest and the smallest share of tokens that an expert had (`max_load`, `min_load`); `max_violation`, the
+            largest share divided by an equal share, minus 1; `dead_experts`, the number of experts without a token; and
+            the mean `entropy` of the router in nats.
         """
         counts_LC, report = self._of_report_LC, {}
         self._of_report_LC = torch.zeros_like(counts_LC)
-        # If num_hidden_layers was reduced, the list may name layers that do not exist.
+        # `moe_layers` may name layers that do not exist, if `num_hidden_layers` was reduced.
         for index, counts_C in zip(sorted(self.head.config.moe_layers), counts_LC, strict=False):
             load_E, (entropy, _, passes) = counts_C[:-3], counts_C[-3:].tolist()
             if passes:
@@ -120,17 +122,16 @@ class RouterWatch:
 def watch_routers(trainer: Any, rate: float = 0.05) -> RouterWatch:
     """Have a `transformers.Trainer` report on its model's routers and, with `router_balancing="bias"`, balance them.
 
-    Its reports go where the Trainer's own do (`report_to`, `trainer.state.log_history`), under names like
-    `router/layer_1/max_violation`: see `RouterWatch.report`.
+    The figures of `RouterWatch.report` go where the Trainer's own do (`report_to`, `trainer.state.log_history`).
 
     Args:
-        trainer: before its `train()`.
+        trainer: whose `train()` has not been called yet.
         rate: as for `RouterWatch`.
 
     Raises:
         ValueError: a model without routers.
     """
-    # Imported here: it takes half a second, and a custom training loop does not need it.
+    # Imported here: the import takes half a second, and a custom training loop does not need it.
     from transformers import TrainerCallback
 
     watch = RouterWatch(trainer.model, rate)
@@ -147,7 +148,7 @@ def watch_routers(trainer: Any, rate: float = 0.05) -> RouterWatch:
             report = watch.report() if control.should_log else {}
             if report:
                 trainer.log(report)
-                # `log` resets the Trainer's flag for its own logging, so it is restored.
+                # `log` resets this flag, without which the Trainer would not log its own figures.
                 control.should_log = True
 
         on_epoch_end = on_step_end
@@ -164,10 +165,11 @@ def _head_of(model: nn.Module) -> RouterLossMixin:
         if isinstance(module, RouterLossMixin) and module.routers():
             return module
     raise ValueError(
-        f"{type(model).__name__} has no routers to watch: it is not a mixture of ours with a head."
+        f"{type(model).__name__} has no routers to watch: give a llamoe mixture with a head, such as "
+        "LlamoeForCausalLM."
     )
 
 
 def _shares(load: torch.Tensor) -> torch.Tensor:
-    """Return shares of the tokens, `[..., E]`; zeros where there were none but padding."""
+    """Return each expert's share of the tokens, `[..., E]`; zeros if all tokens were padding."""
     return load / load.sum(-1, keepdim=True).clamp(min=1)

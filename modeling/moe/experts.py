@@ -1,17 +1,18 @@
 """The experts: rows sorted by expert, a product, the gate, a product; and the loop that defines their result.
 
-`Experts.forward` multiplies the rows of the chosen experts. On a CPU in inference the host sorts and counts the rows
-and multiplies expert by expert. On a GPU, few rows and packed experts use kernels that read the routing on the device,
-so a CUDA graph can capture a step. All other cases use operators that support autograd and compilers (`products`).
+`Experts.forward` sends each token to its chosen experts. On a CPU in inference the host counts the rows of each expert
+and multiplies expert by expert. On a GPU, few rows and packed experts use kernels that read on the device which rows
+are whose, so that a CUDA graph can capture a step. All other cases use operators that support autograd and compilers
+(`products`).
 
-Here expert e is slice e of two stacks in memory, in a format of `formats`. Subclasses in `quantization` have packed
-stacks, subclasses in `offload` stacks that are not in memory.
+Here expert e is slice e of two stacks in memory. Subclasses in `quantization` have packed stacks, subclasses in
+`offload` stacks that are not in memory.
 
-`loop_over_experts` is the definition: the formula of an expert for each expert in turn.
+`loop_over_experts` defines the result: for each expert in turn it computes the formula of an expert.
 
-`set_experts_implementation` chooses `llamoe`, this `forward`; `eager`, the definition; or transformers' own functions,
-which compute plain stacks in memory without adapters. `generate` keeps `llamoe`; `grouped_mm` it replaces by
-`batched_mm`, which copies an expert for each token.
+`set_experts_implementation` chooses `llamoe`, this `forward`; `eager`, the loop; or transformers' own functions, which
+compute plain stacks in memory without adapters. `generate` keeps `llamoe`, but replaces `grouped_mm` by `batched_mm`,
+which copies an expert for each token.
 
 Shapes: T tokens, k experts a token, N = T * k rows, E experts, H hidden_size, I intermediate_size.
 """
@@ -44,7 +45,7 @@ from .low_rank import NO_LORA, ExpertsLora
 from .products import Stack, groups_between, multiply_groups, multiply_on_device, multiply_sorted
 
 Way = Literal["host", "kernels", "operators"]
-"""Ways to assign rows to experts in products: counted on the host, read by kernels, or inside of operators."""
+"""Who finds the rows of each expert in a product: the host, a kernel on the device, or an operator for autograd."""
 IMPLEMENTATION = "llamoe"
 """The default name in transformers' registry of experts implementations."""
 STACKS = ("gate_up_proj", "down_proj")
@@ -60,7 +61,7 @@ class Implementations(ExpertsInterface):
     """transformers' registry of experts implementations, in which `llamoe` means `Experts.forward` itself."""
 
     def get_interface(self, experts_implementation: str | None, default: Callable) -> Callable:
-        """Return the function of a name; for `llamoe` or no name, `Experts.forward` itself."""
+        """Return the function of this name; for `llamoe` or no name, `Experts.forward` itself."""
         name = experts_implementation or IMPLEMENTATION
         return default if name == IMPLEMENTATION else partial(_compute, super().get_interface(name, default))
 
@@ -71,15 +72,15 @@ IMPLEMENTATIONS = Implementations()
 def _compute(
     function: Callable, experts: Any, *args: torch.Tensor, lora: ExpertsLora | None = None
 ) -> torch.Tensor:
-    """Compute experts by an implementation of transformers, without adapters."""
+    """Compute experts by one of transformers' functions, or by the loop for `eager`; without adapters."""
     name = experts.config._experts_implementation
     experts.check_implementation(name)
     if (experts.lora if lora is None else lora).updates():
         raise ValueError(
-            f'experts_implementation="{name}" has no place for LoRA on experts: choose "{IMPLEMENTATION}", or merge '
+            f'experts_implementation="{name}" cannot compute LoRA on experts: choose "{IMPLEMENTATION}", or merge '
             "the adapters."
         )
-    # Compilers and tracers cannot follow the loop that defines the result.
+    # Compilers and tracers cannot follow the loop: for them `function` is `Experts.forward`.
     is_loop = name == "eager" and (is_transformed() or not is_recorded(args[0]))
     return experts.loop_over_experts(*args) if is_loop else function(experts, *args)
 
@@ -91,7 +92,7 @@ def _refuse_other_experts(experts: Any, *args: Any, **kwargs: Any) -> torch.Tens
     )
 
 
-# Registers the name with transformers; llamoe's own experts never look this function up.
+# transformers accepts only names that are registered. llamoe's own experts never use this function.
 ExpertsInterface.register(IMPLEMENTATION, _refuse_other_experts)
 
 
@@ -99,14 +100,14 @@ ExpertsInterface.register(IMPLEMENTATION, _refuse_other_experts)
 class Experts(nn.Module):
     """The routed experts' weights, stacked and input-first (`x @ W`), as stock has them for Llama 4."""
 
-    # Quantizers, peft and transformers' backends rely on these names, shapes and their order.
+    # Quantizers, peft and transformers' functions rely on these names, shapes and this order.
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
-    # LoRA factors for calls without a `lora` argument: expert parallelism forwards rows only.
+    # LoRA factors for calls without `lora`: transformers' expert parallelism does not pass that argument on.
     lora: ExpertsLora = NO_LORA
-    # True if the stacks are on disk or in RAM, and are loaded one matrix at a time.
+    # True if the stacks are on disk or in RAM, from where single matrices are loaded.
     is_offloaded = False
-    # Format of each stack, if it is not the plain format of its tensor.
+    # Formats of the stacks by name; None: plain, in the dtypes of the parameters.
     _formats: Mapping[str, Any] | None = None
     is_transposed: bool
 
@@ -122,7 +123,7 @@ class Experts(nn.Module):
     def _empty_stack(self, size_in: int, size_out: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(self.num_experts, size_in, size_out))
 
-    def take_after(self, other: "Experts") -> None:
+    def copy_attributes_from(self, other: "Experts") -> None:
         """Copy the sizes, configuration and attributes of other experts, but not their tensors."""
         nn.Module.__init__(self)
         self.__dict__.update({k: v for k, v in other.__dict__.items() if k not in nn.Module().__dict__})
@@ -130,14 +131,14 @@ class Experts(nn.Module):
 
     @property
     def formats(self) -> Mapping[str, Any]:
-        """The format of each stack."""
+        """The formats of the stacks, by name."""
         if self._formats is None:
             return dict.fromkeys(STACKS, Plain(self.down_proj.dtype, self.is_transposed))
         return self._formats
 
     @property
     def format(self) -> Format:
-        """Weight format of an expert's matrix."""
+        """The format of `down_proj`; its parts and dtype are those of `gate_up_proj`, too."""
         return self.formats["down_proj"]
 
     @property
@@ -147,15 +148,11 @@ class Experts(nn.Module):
 
     @property
     def storage(self) -> str | None:
-        """How the weights are stored, for error messages; None for plain stacks in memory, the only trainable ones."""
+        """How the weights are stored, for error messages; None for plain stacks in memory, which can be trained."""
         return None
 
     def check_implementation(self, name: str | None) -> None:
-        """Refuse an experts implementation that needs plain stacks in memory if there are none.
-
-        Raises:
-            ValueError: one of transformers' own, for packed or offloaded stacks.
-        """
+        """Raise a `ValueError` if an experts implementation needs plain stacks in memory and these are not plain."""
         if self.storage is not None and name not in (None, IMPLEMENTATION, "eager"):
             raise ValueError(
                 f'experts_implementation="{name}" needs stacks of 16 or 32 bits in memory, but these experts are '
@@ -167,17 +164,17 @@ class Experts(nn.Module):
         return Stack(self.formats[name], self.parts(name), self.sizes_of(name))
 
     def parts(self, name: str) -> list[torch.Tensor]:
-        """Return the tensors of a stack; its format defines their meaning."""
+        """Return the tensors of a stack, such as codes and scales, in the order of its format."""
         return [getattr(self, name + suffix) for suffix in self.format.suffixes]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the products, outside of autocast."""
+        """The dtype of the products, outside of autocast."""
         return self.format.compute_dtype
 
     @property
     def device(self) -> torch.device:
-        """Device on which the experts are multiplied."""
+        """The device on which the experts are multiplied."""
         return self.down_proj.device
 
     def stack_shape(self, name: str) -> tuple[int, ...]:
@@ -196,19 +193,19 @@ class Experts(nn.Module):
         top_k_weights: torch.Tensor,
         lora: ExpertsLora | None = None,
     ) -> torch.Tensor:
-        """Send each token to its experts.
+        """Send each token to its experts, and sum the weighted outputs.
 
         Args:
             hidden_states: `[T, H]`.
             top_k_index: `[T, k]` experts of each token; ids of `num_experts` and above are skipped.
             top_k_weights: `[T, k]` factors of the experts' outputs.
-            lora: what adapters add to the products of the stacks.
+            lora: what adapters add to the products of the stacks; None: the attribute `lora`.
 
         Returns:
-            `[T, H]` in the dtype of `hidden_states`, summed over the k experts.
+            `[T, H]` in the dtype of `hidden_states`.
 
         Raises:
-            ValueError: transforms of torch.func, for packed or offloaded stacks or adapters.
+            ValueError: under a transform of torch.func, if stacks are packed or offloaded or have adapters.
         """
         lora = self.lora if lora is None else lora
         if is_transformed():
@@ -222,7 +219,7 @@ class Experts(nn.Module):
         ids_N = top_k_index.reshape(-1)
         way = self.way(ids_N.shape[0], needs_gradient, lora, is_recorded(hidden_states))
         if way == "kernels" and not needs_gradient and ids_N.shape[0] <= TRITON_UNSORTED_MAX_ROWS:
-            # Same layout as in the check: kernels are compiled for the dtype of the ids.
+            # int64, as in the check of the kernels: they are compiled for the dtype of the ids.
             groups, multiply = ids_N.long().contiguous(), partial(multiply_on_device, by_id=True)
             y_NH = self.products(x_TH.repeat_interleave(top_k, 0), groups, multiply, lora)
         else:
@@ -235,8 +232,7 @@ class Experts(nn.Module):
     ) -> torch.Tensor:
         """Sort rows by expert, multiply them, and return the outputs in the original order, `[N, H]`.
 
-        N counts the chosen experts of all tokens. Ids of `num_experts` and above belong to other processes: they
-        sort last, behind the rows of every expert.
+        Under expert parallelism, ids of `num_experts` and above are experts of other processes: their rows sort last.
         """
         ids_N, order_N = ids_N.sort(stable=True)
         expert_E = torch.arange(self.num_experts, device=ids_N.device)
@@ -245,14 +241,14 @@ class Experts(nn.Module):
             groups = groups_between(groups, len(ids_N))
         x_NH = x_TH.index_select(0, order_N // top_k)
         if way == "operators" and self._is_expert_parallel:
-            # torch's grouped product leaves rows past the last end undefined, in forward and in backward.
+            # torch's grouped product leaves the results and gradients of rows after the last end undefined.
             is_past_N1 = (ids_N >= self.num_experts)[:, None]
             y_NH = self.products(x_NH.masked_fill(is_past_N1, 0), groups, multiply_sorted, lora)
             y_NH = y_NH.masked_fill(is_past_N1, 0)
         else:
             y_NH = self.products(x_NH, groups, _PRODUCTS[way], lora)
         out_NH = torch.empty_like(y_NH)
-        # `index_copy_` would keep the rows for the backward pass.
+        # Not `index_copy_`: it would keep `y_NH` for the backward pass.
         out_NH[order_N] = y_NH
         return out_NH
 
@@ -278,10 +274,10 @@ class Experts(nn.Module):
         return product(self.act_fn(gate_NI) * up_NI, "down_proj")
 
     def product_dtype(self) -> torch.dtype:
-        """Return the dtype in which experts are computed: autocast's, or the weights' own."""
+        """Return the dtype in which experts are computed: autocast's, or the dtype of the weights."""
         device_type = self.device.type
         is_cast = device_type != "meta" and torch.is_autocast_enabled(device_type)
-        # Packed weights have a dtype of their own, and autocast leaves float64 alone.
+        # Packed weights are multiplied in their format's dtype, and autocast does not cast float64.
         if not is_cast or self.is_packed or self.dtype == torch.float64:
             return self.dtype
         return torch.get_autocast_dtype(device_type)
@@ -289,9 +285,10 @@ class Experts(nn.Module):
     def way(
         self, num_rows: int, needs_gradient: bool, lora: ExpertsLora = NO_LORA, is_traced: bool = False
     ) -> Way:
-        """Return how rows are assigned to experts in a product of this many rows.
+        """Return who finds the rows of each expert in a product of this many rows.
 
-        Only sizes, dtypes, the device and the need for gradients decide, so that a compiler decides once.
+        The answer depends only on sizes, dtypes, the device and the need for gradients, so that compiled code is valid
+        for all values.
         """
         if self.has_kernels(num_rows, needs_gradient, lora, may_check=not is_traced):
             return "kernels"
@@ -303,7 +300,7 @@ class Experts(nn.Module):
     ) -> bool:
         """Return True if Triton kernels multiply this many rows correctly, and faster than operators.
 
-        The host does not wait for them, so a CUDA graph can capture them.
+        The host does not wait for kernels, so a CUDA graph can capture them.
         """
         # An exported program must work for any number of rows.
         if self.is_offloaded or not may_have_gpu_kernel(self.device) or is_exported():
@@ -332,7 +329,7 @@ class Experts(nn.Module):
         top_k_weights: torch.Tensor,
         lora: ExpertsLora,
     ) -> torch.Tensor:
-        """Compute by torch's own operators: transforms of torch.func support no others."""
+        """Compute by torch's own operators: transforms of torch.func do not support custom ones."""
         if self.storage is not None or lora.updates():
             raise ValueError(
                 "Experts that are packed or offloaded, or have adapters, do not follow transforms of torch.func. "
@@ -344,11 +341,11 @@ class Experts(nn.Module):
     def loop_over_experts(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the definition: each chosen expert in turn computes the tokens that chose it."""
+        """Compute the result that defines all others: each expert in turn computes the tokens that chose it."""
         result = torch.zeros_like(hidden_states)
         gate_up, down = (self.stack(name).matrices() for name in STACKS)
         chosen = [expert for expert in top_k_index.unique().tolist() if expert < self.num_experts]
-        # If no expert is chosen, multiply zero rows by one, which keeps the weights in the autograd graph.
+        # If no expert is chosen, multiply zero rows by the first: this keeps the weights in the autograd graph.
         for expert in chosen or [0]:
             tokens, choices = torch.where(top_k_index == expert)
             gate, up = (hidden_states[tokens] @ gate_up[expert]).chunk(2, dim=-1)
@@ -368,7 +365,7 @@ class OutputFirstExperts(Experts):
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
-        # Read by transformers' backends and by peft.
+        # transformers' functions and peft read this attribute.
         self.is_transposed = False
 
     def _empty_stack(self, size_in: int, size_out: int) -> nn.Parameter:
@@ -376,9 +373,9 @@ class OutputFirstExperts(Experts):
 
 
 def check_kernels(model: nn.Module) -> None:
-    """Check the kernels for all experts and packed layers of a model, before a compiler or CUDA graph starts.
+    """Check the GPU kernels for all experts and packed layers of a model, before a compiler or CUDA graph starts.
 
-    Where nothing is left to check, this only visits each module.
+    Kernels are checked once in a process, so later calls only visit each module.
     """
     loras: dict[int, ExpertsLora] = {}
     for module in model.modules():

@@ -2,17 +2,17 @@
 
 The config selects the rule. Two rules are published:
 
-* Llama 4 (Meta's llama-models reference, models/llama4/moe.py). Per token x: logits = x Wr; keep the
+* Llama 4 (Meta's llama-models reference, models/llama4/moe.py). For a token x: logits = x Wr; keep the
   `num_experts_per_tok` highest; score = sigmoid(logit) in float32; the expert's *input* is x * score; the result is the
-  sum of the routed experts plus a shared expert that sees the unscaled x.
+  sum of the routed experts' outputs plus the output of a shared expert, whose input is the unscaled x.
 * Mixtral (arXiv 2401.04088; transformers' `MixtralSparseMoeBlock`): p = softmax(x Wr) in float32; keep the highest;
   score = p / sum of the kept; the result is the sum of the experts' *outputs* times their scores.
 
-SwiGLU is not homogeneous: scaling an expert's input and scaling its output are two functions.
+SwiGLU is not homogeneous: an expert of `s * x` is not s times the expert of x.
 
-Only the chosen experts are computed; transformers' `Llama4TextMoe` multiplies every token by every expert.
-`Experts` implement the products and are part of transformers' experts interface, where `set_experts_implementation`
-selects `llamoe` (the default), `eager`, `grouped_mm`, `batched_mm` or another registered one.
+Only the chosen experts are computed; transformers' `Llama4TextMoe` multiplies every token by every expert. `Experts`
+computes the products. `set_experts_implementation` selects how, in transformers' experts interface: `llamoe` (the
+default), `eager`, `grouped_mm`, `batched_mm` or another registered name.
 
 Shapes: T tokens, H hidden_size, E experts, K experts a token, N = T * K rows.
 """
@@ -32,12 +32,12 @@ from .experts import Experts, OutputFirstExperts
 class Router(nn.Module):
     """Chooses experts for each token.
 
-    Not an `nn.Linear`, although it holds the same weight: quantizers and LoRA's `all-linear` must skip it.
-    `topk` gets the same tensor as in transformers: ties are frequent in bfloat16, and another order of operations
-    would send some tokens to other experts.
+    Not an `nn.Linear`, although it has the same weight: quantizers and LoRA's `all-linear` must skip it. `topk` gets
+    the same tensor as in transformers: ties are frequent in bfloat16, and another order of operations would send some
+    tokens to other experts.
 
     Attributes:
-        balancing_bias: `[E]` float32, added to the logits where experts are chosen, or None. Scores do not include it.
+        balancing_bias: `[E]` float32, added to the logits for the choice of experts, not for the scores; or None.
     """
 
     balancing_bias: torch.Tensor | None
@@ -46,7 +46,7 @@ class Router(nn.Module):
         super().__init__()
         self.num_experts = config.num_local_experts
         self.top_k = config.num_experts_per_tok
-        # If the experts' input is jittered, too, the mixture has jittered it already.
+        # If jitter shall reach the experts, too, the mixture has already multiplied the common input by it.
         self.jitter_noise = 0.0 if config.router_jitter_reaches_experts else config.router_jitter_noise
         self.takes_softmax = config.router_score_function == "softmax"
         self.chooses_by_softmax = self.takes_softmax and config.router_pre_softmax
@@ -66,8 +66,8 @@ class Router(nn.Module):
             hidden_states: `[T, H]`.
 
         Returns:
-            the logits `[T, E]`, then for the chosen experts the scores `[T, K]` (float32 if they multiply outputs,
-            else in the dtype of the logits) and the indices `[T, K]` (int64), best first.
+            the logits `[T, E]`; then, of the chosen experts, best first, the scores `[T, K]` (in float32 if they
+            multiply outputs, else in the dtype of the logits) and the indices `[T, K]` (int64).
         """
         x_TH = jitter(hidden_states, self.jitter_noise, self.training)
         logits_TE = linear(x_TH, self.weight)
@@ -97,7 +97,7 @@ class Router(nn.Module):
         bias_E = self.balancing_bias
         super()._apply(fn, recurse)
         if bias_E is not None and self.balancing_bias.dtype != torch.float32:
-            # Keep float32: a cast would round away the small updates of training.
+            # Restore float32: in 16 bits the small updates of training would be rounded away.
             self.balancing_bias = bias_E.to(self.balancing_bias.device)
         return self
 
@@ -107,19 +107,19 @@ class Router(nn.Module):
 
 
 def jitter(x: torch.Tensor, half_width: float, is_training: bool) -> torch.Tensor:
-    """Multiply `x` by uniform noise from `1 - half_width` to `1 + half_width` in training."""
+    """In training, multiply `x` by uniform noise from `1 - half_width` to `1 + half_width`."""
     if not is_training or half_width == 0:
         return x
     return x * torch.empty_like(x).uniform_(1 - half_width, 1 + half_width)
 
 
 class MixtureOfExperts(nn.Module):
-    """Router, routed experts and, if there is one, shared expert: the feed-forward of a mixture layer."""
+    """A router, routed experts and maybe a shared expert, in place of a layer's feed-forward."""
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         factor = config.expert_capacity_factor
-        # A capacity factor of E allows every token for an expert. A larger one is the same, and might overflow.
+        # With a capacity factor of E an expert may take every token. A larger factor is the same, but may overflow.
         self.capacity_factor = None if factor is None else min(factor, config.num_local_experts)
         self.jitter_noise = config.router_jitter_noise if config.router_jitter_reaches_experts else 0.0
         self.scales_input = config.apply_router_weight_on_input
@@ -141,7 +141,7 @@ class MixtureOfExperts(nn.Module):
             scores_TK = self._drop_over_capacity(scores_TK, indices_TK)
         if self.scales_input:
             scaled_NH = (x_TH[:, None] * scores_TK[..., None]).flatten(0, 1)
-            # Inputs are scaled already, so outputs are not. `len` would be a constant of a traced program.
+            # The inputs are scaled, so the outputs are not. `len` would be a constant of a traced program.
             ones_N1 = scaled_NH.new_ones(scaled_NH.shape[0], 1)
             routed_NH = self.experts(scaled_NH, indices_TK.reshape(-1, 1), ones_N1)
             shape = indices_TK.shape
@@ -149,14 +149,14 @@ class MixtureOfExperts(nn.Module):
         else:
             routed_TH = self.experts(x_TH, indices_TK, scores_TK)
         routed = routed_TH.view(hidden_states.shape)
-        # The shared expert gets the rows of the batch: adapters may differ from row to row.
+        # The shared expert gets `[B, T, H]`, not `[B * T, H]`: adapters may differ from row to row of the batch.
         return routed if self.shared_expert is None else self.shared_expert(hidden_states) + routed
 
     def _drop_over_capacity(self, scores_TK: torch.Tensor, indices_TK: torch.Tensor) -> torch.Tensor:
-        """Zero the scores of tokens beyond their expert's capacity; the best scores are kept first.
+        """Set the scores of tokens above their expert's capacity to zero; an expert keeps its highest scores.
 
-        An expert's input of zero gives an output, and gradients, of exactly zero, as does an output times zero, without
-        a data-dependent shape.
+        If the scaled input or the output of an expert is zero, so is the result, and so are its gradients. Tokens need
+        not be removed, so shapes do not depend on data.
         """
         num_experts = self.experts.num_experts
         capacity = math.ceil(self.capacity_factor * indices_TK.numel() / num_experts)

@@ -1,8 +1,8 @@
 """Router losses, and how many tokens chose each expert.
 
-Every function takes the router logits that the model returns (`output_router_logits=True`): one tensor
-`[B * T, E]` a mixture layer. Losses are computed for each layer and averaged: pooling the layers first, as transformers
-does for Mixtral, lets the overload of one layer hide that of another.
+Every function takes the router logits that the model returns (`output_router_logits=True`): one tensor `[B * T, E]`
+for each mixture layer. Losses are computed for each layer and averaged. transformers pools the layers first for
+Mixtral: then an expert's overload in one layer and its lack of tokens in another cancel.
 
 Shapes: L mixture layers, B batch, T tokens, N = B * T, E experts.
 """
@@ -20,7 +20,7 @@ logger = logging.get_logger("llamoe")
 
 
 def moves(router: Router) -> bool:
-    """Return True if training updates a router's bias; not if it is frozen: an adapter's file could not store it."""
+    """Return True if training updates a router's bias: not of frozen routers, since adapters' files have no biases."""
     return router.balancing_bias is not None and router.weight.requires_grad
 
 
@@ -37,15 +37,15 @@ def load_balancing_loss(
 ) -> torch.Tensor:
     """Compute the Switch Transformer's balancing loss (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6).
 
-    For each layer `E * sum_e f_e * P_e`: f_e is how many times a token chose expert e, P_e the mean router
-    probability (softmax) of e, both over the tokens that are not padding. A perfectly even router gives
-    `num_experts_per_tok`, a collapsed one up to E times that.
+    For each layer it is `E * sum_e f_e * P_e`: f_e is the share of tokens that chose expert e, P_e the mean router
+    probability (softmax) of e, both over the tokens that are not padding. The loss is `num_experts_per_tok` if all
+    experts are chosen equally often, and up to E if all tokens choose the same ones.
 
     Args:
-        router_logits: one `[B * T, E]` a layer.
+        router_logits: one `[B * T, E]` for each layer.
         routers: the router of each layer.
         attention_mask: `[B, T]`, zeros on padding.
-        is_pooled: compute f_e and P_e over the tokens of all layers together, as transformers does for Mixtral.
+        is_pooled: average f_e and P_e over the layers before they are multiplied, as transformers does for Mixtral.
 
     Returns:
         scalar float32: the mean over the layers.
@@ -65,7 +65,7 @@ def router_z_loss(
     """Compute the mean squared log-sum-exp of the logits (Zoph et al. 2022, arXiv 2202.08906, equation 5).
 
     Args:
-        router_logits: one `[B * T, E]` a layer.
+        router_logits: one `[B * T, E]` for each layer.
         attention_mask: `[B, T]`, zeros on padding.
 
     Returns:
@@ -81,20 +81,23 @@ def expert_load(
     routers: Sequence[Router],
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Count how many tokens chose each expert, before any capacity limit, `[L, E]` int64; arguments as above."""
+    """Count how many tokens chose each expert, before any capacity limit: `[L, E]` int64.
+
+    Arguments are as for `load_balancing_loss`.
+    """
     logits_LNE = stacked(router_logits)
     is_real_N = token_weights(logits_LNE, attention_mask) > 0
     return (_choices(logits_LNE, routers) * is_real_N[:, None]).sum(1).long()
 
 
 def _choices(logits_LNE: torch.Tensor, routers: Sequence[Router]) -> torch.Tensor:
-    """Return float32 ones where a token chose an expert, `[L, N, E]`."""
+    """Return `[L, N, E]` float32: 1 where a token chose an expert, else 0."""
     indices = [router.choose(logits_NE)[1] for logits_NE, router in zip(logits_LNE, routers, strict=True)]
     return torch.zeros_like(logits_LNE, dtype=torch.float32).scatter_(-1, torch.stack(indices), 1.0)
 
 
 def token_weights(logits_LNE: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """Return one over the number of real tokens on real tokens, zero on padding, `[N]` float32."""
+    """Return each token's weight in a mean over the tokens that are not padding, `[N]` float32; zero for padding."""
     num_tokens = logits_LNE.shape[1]
     if attention_mask is None:
         return logits_LNE.new_full((num_tokens,), 1.0 / max(num_tokens, 1), dtype=torch.float32)
@@ -103,40 +106,40 @@ def token_weights(logits_LNE: torch.Tensor, attention_mask: torch.Tensor | None)
 
 
 class RouterLossMixin(PreTrainedModel):
-    """A mixin for heads that adds the router losses of the config to their own loss.
+    """A mixin for heads that adds the router losses of the config to the head's own loss.
 
     Attributes:
-        router_observer: a function that is called in every training forward with the router logits and the attention
-            mask, as `expert_load` takes them; or None.
+        router_observer: a function that is called in every forward pass of training with the router logits and the
+            attention mask, as `expert_load` takes them; or None.
     """
 
     router_observer: Callable[..., None] | None = None
     _has_experts: ClassVar[bool]
 
     def _is_observed(self) -> bool:
-        """Return whether router logits must be recorded: only passes with gradients train."""
+        """Return True if the router logits of this forward pass are for `router_observer`: only in training."""
         if not (self.training and self._has_experts and torch.is_grad_enabled()):
             return False
         is_idle = self.router_observer is None and self.config.router_balancing is not None
         if is_idle and not is_torchdynamo_compiling() and any(moves(router) for router in self.routers()):
             logger.warning_once(
-                f"router_balancing = {self.config.router_balancing!r}, but nothing moves the routers' biases: call "
+                f"router_balancing = {self.config.router_balancing!r}, but nothing updates the routers' biases: call "
                 "llamoe.watch_routers(trainer) before training, or step() of llamoe.RouterWatch(model) after each "
                 "step of the optimizer."
             )
         return self.router_observer is not None
 
     def routers(self) -> list[Router]:
-        """Return the router of each mixture layer, or the copy of it that peft trains."""
-        found = [
-            getattr(module, module.router_name)
-            for module in self.modules()
-            if isinstance(module, MixtureOfExperts)
+        """Return the router of each mixture layer; of routers that peft wraps, the copy that peft trains."""
+        mixtures = [module for module in self.modules() if isinstance(module, MixtureOfExperts)]
+        routers = [getattr(mixture, mixture.router_name) for mixture in mixtures]
+        return [
+            router.get_base_layer() if hasattr(router, "get_base_layer") else router for router in routers
         ]
-        return [router.get_base_layer() if hasattr(router, "get_base_layer") else router for router in found]
 
-    def _option(self, name: str, given: bool | None) -> bool:
-        return bool(getattr(self.config, name, False) if given is None else given)
+    def _option(self, name: str, value: bool | None) -> bool:
+        """Return an option of a forward pass, or its default in the config if it is None."""
+        return bool(getattr(self.config, name, False) if value is None else value)
 
     def _has_router_losses(self, balance: bool) -> bool:
         aux_coef, z_coef = (getattr(self.config, f"router_{name}_loss_coef", 0.0) for name in ("aux", "z"))
@@ -153,14 +156,14 @@ class RouterLossMixin(PreTrainedModel):
         """Return the loss plus the router losses times their coefficients, and the load-balancing loss.
 
         Args:
-            loss: the head's own; None without labels, and then returned as it is.
-            router_logits: one `[B * T, E]` a mixture layer.
+            loss: the head's own loss; None without labels, and then None is returned.
+            router_logits: one `[B * T, E]` for each mixture layer.
             token_mask: `[B, T]`, zeros on padding.
             balance: compute the load-balancing loss.
             share: further factor of both router losses.
 
         Raises:
-            ValueError: the router losses would reach no router.
+            ValueError: the router losses would have no gradient.
         """
         aux_loss = None
         if self.router_observer is not None and self._is_observed():
@@ -178,9 +181,9 @@ class RouterLossMixin(PreTrainedModel):
         return loss, aux_loss
 
     def _check_router_gradient(self, router_logits: tuple[torch.Tensor, ...]) -> None:
-        """Refuse to train on router losses whose gradient would reach no router.
+        """Raise a `ValueError` if routers are trained on router losses without a gradient.
 
-        Reentrant checkpointing first runs the layers without a graph, so these logits have no gradient.
+        Reentrant checkpointing runs the layers without a graph, so the logits that it returns have no gradient.
         """
         if not (self.training and torch.is_grad_enabled()) or router_logits[0].requires_grad:
             return

@@ -1,12 +1,12 @@
 """Grouped products: each expert's rows times its matrix, for all formats, in memory or offloaded.
 
-How many rows each expert gets depends on the data. `multiply_groups` reads the counts on the host and computes one
-product for each expert in use. A compiler cannot trace such a loop, and autograd would give every slice of a stack a
-gradient as large as the stack. So the custom operator `grouped_product` contains the loop; its gradients (for plain
-weights also second ones) are operators, too. The operator `device_product` runs kernels that read each expert's rows on
-the device. On GPUs torch's `grouped_mm` is used where it is supported.
+The number of rows of each expert depends on the data. `multiply_groups` reads the numbers on the host and computes one
+product for each expert with rows. A compiler cannot trace such a loop, and autograd would give every slice of a stack a
+gradient as large as the stack. So the custom operator `grouped_product` contains the loop, and its gradients (for plain
+weights also second gradients) are operators, too. The operator `device_product` runs kernels that read on the device
+which rows are whose. On GPUs torch's `grouped_mm` is used for the dtypes and sizes that it supports.
 
-Shapes: N rows, E experts, I columns in, O columns out.
+Shapes: N rows, E experts, I columns of the input, O columns of the output.
 """
 
 from collections.abc import Generator, Sequence
@@ -28,14 +28,15 @@ from ..kernels import (
 )
 
 Group = tuple[int, int, int]
-"""An expert, the index of its first row, and the index after its last one. An expert has one group at most."""
+"""An expert, the index of its first row, and the index after its last row. An expert has one group at most."""
 
 
 def groups_between(ends_E: torch.Tensor, num_rows: int) -> list[Group]:
-    """Return the groups with rows, read by the host; rows after the last end belong to no expert, number E.
+    """Return the groups that have rows, read by the host.
 
     Args:
-        ends_E: `[E]` integers, the index after each expert's last row.
+        ends_E: `[E]` integers, the index after each expert's last row. Rows after the last end have no expert; they are
+            the group with number E.
         num_rows: N.
     """
     ends = [*ends_E.tolist(), num_rows]
@@ -48,10 +49,10 @@ class Stack:
 
     Attributes:
         form: format of a matrix.
-        parts: the parts of all matrices, each with an axis for experts in front.
+        parts: the parts of all matrices, such as codes and scales, each with an axis for experts in front.
         sizes: O and I.
         num_experts: E.
-        is_offloaded: the matrices are not in memory, so they cannot be inputs of an operator.
+        is_offloaded: True if the matrices are not in memory, so that they cannot be inputs of an operator.
     """
 
     is_offloaded = False
@@ -60,21 +61,23 @@ class Stack:
         self.form, self.parts, self.sizes = form, parts, sizes
         self.num_experts = len(parts[0])
 
-    def bring(self, groups: Sequence[Group], transposed: bool) -> Generator[tuple[Parts, Group], None, None]:
-        """Yield the parts of each group's matrix, valid until the next iteration, with the group of rows."""
+    def parts_of(
+        self, groups: Sequence[Group], transposed: bool
+    ) -> Generator[tuple[Parts, Group], None, None]:
+        """Yield the parts of each group's matrix, valid until the next iteration, and the group."""
         for group in groups:
             yield [*map(itemgetter(group[0]), self.parts)], group
 
     def matrices(self) -> Sequence[torch.Tensor]:
-        """Return the matrices `[I, O]`."""
-        # `unbind` once: indexing a stack per expert would write a full-size gradient for each of them.
-        each = zip(*(part.unbind(0) for part in self.parts), strict=True)
-        return [self.form.matrix(parts, self.sizes, self.form.compute_dtype).T for parts in each]
+        """Return the matrices `[I, O]`, differentiable if they are plain."""
+        # Not `part[expert]`: each index would have a gradient as large as the stack.
+        parts_of_experts = zip(*(part.unbind(0) for part in self.parts), strict=True)
+        return [self.form.matrix(parts, self.sizes, self.form.compute_dtype).T for parts in parts_of_experts]
 
     def multiply_on_device(
         self, x_NI: torch.Tensor, groups: torch.Tensor, by_id: bool, transposed: bool
     ) -> torch.Tensor:
-        """Multiply by kernels that take the groups from the device; arguments as in `packed_product`."""
+        """Multiply by kernels that read the groups on the device; arguments as in `packed_product`."""
         matrix = self.form.for_gpu_kernel(self.parts, self.sizes)
         assert matrix is not None, self.form.key
         return packed_product(x_NI, matrix, groups, self.num_experts, by_id, transposed)
@@ -82,58 +85,58 @@ class Stack:
 
 def plain_stack(weight_EIO: torch.Tensor) -> Stack:
     """Describe plain weights `[E, I, O]`, stored in either order of I and O, as a `Stack`."""
-    lies_output_first = weight_EIO.stride(1) == 1 < weight_EIO.stride(2)
-    # Remember the layout: autograd would copy a gradient whose layout is not the parameter's.
-    part = weight_EIO.transpose(1, 2) if lies_output_first else weight_EIO
+    is_output_first = weight_EIO.stride(1) == 1 < weight_EIO.stride(2)
+    # Keep the stored order: autograd would copy a gradient of another order than the parameter's.
+    part = weight_EIO.transpose(1, 2) if is_output_first else weight_EIO
     _, num_in, num_out = weight_EIO.shape
-    return Stack(Plain(weight_EIO.dtype, not lies_output_first), [part], (num_out, num_in))
+    return Stack(Plain(weight_EIO.dtype, not is_output_first), [part], (num_out, num_in))
 
 
 def multiply_groups(
     x_NI: torch.Tensor, stack: Stack, groups: Sequence[Group], transposed: bool = False
 ) -> torch.Tensor:
-    """Multiply each group of rows by its own matrix; for neither gradients nor compilers.
+    """Multiply each group of rows by its expert's matrix, without gradients and outside of compilers.
 
     Args:
         x_NI: `[N, I]`, or `[N, O]` if `transposed`, in a dtype that the format takes.
         stack: the matrices; only those of groups with rows are read.
-        groups: consecutive groups of rows; expert numbers from E on stand for no expert.
+        groups: consecutive groups of rows; a number from E on stands for no expert.
         transposed: multiply by the transposed matrices, as in the backward pass.
 
     Returns:
         `[N, O]`, or `[N, I]` if `transposed`; rows without an expert are zero.
     """
     if torch.is_autocast_enabled(x_NI.device.type):
-        # Disable autocast, which would cast rows and matrices to its dtype, and back.
+        # Autocast would cast rows and matrices to its dtype, and back.
         with torch.autocast(x_NI.device.type, enabled=False):
             return multiply_groups(x_NI, stack, groups, transposed)
     out_NO = x_NI.new_zeros(len(x_NI), stack.sizes[int(transposed)])
     # Close the generator, so that an offloaded stack releases its slots even on error.
-    with closing(stack.bring([it for it in groups if it[0] < stack.num_experts], transposed)) as matrices:
+    with closing(stack.parts_of([it for it in groups if it[0] < stack.num_experts], transposed)) as matrices:
         for parts, (_, start, end) in matrices:
             rows = x_NI[start:end].to(parts[0].device)
             out_NO[start:end] = stack.form.product(rows, parts, stack.sizes, transposed)
     return out_NO
 
 
-# The host counts the rows; a captured CUDA stream cannot wait for it.
+# For operators that wait for the host to count rows: a CUDA graph cannot capture that.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
 def _define_product(name: str, tags: Sequence[torch.Tag]) -> Any:
-    """Define an operator that multiplies rows by matrices; all share one fake and one gradient function.
+    """Define an operator of this name that multiplies rows by matrices, with its gradient.
 
-    Its arguments are:
+    With `_TAGS` it multiplies stacks by `multiply_groups`, without tags by kernels. Its arguments are:
         x: `[N, I]`, or `[N, O]` if `transposed`; sorted by expert unless `by_id`.
         parts: of all experts, or of one matrix.
-        key: of the format.
+        key: the format's `key`.
         sizes: O and I.
-        ends_E: `[E]` integers, the index after each expert's last row; `[N]`, the expert of each, if `by_id`; None for
-            one matrix.
+        ends_E: `[E]` integers, the index after each expert's last row; if `by_id`, `[N]`, the expert of each row; None
+            for one matrix.
         transposed: as in `multiply_groups`.
         by_id: for kernels of few rows in any order.
     """
-    waits = len(tags) > 0
+    counts_on_host = len(tags) > 0
 
     @torch.library.custom_op(f"llamoe::{name}", mutates_args=(), tags=tuple(tags))
     def operator(
@@ -150,7 +153,7 @@ def _define_product(name: str, tags: Sequence[torch.Tag]) -> Any:
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             if ends_E is None:
                 y = form.product(x, parts, tuple(sizes), transposed)
-            elif not waits:
+            elif not counts_on_host:
                 y = Stack(form, parts, tuple(sizes)).multiply_on_device(x, ends_E, by_id, transposed)
             else:
                 stack = Stack(form, parts, tuple(sizes))
@@ -165,7 +168,7 @@ def _define_product(name: str, tags: Sequence[torch.Tag]) -> Any:
     def save(ctx, inputs, output):
         x, parts, ctx.key, ctx.sizes, ends_E, ctx.transposed, ctx.by_id = inputs
         needs_x, *needs_parts = ctx.needs_input_grad[: 1 + len(parts)]
-        # The weight's gradient needs the rows; frozen experts, as under LoRA, need not save them.
+        # Only the weight's gradient needs the rows: for frozen experts, as under LoRA, they are not saved.
         ctx.save_for_backward(x if any(needs_parts) else None, ends_E, *(parts if needs_x else ()))
 
     def differentiate(ctx, grad):
@@ -174,14 +177,13 @@ def _define_product(name: str, tags: Sequence[torch.Tag]) -> Any:
         grad = grad.contiguous()
         grad_x, grad_parts = None, [None] * len(needs_parts)
         if needs_x:
-            given = grad, parts, ctx.key, ctx.sizes, ends_E
-            grad_x = operator(*given, not ctx.transposed, ctx.by_id)
+            grad_x = operator(grad, parts, ctx.key, ctx.sizes, ends_E, not ctx.transposed, ctx.by_id)
         if x is not None:
             assert not ctx.by_id, "gradients of weights need sorted rows"
             form: Any = format_of(ctx.key)
             rows = (x, grad) if form.is_input_first != ctx.transposed else (grad, x)
             grad_parts = [grouped_outer_product(*rows, ends_E).to(form.compute_dtype)]
-        # An input that is a list needs a list of gradients.
+        # The gradient of `parts`, which is a list, must be a list.
         return grad_x, grad_parts, None, None, None, None, None
 
     operator.register_autograd(differentiate, setup_context=save)
@@ -189,9 +191,9 @@ def _define_product(name: str, tags: Sequence[torch.Tag]) -> Any:
 
 
 product_operator = _define_product("grouped_product", _TAGS)
-"""`multiply_groups`, whose host counts the rows."""
+"""`multiply_groups` as an operator: the host counts the rows."""
 device_operator = _define_product("device_product", ())
-"""One matrix, or kernels that find the rows of each expert on the device: fit for CUDA graphs."""
+"""Products with one matrix, or by kernels that read on the device which rows are whose; CUDA graphs can capture it."""
 
 
 def multiply_sorted(
@@ -202,8 +204,8 @@ def multiply_sorted(
     Args:
         x_NI: `[N, I]`, or `[N, O]` if `transposed`, sorted by expert.
         stack: the matrices.
-        ends_E: `[E]` int32, the index after each expert's last row. torch's grouped product leaves rows behind the last
-            end undefined; elsewhere they are zero.
+        ends_E: `[E]` int32, the index after each expert's last row. Results of rows after the last end are undefined if
+            `takes_grouped_mm`, else zero.
         transposed: as in `multiply_groups`.
     """
     if stack.is_offloaded:
@@ -219,14 +221,14 @@ def multiply_sorted(
 
 
 def takes_grouped_mm(x_NI: torch.Tensor, stack: Stack) -> bool:
-    """Return True if torch's grouped product supports these rows and matrices, and is the fastest one.
+    """Return True if torch's grouped product supports these rows and matrices, and is the fastest product.
 
-    On a CPU torch loops over all experts, also those without rows, and has no kernels for few rows.
+    On a CPU it is not: torch loops over all experts, also those without rows, and has no kernels for few rows.
 
-    On a GPU rows or columns must be contiguous, and all strides and the data pointer multiples of 16 bytes
-    (ATen/native/GroupedMMUtils.h). A compiled product may be captured in a CUDA graph, so its kernel must read the
-    ends of the groups on the device. torch has such a kernel for bfloat16 on capability 9 and 10, for fewer than 1024
-    matrices (GroupMM.cu).
+    On a GPU the rows or columns of a matrix must be contiguous, and all strides and the data pointer multiples of 16
+    bytes (ATen/native/GroupedMMUtils.h). A compiled product may be captured in a CUDA graph, so its kernel must read
+    `ends_E` on the device. torch has such a kernel for bfloat16 on capability 9 and 10, for fewer than 1024 matrices
+    (GroupMM.cu).
     """
     if not (x_NI.is_cuda and isinstance(stack.form, Plain)):
         return False
@@ -252,18 +254,18 @@ def multiply_on_device(
     """Multiply as `multiply_sorted`, by kernels that read the groups on the device.
 
     Args:
-        groups: `ends_E`; or, if `by_id`, `[N]` integers, the expert of each row, outside of `0 … E - 1` for none.
-        by_id: the rows come in any order; only without gradients of weights.
+        groups: `ends_E`; if `by_id`, `[N]` integers, the expert of each row, outside of `0 … E - 1` for none.
+        by_id: the rows are in any order; only without gradients of weights.
     """
     if not (torch.is_grad_enabled() or needs_operator(x_NI)):
-        # Skip the custom operator if possible: its call takes longer on the host than launching the kernel.
+        # Skip the custom operator: its call takes longer on the host than the launch of the kernel.
         return stack.multiply_on_device(x_NI, groups, by_id, transposed=False)
     key, sizes = _followed(stack.form, x_NI).key, [int(size) for size in stack.sizes]
     return device_operator(x_NI, list(stack.parts), key, sizes, groups, False, by_id)
 
 
 def multiply_one(form: Format, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -> torch.Tensor:
-    """Multiply rows by the transpose of one matrix, which gets no gradient: `[N, O]` in the dtype of the rows."""
+    """Multiply rows by the transpose of one matrix, without a gradient for it: `[N, O]` in the dtype of the rows."""
     x = x_NI if x_NI.dtype == form.compute_dtype else x_NI.to(form.compute_dtype)
     if needs_operator(x):
         y = device_operator(x, list(parts), _followed(form, x).key, list(sizes), None, False, False)
@@ -273,7 +275,7 @@ def multiply_one(form: Format, x_NI: torch.Tensor, parts: Parts, sizes: Sizes) -
 
 
 def _followed(form: Format, x: torch.Tensor) -> Format:
-    """Return the format to use under autograd: one whose products do not round rows to 8 bits."""
+    """Return the format for these rows: if they need a gradient, the one that does not round rows to 8 bits."""
     is_trained = x.requires_grad and torch.is_grad_enabled() and not is_exported()
     return form.exact if is_trained else form
 
@@ -294,7 +296,7 @@ def grouped_outer_product(x_NI: torch.Tensor, grad_NO: torch.Tensor, ends_E: tor
     Args:
         x_NI: `[N, I]`, sorted by expert.
         grad_NO: `[N, O]`, gradient of the result.
-        ends_E: as in `multiply_sorted`.
+        ends_E: `[E]` integers, the index after each expert's last row.
     """
     out_EIO = x_NI.new_zeros(len(ends_E), x_NI.shape[1], grad_NO.shape[1])
     for expert, start, end in groups_between(ends_E, len(x_NI)):

@@ -1,6 +1,6 @@
-"""Experts that a checkpoint stores one by one: their names, and how they are stacked.
+"""Experts whose matrices a checkpoint stores one by one: the matrices' names, and how they are stacked.
 
-Files of Mixtral store them so, as do folders of Llama 4 from quantizers and trainers. Each matrix is `[out, in]`.
+Mixtral's files are such, and folders of Llama 4 that some quantizers and trainers write. Each matrix is `[out, in]`.
 
 Shapes: E experts, H hidden_size, I intermediate_size.
 """
@@ -23,7 +23,7 @@ PARTS_OF_STACKS: Mapping[bool, Mapping[str, tuple[str, ...]]] = {
     True: {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
     False: {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
 }
-"""Of a stack, as files name its matrices: for input-first experts, and for output-first ones."""
+"""The names in files of an expert's matrices in each stack: for input-first experts (True), and output-first ones."""
 
 
 PLACES = {
@@ -32,18 +32,18 @@ PLACES = {
     for stack, parts in stacks.items()
     for place, part in enumerate(parts)
 }
-"""The stack that holds a matrix, and its place in an expert's part of the stack, by the matrix's name."""
+"""By a matrix's name in files, its stack, and its number among the expert's matrices in this stack."""
 
 
 class ExpertMatrix(NamedTuple):
-    """A matrix of one expert: the expert's number, and "gate_proj", "up_proj", "down_proj" (or "w1" …)."""
+    """A matrix of one expert: the expert's number, and the matrix's name in files, such as "gate_proj" or "w1"."""
 
     number: int
     part: str
 
     @property
     def stack(self) -> str:
-        """The stack that holds it."""
+        """The name of the stack that holds the matrix."""
         return PLACES[self.part][0]
 
     def __str__(self) -> str:
@@ -53,34 +53,34 @@ class ExpertMatrix(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def matrix_named(name: str) -> ExpertMatrix | None:
-    """Parse the name of a matrix, relative to the experts; None for other names."""
+    """Parse a tensor's name, relative to the experts; return None if it is no expert's matrix."""
     match = _MATRIX.fullmatch(name)
     return match and ExpertMatrix(int(match[1] or match[4]), match[2] or f"{match[3]}_proj")
 
 
 @torch.no_grad()
-def fuse(found: Mapping[ExpertMatrix, torch.Tensor], is_transposed: bool) -> torch.Tensor:
-    """Stack all experts' matrices `[out, in]`: `[E, in, out]` if `is_transposed`, else `[E, out, in]`.
+def fuse(matrices: Mapping[ExpertMatrix, torch.Tensor], is_transposed: bool) -> torch.Tensor:
+    """Put all experts' matrices `[out, in]` into a stack: `[E, in, out]` if `is_transposed`, else `[E, out, in]`.
 
     Raises:
-        CheckpointError: a matrix of another shape, or of integers.
+        CheckpointError: a matrix has another shape, or integers.
     """
-    matrix, first = next(iter(found.items()))
+    matrix, first = next(iter(matrices.items()))
     _check_matrix(first, matrix, first.shape)
     parts = len(PARTS_OF_STACKS[is_transposed][matrix.stack])
     size_out, size_in = first.shape[0] * parts, first.shape[1]
     whole = first.new_empty(
-        len(found) // parts,
+        len(matrices) // parts,
         *((size_in, size_out) if is_transposed else (size_out, size_in)),
-        dtype=reduce(torch.promote_types, (tensor.dtype for tensor in found.values())),
+        dtype=reduce(torch.promote_types, (tensor.dtype for tensor in matrices.values())),
     )
-    for matrix, tensor in found.items():
+    for matrix, tensor in matrices.items():
         put_matrix(tensor, whole, matrix, is_transposed)
     return whole
 
 
 def put_matrix(tensor: torch.Tensor, stack: torch.Tensor, matrix: ExpertMatrix, is_transposed: bool) -> None:
-    """Copy a matrix `[out, in]` to its place in a stack."""
+    """Copy a matrix `[out, in]` to its place in a stack, transposed if `is_transposed`; raise as `fuse`."""
     name, number = PLACES[matrix.part]
     places = stack[matrix.number].chunk(len(PARTS_OF_STACKS[is_transposed][name]), dim=int(is_transposed))
     place = places[number]
@@ -92,6 +92,6 @@ def put_matrix(tensor: torch.Tensor, stack: torch.Tensor, matrix: ExpertMatrix, 
 def _check_matrix(tensor: torch.Tensor, matrix: ExpertMatrix, wanted: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != tuple(wanted) or tensor.dim() != 2 or not tensor.is_floating_point():
         raise CheckpointError(
-            f"{matrix} has shape {list(tensor.shape)} and dtype {tensor.dtype}, where its layer's experts have "
-            f"{list(wanted)} and floats."
+            f"{matrix} has shape {list(tensor.shape)} and dtype {tensor.dtype}; expected in this layer: "
+            f"{list(wanted)} and floats. Download or copy the checkpoint again."
         )

@@ -1,4 +1,4 @@
-"""Records which experts compute which tokens, while a model runs or generates.
+"""A record of which experts compute which tokens while a model runs or generates.
 
 Shapes: L mixture layers, T tokens, K experts a token, E experts.
 """
@@ -14,43 +14,43 @@ from .layer import Router
 
 
 class ExpertTrace:
-    """The choices of all routers of a model, by forward call, as recorded by `trace_experts`.
+    """The choices of all routers of a model in each forward pass, as recorded by `trace_experts`.
 
-    `generate` calls the model for the prompt, then for each new token. Tensors stay on the layers' devices until they
-    are read.
+    `generate` runs a forward pass for the prompt, then one for each new token. Tensors stay on the layers' devices
+    until they are read.
     """
 
     def __init__(self, num_layers: int):
         self.num_layers = num_layers
-        # For each call, a dict from layer to scores and choices.
-        self._calls: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = []
+        # For each forward pass, by the number of a mixture layer, scores and choices.
+        self._passes: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = []
 
     def record(self, layer: int, scores_TK: torch.Tensor, experts_TK: torch.Tensor) -> None:
-        """Record the choices of a mixture layer; the first layer begins a new call."""
+        """Record the choices of a mixture layer; the first layer begins a new forward pass."""
         if layer == 0:
-            self._calls.append({})
-        # Gradient checkpointing runs layers again, from the last to the first. The first layer then begins a call
-        # without the other layers, which `complete` leaves out.
-        self._calls[-1].setdefault(layer, (scores_TK, experts_TK))
+            self._passes.append({})
+        # Gradient checkpointing computes layers again, from the last to the first. So its first layer comes last, and
+        # begins a pass without other layers, which `complete` leaves out.
+        self._passes[-1].setdefault(layer, (scores_TK, experts_TK))
 
     def complete(self) -> list[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
-        """Return scores and choices by layer, for each call with all mixture layers."""
-        return [call for call in self._calls if len(call) == self.num_layers]
+        """Return scores and choices by layer, for each forward pass through all mixture layers."""
+        return [choices for choices in self._passes if len(choices) == self.num_layers]
 
     def experts(self) -> torch.Tensor:
         """Return the chosen experts, best first, int64 `[L, T, K]` on the CPU.
 
-        T concatenates the `batch * length` tokens of all calls: for a batch of one row, its tokens in order.
+        T concatenates the `batch * length` tokens of all forward passes: for a batch of one row, its tokens in order.
         """
         return self._join(1)
 
     def scores(self) -> torch.Tensor:
-        """Return the weights of the chosen experts, as the layers use them, float32 `[L, T, K]`; as `experts`."""
+        """Return the factors by which layers multiply the chosen experts, float32 `[L, T, K]` on the CPU."""
         return self._join(0).float()
 
     def _join(self, which: int) -> torch.Tensor:
-        calls, layers = self.complete(), range(self.num_layers)
-        return torch.stack([torch.cat([call[layer][which].cpu() for call in calls]) for layer in layers])
+        passes, layers = self.complete(), range(self.num_layers)
+        return torch.stack([torch.cat([it[layer][which].cpu() for it in passes]) for layer in layers])
 
 
 @contextmanager
@@ -61,8 +61,8 @@ def trace_experts(model: nn.Module) -> Iterator[ExpertTrace]:
             model.generate(**inputs)
         trace.experts()  # [mixture layers, tokens, experts a token]
 
-    The last token of an answer is chosen, but not computed, so it has no experts. Compiled models are not traced: call
-    the model itself.
+    The last token of an answer is generated, but no model computes it, so it has no experts. Compiled models are not
+    traced: call the model that was compiled.
 
     Args:
         model: a llamoe mixture, possibly wrapped by peft or accelerate.

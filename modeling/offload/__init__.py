@@ -1,11 +1,11 @@
-"""Routed experts that are not on the device that computes: in the checkpoint's files, or in RAM beside an accelerator.
+"""Routed experts that are in the checkpoint's files, or in RAM while the tokens are on an accelerator.
 
-A forward or backward pass begins in experts and calls `Store.walk`, which looks matrices up in a matrix_cache, and
-loads missing ones by reading or copies.
+The experts of a layer (`experts`) call `Store.walk` in each forward and backward pass. It finds matrices in slots
+(`matrix_cache`), and loads the missing ones from files (`reading`) or from RAM (`copies`).
 
 Reading order: matrix_cache (slots and eviction), budget (number of slots), memory (aligned and pinned memory), pieces
-(which bytes of which file are a matrix), reading (threads that read them), copies (to an accelerator), store (all of
-these for one model), experts (a layer's experts and their product for autograd), loading (from a device map to
+(which bytes of which file are a matrix), reading (threads that read files), copies (to an accelerator), store (all of
+the above for one model), experts (a layer's experts, and their product for autograd), loading (from a device map to
 offloaded experts).
 """
 

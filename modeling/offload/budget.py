@@ -11,7 +11,7 @@ _SHARE_OF_AVAILABLE = 0.5
 
 
 def default_size(device: torch.device) -> int:
-    """Return the default bytes for experts: half of the device's memory that is available now."""
+    """Return the default bytes of the expert cache: half of the device's memory that is available now."""
     import psutil
 
     if device.type == "cpu":
@@ -22,17 +22,17 @@ def default_size(device: torch.device) -> int:
 
 
 def bytes_of_expert(experts: Experts) -> int:
-    """Return the bytes of one expert's matrices in memory."""
+    """Return the bytes of one expert's matrices."""
     return sum(tensor[0].nbytes for tensor in [*experts.parameters(), *experts.buffers()])
 
 
 def divide(layers: Mapping[str, Experts], budget: int) -> list[tuple[list[str], int]]:
-    """Group layers whose experts have equal sizes; return each group and its number of slots.
+    """Group layers whose experts have equal shapes and dtypes; return each group with its number of slots.
 
-    Each group gets one slot at least; the remaining bytes are divided by the sizes of the groups.
+    A group has at least one slot. The rest of `budget`, in bytes, is divided in proportion to the groups' sizes.
 
     Raises:
-        ValueError: there is not room for one expert of each kind.
+        ValueError: the budget has no room for one expert of each group.
     """
     of_kind: dict[tuple, list[str]] = {}
     for layer, experts in layers.items():
@@ -42,7 +42,7 @@ def divide(layers: Mapping[str, Experts], budget: int) -> list[tuple[list[str], 
     sizes = [bytes_of_expert(layers[kind[0]]) for kind in kinds]
     if budget < sum(sizes):
         raise ValueError(
-            f"experts_memory={budget:,} bytes has no room for one expert of each kind. Give at least {sum(sizes):,}."
+            f"experts_memory={budget:,} bytes has no room for one expert of each size. Give at least {sum(sizes):,}."
         )
     more = [sum(layers[layer].num_experts for layer in kind) - 1 for kind in kinds]
     rest = sum(count * size for count, size in zip(more, sizes, strict=True))

@@ -7,10 +7,10 @@ import torch
 
 
 class Copies:
-    """Copies into the slots of one memory, on an accelerator by a separate stream.
+    """Copies of matrices into slots, on an accelerator by a stream of their own.
 
-    A copy waits for earlier products that read the slot; later products wait for the copy. The first copy also waits
-    for the allocation, and the allocator does not reuse the memory during a copy.
+    A copy waits for earlier products with the slot, and later products wait for the copy. The first copy also waits
+    until the slots are allocated, and the allocator does not give their memory away during a copy.
 
     Args:
         device: device of the slots.
@@ -24,22 +24,22 @@ class Copies:
             self._stream.wait_stream(torch.accelerator.current_stream(device))
             for slots in memory:
                 slots.record_stream(self._stream)
-        # For each slot, the last event of each stream that has read it.
-        self._left: dict[int, dict[int, torch.Event]] = {}
+        # For each slot, by each stream with products that read it, an event after the last of these products.
+        self._ends: dict[int, dict[int, torch.Event]] = {}
 
-    def leave(self, slot: int) -> None:
-        """Record that the last product with a slot has been launched on the current stream."""
+    def record_use(self, slot: int) -> None:
+        """Record that a product with a slot has been launched on the current stream."""
         if self._stream is not None:
             stream = torch.accelerator.current_stream(self._device)
-            self._left.setdefault(slot, {})[stream.stream_id] = stream.record_event()
+            self._ends.setdefault(slot, {})[stream.stream_id] = stream.record_event()
 
     def start(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], slot: int) -> "_Copy":
-        """Start copies to a slot, given as pairs (target, source)."""
+        """Begin to copy the parts of a matrix, pairs (target, source), into a slot."""
         if self._stream is None:
             for target, source in pairs:
                 target.copy_(source)
             return _Copy(self._device, None)
-        for event in self._left.pop(slot, {}).values():
+        for event in self._ends.pop(slot, {}).values():
             self._stream.wait_event(event)
         with self._stream:
             for target, source in pairs:
@@ -49,7 +49,7 @@ class Copies:
 
 @dataclass
 class _Copy:
-    """A running copy (`matrix_cache.Entry.arrival`): streams wait for it, the host does not."""
+    """A running copy, the `arrival` of an entry of `MatrixCache`: streams wait for the copy, the host does not."""
 
     device: torch.device
     event: torch.Event | None

@@ -1,7 +1,7 @@
-"""Routed experts whose matrices are offloaded, and the product of rows with an offloaded stack in training.
+"""Routed experts whose matrices are on disk or in RAM, and the product of rows with an offloaded stack in training.
 
-A product requests one matrix at a time. The expert cache has it in a slot, or loads it into one. It is then multiplied
-as a slice of a stack in memory, in the same order.
+A product requests one matrix at a time. The store has the matrix in a slot, or loads it into one. Rows are then
+multiplied as by a slice of a stack in memory, in the same order of sums.
 
 Shapes: N rows, E experts, I columns in, O columns out.
 """
@@ -15,8 +15,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from ..formats import Format, Parts, Sizes
-from ..moe import STACKS, Experts, Group, Stack, groups_between, multiply_groups
+from ..formats import Format, Parts
+from ..moe import Experts, Group, Stack, groups_between, multiply_groups
 from .pieces import StoredLayer
 from .store import Store
 
@@ -24,31 +24,30 @@ from .store import Store
 class OffloadedExperts(Experts):
     """The experts of one layer, whose matrices a `Store` loads.
 
-    Parameters only serve for names, shapes, dtypes and `save_pretrained`: each is a memory map if a file has the whole
-    stack in the model's dtype, else a meta tensor. They do not exist before `connect`, so that transformers does not
-    load them. Products use the store.
+    Products use the store. Parameters only give names, shapes, dtypes and the content for `save_pretrained`: each is a
+    memory map if a file has the whole stack in the model's dtype, else a meta tensor. `connect` makes them; before,
+    there are none that transformers would load.
 
     Args:
         experts: the experts to replace, on the meta device, plain or packed.
-        name: name of the experts in the model, for error messages.
-        place: "disk" or "cpu".
+        name: name of the experts in the model.
+        place: "disk" or "cpu" (RAM).
         stored: location of the experts in the files.
     """
 
     is_offloaded = True
 
     def __init__(self, experts: Experts, name: str, place: str, stored: StoredLayer):
-        self.take_after(experts)
+        self.copy_attributes_from(experts)
         # Set in `__dict__`, so that it does not become a submodule.
         self.__dict__["shapes"] = experts
         self.name, self.place, self.stored = name, place, stored
         # Offloaded weights keep their dtype, so the format is fixed.
         self._formats = experts.formats
-        self._sizes = {stack: experts.sizes_of(stack) for stack in STACKS}
         self.store: Store | None = None
 
     def connect(self, store: Store) -> None:
-        """Take matrices from a store."""
+        """Load matrices by this store from now on, and make the parameters."""
         self.store = store
         for name, tensor in self.shapes.state_dict(keep_vars=True).items():
             content = tensor.data
@@ -73,33 +72,29 @@ class OffloadedExperts(Experts):
 
     @property
     def storage(self) -> str:
-        """Where the experts are, for error messages."""
+        """The experts' place, for error messages."""
         return f"on {self.place!r}"
 
     @property
     def weight(self) -> torch.Tensor:
-        """An empty tensor on the device of the products, to which peft moves new adapters."""
+        """An empty tensor on the device of the tokens: peft moves new adapters to the device of `weight`."""
         return torch.empty(0, dtype=self.dtype, device=self.device)
 
     @property
     def device(self) -> torch.device:
-        """Device of the hidden states that the experts multiply."""
+        """Device of the tokens."""
         return self.store.device
 
     def stack_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape that a stack in memory would have, in the model family's order of axes."""
         return self.shapes.stack_shape(name)
 
-    def sizes_of(self, name: str) -> Sizes:
-        """Return the sizes (O, I) of a stack's matrices."""
-        return self._sizes[name]
-
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict, strict: bool, *lists: list[str]
     ) -> None:
         for name, tensor in [*self._parameters.items(), *self._buffers.items()]:
-            given = state_dict.get(prefix + name)
-            if given is not None and not (given.is_meta or given.data_ptr() == tensor.data_ptr()):
+            new = state_dict.get(prefix + name)
+            if new is not None and not (new.is_meta or new.data_ptr() == tensor.data_ptr()):
                 lists[-1].append(
                     f"{prefix}{name} is {self.storage}, and is read from the files that the model was loaded "
                     "from: load the model into memory to give it other weights."
@@ -107,35 +102,28 @@ class OffloadedExperts(Experts):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         # Do not move the experts: each product moves its matrices or its rows.
-        moved = fn(torch.empty(0, dtype=self.dtype))
-        if moved.dtype != self.dtype and not self.is_packed:
+        dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        if dtype != self.dtype and not self.is_packed:
             raise ValueError(
-                f"{self.name} is read in {self.dtype} from where it lies, and cannot become {moved.dtype} in place: "
-                f"load the model with dtype={moved.dtype}."
+                f"{self.name} is {self.storage}, where it has {self.dtype}, and cannot be cast to {dtype}: load the "
+                f"model with dtype={dtype}."
             )
         return self
 
     def check_frozen(self) -> None:
         """Raise a `ValueError` if a parameter of these experts requires a gradient."""
-        for own_name, parameter in self._parameters.items():
+        for stack, parameter in self._parameters.items():
             if parameter.requires_grad:
                 raise ValueError(
-                    f"{self.name}.{own_name} shall be trained, but is {self.storage}, where nothing can "
+                    f"{self.name}.{stack} shall be trained, but is {self.storage}, where nothing can "
                     "change it: set requires_grad_(False) for it, as LoRA does, or load it into memory."
                 )
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute as `Experts.forward`, `[T, H]`.
-
-        Raises:
-            ValueError: these experts are to be trained.
-        """
+    def stack(self, name: str) -> "OffloadedStack":
+        """Return the matrices of a stack, for products; raise a `ValueError` if these experts are to be trained."""
+        # In eval mode nobody may ask for gradients: then a backward pass checks.
         if self.training and torch.is_grad_enabled():
             self.check_frozen()
-        return super().forward(*args, **kwargs)
-
-    def stack(self, name: str) -> "OffloadedStack":
-        """Return the matrices of a stack, for products."""
         return OffloadedStack(self, name, self._formats[name])
 
     def extra_repr(self) -> str:
@@ -149,16 +137,19 @@ def offloaded_in(model: nn.Module) -> list[OffloadedExperts]:
 
 
 def freeze_for_training(prepare: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a function that freezes all weights and casts 16-bit ones; hide offloaded experts, which cannot be cast."""
-    taken = [(experts, dict(experts._parameters)) for experts in offloaded_in(model)]
+    """Call peft's function that freezes all weights and casts those in 16 bits.
+
+    Offloaded experts, which cannot be cast, are frozen here; their parameters are hidden during the call.
+    """
+    hidden = [(experts, dict(experts._parameters)) for experts in offloaded_in(model)]
     try:
-        for experts, parameters in taken:
+        for experts, parameters in hidden:
             experts._parameters.clear()
             for parameter in parameters.values():
                 parameter.requires_grad_(False)
         return prepare(model, *args, **kwargs)
     finally:
-        for experts, parameters in taken:
+        for experts, parameters in hidden:
             experts._parameters.update(parameters)
 
 
@@ -171,25 +162,26 @@ class OffloadedStack(Stack):
         self.experts, self.name, self.form, self.parts = experts, name, form, []
         self.sizes, self.num_experts = experts.sizes_of(name), experts.num_experts
 
-    def bring(self, groups: Sequence[Group], transposed: bool) -> Generator[tuple[Parts, Group], None, None]:
-        """Yield matrices as `Stack.bring`, loaded to the device of the rows, or left in RAM if rows move there.
+    def parts_of(
+        self, groups: Sequence[Group], transposed: bool
+    ) -> Generator[tuple[Parts, Group], None, None]:
+        """Yield matrices as `Stack.parts_of`: on the device of the rows, or in RAM if the CPU multiplies the rows.
 
         Forward passes read experts in ascending order, backward passes in descending order: the experts that were
         used last are still in memory.
 
         Raises:
             CheckpointError: a file has changed or cannot be read, or the model is closed.
-            ValueError: a backward pass, if these experts are to be trained.
+            ValueError: in a backward pass, a parameter of these experts requires a gradient.
         """
         if transposed:
-            # In eval mode a forward with gradients enabled may still need only its results.
             self.experts.check_frozen()
         groups = sorted(groups, reverse=transposed)
         rows = {expert: end - start for expert, start, end in groups}
         with closing(self.experts.store.walk(self.experts.name, self.name, rows, transposed)) as matrices:
             yield from zip(matrices, groups, strict=True)
 
-    # Compilers cannot trace reading of files.
+    # Compilers cannot trace the reading of files.
     @torch.compiler.disable
     def multiply_sorted(self, x_NI: torch.Tensor, ends_E: torch.Tensor, transposed: bool) -> torch.Tensor:
         """Multiply as `moe.multiply_sorted`, `[N, O]`."""
@@ -200,8 +192,7 @@ class OffloadedStack(Stack):
         return self
 
     def __getitem__(self, expert: int) -> torch.Tensor:
-        walk = self.experts.store.walk
-        with closing(walk(self.experts.name, self.name, {expert: 1}, may_compute=False)) as matrices:
+        with closing(self.experts.store.walk(self.experts.name, self.name, {expert: 1})) as matrices:
             matrix = self.form.matrix(next(matrices), self.sizes, self.form.compute_dtype).T
             # Copy: the slot may be given to another expert as soon as this returns.
             return matrix.to(self.experts.device, copy=True)

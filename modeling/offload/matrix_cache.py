@@ -1,6 +1,6 @@
-"""The expert cache's table of matrices and slots, with its eviction policy; for one thread at a time.
+"""The expert cache: which matrix is in which slot, and which matrix is evicted; for one thread at a time.
 
-A matrix is not evicted while it is *pinned*, that is, in use by a product, nor while it is being loaded.
+A matrix is *pinned* while a product uses it. Matrices that are pinned or being loaded are not evicted.
 """
 
 import math
@@ -20,10 +20,10 @@ class Entry:
     Attributes:
         key: key of the matrix.
         slot: number of the slot.
-        parts: parts of the matrix in its format.
-        arrival: the load. `done()`: no thread writes to the slot any more; `failed()`: done, but with an error;
-            `result()` waits for the matrix, or raises the error.
-        is_counted: this matrix has been counted as a miss already.
+        parts: parts of the matrix in its format, in the slot.
+        arrival: the load (`reading.Reading` or a copy). `done()`: no thread writes to the slot any more; `failed()`:
+            done, but with an error; `result()` waits until the matrix is loaded, or raises the error.
+        is_counted: the statistics have counted the load as a miss; uses that follow are hits.
     """
 
     key: Key
@@ -34,19 +34,19 @@ class Entry:
 
 
 class Pins(deque):
-    """The pins of one user; they end with this object, so that an interrupt cannot leave pins behind."""
+    """The pinned entries of one call; they are pinned only while this object exists, also after an interrupt."""
 
     __hash__ = object.__hash__
 
 
 @dataclass
 class _Use:
-    """The number of uses of a matrix, and the time of the last one.
+    """The uses of a matrix. A visit is a run of requests by one layer; a matrix is used once a visit at most.
 
     Attributes:
-        count: number of visits that used it until `time`, with exponential decay.
-        time: time of the last such visit; each use of any matrix advances time by one.
-        visit: the number of that visit to its layer.
+        count: number of uses until `time`, with exponential decay.
+        time: time of the last use; each use of any matrix advances time by one.
+        visit: number of the visit with the last use.
     """
 
     count: float = 0.0
@@ -55,18 +55,18 @@ class _Use:
 
 
 class MatrixCache:
-    """A number of slots for matrices of one size; the matrix that is used least often is evicted.
+    """The table of slots for matrices of one size; the matrix that is used least often is evicted.
 
-    Counts decay: their half-life is four uses of each matrix ever requested; counts of evicted matrices are kept.
-    Routers prefer some experts in general and some within a text, and often choose the same ones for the next token. So
-    two kinds of matrices are protected in spite of their counts:
+    Uses are counted with decay: after four uses of each matrix ever requested a count is halved. Counts of evicted
+    matrices are kept. Routers prefer some experts in all texts and some within a text, and often choose the same ones
+    for the next token. So two kinds of matrices are kept even if their counts are the lowest:
 
     * those of the previous forward pass, if they need at most half of the slots;
-    * those that the current layer has requested, as long as there are others; if not, the least recently used one is
-      evicted.
+    * those that the current layer has requested, unless no other can be evicted; then the one of them that was used
+      least recently is.
 
-    In training, backward passes request matrices in reverse order, so the least recently used matrix is needed last,
-    and is evicted.
+    In training the matrix that was used least recently is evicted: backward passes request matrices in reverse order,
+    so it is needed last.
     """
 
     def __init__(self, slots: int):
@@ -80,7 +80,7 @@ class MatrixCache:
         self._layer: Any = None
         # Number of uses in the previous forward pass, and the time at which this one began.
         self._pass_uses, self._pass_begin = 0, 0
-        self._trains = self._went_back = False
+        self._trains = self._has_backward = False
 
     def __contains__(self, key: Key) -> bool:
         """Return whether a matrix is in a slot, or being loaded."""
@@ -91,21 +91,21 @@ class MatrixCache:
         """True if a slot is empty."""
         return len(self._entries) < self._slots
 
-    def go_back(self) -> None:
+    def begin_backward(self) -> None:
         """Record that a layer's backward pass begins."""
-        self._trains = self._went_back = True
+        self._trains = self._has_backward = True
 
     def pins(self) -> Pins:
-        """Return an empty list of pins for one user."""
+        """Return an empty list of pinned entries, for one call."""
         pins = Pins()
         self._pins.add(pins)
         return pins
 
     def get(self, key: Key) -> Entry | None:
-        """Return the entry of a key; None if the matrix is neither loaded nor being loaded."""
+        """Return the entry of a matrix; None if it is neither loaded nor being loaded."""
         entry = self._entries.get(key)
         if entry is not None and (entry.arrival is None or entry.arrival.failed()):
-            # Drop a failed load: no thread writes to its slot any more, and waiting threads get its error.
+            # Drop a failed load, so that it is tried again: no thread writes to its slot any more.
             self.drop(entry)
             return None
         if entry is not None:
@@ -113,15 +113,13 @@ class MatrixCache:
         return entry
 
     def put(self, key: Key) -> Entry | None:
-        """Assign a slot to a matrix; return None if all are in use."""
-        if self.has_room:
-            used = {entry.slot for entry in self._entries.values()}
-            slot = next(slot for slot in range(self._slots) if slot not in used)
-        elif (victim := self._victim()) is not None:
+        """Assign a slot to a matrix; return None if all slots are pinned or being loaded."""
+        if not self.has_room:
+            if (victim := self._victim()) is None:
+                return None
             self.drop(victim)
-            slot = victim.slot
-        else:
-            return None
+        used = {entry.slot for entry in self._entries.values()}
+        slot = next(slot for slot in range(self._slots) if slot not in used)
         entry = self._entries[key] = Entry(key, slot)
         self._count(key)
         return entry
@@ -131,17 +129,17 @@ class MatrixCache:
         del self._entries[entry.key]
 
     def _count(self, key: Key) -> None:
-        """Count a use, and note where a visit to a layer and a forward pass begin."""
+        """Count a use, and detect the beginning of a visit and of a forward pass."""
         self._entries.move_to_end(key)
         if (layer := key[0]) != self._layer:
             self._visit += 1
             if self._first_layer in (None, layer):
                 self._first_layer = layer
                 self._pass_uses, self._pass_begin = self._time - self._pass_begin, self._time
-                self._trains, self._went_back = self._went_back, False
+                self._trains, self._has_backward = self._has_backward, False
             self._layer = layer
         use = self._uses.setdefault(key, _Use())
-        # A matrix may be prefetched and then requested: that is one use.
+        # A matrix that is loaded ahead and then requested is used once.
         if use.visit != self._visit:
             self._time += 1
             use.count = use.count * 2 ** ((use.time - self._time) / self._half_life) + 1
@@ -155,16 +153,17 @@ class MatrixCache:
         return [entry for pins in self._pins for entry in pins]
 
     def _victim(self) -> Entry | None:
-        """Choose the matrix to evict; None if all are pinned or on their way."""
+        """Choose the matrix to evict; None if all are pinned or being loaded."""
         pinned = self._pinned()
-        # Consider only as many as the previous forward call used: the current call may read a long prompt.
+        # Number of recent uses whose matrices are kept: those of the previous forward pass. The current one may be a
+        # long prompt.
         kept = self._pass_uses if 2 * self._pass_uses <= len(self._entries) else 0
 
         def can_go(entry: Entry) -> bool:
             return entry not in pinned and (entry.arrival is None or entry.arrival.done())
 
         def rank(entry: Entry) -> float:
-            # The logarithm orders matrices by their decayed counts without the current time.
+            # The logarithm of the decayed count, up to a term that is the same for all matrices.
             use = self._uses[entry.key]
             return math.log2(use.count) + use.time / self._half_life
 

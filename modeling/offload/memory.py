@@ -1,8 +1,8 @@
-"""Memory for experts: pinned for accelerators, and aligned to blocks, so that drives write to it without a copy.
+"""Memory for experts: pinned for accelerators, or aligned to disk blocks, so that drives write to it directly.
 
-A matrix begins at the same offset within a block in its slot as in its file. So whole blocks of the file, including the
-bytes around the matrix, are read directly into the slot. The matrix also has the alignment of a memory map of the file;
-with another one products may differ in their last bits.
+In its slot a matrix begins at the same offset within a block as in its file. So whole blocks of the file, including the
+bytes around the matrix, can be read directly into the slot. The matrix also has the alignment that it would have in a
+memory map of the file; with another alignment products may differ in their last bits.
 """
 
 import logging
@@ -18,16 +18,17 @@ logger = logging.getLogger("llamoe")
 BLOCK = 4096
 """Direct reads begin and end at multiples of this, in the file and in memory."""
 ALIGNMENT = 64
-"""Bytes to which memory of torch's own is aligned."""
+"""Bytes to which torch aligns memory."""
 LEAST_BYTES_OF_DIRECT = 1 << 20
-"""Smaller matrices would be read with much around them."""
+"""Matrices of fewer bytes are not read directly: the rest of their blocks would be a large share."""
 _HUGE_PAGE = 2 << 20
-# Private memory: a forked process must not see what this one reads into a slot later.
-_PRIVATE: Any = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
 def slots_of(count: int, size: int, device: torch.device, is_pinned: bool) -> torch.Tensor:
-    """Allocate slots for matrices of `size` bytes, `[count, bytes]`, each padded to whole blocks."""
+    """Allocate slots for `count` matrices of `size` bytes, `[count, bytes]`.
+
+    A slot has one unit (`unit_of`) more than the matrix needs: room for any offset within a unit.
+    """
     unit = unit_of(size)
     row = -(-size // unit) * unit + unit
     if is_pinned:
@@ -39,10 +40,10 @@ def slots_of(count: int, size: int, device: torch.device, is_pinned: bool) -> to
 
 
 def pinned(size: int) -> torch.Tensor:
-    """Allocate pinned memory of this many bytes, beginning at a page.
+    """Allocate pinned memory of `size` bytes, beginning at a page.
 
-    torch rounds sizes of pinned memory up to powers of two, up to twice the request. Here CUDA pins existing pages, as
-    many as needed.
+    torch rounds sizes of pinned memory up to powers of two, so that up to half of it is unused. Here CUDA pins pages
+    that exist already, as many as needed.
     """
     if torch.version.cuda is None or not size:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -52,7 +53,7 @@ def pinned(size: int) -> torch.Tensor:
     cudart: Any = torch.cuda.cudart()
     if error := int(cudart.cudaHostRegister(tensor.data_ptr(), size, 0)):
         logger.warning(
-            "CUDA refuses to pin %d bytes (error %d): torch's pinned memory takes their place.", size, error
+            "CUDA refuses to pin %d bytes (error %d); torch's pinned memory is used instead.", size, error
         )
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     memory.address = tensor.data_ptr()
@@ -75,32 +76,32 @@ class _Pinned(mmap.mmap):
 
 
 def unit_of(size: int) -> int:
-    """Return the alignment of slots in bytes: `BLOCK` for matrices from `LEAST_BYTES_OF_DIRECT` on."""
+    """Return the alignment in bytes of slots for matrices of `size` bytes: `BLOCK` if they are read directly."""
     return BLOCK if size >= LEAST_BYTES_OF_DIRECT else ALIGNMENT
 
 
 def pages(size: int) -> memoryview:
-    """Allocate memory that begins at a page; the system provides pages when they are written.
+    """Allocate `size` bytes that begin at a page; the system provides the pages when they are written.
 
-    Drives write to huge pages almost twice as fast, since a request lists fewer of them.
+    Large memory has huge pages if the system has them. Drives write to those almost twice as fast, since a request to a
+    drive lists fewer of them.
     """
-    if size < _HUGE_PAGE:
-        return memoryview(mmap.mmap(-1, max(size, 1), **_PRIVATE))
-    memory = mmap.mmap(-1, size + _HUGE_PAGE, **_PRIVATE)
+    # Private memory: a forked process must not see what this one reads into a slot later.
+    memory = mmap.mmap(-1, size + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     first = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % _HUGE_PAGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Some systems lack huge pages. Request only whole ones, so that none is mostly unused.
+        # Systems without huge pages raise an error. Request only whole ones, so that none is mostly unused.
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE, first, size // _HUGE_PAGE * _HUGE_PAGE)
     return memoryview(memory)[first : first + size]
 
 
 def open_direct(path: str) -> int | None:
-    """Open a file for direct reads (without page cache); None if the system or file system has none."""
+    """Open a file for direct reads, without the page cache; return None if the system or file system has none."""
     if not hasattr(os, "O_DIRECT"):
         return None
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:
         return None
     try:

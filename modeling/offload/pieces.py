@@ -1,9 +1,13 @@
 """Location of each expert's matrix in the files, as pieces of contiguous bytes, for all layouts of experts.
 
-An expert is a slice of a stack that is one tensor; or its gate, up and down are separate tensors, `[out, in]`. A packed
-stack has several parts, each with an axis for experts in front. In these layouts a matrix is one or more pieces, which
-are at most transposed or cast when they are read. Linear layers that are packed by bitsandbytes or other programs are
-read whole, and converted to the parts in memory (`Unpack`).
+A file stores experts in one of three ways:
+
+* all experts of a stack in one tensor, or, if they are packed, in a tensor for each part of the format;
+* each expert's gate, up and down in tensors of their own, `[out, in]`;
+* these matrices as linear layers that bitsandbytes or another program has packed.
+
+Pieces of the first two are at most transposed or cast when they are read. The third is read whole, and converted to the
+parts in memory (`Unpack`).
 """
 
 import math
@@ -24,7 +28,6 @@ from ..checkpoints import (
     headers_of,
     index_experts,
     shape_of_one,
-    suffixes_in_files,
 )
 from ..formats import Parts
 from ..moe import PARTS_OF_STACKS, STACKS, Experts
@@ -32,16 +35,16 @@ from ..quantization import Matrices, by_expert
 
 
 class Piece(NamedTuple):
-    """Contiguous bytes of a file, and where they go in the memory of one matrix.
+    """A tensor or slice of a tensor in a file, and its place in the memory of one matrix.
 
     Attributes:
         path: of the file.
-        begin: its first byte.
-        shape: as stored.
-        dtype: as stored.
-        part: which part of the matrix it belongs to.
-        rows: the rows of the part `[out, in]`; None for the whole part, in the layout of memory.
-        is_kept: memory holds the same bytes as the file, at an alignment that kernels can read.
+        begin: index of the first byte in the file.
+        shape: in the file.
+        dtype: in the file.
+        part: index of the part of the matrix that the piece belongs to.
+        rows: rows of the part, as `[out, in]`, that the piece fills; None: the whole part, in the layout of memory.
+        is_kept: memory holds the bytes as the file does, and they begin there at an alignment that kernels can read.
     """
 
     path: str
@@ -62,9 +65,10 @@ class StoredLayer(NamedTuple):
     """The location of one layer's experts.
 
     Attributes:
-        pieces: for each stack and expert, its pieces; with `unpack`, the pieces of the tensors to convert.
-        whole: parts of stacks that a file has as one tensor in the model's dtype, with the file and the tensor's name.
-        files: all files of the checkpoint, with their sizes and times before the headers were read.
+        pieces: for each stack, the pieces of each expert; with `unpack`, those of the tensors to convert.
+        whole: for each part of a stack that a file has as one tensor in the model's dtype, by its name below the
+            experts, the file and the tensor's name.
+        files: the stamps of all files of the checkpoint, from before their headers were read.
         unpack: for each stack of packed linear layers, the conversion of an expert's tensors to parts.
     """
 
@@ -78,10 +82,11 @@ class Unpack(NamedTuple):
     """Converts tensors of packed linear layers to the parts of one expert's matrix.
 
     Attributes:
-        experts: experts with the format of the parts.
+        experts: experts with the format of the parts, on the meta device.
         stack: name of the stack.
         layout: layout of the tensors.
-        kinds: for each expert and linear layer, gate before up, the kinds of its tensors in order.
+        kinds: for each expert and each of its linear layers, gate before up, the kinds of its tensors ("qweight",
+            "scales" …) in the order in which they are read.
     """
 
     experts: Any
@@ -90,12 +95,12 @@ class Unpack(NamedTuple):
     kinds: list[list[list[str]]]
 
     def __call__(self, expert: int, tensors: Iterable[torch.Tensor]) -> Parts:
-        """Return the parts of an expert's matrix in the layout of memory."""
+        """Return the parts of an expert's matrix in the layout of memory, from its tensors."""
         tensors, sizes = iter(tensors), shape_of_one(self.experts, self.stack)
-        matrices = [{kind: next(tensors) for kind in kinds} for kinds in self.kinds[expert]]
+        linears = [{kind: next(tensors) for kind in kinds} for kinds in self.kinds[expert]]
         if self.experts.is_packed:
-            return self.layout.parts_of(matrices, sizes, self.experts.formats[self.stack])
-        matrix = torch.cat([self.layout.weight_of(each, sizes) for each in matrices])
+            return self.layout.parts_of(linears, sizes, self.experts.formats[self.stack])
+        matrix = torch.cat([self.layout.weight_of(linear, sizes) for linear in linears])
         return [matrix.T if self.experts.is_transposed else matrix]
 
 
@@ -105,7 +110,7 @@ def find_packed_pieces(
     """Find the experts of these layers that another program has packed as linear layers.
 
     Args:
-        layers: names in the model, and empty experts as they are in memory.
+        layers: by their names in the model, experts on the meta device as they will be in memory.
         files: all safetensors files of the checkpoint.
         matrices: the packed tensors.
         layout: layout of the packed tensors.
@@ -116,16 +121,15 @@ def find_packed_pieces(
     stamps = {str(file): stamp_of(os.stat(file)) for file in files}
     result = {}
     for layer, experts in layers.items():
-        linears = {stack: matrices.get(f"{layer}.{stack}", {}) for stack in STACKS}
-        found = {stack: by_expert(linears[stack]) for stack in STACKS}
+        linears = {stack: by_expert(matrices.get(f"{layer}.{stack}", {})) for stack in STACKS}
         for stack in STACKS:
-            wanted = len(PARTS_OF_STACKS[experts.is_transposed][stack])
-            if [*map(len, found[stack])] != [wanted] * experts.num_experts:
+            num_parts = len(PARTS_OF_STACKS[experts.is_transposed][stack])
+            if [*map(len, linears[stack])] != [num_parts] * experts.num_experts:
                 raise CheckpointError(
-                    f"{next(iter(files))}: {len(linears[stack])} matrices of {layer}.{stack} are packed, where "
-                    f"config.json means {experts.num_experts} experts. Download or copy the checkpoint again."
+                    f"{next(iter(files))}: {sum(map(len, linears[stack]))} matrices of {layer}.{stack} are packed, but "
+                    f"config.json says {experts.num_experts} experts. Download or copy the checkpoint again."
                 )
-        result[layer] = _packed_linears(experts, found, layout, stamps)
+        result[layer] = _packed_linears(experts, linears, layout, stamps)
     return result
 
 
@@ -138,25 +142,23 @@ def _packed_linears(
     """Return the location of experts whose matrices are packed linear layers.
 
     Args:
-        experts: as they are in memory.
-        stacks: for each stack and expert, the tensors by kind of its linear layers, gate before up.
+        experts: on the meta device, as they will be in memory.
+        stacks: for each stack and expert, the linear layers, gate before up, with their tensors by kind.
         layout: of these tensors.
         stamps: of the files.
     """
     pieces, unpack = {}, {}
-    for stack, matrices in stacks.items():
-        # Files are read later, when the working directory may have changed.
+    for stack, of_experts in stacks.items():
         pieces[stack] = [
             [
-                Piece(
-                    os.path.abspath(stored.origin), stored.content.begin, stored.shape, DTYPES[stored.dtype]
-                )
-                for tensors in linears
-                for stored in tensors.values()
+                # An absolute path: files are read later, perhaps after a change of the working directory.
+                Piece(os.path.abspath(it.origin), it.content.begin, it.shape, DTYPES[it.dtype])
+                for linear in linears
+                for it in linear.values()
             ]
-            for linears in matrices
+            for linears in of_experts
         ]
-        kinds = [[[*tensors] for tensors in linears] for linears in matrices]
+        kinds = [[[*linear] for linear in linears] for linears in of_experts]
         unpack[stack] = Unpack(experts, stack, layout, kinds)
     return StoredLayer(pieces, {}, stamps, unpack)
 
@@ -167,9 +169,9 @@ def find_pieces(
     """Find the experts of these layers in a checkpoint.
 
     Args:
-        layers: names in the model, and empty experts with the shapes and dtypes of the model.
+        layers: by their names in the model, experts on the meta device with the shapes and dtypes of the model.
         files: all safetensors files of the checkpoint.
-        names: the names that a file's key may have in the model.
+        names: gives the names that a file's key may have in the model.
 
     Raises:
         CheckpointError: an expert is missing, stored twice, or has another shape or an unknown dtype.
@@ -218,7 +220,7 @@ def _pieces(experts: Any, stack: str, stored: StoredStack) -> list[list[Piece]]:
         is_kept = rows is None and dtype == memories[part].dtype and is_aligned
         pieces[expert].append(Piece(tensor.origin, begin, shape, dtype, part, rows, is_kept))
 
-    for part, suffix in enumerate(suffixes_in_files(experts)):
+    for part, suffix in enumerate(experts.format.suffixes):
         if (tensor := stored.whole.get(suffix)) is not None:
             size = tensor.content.nbytes // experts.num_experts
             for expert in range(experts.num_experts):

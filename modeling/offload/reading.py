@@ -1,14 +1,14 @@
-"""Threads that read experts from files, in large requests, directly into their slots.
+"""Threads that read experts from files in large requests, directly into the experts' slots.
 
-A file is opened once. After each request its path must still refer to the opened file, with the same size and
-modification time, so that data of two versions is never mixed.
+A file is opened once. After each request the reader checks that the path still refers to the opened file, with the same
+size and modification time. So an expert is never put together from two versions of a file.
 """
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager
 
 import torch
 
@@ -19,45 +19,42 @@ from .memory import BLOCK, LEAST_BYTES_OF_DIRECT, open_direct, pages
 from .pieces import Piece, StoredLayer
 
 _THREADS = 8
-# Bytes of one request: large enough for a drive's full rate, small enough that several threads share an expert.
+# Bytes of one request: large enough for a drive's full speed, small enough that several threads share an expert.
 _REQUEST_BYTES = 4 << 20
 
 
 class _File:
-    """An open file with its size and times at opening. It is closed when nothing refers to it any more."""
-
-    file = -1
-    direct: int | None = None
+    """An open file with its stamp at opening. It is closed when no object refers to it any more."""
 
     def __init__(self, path: str, is_direct: bool):
         self.path = path
-        self.file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        self.file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.file)
         self.stamp = stamp_of(os.fstat(self.file))
         if hasattr(os, "posix_fadvise"):
             # Disable read-ahead: the bytes around an expert are not needed.
             os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_RANDOM)
+        # A second descriptor, for reads without the page cache; None if they are not used or not supported.
         self.direct = open_direct(path) if is_direct else None
+        if self.direct is not None:
+            weakref.finalize(self, os.close, self.direct)
 
     def check(self, what: str) -> None:
-        """Raise a `CheckpointError` if the path does not refer to this file, unchanged."""
+        """Raise a `CheckpointError` that names `what` if the path refers to another file, or the file has changed."""
         try:
             now = stamp_of(os.stat(self.path))
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.path}: cannot be read any more while {what} is needed ({error.strerror}). Bring the file back, "
-                "and load the model again."
-            ) from error
+        except OSError:
+            now = None
         if now != self.stamp:
             raise CheckpointError(
-                f"{self.path}: has changed since the model was loaded ({self.stamp.size:,} bytes then, "
-                f"{now.size:,} now), and {what} is needed. Load the model again."
+                f"{self.path}: has changed or is gone, and {what} is needed. Load the model again."
             )
 
     def fill(self, memory: memoryview, begin: int, needed: int, what: str) -> int:
-        """Read until `needed` bytes are there, and return how many came."""
+        """Read at least `needed` bytes from byte `begin` of the file on, and return the number of bytes read."""
         got = 0
         while got < needed:
-            # A direct read covers whole blocks and is short at the end of a file; a buffered read gets the rest.
+            # Direct reads begin at whole blocks. If one ends within a block, buffered reads continue.
             is_direct = self.direct is not None and got % BLOCK == 0
             try:
                 count = os.preadv(self.direct if is_direct else self.file, [memory[got:]], begin + got)
@@ -67,35 +64,24 @@ class _File:
                 self.check(what)
                 raise CheckpointError(
                     f"{self.path}: {what} cannot be read: {error.strerror or error} (bytes {begin:,} to "
-                    f"{begin + needed:,}). Check the drive and the file, and ask again."
+                    f"{begin + needed:,}). Check the drive and the file, and try again."
                 ) from error
             got += count
         return got
 
-    def close(self) -> None:
-        """Close the file."""
-        descriptors = self.file, self.direct
-        self.file, self.direct = -1, None
-        for descriptor in descriptors:
-            if descriptor is not None and descriptor >= 0:
-                os.close(descriptor)
-
-    __del__ = close
-
 
 class Reader:
-    """A pool of threads with the files that they read."""
+    """A pool of threads, and the files that they read."""
 
     def __init__(self):
         self.files: dict[str, _File] = {}
         self._buffers = threading.local()
-        self.is_closed = False
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="llamoe-experts")
 
     def open(self, layers: Mapping[str, StoredLayer]) -> None:
-        """Open the files of layers; raises a `CheckpointError` if one has changed since its header was read."""
+        """Open the files of layers; raise a `CheckpointError` if a file has changed since its header was read."""
         for layer in layers.values():
-            pieces = [piece for stack in layer.pieces.values() for each in stack for piece in each]
+            pieces = [piece for stack in layer.pieces.values() for matrix in stack for piece in matrix]
             is_direct = max(piece.nbytes for piece in pieces) >= LEAST_BYTES_OF_DIRECT
             for path in {piece.path for piece in pieces} - self.files.keys():
                 file = self.files[path] = _File(path, is_direct)
@@ -106,87 +92,48 @@ class Reader:
 
     def check(self) -> None:
         """Raise a `CheckpointError` if a file has changed, or the model is closed."""
-        if self.is_closed:
-            raise closed("the model")
+        if not self.files:
+            raise closed_error()
         for file in self.files.values():
             file.check("the model")
 
-    def start(
-        self,
-        pieces: list[tuple[Piece, torch.Tensor, torch.Tensor | None]],
-        what: str,
-        count: Callable[[int], None],
-    ) -> "Reading":
-        """Begin to read pieces; raises a `CheckpointError` if the model is closed.
-
-        Args:
-            pieces: each with its target, a tensor of the piece's shape, and optionally the whole blocks around it: the
-                target has the same offset within a block as in the file, and the other bytes may be overwritten.
-            what: name of the expert, for error messages.
-            count: called by each request's thread with the number of bytes read.
-        """
+    def start(self, tasks: Iterable[Callable[[], None]]) -> "Reading":
+        """Begin to run tasks, calls of `read` or `unpack`, in the threads."""
         jobs: list[Future] = []
         try:
-            with self._unless_closed(what):
-                for piece, target, blocks in pieces:
-                    file = self.files[piece.path]
-                    for request in _requests(piece, target, blocks):
-                        jobs.append(self._pool.submit(self._read, file, what, count, *request))
+            for task in tasks:
+                jobs.append(self._pool.submit(task))
         except BaseException:
-            # Wait for all threads before the memory is used for another matrix.
+            # Wait for all threads: the caller may now use the memory for another matrix.
             for job in jobs:
                 if not job.cancel():
                     job.exception()
             raise
-        return Reading(jobs, what)
-
-    def start_unpacking(
-        self,
-        pieces: Sequence[Piece],
-        unpack: Callable[[list[torch.Tensor]], Parts],
-        targets: Parts,
-        what: str,
-        count: Callable[[int], None],
-    ) -> "Reading":
-        """Begin to read tensors and write the results of `unpack` into targets; otherwise as `start`."""
-        with self._unless_closed(what):
-            return Reading([self._pool.submit(self._unpack, pieces, unpack, targets, what, count)], what)
-
-    @contextmanager
-    def _unless_closed(self, what: str) -> Iterator[None]:
-        """Raise that the model was closed in place of an error that follows from it."""
-        try:
-            yield
-        except BaseException as error:
-            if self.is_closed:
-                raise closed(what) from error
-            raise
+        return Reading(jobs)
 
     @torch.no_grad()
-    def _unpack(
+    def unpack(
         self,
         pieces: Sequence[Piece],
-        unpack: Callable[[list[torch.Tensor]], Parts],
+        convert: Callable[[list[torch.Tensor]], Parts],
         targets: Parts,
         what: str,
         count: Callable[[int], None],
     ) -> None:
-        tensors = []
-        for piece in pieces:
-            tensors.append(torch.empty(piece.shape, dtype=piece.dtype))
-            self._read(
-                self.files[piece.path], what, count, piece.begin, piece.nbytes, tensors[-1], piece.dtype
-            )
+        """Read tensors, convert them to parts, and copy these into `targets`; other arguments as for `read`."""
+        tensors = [torch.empty(piece.shape, dtype=piece.dtype) for piece in pieces]
+        for piece, tensor in zip(pieces, tensors, strict=True):
+            self.read(piece.path, what, count, piece.begin, piece.nbytes, tensor, piece.dtype)
         try:
-            parts = unpack(tensors)
+            parts = convert(tensors)
         except CheckpointError as error:
             raise CheckpointError(f"{pieces[0].path}: {what}: {error}") from error
         for target, part in zip(targets, parts, strict=True):
             target.copy_(part)
 
-    def _read(
+    def read(
         self,
-        file: _File,
+        path: str,
         what: str,
         count: Callable[[int], None],
         begin: int,
@@ -194,12 +141,19 @@ class Reader:
         target: torch.Tensor,
         dtype: torch.dtype | None,
     ) -> None:
-        """Read bytes of a file into a tensor.
+        """Read a part of a file into a tensor.
 
-        With a `dtype`, the bytes are numbers of that dtype: they go through a buffer of this thread, since they may
-        have to be cast or transposed for the target. Without, the target is memory for whole disk blocks, which are
-        read straight into it.
+        Args:
+            path: of the file.
+            what: name of the expert, for error messages.
+            count: called with the number of bytes read.
+            begin: first byte in the file.
+            size: number of bytes.
+            target: for numbers of `dtype`, a tensor of as many numbers, maybe of another dtype. Otherwise bytes, with
+                room for whole disk blocks.
+            dtype: of the numbers in the file; None to read bytes directly into the target.
         """
+        file = self.files[path]
         block = 1 if file.direct is None else BLOCK
         if dtype is None:
             got = file.fill(memoryview(target[: -(-size // block) * block].numpy()), begin, size, what)
@@ -215,29 +169,35 @@ class Reader:
         count(got)
 
     def _buffer(self, size: int) -> memoryview:
-        """Return this thread's buffer, which begins at a page."""
+        """Return the first `size` bytes of this thread's buffer, which begins at a page."""
         buffer = getattr(self._buffers, "memory", None)
         if buffer is None or len(buffer) < size:
             self._buffers.memory = buffer = pages(max(size, _REQUEST_BYTES + 2 * BLOCK))
         return buffer[:size]
 
     def end_threads(self, is_waiting: bool = True) -> None:
-        """End the threads; nothing can be read any more."""
+        """End the threads, and wait for that unless `is_waiting` is False; nothing can be read any more."""
         self._pool.shutdown(wait=is_waiting, cancel_futures=True)
 
     def close(self, is_waiting: bool = True) -> None:
         """End the threads; a file is closed when the last thread that reads it has ended.
 
-        The garbage collector does not wait. It may run in a thread that is just starting, which holds locks that `join`
-        needs.
+        The garbage collector must not wait: it may run in a thread that is just starting, and `join` needs locks that
+        such a thread holds.
         """
-        self.is_closed = True
         self.end_threads(is_waiting)
         self.files = {}
 
 
-def _requests(piece: Piece, target: torch.Tensor, blocks: torch.Tensor | None) -> Iterator[tuple]:
-    """Yield the reads for a piece: first byte, number of bytes, target, and dtype (None: read whole disk blocks)."""
+def requests(piece: Piece, target: torch.Tensor, blocks: torch.Tensor | None) -> Iterator[tuple]:
+    """Yield the last four arguments of `Reader.read` for each request of a piece.
+
+    Args:
+        piece: what is to be read.
+        target: a tensor of the piece's shape.
+        blocks: memory of whole disk blocks that contains the target, at the same offset within a block as in the file;
+            its other bytes may be overwritten. None: read whole rows.
+    """
     if blocks is not None:
         around = piece.begin % BLOCK
         size = around + piece.nbytes
@@ -251,35 +211,38 @@ def _requests(piece: Piece, target: torch.Tensor, blocks: torch.Tensor | None) -
 
 
 class Reading:
-    """A matrix that is being read by several threads (`matrix_cache.Entry.arrival`)."""
+    """A matrix that is being read by several threads; the `arrival` of an entry of `MatrixCache`."""
 
-    def __init__(self, jobs: list[Future], what: str):
-        self._jobs, self._what = jobs, what
+    def __init__(self, jobs: list[Future]):
+        self._jobs = jobs
 
     def done(self) -> bool:
-        """Return whether no thread writes any more."""
+        """Return True if no thread reads any more."""
         return all(job.done() for job in self._jobs)
 
     def failed(self) -> bool:
-        """Return whether no thread writes any more and a read failed."""
+        """Return True if no thread reads any more and a read failed."""
         return self.done() and any(job.cancelled() or job.exception() for job in self._jobs)
 
     def result(self) -> None:
-        """Wait for all threads, also after an error: memory that one still writes cannot be used again."""
+        """Wait for all threads, then raise the first error.
+
+        Also after an error all threads must end first: memory that a thread still writes to cannot be used again.
+        """
         first: BaseException | None = None
         for job in self._jobs:
             # `concurrent.futures.wait` would hang on jobs that are cancelled when their pool shuts down.
             try:
                 error = job.exception()
-            except CancelledError:
-                error = closed(self._what)
+            except CancelledError as cancelled:
+                error = cancelled
             first = first or error
         if first is not None:
             raise first
 
 
-def closed(what: str) -> CheckpointError:
-    """Return the error of a model that was closed."""
+def closed_error() -> CheckpointError:
+    """Return the error for the use of a closed model."""
     return CheckpointError(
-        f"{what} is needed, but the model was closed by model.close(), and so were its files. Load it again."
+        "The model was closed by model.close(), and so were the files of its experts. Load it again."
     )

@@ -1,12 +1,12 @@
-"""The store of all offloaded experts of a model: slots for matrices, and loading into them.
+"""The store of a model's offloaded experts: slots for their matrices, and loading into these slots.
 
-Experts on disk are read into slots in RAM. Experts in RAM are copied into slots on the accelerator, or their rows are
-computed on the CPU. If rows are on an accelerator and experts on disk, the slots are in RAM, and a matrix is copied to
-the accelerator for one product, or its rows are computed on the CPU.
+Experts on disk are read into slots in RAM. If the tokens are on an accelerator, a matrix is then copied there for one
+product, or the CPU multiplies its rows. Experts in RAM are copied into slots on the accelerator, or the CPU multiplies
+their rows.
 
 Threads share a store. A thread waits for a slot only while it has no matrix of the same stack pinned, so that some
-thread can always continue. Loads that an interrupt leaves behind still complete, and the next pass uses them. Locks are
-acquired in C, so that an interrupt cannot come between acquiring one and entering its block.
+thread can always continue. Loads that an interrupt leaves behind still complete, and the next forward pass uses them.
+`with lock:` acquires a lock in C, so an interrupt cannot come between acquiring it and entering the block.
 """
 
 import threading
@@ -26,12 +26,12 @@ from .copies import Copies
 from .matrix_cache import Entry, Key, MatrixCache
 from .memory import BLOCK, pinned, slots_of, unit_of
 from .pieces import StoredLayer
-from .reading import Reader, Reading, closed
+from .reading import Reader, Reading, closed_error, requests
 
-# Number of matrices that are read ahead of their product.
+# Most matrices that are pinned at once: one in its product, and those that are loaded ahead.
 _LOOK_AHEAD = 8
-# Most rows of an expert that the CPU computes: reading its matrix in RAM takes less time than copying it to an
-# accelerator. More rows would take longer on the CPU. Calculated, not measured.
+# Most rows of an expert that the CPU multiplies for tokens on an accelerator: it reads a matrix in RAM faster than the
+# matrix could be copied. Calculated, not measured.
 _MAX_ROWS_IN_RAM = 4
 _NO_COUNTS = {"hits": 0, "misses": 0, "bytes_read": 0}
 
@@ -41,9 +41,9 @@ class _Slots:
 
     Attributes:
         cache: which matrix is in which slot.
-        shapes: a meta tensor for each part of a matrix.
-        memory: memory for each part, `[slots, bytes]`.
-        copies: copies from RAM; None if matrices come from disk.
+        shapes: for each part of a matrix, a meta tensor with its shape and dtype.
+        memory: for each part, the memory of all slots, `[slots, bytes]`.
+        copies: copies from RAM to an accelerator; None if matrices are read from disk.
     """
 
     def __init__(self, stack: str, experts: Experts, count: int, place: str, device: torch.device):
@@ -54,7 +54,10 @@ class _Slots:
         self.copies = Copies(device, self.memory) if place == "cpu" else None
 
     def parts(self, slot: int, begins: Mapping[int, int]) -> list[torch.Tensor]:
-        """Return the parts of a slot's matrix, each at the same offset within an alignment unit as in its file."""
+        """Return the parts of a slot's matrix, each at the same offset within an alignment unit as in its file.
+
+        `begins` has the first byte in the file for each part's index; without one, a part begins at the slot's start.
+        """
         parts = []
         for part, (memory, shape) in enumerate(zip(self.memory, self.shapes, strict=True)):
             first = begins.get(part, 0) % unit_of(shape.nbytes)
@@ -66,11 +69,11 @@ class Store:
     """The offloaded experts of a model.
 
     Args:
-        layers: the experts of each layer by name, on the meta device, with their dtype in memory.
-        stored: location in the files, by name.
-        place: "disk" or "cpu".
-        device: device of the rows.
-        memory: bytes of the expert cache.
+        layers: by the name of a layer's experts in the model, experts on the meta device as they will be in memory.
+        stored: by the same names, the location of the experts in the files.
+        place: "disk" or "cpu" (RAM).
+        device: device of the tokens.
+        memory: bytes of all slots together.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class Store:
             self.reader.close()
 
     def statistics(self, reset: bool = False) -> dict[str, dict[str, int]]:
-        """Return a copy of each layer's counts; `reset` restarts them from 0 without losing any."""
+        """Return a copy of each layer's counts, and restart them from 0 if `reset`."""
         with self._counting:
             counts = {layer: dict(counts) for layer, counts in self._counts.items()}
             if reset:
@@ -121,62 +124,68 @@ class Store:
             self._counts[layer].update(more)
 
     def walk(
-        self,
-        layer: str,
-        stack: str,
-        hit: Mapping[int, int],
-        transposed: bool = False,
-        may_compute: bool = True,
+        self, layer: str, stack: str, hit: Mapping[int, int], transposed: bool = False
     ) -> Iterator[Parts]:
         """Yield the parts of each hit expert's matrix; they stay valid until the next iteration.
 
+        If the tokens are on an accelerator, matrices with few rows are yielded in RAM: the CPU multiplies them.
+
         Args:
-            layer: name.
-            stack: name.
-            hit: experts in use, with their numbers of rows.
+            layer: name of the layer's experts.
+            stack: name of the stack.
+            hit: experts with rows, and their numbers of rows.
             transposed: True in a backward pass.
-            may_compute: matrices may be yielded in RAM although the rows are on an accelerator.
+
+        Raises:
+            CheckpointError: a file has changed or cannot be read, or the model is closed.
         """
-        if not self._end.alive:
-            raise closed(f"expert {next(iter(hit), 0)} of {layer}")
+        try:
+            if self._end.alive:
+                yield from self._walk(layer, stack, hit, transposed)
+                return
+        except Exception:
+            # Another thread may have closed the model; the error then follows from that.
+            if self._end.alive:
+                raise
+        raise closed_error()
+
+    def _walk(self, layer: str, stack: str, hit: Mapping[int, int], transposed: bool) -> Iterator[Parts]:
         slots, later = self.slots[layer, stack], STACKS[not transposed]
         if transposed:
             with self._lock:
-                slots.cache.go_back()
-        # Then read the same experts of the layer's second stack ahead, but at most as many as there are slots: more
-        # would evict the first ones before they are used.
+                slots.cache.begin_backward()
+        # The same experts' matrices of the stack that follows are loaded ahead, but at most as many as there are slots:
+        # more would evict the first ones before they are used.
         ahead = list(hit)[: slots.count] if stack != later and self.place == "disk" else []
-        self.prefetch(layer, later, ahead[:1])
-        computed = self._computed_in_ram(layer, slots, hit) if self.place == "cpu" and may_compute else {}
-        with closing(
-            self._bring(slots, [(layer, expert) for expert in hit if expert not in computed])
-        ) as coming:
+        self._prefetch(layer, later, ahead[:1])
+        computed = self._computed_in_ram(layer, slots, hit) if self.place == "cpu" else {}
+        keys = [(layer, expert) for expert in hit if expert not in computed]
+        with closing(self._load(slots, keys)) as loaded:
             for expert, num_rows in hit.items():
                 if expert not in computed:
-                    parts = next(coming)
+                    parts = next(loaded)
                 else:
                     parts = computed[expert]
                     if slots.cache.has_room:
-                        # Copy the matrix to the accelerator while the CPU computes, for the next pass.
-                        self.prefetch(layer, stack, [expert], is_counted=True)
-                self.prefetch(layer, later, [expert] if expert in ahead[1:] else [])
-                # Copy synchronously: the slot may get another matrix at the next iteration.
-                stays = may_compute and num_rows <= _MAX_ROWS_IN_RAM
-                if self.is_remote and self.place == "disk" and not stays:
+                        # Copy the matrix to the accelerator while the CPU computes, for the next forward pass.
+                        self._prefetch(layer, stack, [expert], is_counted=True)
+                self._prefetch(layer, later, [expert] if expert in ahead[1:] else [])
+                if self.is_remote and self.place == "disk" and num_rows > _MAX_ROWS_IN_RAM:
+                    # Wait for the copy: the slot may get another matrix at the next iteration.
                     parts = [part.to(self.device) for part in parts]
                 yield parts
 
-    def prefetch(self, layer: str, stack: str, experts: Sequence[int], is_counted: bool = False) -> None:
+    def _prefetch(self, layer: str, stack: str, experts: Sequence[int], is_counted: bool = False) -> None:
         """Begin to load matrices while slots are free; `is_counted`: they were counted as misses already."""
         for expert in experts:
             with self._lock:
-                entry = self._ask(self.slots[layer, stack], (layer, expert))
+                entry = self._request(self.slots[layer, stack], (layer, expert))
                 if entry is None:
                     return
                 entry.is_counted |= is_counted
 
     def _computed_in_ram(self, layer: str, slots: _Slots, hit: Mapping[int, int]) -> dict[int, Parts]:
-        """Return the parts, in RAM, of the matrices whose rows the CPU computes."""
+        """Return the parts, in RAM, of the matrices whose rows the CPU multiplies: few rows, and not in a slot."""
         computed = {}
         for expert, num_rows in hit.items():
             if (layer, expert) not in slots.cache and num_rows <= _MAX_ROWS_IN_RAM:
@@ -185,27 +194,28 @@ class Store:
                     self._count(layer, misses=1)
         return computed
 
-    def _bring(self, slots: _Slots, keys: Sequence[Key]) -> Iterator[Parts]:
-        """Yield the parts of matrices, each pinned until the next iteration; the following ones load meanwhile."""
-        coming = deque(keys)
+    def _load(self, slots: _Slots, keys: Sequence[Key]) -> Iterator[Parts]:
+        """Yield the parts of matrices, each pinned until the next iteration, while the following ones are loaded."""
+        waiting = deque(keys)
         with self._lock:
             pins = slots.cache.pins()
         try:
-            while coming or pins:
-                while coming and len(pins) < min(_LOOK_AHEAD, slots.count):
+            while waiting or pins:
+                while waiting and len(pins) < min(_LOOK_AHEAD, slots.count):
                     with self._lock:
-                        if (entry := self._ask(slots, coming[0])) is not None:
+                        if (entry := self._request(slots, waiting[0])) is not None:
                             pins.append(entry)
-                            coming.popleft()
+                            waiting.popleft()
                             if slots.stack == STACKS[0]:
                                 # Count an expert once, with its first matrix.
                                 is_hit = entry.is_counted
                                 self._count(entry.key[0], hits=int(is_hit), misses=int(not is_hit))
                             entry.is_counted = True
                     if entry is None and pins:
+                        # Use the pinned matrices first: that makes slots free.
                         break
                     if entry is None:
-                        # Other threads have pinned or are filling all slots.
+                        # Other threads have pinned all slots, or are filling them.
                         time.sleep(0.001)
                 pins[0].arrival.result()
                 yield pins[0].parts
@@ -217,11 +227,11 @@ class Store:
     def _unpin(self, slots: _Slots, pins: deque[Entry]) -> None:
         with self._lock:
             if slots.copies:
-                slots.copies.leave(pins[0].slot)
+                slots.copies.record_use(pins[0].slot)
             pins.popleft()
 
-    def _ask(self, slots: _Slots, key: Key) -> Entry | None:
-        """Return the entry of a key, and start loading if it is missing; None if no slot is free now."""
+    def _request(self, slots: _Slots, key: Key) -> Entry | None:
+        """Return the entry of a matrix, and begin to load it if it is in no slot; None if no slot is free now."""
         entry = slots.cache.get(key)
         if entry is None and (entry := slots.cache.put(key)) is not None:
             try:
@@ -231,15 +241,13 @@ class Store:
                 raise
         return entry
 
-    # Leave inference mode: other threads, which are not in that mode, write to these tensors.
+    # Leave inference mode: threads outside of that mode write to these tensors.
     @torch.inference_mode(False)
     def _start(self, slots: _Slots, entry: Entry) -> None:
         """Begin to load a matrix into its slot."""
         layer, expert = entry.key
         if slots.copies:
-            if not self._end.alive:
-                raise closed(f"expert {expert} of {layer}")
-            # On an accelerator alignment need not be that of the file: a model in memory is not mapped there either.
+            # An accelerator needs no offsets as in the file: a model in its memory is not a memory map either.
             entry.parts = slots.parts(entry.slot, {})
             sources = [part[expert] for part in self._in_ram[layer, slots.stack]]
             self._count(layer, bytes_read=sum(source.nbytes for source in sources))
@@ -269,34 +277,27 @@ class Store:
                 for reading in [self._read(layer, stack, *matrix, {}) for matrix in enumerate(matrices)]:
                     reading.result()
         self.reader.end_threads()
-        # Do not count this: it is part of loading.
+        # Statistics do not count the bytes that loading reads.
         self.statistics(reset=True)
 
     def _read(
         self, layer: str, stack: str, expert: int, parts: Parts, blocks: Mapping[int, torch.Tensor]
     ) -> Reading:
-        """Start reading a matrix from disk.
+        """Begin to read an expert's matrix into its parts.
 
-        Args:
-            layer: name of the experts' module.
-            stack: name of the stack.
-            expert: index in the stack.
-            parts: tensors to fill, such as codes and scales.
-            blocks: memory for whole disk blocks that contains a part, by the part's index, if there is any.
+        `blocks` has, by a part's index, memory of whole disk blocks that contains the part, for parts that are read so.
         """
-        pieces, stored = [], self.stored[layer]
-        what = f"expert {expert} of {layer}"
-
-        def count(nbytes: int) -> None:
-            self._count(layer, bytes_read=nbytes)
-
+        reader, stored = self.reader, self.stored[layer]
+        pieces = stored.pieces[stack][expert]
+        what, count = f"expert {expert} of {layer}", lambda nbytes: self._count(layer, bytes_read=nbytes)
         if stored.unpack:
-            return self.reader.start_unpacking(
-                stored.pieces[stack][expert], partial(stored.unpack[stack], expert), parts, what, count
-            )
-        for piece in stored.pieces[stack][expert]:
+            convert = partial(stored.unpack[stack], expert)
+            return reader.start([partial(reader.unpack, pieces, convert, parts, what, count)])
+        tasks = []
+        for piece in pieces:
             target = parts[piece.part]
             if piece.rows is not None:
                 target = (target.T if self.layers[layer].is_transposed else target)[piece.rows]
-            pieces.append((piece, target, blocks.get(piece.part)))
-        return self.reader.start(pieces, what, count)
+            for request in requests(piece, target, blocks.get(piece.part)):
+                tasks.append(partial(reader.read, piece.path, what, count, *request))
+        return reader.start(tasks)

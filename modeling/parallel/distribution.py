@@ -46,10 +46,9 @@ class Distributed(PreTrainedModel):
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, distributed_config, **kwargs):
         """Gather the shards; `save_pretrained` calls this in every process."""
-        if distributed_config is None and is_sharded(state_dict.values()):
-            state_dict = joined(state_dict)
-        # transformers would gather the model's shards even where those of a given state dict have been gathered.
-        if not is_sharded(state_dict.values()):
-            return state_dict if kwargs.get("save_on_this_rank", True) else {}
+        # transformers gathers only models that it has sharded, and their tensors even in place of a given state dict.
+        if distributed_config is None or not is_sharded(state_dict.values()):
+            whole = joined(state_dict)
+            return whole if kwargs.get("save_on_this_rank", True) else {}
         gather = super().gather_sharded_state_dict_for_save
         return gather(model_to_save, state_dict, distributed_config, **kwargs)

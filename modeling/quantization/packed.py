@@ -169,7 +169,7 @@ class QuantizedExperts(Packed, Experts):
 
     def __init__(self, experts: Experts, form: Format, gate_up_form: Format | None = None):
         """Replace the stacks by empty parts; `gate_up_form` is for a gate and up that are not stored as one matrix."""
-        self.take_after(experts)
+        self.copy_attributes_from(experts)
         self._formats = {"gate_up_proj": gate_up_form or form, "down_proj": form}
         self.sizes = {name: experts.sizes_of(name) for name in STACKS}
         self.stacked = (self.num_experts,)

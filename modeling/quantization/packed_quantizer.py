@@ -11,6 +11,7 @@ from transformers.quantizers import HfQuantizer
 from ...configuration.errors import CheckpointError
 from ..formats import Bnb
 from ..formats.packed import Layout
+from ..moe import Experts
 from .packed import holds_packed, packed_modules
 from .reading import reading_rules
 
@@ -102,6 +103,9 @@ class PackedQuantizer(HfQuantizer):
         dtype = dtype or model.config.dtype or model.dtype
         # Saving replaces the config's dtype by its name.
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        for name, module in model.named_modules():
+            if isinstance(module, Experts) and module.is_offloaded and module.is_packed:
+                raise ValueError(f"dequantize: {name} is {module.storage}: load the model into memory.")
         for name, module in packed_modules(model):
             if any(parameter.is_meta for parameter in module.parameters()):
                 raise ValueError(f"dequantize: {name} is offloaded: load the model without device_map.")

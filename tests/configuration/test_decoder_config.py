@@ -86,10 +86,11 @@ def test_layers_past_the_last_are_cut():
 @pytest.mark.parametrize("listed", [None, []])
 @pytest.mark.parametrize("experts", [{}, {"num_local_experts": 0, "num_experts_per_tok": 0}])
 def test_a_step_of_zero_means_no_mixtures(experts, listed, chunk, tmp_path):
-    """Llama Guard 4's shape, with and without chunks; stock reads what we write, also for it."""
+    """A decoder of Llama Guard 4's shape, with and without chunks, is read back by us and by stock."""
     config = LlamoeTextConfig(
         num_hidden_layers=3,
         interleave_moe_layer_step=0,
+        no_rope_layer_interval=0,
         moe_layers=listed,
         attention_chunk_size=chunk,
         **experts,
@@ -101,6 +102,9 @@ def test_a_step_of_zero_means_no_mixtures(experts, listed, chunk, tmp_path):
     assert read == config and read.interleave_moe_layer_step == 0
     stock = Llama4TextConfig(**to_stock(config))
     assert stock.moe_layers == [] and from_stock(stock).moe_layers == []
+    assert (stock.no_rope_layers, stock.layer_types) == ([1] * 3, config.layer_types)
+    # Stock makes a mask of chunks even if no layer uses it.
+    assert stock.attention_chunk_size == (chunk or config.max_position_embeddings)
 
 
 @pytest.mark.parametrize(("given", "tuned"), [(True, True), (False, False), (4, True), (0, False)])

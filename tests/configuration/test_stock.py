@@ -228,27 +228,6 @@ def test_backends_are_carried_over():
     assert from_stock(stock)._attn_implementation == "eager"
 
 
-def test_old_rotary_fields_of_a_tower():
-    content = {"model_type": "llama4_vision_model", "rope_theta": 10000}
-    config = LlamoeConfig.from_dict({"model_type": "llama4", "vision_config": content})
-    assert config.vision_config.rope_parameters == {"rope_type": "default", "rope_theta": 10000}
-
-
-def test_null_chunk_size_of_a_stock_folder():
-    content = {"model_type": "llama4_text", "num_hidden_layers": 2, "attention_chunk_size": None}
-    config = LlamoeTextConfig.from_dict(content | {"layer_types": ["chunked_attention"] * 2})
-    assert config.layer_types == ["full_attention"] * 2
-    written = Llama4TextConfig.from_dict(to_stock(config))
-    assert written.layer_types == ["full_attention"] * 2
-    assert written.attention_chunk_size == written.max_position_embeddings
-
-
-def test_no_interval_is_written_for_stock():
-    config = LlamoeTextConfig(num_hidden_layers=5, no_rope_layer_interval=0)
-    written = Llama4TextConfig.from_dict(to_stock(config))
-    assert written.no_rope_layers == [1] * 5
-
-
 @pytest.mark.parametrize(
     ("config_class", "model_type", "match"),
     [

@@ -90,7 +90,6 @@ def test_failing_disk_is_status_3(source, tmp_path, capsys, monkeypatch):
     status, _, err = run(capsys, "convert", source, tmp_path / "out")
     assert status == 3
     assert "No space left on device" in err
-    assert "--resume" in err
     monkeypatch.undo()
     assert run(capsys, "convert", source, tmp_path / "out", "--resume")[0] == 0
 
@@ -184,14 +183,13 @@ def test_inspect_prints_sections(source, capsys):
     assert status == 0
     assert "parameters" in out
     assert "bfloat16" in out
-    options = ["--plan", "--gpus", "1", "--gpu-memory", "24GB", "--ram", "64GB", "--bits", "4"]
+    options = ["--plan", "--gpus", "1", "--gpu-memory", "24GB", "--ram", "64GB", "--quantization", "int4"]
     status, out, _ = run(capsys, "inspect", "llama-4-scout", *options)
     assert status == 0 and "routed experts are in RAM" in out
     wrongs = (["--plan", "--gpus", "-1"], ["--ram", "3GB"], ["--plan", "--bits", "5"], ["--headroom", "1GB"])
     for wrong in (
         *wrongs,
         ["--save", "x.json"],
-        ["--plan", "--save", "no/such/x.json"],
         ["--plan", "--prefill", "0"],
     ):
         status, out, err = run(capsys, "inspect", "llama-4-scout", *wrong)
@@ -230,7 +228,7 @@ def test_a_file_that_is_no_plan_is_named(content, tmp_path, capsys):
     status, out, err = run(capsys, "chat", TINY, "--plan", str(plan))
     assert status == 2 and not out
     assert (
-        err == f"llamoe: --plan {plan}: is no file that `llamoe inspect FOLDER --plan --save FILE` writes.\n"
+        err == f"llamoe: --plan {plan}: not a plan; `llamoe inspect FOLDER --plan --save FILE` writes one.\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Test `llamoe doctor`: it shows versions, devices, their kernels, and what is missing."""
+"""Test `llamoe doctor`: it shows versions, devices and their kernels, and says how to install what is missing."""
 
 import contextlib
 import io
@@ -9,15 +9,14 @@ import sys
 from importlib.metadata import metadata, version
 
 import pytest
-import torch
 
-from llamoe.modeling.kernels import cpp_instructions, rows_of_torch, why_no_cpp_kernels
+from llamoe.modeling.kernels import cpp_instructions, why_no_cpp_kernels
 from llamoe_command.cli import main
 from llamoe_command.doctor_command import EXTRAS
 
 pytestmark = pytest.mark.slow
 
-FEW_ROWS = "products of few rows, int4, int8"
+FEW_ROWS = "decoding, int4 and int8"
 # Kernels exist for these processors only; on others doctor gives another reason.
 has_kernels = pytest.mark.skipif(
     why_no_cpp_kernels() is not None, reason="needs a C++ compiler, and a CPU with AVX2, AVX-512 or NEON"
@@ -60,9 +59,7 @@ def test_versions_devices_and_kernels():
     content = json.loads(doctor_here("--json"))
     for name in ("llamoe", "torch", "transformers", "accelerate", "safetensors", "peft"):
         assert content["versions"][name] == version(name)
-    assert content["cpu"]["experts"] == "llamoe" and "free" in content["cpu"]["memory"]
-    is_cast = rows_of_torch(torch.bfloat16) is not None
-    assert ("float32 block by block" in content["cpu"]["prompts in bfloat16"]) == is_cast
+    assert "free" in content["cpu"]["memory"]
     if why_no_cpp_kernels() is None:
         assert f"C++ kernels for {cpp_instructions()}" in content["cpu"][FEW_ROWS]
     assert not [line for line in content["advice"] if "C++" in line and why_no_cpp_kernels() is None]
@@ -81,15 +78,9 @@ def test_a_variable_that_turns_kernels_off_is_named(name):
     assert [line for line in content["advice"] if f"unset {name}" in line]
 
 
-def test_another_experts_implementation_is_named(monkeypatch):
-    monkeypatch.setenv("LLAMOE_EXPERTS", "eager")
-    content = json.loads(doctor_here("--json"))
-    assert content["cpu"]["experts"] == "eager" and "LLAMOE_EXPERTS names eager" in content["advice"][-1]
-
-
 @has_kernels
 def test_a_missing_compiler_is_named(tmp_path):
-    # torch is imported here already, and reads the compiler's name from CXX only when it is imported.
+    # Not by the variable CXX: torch reads it when it is imported, which may have happened before.
     program = """
 import torch._inductor.config
 from llamoe_command.cli import main

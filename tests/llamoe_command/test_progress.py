@@ -13,7 +13,6 @@ from support.models import make_asymmetric, stock_dense_config
 from transformers import LlamaForCausalLM
 
 from llamoe.modeling.kernels import cpp_kernels
-from llamoe_command import printing
 
 pytestmark = pytest.mark.slow
 
@@ -104,23 +103,6 @@ def test_nothing_is_drawn_into_a_pipe(name, source, tmp_path, run):
     errors, output = run(*words(name, source, tmp_path), on_terminal=False, FORCE_COLOR="1")
     assert errors == ""
     assert output
-
-
-def test_a_log_gets_a_line_each_minute(monkeypatch, capsys):
-    clock = [0.0]
-    monkeypatch.setattr(printing.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(printing, "shows_progress", lambda _: False)
-    with printing.progress_bar(True) as silent, printing.progress_bar(False) as lines:
-        assert silent is None
-        lines.start(10**10)
-        for seconds in range(20, 200, 20):
-            clock[0] = float(seconds)
-            lines.advance(10**9, "model-1.safetensors")
-    assert capsys.readouterr().err.splitlines() == [
-        "model-1.safetensors: 3.00 of 10.00 GB, about 2 min left",
-        "model-1.safetensors: 6.00 of 10.00 GB, about 1 min left",
-        "model-1.safetensors: 9.00 of 10.00 GB, about 0 min left",
-    ]
 
 
 LOAD = """

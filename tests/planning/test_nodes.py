@@ -49,7 +49,7 @@ def test_stages_are_for_what_one_node_has_no_memory_for():
     assert halves.distributed_config() == {"pp_size": 2} and halves.remaining >= 0
     assert halves.cache == whole.cache // 2
     arguments["gpu_memory"] = halves.weights + halves.cache - 1
-    with pytest.raises(ValueError, match="each of 2 accelerators"):
+    with pytest.raises(ValueError, match="the fullest of 2 accelerators"):
         plan_placement(config, nodes=2, gpus=1, **arguments)
 
 
@@ -69,10 +69,10 @@ def test_training_shares_inside_of_a_node_if_it_fits():
     # The first axis is divided: 16 of 32 accelerators hold one of the 16 experts of each Scout layer, 16 hold none.
     scout = llamoe.preset("llama-4-scout").text_config
     experts = scout.num_hidden_layers * 3 * scout.hidden_size * scout.intermediate_size
-    with pytest.raises(ValueError, match="each of 32 accelerators would hold at least") as refused:
+    with pytest.raises(ValueError, match="the fullest of 32 accelerators would hold") as refused:
         plan_placement("llama-4-scout", nodes=4, gpus=8, ram="1TB", training=True)
     rest = llamoe.count_parameters(llamoe.preset("llama-4-scout")).total - 16 * experts
-    (said,) = re.findall(r"at least ([\d.]+) GB of weights", str(refused.value))
+    (said,) = re.findall(r"hold ([\d.]+) GB of weights", str(refused.value))
     assert float(said) == pytest.approx(16 * (experts + rest / 32) / 1e9, rel=1e-3)
     alone = plan_placement("llama-2-7b", gpus=8, ram="1TB", training=True)
     assert alone.sizes == {"fsdp_size": 8, "dp_replicate_size": 1}
@@ -84,7 +84,7 @@ def test_training_shares_inside_of_a_node_if_it_fits():
         ("llama-2-7b", dict(nodes=0), "nodes=0"),
         ("llama-2-7b", dict(nodes=2, gpus=0), "gpus=0"),
         ("llama-2-7b", dict(nodes=2, gpus=["24GB", "80GB"]), "gpus="),
-        ("llama-2-7b", dict(nodes=2, gpus=8, bits=4), "int4"),
+        ("llama-2-7b", dict(nodes=2, gpus=8, quantization="int4"), "llamoe int4 weights"),
         ("metaclip-b16", dict(nodes=2, gpus=8), "vision tower"),
     ],
     ids=str,

@@ -10,7 +10,7 @@ from support.models import MODELS
 
 import llamoe
 from llamoe.conversion import inspect
-from llamoe.planning.training import _kept_by_layer
+from llamoe.planning.training import _saved_in_layer
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +59,7 @@ def test_activations_are_those_of_a_real_pass(name):
         planned = [
             TOKENS * config.hidden_size * 2
             if checkpointing
-            else _kept_by_layer(config, index, (1, TOKENS), 3, True, on_cpu=True)
+            else _saved_in_layer(config, index, (1, TOKENS), 3, True, on_cpu=True)
             for index in range(2, 6)
         ]
         assert measured == pytest.approx(sum(planned), rel=0.1)
@@ -109,7 +109,7 @@ def test_an_accelerator_too_small_for_a_step_stays_empty():
         ({"adapters": 4, "training": True, "gpus": 1}, "leave nodes and training out"),
         (
             {"adapters": 4, "context": 10**7, "ram": "20GB"},
-            r"does not fit \(.* memory for a training step, taken off the room [\d.]+ GB",
+            r"does not fit into the devices' memory without headroom and [\d.]+ GB for a training step",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""A process of little memory and time that opens files which may be made to take all of either."""
+"""Open hostile files in a process with limited memory and time, as such files may be made to use up both."""
 
 import faulthandler
 import multiprocessing
@@ -17,6 +17,7 @@ from support import programs
 import llamoe
 from llamoe.conversion import inspect
 
+# What the process may allocate after its imports, and what a job may take by default.
 MEGABYTES = 1024
 SECONDS = 20.0
 
@@ -26,8 +27,8 @@ class Outcome:
     """How a job ended.
 
     Attributes:
-        kinds: names of the error's class and its bases; none if there was no error.
-        message: of the error.
+        kinds: names of the error's class and its bases; empty if there was no error.
+        message: the error's text.
     """
 
     kinds: list[str]
@@ -35,13 +36,16 @@ class Outcome:
 
 
 class Guard:
-    """Runs jobs one after the other, in one process for as long as it lives."""
+    """Runs jobs one after the other in one process, and starts another process when that one has ended."""
 
     def __init__(self):
         self.process = None
 
     def run(self, job: str, limit: float = SECONDS, **arguments) -> Outcome:
-        """Run a job for `limit` seconds at most; one that kills the process, or hears no signal, fails the test."""
+        """Run an entry of `JOBS` for at most `limit` seconds; return its outcome.
+
+        The test fails if the job ends the process, or blocks signals for three times the limit.
+        """
         if self.process is None:
             self.jobs, theirs = multiprocessing.Pipe()
             self.process = programs.call("support.guarded", "answer", theirs)
@@ -55,7 +59,7 @@ class Guard:
             pytest.fail(f"{job} {arguments} ended the process (status {status})")
 
     def refused(self, job: str, says: str, **arguments) -> str:
-        """Run a job that must end with a `CheckpointError` or `ConfigurationError` that says something, and soon."""
+        """Check that a job raises one of our two errors of files, with a text that matches `says`; return the text."""
         outcome = self.run(job, **arguments)
         assert {"CheckpointError", "ConfigurationError"} & {*outcome.kinds}, outcome
         assert re.search(says, outcome.message), outcome
@@ -73,17 +77,19 @@ class Guard:
             self.process.join(30)
 
 
-# In the process
+# What follows runs in that process.
 
 
 class OutOfTime(BaseException):
-    """Raised in whatever runs when the time is up; nothing catches it."""
+    """Raised in a job when its time is up; no `except Exception` catches it."""
 
 
 def load(folder, name="LlamoeDenseForCausalLM", **options):
+    """Load a folder with one of our classes."""
     getattr(llamoe, name).from_pretrained(folder, **options)
 
 
+# The last two jobs show that the limits work.
 JOBS = {
     "load": load,
     "look": lambda folder: inspect(folder),
@@ -93,14 +99,15 @@ JOBS = {
 
 
 def run(job: str, arguments: dict, seconds: float) -> Outcome:
-    """Run one job."""
+    """Run one job for at most `seconds`, and return its outcome."""
 
     def end(*_):
         raise OutOfTime(f"{seconds} s")
 
     signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    faulthandler.dump_traceback_later(3 * seconds, exit=True)  # where no signal is heard
+    # End the process if the job lets Python handle no signal.
+    faulthandler.dump_traceback_later(3 * seconds, exit=True)
     try:
         JOBS[job](**arguments)
         return Outcome([])
@@ -112,11 +119,11 @@ def run(job: str, arguments: dict, seconds: float) -> Outcome:
 
 
 def answer(jobs) -> None:
-    """Run the jobs that come through a connection, each with the seconds that it may take, until it is closed."""
+    """Receive jobs through a connection, run them and send their outcomes, until the connection is closed."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     sys.stdout = sys.stderr
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limit = taken + (MEGABYTES << 20)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = used + (MEGABYTES << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Conversions in processes of their own that are killed, forked off the server of all programs."""
+"""Run conversions in processes that are killed halfway."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ def _kill_halfway(write: Callable[..., Any], args: tuple, options: dict, share: 
 
 
 def kill_halfway(write: Callable[..., Any], *args: Any, share: float = 0.6, **options: Any) -> None:
-    """Call a command of `llamoe.conversion` and kill its process when a share of the bytes is written."""
+    """Call a command of `llamoe.conversion` in a new process, killed when a share of its bytes is written."""
     process = programs.call(__name__, "_kill_halfway", write, args, options, share)
     process.join(120)
     assert process.exitcode == -signal.SIGKILL, process.exitcode

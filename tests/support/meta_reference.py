@@ -1,9 +1,8 @@
-"""Meta's and Mistral AI's maths written out on dictionaries of whole, unfused tensors.
+"""Meta's and Mistral AI's models, written out as functions of dictionaries of whole, unfused tensors.
 
-An oracle for the converters: it shares nothing with the package nor with transformers. Weights have the names of
-Meta's own modules (`layers.0.attention.wq.weight`), sizes come from a dictionary with the keys of `params.json`.
-No cache, one pass over whole sequences, everything in the dtype of the weights (float32, or float64 for an exact
-answer).
+They are the reference of the converters' tests, so they use neither llamoe nor transformers. Weights have the names of
+Meta's modules (`layers.0.attention.wq.weight`), sizes come from a dictionary with the keys of params.json. Whole
+sequences are computed without a cache, in the dtype of the weights (float32, or float64 for a reference).
 
 Sources: meta-llama/llama (`llama/model.py`), meta-llama/llama-models (`models/llama4/model.py`, `moe.py`,
 `vision/encoder.py`, `vision/embedding.py`), mistralai/mistral-inference (`transformer.py`, `transformer_layers.py`,
@@ -27,12 +26,12 @@ def decoder_logits(
     """Compute logits `[batch, tokens, vocabulary]` for ids `[batch, tokens]`.
 
     Args:
-        weights: of the model; a layer is a mixture if it has a router.
+        weights: tensors by Meta's names; a layer is a mixture if it has a router.
         params: content of params.json; Llama 4's has "moe_args".
         ids: tokens.
-        tiles: `[tiles, 3, height, width]`, whose features fill the `patch_id` tokens.
-        patch_id: the token.
-        windows: how many tokens a token of each layer sees, itself and those before it; None: all.
+        tiles: `[tiles, 3, height, width]`, whose features replace the embeddings of the `patch_id` tokens.
+        patch_id: id of the image token.
+        windows: for each layer the number of tokens that a token attends to, itself included; None: no limit.
     """
     x = weights["tok_embeddings.weight"][ids]
     if tiles is not None:
@@ -65,19 +64,19 @@ def decoder_logits(
 
 
 def part(weights: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """The weights below a prefix, under what remains of their names."""
+    """Return the weights whose names begin with a prefix, by their names without the prefix."""
     return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
 
 
 def rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x` over the root of its mean square in the last axis, without weight."""
+    """Divide `x` by the root of its mean square over the last axis, without a weight."""
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
 
 
 def rotations(params: dict, positions: torch.Tensor) -> torch.Tensor:
-    """Complex factors `[positions, head_dim / 2]` of the rotary embedding."""
+    """Return the complex factors of the rotary embedding, `[positions, head_dim / 2]`."""
     head_dim = params.get("head_dim") or params["dim"] // params["n_heads"]
-    # What params.json leaves out: the base, and the scaling and the high-frequency factor of `use_scaled_rope`.
+    # Defaults for what params.json may leave out: the base, and two factors of `use_scaled_rope`.
     theta, factor, high = (500000.0, 16.0, 1.0) if "moe_args" in params else (10000.0, 8.0, 4.0)
     theta = params.get("rope_theta") or theta
     frequencies = [theta ** (-2 * j / head_dim) for j in range(head_dim // 2)]
@@ -90,7 +89,7 @@ def rotations(params: dict, positions: torch.Tensor) -> torch.Tensor:
 
 
 def scaled_frequency(frequency: float, factor: float, high: float, old_length: float = 8192.0) -> float:
-    """Slow channels turn `factor` times slower, fast ones as before, those between by a blend (low factor 1)."""
+    """Divide low frequencies by `factor`, keep high ones, and blend those between (with a low factor of 1)."""
     wavelength = 2 * math.pi / frequency
     if wavelength < old_length / high:
         return frequency
@@ -101,13 +100,13 @@ def scaled_frequency(frequency: float, factor: float, high: float, old_length: f
 
 
 def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """Turn adjacent channels (2j, 2j + 1) of `x` `[batch, tokens, heads, head_dim]` as complex numbers."""
+    """Rotate adjacent channels (2j, 2j + 1) of `x` `[batch, tokens, heads, head_dim]` as complex numbers."""
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * turns[:, None, :].to(pairs.dtype)).flatten(-2)
 
 
 def temperatures(params: dict, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Factors `[positions]` of the queries in layers without positions, or None where tuning is off."""
+    """Return the factors of queries in layers without rotary embedding, `[positions]`; None if tuning is off."""
     if not params.get("attn_temperature_tuning"):
         return None
     floor_scale, scale = params.get("floor_scale", 8192.0), params.get("attn_scale", 0.1)
@@ -122,7 +121,7 @@ def attention(
     turns: torch.Tensor | None,
     temperature: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Grouped-query attention: rotary embedding, then the norm of q and k, then the temperature."""
+    """Apply grouped-query attention: rotary embedding, then the norm of q and k, then the temperature."""
     heads = params["n_heads"]
     counts = heads, *[params.get("n_kv_heads") or heads] * 2
     q, k, v = (
@@ -142,9 +141,9 @@ def attention(
 def attended(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_hidden: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Values `[batch, tokens, heads * head_dim]` of queries and keys `[batch, tokens, heads, head_dim]`.
+    """Return attended values `[batch, tokens, heads * head_dim]` for q, k and v `[batch, tokens, heads, head_dim]`.
 
-    `is_hidden` `[tokens, tokens]` is True where a query (row) must not see a key (column).
+    `is_hidden` `[tokens, tokens]` is True where a query (row) must not attend to a key (column).
     """
     outputs = []
     for head in range(q.shape[2]):
@@ -157,7 +156,7 @@ def attended(
 
 
 def feed_forward(weights: dict[str, torch.Tensor], params: dict, x: torch.Tensor) -> torch.Tensor:
-    """One of the three kinds of feed-forwards, by the names of its weights."""
+    """Apply Llama 4's mixture, Mixtral's, or a dense feed-forward, chosen by the names of the weights."""
     if "router_DE" in weights:
         return mixture_of_llama4(weights, params["moe_args"].get("top_k", 1), x)
     if "gate.weight" in weights:
@@ -166,18 +165,18 @@ def feed_forward(weights: dict[str, torch.Tensor], params: dict, x: torch.Tensor
 
 
 def swiglu(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """The gated feed-forward: w1 is the gate, w3 what it gates, w2 the way back."""
+    """Apply the gated feed-forward: w1 is the gate, w3 the up and w2 the down projection."""
     return linear(weights, "w2", silu(linear(weights, "w1", x)) * linear(weights, "w3", x))
 
 
 def mixture_of_llama4(weights: dict[str, torch.Tensor], top_k: int, x: torch.Tensor) -> torch.Tensor:
-    """The shared expert on `x`, plus every chosen expert on `x` times the sigmoid of its router logit."""
+    """Add the outputs of the shared expert for `x` and of each chosen expert for `x` times sigmoid(its logit)."""
     result = swiglu(part(weights, "shared_expert."), x)
     logits = x @ weights["router_DE"]
     chosen = torch.zeros_like(logits, dtype=torch.bool)
     chosen.scatter_(-1, logits.topk(top_k, -1).indices, True)
     for expert in range(logits.shape[-1]):
-        w1, w2, w3 = (weights[f"experts.{name}"][expert] for name in ("w1", "w2", "w3"))  # stored [in, out]
+        w1, w2, w3 = (weights[f"experts.{name}"][expert] for name in ("w1", "w2", "w3"))  # [in, out]
         scaled = x * torch.sigmoid(logits[..., expert, None])
         output = (silu(scaled @ w1) * (scaled @ w3)) @ w2
         result = result + torch.where(chosen[..., expert, None], output, torch.zeros_like(output))
@@ -185,7 +184,7 @@ def mixture_of_llama4(weights: dict[str, torch.Tensor], top_k: int, x: torch.Ten
 
 
 def mixture_of_mixtral(weights: dict[str, torch.Tensor], top_k: int, x: torch.Tensor) -> torch.Tensor:
-    """The experts' results, weighted: the best are chosen first, the softmax is taken over their logits alone."""
+    """Choose the experts with the largest logits, and add their outputs weighted by the softmax of those logits."""
     logits = linear(weights, "gate", x)
     kept, chosen = logits.topk(top_k)
     scores = torch.zeros_like(logits).scatter(-1, chosen, softmax(kept, -1))
@@ -194,13 +193,13 @@ def mixture_of_mixtral(weights: dict[str, torch.Tensor], top_k: int, x: torch.Te
 
 
 def encode_tiles(weights: dict[str, torch.Tensor], args: dict, tiles: torch.Tensor) -> torch.Tensor:
-    """Tokens `[tiles, tokens, output_dim]` of the vision encoder and its adapter, before the projection."""
+    """Return the vision encoder's features after its adapter, before the projection, `[tiles, tokens, output_dim]`."""
     encoder = part(weights, "vision_embeddings.vision_encoder.")
     patch_height, patch_width = args["patch_size"]["height"], args["patch_size"]["width"]
     count, channels, height, width = tiles.shape
     rows, columns = height // patch_height, width // patch_width
     patches = tiles.reshape(count, channels, rows, patch_height, columns, patch_width)
-    # A patch has channels first, then y and x.
+    # Flatten each patch by channel, row and column.
     patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(count, rows * columns, -1)
     x = linear(encoder, "conv1._linear", patches)
     x = torch.cat([x, encoder["class_embedding"].expand(count, 1, -1)], 1)
@@ -223,29 +222,29 @@ def encode_tiles(weights: dict[str, torch.Tensor], args: dict, tiles: torch.Tens
 
 
 def linear(weights: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
-    """`x` times the transposed weight, plus the bias if there is one."""
+    """Multiply `x` by the transposed weight, and add the bias if the layer has one."""
     return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0)
 
 
 def norm_with_bias(weights: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
-    """Layer norm with weight and bias, eps 1e-5."""
+    """Apply layer norm with weight and bias, and an epsilon of 1e-5."""
     return layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-5)
 
 
 def patch_rotations(rows: int, columns: int, head_dim: int) -> torch.Tensor:
-    """Complex factors `[patches + 1, head_dim / 2]`: the column turns the first half of the pairs, the row the rest."""
+    """Return complex rotary factors `[patches + 1, head_dim / 2]`: half of the pairs by column, half by row."""
     frequencies = [10000.0 ** (-2 * j / (head_dim // 2)) for j in range(head_dim // 4)]
     angles = [
         [(column + 1) * f for f in frequencies] + [(row + 1) * f for f in frequencies]
         for row in range(rows)
         for column in range(columns)
     ]
-    angles.append([0.0] * (head_dim // 2))  # the class token, which is the last
+    angles.append([0.0] * (head_dim // 2))  # the class token is the last
     angles = torch.tensor(angles, dtype=torch.float64)
     return torch.polar(torch.ones_like(angles), angles)
 
 
 def pixel_shuffle(x: torch.Tensor, factor: int) -> torch.Tensor:
-    """`[tiles, rows, columns, channels]` with each square of patches as one: channels by row, column, channel."""
+    """Join the channels of each `factor` x `factor` square of patches; `x` is `[tiles, rows, columns, channels]`."""
     shifted = [x[:, row::factor, column::factor] for row in range(factor) for column in range(factor)]
     return torch.cat(shifted, -1)

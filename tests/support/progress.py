@@ -1,18 +1,18 @@
-"""A progress object for conversions that counts bytes, and calls a function once on the way."""
+"""A progress object for conversions that counts bytes, and calls a function at some share of them."""
 
 from collections.abc import Callable
 
 
 class Progress:
-    """Counts the bytes of a run.
+    """Counts the bytes of a conversion.
 
     Attributes:
-        total: bytes of the whole run, from `start`.
-        done: bytes so far, summed by `advance`.
+        total: bytes of the whole conversion.
+        done: bytes so far.
     """
 
     def __init__(self, act: Callable | None = None, share: float = 0.5):
-        """Store `act`, which is called once when this share of all bytes is done; at the start if the share is 0."""
+        """Call `act` once, when this share of all bytes is done; a share of 0 is at the start."""
         self.act, self.share = act, share
         self.total = self.done = 0
 
@@ -28,7 +28,7 @@ class Progress:
 
 
 def stops(error: BaseException, share: float) -> Progress:
-    """Return a progress that raises an error after a share of all bytes."""
+    """Return a progress object that raises `error` when this share of all bytes is done."""
 
     def stop():
         raise error

@@ -1,4 +1,7 @@
-"""Trains a dense model for three steps on random rows; writes the losses to a file. Started by accelerate or alone."""
+"""Train a dense model for three steps on random rows, and write the losses to a file.
+
+python tests/support/train_in_rows.py FOLDER LOSSES.json, alone or by `accelerate launch` in several processes.
+"""
 
 import json
 import sys
@@ -12,6 +15,7 @@ ROWS, LENGTH = 6, 32
 
 
 def collate(rows):
+    """Return a batch with `position_ids`, which sequence parallelism needs."""
     ids = torch.stack(rows)
     return {
         "input_ids": ids,
@@ -21,6 +25,7 @@ def collate(rows):
 
 
 def main():
+    """Train, and let the first process write the losses."""
     folder, losses = sys.argv[1:]
     arguments = TrainingArguments(
         output_dir=f"{losses}-checkpoints",

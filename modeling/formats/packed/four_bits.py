@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from ....configuration.errors import CheckpointError
 from ....configuration.quantization import GROUP_SIZES
 from ..format import Sizes
 from .eight_bits import eight_bits
-from .layout import Layout, Unpacked, unread
+from .layout import Codes, Layout, Unpacked, nibbles, unread
 
 # Position in AWQ's words of each of eight outputs.
 _AWQ_POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -36,14 +35,14 @@ class CompressedTensors(Layout):
     kinds = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
     def _unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        codes, scale = _nibbles(tensors["weight_packed"], sizes[1]), tensors["weight_scale"]
+        scale, groups = tensors["weight_scale"], self._groups_out_of_order(tensors.get("weight_g_idx"))
         zeros = tensors.get("weight_zero_point") if self.is_symmetric else tensors["weight_zero_point"]
         # Of symmetric weights some files have zeros of 0 in another dtype.
         if zeros is None or (self.is_symmetric and zeros.dtype != torch.int32):
-            zero = codes.new_full(scale.shape, 8)
+            zero = torch.full_like(scale, 8, dtype=torch.uint8)
         else:
-            zero = _nibbles(zeros.T, sizes[0]).T
-        return Unpacked(codes, scale, zero, self._groups_out_of_order(tensors.get("weight_g_idx")))
+            zero = nibbles(zeros.T).T[: sizes[0]]
+        return Unpacked(Codes(tensors["weight_packed"], sizes), scale, zero, groups)
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,10 @@ class Gptq(Layout):
     kinds = ("qweight", "qzeros", "scales", "g_idx")
 
     def _unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        codes = _nibbles(tensors["qweight"].T, sizes[1])
+        codes = Codes(tensors["qweight"].T, sizes)
         # Add 1 to the whole words, as GPTQModel subtracted it from them: a zero of 0 borrowed from its neighbour.
         zeros = tensors["qzeros"] if self.has_true_zeros else tensors["qzeros"] + _ONES
-        zero = _nibbles(zeros, sizes[0]).T
+        zero = nibbles(zeros)[:, : sizes[0]].T
         return Unpacked(codes, tensors["scales"].T, zero, self._groups_out_of_order(tensors.get("g_idx")))
 
 
@@ -83,9 +82,8 @@ class Awq(Layout):
     kinds = ("qweight", "qzeros", "scales")
 
     def _unpack(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> Unpacked:
-        nibbles = (_nibbles(tensors[kind], sizes[0]) for kind in ("qweight", "qzeros"))
-        codes, zero = (part.unflatten(1, (-1, 8))[..., _AWQ_POSITIONS].flatten(1).T for part in nibbles)
-        return Unpacked(codes, tensors["scales"].T, zero)
+        zero = nibbles(tensors["qzeros"], _AWQ_POSITIONS).T
+        return Unpacked(Codes(tensors["qweight"].T, sizes, _AWQ_POSITIONS), tensors["scales"].T, zero)
 
 
 def compressed_tensors(config: Mapping[str, Any]) -> Layout:
@@ -160,18 +158,3 @@ def _group_size(size: Any) -> int | None:
         sizes = ", ".join(map(str, GROUP_SIZES))
         raise unread("group_size", size, f"one of {sizes}, or -1 for one scale an output,")
     return None if size == -1 else size
-
-
-def _nibbles(words: torch.Tensor, count: int) -> torch.Tensor:
-    """Unpack eight codes from each 32-bit word, lowest bits first: `[n, count / 8]` int32 to `[n, count]` uint8.
-
-    Raises:
-        CheckpointError: another number of words, or words of another dtype.
-    """
-    if words.dtype != torch.int32 or words.shape[1] != -(-count // 8):
-        raise CheckpointError(
-            f"{count} codes of 4 bits are stored as {words.shape[1]} numbers of {words.dtype}, not as "
-            f"{-(-count // 8)} of 32 bits. Download or copy the checkpoint again."
-        )
-    bytes_ = words.contiguous().view(torch.uint8)
-    return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(1)[:, :count]

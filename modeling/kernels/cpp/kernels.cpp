@@ -1,5 +1,5 @@
 // Products of few rows with a matrix of 4, 8, 16 or 32 bits, norms, and attention of one query, for every processor with
-// vectors.
+// vectors; and the order of 4-bit codes for these products.
 //
 // A decode step reads every weight once, so these kernels aim at full memory bandwidth. Sums are float32.
 //
@@ -251,6 +251,25 @@ void unpack(MATRIX, int64_t y_bits, void* y, int64_t y_stride, int threads) {
         unpack_codes<Single>(some, their, group, (float*)y + k * y_stride + start, y_stride);
       else
         unpack_codes<Brain>(some, their, group, (uint16_t*)y + k * y_stride + start, y_stride);
+    }
+}
+
+// Packs 4-bit codes, eight to a 32-bit word, into whole blocks of outputs. `places` is 0 if a word has eight inputs, lowest
+// bits first; if it has eight outputs, hexadecimal digit j (lowest first) is the place of output j in the word. Words of the
+// next eight outputs or of the next output are `output_stride` apart, those of the next input or inputs `input_stride`.
+void pack_words(const uint32_t* words, int64_t output_stride, int64_t input_stride, int64_t places, int64_t inputs,
+                int64_t outputs, uint8_t* packed, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t start = 0; start < outputs; start += kBlock)
+    for (int64_t k = 0; k < inputs; k += places ? 1 : 8) {
+      uint32_t codes[kBlock];
+      for (int64_t j = 0; j < kBlock; j++)
+        codes[j] = places ? words[(start + j) / 8 * output_stride + k * input_stride] >> 4 * (places >> j % 8 * 4 & 15)
+                          : words[(start + j) * output_stride + k / 8 * input_stride];
+      uint8_t* bytes = packed + (start * inputs + k * kBlock) / 2;
+      for (int i = 0; i < (places ? 1 : 8); i++, bytes += kBlock / 2)
+        for (int j = 0; j < kBlock / 2; j++)
+          bytes[j] = (codes[j] >> 4 * i & 15) | (codes[kBlock / 2 + j] >> 4 * i & 15) << 4;
     }
 }
 }

@@ -143,8 +143,6 @@ def test_errors_in_the_middle_leave_whole_files_only(source, to, error, tmp_path
         convert(source, tmp_path / "to", progress=stops(error, 0.6), **options)
     if error is NO_SPACE:
         assert caught.value.errno == errno.ENOSPC
-        message = str(caught.value)
-        assert str(tmp_path / "to") in message and "No space left" in message and "resume" in message
     check_unfinished(tmp_path / "to")
     assert not [path for path in (tmp_path / "to").iterdir() if path.name.endswith(".partial")]
     survivors = whole(tmp_path / "to")

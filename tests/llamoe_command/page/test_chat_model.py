@@ -103,11 +103,9 @@ def test_shares_of_each_kind_of_token_add_up_to_one(tiny):
 def test_of_several_pictures_the_last_is_shown(tiny):
     record = list(tiny.answer(ask(QUESTION, TWO, THREE), 8, 0))[-1][1].record
     alone = list(tiny.answer(ask(QUESTION, THREE), 8, 0))[-1][1].record
-    assert record.picture.tiles[-1].tobytes() == alone.picture.tiles[-1].tobytes()
-    assert record.picture.firsts[-1] > alone.picture.firsts[-1]
-    # At each tile's first position begin sixteen image tokens, and the token after them is none.
-    first = record.picture.firsts[-1]
-    assert record.is_image[first : first + 16].all() and not record.is_image[first + 16 :].any()
+    assert record.picture.tobytes() == alone.picture.tobytes()
+    assert record.side == 4 and record.is_image.sum() == 2 * alone.is_image.sum()
+    assert torch.equal(record.patches(1).flatten(), record.experts[1, record.is_image, 0][-16:])
 
 
 def test_a_question_without_a_picture_has_a_record_without_one(tiny):
@@ -161,8 +159,8 @@ def test_length_is_what_was_asked_and_never_beyond_the_positions(endless, monkey
         list(endless.answer([{"role": "user", "content": "a " * 300}], 4, 0))
 
 
-def test_all_tiles_of_a_picture_are_there_in_their_places(tmp_path):
-    """A picture has three tiles and the whole picture; each has the positions of its own image tokens."""
+def test_of_a_picture_in_tiles_the_whole_is_shown(tmp_path):
+    """A wide picture has three tiles of its own image tokens, and after them the whole picture, which is shown."""
     chat = ChatModel(chat_folders.copy_tiny(tmp_path / "tiles"))
     chat.processor.image_processor.max_patches = 4
     wide = Image.new("RGB", (336, 112), "red")
@@ -171,17 +169,14 @@ def test_all_tiles_of_a_picture_are_there_in_their_places(tmp_path):
         {"role": "user", "content": [{"type": "image", "image": wide}, {"type": "text", "text": QUESTION}]}
     ]
     record = list(chat.answer(messages, 4, 0))[-1][1].record
-    picture, tokens = record.picture, record.is_image.nonzero()[:, 0]
-    assert (len(picture.tiles), picture.rows, picture.cut(False)) == (4, 1, [[0, 1, 2]])
-    assert [tile.getpixel((56, 56))[2] > 128 for tile in picture.tiles[:3]] == [False, False, True]
-    for number, first in enumerate(picture.firsts):
-        assert first == tokens[16 * number]
-    shown = record.patches(1, is_whole=False)
-    assert shown.shape == (4, 12)
-    assert torch.equal(shown[:, 8:].flatten(), record.experts[1, tokens[32:48], 0])
-    assert torch.equal(record.patches(1).flatten(), record.experts[1, tokens[-16:], 0])
-    image, masks = overlay(record, 1, is_whole=False)
-    assert image.width == 3 * image.height
+    assert record.is_image.sum() == 4 * 16
+    size = record.picture.width
+    blue = [record.picture.getpixel((x, size // 2))[2] > 128 for x in (size // 8, size // 2, size * 7 // 8)]
+    assert blue == [False, False, True]
+    tokens = record.is_image.nonzero()[-16:, 0]
+    assert torch.equal(record.patches(1).flatten(), record.experts[1, tokens, 0])
+    image, masks = overlay(record, 1)
+    assert image.width == image.height >= 480
     assert sum((mask > 0).sum() for mask, _ in masks) == image.width * image.height
 
 

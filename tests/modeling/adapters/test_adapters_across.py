@@ -1,7 +1,6 @@
 """Adapters move between stock Llama, Llama 4 and ours, through both of the ways to load one."""
 
 import copy
-import json
 from contextlib import nullcontext
 from functools import cache, partial
 from itertools import product
@@ -18,7 +17,6 @@ from support.models import (
     SHALLOW_MODELS,
     draw,
     main_output,
-    make_asymmetric,
     max_abs,
     run,
     stock_text_config,
@@ -257,19 +255,6 @@ def test_adapter_of_a_head_on_the_base_model_and_back(case, how, tmp_path):
     assert max_abs(run(load(ours, tmp_path / "base", how), **inputs), expected) < 1e-5
 
 
-@both_ways
-def test_adapter_of_a_resized_vocabulary(how, tmp_path):
-    """peft saves resized embeddings beside the factors; they do not fit before the base is resized."""
-    ours, stock = pair(DENSE)
-    stock.save_pretrained(tmp_path / "base")
-    resized = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
-    resized.resize_token_embeddings(120)
-    trained = adapted(make_asymmetric(resized, seed=8), target_modules=["v_proj"])
-    trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
-    with pytest.raises(ValueError, match=r"shape \[120, 72\] where the model has \[101, 72\]"):
-        load(ours, tmp_path / "adapter", how)
-
-
 # What is around an adapter
 
 
@@ -279,8 +264,6 @@ def test_auto_classes_follow_an_adapter_to_its_base(case, tmp_path):
     ours.save_pretrained(tmp_path / "base")
     trained = adapted(case.model_class.from_pretrained(tmp_path / "base"), target_modules=LINEAR)
     trained.save_pretrained(tmp_path / "adapter")
-    saved = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
-    assert saved["base_model_name_or_path"] == str(tmp_path / "base")
     inputs = inputs_of(case)
     expected = run(trained, **inputs)
     auto_class = AutoModelForImageTextToText if case.has_images else AutoModelForCausalLM
@@ -334,18 +317,14 @@ def test_adapter_of_another_base_is_refused(kind, how, tmp_path):
     options = {"target_parameters": EXPERTS[1:]} if "experts" in kind else {}
     config = stock_text_config(**{"num_experts_per_tok": 2, **SHALLOW, **overrides})
     other = draw(transformers.Llama4ForCausalLM, config)
-    other.config.name_or_path = other.name_or_path = "some/other-model"
     if "experts" in kind:  # trained on ours, so that its layout is ours
         other = TEXT.make(**overrides)
     folder = adapter_of(tmp_path, other, **options)
     model, inputs = TEXT.make(), inputs_of(TEXT)
     before = run(model, **inputs)
     loader = model.load_adapter if how == "load_adapter" else partial(PeftModel.from_pretrained, model)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=message):
         loader(folder)
-    assert "LlamoeForCausalLM" in str(error.value)
-    if "experts" not in kind:
-        assert "some/other-model" in str(error.value)
     assert torch.equal(run(model, **inputs), before)
 
 
@@ -360,19 +339,14 @@ def test_a_file_that_lacks_a_tensor_is_refused(how, tmp_path):
         load(ours, tmp_path / "other", how)
 
 
-METHODS = {
-    "IA3Config": {},
-    "LoHaConfig": {},
-    "LoKrConfig": {},
+METHODS = dict.fromkeys(("IA3Config", "LoHaConfig", "LoKrConfig", "RandLoraConfig", "VeraConfig"), {}) | {
     "BOFTConfig": {"boft_block_size": 4},
     "LNTuningConfig": {"target_modules": ["input_layernorm", "post_attention_layernorm"]},
-    "RandLoraConfig": {},
     "LoraConfig": {"bias": "all"},
-    "VeraConfig": {},
 }
 
 
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("method", METHODS)
 def test_other_methods_of_stock_give_the_same_logits(method, tmp_path):
     ours, stock = pair(MULTIMODAL)
     trained = get_peft_model(copy.deepcopy(stock), getattr(peft, method)(**METHODS[method]))

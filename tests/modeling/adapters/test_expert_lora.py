@@ -110,7 +110,7 @@ def test_other_ways_of_experts_have_no_place_for_it(implementation):
     """But for merged adapters, and those that are off."""
     model, inputs = adapted(implementation), TEXT.inputs()
     with pytest.raises(
-        ValueError, match=f'"{implementation}" has no place for LoRA on experts: choose "llamoe"'
+        ValueError, match=f'"{implementation}" cannot compute LoRA on experts: choose "llamoe"'
     ):
         model(**inputs)
     with model.disable_adapter():

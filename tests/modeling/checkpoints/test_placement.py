@@ -148,15 +148,6 @@ def test_tower_and_text_apart(place, saved):
     )
 
 
-@for_pairs("layout", ["stock", "llamoe"])
-def test_a_placed_model_saves_whole(case, layout, saved, tmp_path):
-    model, folder, inputs, expected = saved(case)
-    placed = case.model_class.from_pretrained(folder / "shards", device_map=in_turns(model))
-    # A multimodal model without its head has no class in transformers.
-    placed.save_pretrained(tmp_path, layout=layout if model._has_stock_layout else "llamoe")
-    assert_equal(case, case.model_class.from_pretrained(tmp_path), inputs, expected)
-
-
 @pytest.mark.parametrize(
     ("stock_class", "make_config", "names"),
     [
@@ -213,9 +204,6 @@ def test_tied_head(case, device_map, tmp_path):
 MOST = 90
 OFFLOADS = {
     "cpu_offload": lambda model, folder: accelerate.cpu_offload(model, execution_device=CPU),
-    "cpu_offload_buffers": lambda model, folder: accelerate.cpu_offload(
-        model, execution_device=CPU, offload_buffers=True
-    ),
     "disk_offload": lambda model, folder: accelerate.disk_offload(model, folder, execution_device=CPU),
     "dispatch_model": lambda model, folder: accelerate.dispatch_model(
         model,

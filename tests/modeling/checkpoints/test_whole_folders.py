@@ -296,6 +296,6 @@ def test_no_loader_finds_a_model_without_the_adapter_beside_it(tmp_path):
 
 def test_an_empty_path_is_not_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="this is not a path"):
+    with pytest.raises(ValueError, match="the path is empty"):
         CASE.make().save_pretrained("")
     assert not files(tmp_path)

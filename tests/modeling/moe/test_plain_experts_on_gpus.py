@@ -1,6 +1,6 @@
 """Experts of 16 and 32 bits by the Triton kernels: which are taken, and, on a GPU, that they are right there.
 
-The kernels' numbers are proven by `interpreted_kernels`, which `kernels/test_packed_rows.py` starts. That they run on
+The kernels' numbers are proven by `interpreted_products`, which `kernels/test_packed_rows.py` starts. That they run on
 a card, in graphs and without asking the host, is for the tests marked `gpu`.
 """
 

@@ -193,7 +193,7 @@ CHANGES = {
     "replaced": (replace, "has changed"),
     "shrunk": (shrink, "has changed|was cut short"),
     "emptied": (lambda path: os.truncate(path, 0), "has changed|was cut short"),
-    "gone": (lambda path: path.unlink(), "expert . of .*No such file"),
+    "gone": (lambda path: path.unlink(), "has changed"),
 }
 
 

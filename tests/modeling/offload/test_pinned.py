@@ -94,6 +94,6 @@ def test_a_copy_waits_for_what_made_the_slots_and_keeps_them(monkeypatch):
     source = torch.arange(7.0)
     ours.start([(torch.Tensor(slots)[0], source)], 0)
     assert notes == [("waits for", current), ("is kept for", ours._stream), "copies"]
-    ours.leave(0)
+    ours.record_use(0)
     ours.start([(torch.Tensor(slots)[0], source)], 0)
     assert notes[3:] == [("waits for", "event"), "copies"]

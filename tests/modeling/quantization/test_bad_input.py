@@ -101,7 +101,7 @@ def packed_as(weights):
         ("int4", changed(group_size=64), r"_proj\S*_scale has shape \[.*, 128, 2\]"),
         ("int4", changed(group_size=256), "int4:256"),
         ("int8", changed(weights="int4"), "config.json"),
-        ("int4", lambda content: content["quantization_config"].pop("quant_method"), "quant_method None"),
+        ("int4", lambda content: content["quantization_config"].pop("quant_method"), "has no `quant_method`"),
         ("int4", changed(format_version=2), "format_version"),
         ("int4", changed(linears=False), "config.json"),
         ("int8", changed(modules_to_not_convert=["o_proj"]), "o_proj.weight has dtype I8"),

@@ -123,7 +123,7 @@ def test_device_maps(device_map):
 @pytest.mark.parametrize(
     ("is_packed", "placed"),
     [
-        (False, dict(device_map="disk")),
+        (False, dict(device_map={"": "disk"})),
         (True, dict(device_map={"": "cpu", "model.layers.0": "disk"})),
         (True, dict(device_map="auto", max_memory={"cpu": "100KB"})),
     ],

@@ -319,9 +319,9 @@ DOWN, OUT = "model.layers.1.block_sparse_moe.experts.1.w2", "model.layers.1.self
         ("asymmetric", drop(f"{EXPERT}.weight_zero_point"), "w3.weight_zero_point': 2", {}),
         ("gptq", drop(f"{LAYER}.qzeros"), f"{LAYER}.weight: 'qzeros' is missing", {}),
         ("gptq", lambda t: t.update({f"{LAYER}.scales": t[f"{LAYER}.scales"][:2]}),
-         f"{LAYER}.weight: the tensors' shapes", {}),
-        ("gptq", lambda t: t.update({f"{LAYER}.qweight": t[f"{LAYER}.qweight"].long()}), "of torch.int64", {}),
-        ("awq", lambda t: t.update({f"{LAYER}.qweight": t[f"{LAYER}.qweight"].to(torch.int8)}), "of torch.int8", {}),
+         f"{LAYER}.weight: tensors are", {}),
+        ("gptq", lambda t: t.update({f"{LAYER}.qweight": t[f"{LAYER}.qweight"].long()}), "torch.int64", {}),
+        ("awq", lambda t: t.update({f"{LAYER}.qweight": t[f"{LAYER}.qweight"].to(torch.int8)}), "torch.int8", {}),
         ("gptq", lambda t: t[f"{LAYER}.bias"].add_(1), f"{LAYER}.bias is not 0", {}),
         ("gptq", drop(f"{EXPERT}.g_idx"), "w3.g_idx': 2", {}),
         ("awq", drop(*OF_EXPERT), "w3.qweight': 2", {}),
@@ -428,7 +428,7 @@ def test_weights_in_float8_are_held_in_16_bits(family, kind, tmp_path, caplog):
     model.save_pretrained(tmp_path / "saved")
     again = OURS[family].from_pretrained(tmp_path / "saved")
     assert torch.equal(logits(again), logits(model)) and not getattr(again, "is_quantized", False)
-    with pytest.raises(ValueError, match="quantize that folder"):
+    with pytest.raises(ValueError, match="quantize the saved folder"):
         load(published, family)
     assert OURS[family].from_pretrained(published.path, dtype=torch.float32).dtype == torch.float32
 
