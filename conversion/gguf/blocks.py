@@ -14,7 +14,7 @@ import torch
 
 from ...configuration.errors import CheckpointError
 from ...modeling.formats import Format, Int4
-from ...modeling.formats.packed import int4_of
+from ...modeling.formats.packed import pack_for, scales_for
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 """Dtypes of the types that are not quantized."""
@@ -70,7 +70,9 @@ class GgufLayout:
             codes, *others = _CODES[kind](tensors[kind].numpy().reshape(-1, size_of_block(kind)[1]))
             arrays = [codes.reshape(sizes), *(other.reshape(sizes[0], -1) for other in others)]
             parts.append([torch.from_numpy(np.ascontiguousarray(array)) for array in arrays])
-        return int4_of(*(torch.cat(part) for part in zip(*parts, strict=True)), form)
+        codes, scale, offset = (torch.cat(part) for part in zip(*parts, strict=True))
+        packed = pack_for(form, codes)
+        return [packed, scales_for(form, packed, scale, offset)]
 
 
 def _halves(blocks: np.ndarray) -> np.ndarray:

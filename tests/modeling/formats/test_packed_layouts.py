@@ -40,7 +40,9 @@ def test_codes_are_taken_over_exactly(num_out, kind, group_size):
     layout = layout_of(config_of(kind, group_size))
     assert set(tensors) <= {*layout.kinds, "bias"}
     unpacked = layout.unpack(tensors, sizes)
-    assert torch.equal(unpacked.codes.unpack().long(), codes) and torch.equal(unpacked.zero.long(), zero)
+    assert torch.equal(layout.codes_of(unpacked.codes, sizes).long(), codes) and torch.equal(
+        unpacked.zero.long(), zero
+    )
     assert torch.equal(unpacked.scale, scale) and unpacked.group_of_input is None
     assert torch.equal(layout.weight_of(tensors, sizes), weight_of(codes, zero, scale, group_size))
     # One scale an output is repeated for groups of any size.
