@@ -20,25 +20,21 @@ from .packed import Packed
 
 def reading_rules(layout: Layout | Bnb, layers: Iterable[str] = ("",)) -> list[WeightConverter]:
     """Return the rules for stacks of experts, and for linear layers with these name suffixes."""
-    rules = [
-        (
-            [
-                *(
-                    f".experts.*.{part}.{kind}"
-                    for part in PLACES
-                    if PLACES[part][0] == stack
-                    for kind in layout.kinds
-                ),
-                # The longer name first, for it begins with the shorter.
-                *(f".experts.{stack}{suffix}" for suffix in reversed(layout.in_stacks)),
-            ],
-            f".experts.{stack}",
-        )
-        for stack in STACKS
-    ]
-    rules += [([f"{layer}.{kind}" for kind in layout.kinds], f"{layer}.weight") for layer in layers]
+    sources = {}
+    for stack in STACKS:
+        parts = [part for part in PLACES if PLACES[part][0] == stack]
+        sources[f".experts.{stack}"] = [
+            *(f".experts.*.{part}.{kind}" for part in parts for kind in layout.kinds),
+            # The longer name first, for it begins with the shorter.
+            *(f".experts.{stack}{suffix}" for suffix in reversed(layout.in_stacks)),
+        ]
+    # The loader takes the first rule that matches, and names of experts match the patterns of linear layers, too.
+    sources |= {f"{layer}.weight": [f"{layer}.{kind}" for kind in layout.kinds] for layer in layers}
     # Convert on the CPU, where files are mapped: otherwise the loader copies all tensors to the GPU first.
-    return [WeightConverter(*names, [_Read(layout, names[1])], force_cpu=True) for names in rules]
+    return [
+        WeightConverter(names, target, [_Read(layout, target)], force_cpu=True)
+        for target, names in sources.items()
+    ]
 
 
 class _Read(ConversionOps):
@@ -86,11 +82,7 @@ class _Read(ConversionOps):
                 _from_stacks(self.layout, module, name, input_dict, stacked),
             )
         else:
-            sizes, kinds_of_parts = shape_of_one(module, name), _parts_of_experts(module, name, input_dict)
-            matrices = (
-                [{kind: tensors[number] for kind, tensors in kinds.items()} for kinds in kinds_of_parts]
-                for number in range(module.num_experts)
-            )
+            sizes, matrices = shape_of_one(module, name), _by_expert(module, name, input_dict)
         if isinstance(module, Packed):
             parts = (self.layout.parts_of(layers, sizes, module.formats[name]) for layers in matrices)
             filled = module.fill(name, parts, torch.device("cpu"))
@@ -110,29 +102,29 @@ def _from_stacks(
 ) -> Iterator[list[dict[str, torch.Tensor]]]:
     """Yield each expert's tensors by kind, from tensors of all experts; the codes may be those of single experts."""
     kinds = dict(zip(layout.in_stacks, layout.kinds, strict=True))
-    singles = [] if "" in stacked else _parts_of_experts(experts, name, found)
+    singles = None if "" in stacked else _by_expert(experts, name, found)
     for number in range(experts.num_experts):
         tensors = {kinds[suffix]: tensor[number] for suffix, tensor in stacked.items()}
         if experts.is_transposed:
             tensors = {kind: tensor.T for kind, tensor in tensors.items()}
         if singles:
-            codes = [part["weight"][number] for part in singles]
+            codes = [linear["weight"] for linear in next(singles)]
             # torch joins no float8.
             tensors["weight"] = torch.cat([part.view(torch.uint8) for part in codes]).view(codes[0].dtype)
         yield [tensors]
 
 
-def _parts_of_experts(
-    experts: Any, stack: str, found: Mapping[str, list[torch.Tensor]]
-) -> list[dict[str, list[torch.Tensor]]]:
-    """Return the tensors of all experts' linear layers by kind, gate before up.
+def _by_expert(
+    experts: Any, stack: str, input_dict: Mapping[str, list[torch.Tensor]]
+) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """Yield the tensors of each expert's linear layers by kind, gate before up.
 
     Raises:
         CheckpointError: an expert lacks a tensor that others have.
     """
     layers: list[dict[str, list[torch.Tensor]]] = [{} for _ in PARTS_OF_STACKS[True][stack]]
     counts = {}
-    for pattern, tensors in found.items():
+    for pattern, tensors in input_dict.items():
         if pattern.startswith(".experts.*."):
             part, _, kind = pattern.removeprefix(".experts.*.").partition(".")
             layers[PLACES[part][1]][kind], counts[pattern] = tensors, len(tensors)
@@ -141,4 +133,5 @@ def _parts_of_experts(
             f"the checkpoint has these numbers of tensors, by pattern: {counts}; num_local_experts in config.json is "
             f"{experts.num_experts}. Quantize the original checkpoint again."
         )
-    return layers
+    for number in range(experts.num_experts):
+        yield [{kind: tensors[number] for kind, tensors in kinds.items()} for kinds in layers]
