@@ -17,7 +17,7 @@ from ...configuration.errors import CheckpointError
 from ...configuration.quantization import QuantizationConfig
 from ..checkpoints import Stored, headers_of
 from ..formats.packed import LAYOUTS, Layout
-from ..moe import PLACES, Experts
+from ..moe import PLACES
 
 # Tensors beside a packed layer that are ignored: biases of 0, and scales of activations.
 _PASSED_OVER = ("bias", "input_scale", "output_scale", "input_zero_point", "activation_scale")
@@ -105,33 +105,6 @@ def find_packed(
         names = stored.name, name_in_model(stored.name)
         model._keys_passed_over = [*model._keys_passed_over, *(f"^{re.escape(name)}$" for name in names)]
     return matrices
-
-
-def follow_files(
-    config: QuantizationConfig, layout: Layout, candidates: Mapping[str, Any], matrices: Matrices
-) -> None:
-    """Set, from what files have packed, a config's group size and the modules that stay in 16 bits.
-
-    Args:
-        config: changed in place.
-        layout: of the packed matrices.
-        candidates: the modules that int4 supports, by name.
-        matrices: result of `find_packed`.
-    """
-    taken = {weight: weight.rpartition(".")[0] for weight in matrices}
-    taken = {weight: path for weight, path in taken.items() if path in candidates}
-    if layout.group_size is None:
-        # A scale per output allows any group size: choose the largest without padding.
-        inputs = [_sizes_of(candidates[path], weight)[1] for weight, path in taken.items()]
-        config.group_size = next((size for size in (128, 64) if not any(n % size for n in inputs)), 32)
-    config.modules_to_not_convert = names_in_16_bit(candidates, taken.values()) or None
-
-
-def _sizes_of(module: Any, weight: str) -> tuple[int, int]:
-    """Return O and I of a weight of a module, a linear layer or experts."""
-    if isinstance(module, Experts):
-        return module.sizes_of(weight.rpartition(".")[2])
-    return module.weight.shape[0], module.weight.shape[1]
 
 
 def names_in_16_bit(modules: Iterable[str], packed: Iterable[str]) -> list[str]:

@@ -24,8 +24,6 @@ from .layout import Layout, Unpacked, unread
 
 logger = logging.get_logger("llamoe")
 
-# How the names of codes end: of a linear layer, and of a stack of experts.
-_CODES = ("weight", "_proj")
 _BLOCKS = {"tensor": (0, 0), "channel": (1, 0)}
 
 
@@ -54,11 +52,8 @@ class EightBits(Layout):
         return ("_proj" + self.in_stacks[1],)
 
     def holds(self, kind: str, dtype: str) -> bool:
-        is_codes = kind.endswith(_CODES) and dtype.startswith(("F8", "I8"))
+        is_codes = kind.endswith(("weight", "_proj")) and dtype.startswith(("F8", "I8"))
         return is_codes or kind == self.kinds[1] or kind.endswith(self.stacked_scales)
-
-    def nbytes_loaded(self, kind: str, nbytes: int) -> int:
-        return 2 * nbytes if kind.endswith(_CODES) else 0
 
     def num_groups(self, num_in: int) -> int:
         return -(-num_in // self.block[1]) if self.block[1] else 1

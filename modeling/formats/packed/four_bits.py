@@ -37,13 +37,6 @@ class FourBits(Layout):
     group_size: int | None
     positions: ClassVar[tuple[int, ...] | None] = None
 
-    def nbytes_loaded(self, kind: str, nbytes: int) -> int:
-        if kind != self.kinds[0]:
-            # Scales and zero points are counted with the codes.
-            return 0
-        # In int4 a byte has two codes, and each group of inputs adds four bytes of scale and offset.
-        return nbytes + nbytes * 8 // (self.group_size or 128)
-
     def num_groups(self, num_in: int) -> int:
         return 1 if self.group_size is None else -(-num_in // self.group_size)
 

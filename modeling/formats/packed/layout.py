@@ -60,9 +60,13 @@ class Layout(ABC):
         """Ends of the names of tensors with all experts' scales; beside them no expert can be read alone."""
         return ()
 
-    @abstractmethod
     def nbytes_loaded(self, kind: str, nbytes: int) -> int:
         """Return the bytes that a packed tensor of `nbytes` in its file takes in the loaded model."""
+        # Scales and zero points are counted with the codes, whose names may also end as a stack's.
+        if kind != self.kinds[0] and not kind.endswith("_proj"):
+            return 0
+        # In int4 a byte has two codes, and each group of inputs adds four bytes of scale and offset.
+        return nbytes + nbytes * 8 // (self.group_size or 128) if self.is_int4 else 2 * nbytes
 
     @abstractmethod
     def num_groups(self, num_in: int) -> int:

@@ -68,9 +68,9 @@ def check_saving(model, path, family):
 
 CASES = [
     *((family, kind, {}) for kind in KINDS for family in FAMILIES),
-    # One scale an output is repeated for the largest groups without padding.
-    ("llama", "asymmetric", dict(group_size=None, holds=64)),
-    ("mixtral", "gptq", dict(group_size=None, holds=32)),
+    # One scale an output is repeated for groups of 128.
+    ("llama", "asymmetric", dict(group_size=None)),
+    ("mixtral", "gptq", dict(group_size=None)),
     # A last group that is not full, and a head that is the embedding.
     ("llama", "gptq", dict(group_size=128, config=dict(hidden_size=240, intermediate_size=976, head_dim=32))),
     ("mixtral", "awq", dict(group_size=64, config=dict(hidden_size=256, intermediate_size=240))),
@@ -88,7 +88,6 @@ CASES = [
 def test_logits_are_those_of_the_weights_that_the_folder_means(family, kind, options, tmp_path):
     """In bfloat16; 0.007 is measured, and 0.14 and more with gate and up swapped or zeros ignored."""
     options, size = dict(options), options.get("group_size", 32)
-    holds = options.pop("holds", size)
     published = publish(tmp_path / "published", family, kind, **options)
     if "tie_word_embeddings" in options.get("config", {}):
         # Drawn twice, and stored once.
@@ -96,7 +95,7 @@ def test_logits_are_those_of_the_weights_that_the_folder_means(family, kind, opt
         edit(published, lambda t: t.pop("lm_head.weight") is t.update({"model.embed_tokens.weight": head}))
     model = load(published, family)
     assert not [name for name, tensor in model.named_parameters() if tensor.is_meta]
-    assert model.config.quantization_config.group_size == holds
+    assert model.config.quantization_config.group_size == (size or 128)
     check_weights(model, published, size, family, options.get("spelling", "stock"))
     assert distance(logits(model), logits(published.stock)) < CLOSE
     check_saving(model, tmp_path / "saved", family)
