@@ -1,15 +1,14 @@
-"""Dequantize the tensors of a GGUF file, by the package gguf.
+"""Dequantize matrices in the types of GGUF files, by the package gguf.
 
-A row of a tensor is a row of blocks, each of 32 or 256 numbers. The types Q4_0, Q4_1 and Q4_K have codes of 4 bits with
-a scale and a smallest value for each 32 numbers, as int4 in groups of 32 has: int4 keeps their codes.
+A row of a matrix is a row of blocks, each of 32 or 256 numbers. Blocks of Q4_0, Q4_1 and Q4_K have codes of 4 bits, and
+for each 32 numbers a scale and a smallest value, as int4 in groups of 32 has. So int4 keeps their codes.
 
-Shapes: O outputs, I inputs, G groups of 32 inputs.
+Shapes: O outputs, I inputs, G groups of 32 inputs, B blocks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...configuration.errors import CheckpointError
@@ -25,7 +24,7 @@ _AT_ONCE = 1 << 22
 
 
 def library(path: Any) -> Any:
-    """Import the package gguf; `path` is the file that needs it."""
+    """Import the package gguf; an error names `path`, the file that needs it."""
     try:
         import gguf
     except ImportError as error:
@@ -36,16 +35,16 @@ def library(path: Any) -> Any:
 
 
 def size_of_block(kind: str) -> tuple[int, int]:
-    """Return the numbers and the bytes in a block of a type."""
+    """Return how many numbers and how many bytes a block of a type has."""
     gguf = library(kind)
     return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
 
 
 class GgufLayout:
-    """The layout of all matrices in GGUF files; a matrix is one tensor, whose "kind" is the name of its type."""
+    """The layout of matrices in GGUF files: a matrix is one tensor, by the name of its type, such as "Q4_K"."""
 
     def weight_of(self, tensors: Mapping[str, torch.Tensor], sizes: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Return the dequantized weight `[O, I]`."""
+        """Return a matrix dequantized, `[O, I]`; one of a plain type as it is."""
         [(kind, stored)] = tensors.items()
         if kind in PLAIN:
             return stored
@@ -60,49 +59,51 @@ class GgufLayout:
     ) -> list[torch.Tensor] | None:
         """Return int4's parts with the codes of matrices of the same sizes, joined by rows.
 
-        Return None if `form` is not int4 in groups of 32, or a type has no codes that int4 can hold.
+        Return None if `form` is not int4 in groups of 32, or if int4 cannot hold the codes of a type.
         """
-        types = [(*tensors,)[0] for tensors in matrices]
-        if not isinstance(form, Int4) or form.group_size != _GROUP or not _CODES.keys() >= {*types}:
+        tensors = [(kind, stored) for matrix in matrices for kind, stored in matrix.items()]
+        is_int4 = isinstance(form, Int4) and form.group_size == _GROUP
+        if not is_int4 or any(kind not in _CODES for kind, _ in tensors):
             return None
-        parts = []
-        for kind, tensors in zip(types, matrices, strict=True):
-            codes, *others = _CODES[kind](tensors[kind].numpy().reshape(-1, size_of_block(kind)[1]))
-            arrays = [codes.reshape(sizes), *(other.reshape(sizes[0], -1) for other in others)]
-            parts.append([torch.from_numpy(np.ascontiguousarray(array)) for array in arrays])
-        codes, scale, offset = (torch.cat(part) for part in zip(*parts, strict=True))
+        rows = []
+        for kind, stored in tensors:
+            codes, *others = _CODES[kind](stored.view(-1, size_of_block(kind)[1]))
+            rows.append([codes.reshape(sizes), *(other.reshape(sizes[0], -1) for other in others)])
+        codes, scale, offset = (torch.cat(part) for part in zip(*rows, strict=True))
         packed = pack_for(form, codes)
         return [packed, scales_for(form, packed, scale, offset)]
 
 
-def _halves(blocks: np.ndarray) -> np.ndarray:
-    return blocks.copy().view(np.float16).astype(np.float32)
+def _halves(blocks: torch.Tensor) -> torch.Tensor:
+    """Read bytes `[B, 2 n]` as float16, `[B, n]` in float32."""
+    return blocks.contiguous().view(torch.float16).float()
 
 
-def _nibbles(blocks: np.ndarray) -> np.ndarray:
+def _nibbles(blocks: torch.Tensor) -> torch.Tensor:
     """Split bytes `[..., n]` into 4-bit codes `[..., 2, n]`: first all low halves, then all high."""
-    return np.stack((blocks & 15, blocks >> 4), -2)
+    return torch.stack((blocks & 15, blocks >> 4), -2)
 
 
-def _q4_0(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
+def _q4_0(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
     scale = _halves(blocks[:, :2])
-    return _nibbles(blocks[:, 2:]), scale, np.zeros_like(scale)
+    return _nibbles(blocks[:, 2:]), scale, torch.zeros_like(scale)
 
 
-def _q4_1(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
-    scale, low = np.hsplit(_halves(blocks[:, :4]), 2)
+def _q4_1(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    scale, low = _halves(blocks[:, :4]).split(1, 1)
     return _nibbles(blocks[:, 4:]), scale, low + 8 * scale
 
 
-def _q4_k(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
-    of_scales, of_lows = np.hsplit(_halves(blocks[:, :4]), 2)
-    scales, lows = library("Q4_K").quants.Q4_K.get_scale_min(np.ascontiguousarray(blocks[:, 4:16]))
-    scale = of_scales * scales.astype(np.float32)
-    return _nibbles(blocks[:, 16:].reshape(-1, 32)), scale, 8 * scale - of_lows * lows.astype(np.float32)
+def _q4_k(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    of_scales, of_lows = _halves(blocks[:, :4]).split(1, 1)
+    both = library("Q4_K").quants.Q4_K.get_scale_min(blocks[:, 4:16].contiguous().numpy())
+    scales, lows = (torch.from_numpy(part).float() for part in both)
+    scale = of_scales * scales
+    return _nibbles(blocks[:, 16:].reshape(-1, 32)), scale, 8 * scale - of_lows * lows
 
 
-# Functions from blocks to codes, and per group of 32 the scale and the weight of code 8.
-_CODES: dict[str, Callable[[np.ndarray], tuple[np.ndarray, ...]]] = {
+# Functions from blocks `[B, bytes]` to codes, and per group of 32 numbers the scale and the value of code 8.
+_CODES: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, ...]]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q4_K": _q4_k,
