@@ -1,4 +1,4 @@
-"""The decoders' configurations: what each layer is, what is derived, what is refused."""
+"""The decoders' configurations: the plan of each layer, derived fields, and values that are refused."""
 
 import math
 import re
@@ -37,7 +37,7 @@ def test_text_layers_follow_the_lists():
     assert config.rope_interleave
 
 
-# What is given, and what the fields are then.
+# Class, given fields, and derived fields.
 DERIVED = [
     (LlamoeDenseConfig, dict(hidden_size=96, num_attention_heads=6), dict(head_dim=16)),
     (LlamoeDenseConfig, dict(hidden_size=100, num_attention_heads=6, head_dim=16), dict(hidden_size=100, head_dim=16)),
@@ -86,7 +86,7 @@ def test_layers_past_the_last_are_cut():
 @pytest.mark.parametrize("listed", [None, []])
 @pytest.mark.parametrize("experts", [{}, {"num_local_experts": 0, "num_experts_per_tok": 0}])
 def test_a_step_of_zero_means_no_mixtures(experts, listed, chunk, tmp_path):
-    """A decoder of Llama Guard 4's shape, with and without chunks, is read back by us and by stock."""
+    """A decoder without mixtures, such as Llama Guard 4's, is read back by us and by stock, with and without chunks."""
     config = LlamoeTextConfig(
         num_hidden_layers=3,
         interleave_moe_layer_step=0,
@@ -165,7 +165,7 @@ OUTSIDE = {
 
 @pytest.mark.parametrize("config_class", OUTSIDE)
 def test_numbers_outside_of_the_valid_ones_are_refused(config_class):
-    """When they are given, and when they are assigned."""
+    """A number out of range is refused by the constructor and when it is assigned."""
     config = config_class()
     for name, values in OUTSIDE[config_class].items():
         for value in values:

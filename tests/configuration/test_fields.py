@@ -1,4 +1,4 @@
-"""What is known of each field: its effect on what is computed, and whether this model has the part that uses it."""
+"""Each field says what effect it has on outputs, and has none in a model without the part that uses it."""
 
 import dataclasses
 

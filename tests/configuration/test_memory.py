@@ -1,4 +1,4 @@
-"""Bytes of the cache, compared with the tensors that transformers' own cache holds."""
+"""`cache_bytes` gives the bytes of the tensors in transformers' cache."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from llamoe.configuration import cache_bytes, cache_tokens, preset
 
 
 def held(cache):
-    """Bytes of each layer, of the storage behind what may be a view; without places for tokens that may follow."""
+    """Return the bytes of each layer's keys and values: of the tensors if the layer grows, else of their storages."""
     return [
         sum(each.nbytes if grows else each.untyped_storage().nbytes() for each in (layer.keys, layer.values))
         for layer in cache.layers
@@ -20,7 +20,7 @@ def held(cache):
 
 @torch.no_grad()
 def fullest(model, config, context, piece, batch_size):
-    """Read a prompt of `context` tokens in pieces, the odd one first, and note each layer's most."""
+    """Read a prompt of `context` tokens in pieces, the shorter one first; return the most bytes of each layer."""
     cache, most = DynamicCache(config=config), [0] * config.num_hidden_layers
     ids = torch.randint(3, 90, (batch_size, context))
     sizes = [context % piece] * bool(context % piece) + [piece] * (context // piece)
@@ -51,7 +51,7 @@ def test_bytes_are_those_of_the_cache(case, context, piece):
 
 
 def test_bytes_of_stock():
-    """The chunks of 16 are stock's as well."""
+    """Bytes of the cache of stock's Llama 4, which has chunks of 16 tokens, too."""
     config = stock_text_config()
     expected = fullest(Llama4ForCausalLM(config), config, 50, 20, batch_size=2)
     assert cache_bytes(llamoe.from_stock(config), 50, batch_size=2, element_size=4, piece=20) == expected
@@ -59,7 +59,7 @@ def test_bytes_of_stock():
 
 
 def test_published_sizes():
-    """By hand: keys and values, 8 heads of 128, 2 bytes; every fourth of 48 layers sees everything."""
+    """Computed by hand: keys and values, 8 heads of 128, 2 bytes; every fourth of 48 layers keeps all tokens."""
     of_a_token = 2 * 8 * 128 * 2
     tokens = cache_tokens(preset("llama-4-scout"), 131072, piece=4096)
     assert sorted(set(tokens)) == [8191 + 4096, 131072] and tokens.count(131072) == 12

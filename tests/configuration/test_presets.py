@@ -1,11 +1,11 @@
-"""Every published size, and how many parameters it has."""
+"""Every preset has its published number of parameters and published fields."""
 
 import pytest
 
 from llamoe.configuration import PRESETS, count_parameters, preset
 from llamoe.modeling.registration import empty_model
 
-# Counted from the shapes of the released files; Llama 4 with tower and projector.
+# Counted from the shapes of the released files; Llama 4 includes tower and projector.
 TOTALS = {
     "llama-7b": 6_738_415_616,
     "llama-13b": 13_015_864_320,
@@ -26,7 +26,7 @@ TOTALS = {
     "llama-4-scout": 108_641_793_536,
     "llama-4-maverick": 401_583_781_376,
 }
-# In millions, as published: one decimal.
+# In millions with one decimal, as published.
 TOWERS = {
     "metaclip-b32": 87.8,
     "metaclip-b16": 86.2,

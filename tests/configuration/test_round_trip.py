@@ -1,4 +1,4 @@
-"""A configuration that is read back from a folder is the one that was saved, in every form that one can ask for."""
+"""A configuration that is read from a folder, a dictionary or a pickle equals the one that was saved."""
 
 import copy
 import json
@@ -34,7 +34,7 @@ NOT_DEFAULT = {
 def check_same(read, saved):
     assert type(read) is type(saved)
     assert read == saved and saved == read
-    # Where a configuration was read from is known to `AutoConfig` alone, as with stock's.
+    # Only `AutoConfig` stores where it has read a configuration, as it does for stock's.
     assert {**read.to_dict(), "_name_or_path": ""} == {**saved.to_dict(), "_name_or_path": ""}
     assert read.to_diff_dict() == saved.to_diff_dict()
     for use_diff in (True, False):
@@ -71,7 +71,7 @@ def test_saved_by_itself(family, fields, tmp_path):
 
 
 def test_parts_that_had_a_folder_of_their_own(tmp_path):
-    """What a part's folder says of loading it is not a field of the part, in whatever it is put."""
+    """The `auto_map` of a part's own folder is not written into the config of the whole model."""
     text_config().save_pretrained(tmp_path / "text")
     vision_config().save_pretrained(tmp_path / "vision")
     parts = {
@@ -87,7 +87,7 @@ def test_parts_that_had_a_folder_of_their_own(tmp_path):
 
 
 def test_entries_of_others_stay(tmp_path):
-    """A user's class of one Auto class beside ours of the others."""
+    """A user's entry for one Auto class stays beside our entries for the others."""
     config = dense_config()
     config.auto_map = {
         "AutoModelForMaskedLM": "modeling_mine.Mine",
@@ -102,7 +102,7 @@ def test_entries_of_others_stay(tmp_path):
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path):
-    """transformers goes on with the default configuration, which is that of another model."""
+    """transformers would use the default configuration, which is another model's."""
     (tmp_path / "llama-2-7b").mkdir()
     (tmp_path / "llama-2-7b" / "params.json").write_text('{"dim": 64}')
     for config_class in (llamoe.LlamoeDenseConfig, llamoe.LlamoeTextConfig, llamoe.LlamoeConfig):

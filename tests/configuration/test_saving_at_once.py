@@ -1,4 +1,4 @@
-"""Several processes or threads may save into one folder: config.json is whole at any moment."""
+"""While several threads save into one folder, and after a failed save, config.json is whole."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Sizes and tokens for a budget, against the papers' own formulas."""
+"""Parameters and tokens for a budget follow the papers' formulas."""
 
 import math
 
@@ -9,7 +9,7 @@ from llamoe import ConfigurationError, compute_optimal, preset
 
 @pytest.mark.parametrize("flops", [1e15, 3.3e19, 5.76e23, 1e27])
 def test_dense_optima_are_those_of_the_closed_form(flops):
-    """Hoffmann et al. 2022, equation 4, approach 3. The search ends where the loss is flat within a float's digits."""
+    """Hoffmann et al. 2022, equation 4, approach 3; the search ends where floats of the loss are equal."""
     a, alpha, b, beta = 406.4, 0.3392, 410.7, 0.2849
     scale = (alpha * a / (beta * b)) ** (1 / (alpha + beta))
     parameters = scale * (flops / 6) ** (beta / (alpha + beta))
@@ -34,7 +34,7 @@ def test_no_other_mixture_of_the_same_cost_is_better(flops):
     found = compute_optimal(config, flops=flops)
     sparsity = 127 / 128
     assert found.loss == pytest.approx(loss_of_mixture(found.parameters, found.tokens, sparsity), rel=1e-12)
-    # Mixtures reach less loss than dense models, but for the smallest budgets.
+    # Except for the smallest budgets, mixtures reach a lower loss than dense models.
     assert (found.loss < compute_optimal(flops=flops).loss) == (flops > 1e20)
     for factor in (0.25, 0.8, 0.99, 1.01, 1.3, 5):
         total = factor * found.parameters
@@ -44,7 +44,7 @@ def test_no_other_mixture_of_the_same_cost_is_better(flops):
 
 @pytest.mark.parametrize("name", ["llama-2-13b", "llama-4-scout"])
 def test_all_ways_of_asking_agree(name):
-    """A model's own parameters, its budget and its tokens lead to one another."""
+    """From a model's parameters, from its budget and from its tokens follow the same sizes."""
     config = preset(name)
     found = compute_optimal(config)
     for given in ("flops", "tokens", "parameters"):
@@ -57,7 +57,7 @@ def test_a_mixture_of_a_multimodal_model_is_its_text_model():
     config = preset("llama-4-scout")
     found = compute_optimal(config)
     assert found == compute_optimal(config.text_config)
-    # 17 billion of 108 billion parameters, without the tower.
+    # Without the tower: 17 of 108 billion parameters.
     assert found.parameters == pytest.approx(107.77e9, rel=1e-4)
     assert found.active_parameters == pytest.approx(17.17e9, rel=1e-3)
 

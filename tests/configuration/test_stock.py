@@ -1,4 +1,4 @@
-"""Stock configurations in every way that they can come in, and back out."""
+"""Stock configurations are read from objects, dictionaries and folders, and are written as stock reads them."""
 
 import copy
 import dataclasses
@@ -57,10 +57,10 @@ kinds = pytest.mark.parametrize("kind", STOCK)
 
 @pytest.fixture
 def warnings(caplog):
-    """Log records of transformers and of this package."""
+    """Return the log records of transformers and llamoe."""
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
-    # A command that ran before in this process may have silenced it.
+    # A command in the same process may have raised the level.
     caplog.set_level(logging.WARNING, logger="transformers")
     caplog.set_level(logging.WARNING)
     yield caplog
@@ -179,7 +179,7 @@ def test_unknown_attributes_are_kept():
     ],
 )
 def test_a_misspelt_field_is_named_once(config_class, name, field, way, warnings, tmp_path):
-    # What was said once stays said in a process.
+    # A process reports each field once.
     logging.Logger.warning_once.cache_clear()
     given = {name: 3}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": config_class.model_type} | given))
@@ -199,7 +199,7 @@ def test_a_misspelt_field_is_named_once(config_class, name, field, way, warnings
 
 @kinds
 def test_keys_of_stock_are_no_misspelt_fields(kind, warnings):
-    """Also where stock wrote more: releases of transformers 4 wrote what generation needs into config.json."""
+    """Keys that stock wrote, and those of generation that transformers 4 wrote into config.json, bring no warning."""
     logging.Logger.warning_once.cache_clear()
     former = ("pruned_heads", "tie_encoder_decoder", "sep_token_id", "torchscript", "rope_theta")
     generation = GenerationConfig().to_dict()
@@ -361,7 +361,7 @@ def test_tied_embeddings_are_said_twice_as_in_stock():
 
 @pytest.mark.parametrize(("high", "warned"), [(1.0, False), (4.0, False), (0.5, True)])
 def test_equal_factors_are_published_and_no_mistake(high, warned, warnings):
-    """Scout has 1.0 twice: no frequency lies between those that are scaled and the others."""
+    """Equal frequency factors, as Scout has them, bring no warning; a high factor below the low one does."""
     published = preset("llama-4-scout").text_config.rope_parameters
     assert published["high_freq_factor"] == published["low_freq_factor"] == 1.0
     LlamoeTextConfig(rope_parameters=published | {"high_freq_factor": high})

@@ -1,4 +1,4 @@
-"""The tower's configuration: derived sizes, and what is refused."""
+"""The tower's configuration: derived sizes, and values that are refused."""
 
 import re
 
@@ -15,10 +15,10 @@ SMALL = {
 }
 
 
-# What is given, and what follows.
+# Given fields, and derived ones.
 DERIVED = [
     ({}, dict(grid_size=4, num_patches=16, head_dim=8, shuffle_size=2, adapter_input_dim=128, tokens_per_tile=4)),
-    # The published tile.
+    # The size of published tiles.
     (dict(image_size=336), dict(tokens_per_tile=144)),
     (dict(image_size=84, pixel_shuffle_ratio=1.0), dict(adapter_input_dim=32, tokens_per_tile=36)),
     (dict(image_size=84, pixel_shuffle_ratio=1 / 3), dict(adapter_input_dim=288, tokens_per_tile=4)),
@@ -90,7 +90,7 @@ def test_multimodal_parts_that_do_not_fit(field, value, valid):
         ValueError, match=rf"^LlamoeConfig\.vision_config\.{field} = {value}: .*valid: {valid}"
     ):
         config.check_multimodal()
-    # The class defaults construct, but do not fit, as in stock.
+    # As in stock, parts with the default values do not fit each other.
     with pytest.raises(ValueError, match="vision_output_dim = 7680"):
         LlamoeConfig().check_multimodal()
 
