@@ -133,7 +133,7 @@ def test_a_processor_that_does_not_fit_is_refused(model, size):
     files, ids = extended(plain)
     config = multimodal(size + len(ids), ids)
     assert processor_files(config, files)
-    with pytest.raises(CheckpointError, match="has no <.image_start.>.*extend_tokenizer"):
+    with pytest.raises(CheckpointError, match="has no <.image_start.>.*of this model"):
         processor_files(config, plain)
     for field, token in {"image_token_index": "<|patch|>", "boi_token_index": "<|image_start|>"}.items():
         shifted = multimodal(size + len(ids), ids | {token: 3})

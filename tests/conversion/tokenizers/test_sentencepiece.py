@@ -231,7 +231,7 @@ def test_the_original_comes_back_byte_by_byte_or_nothing_does(model):
     with pytest.raises(CheckpointError, match=f"{VOCABULARY} pieces.*vocab_size is 712"):
         conversion.meta_tokenizer_file(files, config_of(vocabulary=712))
     del files["tokenizer.model"]
-    with pytest.raises(CheckpointError, match=r"Add the original tokenizer\.model"):
+    with pytest.raises(CheckpointError, match=r"Add that of the model"):
         conversion.meta_tokenizer_file(files, config_of())
 
 

@@ -218,13 +218,13 @@ def test_adapter_for_a_model_on_disk_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("targets", "how"), [(LINEAR, "PeftModel"), (["v_proj"], "load_adapter")], ids=str)
 def test_multimodal_adapter_on_the_text_model(targets, how, tmp_path, caplog):
-    """The text model takes the factors of its layers; a warning says that the tower's are passed over."""
+    """The text model's tensors are loaded; those of the tower are ignored, and a warning says so."""
     _, stock = pair(MULTIMODAL)
     stock.save_pretrained(tmp_path / "base")
     text = llamoe.LlamoeForCausalLM.from_pretrained(tmp_path / "base")
     trained, inputs = adapted(stock, target_modules=targets), {"input_ids": torch.randint(3, 90, (2, 33))}
     check_loads(trained, text, tmp_path / "adapter", how, inputs)
-    assert "vision_model" in caplog.text and "passed over" in caplog.text
+    assert "vision_model" in caplog.text and "are ignored" in caplog.text
 
 
 @pytest.mark.parametrize(
