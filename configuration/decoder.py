@@ -107,14 +107,8 @@ class DecoderConfig(LlamoeBaseConfig):
                 fail(self, "hidden_size", hidden, problem, valid)
             self.head_dim = hidden // heads
         if any(key.endswith("_attention") for key in self.rope_parameters or ()):
-            problem = "all layers have the same rotary embedding"
-            fail(
-                self,
-                "rope_parameters",
-                self.rope_parameters,
-                problem,
-                "parameters that are not by layer type",
-            )
+            problem = "layer types cannot have rotary embeddings of their own"
+            fail(self, "rope_parameters", self.rope_parameters, problem, "the same entries for all layers")
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
