@@ -120,10 +120,7 @@ class DecoderConfig(LlamoeBaseConfig):
             fail(self, "num_key_value_heads", kv_heads, problem, valid)
 
     def validate_layer_type(self) -> None:
-        """Check the attention types, and cut lists to the number of layers, as transformers does.
-
-        A list is too long if `num_hidden_layers` was reduced.
-        """
+        """Check the attention types; cut lists that are longer than `num_hidden_layers`, as transformers does."""
         for name in ("layer_types", "no_rope_layers"):
             if entries := getattr(self, name, None):
                 setattr(self, name, entries[: self.num_hidden_layers])
