@@ -304,8 +304,8 @@ class LlamoeBaseConfig(PreTrainedConfig):
     def to_json_file(self, json_file_path, use_diff: bool = True):
         """Write the configuration as JSON.
 
-        A file named config.json gets an `auto_map`, and the file llamoe_hub.py beside it. With these transformers loads
-        the folder even if the program does not import llamoe.
+        A file named config.json gets an `auto_map`, and the file llamoe_hub.py beside it, so that transformers can load
+        the folder in programs that do not import llamoe (see `hub.py`).
         """
         path = Path(json_file_path)
         if path.name != CONFIG_NAME:
@@ -340,8 +340,8 @@ class LlamoeBaseConfig(PreTrainedConfig):
         if rope.get("rope_type") != "proportional" and factor not in (None, 1):
             valid = "1.0, or rope_type 'proportional'"
             fail(self, "rope_parameters['partial_rotary_factor']", factor, "the whole head is rotated", valid)
-        # Scout is published with equal factors, which are right: no frequency lies between the scaled frequencies and
-        # the unscaled ones. transformers would warn of them each time.
+        # Scout has equal factors, of which transformers would warn each time. They are right: no frequency lies between
+        # the scaled frequencies and the unscaled ones.
         low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
         if rope.get("rope_type") != "llama3" or low is None or low != high:
             super().validate_rope()

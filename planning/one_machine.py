@@ -179,7 +179,7 @@ def plan_placement(
         )
     seconds = seconds_of_step(placement, sizes.chosen, batch, bandwidths)
     if step is not None and placement.memory is not None:
-        offloaded = (unit for unit, _, place in placement.rows() if place is not None)
+        offloaded = (unit for unit, _, experts_device in placement.rows() if experts_device is not None)
         read = sum(expert_bytes(unit, sizes.chosen, step.tokens * batch) for unit in offloaded)
         # The backward pass reads experts in reverse order, so the last used ones are still cached.
         step = replace(step, expert_bytes=round(2 * read * (1 - placement.hit_share)))
@@ -203,7 +203,7 @@ def plan_placement(
         seconds=seconds,
         tokens_per_second=batch / sum(seconds.values()) if generates else None,
         bandwidths=bandwidths,
-        notes=[] if packing is None else [_how_to_quantize(packing, bool(placement.place))],
+        notes=[] if packing is None else [_how_to_quantize(packing, bool(placement.experts_device))],
         dtype=sizes.form if bits else None,
         training=step,
     )
