@@ -198,7 +198,7 @@ class LlamoeBaseConfig(PreTrainedConfig):
             if isinstance(value, (dict, list))
             else value
             for name, value in content.items()
-            # `_auto_class` is an attribute of classes, which transformers has in the dictionary of an instance.
+            # transformers writes the class attribute `_auto_class` into the dictionary of an instance, too.
             if name not in ("_auto_class", "model_type")
         }
         if data.get("per_layer_config"):
@@ -335,11 +335,11 @@ class LlamoeBaseConfig(PreTrainedConfig):
         if not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
             fail(self, "rope_parameters['rope_theta']", theta, "must be positive", "a number such as 10000.0")
         if self.head_dim % multiple:
-            problem = "rotary embeddings rotate pairs of channels, in pictures for rows and for columns"
+            problem = f"rotary embeddings need groups of {multiple} channels"
             fail(self, "head_dim", self.head_dim, problem, f"a multiple of {multiple}")
         if rope.get("rope_type") != "proportional" and factor not in (None, 1):
             valid = "1.0, or rope_type 'proportional'"
-            fail(self, "rope_parameters['partial_rotary_factor']", factor, "the whole head is rotated", valid)
+            fail(self, "rope_parameters['partial_rotary_factor']", factor, "all channels are rotated", valid)
         # Scout has equal factors, of which transformers would warn each time. They are right: no frequency lies between
         # the scaled frequencies and the unscaled ones.
         low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
