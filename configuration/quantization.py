@@ -13,7 +13,7 @@ FORMAT_VERSION = 1
 WEIGHTS = ("int4", "int8")
 ACTIVATIONS = ("int8", "float")
 GROUP_SIZES = (32, 64, 128, 256)
-"""Sizes of a group that torch's 4-bit kernel takes."""
+"""Numbers of inputs that may share a scale."""
 
 
 class QuantizationConfig(QuantizationConfigMixin):
@@ -22,7 +22,7 @@ class QuantizationConfig(QuantizationConfigMixin):
     Embeddings, output head, norms, routers, vision tower and projector stay in 16 bits. Products are computed in
     bfloat16, to which a model of another dtype is cast.
 
-    For a folder that is quantized already, `activations` can be chosen. Other arguments must equal those of the folder.
+    For a folder that is quantized already it chooses `activations` alone; transformers warns that all else is ignored.
 
     Attributes:
         weights: "int4" (a scale and a zero point for each group of inputs; the default) or "int8" (a scale for each
@@ -96,7 +96,7 @@ class QuantizationConfig(QuantizationConfigMixin):
             "activations": (self.activations in ACTIVATIONS, " or ".join(map(repr, ACTIVATIONS))),
             "group_size": (
                 is_group if self.weights == "int4" else size is None,
-                f"{', '.join(map(str, GROUP_SIZES))} for int4, None for int8",
+                f"{', '.join(map(str, GROUP_SIZES))} for int4; None for int8",
             ),
             "experts": (self.experts or self.linears, "True if linears is False"),
             "modules_to_not_convert": (names is None or are_names, "a list of names of modules"),

@@ -6,8 +6,6 @@ from transformers import Trainer
 
 from llamoe import llama_recipe, preset
 
-CAUSAL = next(case for case in MODELS if case.name == "LlamoeForCausalLM")
-
 
 def test_the_papers_values(tmp_path):
     recipe = llama_recipe(tmp_path, use_cpu=True, per_device_train_batch_size=3)

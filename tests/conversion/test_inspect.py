@@ -148,7 +148,7 @@ def test_a_plan_of_a_preset_says_where_its_experts_are():
 
 def test_a_machine_without_a_plan_is_refused(saved, tmp_path):
     folder, _ = saved("dense")
-    with pytest.raises(ValueError, match=r"gpus, ram: only a plan uses these: give plan"):
+    with pytest.raises(ValueError, match=r"gpus, ram: have an effect only with plan"):
         inspect(folder, gpus=1, ram="3GB")
     with pytest.raises(TypeError, match="unexpected keyword argument .gpu."):
         inspect(folder, plan=True, gpu=1)

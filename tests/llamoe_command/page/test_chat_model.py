@@ -160,9 +160,9 @@ def test_an_answer_ends_at_the_chosen_length_or_the_last_position(endless, monke
         list(endless.answer([{"role": "user", "content": "a " * 300}], 4, 0))
 
 
-def test_of_a_picture_in_tiles_the_whole_is_shown(tmp_path):
+def test_of_a_picture_in_tiles_the_whole_is_shown():
     """A wide picture has three tiles of its own image tokens, and after them the whole picture, which is shown."""
-    chat = ChatModel(chat_folders.copy_tiny(tmp_path / "tiles"))
+    chat = ChatModel(TINY)
     chat.processor.image_processor.max_patches = 4
     wide = Image.new("RGB", (336, 112), "red")
     wide.paste("blue", (224, 0, 336, 112))
