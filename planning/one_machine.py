@@ -41,7 +41,7 @@ class PlacementPlan:
         expert_bytes_per_step: routed experts that a decoding step of all rows reads, from all devices together.
         hit_share: share of the offloaded experts that fit into `experts_memory`: the cache's hit rate if all experts
             are equally likely.
-        seconds: estimated seconds of one decoding step, by cause.
+        seconds: estimated seconds of one decoding step, by what is read.
         tokens_per_second: of all rows together, estimated from bandwidths alone; None for vision towers and training.
         bandwidths: bandwidths of the estimate.
         notes: advice, in sentences.

@@ -23,7 +23,7 @@ def expert_bytes(unit: Unit, chosen: int, rows: int) -> float:
 
 
 def seconds_of_step(placement: Placement, chosen: int, rows: int, bandwidths: Bandwidths) -> dict[str, float]:
-    """Estimate the seconds of one decoding step, by cause; causes that read nothing are left out.
+    """Estimate the seconds of one decoding step by what is read; entries of zero are left out.
 
     Args:
         placement: placement of the model.
@@ -43,15 +43,15 @@ def seconds_of_step(placement: Placement, chosen: int, rows: int, bandwidths: Ba
             copied = weights + (0 if experts_device else unit.experts)
             seconds["layers from the drive"] += copied / b.drive if device == "disk" else 0
             seconds["layers over the link"] += copied / b.link if main != "cpu" else 0
-        seconds["weights where they are computed"] += weights / home
+        seconds["weights"] += weights / home
         seconds["keys and values"] += unit.cache / home
         if experts_device is None:
-            seconds["experts where they are computed"] += routed / home
+            seconds["experts"] += routed / home
         elif experts_device == "cpu":
-            seconds["experts held by the accelerator"] += routed * hit_share / home
+            seconds["cached experts"] += routed * hit_share / home
             # The CPU computes the experts of the few tokens of a step, and reads them from its own memory.
             seconds["experts from RAM"] += missed / b.ram
         else:
             seconds["experts from the drive"] += missed / b.drive
             seconds["experts from RAM"] += routed / b.ram
-    return {cause: time for cause, time in seconds.items() if time}
+    return {name: time for name, time in seconds.items() if time}
