@@ -40,7 +40,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         format_version: version of the layout in files.
     """
 
-    # Names of the arguments that were not None: a quantized folder must have the same values. Not a field of the dict.
+    # Names of the arguments that were not None: only these are compared with a quantized folder. Not a field of the dict.
     __slots__ = ("given",)
 
     def __init__(
