@@ -157,7 +157,7 @@ class WindowedConfig(DecoderConfig):
 
     @classmethod
     def _override(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields with overrides applied; a new window is for all layers unless `layer_types` has two kinds."""
+        """Return the fields with overrides applied; a new window is for all layers unless they had two kinds."""
         data = super()._override(data, overrides)
         if "sliding_window" in overrides and len(set(data.get("layer_types") or ())) < 2:
             data["layer_types"] = overrides.get("layer_types")
