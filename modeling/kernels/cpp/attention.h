@@ -2,8 +2,7 @@
 
 namespace {
 
-// The keys or values in a cache, for `count` positions. The next head is `head_stride` numbers away, the next position
-// of a head `stride` numbers.
+// Keys or values of `count` cached positions. The next head is `head_stride` numbers away, the next position `stride`.
 struct Cached {
   const char* numbers;
   int64_t head_stride, stride, count;
@@ -50,8 +49,7 @@ void weigh(const float* query, int64_t padded, const typename T::Number* keys, i
   }
 }
 
-// Adds the values of `positions` positions, times their weights, to `vectors` vectors of each query's sums. Unless
-// is_whole, the last vector may have fewer numbers.
+// Adds the weighted values of `positions` positions to `vectors` vectors of each query's sums; is_whole: all are full.
 template <class T, int queries, int vectors, bool is_whole>
 void add_values(const typename T::Number* values, int64_t stride, int64_t positions, int64_t head_dim,
                 const float* weights, int64_t count, float* sums, int64_t padded) {
@@ -95,8 +93,7 @@ void attend_together(const typename T::Number* query, const typename T::Number* 
       store_some<T>(y + q * head_dim + d, load<Floats>(sums.data() + q * padded + d) * factors[q], head_dim - d);
 }
 
-// Computes the outputs of all query heads, `[heads, head_dim]`. heads / key_heads consecutive heads share keys and
-// values.
+// Computes the outputs of all query heads, `[heads, head_dim]`; heads / key_heads in a row share keys and values.
 template <class T>
 void attend(const void* query, const Cached& keys, const Cached& values, int64_t heads, int64_t key_heads,
             int64_t head_dim, float scaling, void* y, int threads) {

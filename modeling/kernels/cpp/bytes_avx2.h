@@ -17,8 +17,7 @@ inline void split_codes(const uint8_t* codes, Bytes (&split)[64 / kLanes]) {
   }
 }
 
-// Returns the number of the first of the four outputs in each 16 bytes of these vectors. AVX2 unpacks the halves of a
-// register by themselves.
+// Returns the number of the first of the four outputs in each 16 bytes of these vectors; AVX2 unpacks half registers.
 constexpr int output_of(int piece) { return piece / 8 * 32 + piece % 2 * 16 + piece / 2 % 4 * 4; }
 
 #if defined(__AVXVNNI__)
@@ -26,8 +25,7 @@ constexpr int output_of(int piece) { return piece / 8 * 32 + piece % 2 * 16 + pi
 constexpr const char* kInstructions = "AVX2 with AVX-VNNI";
 using CodeSums = Ints;
 
-// True if 8-bit weights are multiplied as w + 128, which is unsigned; the sums then start at -128 times the inputs'
-// sum.
+// True if 8-bit weights w are multiplied as w + 128, unsigned. Then sums start at -128 times the sum of the inputs.
 constexpr bool kPlus128 = true;
 
 inline Ints add_codes(Ints sum, Bytes codes, Bytes x) {
@@ -53,8 +51,7 @@ inline CodeSums add_codes(CodeSums sum, Bytes codes, Bytes x) {
 
 inline Ints whole(CodeSums sum) { return (Ints)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
 
-// Multiplies the weights without signs by the rows with the weights' signs. Two products, at most 2 * 128 * 127, fit
-// into 16 bits.
+// Moves the weights' signs to the rows, and multiplies. The sum of two products, at most 2 * 128 * 127, has 16 bits.
 inline Ints add_bytes(Ints sum, Bytes weights, Bytes x) {
   const __m256i signs_moved = _mm256_sign_epi8((__m256i)x, (__m256i)weights);
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)weights), signs_moved);

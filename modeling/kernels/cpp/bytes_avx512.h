@@ -5,8 +5,7 @@ namespace {
 constexpr const char* kInstructions = "AVX-512 with VNNI";
 using CodeSums = Ints;
 
-// True if 8-bit weights are multiplied as w + 128, which is unsigned; the sums then start at -128 times the inputs'
-// sum.
+// True if 8-bit weights w are multiplied as w + 128, unsigned. Then sums start at -128 times the sum of the inputs.
 constexpr bool kPlus128 = true;
 
 // Splits the 4-bit codes of four inputs and 64 outputs into bytes: each vector has the four inputs of `kLanes` outputs.

@@ -41,8 +41,7 @@ inline float quantize_part(const float* x, int8_t* bytes) {
     const Ints magnitude = load<Ints>(x + i) & 0x7fffffff;
     most = magnitude > most ? magnitude : most;
   }
-  // Bits of positive floats, as integers, have the order of the floats. NaN or infinity becomes the scale, and so all
-  // products of the part.
+  // The bits of positive floats sort as the floats do. NaN or infinity becomes the scale, and so all products.
   int32_t bits = 0;
   for (int i = 0; i < kLanes; i++) bits = most[i] > bits ? most[i] : bits;
   float largest;
@@ -125,8 +124,7 @@ struct BlockScales {
   }
 };
 
-// Adds to `sums` the products of a part of R rows, from row r on, with 64 outputs. Weights are 4-bit codes (kCodes) or
-// bytes.
+// Adds to `sums` products of a part of R rows, from row r on, with 64 outputs, whose weights are codes or bytes.
 template <int R, bool kCodes>
 void add_part(const ByteRows& x, int64_t r, int64_t part, const Bytes (&weights)[kPart / 4][kVectors],
               const BlockScales& scales, float* sums) {
@@ -190,8 +188,7 @@ void int4_block(const ByteRows& x, int64_t rows, const uint8_t* codes, const uin
   }
 }
 
-// Unpacks a block of 4-bit codes, for `inputs` inputs of a group, into `[inputs, 64]`; each row is `stride` numbers
-// after the previous one.
+// Unpacks a block of 4-bit codes, for `inputs` inputs of a group, into `[inputs, 64]`, whose rows are `stride` apart.
 template <class T>
 void unpack_codes(const uint8_t* codes, const uint32_t* scales, int64_t inputs, typename T::Number* y, int64_t stride) {
   for (int first = 0; first < kBlock; first += kLanes) {

@@ -2,8 +2,7 @@
 
 namespace {
 
-// Loads the words of vector v of outputs, in the order of `split_codes`. A word has a scale and the weight that code 8
-// means, both in bfloat16.
+// Loads the words of vector v of outputs, in the order of `split_codes`. A word has a scale and the weight of code 8.
 inline Words words_of(const uint32_t* scales, int v) {
   constexpr int kPieces = kLanes / 4;
   if constexpr (kPieces == 1 || output_of(1) == 4) {
@@ -61,8 +60,7 @@ void int4_rows(const ByteRows& x, const uint8_t* codes, const uint32_t* scales, 
 template <int R>
 void int4_rows(const float* x, const uint8_t* codes, const uint32_t* scales, int64_t scale_stride, int64_t inputs,
                int64_t group, float* y) {
-  // kChains: number of independent sums, which hide the latency of additions. kHigh: number of the first vector of
-  // outputs that are in the high four bits.
+  // kChains: number of independent sums, to hide the latency of additions. kHigh: the first vector of high four bits.
   constexpr int kChains = R == 1 ? 2 : 1, kHigh = kVectors / 2;
   Floats total[R][kVectors] = {};
   for (int64_t p = 0; p < inputs / kPart; p++) {

@@ -1,11 +1,8 @@
-// Products of few rows with a matrix of 4, 8, 16 or 32 bits, norms, and attention of one query, for all processors with
-// vector registers.
+// Products of few rows with a matrix of 4, 8, 16 or 32 bits, norms, and attention of one query.
 //
 // A decode step reads every weight once, so these kernels must read weights as fast as the memory can deliver them.
-// Sums are in float32.
-//
-// cpp_kernels.py compiles this file at first use, for the processor of this machine. `Matrix` there says what codes and
-// scales are.
+// Sums are in float32. cpp_kernels.py compiles this file at first use, for this machine's processor; `Matrix` there says
+// what codes and scales are.
 
 #if defined(__x86_64__)
 #include <immintrin.h>

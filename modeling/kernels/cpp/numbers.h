@@ -1,5 +1,4 @@
-// Products with plain weights in float32, and norms. A matrix is output-first (its rows are outputs) or input-first
-// (its columns are outputs).
+// Products with plain weights in float32, and norms. A matrix is output-first (a row is an output) or input-first.
 
 namespace {
 

@@ -1,5 +1,4 @@
-// Vectors as wide as the processor's registers, by the vector extensions of GCC and Clang, which work on all
-// processors.
+// Vectors as wide as the processor's registers, by the vector extensions of GCC and Clang, for all processors.
 
 namespace {
 
